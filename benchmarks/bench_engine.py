@@ -1,0 +1,200 @@
+"""The engine's claims as numbers. `python benchmarks/bench_engine.py [accuracy|growth|product|memory|all]`.
+
+accuracy  largest relative error of value, gradient and G·d against the dense twin (tests/dense.py), float64 and float32
+growth    time of a gradient and of G·d while m, n and |O| double three times
+product   ml1m shape: G·d against its tower matrix products, and the fused pair pass against torch's sparse operations
+memory    ml10m shape: peak memory of one evaluation with one G·d beyond its inputs, free and with memory_budget="256MB"
+
+Each prints the ratio and the bound it is held to, and writes benchmarks/results/engine_<name>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from common import median_ratio, median_seconds, side_by_side, write_result
+
+import gramtower as gt
+from gramtower.data.synthetic import PAPER_SHAPES, paper_shape, planted_pairs
+from gramtower.kernels import select
+
+TESTS = Path(__file__).parent.parent / "tests"
+
+
+def accuracy() -> None:
+    sys.path.insert(0, str(TESTS))
+    from cases import FEATURES, LOSSES, TOWERS, make_case
+    from dense import evaluate
+
+    worst = {}
+    for dtype, bound in ((torch.float64, 1e-10), (torch.float32, 2e-4)):
+        errors = {"value": 0.0, "gradient": 0.0, "product": 0.0}
+        for tower in TOWERS:
+            for index, kind in enumerate(FEATURES):
+                loss = LOSSES[(index + len(tower)) % len(LOSSES)]
+                case = make_case(
+                    m=9, n=7, tower=tower, kinds=(kind, kind), loss=loss, weights=True, dtype=dtype, embedding_l2=0.1
+                )
+                value, gradient, G = evaluate(case.dense, case.left, case.right)
+                point = case.problem.at(case.towers)
+                d = torch.randn(len(gradient), dtype=torch.float64)
+                found = {
+                    "value": abs(point.value - value) / abs(value),
+                    "gradient": _relative(point.gradient().vector, gradient),
+                    "product": _relative(point.gauss_newton() @ d.to(dtype), G @ d),
+                }
+                errors = {key: max(errors[key], float(found[key])) for key in errors}
+        name = str(dtype).removeprefix("torch.")
+        worst[name] = errors
+        print(
+            f"{name}: worst relative error " + ", ".join(f"{k} {v:.1e}" for k, v in errors.items()) + f" (<= {bound:g})"
+        )
+    write_result("engine_accuracy", {"worst_relative_error": worst})
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b).norm() / b.norm())
+
+
+def growth() -> None:
+    rows = []
+    for factor in (1, 2, 4, 8):
+        problem = gt.Problem(planted_pairs(4000 * factor, 3000 * factor, 250_000 * factor, seed=1))
+        towers = gt.mlp_towers(problem)
+        point = problem.at(towers)
+        _ = point.value
+        G, d = point.gauss_newton(), towers.parameters()
+        gradient = median_seconds(lambda point=point: point.gradient())
+        product = median_seconds(lambda G=G, d=d: G @ d)
+        rows.append({"factor": factor, "gradient_s": gradient, "product_s": product})
+        line = f"x{factor}: gradient {1e3 * gradient:7.1f} ms, G·d {1e3 * product:7.1f} ms"
+        if len(rows) > 1:
+            before = rows[-2]
+            line += f"   ratios {gradient / before['gradient_s']:.2f}, {product / before['product_s']:.2f} (<= 2.3)"
+        print(line)
+    write_result("engine_growth", {"rows": rows})
+
+
+def product() -> None:
+    m, n, _ = PAPER_SHAPES["ml1m"]
+    problem = gt.Problem(paper_shape("ml1m"))
+    towers = gt.mlp_towers(problem)
+    point = problem.at(towers)
+    G, d = point.gauss_newton(), towers.parameters()
+    out = d.empty()
+    gemms = [_tower_products(rows, (256, 256, 128)) for rows in (m, n)]
+    times = side_by_side({"product": lambda: G.product(d, out), "floor": lambda: [run() for run in gemms]})
+    whole, floor = (statistics.median(times[name]) for name in ("product", "floor"))
+    ratio = median_ratio(times, "product", "floor")
+    print(f"G·d {1e3 * whole:.1f} ms, its tower matrix products {1e3 * floor:.1f} ms: ratio {ratio:.2f} (<= 1.8)")
+
+    kernels, pairs = select(torch.device("cpu")), point.setting.pairs
+    P, Q = point.P, point.Q
+    W, H = torch.randn_like(P), torch.randn_like(Q)
+    c, total = point.curvatures(), torch.zeros_like(P)
+    pattern = torch.sparse_csr_tensor(pairs.offsets.int(), pairs.columns, torch.ones_like(c), pairs.shape)
+
+    def torch_way() -> torch.Tensor:
+        z = c * (
+            torch.sparse.sampled_addmm(pattern, W, Q.t(), beta=0.0).values()
+            + torch.sparse.sampled_addmm(pattern, P, H.t(), beta=0.0).values()
+        )
+        return torch.sparse_csr_tensor(pattern.crow_indices(), pattern.col_indices(), z, pairs.shape) @ Q
+
+    times = side_by_side(
+        {"ours": lambda: kernels.curvature_left(pairs, c, P, W, Q, H, total), "torch": torch_way}, warmup=5
+    )
+    ours, theirs = (statistics.median(times[name]) for name in ("ours", "torch"))
+    pair_ratio = median_ratio(times, "torch", "ours")
+    print(f"pair pass {1e3 * ours:.1f} ms, torch's sparse {1e3 * theirs:.1f} ms: ratio {pair_ratio:.2f} (>= 1.5)")
+    write_result(
+        "engine_product",
+        {"product_s": whole, "tower_products_s": floor, "ratio": ratio,
+         "pair_pass_s": ours, "torch_sparse_s": theirs, "pair_ratio": pair_ratio},
+    )  # fmt: skip
+
+
+def _tower_products(rows: int, widths: tuple[int, ...]):
+    """The matrix products that jvp and vjp of a tower over one-hot ids cannot avoid: four for each inner layer."""
+    layers = [
+        (torch.randn(rows, a), torch.randn(rows, a), torch.randn(b, a), torch.randn(b, a), torch.randn(rows, b))
+        for a, b in itertools.pairwise(widths)
+    ]
+
+    def run() -> None:
+        for x, dx, weight, direction, g in layers:
+            (dx @ weight.t()).addmm_(x, direction.t())  # jvp
+            g.t() @ x, g @ weight  # vjp
+
+    return run
+
+
+def memory() -> None:
+    results = {}
+    for budget, bound in (("", 1.2), ("256MB", 0.5)):
+        output = subprocess.run(
+            [sys.executable, __file__, "memory-child", "--budget", budget], check=True, capture_output=True, text=True
+        ).stdout
+        found = json.loads(output)
+        results[budget or "default"] = found
+        print(
+            f"memory_budget={budget or 'default'}: peak {found['extra_bytes'] / 1e9:.2f} GB beyond inputs (<= {bound}), "
+            f"G·d {1e3 * found['product_s']:.0f} ms"
+        )
+    write_result("engine_memory", {"runs": results})
+
+
+def memory_child(budget: str) -> None:
+    """Peak resident memory of an evaluation and G·d beyond the problem, the towers and d; run in a fresh process."""
+    warm = gt.Problem(planted_pairs(300, 200, 4000))  # compiles kernels, fills library caches
+    point = warm.at(gt.mlp_towers(warm))
+    _ = point.value, point.gauss_newton() @ point.gradient()
+    problem = gt.Problem(paper_shape("ml10m"), memory_budget=budget or None)
+    towers = gt.mlp_towers(problem)
+    d = towers.parameters()
+    problem.setting(towers.dtype, towers.device).pairs.by_column  # noqa: B018  # inputs in the form kernels read
+    before = _resident()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    point = problem.at(towers)
+    _ = point.value
+    G = point.gauss_newton()
+    _ = G @ d
+    peak = _status("VmHWM")
+    print(json.dumps({"extra_bytes": peak - before, "product_s": median_seconds(lambda: G @ d, repeats=3, warmup=0)}))
+
+
+def _status(key: str) -> int:
+    return next(
+        int(x.split()[1]) * 1024 for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key)
+    )
+
+
+def _resident() -> int:
+    import ctypes
+    import gc
+
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return _status("VmRSS")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "what", nargs="?", default="all", choices=["accuracy", "growth", "product", "memory", "memory-child", "all"]
+    )
+    parser.add_argument("--budget", default="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.what == "memory-child":
+        memory_child(arguments.budget)
+    else:
+        for name, run in (("accuracy", accuracy), ("growth", growth), ("product", product), ("memory", memory)):
+            if arguments.what in (name, "all"):
+                run()

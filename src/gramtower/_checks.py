@@ -1,0 +1,97 @@
+"""Argument checks: each raises ``ValueError`` naming the argument, what was given and what was expected."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def fail(name: str, given: object, expected: str) -> NoReturn:
+    """Raise the one form of error message this library uses for bad arguments."""
+    raise ValueError(f"{name}: got {given}, expected {expected}")
+
+
+def number(name: str, value: object, *, minimum: float = -math.inf, above: float | None = None) -> float:
+    """A finite real number, at least ``minimum`` (or strictly above ``above``)."""
+    bound = f" above {above:g}" if above is not None else f" >= {minimum:g}" if minimum > -math.inf else ""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        fail(name, repr(value), f"a finite number{bound}")
+    result = float(value)
+    if not math.isfinite(result) or result < minimum or (above is not None and result <= above):
+        fail(name, repr(value), f"a finite number{bound}")
+    return result
+
+
+def count(name: str, value: object, *, minimum: int = 1) -> int:
+    """An integer, at least ``minimum``."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or int(value) < minimum:
+        fail(name, repr(value), f"an integer >= {minimum}")
+    return int(value)
+
+
+def choice(name: str, value: object, options: tuple[str, ...]) -> str:
+    """One of a few names; the error lists them."""
+    if not isinstance(value, str) or value not in options:
+        fail(name, repr(value), "one of " + ", ".join(repr(o) for o in options))
+    return value
+
+
+def as_float_array(name: str, value: Any) -> NDArray[Any]:
+    """A numpy float array; float32 and float64 are kept, every other number becomes float64."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().numpy()
+    try:
+        array = np.asarray(value)
+        if array.dtype not in (np.float32, np.float64):
+            array = array.astype(np.float64)
+    except (TypeError, ValueError):
+        fail(name, type(value).__name__, "an array of numbers")
+    return array
+
+
+def finite(name: str, array: NDArray[Any]) -> None:
+    """Refuse NaN and infinity, naming the first place that holds one."""
+    bad = ~np.isfinite(array)
+    if bad.any():
+        place = tuple(int(x) for x in np.argwhere(bad)[0])
+        at = place[0] if len(place) == 1 else place
+        fail(name, f"{array[place]} at {at} ({int(bad.sum())} non-finite in all)", "finite numbers")
+
+
+def weights(name: str, value: Any, length: int) -> NDArray[Any] | None:
+    """Entity weights: None for all ones, or finite non-negative numbers, one for each entity."""
+    if value is None:
+        return None
+    array = as_float_array(name, value)
+    if array.shape != (length,):
+        fail(name, f"shape {array.shape}", f"shape ({length},), one weight for each entity of that side")
+    finite(name, array)
+    if (array < 0).any():
+        place = int(np.argmax(array < 0))
+        fail(name, f"{array[place]} at {place}", "weights >= 0")
+    return array
+
+
+def memory_size(name: str, value: object) -> int:
+    """Bytes from an integer or from text such as ``"512MB"`` (10⁶) or ``"2GiB"`` (2³⁰)."""
+    expected = 'a positive number of bytes or text such as "512MB", "1.5GB" or "2GiB"'
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", value)
+        if not match or match[2].upper() not in _UNITS:
+            fail(name, repr(value), expected)
+        size = float(match[1]) * _UNITS[match[2].upper()]
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        size = float(value)
+    else:
+        fail(name, repr(value), expected)
+    if not 1 <= size < math.inf:
+        fail(name, repr(value), expected)
+    return int(size)

@@ -1,0 +1,1 @@
+"""What is learned from: observed pairs and the features of the entities on both sides."""

@@ -1,0 +1,131 @@
+"""Entity features: one-hot ids, sparse rows or dense rows, handed to towers block by block.
+
+Ids are row numbers and never become one-hot vectors; sparse rows stay a :class:`~gramtower.data.pairs.Pairs`
+pattern with values. Checked by tests/test_problem.py (input errors) and tests/test_engine.py (products).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from torch import Tensor
+
+from gramtower import _checks as check
+from gramtower.data.pairs import Pairs, from_sparse
+
+
+@dataclass(frozen=True)
+class IdBlock:
+    """Consecutive entities ``start:stop`` known by their row numbers alone."""
+
+    start: int
+    stop: int
+
+    def tensor(self, device: torch.device) -> Tensor:
+        """The row numbers as a LongTensor."""
+        return torch.arange(self.start, self.stop, device=device)
+
+
+@dataclass(frozen=True)
+class SparseBlock:
+    """Some rows of a sparse feature matrix: pattern and values."""
+
+    pattern: Pairs
+    values: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, features)."""
+        return self.pattern.shape
+
+    def to_dense(self) -> Tensor:
+        """The block as a dense tensor; for tests and error paths on a few rows only."""
+        dense = self.values.new_zeros(self.shape)
+        dense[self.pattern.rows.long(), self.pattern.columns.long()] = self.values
+        return dense
+
+
+Block = Tensor | SparseBlock | IdBlock
+
+
+class Features:
+    """The features of one side's entities.
+
+    Attributes:
+        kind: ``"ids"`` (row numbers), ``"dense"`` or ``"sparse"``.
+        rows: number of entities.
+        width: number of features; for ids, the number of entities.
+    """
+
+    def __init__(self, kind: str, rows: int, width: int, data: Tensor | SparseBlock | None) -> None:
+        self.kind, self.rows, self.width, self._data = kind, rows, width, data
+        self._casts: dict[tuple[torch.dtype, torch.device], Tensor | SparseBlock] = {}
+        self._blocks: dict[tuple[torch.dtype, torch.device, int, int], SparseBlock] = {}
+
+    @property
+    def entries(self) -> int:
+        """Stored numbers: one per row for ids, non-zeros for sparse rows, all for dense rows."""
+        if isinstance(self._data, SparseBlock):
+            return len(self._data.pattern)
+        return self.rows if self._data is None else self.rows * self.width
+
+    def block(self, start: int, stop: int, dtype: torch.dtype, device: torch.device) -> Block:
+        """Rows ``start:stop``: an :class:`IdBlock`, dense rows, or a :class:`SparseBlock`."""
+        if self._data is None:
+            return IdBlock(start, stop)
+        data = self._cast(dtype, device)
+        if isinstance(data, Tensor):
+            return data[start:stop]
+        key = (dtype, device, start, stop)
+        if key not in self._blocks:  # kept, because its column order costs a sort
+            part, where = data.pattern.row_range(start, stop)
+            self._blocks[key] = SparseBlock(part, data.values[where])
+        return self._blocks[key]
+
+    def mean_square_norm(self) -> float:
+        """Mean of ‖x_i‖² over rows, which sets the initial scale of a first layer."""
+        if self._data is None:
+            return 1.0
+        values = self._data.values if isinstance(self._data, SparseBlock) else self._data
+        return float(values.double().square().sum()) / self.rows
+
+    def _cast(self, dtype: torch.dtype, device: torch.device) -> Tensor | SparseBlock:
+        key = (dtype, device)
+        if key not in self._casts:
+            data = self._data
+            if isinstance(data, SparseBlock):
+                self._casts[key] = SparseBlock(data.pattern.to(device), data.values.to(device, dtype))
+            else:
+                assert data is not None
+                codes = data.dtype == torch.int64  # for modules that embed categorical codes
+                self._casts[key] = data.to(device) if codes else data.to(device, dtype)
+        return self._casts[key]
+
+
+def as_features(name: str, value: Any, rows: int) -> Features:
+    """Features from None (ids), scipy.sparse, numpy or torch 2-D; checked against the number of entities."""
+    if value is None:
+        return Features("ids", rows, rows, None)
+    if sp.issparse(value):
+        _check_rows(name, value.shape, rows)
+        pattern, stored = from_sparse(name, value)
+        check.finite(name, stored)
+        return Features("sparse", rows, pattern.shape[1], SparseBlock(pattern, torch.from_numpy(stored)))
+    if isinstance(value, Tensor) and value.dtype == torch.int64:
+        _check_rows(name, tuple(value.shape), rows)
+        return Features("dense", rows, int(value.shape[1]), value.detach().clone())
+    if not isinstance(value, (np.ndarray, Tensor)):
+        check.fail(name, type(value).__name__, "None (one-hot ids), scipy.sparse, numpy or torch 2-D")
+    array = check.as_float_array(name, value)
+    _check_rows(name, array.shape, rows)
+    check.finite(name, array)
+    return Features("dense", rows, int(array.shape[1]), torch.tensor(array))
+
+
+def _check_rows(name: str, shape: tuple[int, ...], rows: int) -> None:
+    if len(shape) != 2 or shape[0] != rows or shape[1] == 0:
+        check.fail(name, f"shape {tuple(shape)}", f"shape ({rows}, features), one row for each entity of that side")

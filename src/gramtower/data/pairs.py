@@ -1,0 +1,202 @@
+"""A sparse m × n pattern held by rows and by columns, the form every pair operation reads.
+
+Holds the observed set O of eq:obj and also sparse feature matrices (rows × features). Rows are compressed
+(CSR); columns are the same entries in column order (CSC) with, for each, its position in row order, so that a
+value computed per pair is stored once and read from both sides.
+
+Cost: O(|O|) time and memory. Checked by tests/test_pairs.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gramtower import _checks as check
+
+SEGMENT = 4096  # entries of a row worked on as one piece
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Non-empty rows cut into pieces of at most ``SEGMENT`` entries, so that a popular item does not serialise.
+
+    Attributes:
+        rows: int64. Row of each piece; pieces of one row follow each other.
+        starts: int64, pieces + 1. Piece s covers entries ``starts[s]:starts[s + 1]``.
+        lines: int64. -1 for the first piece of a row, otherwise a running number of the pieces that continue one.
+    """
+
+    rows: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    lines: NDArray[np.int64]
+
+    @property
+    def continued(self) -> int:
+        """How many pieces continue a row that another piece began."""
+        return int(self.lines.max(initial=-1)) + 1
+
+
+def cut_rows(offsets: Tensor) -> Segments:
+    """The pieces of all rows, in order."""
+    bounds = offsets.cpu().numpy()
+    pieces = -(-np.diff(bounds) // SEGMENT)
+    rows = np.repeat(np.arange(len(pieces)), pieces)
+    within = np.arange(len(rows)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    lines = np.where(within > 0, np.cumsum(within > 0) - 1, -1)
+    return Segments(rows, np.append(bounds[rows] + within * SEGMENT, bounds[-1]), lines)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The same entries in column order.
+
+    Attributes:
+        offsets: int64, n + 1. Entries ``offsets[j]:offsets[j + 1]`` belong to column j.
+        rows: int32, |O|. Row of each entry.
+        position: int64 or int32, |O|. Where each entry stands in row order.
+    """
+
+    offsets: Tensor
+    rows: Tensor
+    position: Tensor
+
+    @cached_property
+    def segments(self) -> Segments:
+        """Columns cut into pieces."""
+        return cut_rows(self.offsets)
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Entries of a sparse m × n pattern in row order; see the module's first lines.
+
+    Attributes:
+        shape: (m, n).
+        offsets: int64, m + 1. Entries ``offsets[i]:offsets[i + 1]`` belong to row i.
+        columns: int32, |O|. Column of each entry, increasing within a row.
+    """
+
+    shape: tuple[int, int]
+    offsets: Tensor
+    columns: Tensor
+
+    def __len__(self) -> int:
+        return int(self.columns.shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the index tensors live."""
+        return self.columns.device
+
+    @cached_property
+    def by_column(self) -> Columns:
+        """The column-order view; made on first use in O(|O|) by a counting sort."""
+        position = np.arange(len(self), dtype=np.int32 if len(self) < 2**31 else np.int64)
+        pattern = sp.csr_matrix(
+            (position, self.columns.cpu().numpy(), self.offsets.cpu().numpy()), shape=self.shape
+        ).tocsc()
+        return Columns(
+            torch.from_numpy(pattern.indptr.astype(np.int64)).to(self.device),
+            torch.from_numpy(pattern.indices.astype(np.int32)).to(self.device),
+            torch.from_numpy(pattern.data).to(self.device),
+        )
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """int32, |O|. Row of each entry."""
+        return torch.repeat_interleave(
+            torch.arange(self.shape[0], dtype=torch.int32, device=self.device), self.row_counts
+        )
+
+    @cached_property
+    def segments(self) -> Segments:
+        """Rows cut into pieces."""
+        return cut_rows(self.offsets)
+
+    @cached_property
+    def row_counts(self) -> Tensor:
+        """|O_i,:| for each row i."""
+        return self.offsets.diff()
+
+    @cached_property
+    def column_counts(self) -> Tensor:
+        """|O_:,j| for each column j."""
+        return torch.bincount(self.columns, minlength=self.shape[1])
+
+    def row_range(self, start: int, stop: int) -> tuple[Pairs, slice]:
+        """Rows ``start:stop`` as a pattern of their own (a view), and where their entries stand in this one."""
+        first, last = int(self.offsets[start]), int(self.offsets[stop])
+        part = Pairs(
+            (stop - start, self.shape[1]),
+            self.offsets[start : stop + 1] - first,
+            self.columns[first:last],
+        )
+        return part, slice(first, last)
+
+    def to(self, device: torch.device) -> Pairs:
+        """The same pattern on another device."""
+        if device == self.device:
+            return self
+        moved = Pairs(self.shape, self.offsets.to(device), self.columns.to(device))
+        if "by_column" in self.__dict__:
+            here = self.by_column
+            moved.__dict__["by_column"] = Columns(
+                here.offsets.to(device), here.rows.to(device), here.position.to(device)
+            )
+        return moved
+
+
+def from_sparse(name: str, matrix: Any) -> tuple[Pairs, NDArray[Any]]:
+    """The pattern and the stored values of a scipy.sparse matrix, both in row order.
+
+    Every stored entry counts, explicit zeros too. Duplicates are refused rather than summed.
+    """
+    if not sp.issparse(matrix):
+        fail_type = type(matrix).__name__
+        check.fail(name, fail_type, "a scipy.sparse matrix or array of shape (m, n) whose stored entries are pairs")
+    if len(matrix.shape) != 2 or 0 in matrix.shape:
+        check.fail(name, f"shape {matrix.shape}", "at least one row and one column")
+    m, n = (int(x) for x in matrix.shape)
+    if max(m, n) >= 2**31:
+        check.fail(name, f"shape {matrix.shape}", "fewer than 2**31 rows and columns")
+    if matrix.format == "csr" and _rows_increase(matrix.indptr, matrix.indices):
+        offsets, columns, values = matrix.indptr, matrix.indices, matrix.data
+    else:
+        coo = matrix.tocoo()
+        keys = coo.row.astype(np.int64) * n + coo.col
+        order = np.argsort(keys, kind="stable")
+        keys = keys[order]
+        if len(keys) > 1 and (repeated := keys[1:] == keys[:-1]).any():
+            i, j = divmod(int(keys[int(np.argmax(repeated))]), n)
+            check.fail(
+                name,
+                f"{int(repeated.sum())} duplicate pairs, the first at row {i}, column {j}",
+                "each pair stored once (merge them first, e.g. with matrix.sum_duplicates())",
+            )
+        offsets = np.concatenate([[0], np.cumsum(np.bincount(coo.row, minlength=m))])
+        columns, values = coo.col[order], coo.data[order]
+    data = check.as_float_array(name, values)
+    pairs = Pairs(
+        (m, n),
+        torch.from_numpy(np.array(offsets, dtype=np.int64)),
+        torch.from_numpy(np.array(columns, dtype=np.int32)),
+    )
+    return pairs, np.array(data)
+
+
+def _rows_increase(offsets: NDArray[Any], columns: NDArray[Any]) -> bool:
+    """Whether columns strictly increase within every row: sorted and free of duplicates."""
+    if len(columns) < 2:
+        return True
+    rising = columns[1:] > columns[:-1]
+    starts = offsets[1:-1]
+    rising[starts[(starts > 0) & (starts < len(columns))] - 1] = True  # a new row may start lower
+    return bool(rising.all())

@@ -1,0 +1,51 @@
+"""The pair operations in plain torch: their definition, and what runs on a device without kernels of its own.
+
+Works through the pairs in blocks so that gathered rows stay within a fixed buffer. O(|O| k) time. The other
+implementations are compared with this one, and this one with dense products, in tests/test_kernels.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gramtower.data.pairs import Pairs
+
+_BUFFER = 1 << 22  # gathered numbers held at a time
+
+
+def _blocks(pairs: Pairs, k: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Blocks of entries with their rows i and columns j."""
+    step = max(1, _BUFFER // max(1, k))
+    for start in range(0, len(pairs), step):
+        part = slice(start, min(len(pairs), start + step))
+        yield part, pairs.rows[part].long(), pairs.columns[part].long()
+
+
+def dots(pairs: Pairs, A: Tensor, B: Tensor) -> Tensor:
+    """x_e = a_i · b_j for each pair e = (i, j), in row order."""
+    x = torch.empty(len(pairs), dtype=A.dtype, device=A.device)
+    for part, i, j in _blocks(pairs, A.shape[1]):
+        x[part] = (A[i] * B[j]).sum(1)
+    return x
+
+
+def left_sum(pairs: Pairs, x: Tensor, B: Tensor, out: Tensor) -> None:
+    """out_i += Σ_j x_ij b_j."""
+    for part, i, j in _blocks(pairs, B.shape[1]):
+        out.index_add_(0, i, x[part, None] * B[j])
+
+
+def right_sum(pairs: Pairs, x: Tensor, A: Tensor, out: Tensor) -> None:
+    """out_j += Σ_i x_ij a_i."""
+    for part, i, j in _blocks(pairs, A.shape[1]):
+        out.index_add_(0, j, x[part, None] * A[i])
+
+
+def curvature_left(pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: Tensor, out: Tensor) -> Tensor:
+    """z_e = c_e (w_i·q_j + p_i·h_j), returned; out_i += Σ_j z_ij q_j."""
+    z = c * (dots(pairs, W, Q) + dots(pairs, P, H))
+    left_sum(pairs, z, Q, out)
+    return z

@@ -1,0 +1,129 @@
+"""One tower evaluated at θ for all its entities: outputs, jvp (eq:Jvp) and vjp (eq:ten-mat).
+
+Forward once; each jvp or vjp after it costs one pass of the tower and no forward, unless the memory budget asks
+for recomputation. Rows never depend on how they are cut into blocks. Checked by tests/test_engine.py; counted in
+:class:`Work` and asserted in tests/test_cost.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gramtower.data.features import Features
+from gramtower.model.memory import BlockPlan
+from gramtower.model.ops import Elementwise, Named, Op, Values
+
+
+@dataclass
+class Work:
+    """What has been done so far: passes of each tower over all its rows, and passes over the observed pairs."""
+
+    left_forwards: int = 0
+    left_jvps: int = 0
+    left_vjps: int = 0
+    right_forwards: int = 0
+    right_jvps: int = 0
+    right_vjps: int = 0
+    pair_passes: int = 0
+
+    def add(self, side: str, what: str) -> None:
+        """Count one pass of a tower over all its rows."""
+        name = f"{side}_{what}"
+        setattr(self, name, getattr(self, name) + 1)
+
+    def since(self, earlier: Work) -> Work:
+        """The difference to an earlier copy."""
+        return Work(**{k: v - getattr(earlier, k) for k, v in asdict(self).items()})
+
+    def copy(self) -> Work:
+        """A copy that later work does not change."""
+        return Work(**asdict(self))
+
+
+class Linearization:
+    """A tower at θ over all rows of its features.
+
+    Attributes:
+        outputs: the embeddings, rows × k.
+    """
+
+    def __init__(
+        self,
+        side: str,
+        steps: list[Op],
+        features: Features,
+        values: Values,
+        plan: BlockPlan,
+        work: Work,
+        check_output: Callable[[Tensor, int], None],
+    ) -> None:
+        self.side, self.steps, self.features, self.values, self.plan = side, steps, features, values, plan
+        self.work = work
+        tensor = next(iter(values.tensors.values()))
+        self._dtype, self._device = tensor.dtype, tensor.device
+        self._kept: list[list[Any]] = []
+        outputs: Tensor | None = None
+        for start, stop in self.blocks():
+            y, saved = self._run(start, stop)
+            if outputs is None:
+                check_output(y, stop - start)
+                outputs = y if stop == features.rows else y.new_empty(features.rows, y.shape[1])
+            if outputs is not y:
+                check_output(y, stop - start)
+                outputs[start:stop] = y
+            if plan.keep:
+                self._kept.append(saved)
+        assert outputs is not None
+        self.outputs = outputs.contiguous()
+        work.add(side, "forwards")
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """Row ranges, in order."""
+        for start in range(0, self.features.rows, self.plan.rows):
+            yield start, min(self.features.rows, start + self.plan.rows)
+
+    def saved_blocks(self) -> Iterator[tuple[int, int, list[Any]]]:
+        """Row ranges with what each step kept, recomputed block by block if it was not kept."""
+        for index, (start, stop) in enumerate(self.blocks()):
+            yield start, stop, self._kept[index] if self.plan.keep else self._run(start, stop)[1]
+        if not self.plan.keep:
+            self.work.add(self.side, "forwards")
+
+    @torch.no_grad()
+    def jvp(self, tangent: Named, out: Tensor | None = None) -> Tensor:
+        """The change of every output along a direction of this tower's parameters: rows × k, in ``out`` if given."""
+        out = torch.empty_like(self.outputs) if out is None else out
+        for start, stop, saved in self.saved_blocks():
+            dy: Tensor | None = None
+            for step, kept in zip(self.steps, saved, strict=True):
+                dy = step.jvp(kept, dy, self.values, tangent)
+            assert dy is not None
+            out[start:stop] = dy
+        self.work.add(self.side, "jvps")
+        return out
+
+    @torch.no_grad()
+    def vjp(self, cotangent: Tensor, out: Named) -> None:
+        """Add Σ_i (∂y_i/∂θ)ᵀ cotangent_i to ``out``, tensor by tensor."""
+        for start, stop, saved in self.saved_blocks():
+            g: Tensor | None = cotangent[start:stop]
+            if isinstance(self.steps[-1], Elementwise):
+                g = g.clone() if g is not None else None  # the step works in place, the cotangent is the caller's
+            for index in range(len(self.steps) - 1, -1, -1):
+                assert g is not None
+                g = self.steps[index].vjp(saved[index], g, self.values, out, index > 0)
+        self.work.add(self.side, "vjps")
+
+    @torch.no_grad()
+    def _run(self, start: int, stop: int) -> tuple[Tensor, list[Any]]:
+        x: Any = self.features.block(start, stop, self._dtype, self._device)
+        saved = []
+        for step in self.steps:
+            x, kept = step.forward(x, self.values)
+            saved.append(kept)
+        return x, saved

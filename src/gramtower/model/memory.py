@@ -1,0 +1,66 @@
+"""How much an evaluation may keep: the memory budget and the row blocks that follow from it.
+
+Towers run in row blocks. When the activations of all blocks fit the budget they are kept and every later jvp
+and vjp reads them; when not, each jvp and vjp runs the block forward again. Checked by tests/test_memory.py.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+_CPU_BLOCK, _GPU_BLOCK = 2048, 1 << 16  # rows; on a CPU one block's activations stay in cache
+_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """Rows per block, and whether activations are kept between forward, jvp and vjp."""
+
+    rows: int
+    keep: bool
+
+
+def default_budget(device: torch.device) -> int:
+    """Half of the memory that is free now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * _SHARE)
+    try:
+        with open("/proc/meminfo") as lines:
+            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return int(free * _SHARE)
+
+
+def plan_blocks(
+    budget: int,
+    rows: tuple[int, int],
+    row_bytes: tuple[int, int],
+    least: tuple[int, int],
+    device: torch.device,
+) -> tuple[BlockPlan, BlockPlan]:
+    """Blocks for both towers within ``budget`` bytes.
+
+    Args:
+        budget: bytes that activations may take.
+        rows: entities on each side.
+        row_bytes: bytes that one entity's activations take on each side.
+        least: smallest sensible block on each side.
+        device: where the towers run.
+    """
+    usual = _GPU_BLOCK if device.type == "cuda" else _CPU_BLOCK
+    plans: dict[int, BlockPlan] = {}
+    left_over = budget
+    for side in sorted((0, 1), key=lambda s: rows[s] * row_bytes[s]):
+        need = rows[side] * row_bytes[side]
+        block = min(rows[side], max(usual, least[side]))
+        if need <= left_over:
+            plans[side] = BlockPlan(block, True)
+            left_over -= need
+        else:  # a block is alive together with temporaries of about twice its size
+            fitting = max(16, left_over // (3 * max(1, row_bytes[side])))
+            plans[side] = BlockPlan(min(block, fitting), False)
+    return plans[0], plans[1]

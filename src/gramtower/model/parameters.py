@@ -1,0 +1,141 @@
+"""θ: the trainable tensors of both towers as named views of one flat vector.
+
+One flat vector makes the vector operations of an optimizer (dot, axpy, norm) single passes. Sums are
+accumulated in float64. Checked by tests/test_parameters.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gramtower import _checks as check
+
+_CHUNK = 1 << 20  # elements multiplied before their products are added up in float64
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names, shapes and places of the tensors within the flat vector."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    places: Mapping[str, slice]
+    size: int
+
+    @staticmethod
+    def of(shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+        """The layout that stores tensors one after the other, in the order given."""
+        places, start = {}, 0
+        for name, shape in shapes.items():
+            places[name] = slice(start, start + math.prod(shape))
+            start += math.prod(shape)
+        return Layout(dict(shapes), places, start)
+
+
+class Parameters:
+    """A point or a direction in parameter space.
+
+    ``p["left.0.weight"]`` is a view of the flat vector. Arithmetic returns new objects; methods ending in
+    ``_`` work in place.
+    """
+
+    __slots__ = ("layout", "vector")
+
+    def __init__(self, layout: Layout, vector: Tensor) -> None:
+        if vector.shape != (layout.size,):
+            check.fail("vector", f"shape {tuple(vector.shape)}", f"shape ({layout.size},)")
+        self.layout, self.vector = layout, vector
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.vector[self.layout.places[name]].view(self.layout.shapes[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout.shapes)
+
+    def __len__(self) -> int:
+        return self.layout.size
+
+    def __repr__(self) -> str:
+        return f"Parameters({len(self.layout.shapes)} tensors, {len(self):,} numbers, {self.vector.dtype})"
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """Names with views."""
+        return ((name, self[name]) for name in self)
+
+    def to_vector(self) -> Tensor:
+        """A copy of the flat vector."""
+        return self.vector.clone()
+
+    def from_vector(self, vector: Tensor) -> Parameters:
+        """Parameters of this layout and dtype holding a copy of ``vector``."""
+        return Parameters(self.layout, torch.as_tensor(vector).to(self.vector, copy=True))
+
+    def clone(self) -> Parameters:
+        """A copy."""
+        return Parameters(self.layout, self.vector.clone())
+
+    def empty(self) -> Parameters:
+        """Room for parameters of this layout, not yet written."""
+        return Parameters(self.layout, torch.empty_like(self.vector))
+
+    def zeros(self) -> Parameters:
+        """Zeros of this layout."""
+        return Parameters(self.layout, torch.zeros_like(self.vector))
+
+    def dot(self, other: Parameters) -> float:
+        """⟨self, other⟩ accumulated in float64."""
+        a, b = self.vector, other.vector
+        total = torch.zeros((), dtype=torch.float64, device=a.device)
+        for start in range(0, len(self), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            total += torch.sum(a[part] * b[part], dtype=torch.float64)
+        return float(total)
+
+    def norm(self) -> float:
+        """Euclidean norm, accumulated in float64."""
+        return math.sqrt(self.dot(self))
+
+    def axpy_(self, a: float, other: Parameters) -> Parameters:
+        """Self += a · other, in place."""
+        self.vector.add_(other.vector, alpha=a)
+        return self
+
+    def scale_(self, a: float) -> Parameters:
+        """Self *= a, in place."""
+        self.vector.mul_(a)
+        return self
+
+    def is_finite(self) -> bool:
+        """Whether every entry is finite."""
+        return bool(torch.isfinite(self.vector).all())
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(self.layout, self.vector + other.vector)
+
+    def __sub__(self, other: Parameters) -> Parameters:
+        return Parameters(self.layout, self.vector - other.vector)
+
+    def __mul__(self, a: float) -> Parameters:
+        return Parameters(self.layout, self.vector * a)
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> Parameters:
+        return Parameters(self.layout, -self.vector)
+
+
+def as_parameters(name: str, value: Any, like: Parameters) -> Parameters:
+    """Parameters from Parameters or from a flat vector (torch or numpy) of the right length."""
+    if isinstance(value, Parameters):
+        if value.layout.shapes != like.layout.shapes:
+            check.fail(name, "Parameters of other tensors", f"the tensors {list(like)[:4]}…")
+        return value
+    vector = torch.as_tensor(value)
+    if vector.shape != (len(like),):
+        check.fail(name, f"shape {tuple(vector.shape)}", f"Parameters or a vector of shape ({len(like)},)")
+    return Parameters(like.layout, vector.to(like.vector))

@@ -1,0 +1,115 @@
+"""From a torch module to the steps of ops.py, and the refusal of modules that cannot be a tower.
+
+``nn.Sequential`` is opened, however nested; Linear, Embedding, EmbeddingBag, InputLinear and elementwise
+activations get written-out derivatives; anything else, and any module that carries hooks, is called as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+from torch import nn
+
+from gramtower.model.layers import InputLinear
+from gramtower.model.ops import Affine, Elementwise, InputAffine, Op, Opaque
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "elu": nn.ELU, "relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh, "silu": nn.SiLU,
+    "sigmoid": nn.Sigmoid, "softplus": nn.Softplus, "leaky_relu": nn.LeakyReLU, "selu": nn.SELU, "mish": nn.Mish,
+}  # fmt: skip
+_ELEMENTWISE = (
+    *ACTIVATIONS.values(),
+    nn.CELU,
+    nn.Softsign,
+    nn.Hardswish,
+    nn.ReLU6,
+    nn.LogSigmoid,
+    nn.Hardtanh,
+)
+_BATCH_NORMS = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
+_DROPOUTS = (nn.modules.dropout._DropoutNd, nn.RReLU)
+
+
+def refuse_unfit(side: str, module: nn.Module) -> None:
+    """Refuse modules known to mix rows or to be random in the mode they are in."""
+    for name, part in module.named_modules():
+        where = f"{side} tower, module {name or 'itself'}: {type(part).__name__}"
+        if isinstance(part, _BATCH_NORMS) and (part.training or part.running_mean is None):
+            raise ValueError(
+                f"{where} in training mode makes rows of a block depend on each other, which an objective over "
+                "all pairs cannot use; call .eval() on it, or use nn.LayerNorm"
+            )
+        if isinstance(part, _DROPOUTS) and part.training and getattr(part, "p", 1.0) > 0:
+            raise ValueError(
+                f"{where} in training mode is random, so that the objective would have no exact value; call .eval() "
+                "on it (or on the whole tower) and regularise with l2 and embedding_l2"
+            )
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and (
+            part.max_norm is not None or part.scale_grad_by_freq or part.padding_idx is not None
+        ):
+            raise ValueError(
+                f"{where} with max_norm, scale_grad_by_freq or padding_idx has no exact derivative; leave them out"
+            )
+
+
+def steps(module: nn.Module, kind: str) -> list[Op]:
+    """The module as a list of steps for features of that kind ("ids", "dense" or "sparse")."""
+    names = {id(p): name for name, p in module.named_parameters()}  # a tensor used twice has one name
+    parts = [module] if _has_hooks(module) else list(_leaves(module))
+    result: list[Op] = []
+    for part in parts:
+        first = not result
+        if first and (op := _input_step(part, kind, names)) is not None:
+            result.append(op)
+        elif not first and type(part) is nn.Linear:
+            result.append(Affine(names[id(part.weight)], names.get(id(part.bias))))
+        elif not first and type(part) in _ELEMENTWISE:
+            result.append(Elementwise(_out_of_place(part)))
+        elif type(part) is nn.Identity or (isinstance(part, _DROPOUTS) and not isinstance(part, nn.RReLU)):
+            continue  # Dropout here is in eval mode: refuse_unfit has seen to that
+        else:
+            trainable = {local: names[id(p)] for local, p in part.named_parameters() if p.requires_grad}
+            result.append(Opaque(part, trainable))
+    if not result:
+        raise ValueError(f"tower {type(module).__name__}: it does nothing; expected at least one layer")
+    return result
+
+
+def _leaves(module: nn.Module) -> Iterator[nn.Module]:
+    """Parts of nested plain nn.Sequential containers, in order."""
+    if type(module) is nn.Sequential:
+        for child in module:
+            yield from _leaves(child)
+    else:
+        yield module
+
+
+def _input_step(part: nn.Module, kind: str, names: dict[int, str]) -> Op | None:
+    weight, bias = (
+        names.get(id(getattr(part, "weight", None)), ""),
+        names.get(id(getattr(part, "bias", None))),
+    )
+    if type(part) is InputLinear:
+        return InputAffine(weight, bias, True, part.in_features)
+    if type(part) is nn.Linear and kind != "ids":
+        return InputAffine(weight, bias, False, part.in_features)
+    if type(part) is nn.Embedding and kind == "ids":
+        return InputAffine(weight, None, True, part.num_embeddings)
+    if type(part) is nn.EmbeddingBag and kind == "sparse" and part.mode == "sum":
+        return InputAffine(weight, None, True, part.num_embeddings)
+    return None
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(
+        part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+        for part in module.modules()
+    )
+
+
+def _out_of_place(activation: nn.Module) -> nn.Module:
+    if getattr(activation, "inplace", False):
+        activation = copy.copy(activation)
+        setattr(activation, "inplace", False)  # noqa: B010
+    return activation

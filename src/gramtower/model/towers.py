@@ -1,0 +1,256 @@
+"""The two towers f and g: any two torch modules, and the paper's network ready made.
+
+A :class:`Towers` holds the modules, knows which parameters are trainable and shared, and linearises both sides at
+given parameters. Checked by tests/test_towers.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gramtower import _checks as check
+from gramtower.data.features import Features
+from gramtower.kernels import Kernels
+from gramtower.model.layers import InputLinear
+from gramtower.model.linearization import Linearization, Work
+from gramtower.model.memory import plan_blocks
+from gramtower.model.ops import InputAffine, Named, Op, Opaque, Values
+from gramtower.model.parameters import Layout, Parameters
+from gramtower.model.stack import ACTIVATIONS, refuse_unfit, steps
+
+_PROBE = 3  # rows tried before the first evaluation
+
+
+class TwoSided(Protocol):
+    """What :func:`mlp_towers` needs to know of a problem: the features of both sides."""
+
+    @property
+    def left(self) -> Features:
+        """Features of the left entities."""
+
+    @property
+    def right(self) -> Features:
+        """Features of the right entities."""
+
+
+class Towers:
+    """Two modules that map feature rows to k columns each; they may be one and the same module.
+
+    Dense rows arrive as a tensor, ids as a LongTensor of row numbers, sparse rows through the module's first
+    layer (``nn.Linear``, ``nn.EmbeddingBag(mode="sum")`` or :class:`~gramtower.InputLinear`). Parameters with
+    ``requires_grad=False`` stay as they are. Modules whose rows influence each other, or that are random in the
+    mode they are in, are refused.
+
+    Args:
+        left: f, for the left entities.
+        right: g, for the right entities.
+    """
+
+    def __init__(self, left: nn.Module, right: nn.Module) -> None:
+        for side, module in (("left", left), ("right", right)):
+            if not isinstance(module, nn.Module):
+                check.fail(side, type(module).__name__, "a torch.nn.Module that maps feature rows to k columns")
+        self.left, self.right = left, right
+        self._names: dict[str, dict[str, str]] = {"left": {}, "right": {}}
+        self._owners: dict[str, nn.Parameter] = {}
+        known: dict[int, str] = {}
+        for side, module in (("left", left), ("right", right)):
+            for own, parameter in module.named_parameters():
+                if parameter.requires_grad:
+                    name = known.setdefault(id(parameter), f"{side}.{own}")
+                    self._names[side][own] = name
+                    self._owners[name] = parameter
+        if not self._owners:
+            check.fail("towers", "no trainable parameter", "at least one parameter with requires_grad=True")
+        kinds = {(p.dtype, p.device) for p in self._owners.values()}
+        if len(kinds) > 1 or next(iter(kinds))[0] not in (torch.float32, torch.float64):
+            given = sorted(f"{dtype} on {device}" for dtype, device in kinds)
+            check.fail("towers", ", ".join(given), "all parameters float32, or all float64, on one device")
+        ((self.dtype, self.device),) = kinds
+        self._layout = Layout.of({name: tuple(p.shape) for name, p in self._owners.items()})
+        self._probes: dict[tuple[str, int, str], tuple[Features, int, int]] = {}
+
+    def parameters(self) -> Parameters:
+        """A copy of the present trainable parameters."""
+        return Parameters(self._layout, torch.cat([p.detach().reshape(-1) for p in self._owners.values()]))
+
+    @torch.no_grad()
+    def load(self, parameters: Parameters) -> None:
+        """Write parameters into the modules."""
+        for name, owner in self._owners.items():
+            owner.copy_(parameters[name])
+
+    def own(self, side: str, parameters: Parameters) -> Named:
+        """One tower's part of ``parameters`` under the module's own names, as views."""
+        return {own: parameters[name] for own, name in self._names[side].items()}
+
+    def linearize(
+        self,
+        parameters: Parameters,
+        left: Features,
+        right: Features,
+        kernels: Kernels,
+        budget: int,
+        work: Work,
+    ) -> tuple[Linearization, Linearization]:
+        """Both towers evaluated at ``parameters`` over all their entities, within ``budget`` bytes of activations."""
+        prepared = []
+        for side, features in (("left", left), ("right", right)):
+            module = self.left if side == "left" else self.right
+            refuse_unfit(side, module)
+            ops = steps(module, features.kind)
+            frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
+            values = Values({**frozen, **self.own(side, parameters)}, kernels)
+            prepared.append((side, features, ops, values, *self._probe(side, module, ops, features, values)))
+        widths = [item[4] for item in prepared]
+        if widths[0] != widths[1]:
+            check.fail("towers", f"{widths[0]} columns left and {widths[1]} right", "the same number of columns")
+        plans = plan_blocks(
+            budget,
+            (left.rows, right.rows),
+            (prepared[0][5], prepared[1][5]),
+            (_least_block(prepared[0][2], left), _least_block(prepared[1][2], right)),
+            self.device,
+        )
+
+        def run(item: tuple[str, Features, list[Op], Values, int, int], index: int) -> Linearization:
+            side, features, ops, values, width, _ = item
+
+            def check_output(y: Tensor, rows: int) -> None:
+                _check_shape(side, y, rows, width)
+
+            return Linearization(side, ops, features, values, plans[index], work, check_output)
+
+        return run(prepared[0], 0), run(prepared[1], 1)
+
+    def _probe(
+        self, side: str, module: nn.Module, ops: list[Op], features: Features, values: Values
+    ) -> tuple[int, int]:
+        """Columns of the tower and activation bytes per row, from a few rows; refuses what cannot be a tower.
+
+        Done once for a module and a set of features; the rows tried are not counted as work.
+        """
+        key = (side, id(features), repr([type(op).__name__ for op in ops]))
+        if key not in self._probes:
+            first = ops[0]
+            if isinstance(first, InputAffine):
+                fits = first.width >= features.rows if features.kind == "ids" else first.width == features.width
+                if not fits:
+                    need = f"{features.rows} ids" if features.kind == "ids" else f"{features.width} features"
+                    check.fail(f"{side} tower", f"a first layer for {first.width} inputs", f"one for {need}")
+            rows = min(_PROBE, features.rows)
+            y, size = _try_rows(side, ops, features, values, rows)
+            _check_shape(side, y, rows, None)
+            if any(isinstance(op, Opaque) for op in ops):
+                again, _ = _try_rows(side, ops, features, values, rows)
+                alone, _ = _try_rows(side, ops, features, values, 1)
+                _check_shape(side, alone, 1, y.shape[1])
+                tolerance = 1e-3 if y.dtype == torch.float32 else 1e-7
+                scale = float(y.abs().max()) + 1e-30
+                if float((again - y).abs().max()) > tolerance * scale:
+                    raise ValueError(
+                        f"{side} tower: {type(module).__name__} gives different results for the same rows; the "
+                        "objective over all pairs needs a deterministic module: call .eval() or take the noise out"
+                    )
+                if float((alone - y[:1]).abs().max()) > tolerance * scale:
+                    raise ValueError(
+                        f"{side} tower: {type(module).__name__} gives a row another result when other rows stand "
+                        "beside it; each row must be mapped by itself (use nn.LayerNorm, not batch statistics)"
+                    )
+            self._probes[key] = (
+                features,
+                int(y.shape[1]),
+                size,
+            )  # holds the features, so that the id stays theirs
+        return self._probes[key][1:]
+
+
+def _try_rows(side: str, ops: list[Op], features: Features, values: Values, rows: int) -> tuple[Tensor, int]:
+    """A few rows through the tower: the result and the bytes kept per row."""
+    tensor = next(iter(values.tensors.values()))
+    x: Any = features.block(0, rows, tensor.dtype, tensor.device)
+    sizes: list[int] = []
+
+    def pack(t: Tensor) -> Tensor:
+        if not any(t.data_ptr() == v.data_ptr() for v in values.tensors.values()):
+            sizes.append(t.numel() * t.element_size())
+        return t
+
+    for op in ops:
+        try:
+            with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                x, _ = op.forward(x, values)
+        except (RuntimeError, TypeError, IndexError) as error:
+            name = type(op.module).__name__ if isinstance(op, Opaque) else type(op).__name__
+            raise ValueError(f"{side} tower: {name} failed on a block of {rows} rows: {error}") from error
+        # A graph is kept twice over once a jvp was taken through it.
+        sizes.append(x.numel() * x.element_size())
+    total = sum(sizes) * (3 if any(isinstance(op, Opaque) for op in ops) else 1)
+    return x, math.ceil(total / rows)
+
+
+def _check_shape(side: str, y: Tensor, rows: int, width: int | None) -> None:
+    if y.dim() != 2 or y.shape[0] != rows or (width is not None and y.shape[1] != width):
+        columns = "k" if width is None else width
+        check.fail(f"{side} tower", f"an output of shape {tuple(y.shape)} for {rows} rows", f"({rows}, {columns})")
+
+
+def _least_block(ops: list[Op], features: Features) -> int:
+    """Rows below which a block costs more than its rows: sparse columns and tables are walked once a block."""
+    if features.kind == "sparse":
+        return int(features.rows * min(1.0, features.width / (4.0 * max(1, features.entries))))
+    return features.rows if features.kind == "ids" and isinstance(ops[0], Opaque) else 1
+
+
+def mlp_towers(
+    problem: TwoSided,
+    hidden: Sequence[int] = (256, 256),
+    dim: int = 128,
+    activation: str = "elu",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Towers:
+    """The paper's network (Section "Model and Hyper-parameters"): fully connected layers, none active at the end.
+
+    First-layer weights are drawn so that pre-activations have standard deviation 0.1 whatever the features; layers
+    above by He's rule; biases start at zero. Scaling a one-hot first layer by its fan-in instead would start at a
+    saddle, P ≈ Q ≈ 0.
+
+    Args:
+        problem: says which features each side has.
+        hidden: widths of the hidden layers; ``()`` gives linear towers without bias.
+        dim: k, the number of columns of the embeddings.
+        activation: one of elu, relu, gelu, tanh, silu, sigmoid, softplus, leaky_relu, selu, mish.
+        seed: for the random draws.
+        dtype: torch.float32 or torch.float64.
+    """
+    check.choice("activation", activation, tuple(ACTIVATIONS))
+    check.count("dim", dim)
+    widths = [check.count("hidden", width) for width in hidden]
+    generator = torch.Generator().manual_seed(check.count("seed", seed, minimum=0))
+
+    def tower(features: Features) -> nn.Sequential:
+        first = InputLinear(features.width, [*widths, dim][0], bias=bool(widths))
+        scale = 0.1 / math.sqrt(max(features.mean_square_norm(), 1e-12))
+        nn.init.normal_(first.weight, std=scale, generator=generator)
+        layers: list[nn.Module] = [first]
+        for fan_in, fan_out in zip(widths, [*widths[1:], dim], strict=False):
+            linear = nn.Linear(fan_in, fan_out)
+            nn.init.normal_(linear.weight, std=math.sqrt(2.0 / fan_in), generator=generator)
+            nn.init.zeros_(linear.bias)
+            layers += [ACTIVATIONS[activation](), linear]
+        return nn.Sequential(*layers).to(dtype)
+
+    return Towers(tower(problem.left), tower(problem.right))
+
+
+def clone(towers: Towers) -> Towers:
+    """Towers with modules of their own, equal to the present ones (shared modules stay shared)."""
+    left, right = copy.deepcopy((towers.left, towers.right))
+    return Towers(left, right)

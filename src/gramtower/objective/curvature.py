@@ -1,0 +1,67 @@
+"""The Gauss-Newton matrix (eq:general_G) as an operator: G·d by eq:final_Gd.
+
+    W = J_f dᵘ,  H = J_g dᵛ                                              (eq:Jvp)
+    Z_ij = ∂²ℓ⁺ (w_i·q_j + p_i·h_j) on O
+    G d = ⟨Jᵘ, ZQ + ωA(W Q_c + P H_c)⟩, ⟨Jᵛ, ZᵀP + ωB(H P_c + Q W_c)⟩ + (λ + damping) d
+
+Cost: one jvp and one vjp of each tower, two passes over O, O((m+n)k²); no forward. Compared with the explicit matrix
+of tests/dense.py in tests/test_engine.py; the counts are asserted in tests/test_cost.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gramtower.model.parameters import Parameters, as_parameters
+from gramtower.objective.evaluation import Point
+from gramtower.objective.gramians import gram
+
+
+class GaussNewton:
+    """G + damping·I at a point. Symmetric, and positive definite when λ + damping > 0."""
+
+    def __init__(self, point: Point, damping: float) -> None:
+        self.point, self.damping = point, damping
+        with torch.no_grad():
+            self._c = point.curvatures()
+        omega, dtype = point.setting.omega, point.P.dtype
+        self._Pc, self._Qc = ((omega * g).to(dtype) for g in point.gramians)
+        # Results of a product's steps, the same memory in every product: fresh pages would cost as much as a layer.
+        self._W, self._U = torch.empty_like(point.P), torch.empty_like(point.P)
+        self._H, self._V = torch.empty_like(point.Q), torch.empty_like(point.Q)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(D, D)."""
+        return len(self.point.parameters), len(self.point.parameters)
+
+    def __matmul__(self, d: Any) -> Any:
+        """G d for Parameters, or for a flat torch or numpy vector; the result is of the same kind."""
+        product = self.product(as_parameters("d", d, self.point.parameters))
+        if isinstance(d, Parameters):
+            return product
+        return product.vector.cpu().numpy() if isinstance(d, np.ndarray) else product.vector
+
+    @torch.no_grad()
+    def product(self, d: Parameters, out: Parameters | None = None) -> Parameters:
+        """G d, written over ``out`` if given: a solver saves itself a fresh vector of θ's size in each step."""
+        at, s = self.point, self.point.setting
+        P, Q = at.P, at.Q
+        W = at.left.jvp(at.towers.own("left", d), self._W)  # d → J_f d
+        H = at.right.jvp(at.towers.own("right", d), self._H)  # d → J_g d
+        Wc = (s.omega * gram(W, P, s.weights[0])).to(P.dtype)  # ω Wᵀ A P
+        Hc = (s.omega * gram(H, Q, s.weights[1])).to(P.dtype)  # ω Hᵀ B Q
+        U = self._all_pairs(0, W, self._Qc, P, Hc, self._U)  # ωA (W Q_c + P H_c)
+        V = self._all_pairs(1, H, self._Pc, Q, Wc, self._V)  # ωB (H P_c + Q W_c)
+        z = at.kernels.curvature_left(s.pairs, self._c, P, W, Q, H, U)  # + Z Q
+        at.kernels.right_sum(s.pairs, z, P, V)  # + Zᵀ P
+        at.work.pair_passes += 2
+        return at.pull_back(U, V, d, self.damping, out)
+
+    def _all_pairs(self, side: int, moved: Tensor, gramian: Tensor, own: Tensor, cross: Tensor, out: Tensor) -> Tensor:
+        torch.mm(moved, gramian, out=out).addmm_(own, cross)
+        return self.point.weigh(side, out, moved)

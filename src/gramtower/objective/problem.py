@@ -1,0 +1,189 @@
+"""The problem (eq:prob): which pairs were observed, what is known of the entities, and what is minimised.
+
+    L(θ) = Σ_O ℓ(R_ij, ŷ_ij) + ½ω Σ_∉O a_i b_j (ỹ_ij − ŷ_ij)² + ½λ‖θ‖²
+           + ½μ Σ_i c_i ‖p_i‖² + ½μ Σ_j c_j ‖q_j‖²,        c_i = (|O_i| + ω Σ_j b_j)^ν,  c_j = (|O_j| + ω Σ_i a_i)^ν
+
+The last line, a penalty on embeddings that grows with how often an entity is seen, goes beyond the paper; it is
+off (μ = 0) by default. All arguments are checked here, before any work. Values, gradients and curvature are in
+evaluation.py and curvature.py; the errors in tests/test_problem.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gramtower import _checks as check
+from gramtower.data.features import as_features
+from gramtower.data.pairs import Pairs, from_sparse
+from gramtower.kernels import BACKENDS, select
+from gramtower.model.linearization import Work
+from gramtower.model.memory import default_budget
+from gramtower.model.parameters import Parameters, as_parameters
+from gramtower.model.towers import Towers
+from gramtower.objective.evaluation import Point, Setting
+from gramtower.objective.imputation import as_imputed
+from gramtower.objective.losses import Loss, as_loss
+
+
+class Problem:
+    """An extreme similarity learning problem over all m·n pairs; see the module's first lines for the formula.
+
+    Args:
+        pairs: scipy.sparse m × n. Stored entries are the observed pairs O, their values the labels R_ij.
+        left: features of the left entities: None for one-hot ids, scipy.sparse, numpy or torch 2-D.
+        right: features of the right entities, likewise.
+        loss: "logistic" (labels ±1), "squared", "squared_hinge" (labels ±1) or your own :class:`Loss`.
+        omega: ω ≥ 0, the weight of unobserved pairs.
+        l2: λ ≥ 0, the weight of ½‖θ‖².
+        imputed: ỹ of unobserved pairs: one number, or (P̃, Q̃) of shapes (m, r) and (n, r).
+        left_weights: a ≥ 0, one for each left entity; None for ones.
+        right_weights: b ≥ 0, one for each right entity; None for ones.
+        embedding_l2: μ ≥ 0.
+        frequency_power: ν.
+        memory_budget: bytes that one evaluation may keep, such as "512MB"; None for half of what is free. Above
+            it towers run in row blocks and recompute.
+        kernels: "auto", or a pair-kernel backend by name ("numba", "reference").
+    """
+
+    def __init__(
+        self,
+        pairs: Any,
+        left: Any = None,
+        right: Any = None,
+        loss: str | Loss = "logistic",
+        omega: float = 2.0**-8,
+        l2: float = 1.0,
+        imputed: Any = -1.0,
+        left_weights: Any = None,
+        right_weights: Any = None,
+        embedding_l2: float = 0.0,
+        frequency_power: float = 1.0,
+        *,
+        memory_budget: int | str | None = None,
+        kernels: str = "auto",
+    ) -> None:
+        self.pairs, self._labels = from_sparse("pairs", pairs)
+        m, n = self.shape
+        self.loss = as_loss(loss)
+        _check_labels(self.loss, self._labels, self.pairs)
+        self.left, self.right = as_features("left", left, m), as_features("right", right, n)
+        self.omega = check.number("omega", omega, minimum=0.0)
+        self.l2 = check.number("l2", l2, minimum=0.0)
+        self._imputed = as_imputed(imputed, (m, n))
+        self._weights = (
+            check.weights("left_weights", left_weights, m),
+            check.weights("right_weights", right_weights, n),
+        )
+        self.embedding_l2 = check.number("embedding_l2", embedding_l2, minimum=0.0)
+        self.frequency_power = check.number("frequency_power", frequency_power)
+        self.memory_budget = None if memory_budget is None else check.memory_size("memory_budget", memory_budget)
+        self.kernels = check.choice("kernels", kernels, BACKENDS)
+        self.work = Work()
+        self._settings: dict[tuple[torch.dtype, torch.device], Setting] = {}
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(m, n)."""
+        return self.pairs.shape
+
+    def __repr__(self) -> str:
+        m, n = self.shape
+        terms = f"{self.loss.name}, omega={self.omega:g}, l2={self.l2:g}"
+        return f"Problem({m:,} × {n:,}, {len(self.pairs):,} observed, {terms})"
+
+    def at(self, towers: Towers, parameters: Parameters | None = None) -> Point:
+        """The problem evaluated at the towers' present parameters, or at those given.
+
+        The result keeps its own copy of the parameters: later changes of the modules do not reach it.
+        """
+        if not isinstance(towers, Towers):
+            check.fail("towers", type(towers).__name__, "a gramtower.Towers")
+        present = towers.parameters()
+        if parameters is not None:
+            present = as_parameters("parameters", parameters, present)
+        setting = self.setting(towers.dtype, towers.device)
+        budget = self.memory_budget or default_budget(towers.device)
+        kernels = select(towers.device, self.kernels)
+        room = max(budget - self._fixed_bytes(towers), budget // 8)
+        sides = towers.linearize(present, self.left, self.right, kernels, room, self.work)
+        return Point(setting, towers, present, *sides, kernels, self.work, lambda p: self.at(towers, p))
+
+    def setting(self, dtype: torch.dtype, device: torch.device) -> Setting:
+        """The constants of the objective in a dtype on a device; made once."""
+        key = (dtype, device)
+        if key not in self._settings:
+            kernels = select(device, self.kernels)
+            pairs = self.pairs.to(device)
+            a, b = (_tensor(w, dtype, device) for w in self._weights)
+            imputed = self._imputed.to(dtype, device)
+            pair_weight = None
+            if a is not None or b is not None:
+                pair_weight = torch.ones(len(pairs), dtype=dtype, device=device)
+                if a is not None:
+                    pair_weight *= a[pairs.rows]
+                if b is not None:
+                    pair_weight *= b[pairs.columns]
+            penalties = self._penalties()
+            self._settings[key] = Setting(
+                pairs=pairs,
+                labels=torch.tensor(self._labels, dtype=dtype, device=device),
+                loss=self.loss,
+                omega=self.omega,
+                l2=self.l2,
+                weights=(a, b),
+                pair_weight=pair_weight,
+                imputed=imputed,
+                pair_imputed=imputed.at_pairs(pairs, kernels),
+                imputed_square=imputed.square_sum(1.0 if a is None else a, 1.0 if b is None else b, self.shape),
+                penalties=(_tensor(penalties[0], dtype, device), _tensor(penalties[1], dtype, device)),
+            )
+        return self._settings[key]
+
+    def _penalties(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
+        """μ (|O_i| + ω Σ_j b_j)^ν for left entities, and likewise for right ones."""
+        if self.embedding_l2 == 0.0:
+            return None, None
+        m, n = self.shape
+        a, b = self._weights
+        sums = (float(n) if b is None else float(b.sum()), float(m) if a is None else float(a.sum()))
+        counts = (self.pairs.row_counts.numpy(), self.pairs.column_counts.numpy())
+        left, right = (
+            self.embedding_l2 * (c + self.omega * s) ** self.frequency_power for c, s in zip(counts, sums, strict=True)
+        )
+        for side, values in (("left", left), ("right", right)):
+            if not np.isfinite(values).all():
+                check.fail(
+                    "frequency_power",
+                    self.frequency_power,
+                    f"a power that gives finite penalties: some {side} entity has no pair and omega is 0",
+                )
+        return left, right
+
+    def _fixed_bytes(self, towers: Towers) -> int:
+        """What an evaluation holds whatever the blocks: three vectors over pairs and θ's copy."""
+        size = torch.finfo(towers.dtype).bits // 8
+        return size * 3 * len(self.pairs)
+
+
+def _tensor(array: NDArray[Any] | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    return None if array is None else torch.tensor(array, dtype=dtype, device=device)
+
+
+def _check_labels(loss: Loss, labels: NDArray[Any], pairs: Pairs) -> None:
+    check.finite("pairs", labels)
+    if loss.labels is not None:
+        wrong = ~np.isin(labels, loss.labels)
+        if wrong.any():
+            e = int(np.argmax(wrong))
+            i = int(pairs.rows[e])
+            allowed = " or ".join(f"{x:+g}" for x in loss.labels)
+            check.fail(
+                "pairs",
+                f"label {labels[e]:g} at row {i}, column {int(pairs.columns[e])} ({int(wrong.sum())} such labels)",
+                f"labels {allowed} for the {loss.name} loss",
+            )
