@@ -145,7 +145,7 @@ def memory() -> None:
         found = json.loads(output)
         results[budget or "default"] = found
         print(
-            f"memory_budget={budget or 'default'}: peak {found['extra_bytes'] / 1e9:.2f} GB beyond inputs (<= {bound}), "
+            f"budget {budget or 'default'}: peak {found['extra_bytes'] / 1e9:.2f} GB beyond inputs (<= {bound}), "
             f"G·d {1e3 * found['product_s']:.0f} ms"
         )
     write_result("engine_memory", {"runs": results})

@@ -1,13 +1,12 @@
-"""A small run on generated data: evaluate the all-pairs objective, take Gauss-Newton steps, watch it fall.
+"""A small run on generated data: all pairs, two networks, a few Gauss-Newton iterations, recommendations.
 
-Two thousand users and fifteen hundred items with planted groups: three million pairs, of which forty thousand were
-observed. Every step sees all of them, at the cost of a few passes over 3,500 entities.
+Two thousand users and fifteen hundred items in planted groups: three million pairs, of which forty thousand were
+observed. Every iteration takes all of them into account, at the cost of a few passes over 3,500 entities.
 """
 
 from __future__ import annotations
 
-import time
-
+import numpy as np
 import torch
 
 import gramtower as gt
@@ -15,40 +14,28 @@ from gramtower.data.synthetic import planted_pairs
 
 
 def main() -> None:
-    problem = gt.Problem(planted_pairs(2000, 1500, 40_000, seed=0), omega=2**-4, l2=1.0)
+    everything = planted_pairs(2000, 1500, 45_000, groups=16, seed=0)
+    held_out = np.random.default_rng(0).random(everything.nnz) < 0.1
+    rows, columns = everything.nonzero()
+    pairs = everything.copy()
+    pairs.data[held_out] = 0
+    pairs.eliminate_zeros()
+
+    problem = gt.Problem(pairs, omega=2**-4, l2=1.0, embedding_l2=0.05)
     towers = gt.mlp_towers(problem, hidden=(64, 64), dim=32, seed=0)
     print(problem)
-    start = time.perf_counter()
+    result = gt.minimize(problem, towers, max_iterations=15, verbose=True)
+
     point = problem.at(towers)
-    for iteration in range(10):
-        gradient = point.gradient()
-        print(
-            f"iter {iteration:2d}  L {point.value:12.2f}  |g| {gradient.norm():9.3e}  {time.perf_counter() - start:5.1f} s"
-        )
-        direction = conjugate_gradient(point.gauss_newton(damping=1.0), gradient, steps=20)
-        step, line = 1.0, point.along(direction)
-        while (trial := line(step)).value > point.value + 1e-4 * step * gradient.dot(direction):
-            step /= 2
-        point = trial
-    towers.load(point.parameters)
-    seen = problem.pairs.columns[problem.pairs.offsets[0] : problem.pairs.offsets[1]].long()
-    scores = point.P[0] @ point.Q.t()
-    scores[seen] = -torch.inf
-    print("five new items for user 0:", scores.topk(5).indices.tolist())
-
-
-def conjugate_gradient(G: object, gradient: gt.Parameters, steps: int) -> gt.Parameters:
-    """A few conjugate gradient steps on G s = -gradient."""
-    s, r = gradient.zeros(), -gradient
-    d, gamma = r.clone(), r.dot(r)
-    for _ in range(steps):
-        Gd = G @ d
-        t = gamma / d.dot(Gd)
-        s.axpy_(t, d)
-        r.axpy_(-t, Gd)
-        gamma, before = r.dot(r), gamma
-        d = r + d * (gamma / before)
-    return s
+    scores = point.P @ point.Q.t()
+    scores[torch.from_numpy(pairs.nonzero()[0]), torch.from_numpy(pairs.nonzero()[1])] = -torch.inf
+    top = scores.topk(20).indices.numpy()
+    popular = np.argsort(-np.bincount(pairs.indices, minlength=1500))[:20]
+    test = list(zip(rows[held_out], columns[held_out], strict=True))
+    found = np.mean([j in top[i] for i, j in test])
+    guessed = np.mean([j in popular for _, j in test])
+    print(f"\nheld-out pairs among a user's first 20 of 1,500 items: {found:.1%} (popular items: {guessed:.1%})")
+    print(f"objective {result.value:.1f} after {result.history[-1].seconds:.1f} s over {2000 * 1500:,} pairs")
 
 
 if __name__ == "__main__":

@@ -11,5 +11,10 @@ from gramtower.model.towers import Towers as Towers
 from gramtower.model.towers import mlp_towers as mlp_towers
 from gramtower.objective.losses import Loss as Loss
 from gramtower.objective.problem import Problem as Problem
+from gramtower.training.loop import minimize as minimize
+from gramtower.training.result import Reason as Reason
+from gramtower.training.result import Record as Record
+from gramtower.training.result import Result as Result
+from gramtower.training.result import read_history as read_history
 
 __version__ = "0.1.0"

@@ -24,7 +24,10 @@ def number(name: str, value: object, *, minimum: float = -math.inf, above: float
     bound = f" above {above:g}" if above is not None else f" >= {minimum:g}" if minimum > -math.inf else ""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         fail(name, repr(value), f"a finite number{bound}")
-    result = float(value)
+    try:
+        result = float(value)
+    except OverflowError:
+        result = math.inf
     if not math.isfinite(result) or result < minimum or (above is not None and result <= above):
         fail(name, repr(value), f"a finite number{bound}")
     return result
@@ -45,16 +48,20 @@ def choice(name: str, value: object, options: tuple[str, ...]) -> str:
 
 
 def as_float_array(name: str, value: Any) -> NDArray[Any]:
-    """A numpy float array; float32 and float64 are kept, every other number becomes float64."""
+    """A numpy float array; float32 and float64 are kept, every other real number (True is 1) becomes float64."""
+    expected = "an array of real numbers"
     if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().numpy()
+        if value.layout != torch.strided:
+            fail(name, f"a tensor of layout {value.layout}", f"{expected} (a dense tensor, or scipy.sparse)")
+        value = value.detach().cpu()
+        value = (value.double() if value.dtype in (torch.float16, torch.bfloat16) else value).numpy()
     try:
         array = np.asarray(value)
-        if array.dtype not in (np.float32, np.float64):
-            array = array.astype(np.float64)
     except (TypeError, ValueError):
-        fail(name, type(value).__name__, "an array of numbers")
-    return array
+        fail(name, type(value).__name__, expected)
+    if array.dtype.kind not in "biuf":
+        fail(name, f"dtype {array.dtype}", expected)
+    return array if array.dtype in (np.float32, np.float64) else array.astype(np.float64)
 
 
 def finite(name: str, array: NDArray[Any]) -> None:
@@ -88,7 +95,7 @@ def memory_size(name: str, value: object) -> int:
         if not match or match[2].upper() not in _UNITS:
             fail(name, repr(value), expected)
         size = float(match[1]) * _UNITS[match[2].upper()]
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+    elif isinstance(value, (int, float, np.integer)) and not isinstance(value, bool):
         size = float(value)
     else:
         fail(name, repr(value), expected)

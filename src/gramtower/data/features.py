@@ -20,14 +20,18 @@ from gramtower.data.pairs import Pairs, from_sparse
 
 @dataclass(frozen=True)
 class IdBlock:
-    """Consecutive entities ``start:stop`` known by their row numbers alone."""
+    """Entities known by their row numbers alone: ``start:stop``, or the numbers listed in ``rows``."""
 
     start: int
     stop: int
+    rows: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.stop - self.start
 
     def tensor(self, device: torch.device) -> Tensor:
         """The row numbers as a LongTensor."""
-        return torch.arange(self.start, self.stop, device=device)
+        return torch.arange(self.start, self.stop, device=device) if self.rows is None else self.rows
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,19 @@ class Features:
         kind: ``"ids"`` (row numbers), ``"dense"`` or ``"sparse"``.
         rows: number of entities.
         width: number of features; for ids, the number of entities.
+        whole: the features of all entities of the side, when these are some of them; otherwise None.
     """
 
-    def __init__(self, kind: str, rows: int, width: int, data: Tensor | SparseBlock | None) -> None:
-        self.kind, self.rows, self.width, self._data = kind, rows, width, data
+    def __init__(
+        self,
+        kind: str,
+        rows: int,
+        width: int,
+        data: Tensor | SparseBlock | None,
+        whole: Features | None = None,
+        ids: Tensor | None = None,
+    ) -> None:
+        self.kind, self.rows, self.width, self._data, self.whole, self._ids = kind, rows, width, data, whole, ids
         self._casts: dict[tuple[torch.dtype, torch.device], Tensor | SparseBlock] = {}
         self._blocks: dict[tuple[torch.dtype, torch.device, int, int], SparseBlock] = {}
 
@@ -76,7 +89,7 @@ class Features:
     def block(self, start: int, stop: int, dtype: torch.dtype, device: torch.device) -> Block:
         """Rows ``start:stop``: an :class:`IdBlock`, dense rows, or a :class:`SparseBlock`."""
         if self._data is None:
-            return IdBlock(start, stop)
+            return IdBlock(start, stop, None if self._ids is None else self._ids[start:stop])
         data = self._cast(dtype, device)
         if isinstance(data, Tensor):
             return data[start:stop]
@@ -85,6 +98,16 @@ class Features:
             part, where = data.pattern.row_range(start, stop)
             self._blocks[key] = SparseBlock(part, data.values[where])
         return self._blocks[key]
+
+    def take(self, rows: Tensor, dtype: torch.dtype, device: torch.device) -> Features:
+        """The features of some entities, by row number."""
+        if self._data is None:
+            return Features("ids", len(rows), self.width, None, self, rows.to(device))
+        data = self._cast(dtype, device)
+        if isinstance(data, Tensor):
+            return Features("dense", len(rows), self.width, data[rows.to(device)], self)
+        pattern, entries = data.pattern.take_rows(rows.to(device))
+        return Features("sparse", len(rows), self.width, SparseBlock(pattern, data.values[entries]), self)
 
     def mean_square_norm(self) -> float:
         """Mean of ‖x_i‖² over rows, which sets the initial scale of a first layer."""

@@ -141,6 +141,34 @@ class Pairs:
         )
         return part, slice(first, last)
 
+    def take_rows(self, rows: Tensor) -> tuple[Pairs, Tensor]:
+        """Some rows as a pattern of their own, and the numbers of their entries in this one."""
+        counts = self.row_counts[rows]
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        entries = torch.arange(int(offsets[-1]), device=self.device)
+        entries += torch.repeat_interleave(self.offsets[rows] - offsets[:-1], counts)
+        return Pairs((len(rows), self.shape[1]), offsets, self.columns[entries]), entries
+
+    def take_block(self, rows: Tensor, columns: Tensor) -> tuple[Pairs, Tensor]:
+        """The pairs inside rows × columns (columns increasing), renumbered, and the numbers of their entries here."""
+        part, entries = self.take_rows(rows)
+        number = torch.full((self.shape[1],), -1, dtype=torch.int32, device=self.device)
+        number[columns] = torch.arange(len(columns), dtype=torch.int32, device=self.device)
+        inside = number[part.columns]
+        keep = inside >= 0
+        kept_rows = part.rows[keep].long()
+        counts = torch.bincount(kept_rows, minlength=len(rows))
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        return Pairs((len(rows), len(columns)), offsets, inside[keep]), entries[keep]
+
+    def take_entries(self, entries: Tensor) -> tuple[Pairs, Tensor, Tensor]:
+        """Some pairs (numbers increasing) between the entities they touch: pattern, left and right row numbers."""
+        left, rows = torch.unique(self.rows[entries].long(), return_inverse=True)
+        right, columns = torch.unique(self.columns[entries].long(), return_inverse=True)
+        counts = torch.bincount(rows, minlength=len(left))
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        return Pairs((len(left), len(right)), offsets, columns.to(torch.int32)), left, right
+
     def to(self, device: torch.device) -> Pairs:
         """The same pattern on another device."""
         if device == self.device:

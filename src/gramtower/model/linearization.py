@@ -21,20 +21,26 @@ from gramtower.model.ops import Elementwise, Named, Op, Values
 
 @dataclass
 class Work:
-    """What has been done so far: passes of each tower over all its rows, and passes over the observed pairs."""
+    """What has been done so far. A pass over some of the rows or pairs counts as that fraction.
 
-    left_forwards: int = 0
-    left_jvps: int = 0
-    left_vjps: int = 0
-    right_forwards: int = 0
-    right_jvps: int = 0
-    right_vjps: int = 0
-    pair_passes: int = 0
+    Attributes:
+        data_passes: how often all m·n pairs were taken into account (one value, gradient or G·d each: once).
+        pair_passes: passes over the observed pairs.
+    """
 
-    def add(self, side: str, what: str) -> None:
-        """Count one pass of a tower over all its rows."""
+    left_forwards: float = 0
+    left_jvps: float = 0
+    left_vjps: float = 0
+    right_forwards: float = 0
+    right_jvps: float = 0
+    right_vjps: float = 0
+    pair_passes: float = 0
+    data_passes: float = 0
+
+    def add(self, side: str, what: str, share: float = 1) -> None:
+        """Count a pass of a tower over a share of its rows."""
         name = f"{side}_{what}"
-        setattr(self, name, getattr(self, name) + 1)
+        setattr(self, name, getattr(self, name) + share)
 
     def since(self, earlier: Work) -> Work:
         """The difference to an earlier copy."""
@@ -64,8 +70,7 @@ class Linearization:
     ) -> None:
         self.side, self.steps, self.features, self.values, self.plan = side, steps, features, values, plan
         self.work = work
-        tensor = next(iter(values.tensors.values()))
-        self._dtype, self._device = tensor.dtype, tensor.device
+        self._share = 1 if features.whole is None else features.rows / features.whole.rows
         self._kept: list[list[Any]] = []
         outputs: Tensor | None = None
         for start, stop in self.blocks():
@@ -80,7 +85,7 @@ class Linearization:
                 self._kept.append(saved)
         assert outputs is not None
         self.outputs = outputs.contiguous()
-        work.add(side, "forwards")
+        work.add(side, "forwards", self._share)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """Row ranges, in order."""
@@ -92,7 +97,7 @@ class Linearization:
         for index, (start, stop) in enumerate(self.blocks()):
             yield start, stop, self._kept[index] if self.plan.keep else self._run(start, stop)[1]
         if not self.plan.keep:
-            self.work.add(self.side, "forwards")
+            self.work.add(self.side, "forwards", self._share)
 
     @torch.no_grad()
     def jvp(self, tangent: Named, out: Tensor | None = None) -> Tensor:
@@ -104,7 +109,7 @@ class Linearization:
                 dy = step.jvp(kept, dy, self.values, tangent)
             assert dy is not None
             out[start:stop] = dy
-        self.work.add(self.side, "jvps")
+        self.work.add(self.side, "jvps", self._share)
         return out
 
     @torch.no_grad()
@@ -117,11 +122,11 @@ class Linearization:
             for index in range(len(self.steps) - 1, -1, -1):
                 assert g is not None
                 g = self.steps[index].vjp(saved[index], g, self.values, out, index > 0)
-        self.work.add(self.side, "vjps")
+        self.work.add(self.side, "vjps", self._share)
 
     @torch.no_grad()
     def _run(self, start: int, stop: int) -> tuple[Tensor, list[Any]]:
-        x: Any = self.features.block(start, stop, self._dtype, self._device)
+        x: Any = self.features.block(start, stop, self.values.dtype, self.values.device)
         saved = []
         for step in self.steps:
             x, kept = step.forward(x, self.values)

@@ -35,6 +35,8 @@ class Values:
 
     tensors: Named
     kernels: Kernels
+    dtype: torch.dtype
+    device: torch.device
     transposed: Named = field(default_factory=dict)  # made once, for nn.Linear over sparse rows
     scratch: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
@@ -60,10 +62,6 @@ class Op:
     def vjp(self, saved: Any, g: Tensor, values: Values, out: Named, need_input: bool) -> Tensor | None:
         """Add gᵀ∂y/∂θ to ``out``; return gᵀ∂y/∂x if asked."""
         raise NotImplementedError
-
-    def kept_bytes(self, y: Tensor, saved: Any) -> int:
-        """Bytes that keeping this step's result takes."""
-        return y.numel() * y.element_size()
 
 
 @dataclass
@@ -97,7 +95,7 @@ class InputAffine(Op):
             dy = self._product(saved, tangent[self.weight], values, False)
         else:
             weight = values.tensors[self.weight]
-            rows = saved.stop - saved.start if isinstance(saved, IdBlock) else saved.shape[0]
+            rows = len(saved) if isinstance(saved, IdBlock) else saved.shape[0]
             dy = weight.new_zeros(rows, weight.shape[1 if self.inputs_first else 0])
         if self.bias is not None and self.bias in tangent:
             return torch.add(dy, tangent[self.bias], out=values.room(self, dy, dy.shape[1]))
@@ -110,7 +108,10 @@ class InputAffine(Op):
         if self.weight in out:
             total = out[self.weight]
             if isinstance(saved, IdBlock):
-                total[saved.start : saved.stop] += g
+                if saved.rows is None:
+                    total[saved.start : saved.stop] += g
+                else:
+                    total.index_add_(0, saved.rows, g)
             elif isinstance(saved, Tensor):
                 if self.inputs_first:
                     total.addmm_(saved.t(), g)
@@ -125,7 +126,7 @@ class InputAffine(Op):
 
     def _product(self, x: Block, matrix: Tensor, values: Values, is_weight: bool) -> Tensor:
         if isinstance(x, IdBlock):
-            return matrix[x.start : x.stop]
+            return matrix[x.start : x.stop] if x.rows is None else matrix[x.rows]
         if isinstance(x, Tensor):
             return x @ (matrix if self.inputs_first else matrix.t())
         if not self.inputs_first:
@@ -212,6 +213,7 @@ class Elementwise(Op):
 class _Graph:
     """What Opaque keeps: the graph of y, and, once a jvp was asked for, the graph of v ↦ Jᵀv."""
 
+    x: Any  # the input as the module was given it
     y: Tensor
     leaves: list[Tensor]
     names: list[str | None]  # None for the input
@@ -238,7 +240,7 @@ class Opaque(Op):
         if isinstance(x, SparseBlock):
             x = SparseRows(x, values.kernels)
         elif isinstance(x, IdBlock):
-            x = x.tensor(next(iter(values.tensors.values())).device)
+            x = x.tensor(values.device)
         elif x.is_floating_point():
             x = x.detach().requires_grad_()
             inputs = [x]
@@ -246,7 +248,8 @@ class Opaque(Op):
             y = torch.func.functional_call(self.module, leaves, (x,))
         if not isinstance(y, Tensor):
             raise ValueError(f"{type(self.module).__name__} returned {type(y).__name__}, expected a tensor")
-        return y.detach(), _Graph(y, inputs + list(leaves.values()), [None] * len(inputs) + list(self.names.values()))
+        names = [None] * len(inputs) + list(self.names.values())
+        return y.detach(), _Graph(x, y, inputs + list(leaves.values()), names)
 
     def jvp(self, saved: _Graph, dx: Tensor | None, values: Values, tangent: Named) -> Tensor:
         """∂(Jᵀv)/∂v applied to the direction, which is J d."""
@@ -280,5 +283,7 @@ class Opaque(Op):
 
 
 def _own(result: Tensor, given: list[Tensor]) -> Tensor:
-    """The result, copied if autodiff handed back memory that it was given."""
-    return result.clone() if any(result.data_ptr() == t.data_ptr() for t in given) else result
+    """The result in memory of its own: autodiff may hand back what it was given, or one row standing for many."""
+    storage = result.untyped_storage().data_ptr()
+    shared = any(storage == t.untyped_storage().data_ptr() for t in given)
+    return result.clone(memory_format=torch.contiguous_format) if shared or 0 in result.stride() else result

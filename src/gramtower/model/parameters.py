@@ -134,7 +134,7 @@ def as_parameters(name: str, value: Any, like: Parameters) -> Parameters:
     if isinstance(value, Parameters):
         if value.layout.shapes != like.layout.shapes:
             check.fail(name, "Parameters of other tensors", f"the tensors {list(like)[:4]}…")
-        return value
+        return Parameters(like.layout, value.vector.to(like.vector))
     vector = torch.as_tensor(value)
     if vector.shape != (len(like),):
         check.fail(name, f"shape {tuple(vector.shape)}", f"Parameters or a vector of shape ({len(like)},)")

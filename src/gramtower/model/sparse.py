@@ -16,6 +16,11 @@ from torch import Tensor, nn
 from gramtower.data.features import SparseBlock
 from gramtower.kernels import Kernels
 
+FIRST_LAYER = (
+    'a tower over sparse features must begin with nn.Linear, nn.EmbeddingBag(mode="sum"), gramtower.InputLinear or '
+    "x @ weight"
+)
+
 
 class SparseRows:
     """A block of sparse rows that answers the few torch functions a first layer calls."""
@@ -69,10 +74,7 @@ class SparseRows:
             return args[0] @ args[1]
         if func in (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__):
             return args[0] @ args[1]
-        raise ValueError(
-            f"sparse features reached {getattr(func, '__name__', func)}: a tower over sparse features must begin "
-            'with nn.Linear, nn.EmbeddingBag(mode="sum"), gramtower.InputLinear or x @ weight'
-        )
+        raise ValueError(f"sparse features reached {getattr(func, '__name__', func)}; {FIRST_LAYER}")
 
 
 class _Product(torch.autograd.Function):

@@ -56,9 +56,10 @@ def refuse_unfit(side: str, module: nn.Module) -> None:
 def steps(module: nn.Module, kind: str) -> list[Op]:
     """The module as a list of steps for features of that kind ("ids", "dense" or "sparse")."""
     names = {id(p): name for name, p in module.named_parameters()}  # a tensor used twice has one name
-    parts = [module] if _has_hooks(module) else list(_leaves(module))
+    if _has_hooks(module):
+        return [_opaque(module, names)]
     result: list[Op] = []
-    for part in parts:
+    for part in _leaves(module):
         first = not result
         if first and (op := _input_step(part, kind, names)) is not None:
             result.append(op)
@@ -69,8 +70,7 @@ def steps(module: nn.Module, kind: str) -> list[Op]:
         elif type(part) is nn.Identity or (isinstance(part, _DROPOUTS) and not isinstance(part, nn.RReLU)):
             continue  # Dropout here is in eval mode: refuse_unfit has seen to that
         else:
-            trainable = {local: names[id(p)] for local, p in part.named_parameters() if p.requires_grad}
-            result.append(Opaque(part, trainable))
+            result.append(_opaque(part, names))
     if not result:
         raise ValueError(f"tower {type(module).__name__}: it does nothing; expected at least one layer")
     return result
@@ -99,6 +99,10 @@ def _input_step(part: nn.Module, kind: str, names: dict[int, str]) -> Op | None:
     if type(part) is nn.EmbeddingBag and kind == "sparse" and part.mode == "sum":
         return InputAffine(weight, None, True, part.num_embeddings)
     return None
+
+
+def _opaque(part: nn.Module, names: dict[int, str]) -> Opaque:
+    return Opaque(part, {local: names[id(p)] for local, p in part.named_parameters() if p.requires_grad})
 
 
 def _has_hooks(module: nn.Module) -> bool:

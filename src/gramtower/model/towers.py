@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from gramtower import _checks as check
-from gramtower.data.features import Features
+from gramtower.data.features import Features, SparseBlock
 from gramtower.kernels import Kernels
 from gramtower.model.layers import InputLinear
 from gramtower.model.linearization import Linearization, Work
 from gramtower.model.memory import plan_blocks
 from gramtower.model.ops import InputAffine, Named, Op, Opaque, Values
-from gramtower.model.parameters import Layout, Parameters
+from gramtower.model.parameters import Layout, Parameters, as_parameters
+from gramtower.model.sparse import FIRST_LAYER
 from gramtower.model.stack import ACTIVATIONS, refuse_unfit, steps
 
 _PROBE = 3  # rows tried before the first evaluation
@@ -83,12 +84,17 @@ class Towers:
     @torch.no_grad()
     def load(self, parameters: Parameters) -> None:
         """Write parameters into the modules."""
+        parameters = as_parameters("parameters", parameters, self.parameters())
         for name, owner in self._owners.items():
             owner.copy_(parameters[name])
 
     def own(self, side: str, parameters: Parameters) -> Named:
         """One tower's part of ``parameters`` under the module's own names, as views."""
         return {own: parameters[name] for own, name in self._names[side].items()}
+
+    def own_names(self, side: str) -> dict[str, str]:
+        """Trainable parameters of one tower: the module's own name → the name in Parameters."""
+        return dict(self._names[side])
 
     def linearize(
         self,
@@ -106,7 +112,7 @@ class Towers:
             refuse_unfit(side, module)
             ops = steps(module, features.kind)
             frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
-            values = Values({**frozen, **self.own(side, parameters)}, kernels)
+            values = Values({**frozen, **self.own(side, parameters)}, kernels, self.dtype, self.device)
             prepared.append((side, features, ops, values, *self._probe(side, module, ops, features, values)))
         widths = [item[4] for item in prepared]
         if widths[0] != widths[1]:
@@ -136,6 +142,7 @@ class Towers:
 
         Done once for a module and a set of features; the rows tried are not counted as work.
         """
+        features = features.whole or features
         key = (side, id(features), repr([type(op).__name__ for op in ops]))
         if key not in self._probes:
             first = ops[0]
@@ -147,6 +154,8 @@ class Towers:
             rows = min(_PROBE, features.rows)
             y, size = _try_rows(side, ops, features, values, rows)
             _check_shape(side, y, rows, None)
+            if y.dtype != self.dtype:
+                check.fail(f"{side} tower", f"an output of {y.dtype}", f"{self.dtype}, as its trainable parameters")
             if any(isinstance(op, Opaque) for op in ops):
                 again, _ = _try_rows(side, ops, features, values, rows)
                 alone, _ = _try_rows(side, ops, features, values, 1)
@@ -173,8 +182,7 @@ class Towers:
 
 def _try_rows(side: str, ops: list[Op], features: Features, values: Values, rows: int) -> tuple[Tensor, int]:
     """A few rows through the tower: the result and the bytes kept per row."""
-    tensor = next(iter(values.tensors.values()))
-    x: Any = features.block(0, rows, tensor.dtype, tensor.device)
+    x: Any = features.block(0, rows, values.dtype, values.device)
     sizes: list[int] = []
 
     def pack(t: Tensor) -> Tensor:
@@ -186,9 +194,10 @@ def _try_rows(side: str, ops: list[Op], features: Features, values: Values, rows
         try:
             with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
                 x, _ = op.forward(x, values)
-        except (RuntimeError, TypeError, IndexError) as error:
+        except (RuntimeError, TypeError, IndexError, AttributeError) as error:
             name = type(op.module).__name__ if isinstance(op, Opaque) else type(op).__name__
-            raise ValueError(f"{side} tower: {name} failed on a block of {rows} rows: {error}") from error
+            advice = f"; {FIRST_LAYER}" if isinstance(x, SparseBlock) else ""
+            raise ValueError(f"{side} tower: {name} failed on a block of {rows} rows: {error}{advice}") from error
         # A graph is kept twice over once a jvp was taken through it.
         sizes.append(x.numel() * x.element_size())
     total = sum(sizes) * (3 if any(isinstance(op, Opaque) for op in ops) else 1)
@@ -232,6 +241,10 @@ def mlp_towers(
     """
     check.choice("activation", activation, tuple(ACTIVATIONS))
     check.count("dim", dim)
+    if not isinstance(hidden, Iterable):
+        check.fail("hidden", repr(hidden), "a sequence of layer widths, such as (256, 256) or ()")
+    if dtype not in (torch.float32, torch.float64):
+        check.fail("dtype", dtype, "torch.float32 or torch.float64")
     widths = [check.count("hidden", width) for width in hidden]
     generator = torch.Generator().manual_seed(check.count("seed", seed, minimum=0))
 

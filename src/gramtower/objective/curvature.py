@@ -60,6 +60,7 @@ class GaussNewton:
         z = at.kernels.curvature_left(s.pairs, self._c, P, W, Q, H, U)  # + Z Q
         at.kernels.right_sum(s.pairs, z, P, V)  # + Zᵀ P
         at.work.pair_passes += 2
+        at.work.data_passes += 1
         return at.pull_back(U, V, d, self.damping, out)
 
     def _all_pairs(self, side: int, moved: Tensor, gramian: Tensor, own: Tensor, cross: Tensor, out: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ tower and two passes over O. Compared with the dense twin of tests/dense.py in t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ from gramtower.objective.losses import Loss
 
 if TYPE_CHECKING:
     from gramtower.objective.curvature import GaussNewton
+    from gramtower.objective.kronecker import Kronecker
 
 _CHUNK = 1 << 22  # pairs whose loss is worked out at a time
 
@@ -65,6 +67,10 @@ class Terms:
         """L(θ)."""
         return self.observed + self.all_pairs + self.l2 + self.embedding_l2
 
+    def non_finite(self) -> list[str]:
+        """Names of the terms that are NaN or infinite."""
+        return [name for name, value in asdict(self).items() if not math.isfinite(value)]
+
 
 class Point:
     """The problem evaluated at parameters θ. Made by :meth:`gramtower.Problem.at`.
@@ -85,10 +91,12 @@ class Point:
         kernels: Kernels,
         work: Work,
         at: Callable[[Parameters], Point],
+        share: tuple[float, float] = (1, 1),
     ) -> None:
         self.setting, self.towers, self.parameters = setting, towers, parameters
         self.left, self.right, self.kernels, self.work, self._at = left, right, kernels, work, at
         self.P, self.Q = left.outputs, right.outputs
+        self.share = share  # of the observed pairs, and of all pairs, that this evaluation covers
 
     @property
     def value(self) -> float:
@@ -99,6 +107,7 @@ class Point:
     def terms(self) -> Terms:
         """The value, term by term."""
         s = self.setting
+        self.work.data_passes += self.share[1]
         observed = 0.0
         for part, scores in self._pair_chunks():
             observed += float(s.loss.value(s.labels[part], scores).sum(dtype=torch.float64))
@@ -118,7 +127,7 @@ class Point:
     @cached_property
     def scores(self) -> Tensor:
         """ŷ_ij on the observed pairs, in row order. One pass over O."""
-        self.work.pair_passes += 1
+        self.work.pair_passes += self.share[0]
         return self.kernels.dots(self.setting.pairs, self.P, self.Q)
 
     @cached_property
@@ -137,24 +146,46 @@ class Point:
     @torch.no_grad()
     def gradient(self) -> Parameters:
         """∇L(θ) by eq:final_grad: one vjp of each tower, two passes over O."""
+        return self.pull_back(*self.output_gradients(self.gramians, self.cross_gramians), self.parameters)
+
+    def output_gradients(
+        self, gramians: tuple[Tensor, Tensor], cross_gramians: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """∂L/∂P and ∂L/∂Q, the brackets of eq:final_grad, with these (P_c, Q_c) and (P̂_c, Q̂_c)."""
         s = self.setting
         x = self.slopes()
         outputs = []
         for side, (own, other) in enumerate(((self.P, self.Q), (self.Q, self.P))):
-            Gc, hGc = self.gramians[1 - side], self.cross_gramians[1 - side]
-            U = own @ (s.omega * Gc).to(own.dtype)  # ω P Q_c
-            s.imputed.subtract_product(side, (s.omega * hGc).to(own.dtype), U)  # − ω P̃ Q̂_c
+            U = own @ (s.omega * gramians[1 - side]).to(own.dtype)  # ω P Q_c
+            s.imputed.subtract_product(side, (s.omega * cross_gramians[1 - side]).to(own.dtype), U)  # − ω P̃ Q̂_c
             U = self.weigh(side, U, own)
             (self.kernels.left_sum, self.kernels.right_sum)[side](s.pairs, x, other, U)  # + X Q, or + Xᵀ P
             outputs.append(U)
-        self.work.pair_passes += 2
-        return self.pull_back(outputs[0], outputs[1], self.parameters)
+        self.work.pair_passes += self.share[0] * 2
+        self.work.data_passes += self.share[1]
+        return outputs[0], outputs[1]
 
     def gauss_newton(self, damping: float = 0.0) -> GaussNewton:
         """G of eq:general_G as a linear operator; ``G @ d`` by eq:final_Gd. ``damping`` is added to λ in G alone."""
         from gramtower.objective.curvature import GaussNewton
 
         return GaussNewton(self, check.number("damping", damping, minimum=0.0))
+
+    def preconditioner(self, kind: str = "kronecker", damping: float = 0.0) -> Kronecker:
+        """M with M @ r ≈ (G + damping·I)⁻¹ r, made of Kronecker factors of the all-pairs curvature."""
+        from gramtower.objective.kronecker import kronecker
+
+        check.choice("kind", kind, ("kronecker",))
+        return kronecker(self, check.number("damping", damping, minimum=0.0))
+
+    @property
+    def rounding(self) -> float:
+        """Differences of the value below this are noise: the last place of the sums it is made of."""
+        s = self.setting
+        Pc, Qc = self.gramians
+        sums = 0.5 * s.omega * (s.imputed_square + abs(float((Pc * Qc).sum())))
+        sums += sum(abs(term) for term in asdict(self.terms).values())
+        return float(torch.finfo(self.P.dtype).eps * sums)
 
     def along(self, direction: Parameters) -> Callable[[float], Point]:
         """The problem along a line: ``point.along(d)(δ)`` is the point at θ + δ d."""

@@ -30,6 +30,10 @@ class Imputed:
             return self
         return Imputed(0.0, (self.factors[0].to(device, dtype), self.factors[1].to(device, dtype)))
 
+    def take(self, left: Tensor, right: Tensor) -> Imputed:
+        """The labels of some left and right entities."""
+        return self if self.factors is None else Imputed(0.0, (self.factors[0][left], self.factors[1][right]))
+
     def cross_gram(self, side: int, weight: Tensor | None, embeddings: Tensor) -> Tensor:
         """P̂_c = P̃ᵀAP (side 0) or Q̂_c = Q̃ᵀBQ (side 1), r × k in float64 (eq:gramian)."""
         if self.factors is not None:

@@ -50,7 +50,7 @@ LOSSES = {
     loss.name: loss
     for loss in (
         Loss(
-            value=lambda y, s: F.softplus(-y * s),
+            value=lambda y, s: F.softplus(-y * s, threshold=40.0),  # at 20, the default, float64 would lose digits
             first=lambda y, s: -y * torch.sigmoid(-y * s),
             second=lambda y, s: torch.sigmoid(s) * torch.sigmoid(-s),
             labels=(-1.0, 1.0),

@@ -81,6 +81,7 @@ class Problem:
         )
         self.embedding_l2 = check.number("embedding_l2", embedding_l2, minimum=0.0)
         self.frequency_power = check.number("frequency_power", frequency_power)
+        self._penalty = self._penalties()
         self.memory_budget = None if memory_budget is None else check.memory_size("memory_budget", memory_budget)
         self.kernels = check.choice("kernels", kernels, BACKENDS)
         self.work = Work()
@@ -105,13 +106,31 @@ class Problem:
             check.fail("towers", type(towers).__name__, "a gramtower.Towers")
         present = towers.parameters()
         if parameters is not None:
-            present = as_parameters("parameters", parameters, present)
+            present.vector.copy_(as_parameters("parameters", parameters, present).vector)
+        return self._evaluate(towers, present)
+
+    def _evaluate(self, towers: Towers, own: Parameters) -> Point:
+        """The point at parameters that nobody else will change."""
         setting = self.setting(towers.dtype, towers.device)
-        budget = self.memory_budget or default_budget(towers.device)
         kernels = select(towers.device, self.kernels)
-        room = max(budget - self._fixed_bytes(towers), budget // 8)
-        sides = towers.linearize(present, self.left, self.right, kernels, room, self.work)
-        return Point(setting, towers, present, *sides, kernels, self.work, lambda p: self.at(towers, p))
+        budget = self.activation_budget(towers)
+        sides = towers.linearize(own, self.left, self.right, kernels, budget, self.work)
+        return Point(setting, towers, own, *sides, kernels, self.work, lambda p: self._evaluate(towers, p))
+
+    @property
+    def labels(self) -> NDArray[Any]:
+        """R_ij of the observed pairs, in row order."""
+        return self._labels
+
+    @property
+    def weight_arrays(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
+        """a and b as given, None for ones."""
+        return self._weights
+
+    @property
+    def imputed_arrays(self) -> tuple[Any, ...]:
+        """The imputed labels as arrays: the constant, or P̃ and Q̃."""
+        return self._imputed.factors or (np.array(self._imputed.constant),)
 
     def setting(self, dtype: torch.dtype, device: torch.device) -> Setting:
         """The constants of the objective in a dtype on a device; made once."""
@@ -128,7 +147,6 @@ class Problem:
                     pair_weight *= a[pairs.rows]
                 if b is not None:
                     pair_weight *= b[pairs.columns]
-            penalties = self._penalties()
             self._settings[key] = Setting(
                 pairs=pairs,
                 labels=torch.tensor(self._labels, dtype=dtype, device=device),
@@ -140,7 +158,7 @@ class Problem:
                 imputed=imputed,
                 pair_imputed=imputed.at_pairs(pairs, kernels),
                 imputed_square=imputed.square_sum(1.0 if a is None else a, 1.0 if b is None else b, self.shape),
-                penalties=(_tensor(penalties[0], dtype, device), _tensor(penalties[1], dtype, device)),
+                penalties=(_tensor(self._penalty[0], dtype, device), _tensor(self._penalty[1], dtype, device)),
             )
         return self._settings[key]
 
@@ -152,22 +170,30 @@ class Problem:
         a, b = self._weights
         sums = (float(n) if b is None else float(b.sum()), float(m) if a is None else float(a.sum()))
         counts = (self.pairs.row_counts.numpy(), self.pairs.column_counts.numpy())
-        left, right = (
-            self.embedding_l2 * (c + self.omega * s) ** self.frequency_power for c, s in zip(counts, sums, strict=True)
-        )
+        with np.errstate(divide="ignore", over="ignore"):  # refused by name below
+            left, right = (
+                self.embedding_l2 * (c + self.omega * s) ** self.frequency_power
+                for c, s in zip(counts, sums, strict=True)
+            )
         for side, values in (("left", left), ("right", right)):
             if not np.isfinite(values).all():
+                i = int(np.argmin(np.isfinite(values)))
                 check.fail(
                     "frequency_power",
-                    self.frequency_power,
-                    f"a power that gives finite penalties: some {side} entity has no pair and omega is 0",
+                    f"{self.frequency_power} (embedding_l2 {self.embedding_l2}, omega {self.omega})",
+                    f"a power that gives finite penalties; {side} entity {i} would get {values[i]}",
                 )
         return left, right
 
-    def _fixed_bytes(self, towers: Towers) -> int:
-        """What an evaluation holds whatever the blocks: three vectors over pairs and θ's copy."""
-        size = torch.finfo(towers.dtype).bits // 8
-        return size * 3 * len(self.pairs)
+    def activation_budget(self, towers: Towers) -> int:
+        """Bytes left for activations: the budget less three vectors over the pairs, which every evaluation holds.
+
+        What is free is looked up once, so that all evaluations of a problem run in the same blocks.
+        """
+        if self.memory_budget is None:
+            self.memory_budget = default_budget(towers.device)
+        fixed = 3 * len(self.pairs) * torch.finfo(towers.dtype).bits // 8
+        return max(self.memory_budget - fixed, self.memory_budget // 8)
 
 
 def _tensor(array: NDArray[Any] | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:

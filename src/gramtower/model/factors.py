@@ -1,0 +1,273 @@
+"""Kronecker factors of one tower's layers: A (moments of a layer's inputs) and S (curvature at its outputs).
+
+Given H, the k × k curvature at the tower's output averaged over entities, and a weight r_i for each entity, a layer
+with inputs x_i has the Gauss-Newton block A ⊗ S with A = Σ_i r_i x_i x_iᵀ (the bias is an input of 1). S is H at the
+last layer and moves down as
+
+    S ← WᵀSW              through a linear layer
+    S ← S ∘ mean(φ′φ′ᵀ)   through an elementwise activation
+    S ← mean(g gᵀ)        through any other module, g the back-propagation of vectors drawn with covariance S
+
+For ids and sparse features A is kept to its diagonal, so that tables are preconditioned row by row. Parameters of other
+modules that belong to no Linear or Embedding get the diagonal Σ_i (J_iᵀ S J_i), from the same drawn vectors.
+
+Cost: about one matrix product of rows × width² for each layer; a forward and ``draws`` backward passes for modules
+without a written-out form. Checked by tests/test_kronecker.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gramtower.data.features import IdBlock, SparseBlock
+from gramtower.model.layers import InputLinear
+from gramtower.model.linearization import Linearization
+from gramtower.model.ops import Affine, Elementwise, InputAffine, Op, Opaque
+from gramtower.model.sparse import SparseRows
+
+_LAYERS = (nn.Linear, nn.Embedding, nn.EmbeddingBag, InputLinear)
+
+
+@dataclass
+class Factor:
+    """A ⊗ S for a weight, with its bias as one more input when A is a full matrix.
+
+    Attributes:
+        weight: own name of the weight.
+        bias: own name of the bias that A covers, or None.
+        inputs_first: whether the weight is stored inputs × outputs.
+        A: inputs × inputs, or its diagonal.
+        S: outputs × outputs.
+    """
+
+    weight: str
+    bias: str | None
+    inputs_first: bool
+    A: Tensor
+    S: Tensor
+
+
+@dataclass
+class Factors:
+    """What a tower's parameters are preconditioned with, in float64."""
+
+    layers: list[Factor] = field(default_factory=list)
+    biases: dict[str, tuple[float, Tensor]] = field(default_factory=dict)  # own name → (Σ r_i, S)
+    diagonals: dict[str, Tensor] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def tower_factors(
+    tower: Linearization, H: Tensor, weight: Tensor, trainable: set[str], draws: int, generator: torch.Generator
+) -> Factors:
+    """The factors of one tower from its output curvature H and entity weights (mean 1).
+
+    Args:
+        tower: the tower at θ.
+        H: k × k, positive semidefinite, float64.
+        weight: r, one for each entity.
+        trainable: own names of the parameters to precondition.
+        draws: vectors drawn for each entity where no written-out form exists.
+        generator: for the draws, on the CPU.
+    """
+    steps = tower.steps
+    moments: list[Any] = [None] * len(steps)
+    opaque = [i for i, step in enumerate(steps) if isinstance(step, Opaque)]
+    for start, stop, saved in tower.saved_blocks():
+        for index, (step, kept) in enumerate(zip(steps, saved, strict=True)):
+            moment = _moment(step, kept, weight[start:stop])
+            if moment is not None:
+                moments[index] = moment if moments[index] is None else moments[index] + moment
+    factors, S, rows = Factors(), H, tower.features.rows
+    for index in range(len(steps) - 1, -1, -1):
+        step = steps[index]
+        if isinstance(step, Affine):
+            _add_full(factors, step.weight, step.bias, False, moments[index], S, trainable)
+            W = tower.values.tensors[step.weight].double()
+            S = W.t() @ S @ W
+        elif isinstance(step, Elementwise):
+            S = S * (moments[index] / rows)
+        elif isinstance(step, InputAffine):
+            if moments[index].dim() == 1:
+                _add_diagonal(factors, step, moments[index], S, float(weight.sum()), trainable)
+            else:
+                _add_full(factors, step.weight, step.bias, step.inputs_first, moments[index], S, trainable)
+        else:
+            assert isinstance(step, Opaque)
+            S = _opaque(tower, index, step, S, weight, trainable, draws, generator, factors, index > 0)
+    if opaque:
+        tower.work.add(tower.side, "forwards", len(opaque))
+    return factors
+
+
+def _moment(step: Op, kept: Any, r: Tensor) -> Tensor | None:
+    """A block's part of Σ r x xᵀ (linear steps, bias included) or of Σ r φ′φ′ᵀ (activations), in float64."""
+    if isinstance(step, Elementwise):
+        slope: Tensor = kept.of(step.function)
+        return ((slope * r[:, None]).t() @ slope).double()
+    if isinstance(step, Affine):
+        return _outer(kept, r, step.bias is not None)
+    if isinstance(step, InputAffine):
+        if isinstance(kept, IdBlock):
+            counts = torch.zeros(step.width, dtype=torch.float64, device=r.device)
+            return counts.index_add_(0, kept.tensor(r.device), r.double())
+        if isinstance(kept, SparseBlock):
+            return _column_squares(kept, r)
+        return _outer(kept, r, step.bias is not None)
+    return None
+
+
+def _outer(x: Tensor, r: Tensor, bias: bool) -> Tensor:
+    """Σ r (x, 1)(x, 1)ᵀ, or without the 1."""
+    weighted = x * r[:, None]
+    A = (weighted.t() @ x).double()
+    if not bias:
+        return A
+    full = torch.empty(len(A) + 1, len(A) + 1, dtype=torch.float64, device=x.device)
+    full[:-1, :-1] = A
+    full[-1, :-1] = full[:-1, -1] = weighted.sum(0, dtype=torch.float64)
+    full[-1, -1] = r.sum(dtype=torch.float64)
+    return full
+
+
+def _column_squares(block: SparseBlock, r: Tensor) -> Tensor:
+    """Σ_i r_i x_ij² for each feature j."""
+    total = torch.zeros(block.shape[1], dtype=torch.float64, device=r.device)
+    values = (block.values.square() * r[block.pattern.rows]).double()
+    return total.index_add_(0, block.pattern.columns.long(), values)
+
+
+def _add_full(
+    factors: Factors, weight: str, bias: str | None, inputs_first: bool, A: Tensor, S: Tensor, trainable: set[str]
+) -> None:
+    with_bias = bias is not None and bias in trainable
+    if weight in trainable:
+        inputs = len(A) if bias is None or with_bias else len(A) - 1
+        factors.layers.append(Factor(weight, bias if with_bias else None, inputs_first, A[:inputs, :inputs], S))
+    elif with_bias and bias is not None:
+        factors.biases[bias] = (float(A[-1, -1]), S)
+
+
+def _add_diagonal(factors: Factors, step: InputAffine, A: Tensor, S: Tensor, total: float, trainable: set[str]) -> None:
+    if step.weight in trainable:
+        factors.layers.append(Factor(step.weight, None, step.inputs_first, A, S))
+    if step.bias is not None and step.bias in trainable:
+        factors.biases[step.bias] = (total, S)
+
+
+def _opaque(
+    tower: Linearization,
+    index: int,
+    step: Opaque,
+    S: Tensor,
+    weight: Tensor,
+    trainable: set[str],
+    draws: int,
+    generator: torch.Generator,
+    factors: Factors,
+    need_input: bool,
+) -> Tensor:
+    """Factors of the layers inside a module, diagonals of its other parameters, and S at its input."""
+    layers = {name: part for name, part in step.module.named_modules() if type(part) in _LAYERS}
+    known = {id(p): name for name, p in step.module.named_parameters()}
+    found: dict[str, _Moments] = {name: _Moments() for name in layers}
+    inside = {known.get(id(p)) for part in layers.values() for p in (part.weight, getattr(part, "bias", None))}
+    others = {local: name for local, name in step.names.items() if local not in inside and name in trainable}
+    squares: dict[str, Tensor] = {}
+    root = _root(S)
+    below: Tensor | None = None
+    for start, stop, saved in tower.saved_blocks():
+        leaves = {local: tower.values.tensors[name].detach().requires_grad_() for local, name in step.names.items()}
+        calls: list[tuple[str, Any, Tensor]] = []
+        hooks = [part.register_forward_hook(_recorder(name, calls)) for name, part in layers.items()]
+        x = saved[index].x
+        inputs = [x] if isinstance(x, Tensor) and x.is_floating_point() else []
+        try:
+            with torch.enable_grad():
+                y = torch.func.functional_call(step.module, leaves, (x,))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        r = weight[start:stop]
+        for name, x_in, _ in calls:
+            found[name].add_inputs(layers[name], x_in, r, stop - start)
+        targets = [out for _, _, out in calls] + inputs + [leaves[local] for local in others]
+        if not y.requires_grad:
+            continue
+        for _ in range(draws):
+            v = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.device) @ root.t()
+            grads = torch.autograd.grad(y, targets, v.to(y.dtype), retain_graph=True, allow_unused=True)
+            for (name, _, _), g in zip(calls, grads, strict=False):
+                if g is not None:
+                    found[name].add_outputs(g)
+            if inputs and need_input and (g := grads[len(calls)]) is not None:
+                part = (g.t() @ g).double() / (draws * tower.features.rows)
+                below = part if below is None else below + part
+            for local, g in zip(others, grads[len(calls) + len(inputs) :], strict=True):
+                if g is not None:
+                    part = g.double().square() / draws
+                    squares[local] = squares[local] + part if local in squares else part
+    for name, part in layers.items():
+        found[name].into(factors, part, {k: step.names.get(v) for k, v in known.items()}, trainable)
+    for local, square in squares.items():
+        factors.diagonals[others[local]] = square
+    return torch.zeros(1, 1, dtype=torch.float64) if below is None else below
+
+
+class _Moments:
+    """A and S of one layer inside a module, gathered block by block."""
+
+    def __init__(self) -> None:
+        self.A: Tensor | None = None
+        self.S: Tensor | None = None
+        self.total, self.count = 0.0, 0
+
+    def add_inputs(self, layer: nn.Module, x: Any, r: Tensor, rows: int) -> None:
+        if isinstance(x, SparseRows):
+            part = _column_squares(x.block, r)
+        elif not x.is_floating_point():
+            assert isinstance(layer.weight, Tensor)
+            part = torch.zeros(len(layer.weight), dtype=torch.float64, device=r.device)
+            spread = r.double()[:, None].expand(rows, x.numel() // rows).reshape(-1)
+            part.index_add_(0, x.reshape(-1), spread)
+        else:
+            flat = x.detach().reshape(-1, x.shape[-1])
+            spread = r[:, None].expand(rows, len(flat) // rows).reshape(-1)
+            part = _outer(flat, spread, getattr(layer, "bias", None) is not None)
+        self.A = part if self.A is None else self.A + part
+        self.total += float(r.sum())
+
+    def add_outputs(self, g: Tensor) -> None:
+        flat = g.reshape(-1, g.shape[-1])
+        part = (flat.t() @ flat).double()
+        self.S = part if self.S is None else self.S + part
+        self.count += len(flat)
+
+    def into(self, factors: Factors, layer: nn.Module, names: dict[int, str | None], trainable: set[str]) -> None:
+        if self.A is None or self.S is None:
+            return
+        weight, bias = names.get(id(layer.weight)) or "", names.get(id(getattr(layer, "bias", None)))
+        S = self.S / self.count  # the mean over rows and draws
+        if self.A.dim() == 1:
+            step = InputAffine(weight, bias, type(layer) is not nn.Linear, len(self.A))
+            _add_diagonal(factors, step, self.A, S, self.total, trainable)
+        else:
+            _add_full(factors, weight, bias, type(layer) is not nn.Linear, self.A, S, trainable)
+
+
+def _recorder(name: str, calls: list[tuple[str, Any, Tensor]]) -> Callable[[nn.Module, Any, Tensor], None]:
+    def record(_: nn.Module, inputs: Any, output: Tensor) -> None:
+        calls.append((name, inputs[0], output))
+
+    return record
+
+
+def _root(S: Tensor) -> Tensor:
+    """R with R Rᵀ = S for a positive semidefinite S."""
+    values, vectors = torch.linalg.eigh(S)
+    return torch.as_tensor(vectors * values.clamp_min(0).sqrt())

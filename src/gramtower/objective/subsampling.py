@@ -1,0 +1,143 @@
+"""Gradients from a part of the data: the stochastic estimates of Section "(Stochastic) Gradient Descent Method".
+
+    block     all pairs of Û × V̂, scaled by mn / (m̂ n̂)                        (Û × V̂ selection)
+    subsets   two subsets of O: one for gradients, one for Gramians            (eq:grad_sogram_naive, eq:gramian2)
+
+Both are the full gradient's own formulas (evaluation.Point) on a smaller setting: fewer rows, other weights. The
+second replaces a_i by ā_i = a_i/|O_i,:| times how often i was drawn (eq:trans); an entity without observed pair is
+never drawn and so not covered by it.
+
+Cost: forward and vjp on the entities drawn, O(|θ|) for the regulariser. Unbiasedness and the exact limits are
+tests/test_subsampling.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gramtower.data.pairs import Pairs
+from gramtower.kernels import select
+from gramtower.model.parameters import Parameters
+from gramtower.model.towers import Towers
+from gramtower.objective.evaluation import Point
+from gramtower.objective.problem import Problem
+
+
+@dataclass
+class Gramians:
+    """Estimates of (P_c, Q_c) and (P̂_c, Q̂_c)."""
+
+    own: tuple[Tensor, Tensor]
+    cross: tuple[Tensor, Tensor]
+
+    def toward(self, other: Gramians, alpha: float) -> Gramians:
+        """(1 − α) self + α other: the running average of eq:gramian_sogram."""
+        P, Q = (torch.lerp(a, b, alpha) for a, b in zip(self.own, other.own, strict=True))
+        hP, hQ = (torch.lerp(a, b, alpha) for a, b in zip(self.cross, other.cross, strict=True))
+        return Gramians((P, Q), (hP, hQ))
+
+    def zeros(self) -> Gramians:
+        """Zeros of the same shapes, where the running average starts."""
+        return Gramians(
+            (torch.zeros_like(self.own[0]), torch.zeros_like(self.own[1])),
+            (torch.zeros_like(self.cross[0]), torch.zeros_like(self.cross[1])),
+        )
+
+
+def block_gradient(
+    problem: Problem, towers: Towers, parameters: Parameters, rows: Tensor, columns: Tensor
+) -> Parameters:
+    """Estimate of ∇L from the pairs of rows × columns (columns increasing), observed and not."""
+    m, n = problem.shape
+    pairs, entries = problem.setting(towers.dtype, towers.device).pairs.take_block(rows, columns)
+    left_share, right_share = len(rows) / m, len(columns) / n
+    scale = 1 / (left_share * right_share)
+    # Penalties are sums over one side: divided here by what the common scale multiplies too much.
+    ones = (torch.full_like(rows, 1, dtype=towers.dtype), torch.full_like(columns, 1, dtype=towers.dtype))
+    point = _restrict(
+        problem, towers, parameters, pairs, entries, (rows, columns), ones, (right_share, left_share),
+        (len(entries) / max(1, len(problem.pairs)), left_share * right_share),
+    )  # fmt: skip
+    return _scaled(point, *point.output_gradients(point.gramians, point.cross_gramians), scale)
+
+
+def subset_gramians(problem: Problem, towers: Towers, parameters: Parameters, entries: Tensor) -> Gramians:
+    """eq:gramian2 from the pairs numbered ``entries`` (increasing)."""
+    point, scale = _subset(problem, towers, parameters, entries, 0.0)
+    P, Q = (g * scale for g in point.gramians)
+    hP, hQ = (g * scale for g in point.cross_gramians)
+    return Gramians((P, Q), (hP, hQ))
+
+
+def subset_gradient(
+    problem: Problem, towers: Towers, parameters: Parameters, entries: Tensor, gramians: Gramians, covered: float
+) -> Parameters:
+    """eq:grad_sogram from the pairs numbered ``entries`` (increasing) with the given Gramians.
+
+    ``covered`` is the share of O × O that this step stands for; it is counted as data passes.
+    """
+    point, scale = _subset(problem, towers, parameters, entries, covered)
+    return _scaled(point, *point.output_gradients(gramians.own, gramians.cross), scale)
+
+
+def _subset(
+    problem: Problem, towers: Towers, parameters: Parameters, entries: Tensor, covered: float
+) -> tuple[Point, float]:
+    whole = problem.setting(towers.dtype, towers.device).pairs
+    pairs, left, right = whole.take_entries(entries)
+    drawn = (
+        pairs.row_counts.to(towers.dtype) / whole.row_counts[left],
+        pairs.column_counts.to(towers.dtype) / whole.column_counts[right],
+    )
+    share = len(entries) / len(whole)
+    point = _restrict(
+        problem, towers, parameters, pairs, entries, (left, right), drawn, drawn, (share, covered)
+    )  # fmt: skip
+    return point, 1 / share
+
+
+def _restrict(
+    problem: Problem,
+    towers: Towers,
+    parameters: Parameters,
+    pairs: Pairs,
+    entries: Tensor,
+    entities: tuple[Tensor, Tensor],
+    factors: tuple[Tensor, Tensor],
+    penalty_factors: tuple[Tensor | float, Tensor | float],
+    share: tuple[float, float],
+) -> Point:
+    """The problem's formulas on some entities and pairs, with weights and penalties multiplied by factors."""
+    s = problem.setting(towers.dtype, towers.device)
+    weights = [f if w is None else f * w[e] for w, e, f in zip(s.weights, entities, factors, strict=True)]
+    penalties = [
+        None if w is None else w[e] * f for w, e, f in zip(s.penalties, entities, penalty_factors, strict=True)
+    ]
+    setting = replace(
+        s,
+        pairs=pairs,
+        labels=s.labels[entries],
+        weights=(weights[0], weights[1]),
+        penalties=(penalties[0], penalties[1]),
+        pair_weight=None if s.pair_weight is None else s.pair_weight[entries],
+        imputed=s.imputed.take(*entities),
+        pair_imputed=s.pair_imputed[entries] if isinstance(s.pair_imputed, Tensor) else s.pair_imputed,
+    )
+    left, right = (
+        f.take(e, towers.dtype, towers.device) for f, e in zip((problem.left, problem.right), entities, strict=True)
+    )
+    kernels = select(towers.device, problem.kernels)
+    sides = towers.linearize(parameters, left, right, kernels, problem.activation_budget(towers), problem.work)
+    return Point(setting, towers, parameters, *sides, kernels, problem.work, _nowhere, share)
+
+
+def _scaled(point: Point, U: Tensor, V: Tensor, scale: float) -> Parameters:
+    """The pull-back scale · (⟨Jᵘ, U⟩, ⟨Jᵛ, V⟩) + λθ."""
+    return point.pull_back(U.mul_(scale), V.mul_(scale), point.parameters)
+
+
+def _nowhere(_: Parameters) -> Point:
+    raise ValueError("a point made from a sample has no line: evaluate the problem itself")

@@ -1,0 +1,88 @@
+"""Conjugate gradient for G s = b, with or without a preconditioner (Appendix, Alg. "Conjugate gradient procedures").
+
+Differs from the textbook in two ways: it returns the residual, from which the caller gets sᵀGs without another product,
+and it can stop when the quadratic model no longer falls noticeably (Martens, 2010, Section 4.4). Checked by
+tests/test_conjugate_gradient.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from gramtower.model.parameters import Parameters
+
+
+class Operator(Protocol):
+    """A symmetric positive definite matrix known by its products."""
+
+    def product(self, d: Parameters, out: Parameters | None = None) -> Parameters:
+        """The matrix times d, written over ``out`` if given."""
+
+
+@dataclass
+class Solved:
+    """What conjugate gradient found.
+
+    Attributes:
+        s: the solution.
+        residual: b − G s.
+        steps: products with G that were made.
+        model: ½ sᵀGs − bᵀs, the value of the quadratic model; never positive.
+        converged: whether the tolerance was met, as opposed to running out of steps.
+    """
+
+    s: Parameters
+    residual: Parameters
+    steps: int
+    model: float
+    converged: bool
+
+
+def conjugate_gradient(
+    G: Operator,
+    b: Parameters,
+    *,
+    tolerance: float = 0.1,
+    max_steps: int = 30,
+    preconditioner: Operator | None = None,
+    progress: float = 0.0,
+) -> Solved:
+    """Solve G s = b approximately from s = 0.
+
+    Args:
+        G: the matrix.
+        b: the right-hand side.
+        tolerance: ξ; stops when the residual's norm is at most ξ times that of b (in the preconditioner's norm).
+        max_steps: most products with G.
+        preconditioner: M ≈ G⁻¹.
+        progress: stops when five steps lowered the model by less than this share of its depth; 0 never stops so.
+    """
+    s, r = b.zeros(), b.clone()
+    Gd = b.empty()
+    z = r.clone() if preconditioner is None else preconditioner.product(r)
+    d = z.clone()
+    gamma = first = r.dot(z)
+    depths = [0.0]
+    steps = 0
+    while steps < max_steps and gamma > 0:
+        G.product(d, Gd)
+        curvature = d.dot(Gd)
+        steps += 1
+        if not curvature > 0:  # only rounding, or a matrix that is not positive definite, leads here
+            break
+        t = gamma / curvature
+        s.axpy_(t, d)
+        r.axpy_(-t, Gd)
+        depths.append(depths[-1] - 0.5 * t * gamma)  # each step lowers the model by tγ/2
+        if preconditioner is None:
+            z.vector.copy_(r.vector)
+        else:
+            preconditioner.product(r, z)
+        gamma, before = r.dot(z), gamma
+        if gamma <= tolerance**2 * first:
+            return Solved(s, r, steps, depths[-1], True)
+        if progress and steps >= 5 and depths[-6] - depths[-1] < progress * -depths[-1]:
+            return Solved(s, r, steps, depths[-1], True)
+        d.scale_(gamma / before).axpy_(1.0, z)
+    return Solved(s, r, steps, depths[-1], False)

@@ -1,0 +1,132 @@
+"""Directions: steepest descent, AdaGrad's diagonal, Newton by conjugate gradient, and limited-memory BFGS.
+
+    Steepest   s = −∇L                                     (eq:grad_dir)
+    Diagonal   s = −(μI + M)^(−½) ∇L,  M ← M + diag(∇L)²   (eq:diag_scaling)
+    NewtonCG   G s = −∇L to a relative residual ξ          (eq:general_ls)
+    LBFGS      Nocedal and Wright, "Numerical Optimization", Alg. 7.4
+
+newton_kron.py has the preconditioned one. Checked by tests/test_optim.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gramtower.model.parameters import Parameters
+from gramtower.objective.evaluation import Point
+from gramtower.optim.conjugate_gradient import conjugate_gradient
+from gramtower.optim.parts import Direction, Found, State
+
+
+class Steepest(Direction):
+    """Against the gradient."""
+
+    def find(self, gradient: Parameters, point: Point | None) -> Found:
+        """s = −∇L."""
+        return Found(-gradient)
+
+
+class Diagonal(Direction):
+    """AdaGrad: each coordinate scaled by the root of its accumulated squared gradients.
+
+    Args:
+        mu: μ, keeps the scaling finite.
+    """
+
+    def __init__(self, mu: float) -> None:
+        self.mu = mu
+        self.squares: Tensor | None = None
+
+    def find(self, gradient: Parameters, point: Point | None) -> Found:
+        """s = −(μI + M)^(−½) ∇L, after adding this gradient's squares to M."""
+        g = gradient.vector
+        if self.squares is None:
+            self.squares = torch.zeros_like(g)
+        self.squares.addcmul_(g, g)
+        return Found(Parameters(gradient.layout, -g / (self.squares + self.mu).sqrt_()))
+
+    def state(self) -> State:
+        """M."""
+        return {} if self.squares is None else {"squares": self.squares}
+
+    def restore(self, state: State) -> None:
+        """See Part."""
+        self.squares = state.get("squares")
+
+
+class NewtonCG(Direction):
+    """The paper's Gauss-Newton direction by plain conjugate gradient.
+
+    Args:
+        cg_tolerance: ξ.
+        cg_max_steps: most products with G.
+    """
+
+    def __init__(self, cg_tolerance: float, cg_max_steps: int) -> None:
+        self.tolerance, self.max_steps = cg_tolerance, cg_max_steps
+
+    def find(self, gradient: Parameters, point: Point | None) -> Found:
+        """G s ≈ −∇L."""
+        assert point is not None
+        solved = conjugate_gradient(point.gauss_newton(), -gradient, tolerance=self.tolerance, max_steps=self.max_steps)
+        return Found(solved.s, solved.steps, solved.model)
+
+
+class LBFGS(Direction):
+    """Limited-memory BFGS from the last few steps and gradient changes.
+
+    Args:
+        memory: pairs of steps and gradient changes kept.
+    """
+
+    def __init__(self, memory: int) -> None:
+        self.memory = memory
+        self.pairs: list[tuple[Tensor, Tensor]] = []  # (θ change, gradient change), oldest first
+        self.before: tuple[Tensor, Tensor] | None = None  # θ and gradient of the last call
+
+    def find(self, gradient: Parameters, point: Point | None) -> Found:
+        """The two-loop recursion; the first direction is the gradient scaled to length one."""
+        assert point is not None
+        theta, g = point.parameters, gradient.vector
+        if self.before is not None:
+            step, change = theta.vector - self.before[0], g - self.before[1]
+            if self._dot(step, change) > 1e-10 * self._dot(step, step) ** 0.5 * self._dot(change, change) ** 0.5:
+                self.pairs = [*self.pairs, (step, change)][-self.memory :]
+        self.before = (theta.vector, g)
+        if not self.pairs:
+            return Found(gradient * (-1.0 / max(gradient.norm(), 1e-30)))
+        q, coefficients = g.clone(), []
+        for step, change in reversed(self.pairs):
+            a = self._dot(step, q) / self._dot(step, change)
+            coefficients.append(a)
+            q.sub_(change, alpha=a)
+        step, change = self.pairs[-1]
+        q *= self._dot(step, change) / self._dot(change, change)
+        for (step, change), a in zip(self.pairs, reversed(coefficients), strict=True):
+            b = self._dot(change, q) / self._dot(step, change)
+            q.add_(step, alpha=a - b)
+        return Found(Parameters(gradient.layout, q.neg_()))
+
+    def retry(self) -> bool:
+        """Forget the pairs and go down the gradient once."""
+        had, self.pairs, self.before = bool(self.pairs), [], None
+        return had
+
+    def state(self) -> State:
+        """The pairs and the last point."""
+        tensors = {f"step{i}": s for i, (s, _) in enumerate(self.pairs)}
+        tensors |= {f"change{i}": y for i, (_, y) in enumerate(self.pairs)}
+        if self.before is not None:
+            tensors |= {"theta": self.before[0], "gradient": self.before[1]}
+        return dict(tensors)
+
+    def restore(self, state: State) -> None:
+        """See Part."""
+        count = sum(key.startswith("step") for key in state)
+        self.pairs = [(state[f"step{i}"], state[f"change{i}"]) for i in range(count)]
+        self.before = (state["theta"], state["gradient"]) if "theta" in state else None
+
+    @staticmethod
+    def _dot(a: Tensor, b: Tensor) -> float:
+        return float((a * b).sum(dtype=torch.float64))

@@ -1,0 +1,65 @@
+"""Step rules: backtracking line search with sufficient decrease (eq:ls_condition), and a fixed step.
+
+The paper checks δ in {δ_init, δ_init/2, δ_init/4, …}, δ_init being the last step taken, doubled every five iterations
+(Section "Compared Optimization Methods"). A value has rounding errors; once the decrease that the slope promises is
+below them, the search ends and says so. Checked by tests/test_line_search.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+from gramtower.model.parameters import Parameters
+from gramtower.objective.evaluation import Point
+from gramtower.optim.parts import State, StepRule, Taken
+
+
+class Backtracking(StepRule):
+    """Halve δ until L(θ + δs) ≤ L(θ) + ηδ sᵀ∇L.
+
+    Args:
+        sufficient_decrease: η.
+        initial_step: δ_init of the first iteration, and of every iteration if ``double_every`` is 0.
+        double_every: iterations after which δ_init is doubled; 0 starts every search from ``initial_step``.
+        max_trials: values looked at before giving up.
+    """
+
+    def __init__(
+        self, sufficient_decrease: float, initial_step: float = 1.0, double_every: int = 5, max_trials: int = 60
+    ) -> None:
+        self.eta, self.initial, self.double_every, self.max_trials = (
+            sufficient_decrease, initial_step, double_every, max_trials,
+        )  # fmt: skip
+        self.last, self.iterations = initial_step, 0
+
+    def take(self, point: Point, gradient: Parameters, s: Parameters) -> Taken:
+        """See the class."""
+        slope, line, first = gradient.dot(s), point.along(s), -math.inf
+        step = self._start()
+        for trial in range(1, self.max_trials + 1):
+            if not -slope * step > point.rounding * 0.1:
+                return Taken(None, step, trial - 1, first)
+            there = line(step)
+            if trial == 1:
+                first = point.value - there.value
+            # NaN fails both comparisons: the step is halved like any other that leads nowhere.
+            if there.value <= point.value + self.eta * step * slope and there.value < point.value:
+                self.last = step
+                self.iterations += 1
+                return Taken(there, step, trial, first)
+            step /= 2
+        return Taken(None, step, self.max_trials, first)
+
+    def _start(self) -> float:
+        if not self.double_every:
+            return self.initial
+        doubled = self.iterations and self.iterations % self.double_every == 0
+        return self.last * (2 if doubled else 1)
+
+    def state(self) -> State:
+        """The last step and the number of steps taken."""
+        return {"last": self.last, "iterations": self.iterations}
+
+    def restore(self, state: State) -> None:
+        """See Part."""
+        self.last, self.iterations = state["last"], state["iterations"]

@@ -1,0 +1,105 @@
+"""Where stochastic methods get their gradients: blocks Û × V̂, or two subsets of O with running Gramians.
+
+    Blocks    m̂ = ρm left and n̂ = ρn right entities, all their pairs          (`sampling`)
+    Subsets   Ô₁, Ô₂ ⊂ O of size ρ|O|; Gramians averaged with rate α over steps  (`sogram`, eq:grad_sogram)
+
+Draws come from a generator whose state is part of a checkpoint. The estimates themselves are
+objective/subsampling.py. Checked by tests/test_subsampling.py and tests/test_optim.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gramtower.model.parameters import Parameters
+from gramtower.model.towers import Towers
+from gramtower.objective.problem import Problem
+from gramtower.objective.subsampling import Gramians, block_gradient, subset_gradient, subset_gramians
+from gramtower.optim.parts import Part, State
+
+
+class Source(Part):
+    """A stream of gradient estimates.
+
+    Args:
+        seed: for the draws.
+        ratio: ρ.
+    """
+
+    def __init__(self, seed: int, ratio: float) -> None:
+        self.rng, self.ratio = np.random.default_rng(seed), ratio
+
+    def gradient(self, problem: Problem, towers: Towers, parameters: Parameters) -> Parameters:
+        """The next estimate of ∇L."""
+        raise NotImplementedError
+
+    def _draw(self, total: int, device: torch.device) -> Tensor:
+        """A share ρ of 0 … total−1 without repetition, increasing; at least one."""
+        chosen = self.rng.choice(total, max(1, round(self.ratio * total)), replace=False, shuffle=False)
+        chosen.sort()
+        return torch.from_numpy(chosen).to(device)
+
+    def state(self) -> State:
+        """The generator's state."""
+        return {"rng": _plain(self.rng.bit_generator.state)}
+
+    def restore(self, state: State) -> None:
+        """See Part."""
+        self.rng.bit_generator.state = state["rng"]
+
+
+class Blocks(Source):
+    """Û × V̂."""
+
+    def gradient(self, problem: Problem, towers: Towers, parameters: Parameters) -> Parameters:
+        """From all pairs between the entities drawn."""
+        m, n = problem.shape
+        rows, columns = self._draw(m, towers.device), self._draw(n, towers.device)
+        return block_gradient(problem, towers, parameters, rows, columns)
+
+
+class Subsets(Source):
+    """Two subsets of O, the second feeding running averages of the Gramians.
+
+    Args:
+        seed: for the draws.
+        ratio: ρ.
+        alpha: α; 1 forgets at once, which is the plain two-subset method of eq:grad_sogram_naive.
+    """
+
+    def __init__(self, seed: int, ratio: float, alpha: float) -> None:
+        super().__init__(seed, ratio)
+        self.alpha = alpha
+        self.running: Gramians | None = None
+
+    def gradient(self, problem: Problem, towers: Towers, parameters: Parameters) -> Parameters:
+        """Draw Ô₁ and Ô₂, move the running Gramians toward those of Ô₂, take the gradient on Ô₁."""
+        total = len(problem.pairs)
+        first, second = self._draw(total, towers.device), self._draw(total, towers.device)
+        fresh = subset_gramians(problem, towers, parameters, second)
+        self.running = (self.running or fresh.zeros()).toward(fresh, self.alpha)
+        covered = len(first) * len(second) / total**2
+        return subset_gradient(problem, towers, parameters, first, self.running, covered)
+
+    def state(self) -> State:
+        """The generator's state and the running Gramians."""
+        state = super().state()
+        if self.running is not None:
+            (P, Q), (hP, hQ) = self.running.own, self.running.cross
+            state |= {"P": P, "Q": Q, "hP": hP, "hQ": hQ}
+        return state
+
+    def restore(self, state: State) -> None:
+        """See Part."""
+        super().restore(state)
+        if "P" in state:
+            self.running = Gramians((state["P"], state["Q"]), (state["hP"], state["hQ"]))
+
+
+def _plain(value: object) -> object:
+    """Numpy's generator state with plain integers, as JSON takes them."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value if isinstance(value, (str, int)) else int(value)  # type: ignore[call-overload]

@@ -1,0 +1,1 @@
+"""The one loop that runs every method: limits, history, callbacks, checkpoints."""

@@ -1,0 +1,61 @@
+"""One line an iteration in fixed columns, and on a terminal a line that tells where the run stands."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+from gramtower.training.result import Record
+
+HEADER = " iter   seconds      objective   decrease       |g|   CG      step   damping    metric"
+
+
+def line(record: Record) -> str:
+    """The fixed columns of one iteration."""
+    gradient = "-" if record.gradient_norm is None else f"{record.gradient_norm:.2e}"
+    damping = "-" if record.damping is None else f"{record.damping:.1e}"
+    metric = "-" if record.metric is None else f"{record.metric:.4f}"
+    return (
+        f"{record.iteration:5d} {record.seconds:9.2f} {record.value:14.7g} {record.relative_decrease:10.2e} "
+        f"{gradient:>9} {record.cg_steps:4d} {record.step:9.2e} {damping:>9} {metric:>9}"
+    )
+
+
+class Log:
+    """Writes the lines; on a terminal also a status line that the next line overwrites.
+
+    Args:
+        limits: (max_iterations, time_limit), for the time left.
+        stream: where to, standard error by default.
+    """
+
+    def __init__(self, limits: tuple[int, float | None], stream: TextIO | None = None) -> None:
+        self.max_iterations, self.time_limit = limits
+        self.stream = stream or sys.stderr
+        self.live = self.stream.isatty()
+        self._started = False
+
+    def __call__(self, record: Record) -> None:
+        """Show a record."""
+        clear = "\r\x1b[K" if self.live and self._started else ""
+        if not self._started:
+            print(HEADER, file=self.stream)
+            self._started = True
+        print(clear + line(record), file=self.stream, flush=True)
+        if self.live and record.iteration < self.max_iterations:
+            self.stream.write(f"\r… {self._left(record)}")
+            self.stream.flush()
+
+    def end(self, message: str) -> None:
+        """Say why the run stopped."""
+        clear = "\r\x1b[K" if self.live and self._started else ""
+        print(f"{clear}stopped: {message}", file=self.stream, flush=True)
+
+    def _left(self, record: Record) -> str:
+        done = f"iteration {record.iteration + 1} of at most {self.max_iterations}"
+        if record.iteration == 0:
+            return done
+        left = (self.max_iterations - record.iteration) * record.seconds / record.iteration
+        if self.time_limit is not None:
+            left = min(left, max(0.0, self.time_limit - record.seconds))
+        return f"{done}, at most {left:.0f} s left"

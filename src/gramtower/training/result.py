@@ -1,0 +1,131 @@
+"""What a run returns: a record for each iteration, the reason it stopped, and the point it ended at."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from gramtower.model.parameters import Parameters
+
+
+class Reason(Enum):
+    """Why a run stopped; the value is the explanation."""
+
+    MAX_ITERATIONS = "max_iterations was reached; the objective may still fall, raise it to go on"
+    TIME_LIMIT = "time_limit was reached; the objective may still fall, raise it to go on"
+    TOLERANCE = "the gradient norm fell below tolerance times its first value: a stationary point"
+    NO_DECREASE = (
+        "the objective no longer decreases measurably in {dtype}: (a) this is a minimum to within rounding, which is "
+        "the usual case; or (b) towers in float64 (towers.left.double(), towers.right.double()) can go further"
+    )
+    NON_FINITE = (
+        "{what} became NaN or infinite; the last good point was kept. Likely causes: a step size that is too large, "
+        "towers whose outputs grow without bound, or labels of an extreme size"
+    )
+    EARLY_STOP = "the validation metric did not improve for {patience} evaluations; the best point was restored"
+    CALLBACK = "a callback asked to stop"
+    INTERRUPTED = "interrupted from the keyboard; the best point so far was kept"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One iteration. Iteration 0 is the start.
+
+    Attributes:
+        iteration: number of the iteration.
+        seconds: training time so far; validation, checkpoints and, for sampled methods, the objective's value are
+            not counted.
+        value: objective L after the iteration.
+        relative_decrease: (L before − L) / |L before|.
+        gradient_norm: ‖∇L‖ where the iteration started (sampled methods: of the last sample).
+        cg_steps: conjugate gradient steps.
+        step: step size δ.
+        damping: damping in force, or None.
+        trials: values the line search looked at.
+        data_passes: how often all m·n pairs were taken into account so far.
+        work: tower passes and passes over the observed pairs so far.
+        terms: the value, term by term.
+        metric: validation metric, or None.
+    """
+
+    iteration: int
+    seconds: float
+    value: float
+    relative_decrease: float
+    gradient_norm: float | None
+    cg_steps: int
+    step: float
+    damping: float | None
+    trials: int
+    data_passes: float
+    work: dict[str, float]
+    terms: dict[str, float]
+    metric: float | None
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self))
+
+
+@dataclass
+class Result:
+    """The end of a run.
+
+    Attributes:
+        reason: why it stopped.
+        message: the same with particulars.
+        history: one record an iteration, the start included.
+        parameters: the parameters that the towers were left with.
+        value: the objective there.
+        best_metric: the best validation metric seen, or None.
+    """
+
+    reason: Reason
+    message: str
+    history: list[Record]
+    parameters: Parameters
+    value: float
+    best_metric: float | None = None
+
+    def __repr__(self) -> str:
+        last = self.history[-1]
+        return f"Result({self.reason.name}, value={self.value:.6g}, {last.iteration} iterations, {last.seconds:.1f} s)"
+
+
+@dataclass
+class History:
+    """Records kept in memory and, with a path, appended to a JSONL file as they come."""
+
+    path: Path | None = None
+    records: list[Record] = field(default_factory=list)
+
+    def begin(self, records: list[Record]) -> None:
+        """Start with the records of an earlier run, or with none; rewrites the file."""
+        self.records = list(records)
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial = self.path.with_name(self.path.name + ".partial")
+            partial.write_text("".join(record.to_json() + "\n" for record in records))
+            partial.replace(self.path)
+
+    def add(self, record: Record) -> None:
+        """Keep a record."""
+        self.records.append(record)
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(record.to_json() + "\n")
+
+
+def read_history(path: str | Path) -> list[Record]:
+    """Records from a JSONL file; an unfinished last line, left by a kill, is ignored."""
+    records: list[Record] = []
+    for line in Path(path).read_text().splitlines():
+        try:
+            values: dict[str, Any] = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        records.append(Record(**values))
+    return records

@@ -1,0 +1,37 @@
+"""Weighted Gramians with float64 accumulation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_engine import relative
+
+from gramtower.objective.gramians import _ROWS, column_sums, gram, square_norms
+
+
+@pytest.mark.parametrize("rows", [1, 7, _ROWS, _ROWS + 1, 2 * _ROWS + 13])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_over_any_number_of_rows(rows, weighted):
+    A, B = torch.randn(rows, 3, dtype=torch.float64), torch.randn(rows, 5, dtype=torch.float64)
+    weight = torch.rand(rows, dtype=torch.float64) if weighted else None
+    w = torch.ones(rows, dtype=torch.float64) if weight is None else weight
+    assert relative(gram(A, B, weight), torch.einsum("i,ia,ib->ab", w, A, B)) < 1e-13
+    assert relative(column_sums(A, weight), torch.einsum("i,ia->a", w, A)) < 1e-12
+    assert relative(square_norms(A), (A**2).sum(1)) < 1e-14
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_blocks_of_float32_rows_are_added_in_float64(weighted):
+    # One large row, then a one in each of eight blocks: added to 2²⁴ in float32, each one would be lost.
+    A = torch.zeros(9 * _ROWS, 1)
+    A[0], A[_ROWS::_ROWS] = 2.0**12, 1.0
+    weight = torch.full((len(A),), 0.5) if weighted else None
+    scale = 0.5 if weighted else 1.0
+    assert gram(A, A, weight).item() == scale * (2.0**24 + 8)
+    assert column_sums(A * A, weight).item() == scale * (2.0**24 + 8)
+
+
+def test_many_float32_rows_keep_seven_digits():
+    A = torch.rand(300_000, 2) + 1
+    assert relative(gram(A, A), A.double().T @ A.double()) < 2e-7
+    assert relative(column_sums(A), A.double().sum(0)) < 2e-7

@@ -1,0 +1,182 @@
+"""The pair kernels: numba against reference against dense matrix products."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+
+from gramtower import kernels
+from gramtower.data.pairs import SEGMENT, from_sparse
+from gramtower.kernels import cpu, reference
+
+BACKENDS = {"numba": cpu, "reference": reference}
+TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-13}  # of the largest number in the result
+LONG = 2 * SEGMENT + 77
+
+
+def make_pairs(name):
+    rng = np.random.default_rng(0)
+    seen = {
+        "holes": lambda: (rng.random((23, 17)) < 0.4) & (np.arange(23) % 5 > 0)[:, None] & (np.arange(17) % 4 > 0),
+        "none": lambda: np.zeros((4, 3), bool),
+        "all": lambda: np.ones((9, 201), bool),
+        "one": lambda: np.ones((1, 1), bool),
+        "long row": lambda: np.arange(3)[:, None] + rng.random((3, LONG)) > 0.99,
+        "long column": lambda: np.arange(3) + rng.random((LONG, 3)) > 0.99,
+    }[name]()
+    return from_sparse("pairs", sp.csr_matrix(seen))[0]
+
+
+PATTERNS = ("holes", "none", "all", "one", "long row", "long column")
+
+
+def make_operands(pairs, k, dtype):
+    """P, W (m × k), Q, H (n × k), a number for each pair, and what the results are added to."""
+    m, n = pairs.shape
+    left, right = (torch.randn(3, rows, k, dtype=dtype) for rows in (m, n))
+    return left[0], left[1], right[0], right[1], torch.randn(len(pairs), dtype=dtype), left[2], right[2]
+
+
+def run(backend, pairs, operands):
+    P, W, Q, H, x, left, right = operands
+    results = {"left_sum": left.clone(), "right_sum": right.clone(), "curvature_left": left.clone()}
+    backend.left_sum(pairs, x, Q, results["left_sum"])
+    backend.right_sum(pairs, x, P, results["right_sum"])
+    results["z"] = backend.curvature_left(pairs, x, P, W, Q, H, results["curvature_left"])
+    return {"dots": backend.dots(pairs, P, Q), **results}
+
+
+def run_dense(pairs, operands):
+    P, W, Q, H, x, left, right = (t.double() for t in operands)
+    i, j = pairs.rows.long(), pairs.columns.long()
+    X, Z = torch.zeros(2, *pairs.shape, dtype=torch.float64)
+    X[i, j] = x
+    Z[i, j] = ((W @ Q.T + P @ H.T) * X)[i, j]
+    return {
+        "dots": (P @ Q.T)[i, j], "left_sum": left + X @ Q, "right_sum": right + X.T @ P,
+        "curvature_left": left + Z @ Q, "z": Z[i, j],
+    }  # fmt: skip
+
+
+def assert_same(results, expected, dtype):
+    for name, exact in expected.items():
+        assert results[name].dtype == dtype
+        limit = TOLERANCE[dtype] * max(1.0, float(exact.abs().max())) if exact.numel() else 0.0
+        assert torch.allclose(results[name].double(), exact, rtol=0, atol=limit), name
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("k", [1, 3, 7, 33, 130])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_agrees_with_dense_products(backend, pattern, k, dtype):
+    pairs = make_pairs(pattern)
+    operands = make_operands(pairs, k, dtype)
+    assert_same(run(BACKENDS[backend], pairs, operands), run_dense(pairs, operands), dtype)
+
+
+@pytest.mark.parametrize("pattern", ["all", "long row", "long column"])
+def test_tiles_do_not_change_results(pattern, monkeypatch):
+    pairs = make_pairs(pattern)
+    operands = make_operands(pairs, 7, torch.float64)
+    monkeypatch.setattr(cpu, "_TILE_BYTES", 256)
+    tiled = pairs.segments if pattern != "long column" else pairs.by_column.segments
+    gathered = operands[2] if pattern != "long column" else operands[0]
+    assert cpu._tile(tiled, gathered, 1) < len(gathered) / 3
+    assert_same(run(cpu, pairs, operands), run_dense(pairs, operands), torch.float64)
+
+
+def test_blocks_of_the_reference_do_not_change_results(monkeypatch):
+    pairs = make_pairs("holes")
+    operands = make_operands(pairs, 7, torch.float64)
+    monkeypatch.setattr(reference, "_BUFFER", 40)
+    assert_same(run(reference, pairs, operands), run_dense(pairs, operands), torch.float64)
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("pattern", ["all", "long row", "long column"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_any_number_of_threads_gives_the_same_bits(pattern, dtype, threads):
+    pairs = make_pairs(pattern)
+    operands = make_operands(pairs, 33, dtype)
+    results = []
+    for count in (1, 2, 5):
+        threads(count)
+        results.append(run(cpu, pairs, operands))
+    for other in results[1:]:
+        assert all(torch.equal(results[0][name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inputs_may_be_strided(backend):
+    pairs = make_pairs("holes")
+    wide = make_operands(pairs, 14, torch.float64)
+    strided = [t[:, ::2] if t.dim() == 2 else t for t in wide]
+    P, W, Q, H, x, left, right = strided
+    operands = (P, W, Q, H, torch.stack([x, x], 1)[:, 0], left.contiguous(), right.contiguous())
+    assert_same(run(BACKENDS[backend], pairs, operands), run_dense(pairs, operands), torch.float64)
+
+
+def test_strided_results_are_refused():
+    pairs = make_pairs("holes")
+    P, W, Q, H, x, left, right = make_operands(pairs, 3, torch.float64)
+    with pytest.raises(ValueError, match="out must be contiguous"):
+        cpu.left_sum(pairs, x, Q, left.t().contiguous().t())
+    with pytest.raises(ValueError, match="out must be contiguous"):
+        cpu.right_sum(pairs, x, P, right.t().contiguous().t())
+    with pytest.raises(ValueError, match="out must be contiguous"):
+        cpu.curvature_left(pairs, x, P, W, Q, H, left.t().contiguous().t())
+
+
+def test_nan_stays_nan():
+    pairs = make_pairs("all")
+    P, _, Q, _, x, left, _ = make_operands(pairs, 3, torch.float32)
+    P[2, 1], x[5] = float("nan"), float("nan")
+    assert torch.isnan(cpu.dots(pairs, P, Q)).sum() == pairs.shape[1]
+    cpu.left_sum(pairs, x, Q, left)
+    assert torch.isnan(left).sum() == 3
+
+
+def test_a_backend_is_chosen_by_device_and_name():
+    assert kernels.select(torch.device("cpu")) is cpu
+    assert kernels.select(torch.device("cpu"), "reference") is reference
+    assert kernels.select(torch.device("meta")) is reference
+
+
+def test_an_unknown_backend_is_refused_with_the_choices():
+    with pytest.raises(ValueError, match=r"kernels: got 'fast', expected one of 'auto', 'reference', 'numba'"):
+        kernels.select(torch.device("cpu"), "fast")
+    with pytest.raises(ValueError, match=r"'numba' with parameters on meta, expected 'auto' or 'reference'"):
+        kernels.select(torch.device("meta"), "numba")
+
+
+def test_without_numba_the_reference_runs_with_a_warning(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.warns(RuntimeWarning, match="pip install numba"):
+        assert kernels.select(torch.device("cpu")) is reference
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backends_have_exactly_the_functions_of_the_protocol(backend):
+    def signatures(owner, module):
+        functions = {n: f for n, f in vars(owner).items() if inspect.isfunction(f) and f.__module__ == module}
+        return {n: inspect.signature(f) for n, f in functions.items() if not n.startswith("_")}
+
+    wanted = {
+        name: signature.replace(parameters=list(signature.parameters.values())[1:])  # without self
+        for name, signature in signatures(kernels.Kernels, kernels.__name__).items()
+    }
+    assert len(wanted) == 4
+    module = BACKENDS[backend]
+    assert signatures(module, module.__name__) == wanted

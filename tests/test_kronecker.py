@@ -1,0 +1,81 @@
+"""The preconditioner: symmetric, positive definite, close to the inverse where its form is exact, and useful."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import FEATURES, LOSSES, TOWERS, make_case
+
+from gramtower.optim.conjugate_gradient import conjugate_gradient
+
+
+def dense_of(operator):
+    eye = torch.eye(operator.shape[0], dtype=torch.float64)
+    return torch.stack([operator @ column for column in eye], 1)
+
+
+@pytest.mark.parametrize("kind", FEATURES)
+@pytest.mark.parametrize("tower", TOWERS)
+@pytest.mark.parametrize("shared", [False, True])
+def test_symmetric_and_positive_definite(tower, kind, shared):
+    case = make_case(m=6, n=5, tower=tower, kinds=(kind, kind), weights=True, embedding_l2=0.1, shared=shared, seed=1)
+    M = dense_of(case.problem.at(case.towers).preconditioner("kronecker", damping=0.1))
+    assert torch.allclose(M, M.T, rtol=1e-9, atol=1e-12)
+    assert float(torch.linalg.eigvalsh(M).min()) > 0
+
+
+def test_all_pairs_part_is_exact_for_a_linear_table_with_the_other_side_fixed():
+    """No observed pair, λ only: G's left block is I ⊗ (ωQ_c + λI); with A = I and S = ωQ_c damping in halves is exact
+    up to the product of the two shifts, so that a vanishing λ leaves the exact inverse."""
+    case = make_case(m=6, n=5, density=0.0, tower="linear", variant=1, l2=1e-9, omega=0.5, seed=2)
+    for parameter in case.towers.right.parameters():
+        parameter.requires_grad_(False)
+    import gramtower as gt
+
+    point = case.problem.at(gt.Towers(case.towers.left, case.towers.right))
+    M, G = dense_of(point.preconditioner()), dense_of(point.gauss_newton())
+    assert torch.allclose(M @ G, torch.eye(len(M), dtype=torch.float64), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("tower", "kind"),
+    [("elu", "ids"), ("residual", "ids"), ("custom", "dense"), ("layernorm", "ids")],
+)
+def test_needs_fewer_steps_than_plain_conjugate_gradient(tower, kind):
+    case = make_case(m=60, n=50, density=0.1, tower=tower, kinds=(kind, kind), dim=4, l2=1e-2, omega=0.5, seed=3)
+    point = case.problem.at(case.towers)
+    G, b = point.gauss_newton(), -point.gradient()
+    plain = conjugate_gradient(G, b, tolerance=0.0, max_steps=10)
+    helped = conjugate_gradient(G, b, tolerance=0.0, max_steps=10, preconditioner=point.preconditioner())
+    assert helped.model < plain.model  # a deeper point of the same quadratic model for the same products
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("imputed", [0.0, "low-rank"])
+def test_works_for_every_loss_with_weights_and_penalty(loss, imputed):
+    case = make_case(m=8, n=7, loss=loss, imputed=imputed, weights=True, embedding_l2=0.3, seed=4)
+    point = case.problem.at(case.towers)
+    result = point.preconditioner("kronecker", 1.0) @ point.gradient()
+    assert result.is_finite()
+    assert result.dot(point.gradient()) > 0
+
+
+def test_same_result_every_time():
+    case = make_case(tower="residual", seed=5)
+    point = case.problem.at(case.towers)
+    r = point.gradient()
+    assert torch.equal((point.preconditioner() @ r).vector, (point.preconditioner() @ r).vector)
+
+
+def test_more_damping_means_a_shorter_result():
+    case = make_case(seed=6)
+    point = case.problem.at(case.towers)
+    r = point.gradient()
+    lengths = [(point.preconditioner("kronecker", damping) @ r).norm() for damping in (0.0, 1.0, 100.0)]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_unknown_kind_is_refused():
+    case = make_case()
+    with pytest.raises(ValueError, match="kind: got 'jacobi', expected one of 'kronecker'"):
+        case.problem.at(case.towers).preconditioner("jacobi")

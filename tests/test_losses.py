@@ -1,0 +1,70 @@
+"""Losses: derivatives against autograd and finite differences, and scores far out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import gramtower as gt
+from gramtower.objective.losses import LOSSES, as_loss
+
+# Away from ŷ = ±1, where the second derivative of squared_hinge jumps.
+SCORES = torch.tensor([-30.0, -4.3, -1.1, -0.9, -0.2, 0.0, 0.3, 0.95, 1.05, 2.7, 45.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("label", [-1.0, 1.0])
+@pytest.mark.parametrize("name", LOSSES)
+def test_derivatives_agree_with_autograd(name, label):
+    loss, y = LOSSES[name], torch.full_like(SCORES, label)
+    s = SCORES.clone().requires_grad_()
+    (first,) = torch.autograd.grad(loss.value(y, s).sum(), s)
+    (second,) = torch.autograd.grad(loss.first(y, s).sum(), s)
+    assert torch.allclose(loss.first(y, SCORES), first, rtol=1e-12, atol=1e-15)
+    assert torch.allclose(loss.second(y, SCORES), second, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("label", [-1.0, 1.0])
+@pytest.mark.parametrize("name", LOSSES)
+def test_derivatives_are_slopes(name, label):
+    # Central differences at h = 1e-5: truncation of about h² and rounding of about ε·ℓ/h, both near 1e-10.
+    loss, y, h = LOSSES[name], torch.full_like(SCORES, label), 1e-5
+    slope = (loss.value(y, SCORES + h) - loss.value(y, SCORES - h)) / (2 * h)
+    bend = (loss.first(y, SCORES + h) - loss.first(y, SCORES - h)) / (2 * h)
+    assert torch.allclose(loss.first(y, SCORES), slope, rtol=1e-8, atol=1e-8)
+    assert torch.allclose(loss.second(y, SCORES), bend, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+def test_far_scores_stay_finite_and_curvature_stays_nonnegative(name, dtype):
+    s = torch.tensor([-1e4, -100.0, 100.0, 1e4], dtype=dtype)
+    for y in (torch.ones_like(s), -torch.ones_like(s)):
+        for function in (LOSSES[name].value, LOSSES[name].first, LOSSES[name].second):
+            assert torch.isfinite(function(y, s)).all()
+        assert (LOSSES[name].second(y, s) >= 0).all()
+        assert (LOSSES[name].value(y, s) >= 0).all()
+
+
+@pytest.mark.parametrize("margin", [-38.0, -25.0, -20.1, -1.0, 0.0, 1.0, 25.0])
+def test_the_logistic_loss_has_all_its_digits(margin):
+    exact = math.log1p(math.exp(-abs(margin))) + max(0.0, -margin)
+    one = torch.ones(1, dtype=torch.float64)
+    assert LOSSES["logistic"].value(-one, -margin * one).item() == pytest.approx(exact, rel=2e-16)
+
+
+def test_known_values():
+    one = torch.ones(1)
+    assert LOSSES["logistic"].value(one, 0 * one).item() == pytest.approx(math.log(2))
+    assert LOSSES["squared"].value(3 * one, one).item() == 2.0
+    assert LOSSES["squared_hinge"].value(one, -one).item() == 2.0
+    assert LOSSES["squared_hinge"].value(one, 1.5 * one).item() == 0.0
+
+
+def test_names_and_own_losses():
+    own = gt.Loss(value=lambda y, s: s, first=lambda y, s: s, second=lambda y, s: s)
+    assert as_loss(own) is own
+    assert as_loss("squared").name == "squared"
+    with pytest.raises(ValueError, match="loss: got 'cosine', expected one of 'logistic', 'squared', 'squared_hinge'"):
+        as_loss("cosine")

@@ -1,0 +1,87 @@
+"""The memory budget: sizes as text, row blocks, and the same results whatever the blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from cases import make_case
+from test_engine import relative
+
+from gramtower._checks import memory_size
+from gramtower.model import memory
+from gramtower.model.memory import BlockPlan, default_budget, plan_blocks
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("512MB", 512_000_000), ("1.5GB", 1_500_000_000), ("2GiB", 2**31), (" 3 kib ", 3072), (".5mb", 500_000),
+        ("100", 100), ("7B", 7), ("1TB", 10**12), (4096, 4096), (2.5e9, 2_500_000_000), (np.int64(9), 9),
+    ],
+)  # fmt: skip
+def test_sizes(text, size):
+    assert memory_size("memory_budget", text) == size
+
+
+@pytest.mark.parametrize(
+    "value", ["", "MB", "12 parsecs", "-1GB", "1.2.3MB", "0", 0, -5, 0.5, float("nan"), float("inf"), True, None, [1]]
+)
+def test_bad_sizes_are_refused_by_name(value):
+    with pytest.raises(
+        ValueError, match=r'^memory_budget: got .*expected a positive number of bytes or text such as "51'
+    ):
+        memory_size("memory_budget", value)
+
+
+def test_the_default_is_a_share_of_what_is_free():
+    assert 2**20 < default_budget(CPU) < 2**50
+
+
+def test_what_fits_is_kept():
+    plans = plan_blocks(10_000, (50, 40), (100, 100), (1, 1), CPU)
+    assert plans == (BlockPlan(50, True), BlockPlan(40, True))
+
+
+def test_the_smaller_side_is_kept_first():
+    left, right = plan_blocks(6_000, (500, 40), (100, 100), (1, 1), CPU)
+    assert right == BlockPlan(40, True)
+    assert not left.keep
+    assert 3 * left.rows * 100 <= 6_000 - 40 * 100 or left.rows == 16  # a block and its temporaries fit what is left
+
+
+def test_blocks_are_never_larger_than_usual_nor_useless_small(monkeypatch):
+    monkeypatch.setattr(memory, "_CPU_BLOCK", 64)
+    assert plan_blocks(10**9, (500, 40), (100, 100), (1, 1), CPU) == (BlockPlan(64, True), BlockPlan(40, True))
+    assert plan_blocks(10**9, (500, 40), (100, 100), (200, 1), CPU)[0] == BlockPlan(200, True)
+    assert plan_blocks(1, (500, 10), (100, 100), (1, 1), CPU) == (BlockPlan(16, False), BlockPlan(10, False))
+
+
+def results(case):
+    point = case.problem.at(case.towers)
+    gradient = point.gradient().to_vector()
+    product = point.gauss_newton() @ torch.linspace(-1, 1, len(gradient), dtype=torch.float64)
+    return point, torch.cat([torch.tensor([point.value]), gradient, product])
+
+
+@pytest.mark.parametrize("budget", [None, 1, 4000])
+@pytest.mark.parametrize("kind", ["ids", "dense", "sparse"])
+@pytest.mark.parametrize("tower", ["elu", "linear", "residual", "custom", "normalised", "gelu-relu"])
+def test_blocks_and_recomputation_do_not_change_results(tower, kind, budget, monkeypatch):
+    size = dict(m=45, n=38, tower=tower, kinds=(kind, kind), weights=True, embedding_l2=0.1, seed=30)
+    whole, expected = results(make_case(**size, memory_budget="1GB"))
+    assert whole.left.plan == BlockPlan(45, True)
+    monkeypatch.setattr(memory, "_CPU_BLOCK", 7)
+    point, found = results(make_case(**size, memory_budget=budget))
+    assert relative(found, expected) < 1e-13
+    table_by_autodiff = tower == "custom" and kind == "ids"  # which would be walked once for every block
+    assert point.left.plan.rows == (7 if not table_by_autodiff else 45 if budget is None else 16)
+    assert budget is None or not (point.left.plan.keep and point.right.plan.keep)
+
+
+def test_one_module_for_both_sides_in_blocks(monkeypatch):
+    _, expected = results(make_case(m=45, shared=True, seed=31))
+    monkeypatch.setattr(memory, "_CPU_BLOCK", 7)
+    assert relative(results(make_case(m=45, shared=True, seed=31, memory_budget=1))[1], expected) < 1e-13

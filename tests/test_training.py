@@ -1,0 +1,196 @@
+"""The loop: limits, reasons, records, callbacks, early stopping, interruption, non-finite values."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import gramtower as gt
+from gramtower.data.synthetic import planted_pairs
+from gramtower.training import log
+
+
+def planted(dtype=torch.float64):
+    problem = gt.Problem(planted_pairs(40, 30, 250, groups=4, seed=1), omega=2**-3, l2=0.5)
+    return problem, gt.mlp_towers(problem, hidden=(6,), dim=4, dtype=dtype)
+
+
+def convex(dtype=torch.float64):
+    """A linear left tower against a fixed right one, which Gauss-Newton solves in a few iterations."""
+    problem, _ = planted()
+    towers = gt.mlp_towers(problem, hidden=(), dim=4, dtype=dtype)
+    towers.right.requires_grad_(False)
+    return problem, gt.Towers(towers.left, towers.right)
+
+
+def test_the_towers_end_at_the_reported_value():
+    problem, towers = planted()
+    result = gt.minimize(problem, towers, max_iterations=4)
+    assert result.reason is gt.Reason.MAX_ITERATIONS
+    assert [record.iteration for record in result.history] == [0, 1, 2, 3, 4]
+    assert problem.at(towers).value == result.value == result.history[-1].value
+
+
+def test_time_limit_stops_after_the_iteration_that_passes_it():
+    problem, towers = planted()
+    result = gt.minimize(problem, towers, "gd", max_iterations=10**6, time_limit=0.05)
+    assert result.reason is gt.Reason.TIME_LIMIT
+    assert result.history[-2].seconds < 0.05 <= result.history[-1].seconds
+
+
+def test_tolerance_stops_at_a_small_gradient():
+    problem, towers = convex()
+    result = gt.minimize(problem, towers, max_iterations=500, tolerance=1e-4)
+    assert result.reason is gt.Reason.TOLERANCE
+    assert result.history[-1].gradient_norm <= 1e-4 * result.history[1].gradient_norm
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-2), (torch.float64, 1e-5)])
+def test_rounding_level_ends_the_run_with_help(dtype, bound):
+    problem, towers = convex(dtype)
+    result = gt.minimize(problem, towers, max_iterations=500, tolerance=0.0)
+    assert result.reason is gt.Reason.NO_DECREASE
+    assert str(dtype).removeprefix("torch.") in result.message
+    assert problem.at(towers).gradient().norm() < bound * result.history[1].gradient_norm
+
+
+def test_records_hold_what_plots_need(tmp_path):
+    problem, towers = planted()
+    path = tmp_path / "run" / "history.jsonl"
+    result = gt.minimize(problem, towers, "newton", max_iterations=3, history=path)
+    assert gt.read_history(path) == result.history
+    first, last = result.history[0], result.history[-1]
+    assert first.data_passes == 1  # the value at the start
+    products = sum(record.cg_steps for record in result.history)
+    values = sum(record.trials for record in result.history)
+    assert last.data_passes == 1 + 3 + products + values  # gradients, products, line-search values
+    assert last.work["left_jvps"] == products
+    assert last.work["left_vjps"] == products + 3
+    assert math.isclose(sum(last.terms.values()), last.value)
+    assert set(json.loads(path.read_text().splitlines()[0])) == set(vars(first))
+
+
+def test_an_unfinished_last_line_of_a_history_is_ignored(tmp_path):
+    problem, towers = planted()
+    path = tmp_path / "history.jsonl"
+    result = gt.minimize(problem, towers, "gd", max_iterations=3, history=path)
+    path.write_text(path.read_text()[:-20])
+    assert gt.read_history(path) == result.history[:-1]
+
+
+def test_a_callback_that_returns_true_stops_the_run():
+    problem, towers = planted()
+    seen = []
+
+    def watch(record, point):
+        seen.append((record.iteration, point.value == record.value))
+        return record.iteration == 2
+
+    result = gt.minimize(problem, towers, callbacks=[watch])
+    assert result.reason is gt.Reason.CALLBACK
+    assert seen == [(1, True), (2, True)]
+
+
+def test_early_stopping_restores_the_best_point():
+    problem, towers = planted()
+    scores = iter([0.1, 0.5, 0.9, 0.4, 0.3, 0.2])
+    kept = []
+
+    def metric(point):
+        kept.append(point.parameters.to_vector())
+        return next(scores)
+
+    result = gt.minimize(problem, towers, max_iterations=50, validation=metric, patience=3)
+    assert result.reason is gt.Reason.EARLY_STOP
+    assert len(result.history) == 6
+    assert result.best_metric == 0.9
+    assert torch.equal(towers.parameters().vector, kept[2])
+    assert result.value == result.history[2].value == problem.at(towers).value
+
+
+def test_patience_without_validation_is_refused():
+    problem, towers = planted()
+    with pytest.raises(ValueError, match="patience"):
+        gt.minimize(problem, towers, patience=3)
+
+
+def test_keyboard_interrupt_ends_with_the_last_point():
+    problem, towers = planted()
+
+    def interrupt(record, _):
+        if record.iteration == 3:
+            raise KeyboardInterrupt
+
+    result = gt.minimize(problem, towers, callbacks=[interrupt])
+    assert result.reason is gt.Reason.INTERRUPTED
+    assert problem.at(towers).value == result.history[3].value
+
+
+def test_divergence_keeps_the_last_good_point_and_names_the_term():
+    problem, towers = planted(torch.float32)
+    result = gt.minimize(problem, towers, "sampling", max_iterations=50, ratio=0.5, step_size=10.0, steps=1)
+    assert result.reason is gt.Reason.NON_FINITE
+    assert math.isfinite(problem.at(towers).value)
+    assert "term" in result.message or "gradient" in result.message
+
+
+def test_a_start_that_is_not_finite_says_which_term():
+    problem, towers = planted(torch.float32)
+    bad = gt.Towers(nn.Sequential(nn.Embedding(40, 4), nn.Tanh()), towers.right)
+    with torch.no_grad():
+        bad.left[0].weight.fill_(torch.inf)
+        towers.right[-1].bias.fill_(3e38)
+    result = gt.minimize(problem, bad, max_iterations=3)
+    assert result.reason is gt.Reason.NON_FINITE
+    assert "at the start" in result.message
+    assert "l2" in result.message
+
+
+def test_the_log_has_fixed_columns_and_a_live_line_on_a_terminal():
+    problem, towers = planted()
+    records = gt.minimize(problem, towers, max_iterations=3).history
+    assert {len(log.line(record)) for record in records} == {len(log.HEADER)}
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    for stream, live in ((io.StringIO(), False), (Terminal(), True)):
+        shown = log.Log((5, 60.0), stream)
+        for record in records:
+            shown(record)
+        shown.end("done")
+        text = stream.getvalue()
+        assert ("\r" in text) is live
+        assert ("s left" in text) is live
+        assert text.count("\n") == len(records) + 2
+
+
+def test_verbose_writes_to_standard_error(capsys):
+    problem, towers = planted()
+    gt.minimize(problem, towers, max_iterations=2, verbose=True)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 5
+    assert "max_iterations was reached" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(max_iterations=-1), "max_iterations: got -1"),
+        (dict(time_limit="60s"), "time_limit: got '60s'"),
+        (dict(tolerance=-1.0), r"tolerance: got -1\.0"),
+        (dict(seed=-1), "seed: got -1"),
+        (dict(checkpoint_every=0), "checkpoint_every: got 0"),
+    ],
+)
+def test_bad_arguments_are_refused(options, message):
+    problem, towers = planted()
+    with pytest.raises(ValueError, match=message):
+        gt.minimize(problem, towers, **options)
