@@ -42,6 +42,14 @@ def test_a_step_into_overflow_is_halved_like_any_other():
     assert taken.point.value < point.value
 
 
+@pytest.mark.parametrize("power", range(0, 120, 8))
+def test_a_trial_that_is_all_rounding_is_not_taken_for_a_decrease(power):
+    """Far out the observed part is a huge negative number in float32; no loss here can be negative."""
+    point, g = start(torch.float32)
+    taken = Backtracking(1e-4, initial_step=2.0**power, max_trials=200).take(point, g, -g)
+    assert 0 <= taken.point.value < point.value
+
+
 def test_gives_up_where_no_decrease_can_be_measured():
     point, g = start(torch.float32)
     taken = Backtracking(1e-4).take(point, g, g * -1e-12)

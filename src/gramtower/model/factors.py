@@ -11,8 +11,8 @@ last layer and moves down as
 For ids and sparse features A is kept to its diagonal, so that tables are preconditioned row by row. Parameters of other
 modules that belong to no Linear or Embedding get the diagonal Σ_i (J_iᵀ S J_i), from the same drawn vectors.
 
-Cost: about one matrix product of rows × width² for each layer; a forward and ``draws`` backward passes for modules
-without a written-out form. Checked by tests/test_kronecker.py.
+Cost: about one matrix product of rows × width² for each layer, over some two thousand rows; a forward and ``draws``
+backward passes for modules without a written-out form. Checked by tests/test_kronecker.py.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from gramtower.model.linearization import Linearization
 from gramtower.model.ops import Affine, Elementwise, InputAffine, Op, Opaque
 from gramtower.model.sparse import SparseRows
 
+_ROWS = 2048  # enough rows to know the moments of a layer's inputs and slopes
 _LAYERS = (nn.Linear, nn.Embedding, nn.EmbeddingBag, InputLinear)
 
 
@@ -77,10 +78,11 @@ def tower_factors(
     """
     steps = tower.steps
     moments: list[Any] = [None] * len(steps)
+    stride = max(1, tower.features.rows // _ROWS)
     opaque = [i for i, step in enumerate(steps) if isinstance(step, Opaque)]
     for start, stop, saved in tower.saved_blocks():
         for index, (step, kept) in enumerate(zip(steps, saved, strict=True)):
-            moment = _moment(step, kept, weight[start:stop])
+            moment = _moment(step, kept, weight[start:stop], stride)
             if moment is not None:
                 moments[index] = moment if moments[index] is None else moments[index] + moment
     factors, S, rows = Factors(), H, tower.features.rows
@@ -105,20 +107,23 @@ def tower_factors(
     return factors
 
 
-def _moment(step: Op, kept: Any, r: Tensor) -> Tensor | None:
-    """A block's part of Σ r x xᵀ (linear steps, bias included) or of Σ r φ′φ′ᵀ (activations), in float64."""
+def _moment(step: Op, kept: Any, r: Tensor, stride: int) -> Tensor | None:
+    """A block's part of Σ r x xᵀ (linear steps, bias included) or of Σ r φ′φ′ᵀ (activations), in float64.
+
+    Matrices are estimated from every ``stride``-th row; diagonals come from all rows.
+    """
     if isinstance(step, Elementwise):
-        slope: Tensor = kept.of(step.function)
-        return ((slope * r[:, None]).t() @ slope).double()
+        slope: Tensor = kept.of(step.function)[::stride]
+        return ((slope * (stride * r[::stride, None])).t() @ slope).double()
     if isinstance(step, Affine):
-        return _outer(kept, r, step.bias is not None)
+        return _outer(kept[::stride], stride * r[::stride], step.bias is not None)
     if isinstance(step, InputAffine):
         if isinstance(kept, IdBlock):
             counts = torch.zeros(step.width, dtype=torch.float64, device=r.device)
             return counts.index_add_(0, kept.tensor(r.device), r.double())
         if isinstance(kept, SparseBlock):
             return _column_squares(kept, r)
-        return _outer(kept, r, step.bias is not None)
+        return _outer(kept[::stride], stride * r[::stride], step.bias is not None)
     return None
 
 

@@ -86,7 +86,7 @@ class _Block:
 def kronecker(point: Point, damping: float, seed: int = 0) -> Kronecker:
     """Build the preconditioner at a point."""
     s, towers = point.setting, point.towers
-    c = point.curvatures()
+    sums = _pair_sums(point)
     generator = torch.Generator().manual_seed(seed)
     shift = max(s.l2 + damping, _TINY)
     merged: dict[str, list[Factor]] = {}
@@ -94,7 +94,7 @@ def kronecker(point: Point, damping: float, seed: int = 0) -> Kronecker:
     inverse_diagonal = Parameters(point.parameters.layout, diagonal)
     extra: dict[str, list[tuple[float, Tensor]]] = {}
     for side, tower in (("left", point.left), ("right", point.right)):
-        H, weight = _output_curvature(point, 0 if side == "left" else 1, c)
+        H, weight = _output_curvature(point, 0 if side == "left" else 1, sums)
         names = towers.own_names(side)
         factors = tower_factors(tower, H, weight, set(names), _DRAWS, generator)
         for factor in factors.layers:
@@ -122,24 +122,27 @@ def _collect(factors: Factors, names: dict[str, str], extra: dict[str, list[tupl
         extra.setdefault(names[name], []).append(pair)
 
 
-def _output_curvature(point: Point, side: int, c: Tensor) -> tuple[Tensor, Tensor]:
+def _pair_sums(point: Point) -> tuple[Tensor, Tensor]:
+    """For each left entity Σ_j ∂²ℓ⁺_ij (1, ‖q_j‖²), and likewise for each right one."""
+    pairs, c = point.setting.pairs, point.curvatures()
+    left, right = (torch.stack([torch.ones_like(n), n], 1) for n in (square_norms(point.P), square_norms(point.Q)))
+    sums = torch.zeros_like(left), torch.zeros_like(right)
+    point.kernels.left_sum(pairs, c, right, sums[0])
+    point.kernels.right_sum(pairs, c, left, sums[1])
+    point.work.pair_passes += 4 / point.P.shape[1]
+    return sums
+
+
+def _output_curvature(point: Point, side: int, sums: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """H of one side, and each entity's share of it: r_i = tr H_i / mean tr H."""
     s = point.setting
     other = (point.Q, point.P)[side]
     rows, k = (point.P, point.Q)[side].shape
-    ones = torch.ones(1, 1, dtype=c.dtype, device=c.device)
-    kernels, pairs = point.kernels, s.pairs
-    column_sum = torch.zeros(len(other), 1, dtype=c.dtype, device=c.device)
-    own_trace = torch.zeros(rows, 1, dtype=c.dtype, device=c.device)
-    norms = square_norms(other)[:, None].contiguous()
-    to_other, to_own = (kernels.right_sum, kernels.left_sum) if side == 0 else (kernels.left_sum, kernels.right_sum)
-    to_other(pairs, c, ones.expand(rows, 1).contiguous(), column_sum)  # c_j = Σ_i ∂²ℓ⁺_ij
-    to_own(pairs, c, norms, own_trace)  # Σ_j ∂²ℓ⁺_ij ‖q_j‖²
-    point.work.pair_passes += 2 / k
+    column_sum, own_trace = sums[1 - side][:, 0], sums[side][:, 1]  # c_j = Σ_i ∂²ℓ⁺_ij and Σ_j ∂²ℓ⁺_ij ‖q_j‖²
     weight, penalty, gramian = s.weights[side], s.penalties[side], s.omega * point.gramians[1 - side]
     mean_weight = 1.0 if weight is None else float(weight.double().mean())
-    H = mean_weight * gramian + gram(other, other, column_sum[:, 0]) / rows
-    trace = own_trace[:, 0].double() + float(gramian.trace()) * (1.0 if weight is None else weight.double())
+    H = mean_weight * gramian + gram(other, other, column_sum) / rows
+    trace = own_trace.double() + float(gramian.trace()) * (1.0 if weight is None else weight.double())
     if penalty is not None:
         H = H + float(penalty.double().mean()) * torch.eye(k, dtype=torch.float64, device=H.device)
         trace = trace + k * penalty.double()
@@ -148,7 +151,7 @@ def _output_curvature(point: Point, side: int, c: Tensor) -> tuple[Tensor, Tenso
     trace = trace.clamp_min(0)
     mean = float(trace.mean())
     share = trace / mean if mean > 0 else torch.ones_like(trace)
-    return H, share.to(c.dtype)
+    return H, share.to(other.dtype)
 
 
 def _merge(parts: list[Factor]) -> Factor:

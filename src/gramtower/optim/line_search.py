@@ -42,8 +42,8 @@ class Backtracking(StepRule):
             there = line(step)
             if trial == 1:
                 first = point.value - there.value
-            # NaN fails both comparisons: the step is halved like any other that leads nowhere.
-            if there.value <= point.value + self.eta * step * slope and there.value < point.value:
+            enough = there.value <= point.value + self.eta * step * slope and there.value < point.value
+            if enough and _trustworthy(point, there):
                 self.last = step
                 self.iterations += 1
                 return Taken(there, step, trial, first)
@@ -63,3 +63,12 @@ class Backtracking(StepRule):
     def restore(self, state: State) -> None:
         """See Part."""
         self.last, self.iterations = state["last"], state["iterations"]
+
+
+def _trustworthy(point: Point, there: Point) -> bool:
+    """Whether a trial's value means anything.
+
+    Far out, L is a difference of sums so large that it is infinite, or rounding alone; both can look like a decrease.
+    """
+    noise = there.rounding
+    return math.isfinite(there.value) and noise <= max(10 * point.rounding, 0.01 * abs(point.value))
