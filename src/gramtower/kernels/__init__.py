@@ -1,4 +1,4 @@
-"""The four sparse pair operations, and the one place where their implementation is chosen.
+"""The sparse pair operations and a long dot product, and the one place where their implementation is chosen.
 
 Every implementation is a module with these functions, same names, same signatures, same meaning:
 
@@ -6,6 +6,7 @@ Every implementation is a module with these functions, same names, same signatur
     left_sum(pairs, x, B, out)              out += X B                         X the m × n matrix holding x
     right_sum(pairs, x, A, out)             out += Xᵀ A
     curvature_left(pairs, c, P, W, Q, H, out)   z_e = c_e (w_i·q_j + p_i·h_j);  out += Z Q;  returns z
+    dot(a, b)                               Σ a_e b_e of two long vectors, accumulated in float64
 
 ``reference`` (plain torch) is their definition and works on every device; ``numba`` is for the CPU. The
 agreement of all of them is tests/test_kernels.py. Each costs O(|O| k) and makes nothing larger than its result
@@ -45,6 +46,9 @@ class Kernels(Protocol):
         self, pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: Tensor, out: Tensor
     ) -> Tensor:
         """z_e = c_e (w_i·q_j + p_i·h_j) returned; out += Z Q."""
+
+    def dot(self, a: Tensor, b: Tensor) -> float:
+        """Σ a_e b_e in float64."""
 
 
 def select(device: torch.device, backend: str = "auto") -> Kernels:

@@ -29,6 +29,7 @@ from gramtower.data.pairs import Pairs, Segments
 
 _TILE_BYTES = 1 << 19  # half of a usual second-level cache
 _TASK = 1 << 15  # pairs in a task, or fewer when there would be too few tasks
+_RUN = 1 << 20  # elements of a dot product added up by themselves
 _FLAGS = {"reassoc", "contract", "nsz", "arcp"}  # sums may be reordered; NaN and infinity keep their meaning
 
 
@@ -65,6 +66,21 @@ def curvature_left(pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: 
     return z
 
 
+def dot(a: Tensor, b: Tensor) -> float:
+    """See reference.dot; sums of fixed runs, added in order."""
+    runs = -(-len(a) // _RUN)
+    sums = np.zeros(runs)
+    x, y = _np(a), _np(b)
+
+    def add(first: int, last: int) -> None:
+        for run in range(first, last):
+            part = slice(run * _RUN, (run + 1) * _RUN)
+            sums[run] = _dot(x[part], y[part])
+
+    _share_out(add, runs, runs)
+    return float(sums.sum())
+
+
 def _sum_into(s: Segments, others: Tensor, x: Tensor, position: NDArray[Any] | None, B: Tensor, out: Tensor) -> None:
     result = _out(out)
     carry = np.zeros((s.continued, B.shape[1]), dtype=result.dtype)
@@ -76,18 +92,31 @@ def _sum_into(s: Segments, others: Tensor, x: Tensor, position: NDArray[Any] | N
 
 def _run_tasks(kernel: Callable[..., None], s: Segments, *arguments: Any) -> None:
     """Run ``kernel(first piece, last piece, *arguments)`` over all pieces, task by task, on all threads."""
-    pieces, entries, threads = len(s.rows), int(s.starts[-1]), torch.get_num_threads()
-    tasks = max(1, min(pieces, max(entries // _TASK, min(4 * threads, entries // 1024))))
+    pieces, entries = len(s.rows), int(s.starts[-1])
+    tasks = max(1, min(pieces, max(entries // _TASK, min(4 * torch.get_num_threads(), entries // 1024))))
     bounds = np.searchsorted(s.starts, np.linspace(0, entries, tasks + 1)).tolist()
     bounds[-1] = pieces
-    numbers = itertools.count()
+    _share_out(lambda first, last: kernel(first, last, *arguments), bounds, tasks)
 
-    def work() -> None:
+
+def _share_out(work: Callable[[int, int], None], bounds: list[int] | int, tasks: int) -> None:
+    """Call ``work(first, last)`` for consecutive ranges, each by whichever thread is free.
+
+    Args:
+        work: must release the GIL to be worth it.
+        bounds: tasks + 1 bounds of the ranges, or how many items to cut into even ranges.
+        tasks: how many ranges.
+    """
+    if isinstance(bounds, int):
+        bounds = np.linspace(0, bounds, tasks + 1).astype(int).tolist()
+    edges, numbers, threads = bounds, itertools.count(), torch.get_num_threads()
+
+    def run() -> None:
         while (t := next(numbers)) < tasks:
-            kernel(bounds[t], bounds[t + 1], *arguments)
+            work(edges[t], edges[t + 1])
 
-    helpers = [_pool(threads).submit(work) for _ in range(min(threads, tasks) - 1)]
-    work()
+    helpers = [_pool(threads).submit(run) for _ in range(min(threads, tasks) - 1)]
+    run()
     for helper in helpers:
         helper.result()
 
@@ -117,6 +146,14 @@ def _out(tensor: Tensor) -> NDArray[Any]:
     if not tensor.is_contiguous():
         raise ValueError("out must be contiguous: the kernel adds to it in place")
     return tensor.numpy()
+
+
+@njit(fastmath=_FLAGS, nogil=True, cache=True)
+def _dot(a, b):  # type: ignore[no-untyped-def]  # pragma: no cover
+    total = 0.0
+    for e in range(a.shape[0]):
+        total += np.float64(a[e]) * np.float64(b[e])
+    return total
 
 
 @njit(fastmath=_FLAGS, inline="always")

@@ -49,3 +49,12 @@ def curvature_left(pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: 
     z = c * (dots(pairs, W, Q) + dots(pairs, P, H))
     left_sum(pairs, z, Q, out)
     return z
+
+
+def dot(a: Tensor, b: Tensor) -> float:
+    """Σ a_e b_e, products and sum in float64."""
+    total = torch.zeros((), dtype=torch.float64, device=a.device)
+    for start in range(0, len(a), _BUFFER):
+        part = slice(start, start + _BUFFER)
+        total += (a[part].double() * b[part]).sum()
+    return float(total)

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from gramtower import _checks as check
-
-_CHUNK = 1 << 20  # elements multiplied before their products are added up in float64
+from gramtower.kernels import select
 
 
 @dataclass(frozen=True)
@@ -89,12 +88,7 @@ class Parameters:
 
     def dot(self, other: Parameters) -> float:
         """⟨self, other⟩ accumulated in float64."""
-        a, b = self.vector, other.vector
-        total = torch.zeros((), dtype=torch.float64, device=a.device)
-        for start in range(0, len(self), _CHUNK):
-            part = slice(start, start + _CHUNK)
-            total += torch.sum(a[part] * b[part], dtype=torch.float64)
-        return float(total)
+        return select(self.vector.device).dot(self.vector, other.vector)
 
     def norm(self) -> float:
         """Euclidean norm, accumulated in float64."""

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from gramtower import _checks as check
 from gramtower.data.features import Features, SparseBlock
-from gramtower.kernels import Kernels
+from gramtower.kernels import Kernels, select
 from gramtower.model.layers import InputLinear
 from gramtower.model.linearization import Linearization, Work
-from gramtower.model.memory import plan_blocks
+from gramtower.model.memory import BlockPlan, plan_blocks
 from gramtower.model.ops import InputAffine, Named, Op, Opaque, Values
 from gramtower.model.parameters import Layout, Parameters, as_parameters
 from gramtower.model.sparse import FIRST_LAYER
@@ -134,6 +134,20 @@ class Towers:
             return Linearization(side, ops, features, values, plans[index], work, check_output)
 
         return run(prepared[0], 0), run(prepared[1], 1)
+
+    def embed(self, side: str, features: Features) -> Tensor:
+        """Embeddings of any entities with the present parameters, in row blocks; nothing is kept for derivatives."""
+        module = self.left if side == "left" else self.right
+        refuse_unfit(side, module)
+        ops = steps(module, features.kind)
+        tensors = {name: p.detach() for name, p in module.named_parameters()}
+        values = Values(tensors, select(self.device), self.dtype, self.device)
+        width, _ = self._probe(side, module, ops, features, values)
+
+        def check_output(y: Tensor, rows: int) -> None:
+            _check_shape(side, y, rows, width)
+
+        return Linearization(side, ops, features, values, BlockPlan(4096, False), Work(), check_output).outputs
 
     def _probe(
         self, side: str, module: nn.Module, ops: list[Op], features: Features, values: Values

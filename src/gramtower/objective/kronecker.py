@@ -33,7 +33,7 @@ _TINY = 1e-12
 class Kronecker:
     """M ≈ (G + damping·I)⁻¹: symmetric, positive definite, applied block by block. Made by Point.preconditioner."""
 
-    def __init__(self, like: Parameters, blocks: list[_Block], diagonal: Parameters) -> None:
+    def __init__(self, like: Parameters, blocks: list[_Block], diagonal: dict[str, Tensor]) -> None:
         self._like, self._blocks, self._diagonal = like, blocks, diagonal
 
     @property
@@ -52,9 +52,10 @@ class Kronecker:
     def product(self, r: Parameters, out: Parameters | None = None) -> Parameters:
         """M r, written over ``out`` if given."""
         out = r.empty() if out is None else out
-        torch.mul(r.vector, self._diagonal.vector, out=out.vector)
         for block in self._blocks:
             block.apply(r, out)
+        for name, inverse in self._diagonal.items():
+            torch.mul(r[name], inverse, out=out[name])
         return out
 
 
@@ -90,8 +91,7 @@ def kronecker(point: Point, damping: float, seed: int = 0) -> Kronecker:
     generator = torch.Generator().manual_seed(seed)
     shift = max(s.l2 + damping, _TINY)
     merged: dict[str, list[Factor]] = {}
-    diagonal = torch.full_like(point.parameters.vector, 1 / shift)
-    inverse_diagonal = Parameters(point.parameters.layout, diagonal)
+    squares: dict[str, Tensor] = {}
     extra: dict[str, list[tuple[float, Tensor]]] = {}
     for side, tower in (("left", point.left), ("right", point.right)):
         H, weight = _output_curvature(point, 0 if side == "left" else 1, sums)
@@ -108,13 +108,18 @@ def kronecker(point: Point, damping: float, seed: int = 0) -> Kronecker:
             merged.setdefault(renamed.weight, []).append(renamed)
         _collect(factors, names, extra)
         for name, square in factors.diagonals.items():
-            place = inverse_diagonal[names[name]]
-            place.copy_(1 / (1 / place.double() + square))
+            squares[names[name]] = squares[names[name]] + square if names[name] in squares else square
     dtype = point.P.dtype
     blocks = [_invert(_merge(parts), shift, dtype) for parts in merged.values()]
     for name, parts in extra.items():
         blocks.append(_bias_block(name, parts, shift, dtype))
-    return Kronecker(point.parameters, blocks, inverse_diagonal)
+    covered = {name for block in blocks for name in (block.weight, block.bias)}
+    diagonal = {
+        name: (1 / (shift + squares.get(name, torch.zeros_like(tensor)))).to(dtype)
+        for name, tensor in point.parameters.items()
+        if name not in covered
+    }
+    return Kronecker(point.parameters, blocks, diagonal)
 
 
 def _collect(factors: Factors, names: dict[str, str], extra: dict[str, list[tuple[float, Tensor]]]) -> None:

@@ -13,6 +13,9 @@ from gramtower.model.parameters import Parameters
 from gramtower.objective.evaluation import Point
 from gramtower.optim.parts import State, StepRule, Taken
 
+# Decreases this far below the rounding level are not even tried; above it a trial must still come out lower.
+_NOISE = 0.1
+
 
 class Backtracking(StepRule):
     """Halve δ until L(θ + δs) ≤ L(θ) + ηδ sᵀ∇L.
@@ -37,7 +40,7 @@ class Backtracking(StepRule):
         slope, line, first = gradient.dot(s), point.along(s), -math.inf
         step = self._start()
         for trial in range(1, self.max_trials + 1):
-            if not -slope * step > point.rounding * 0.1:
+            if not -slope * step > point.rounding * _NOISE:
                 return Taken(None, step, trial - 1, first)
             there = line(step)
             if trial == 1:

@@ -69,7 +69,7 @@ class KroneckerNewton(Direction):
             return
         ratio = taken.first_decrease / -found.model
         if ratio > 0.75:
-            self.damping *= self.down
+            self.damping *= self.down ** (3 if abs(ratio - 1) < 0.05 else 1)  # a model this good needs little damping
             if self.damping < _NONE:
                 self.damping = 0.0
             if not self.converged:
