@@ -1,4 +1,4 @@
-# make demo   trains on generated data and shows what it found
+# make demo   learns a thesaurus and shows what it found
 # make test   lint, types and tests
 # Each does its own set-up in .venv.
 
@@ -9,7 +9,7 @@ READY := .venv/.ready
 .PHONY: demo test lint types clean
 
 demo: $(READY)
-	$(BIN)/python examples/demo.py
+	$(BIN)/gramtower demo
 
 test: lint types
 	$(BIN)/python -m pytest -n 2

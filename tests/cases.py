@@ -109,7 +109,7 @@ def dense_module(module: nn.Module, kind: str) -> nn.Module:
 def make_case(
     m=5, n=4, density=0.4, loss="logistic", tower="elu", kinds=("ids", "ids"), dim=3, weights=False, imputed=-1.0,
     omega=0.3, l2=0.1, embedding_l2=0.0, frequency_power=1.0, shared=False, seed=0, variant=0, dtype=torch.float64,
-    scale=0.7, **options,
+    scale=0.7, pair_weights=False, **options,
 ) -> Case:  # fmt: skip
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
@@ -151,11 +151,14 @@ def make_case(
     left.to(dtype), right.to(dtype)
     a = rng.random(m) * 2 if weights else None
     b = rng.random(n) * 2 if weights else None
+    if pair_weights:
+        w = rng.random((m, n)) * 2
+        options["pair_weights"] = w[~np.isnan(labels)]
     if imputed == "low-rank":
         imputed = (rng.normal(size=(m, 2)), rng.normal(size=(n, 2)))
     common = dict(omega=omega, l2=l2, imputed=imputed, embedding_l2=embedding_l2, frequency_power=frequency_power)
     problem = gt.Problem(
         pairs, lf, rf, loss=COSH if loss == "cosh" else loss, left_weights=a, right_weights=b, **common, **options
     )
-    dense = Dense(labels, X, Y, loss=loss, a=a, b=b, **common)
+    dense = Dense(labels, X, Y, loss=loss, a=a, b=b, w=w if pair_weights else None, **common)
     return Case(problem, gt.Towers(left, right), dense, left_dense, right_dense)

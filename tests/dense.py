@@ -40,6 +40,7 @@ class Dense:
     b: np.ndarray | None = None
     embedding_l2: float = 0.0
     frequency_power: float = 1.0
+    w: np.ndarray | None = None  # weights of observed pairs' losses, m × n
 
     def value(self, P: Tensor, Q: Tensor, theta: list[Tensor]) -> Tensor:
         m, n = self.labels.shape
@@ -52,7 +53,8 @@ class Dense:
             imputed = torch.tensor(self.imputed[0] @ self.imputed[1].T, dtype=torch.float64)
         else:
             imputed = torch.full((m, n), float(self.imputed), dtype=torch.float64)
-        total = VALUES[self.loss](R[seen], S[seen]).sum()
+        w = torch.ones_like(R) if self.w is None else torch.tensor(self.w, dtype=torch.float64)
+        total = (w[seen] * VALUES[self.loss](R[seen], S[seen])).sum()
         rest = ~seen
         total = total + 0.5 * self.omega * ((a[:, None] * b[None, :]) * (imputed - S) ** 2)[rest].sum()
         total = total + 0.5 * self.l2 * sum((t**2).sum() for t in theta)
@@ -77,8 +79,9 @@ class Dense:
                 (second,) = torch.autograd.grad(first.sum(), s)
             else:
                 second = torch.zeros_like(s)
+            w = torch.ones_like(R) if self.w is None else torch.tensor(self.w, dtype=torch.float64)
             C = C.clone()
-            C[seen] = second
+            C[seen] = w[seen] * second
         return C
 
 

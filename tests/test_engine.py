@@ -63,6 +63,11 @@ def test_embedding_penalty(power):
     compare(make_case(embedding_l2=0.3, frequency_power=power, weights=True, seed=5))
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_weights_of_observed_pairs(loss):
+    compare(make_case(loss=loss, pair_weights=True, weights=True, seed=15))
+
+
 @pytest.mark.parametrize("tower", TOWERS)
 @pytest.mark.parametrize("kind", FEATURES)
 def test_float32(tower, kind):
@@ -74,7 +79,8 @@ def test_float32(tower, kind):
     loss=st.sampled_from(LOSSES), tower=st.sampled_from(TOWERS), kinds=st.tuples(*[st.sampled_from(FEATURES)] * 2),
     dim=st.integers(1, 4), weights=st.booleans(), imputed=st.sampled_from([-1.0, 0.0, 0.5, "low-rank"]),
     omega=st.sampled_from([0.0, 2.0**-8, 1.0, 3.0]), l2=st.sampled_from([0.0, 0.5]),
-    embedding_l2=st.sampled_from([0.0, 0.1]), shared=st.booleans(), seed=st.integers(0, 5), variant=st.integers(0, 2),
+    embedding_l2=st.sampled_from([0.0, 0.1]), shared=st.booleans(), pair_weights=st.booleans(),
+    seed=st.integers(0, 5), variant=st.integers(0, 2),
     budget=st.sampled_from([None, 1]),
 )  # fmt: skip
 def test_anything(budget, **drawn):

@@ -13,7 +13,16 @@ import gramtower
 
 ROOT = Path(gramtower.__file__).parent
 ORDER = ("data", "kernels", "model", "objective", "optim", "training")  # each may import from those before it
-LAST = ("retrieval", "metrics", "estimator", "compat", "report", "cli")  # and these from all of them, and each other
+LAST = (
+    "retrieval",
+    "metrics",
+    "estimator",
+    "compat",
+    "report",
+    "cli",
+    "demo",
+    "__main__",
+)  # and these from all of them, and each other
 HEAVY = ("numba", "triton", "polars", "matplotlib", "rich", "safetensors", "pandas")
 
 

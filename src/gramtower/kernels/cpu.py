@@ -13,10 +13,7 @@ Compared with kernels/reference.py in tests/test_kernels.py; timed by benchmarks
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower.data.pairs import Pairs, Segments
+from gramtower.kernels import threads
 
 _TILE_BYTES = 1 << 19  # half of a usual second-level cache
 _TASK = 1 << 15  # pairs in a task, or fewer when there would be too few tasks
@@ -77,7 +75,7 @@ def dot(a: Tensor, b: Tensor) -> float:
             part = slice(run * _RUN, (run + 1) * _RUN)
             sums[run] = _dot(x[part], y[part])
 
-    _share_out(add, runs, runs)
+    threads.share_out(add, list(range(runs + 1)))
     return float(sums.sum())
 
 
@@ -96,34 +94,7 @@ def _run_tasks(kernel: Callable[..., None], s: Segments, *arguments: Any) -> Non
     tasks = max(1, min(pieces, max(entries // _TASK, min(4 * torch.get_num_threads(), entries // 1024))))
     bounds = np.searchsorted(s.starts, np.linspace(0, entries, tasks + 1)).tolist()
     bounds[-1] = pieces
-    _share_out(lambda first, last: kernel(first, last, *arguments), bounds, tasks)
-
-
-def _share_out(work: Callable[[int, int], None], bounds: list[int] | int, tasks: int) -> None:
-    """Call ``work(first, last)`` for consecutive ranges, each by whichever thread is free.
-
-    Args:
-        work: must release the GIL to be worth it.
-        bounds: tasks + 1 bounds of the ranges, or how many items to cut into even ranges.
-        tasks: how many ranges.
-    """
-    if isinstance(bounds, int):
-        bounds = np.linspace(0, bounds, tasks + 1).astype(int).tolist()
-    edges, numbers, threads = bounds, itertools.count(), torch.get_num_threads()
-
-    def run() -> None:
-        while (t := next(numbers)) < tasks:
-            work(edges[t], edges[t + 1])
-
-    helpers = [_pool(threads).submit(run) for _ in range(min(threads, tasks) - 1)]
-    run()
-    for helper in helpers:
-        helper.result()
-
-
-@lru_cache(maxsize=1)
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=threads, thread_name_prefix="gramtower")
+    threads.share_out(lambda first, last: kernel(first, last, *arguments), bounds)
 
 
 def _tile(s: Segments, gathered: Tensor, matrices: int) -> int:

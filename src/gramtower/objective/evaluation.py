@@ -27,7 +27,7 @@ from gramtower.model.parameters import Parameters, as_parameters
 from gramtower.model.towers import Towers
 from gramtower.objective.gramians import gram, square_norms
 from gramtower.objective.imputation import Imputed
-from gramtower.objective.losses import Loss
+from gramtower.objective.losses import Function, Loss
 
 if TYPE_CHECKING:
     from gramtower.objective.curvature import GaussNewton
@@ -47,6 +47,7 @@ class Setting:
     l2: float
     weights: tuple[Tensor | None, Tensor | None]  # a, b
     pair_weight: Tensor | None  # a_i b_j on O, None for ones
+    loss_weight: Tensor | None  # weight of each observed pair's loss, None for ones
     imputed: Imputed
     pair_imputed: Tensor | float  # ỹ on O
     imputed_square: float  # ⟨P̃_c, Q̃_c⟩
@@ -110,7 +111,7 @@ class Point:
         self.work.data_passes += self.share[1]
         observed = 0.0
         for part, scores in self._pair_chunks():
-            observed += float(s.loss.value(s.labels[part], scores).sum(dtype=torch.float64))
+            observed += float(self._weighted(s.loss.value, part, scores).sum(dtype=torch.float64))
             square = self._gap(part, scores).square_()
             if s.pair_weight is not None:
                 square *= s.pair_weight[part]
@@ -200,7 +201,7 @@ class Point:
             pull = self._gap(part, scores)
             if s.pair_weight is not None:
                 pull *= s.pair_weight[part]
-            torch.add(s.loss.first(s.labels[part], scores), pull, alpha=-s.omega, out=x[part])
+            torch.add(self._weighted(s.loss.first, part, scores), pull, alpha=-s.omega, out=x[part])
         return x
 
     def curvatures(self) -> Tensor:
@@ -208,7 +209,7 @@ class Point:
         s = self.setting
         c = torch.empty_like(self.scores)
         for part, scores in self._pair_chunks():
-            second = s.loss.second(s.labels[part], scores)
+            second = self._weighted(s.loss.second, part, scores)
             c[part] = second - s.omega * (1.0 if s.pair_weight is None else s.pair_weight[part])
         return c
 
@@ -230,6 +231,12 @@ class Point:
         self.left.vjp(U, self.towers.own("left", out))
         self.right.vjp(V, self.towers.own("right", out))
         return out
+
+    def _weighted(self, function: Function, part: slice, scores: Tensor) -> Tensor:
+        """A loss function on some pairs, times the weights of those pairs."""
+        s = self.setting
+        values = function(s.labels[part], scores)
+        return values if s.loss_weight is None else values * s.loss_weight[part]
 
     def _gap(self, part: slice, scores: Tensor) -> Tensor:
         """ŷ − ỹ on some pairs; a new tensor."""

@@ -1,6 +1,6 @@
 """The problem (eq:prob): which pairs were observed, what is known of the entities, and what is minimised.
 
-    L(θ) = Σ_O ℓ(R_ij, ŷ_ij) + ½ω Σ_∉O a_i b_j (ỹ_ij − ŷ_ij)² + ½λ‖θ‖²
+    L(θ) = Σ_O w_ij ℓ(R_ij, ŷ_ij) + ½ω Σ_∉O a_i b_j (ỹ_ij − ŷ_ij)² + ½λ‖θ‖²
            + ½μ Σ_i c_i ‖p_i‖² + ½μ Σ_j c_j ‖q_j‖²,        c_i = (|O_i| + ω Σ_j b_j)^ν,  c_j = (|O_j| + ω Σ_i a_i)^ν
 
 The last line, a penalty on embeddings that grows with how often an entity is seen, goes beyond the paper; it is
@@ -45,6 +45,8 @@ class Problem:
         right_weights: b ≥ 0, one for each right entity; None for ones.
         embedding_l2: μ ≥ 0.
         frequency_power: ν.
+        pair_weights: weights ≥ 0 of the observed pairs' losses, one for each stored entry in row order (that of a
+            sorted CSR matrix); None for ones.
         memory_budget: bytes that one evaluation may keep, such as "512MB"; None for half of what is free. Above
             it towers run in row blocks and recompute.
         kernels: "auto", or a pair-kernel backend by name ("numba", "reference").
@@ -64,6 +66,7 @@ class Problem:
         embedding_l2: float = 0.0,
         frequency_power: float = 1.0,
         *,
+        pair_weights: Any = None,
         memory_budget: int | str | None = None,
         kernels: str = "auto",
     ) -> None:
@@ -79,6 +82,7 @@ class Problem:
             check.weights("left_weights", left_weights, m),
             check.weights("right_weights", right_weights, n),
         )
+        self.pair_weights = check.weights("pair_weights", pair_weights, len(self.pairs))
         self.embedding_l2 = check.number("embedding_l2", embedding_l2, minimum=0.0)
         self.frequency_power = check.number("frequency_power", frequency_power)
         self._penalty = self._penalties()
@@ -155,6 +159,7 @@ class Problem:
                 l2=self.l2,
                 weights=(a, b),
                 pair_weight=pair_weight,
+                loss_weight=_tensor(self.pair_weights, dtype, device),
                 imputed=imputed,
                 pair_imputed=imputed.at_pairs(pairs, kernels),
                 imputed_square=imputed.square_sum(1.0 if a is None else a, 1.0 if b is None else b, self.shape),

@@ -123,6 +123,7 @@ def _restrict(
         weights=(weights[0], weights[1]),
         penalties=(penalties[0], penalties[1]),
         pair_weight=None if s.pair_weight is None else s.pair_weight[entries],
+        loss_weight=None if s.loss_weight is None else s.loss_weight[entries],
         imputed=s.imputed.take(*entities),
         pair_imputed=s.pair_imputed[entries] if isinstance(s.pair_imputed, Tensor) else s.pair_imputed,
     )

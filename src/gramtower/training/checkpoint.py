@@ -50,7 +50,7 @@ def fingerprint(problem: Problem, towers: Towers, optimizer: str, options: dict[
     layout = {name: list(shape) for name, shape in towers.parameters().layout.shapes.items()}
     return {
         "pairs": _digest(problem.pairs.offsets, problem.pairs.columns, problem.labels),
-        "objective": json.dumps(numbers) + _digest(a, b, *problem.imputed_arrays),
+        "objective": json.dumps(numbers) + _digest(a, b, problem.pair_weights, *problem.imputed_arrays),
         "towers": json.dumps(layout) + str(towers.dtype),
         "optimizer": optimizer,
         "options": json.dumps(options, sort_keys=True, default=str),

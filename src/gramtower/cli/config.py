@@ -1,0 +1,161 @@
+"""The config file: TOML tables ``[data]``, ``[model]``, ``[train]`` with the names of the flags as keys.
+
+A flag wins over the file. A key nobody knows is an error that names the nearest one. Checked by tests/test_cli.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+import types
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from gramtower import _checks as check
+from gramtower.cli.options import DataOptions, ModelOptions, TrainOptions
+
+TABLES: dict[str, type] = {"data": DataOptions, "model": ModelOptions, "train": TrainOptions}
+_Table = TypeVar("_Table", DataOptions, ModelOptions, TrainOptions)
+
+
+@dataclass
+class Settings:
+    """The options that are in force."""
+
+    data: DataOptions = field(default_factory=DataOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
+    train: TrainOptions = field(default_factory=TrainOptions)
+
+    def estimator_arguments(self) -> dict[str, Any]:
+        """What was given of the constructor arguments of ``gramtower.TwoTower``."""
+        both = {f.name: getattr(part, f.name) for part in (self.model, self.train) for f in fields(part)}
+        given = {name: value for name, value in both.items() if value is not None and name != "history"}
+        if "hidden" in given:
+            given["hidden"] = parse_widths(given["hidden"])
+        if "option" in given:
+            given["optimizer_options"] = dict(_parse_option(text) for text in given.pop("option"))
+        return given
+
+
+def settle(
+    config: Path | None,
+    data: DataOptions | None = None,
+    model: ModelOptions | None = None,
+    train: TrainOptions | None = None,
+) -> Settings:
+    """The file's settings with the flags over them."""
+    file = Settings() if config is None else read_config(config)
+    return Settings(over(file.data, data), over(file.model, model), over(file.train, train))
+
+
+def read_config(path: Path) -> Settings:
+    """Settings from a TOML file.
+
+    Raises:
+        ValueError: if it is not TOML, or holds an unknown table or key, or a value of the wrong type.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"config: {path} is not a TOML file: {error}") from error
+    tables: dict[str, Any] = {}
+    for name, table in content.items():
+        if name not in TABLES:
+            homes = [t for t, cls in TABLES.items() if name.replace("-", "_") in {f.name for f in fields(cls)}]
+            hint = f"the key below [{homes[0]}]" if homes else "[" + nearest(name, TABLES) + "]"
+            check.fail("config", f"{name!r} at the top of {path}", f"{hint}; tables are [data], [model] and [train]")
+        if not isinstance(table, dict):
+            check.fail("config", f"{name} = {table!r}", f"a table [{name}]")
+        tables[name] = _read_table(path, name, table)
+    return Settings(**tables)
+
+
+def write_config(path: Path, tables: dict[str, dict[str, Any]], comment: str) -> None:
+    """Settings as TOML, with the names of the flags; what is None is left out."""
+    lines = [f"# {comment}"]
+    for name, table in tables.items():
+        given = {key.replace("_", "-"): value for key, value in table.items() if value is not None}
+        lines += ["", f"[{name}]", *(f"{key} = {toml(value)}" for key, value in given.items())]
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def toml(value: object) -> str:
+    """A value as TOML."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{toml(str(key))} = {toml(item)}" for key, item in value.items()) + " }"
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name most like a wrong one."""
+    return difflib.get_close_matches(name, list(known), 1, 0.0)[0]
+
+
+def parse_widths(text: str) -> tuple[int, ...]:
+    """Layer widths from text such as ``256,256``; ``none`` is no layer."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if text.strip() == "none":
+        return ()
+    if not all(word.isdecimal() for word in words):
+        check.fail("hidden", repr(text), "widths such as 256,256, or none")
+    return tuple(int(word) for word in words)
+
+
+def _parse_option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        check.fail("option", repr(text), "NAME=VALUE")
+    try:
+        return name.strip(), tomllib.loads(f"x = {value}")["x"]
+    except tomllib.TOMLDecodeError:
+        return name.strip(), value
+
+
+def over(below: _Table, above: _Table | None) -> _Table:
+    """Options with those that were given above in their place."""
+    if above is None:
+        return below
+    return replace(below, **{f.name: v for f in fields(above) if (v := getattr(above, f.name)) is not None})
+
+
+def _read_table(path: Path, name: str, table: dict[str, Any]) -> Any:
+    kinds = get_type_hints(TABLES[name])
+    values = {}
+    for key, value in table.items():
+        plain = key.replace("-", "_")
+        if plain not in kinds:
+            homes = [t for t, cls in TABLES.items() if plain in {f.name for f in fields(cls)}]
+            hint = f"{key!r} below [{homes[0]}]" if homes else repr(nearest(plain, kinds).replace("_", "-"))
+            check.fail("config", f"unknown key {key!r} in [{name}] of {path}", hint)
+        values[plain] = _as_flag(f"[{name}] {key}", value, kinds[plain])
+    return TABLES[name](**values)
+
+
+def _as_flag(name: str, value: Any, hint: Any) -> Any:
+    """A value of the file as the flag would have given it."""
+    kind = next(k for k in get_args(hint) if k is not types.NoneType)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is str and (number or isinstance(value, list)):
+        return ",".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+    if kind is float and number:
+        return float(value)
+    if get_args(kind):  # a list of NAME=VALUE, here a table
+        if isinstance(value, dict):
+            return [f"{key}={toml(item)}" for key, item in value.items()]
+        expected = "a table of names and values"
+    elif isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
+        return value
+    else:
+        expected = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}[kind]
+    check.fail(f"config: {name}", repr(value), expected)

@@ -1,0 +1,143 @@
+"""``gramtower fit``: from a file of pairs to a folder with a model."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from gramtower import _checks as check
+from gramtower.cli import folder
+from gramtower.cli.config import Settings, settle, write_config
+from gramtower.cli.options import Common, DataOptions, ModelOptions, TrainOptions
+from gramtower.cli.output import note, print_facts, print_json
+from gramtower.cli.reading import read_pairs, split_validation
+from gramtower.data.interactions import Interactions
+from gramtower.estimator.two_tower import TwoTower
+from gramtower.training.result import Reason
+
+
+def fit(
+    path: Annotated[Path | None, Parameter(name="DATA")] = None,
+    /,
+    *,
+    out: Annotated[Path | None, Parameter(required=True)] = None,
+    config: Path | None = None,
+    fresh: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
+    data: DataOptions | None = None,
+    model: ModelOptions | None = None,
+    train: TrainOptions | None = None,
+    common: Common | None = None,
+) -> int:
+    """Learn a model from observed pairs.
+
+    A run ends at the first of these:
+
+    - --max-iterations iterations, or --time-limit seconds of training (reading, validation and checkpoints are not
+      counted; the iteration that passes the limit is finished);
+    - the gradient norm falls to 1e-6 of its first value (methods with exact gradients);
+    - no step lowers the objective measurably in float32, near a relative decrease of 1e-7;
+    - with --validation, --patience iterations without a better --metric; the best point is what is saved;
+    - Ctrl-C, or a value that is not finite.
+
+    An interrupted fit goes on where it stopped when the same command is given again; so does one that reached
+    --max-iterations or --time-limit when that limit is raised.
+
+    Args:
+        path: Pairs: .csv, .tsv, .parquet (also .gz, .xz, .zst), a MovieLens folder or zip, lists or edges.
+        out: Folder of the run: model.gramtower, config.toml, history.jsonl and summary.json.
+        config: TOML file with tables [data], [model], [train]; keys are the names of the flags, which win over it.
+        fresh: Start anew even if the folder holds an unfinished run.
+        data: Data.
+        model: Model.
+        train: Training.
+        common: Output.
+    """
+    common = common or Common()
+    settings = settle(config, data, model, train)
+    if path is not None:
+        settings.data.path = str(path)
+    if settings.data.path is None:
+        check.fail("DATA", "nothing", "a file of pairs, as an argument or as path below [data] of the config")
+    if out is None or out.is_file():
+        check.fail("out", out, "a folder")
+    estimator = TwoTower(**settings.estimator_arguments(), verbose=not common.quiet)
+    pairs = read_pairs(Path(settings.data.path), settings.data)
+    observed, held_out = split_validation(pairs, settings.data, estimator.seed)
+    if not common.quiet:
+        note(f"{len(observed):,} pairs of {observed.shape[0]:,} left and {observed.shape[1]:,} right entities")
+
+    checkpoint = out / folder.CHECKPOINT
+    out.mkdir(parents=True, exist_ok=True)
+    if fresh:
+        checkpoint.unlink(missing_ok=True)
+    resumed = checkpoint.exists()
+    if resumed and not common.quiet:
+        note(f"going on from {checkpoint}")
+    estimator.fit(
+        observed,
+        left_features="history" if settings.model.history else None,
+        validation=held_out,
+        checkpoint=checkpoint,
+        history=out / folder.HISTORY,
+    )
+    write_config(out / folder.CONFIG, used(settings, estimator), "what this run used; gramtower fit --config reads it")
+    estimator.save(out / folder.MODEL)
+    if not folder.stopped_by(estimator.reason_, Reason.MAX_ITERATIONS, Reason.TIME_LIMIT, Reason.INTERRUPTED):
+        checkpoint.unlink(missing_ok=True)
+    facts = summary(estimator, observed, held_out)
+    facts |= {"resumed": resumed, "model": str(out / folder.MODEL)}
+    folder.write_json(out / folder.SUMMARY, facts | {"environment": folder.environment()})
+    return _report(facts, common)
+
+
+def used(settings: Settings, estimator: TwoTower) -> dict[str, dict[str, Any]]:
+    """The tables of the config file with every value that was in force, defaults included."""
+    params = estimator.get_params() | {"option": estimator.optimizer_options, "history": settings.model.history}
+    tables = {
+        name: {f.name: params[f.name] for f in fields(part)}
+        for name, part in (("model", settings.model), ("train", settings.train))
+    }
+    return {"data": asdict(settings.data), **tables}
+
+
+def summary(estimator: TwoTower, observed: Interactions, held_out: Interactions | None) -> dict[str, Any]:
+    """The end of a run in numbers, at the point that was kept."""
+    history, best = estimator.history_, estimator.best_metric_
+    kept = history[-1] if best is None else next(r for r in reversed(history) if r.metric == best)
+    return {
+        "objective": kept.value,
+        "metric": None if held_out is None else estimator.metric,
+        "metric_value": best,
+        "iteration": kept.iteration,
+        "iterations": history[-1].iteration,
+        "seconds": history[-1].seconds,
+        "data_passes": history[-1].data_passes,
+        "stopped": estimator.reason_,
+        "omega": estimator.omega_,
+        "left": observed.shape[0],
+        "right": observed.shape[1],
+        "pairs": len(observed),
+        "validation_pairs": None if held_out is None else len(held_out),
+    }
+
+
+def _report(facts: dict[str, Any], common: Common) -> int:
+    interrupted = folder.stopped_by(facts["stopped"], Reason.INTERRUPTED)
+    failed = folder.stopped_by(facts["stopped"], Reason.NON_FINITE)
+    if common.json:
+        print_json(facts)
+    else:
+        metric = {} if facts["metric"] is None else {facts["metric"]: facts["metric_value"]}
+        print_facts(
+            {"objective": facts["objective"], **metric}
+            | {"iterations": facts["iterations"], "training time": f"{facts['seconds']:.2f} s"}
+            | {"stopped": facts["stopped"], "model": facts["model"]}
+        )
+    if interrupted:
+        note("error: interrupted; the same command goes on from here")
+    if failed:
+        note(f"error: {facts['stopped']}")
+    return 1 if interrupted or failed else 0

@@ -1,0 +1,108 @@
+"""``gramtower info``: what a model or a file of pairs holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from gramtower.cli.config import settle
+from gramtower.cli.folder import is_model, open_model
+from gramtower.cli.options import Common, DataOptions
+from gramtower.cli.output import print_facts, print_json, print_table
+from gramtower.cli.reading import read_pairs
+from gramtower.data.interactions import Interactions
+from gramtower.estimator.two_tower import TwoTower
+
+QUANTILES = {"least": 0.0, "quarter": 0.25, "median": 0.5, "three quarters": 0.75, "most": 1.0}
+
+
+def info(
+    path: Path, /, *, config: Path | None = None, data: DataOptions | None = None, common: Common | None = None
+) -> int:
+    """Say what a model or a file of pairs holds: counts, pairs per entity, settings.
+
+    Args:
+        path: Folder of a run, a model file, or a file of pairs as for fit.
+        config: TOML file whose table [data] says how a file of pairs is read.
+        data: Data.
+        common: Output.
+    """
+    common = common or Common()
+    if is_model(path):
+        found = describe_model(open_model(path)[0])
+    else:
+        found = describe_pairs(read_pairs(path, settle(config, data).data))
+    if common.json:
+        print_json(found)
+        return 0
+    degrees, parts = found.pop("pairs_per_entity"), {k: found.pop(k) for k in ("settings", "report") if k in found}
+    print_facts(found)
+    rows = [(side, *(numbers[name] for name in QUANTILES), numbers["none"]) for side, numbers in degrees.items()]
+    print_table(("", *QUANTILES, "without any"), rows, "pairs per entity")
+    for name, part in parts.items():
+        print_facts(part, f"{name}:")
+    return 0
+
+
+def describe_model(model: TwoTower) -> dict[str, Any]:
+    """A fitted model in numbers."""
+    last = model.history_[-1]
+    left_out = ("towers", "verbose")
+    return {
+        "kind": "model",
+        **_counts(model.seen_),
+        "left_id": _example(model.left_.ids),
+        "right_id": _example(model.right_.ids),
+        "left_kind": model.left_.kind,
+        "right_kind": model.right_.kind,
+        "dim": int(model.left_.embeddings.shape[1]),
+        "iterations": last.iteration,
+        "seconds": last.seconds,
+        "objective": last.value,
+        "stopped": model.reason_,
+        "pairs_per_entity": _degrees(model.seen_),
+        "settings": {k: v for k, v in model.get_params().items() if k not in left_out and v is not None},
+    }
+
+
+def describe_pairs(pairs: Interactions) -> dict[str, Any]:
+    """Pairs in numbers."""
+    times = {}
+    if pairs.times is not None and len(pairs):
+        times = {"first_time": float(pairs.times.min()), "last_time": float(pairs.times.max())}
+    labels = pairs.matrix.data
+    return {
+        "kind": "pairs",
+        **_counts(pairs.matrix),
+        "left_id": _example(pairs.left_ids),
+        "right_id": _example(pairs.right_ids),
+        "least_label": float(labels.min()) if len(labels) else None,
+        "largest_label": float(labels.max()) if len(labels) else None,
+        **times,
+        "pairs_per_entity": _degrees(pairs.matrix),
+        "report": dict(pairs.report),
+    }
+
+
+def _counts(matrix: sp.csr_matrix) -> dict[str, Any]:
+    m, n = matrix.shape
+    return {"left": m, "right": n, "pairs": int(matrix.nnz), "density": matrix.nnz / max(1, m * n)}
+
+
+def _degrees(matrix: sp.csr_matrix) -> dict[str, dict[str, float]]:
+    degrees = {
+        "left": np.diff(matrix.indptr),
+        "right": np.bincount(matrix.indices, minlength=matrix.shape[1]),
+    }
+    return {
+        side: {name: float(np.quantile(counts, at)) if len(counts) else 0.0 for name, at in QUANTILES.items()}
+        | {"none": int((counts == 0).sum())}
+        for side, counts in degrees.items()
+    }
+
+
+def _example(ids: Any) -> str | None:
+    return None if ids is None or not len(ids) else str(ids[0])

@@ -1,0 +1,115 @@
+"""The options of the commands: each class is a table of the config file, each field a flag and a key of it.
+
+None means "not given", so that a flag can win over the file and the file over the library's default. The flags of
+``[model]`` and ``[train]`` are the arguments of :class:`gramtower.TwoTower`, whose defaults the help shows.
+Checked by tests/test_cli.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from cyclopts import Group, Parameter
+
+from gramtower.estimator.two_tower import TwoTower
+
+FORMATS = ("csv", "parquet", "movielens", "lists", "edges")
+_DEFAULTS = {name: p.default for name, p in inspect.signature(TwoTower.__init__).parameters.items()}
+
+
+def _flag(name: str, text: str, default: str | None = None) -> Parameter:
+    """A flag for an argument of the estimator, with its default in the help."""
+    value: Any = _DEFAULTS[name]
+    if value is None and default is None:
+        default = "none" if name == "time_limit" else "by the data"
+    elif default is None:
+        default = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return Parameter(help=f"{text} [default: {default}]")
+
+
+@Parameter(name="*", group=Group("Data", sort_key=1))
+@dataclass
+class DataOptions:
+    """What is read, and how. The table ``[data]``."""
+
+    path: Annotated[str | None, Parameter(show=False)] = None
+    "The file or folder of pairs; the same as DATA."
+    left: str | None = None
+    "Column of left ids, such as the user (edges: a position from 0)."
+    right: str | None = None
+    "Column of right ids, such as the item."
+    value: str | None = None
+    "Column of values, such as a rating; without --threshold they are the labels."
+    threshold: float | None = None
+    "Keep pairs whose value is at least this, labelled 1 (MovieLens: 4 unless given)."
+    weight: str | None = None
+    "Column of weights of the pairs' losses."
+    time: str | None = None
+    "Column of times, used by info."
+    format: str | None = None
+    "csv, parquet, movielens, lists (user item item ...) or edges (user item); without it, by the ending of DATA."
+    validation: str | None = None
+    "Pairs to stop early on: a share such as 0.1, drawn at random with --seed, or a file like DATA."
+
+
+@Parameter(name="*", group=Group("Model", sort_key=2))
+@dataclass
+class ModelOptions:
+    """What is minimised, over which towers. The table ``[model]``."""
+
+    dim: Annotated[int | None, _flag("dim", "Size of the embeddings.")] = None
+    hidden: Annotated[str | None, _flag("hidden", "Widths of hidden layers; none for linear factors.")] = None
+    activation: Annotated[str | None, _flag("activation", "Of the hidden layers.")] = None
+    loss: Annotated[str | None, _flag("loss", "On observed pairs: logistic, squared or squared_hinge.")] = None
+    omega: Annotated[float | None, _flag("omega", "Weight of each unobserved pair.")] = None
+    l2: Annotated[float | None, _flag("l2", "Penalty on all parameters.")] = None
+    embedding_l2: Annotated[float | None, _flag("embedding_l2", "Penalty on embeddings, by frequency.")] = None
+    frequency_power: Annotated[float | None, _flag("frequency_power", "How it grows with frequency.")] = None
+    imputed: Annotated[float | None, _flag("imputed", "Label of unobserved pairs.")] = None
+    history: Annotated[
+        bool | None,
+        Parameter(help="Describe each left entity by its right ones, so that new ones can be embedded.", negative=()),
+    ] = None
+
+
+@Parameter(name="*", group=Group("Training", sort_key=3))
+@dataclass
+class TrainOptions:
+    """How it is minimised. The table ``[train]``."""
+
+    optimizer: Annotated[
+        str | None,
+        _flag("optimizer", "newton-kron, newton, gd, gd-diag, lbfgs, sogram(-diag), sampling(-diag)."),
+    ] = None
+    option: Annotated[
+        list[str] | None,
+        Parameter(help="A constant of the method, NAME=VALUE; may be repeated.", negative=()),
+    ] = None
+    max_iterations: Annotated[int | None, _flag("max_iterations", "Stop after so many iterations.")] = None
+    time_limit: Annotated[float | None, _flag("time_limit", "Stop after so many seconds of training.")] = None
+    patience: Annotated[
+        int | None, _flag("patience", "With --validation: stop after so many iterations without a better metric.")
+    ] = None
+    metric: Annotated[str | None, _flag("metric", "Validation metric, such as recall@20.")] = None
+    device: Annotated[str | None, _flag("device", "auto, cpu or cuda.")] = None
+    seed: Annotated[int | None, _flag("seed", "For initial weights, splits and methods that draw.")] = None
+    memory_budget: Annotated[
+        str | None, _flag("memory_budget", "Memory of an evaluation, such as 500MB or 2GiB.", "by the machine")
+    ] = None
+
+
+@Parameter(name="*", group=Group("Output and machine", sort_key=4))
+@dataclass
+class Common:
+    """What every command understands."""
+
+    json: Annotated[bool, Parameter(negative=(), show_default=False)] = False
+    "Print one JSON object on standard output, and nothing else there."
+    quiet: Annotated[bool, Parameter(negative=(), show_default=False)] = False
+    "No progress on standard error."
+    threads: int | None = None
+    "Threads to use; set it when several runs share the cores."
+    debug: Annotated[bool, Parameter(negative=(), show_default=False)] = False
+    "Show where an error came from."

@@ -1,0 +1,82 @@
+"""What commands print: JSON for programs, tables for people; progress goes to standard error."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+def print_json(payload: dict[str, Any]) -> None:
+    """One JSON object; numbers that JSON does not know become null."""
+    print(json.dumps(clean(payload), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def clean(value: Any) -> Any:
+    """Plain Python values that JSON can hold."""
+    if isinstance(value, dict):
+        return {str(key): clean(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [clean(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy arrays and scalars
+        return clean(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None) -> None:
+    """A table; columns of numbers are aligned to the right. Text is shown as it is, brackets included."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    given = [list(row) for row in rows]
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, name in enumerate(columns):
+        numeric = bool(given) and all(row[place] is None or isinstance(row[place], (int, float)) for row in given)
+        table.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
+    for row in given:
+        table.add_row(*(Text(shown(cell)) for cell in row))
+    _console().print(table)
+
+
+def print_facts(facts: dict[str, Any], title: str | None = None) -> None:
+    """Names and values, one a line; long values such as paths are neither cut nor broken."""
+    from rich.text import Text
+
+    console = _console()
+    width = max(map(len, facts), default=0) + 2
+    if title is not None:
+        console.print(Text(title))
+    for name, value in facts.items():
+        console.print(Text.assemble((name.ljust(width), "bold"), shown(value)), soft_wrap=True)
+
+
+def _console() -> Any:
+    """Standard output as it is now; in a file or pipe nothing is folded to the width of a terminal."""
+    from rich.console import Console
+
+    return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 1000)
+
+
+def shown(value: object) -> str:
+    """A value for people: counts with separators, other numbers to six digits."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.6g}" if abs(value) < 1e15 else f"{value:g}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(str(item) for item in value) or "none"
+    return str(value)
+
+
+def note(text: str) -> None:
+    """A line about progress, on standard error."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,179 @@
+"""``gramtower evaluate``, ``recommend`` and ``similar``: what a fitted model answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from cyclopts import Parameter
+from numpy.typing import NDArray
+
+from gramtower import _checks as check
+from gramtower.cli.config import Settings, over
+from gramtower.cli.folder import open_model
+from gramtower.cli.options import Common, DataOptions
+from gramtower.cli.output import note, print_facts, print_json, print_table
+from gramtower.cli.reading import read_pairs
+from gramtower.data.interactions import Interactions
+from gramtower.estimator.two_tower import METRICS, TwoTower
+
+Ids = Annotated[list[str] | None, Parameter(negative=())]
+Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
+
+
+def evaluate(
+    run: Path,
+    /,
+    *,
+    test: Path,
+    metrics: str = ",".join(METRICS),
+    exclude_seen: bool = True,
+    by: str | None = None,
+    data: DataOptions | None = None,
+    common: Common | None = None,
+) -> int:
+    """Measure the ranking of held-out pairs.
+
+    Column names, value threshold and format are those of the run unless given here. Pairs of entities that the model
+    does not know cannot be ranked; they are left out and counted.
+
+    Args:
+        run: Folder of a run, or a model file.
+        test: Held-out pairs, a file like the one the run read.
+        metrics: Names with a cut-off, separated by commas: recall@20, ndcg@20, map@5, ...
+        exclude_seen: Leave pairs of the training data out of the ranking.
+        by: A break-down: popularity (of right entities) or activity (of left ones).
+        data: Data.
+        common: Output.
+    """
+    common = common or Common()
+    names = tuple(name.strip() for name in metrics.split(",") if name.strip())
+    model, settings = open_model(run)
+    pairs = read_pairs(test, _test_options(settings, test, data))
+    known = known_pairs(model, pairs)
+    if known == 0:
+        check.fail("test", f"{len(pairs):,} pairs, none of them with two known ids", "pairs of entities of the model")
+    found = model.evaluate(pairs, names, exclude_seen=exclude_seen, by=by)
+    counts = {"pairs": len(pairs), "pairs_left_out": len(pairs) - known, "exclude_seen": exclude_seen}
+    if common.json:
+        print_json({"metrics": found, **counts})
+        return 0
+    print_facts(dict(found))
+    if known < len(pairs) and not common.quiet:
+        note(f"{len(pairs) - known:,} of {len(pairs):,} pairs have an id that the model does not know: left out")
+    return 0
+
+
+def recommend(
+    run: Path,
+    /,
+    *,
+    left: Ids = None,
+    k: Annotated[int, Parameter(name=["--k", "-k"])] = 10,
+    include_seen: Switch = False,
+    allow: Ids = None,
+    deny: Ids = None,
+    history: Ids = None,
+    common: Common | None = None,
+) -> int:
+    """List the best right entities for left ones.
+
+    Args:
+        run: Folder of a run, or a model file.
+        left: Id of a left entity; may be repeated.
+        k: How many.
+        include_seen: Also those that were observed with it in training.
+        allow: Id of a right entity; only those given; may be repeated.
+        deny: Id of a right entity never to show; may be repeated.
+        history: Instead of --left, for models fitted with --history: right ids of a new entity; may be repeated.
+        common: Output.
+    """
+    common = common or Common()
+    if (left is None) == (history is None):
+        check.fail("--left, --history", "both" if left else "neither", "one of them")
+    model, _ = open_model(run)
+    options: dict[str, Any] = {"exclude_seen": not include_seen, "deny": deny, "allow": allow}
+    asked = left or ["(new)"]
+    if history is not None:
+        found, scores = model.recommend(None, k, histories=[history], **options)
+    else:
+        found, scores = model.recommend(_keys(model, "left", asked), k, **options)
+    _show("left", asked, "right", found, scores, common)
+    return 0
+
+
+def similar(
+    run: Path,
+    /,
+    *,
+    right: Ids = None,
+    left: Ids = None,
+    k: Annotated[int, Parameter(name=["--k", "-k"])] = 10,
+    common: Common | None = None,
+) -> int:
+    """List the entities of the same side whose embeddings point most alike (cosine).
+
+    Args:
+        run: Folder of a run, or a model file.
+        right: Id of a right entity; may be repeated.
+        left: Id of a left entity, instead of --right; may be repeated.
+        k: How many.
+        common: Output.
+    """
+    common = common or Common()
+    if (left is None) == (right is None):
+        check.fail("--left, --right", "both" if left else "neither", "one of them")
+    model, _ = open_model(run)
+    side, asked = ("left", left) if left is not None else ("right", right or [])
+    found, scores = model.similar(_keys(model, side, asked), side, k)
+    _show(side, asked, "similar", found, scores, common)
+    return 0
+
+
+def known_pairs(model: TwoTower, pairs: Interactions) -> int:
+    """How many pairs have both ids in the model."""
+    if model.left_.ids is None or model.right_.ids is None:
+        return len(pairs)
+    lefts, rights = set(model.left_.ids.tolist()), set(model.right_.ids.tolist())
+    rows = np.array([key in lefts for key in pairs.left_ids.tolist()], dtype=bool)
+    columns = np.array([key in rights for key in pairs.right_ids.tolist()], dtype=bool)
+    coo = pairs.matrix.tocoo()
+    return int((rows[coo.row] & columns[coo.col]).sum())
+
+
+def _test_options(settings: Settings, test: Path, given: DataOptions | None) -> DataOptions:
+    """The run's columns for a test file, and its format if the two files are of a kind; flags win."""
+    options = settings.data
+    if options.path is not None and Path(options.path).suffixes != test.suffixes:
+        options.format = None
+    return over(options, given)
+
+
+def _keys(model: TwoTower, side: str, ids: list[str]) -> list[Any]:
+    """Ids as the model knows them: text, or row numbers for a model that was fitted on a matrix."""
+    known = model.left_.ids if side == "left" else model.right_.ids
+    return [int(key) if known is None and key.isdecimal() else key for key in ids]
+
+
+def _show(
+    asked_name: str, asked: list[str], found_name: str, found: NDArray[Any], scores: NDArray[np.float32], common: Common
+) -> None:
+    """One list for each entity asked about; places without an answer are left out."""
+    lists = [
+        [(str(key), float(score)) for key, score in zip(row, values, strict=True) if np.isfinite(score)]
+        for row, values in zip(found.tolist(), scores.tolist(), strict=True)
+    ]
+    if common.json:
+        answers = [
+            {asked_name: key, "results": [{"id": name, "score": score} for name, score in answer]}
+            for key, answer in zip(asked, lists, strict=True)
+        ]
+        print_json({"answers": answers})
+        return
+    rows = [
+        (key if rank == 0 else "", rank + 1, name, score)
+        for key, answer in zip(asked, lists, strict=True)
+        for rank, (name, score) in enumerate(answer)
+    ]
+    print_table((asked_name, "rank", found_name, "score"), rows)

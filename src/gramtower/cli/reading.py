@@ -1,0 +1,105 @@
+"""From a path and options to Interactions: which reader, which columns, which pairs are held out."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from gramtower import _checks as check
+from gramtower.cli.options import FORMATS, DataOptions
+from gramtower.data import readers, splits
+from gramtower.data.interactions import Interactions
+
+_PACKED = (".gz", ".xz", ".zst", ".bz2")
+
+
+def read_pairs(path: Path, options: DataOptions) -> Interactions:
+    """The pairs of a file or folder.
+
+    Raises:
+        ValueError: if the format cannot be told, or an option does not go with it.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"DATA: no such file or folder: {path}")
+    kind = guess_format(path) if options.format is None else check.choice("format", options.format, FORMATS)
+    if options.threshold is not None and options.value is None and kind in ("csv", "parquet", "edges"):
+        check.fail("threshold", options.threshold, "--value as well: the column that it applies to")
+    if kind in ("csv", "parquet"):
+        return _read_table(path, kind, options)
+    if kind == "edges":
+        return _read_edges(path, options)
+    for name in ("left", "right", "value", "weight", "time"):
+        if (column := getattr(options, name)) is not None:
+            check.fail(f"--{name}", repr(column), f"nothing: the format {kind} has its own columns")
+    given: dict[str, Any] = {} if options.threshold is None else {"threshold": options.threshold}
+    if kind == "lists" and given:
+        check.fail("threshold", options.threshold, "nothing: lists have no values")
+    return readers.item_lists(path) if kind == "lists" else readers.movielens(path, **given)
+
+
+def guess_format(path: Path) -> str:
+    """The format by the path's ending; a folder or zip is MovieLens."""
+    suffix = _suffix(path)
+    if path.is_dir() or (suffix == ".zip" and zipfile.is_zipfile(path)) or suffix == ".dat":
+        return "movielens"
+    known = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet"}
+    if suffix not in known:
+        expected = ".csv, .tsv, .parquet (also .gz, .xz, .zst), a MovieLens folder or zip, or --format"
+        check.fail("DATA", path, f"{expected} with one of {', '.join(FORMATS)}")
+    return known[suffix]
+
+
+def split_validation(pairs: Interactions, options: DataOptions, seed: int) -> tuple[Interactions, Interactions | None]:
+    """Training and validation pairs: a random share of the pairs, or a file of its own, or none."""
+    text = options.validation
+    if text is None:
+        return pairs, None
+    try:
+        share = float(text)
+    except ValueError:
+        return pairs, read_pairs(Path(text), options)
+    if not 0 < share < 1:
+        check.fail("validation", text, "a share between 0 and 1 (both excluded), or a file")
+    split = splits.random_pairs(pairs, share, seed=seed)
+    if not len(split.test) or not len(split.train):
+        check.fail("validation", text, f"a share that leaves pairs on both sides of the {len(pairs):,} there are")
+    return split.train, split.test
+
+
+def _suffix(path: Path) -> str:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    while suffixes and suffixes[-1] in _PACKED:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def _read_table(path: Path, kind: str, options: DataOptions) -> Interactions:
+    for name in ("left", "right"):
+        if getattr(options, name) is None:
+            check.fail(f"--{name}", "nothing", f"the name of the column with {name} ids")
+    arguments = _arguments(options)
+    if kind == "parquet":
+        return Interactions.from_parquet(path, options.left or "", options.right or "", **arguments)
+    separator = "\t" if _suffix(path) == ".tsv" else ","
+    return Interactions.from_csv(path, options.left or "", options.right or "", separator=separator, **arguments)
+
+
+def _read_edges(path: Path, options: DataOptions) -> Interactions:
+    """Lines of fields between spaces or tabs; columns are positions from 0."""
+    given = {name: getattr(options, name) for name in ("left", "right", "value", "weight", "time")}
+    for name, column in given.items():
+        if column is not None and not column.isdecimal():
+            check.fail(f"--{name}", repr(column), "a position from 0: edges have no column names")
+    places = {name: int(column) for name, column in given.items() if column is not None}
+    return readers.edge_list(path, **(_arguments(options) | places))
+
+
+def _arguments(options: DataOptions) -> dict[str, Any]:
+    return {
+        "value": options.value,
+        "weight": options.weight,
+        "time": options.time,
+        "threshold": options.threshold,
+        "labels": options.value is not None and options.threshold is None,
+    }

@@ -1,0 +1,1 @@
+"""The same models under other libraries' names, so that a script changes one import."""

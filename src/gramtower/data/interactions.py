@@ -1,0 +1,299 @@
+"""Observed pairs with the ids, weights and times they came with: from files, frames or arrays to one CSR matrix.
+
+Ids are text, always ("007" stays "007"), and rows are numbered in order of first appearance among the rows kept.
+Cost: O(rows) time and memory beyond reading the file; see data/merging.py for the order of entries.
+Checked by tests/test_interactions.py; benchmarks/bench_reading.py compares time and memory with polars alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from gramtower import _checks as check
+from gramtower.data import frames
+from gramtower.data.assembly import Rule, assemble
+from gramtower.data.frames import Choice, Column, PathLike
+from gramtower.data.ids import as_ids, code_series, code_values, rows_of
+
+if TYPE_CHECKING:
+    import polars as pl
+
+
+@dataclass(frozen=True, eq=False)
+class Interactions:
+    """Observed pairs of left and right entities. Make one with ``from_csv``, ``from_frame``, ``from_arrays`` ….
+
+    What the constructors share. ``threshold=4`` keeps rows whose value is at least 4 and labels them 1; without a
+    threshold the value is the label when ``labels=True``, otherwise every row is a pair labelled 1. Rows without an id,
+    or without a value, weight or time that was asked for, are left out and counted. Then rows of the same pair are
+    merged by ``duplicates``:
+
+    - ``"max"`` (default, whatever the order of rows): largest label, largest weight, latest time
+    - ``"sum"``: labels and weights added, latest time
+    - ``"last"``, ``"first"``: label, weight and time of one row, by time where there are times, otherwise by place
+    - ``"error"``: repeated pairs are an error
+
+    Attributes:
+        matrix: scipy.sparse CSR, m × n, float32. Stored entries are the observed pairs, values the labels; the columns
+            of a row increase and none occurs twice.
+        left_ids: m distinct ids (object array of str); row i of the matrix belongs to ``left_ids[i]``.
+        right_ids: n distinct ids.
+        times: float64, aligned with ``matrix.data``, or None. Seconds since 1970 where the source had dates.
+        weights: float32, aligned with ``matrix.data``, or None.
+        left_name: name of the left column.
+        right_name: name of the right column.
+        report: counts of what was read, left out and merged.
+    """
+
+    matrix: sp.csr_matrix
+    left_ids: NDArray[np.object_]
+    right_ids: NDArray[np.object_]
+    times: NDArray[np.float64] | None = None
+    weights: NDArray[np.float32] | None = None
+    left_name: str = "left"
+    right_name: str = "right"
+    report: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.matrix.shape != (len(self.left_ids), len(self.right_ids)):
+            given = f"shape {self.matrix.shape} with {len(self.left_ids)} and {len(self.right_ids)} ids"
+            check.fail("matrix", given, "one row for each left id and one column for each right id")
+        for name, values in (("times", self.times), ("weights", self.weights)):
+            if values is not None and len(values) != self.matrix.nnz:
+                check.fail(name, f"{len(values)} values", f"{self.matrix.nnz}, one for each pair")
+
+    @classmethod
+    def from_csv(
+        cls,
+        path: PathLike | bytes,
+        left: Column,
+        right: Column,
+        *,
+        value: Column | None = None,
+        weight: Column | None = None,
+        time: Column | None = None,
+        threshold: float | None = None,
+        labels: bool = False,
+        duplicates: str = "max",
+        separator: str = ",",
+        header: bool = True,
+        quote: str | None = '"',
+        comment: str | None = None,
+        encoding: str = "utf8",
+    ) -> Interactions:
+        """Pairs from a delimited text file; .gz, .zst and .xz are decompressed.
+
+        Args:
+            path: the file, or its content as bytes.
+            left: column of left ids, by name or by position from 0.
+            right: column of right ids.
+            value: column of ratings, counts or labels.
+            weight: column of pair weights.
+            time: column of times: numbers, or dates.
+            threshold: smallest value that makes a pair; see the class.
+            labels: whether values are the labels; see the class.
+            duplicates: how rows of the same pair are merged; see the class.
+            separator: one character between fields.
+            header: whether the first line names the columns.
+            quote: quoting character, None for none.
+            comment: lines that start with this are left out.
+            encoding: of the text; any name Python knows.
+        """
+        rule = _rule(threshold, labels, duplicates, value)
+        texts, others = _choices(left, right, value, weight, time)
+        source = path if isinstance(path, bytes) else frames.existing("path", path)
+        form: dict[str, Any] = {"separator": separator, "header": header, "quote": quote, "comment": comment}
+        columns = frames.read_csv(source, texts, others, encoding=encoding, **form)
+        return cls._from_columns(columns, others, rule)
+
+    @classmethod
+    def from_parquet(
+        cls,
+        path: PathLike,
+        left: Column,
+        right: Column,
+        *,
+        value: Column | None = None,
+        weight: Column | None = None,
+        time: Column | None = None,
+        threshold: float | None = None,
+        labels: bool = False,
+        duplicates: str = "max",
+    ) -> Interactions:
+        """Pairs from a Parquet file; the arguments are those of :meth:`from_csv`."""
+        rule = _rule(threshold, labels, duplicates, value)
+        texts, others = _choices(left, right, value, weight, time)
+        source = frames.existing("path", path)
+        return cls._from_columns(frames.read_parquet(source, texts + others), others, rule)
+
+    @classmethod
+    def from_frame(
+        cls,
+        frame: Any,
+        left: Column,
+        right: Column,
+        *,
+        value: Column | None = None,
+        weight: Column | None = None,
+        time: Column | None = None,
+        threshold: float | None = None,
+        labels: bool = False,
+        duplicates: str = "max",
+    ) -> Interactions:
+        """Pairs from a polars, pandas or pyarrow table or a mapping of columns; arguments as in :meth:`from_csv`."""
+        rule = _rule(threshold, labels, duplicates, value)
+        texts, others = _choices(left, right, value, weight, time)
+        return cls._from_columns(frames.take("frame", frame, texts + others), others, rule)
+
+    @classmethod
+    def from_arrays(
+        cls,
+        left: Any,
+        right: Any,
+        *,
+        value: Any = None,
+        weight: Any = None,
+        time: Any = None,
+        threshold: float | None = None,
+        labels: bool = False,
+        duplicates: str = "max",
+        left_name: str = "left",
+        right_name: str = "right",
+    ) -> Interactions:
+        """Pairs from sequences of equal length: ids (text or whole numbers; None is missing) and numbers.
+
+        Needs no polars. The other arguments are those of :meth:`from_csv`.
+        """
+        rule = _rule(threshold, labels, duplicates, value)
+        given = {"value": value if rule.reads_value else None, "weight": weight, "time": time}
+        numbers = {name: check.as_float_array(name, x) for name, x in given.items() if x is not None}
+        fields = assemble(code_values("left", left), code_values("right", right), numbers, rule)
+        return cls(**vars(fields), left_name=left_name, right_name=right_name)
+
+    @classmethod
+    def from_matrix(
+        cls,
+        matrix: Any,
+        left_ids: Any = None,
+        right_ids: Any = None,
+        *,
+        left_name: str = "left",
+        right_name: str = "right",
+    ) -> Interactions:
+        """Pairs from any scipy.sparse matrix; ids default to row and column numbers as text. Duplicates are added."""
+        if not sp.issparse(matrix):
+            check.fail("matrix", type(matrix).__name__, "a scipy.sparse matrix")
+        rows = as_ids("left_ids", range(matrix.shape[0]) if left_ids is None else left_ids)
+        columns = as_ids("right_ids", range(matrix.shape[1]) if right_ids is None else right_ids)
+        own = _canonical(matrix)
+        return cls(own, rows, columns, left_name=left_name, right_name=right_name, report=_counts(own))
+
+    @classmethod
+    def _from_columns(cls, columns: list[pl.Series], others: list[Choice], rule: Rule) -> Interactions:
+        """``columns``: left, right, then those of ``others``. Emptied, so that the text can be freed on the way."""
+        numbers = {}
+        for name, _ in reversed(others):
+            column = columns.pop()
+            if name != "value" or rule.reads_value:
+                read = frames.seconds if name == "time" else frames.numbers
+                numbers[name] = read(name, column).to_numpy()  # a missing number is NaN from here on
+        left_name, right_name = columns[0].name, columns[1].name
+        fields = assemble(code_series(columns.pop(0)), code_series(columns.pop(0)), numbers, rule)
+        return cls(**vars(fields), left_name=left_name, right_name=right_name)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(m, n): left and right entities."""
+        return (len(self.left_ids), len(self.right_ids))
+
+    def __len__(self) -> int:
+        return int(self.matrix.nnz)
+
+    def __repr__(self) -> str:
+        m, n = self.shape
+        return f"Interactions({len(self):,} pairs of {m:,} {self.left_name!r} and {n:,} {self.right_name!r})"
+
+    @cached_property
+    def _left_index(self) -> dict[str, int]:
+        return {text: row for row, text in enumerate(self.left_ids)}
+
+    @cached_property
+    def _right_index(self) -> dict[str, int]:
+        return {text: row for row, text in enumerate(self.right_ids)}
+
+    def left_rows(self, ids: Any) -> NDArray[np.int64]:
+        """Rows of left ids; unknown ids are an error that names the first ones and the nearest known."""
+        return rows_of(self.left_name, ids, self._left_index)
+
+    def right_rows(self, ids: Any) -> NDArray[np.int64]:
+        """Columns of right ids; unknown ids are an error that names the first ones and the nearest known."""
+        return rows_of(self.right_name, ids, self._right_index)
+
+    def subset(self, entries: Any) -> Interactions:
+        """Some of the pairs, with the same ids.
+
+        Args:
+            entries: a mask over the stored entries (``matrix.data``), or their places without repetition.
+        """
+        chosen = np.asarray(entries)
+        if chosen.dtype == bool and chosen.shape != (len(self),):
+            check.fail("entries", f"a mask of shape {chosen.shape}", f"shape ({len(self)},), one for each pair")
+        if chosen.dtype != bool:
+            places = chosen.astype(np.int64) if chosen.size == 0 else chosen
+            if places.dtype.kind not in "iu" or places.ndim != 1:
+                check.fail("entries", f"{places.dtype} of shape {places.shape}", "a mask, or places of entries")
+            if places.size and not 0 <= places.min() <= places.max() < len(self):
+                check.fail("entries", f"places {places.min()} to {places.max()}", f"places from 0 to {len(self) - 1}")
+            chosen = np.zeros(len(self), dtype=bool)
+            chosen[places] = True
+            if int(chosen.sum()) != len(places):
+                check.fail("entries", f"{len(places)} places, some of them twice", "each place once")
+        old = self.matrix
+        before = np.concatenate([[0], np.cumsum(chosen)])
+        offsets = before[old.indptr].astype(old.indptr.dtype)
+        matrix = sp.csr_matrix((old.data[chosen], old.indices[chosen], offsets), shape=old.shape)
+        times = None if self.times is None else self.times[chosen]
+        weights = None if self.weights is None else self.weights[chosen]
+        return replace(self, matrix=matrix, times=times, weights=weights, report=_counts(matrix))
+
+    def with_matrix(self, matrix: Any) -> Interactions:
+        """Other pairs of the same entities. Times and weights are those of the old pairs and are not kept."""
+        if not sp.issparse(matrix) or matrix.shape != self.shape:
+            check.fail("matrix", getattr(matrix, "shape", type(matrix).__name__), f"scipy.sparse of shape {self.shape}")
+        own = _canonical(matrix)
+        return replace(self, matrix=own, times=None, weights=None, report=_counts(own))
+
+    def renamed(self, left_name: str, right_name: str, **counts: int) -> Interactions:
+        """The same pairs under other column names, with more counts in the report."""
+        return replace(self, left_name=left_name, right_name=right_name, report={**self.report, **counts})
+
+
+def _canonical(matrix: Any) -> sp.csr_matrix:
+    own = sp.csr_matrix(matrix, dtype=np.float32, copy=True)
+    own.sum_duplicates()
+    check.finite("matrix", own.data)
+    return own
+
+
+def _counts(matrix: sp.csr_matrix) -> dict[str, int]:
+    return {"pairs": int(matrix.nnz), "left": matrix.shape[0], "right": matrix.shape[1]}
+
+
+def _rule(threshold: float | None, labels: bool, duplicates: str, value: object) -> Rule:
+    rule = Rule(threshold, labels, duplicates)
+    rule.need_value(value)
+    return rule
+
+
+def _choices(
+    left: Column, right: Column, value: Column | None, weight: Column | None, time: Column | None
+) -> tuple[list[Choice], list[Choice]]:
+    others = [("value", value), ("weight", weight), ("time", time)]
+    return [("left", left), ("right", right)], [(name, column) for name, column in others if column is not None]

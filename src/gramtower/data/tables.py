@@ -1,0 +1,197 @@
+"""Feature tables: entities' columns, joined by id, as one sparse matrix in the order the ids are asked for.
+
+The encoding is remembered: rows of new entities are encoded alike, and it is saved as JSON. See data/encoders.py for
+what becomes of each kind of column. Cost: O(entries). Checked by tests/test_tables.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from gramtower import _checks as check
+from gramtower.data import frames
+from gramtower.data.encoders import Categorical, Elements, Encoder, Numeric, Text, from_plain, to_plain
+from gramtower.data.frames import Choice, Column
+from gramtower.data.ids import text_of
+
+if TYPE_CHECKING:
+    from polars import Series
+
+_FORMAT, _VERSION = "gramtower.features", 1
+
+
+class FeatureTable:
+    """Features of one side's entities.
+
+    Args:
+        frame: a polars, pandas or pyarrow table, a mapping of columns, or the path of a CSV or Parquet file.
+        id: column of ids, read as text. Rows without an id are left out and counted; an id twice is an error.
+        numeric: columns of numbers.
+        categorical: columns with one value of a set.
+        lists: columns of lists, or of text with ``separator`` between elements.
+        text: columns of free text.
+        separator: between the elements of list columns.
+        hash_bits: text columns become 2^hash_bits columns each.
+        ngrams: ``"word"`` (words and pairs of words) or ``"char"`` (3 to 5 characters of each word).
+        strict: whether ids without features, and features without ids, are errors in :meth:`encode`.
+
+    Attributes:
+        report: counts: of the table (``rows``, ``rows_without_id``, ``missing`` by column) and of the last
+            :meth:`encode` (``ids_without_features``, ``features_without_ids``) or :meth:`encode_frame`
+            (``unseen_values``).
+    """
+
+    def __init__(
+        self,
+        frame: Any,
+        id: str = "user",
+        numeric: Sequence[str] = (),
+        categorical: Sequence[str] = (),
+        lists: Sequence[str] = (),
+        text: Sequence[str] = (),
+        separator: str = "|",
+        hash_bits: int = 15,
+        ngrams: str = "word",
+        strict: bool = False,
+    ) -> None:
+        kinds = {"numeric": numeric, "categorical": categorical, "lists": lists, "text": text}
+        for name, chosen in kinds.items():
+            if isinstance(chosen, str):
+                check.fail(name, repr(chosen), f"a sequence of column names, such as ({chosen!r},)")
+        if not any(kinds.values()):
+            check.fail("columns", "none", "at least one of numeric=, categorical=, lists=, text=")
+        if not isinstance(separator, str) or not separator:
+            check.fail("separator", repr(separator), "text between the elements of a list")
+        if check.count("hash_bits", hash_bits) > 24:
+            check.fail("hash_bits", hash_bits, "at most 24")
+        check.choice("ngrams", ngrams, ("word", "char"))
+        self.id, self.strict = id, strict
+        choices = [(name, column) for name, chosen in kinds.items() for column in chosen]
+        ids, columns = _identified(frame, id, choices, len(numeric))
+        self.report: dict[str, Any] = {"rows": len(ids), "rows_without_id": int(ids.null_count())}
+        there = ids.is_not_null()
+        named = ids.filter(there)
+        if named.n_unique() < len(named):
+            twice = named.filter(named.is_duplicated())
+            check.fail("id", f"{twice[0]!r} in {int((named == twice[0]).sum())} rows", "each id in one row")
+        kept = [column.filter(there) for _, column in columns]
+        kind = [kind for (kind, _), _ in columns]
+        self.encoders = [_fit(k, column, separator, hash_bits, ngrams) for k, column in zip(kind, kept, strict=True)]
+        self.report["missing"] = {column.name: int(column.null_count()) for column in kept if column.null_count()}
+        self._row: dict[str, int] | None = {name: row for row, name in enumerate(named.to_list())}
+        self._matrix = self._encoded(kept)[0]
+
+    @property
+    def feature_names(self) -> list[str]:
+        """One name for each column of the encoded matrix."""
+        return [name for encoder in self.encoders for name in encoder.names]
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of the table that are encoded."""
+        return [encoder.column for encoder in self.encoders]
+
+    def encode(self, ids: Any) -> sp.csr_matrix:
+        """Features in the order of ``ids``.
+
+        An id that is not in the table gets the row of an entity whose every column is missing.
+        """
+        if self._row is None:
+            check.fail("ids", "a call on an encoder read from JSON, which has no rows", "encode_frame(frame)")
+        if isinstance(ids, str):
+            check.fail("ids", repr(ids), "a sequence of ids")
+        asked = [text_of("ids", value) for value in ids]
+        last = len(self._row)
+        rows = np.fromiter((self._row.get(name, last) for name in asked), dtype=np.int64, count=len(asked))
+        without = [name for name, row in zip(asked, rows, strict=True) if row == last]
+        unused = last - len(set(rows.tolist()) - {last})
+        self.report |= {"ids_without_features": len(without), "features_without_ids": unused}
+        if self.strict and without:
+            shown = ", ".join(repr(name) for name in without[:3])
+            check.fail("ids", f"{len(without)} without features, first {shown}", "features for every id (strict=True)")
+        if self.strict and unused:
+            check.fail("ids", f"{unused} rows of features without an id", "an id for every row (strict=True)")
+        if not without:
+            return sp.csr_matrix(self._matrix[rows])
+        return sp.csr_matrix(sp.vstack([self._matrix, self._missing_row()], format="csr")[rows])
+
+    def encode_frame(self, frame: Any) -> sp.csr_matrix:
+        """Features of new entities, one row for each row of a table with the same columns (ids are not needed).
+
+        Unseen categories count as missing and unseen list elements are left out; ``report["unseen_values"]`` says how
+        many there were, by column.
+        """
+        choices: list[Choice] = [("frame", column) for column in self.columns]
+        numeric = sum(isinstance(encoder, Numeric) for encoder in self.encoders)
+        columns = _read(frame, choices[numeric:], choices[:numeric])
+        matrix, unseen = self._encoded(columns[len(choices) - numeric :] + columns[: len(choices) - numeric])
+        self.report["unseen_values"] = unseen
+        return matrix
+
+    def to_json(self) -> str:
+        """The encoding (not the rows) as JSON."""
+        plain = {"format": _FORMAT, "version": _VERSION, "id": self.id, "columns": [to_plain(e) for e in self.encoders]}
+        return json.dumps(plain, ensure_ascii=False)
+
+    @classmethod
+    def encoder_from_json(cls, text: str) -> FeatureTable:
+        """A table without rows that encodes frames as the one that wrote ``text``."""
+        try:
+            plain = json.loads(text)
+        except ValueError as error:
+            check.fail("text", f"no JSON ({error})", "what to_json() returned")
+        if not isinstance(plain, dict) or plain.get("format") != _FORMAT:
+            check.fail("text", f"JSON that begins {text[:40]!r}", f"a {_FORMAT} object")
+        if plain.get("version") != _VERSION:
+            check.fail("text", f"version {plain.get('version')!r}", f"version {_VERSION}")
+        table = cls.__new__(cls)
+        table.id, table.strict, table.report, table._row = plain["id"], False, {}, None
+        table.encoders = [from_plain(column) for column in plain["columns"]]
+        table._matrix = sp.csr_matrix((0, len(table.feature_names)), dtype=np.float32)
+        return table
+
+    def _encoded(self, columns: list[Series]) -> tuple[sp.csr_matrix, dict[str, int]]:
+        parts = [encoder.transform(column) for encoder, column in zip(self.encoders, columns, strict=True)]
+        unseen = {e.column: count for e, (_, count) in zip(self.encoders, parts, strict=True) if count}
+        matrix = sp.csr_matrix(sp.hstack([part for part, _ in parts], format="csr"), dtype=np.float32)
+        matrix.eliminate_zeros()
+        return matrix, unseen
+
+    def _missing_row(self) -> sp.csr_matrix:
+        pl = frames.polars()
+        return self._encoded([pl.Series(column, [None], dtype=pl.String) for column in self.columns])[0]
+
+
+def _fit(kind: str, column: Series, separator: str, bits: int, ngrams: str) -> Encoder:
+    if kind == "numeric":
+        return Numeric.fit(column)
+    if kind == "categorical":
+        return Categorical.fit(column)
+    return Elements.fit(column, separator) if kind == "lists" else Text(column.name, bits, ngrams)
+
+
+def _identified(
+    frame: Any, id: str, choices: list[tuple[str, str]], numeric: int
+) -> tuple[Series, list[tuple[tuple[str, str], Series]]]:
+    """The ids as text, and each chosen column with the argument that chose it; numeric ones come first."""
+    texts: list[Choice] = [("id", id), *choices[numeric:]]
+    found = _read(frame, texts, list(choices[:numeric]))
+    ordered = found[len(texts) :] + found[1 : len(texts)]
+    return frames.texts(found[0]), list(zip(choices, ordered, strict=True))
+
+
+def _read(frame: Any, texts: Sequence[tuple[str, Column]], others: Sequence[tuple[str, Column]]) -> list[Series]:
+    """Columns of a frame or file: ``texts``, then ``others``."""
+    if not isinstance(frame, (str, os.PathLike)):
+        return frames.take("frame", frame, [*texts, *others])
+    path = frames.existing("frame", Path(frame))
+    if path.suffix.lower() in (".parquet", ".pq"):
+        return frames.read_parquet(path, [*texts, *others])
+    return frames.read_csv(path, texts, others, label="frame")

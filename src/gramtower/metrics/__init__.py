@@ -1,0 +1,11 @@
+"""Ranking metrics, batched over users in bounded memory; docs/metrics.md has the definitions.
+
+Each is a mean over the left entities ("users") that have relevant right entities ("items").
+"""
+
+from gramtower.metrics.definitions import DEFAULT as DEFAULT
+from gramtower.metrics.definitions import KNOWN as KNOWN
+from gramtower.metrics.definitions import parse as parse
+from gramtower.metrics.evaluation import evaluate_embeddings as evaluate_embeddings
+from gramtower.metrics.evaluation import ranking_metrics as ranking_metrics
+from gramtower.metrics.tally import Scores as Scores

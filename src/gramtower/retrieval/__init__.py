@@ -1,0 +1,1 @@
+"""What a trained model is asked: the best right entities for left ones."""

@@ -1,0 +1,108 @@
+"""Scores p_iᵀq_j of many left entities against all right ones, a block of rows at a time.
+
+One buffer of at most ``block_bytes`` (or one row) is used again for every block, so nothing of m·n elements is made.
+Pairs that must not be ranked are −inf. Cost: the product, 2·rows·n·k operations, and one write for each excluded pair.
+Checked by tests/test_topk.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gramtower import _checks as check
+
+_DEFAULT_BYTES = {"cpu": 64_000_000, "cuda": 1_000_000_000}
+
+
+def embeddings(P: Any, Q: Any) -> tuple[Tensor, Tensor]:
+    """Both matrices of embeddings as float32 tensors, checked."""
+    checked = []
+    for name, value in (("P", P), ("Q", Q)):
+        if not isinstance(value, (Tensor, np.ndarray)) or value.ndim != 2 or 0 in value.shape[1:]:
+            given = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else type(value).__name__
+            check.fail(name, given, "a tensor of shape (entities, k)")
+        tensor = torch.as_tensor(value).detach()
+        if not tensor.is_floating_point():
+            check.fail(name, f"dtype {tensor.dtype}", "floating-point embeddings")
+        tensor = tensor.to(torch.float32).contiguous()
+        if not torch.isfinite(tensor.sum()):  # a sum may overflow where nothing is wrong, so look closer
+            bad = int((~torch.isfinite(tensor)).any(1).sum())
+            if bad:
+                check.fail(name, f"{bad} rows with NaN or infinity", "finite embeddings")
+        checked.append(tensor)
+    left, right = checked
+    if left.shape[1] != right.shape[1] or left.device != right.device:
+        given = f"shapes {tuple(left.shape)} on {left.device} and {tuple(right.shape)} on {right.device}"
+        check.fail("P, Q", given, "the same number of columns and the same device")
+    return left, right
+
+
+def pair_matrix(name: str, value: Any, shape: tuple[int, int]) -> sp.csr_matrix:
+    """A scipy.sparse matrix of pairs in CSR form, of the given shape; each pair is stored once, rows are in order."""
+    if not sp.issparse(value):
+        check.fail(name, type(value).__name__, f"a scipy.sparse matrix of shape {shape}")
+    if value.shape != shape:
+        check.fail(name, f"shape {value.shape}", f"shape {shape}, rows for P and columns for Q")
+    matrix = sp.csr_matrix(value)
+    if not matrix.has_canonical_format:
+        matrix = matrix.copy()
+        matrix.sum_duplicates()
+    return matrix
+
+
+def score_blocks(
+    P: Tensor,
+    Q: Tensor,
+    exclude: sp.csr_matrix | None = None,
+    deny: Tensor | None = None,
+    rows: NDArray[np.int64] | None = None,
+    block_bytes: int | str | None = None,
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Blocks of scores, in order of rows.
+
+    Args:
+        P: left embeddings, rows × k, float32.
+        Q: right embeddings, n × k, float32, on the same device.
+        exclude: rows × n (the rows that are scored); its stored entries become −inf.
+        deny: columns that become −inf for everyone.
+        rows: which rows of P to score; None for all.
+        block_bytes: most bytes of a block; None for 64 MB on a CPU and 1 GB on a GPU.
+
+    Yields:
+        First row, row after the last, and their scores; the next block overwrites them.
+    """
+    count, n = len(P) if rows is None else len(rows), len(Q)
+    size = rows_in_block(n, count, P.device, block_bytes)
+    buffer = torch.empty((size, n), dtype=torch.float32, device=P.device)
+    across = Q.t()
+    for start in range(0, count, size):
+        stop = min(start + size, count)
+        scores = buffer[: stop - start]
+        part = P[start:stop] if rows is None else P[torch.from_numpy(rows[start:stop]).to(P.device)]
+        torch.mm(part, across, out=scores)
+        if exclude is not None:
+            _mask(scores, exclude, start, stop)
+        if deny is not None:
+            scores.index_fill_(1, deny, -torch.inf)
+        yield start, stop, scores
+
+
+def rows_in_block(n: int, rows: int, device: torch.device, block_bytes: int | str | None = None) -> int:
+    """How many rows of n scores make a block."""
+    given = _DEFAULT_BYTES.get(device.type, _DEFAULT_BYTES["cpu"]) if block_bytes is None else block_bytes
+    return max(1, min(rows, check.memory_size("block_bytes", given) // (4 * max(1, n))))
+
+
+def _mask(scores: Tensor, exclude: sp.csr_matrix, start: int, stop: int) -> None:
+    """Write −inf at the stored entries of rows start:stop."""
+    bounds = exclude.indptr[start : stop + 1]
+    columns = exclude.indices[bounds[0] : bounds[-1]].astype(np.int64)
+    places = columns + np.repeat(np.arange(stop - start) * scores.shape[1], np.diff(bounds))
+    scores.view(-1).index_fill_(0, torch.from_numpy(places).to(scores.device), -torch.inf)

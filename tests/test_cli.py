@@ -1,0 +1,311 @@
+"""The command line, run in-process: what it prints, what it leaves on disk and how it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import inspect
+import json
+import subprocess
+import sys
+import tomllib
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
+pytest.importorskip("polars", reason="the command line reads tables with polars")
+
+import gramtower.training.log
+from gramtower.cli.app import run
+from gramtower.cli.config import TABLES, toml
+from gramtower.estimator.two_tower import TwoTower, load
+
+SMALL = ["--dim", "4", "--hidden", "8", "--device", "cpu", "--quiet"]
+COLUMNS = ["--left", "user", "--right", "item"]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Two groups that like the even and the odd items; each user lacks some of its own, which are the test pairs."""
+    rng = np.random.default_rng(0)
+    folder = tmp_path_factory.mktemp("pairs")
+    rows = [(f"{u:03d}", f"film {i} [x]", 5 if u % 2 == i % 2 else 1) for u in range(40) for i in range(30)]
+    test = rng.random(len(rows)) < 0.25
+    for name, chosen in (("train.csv", ~test), ("test.csv", test)):
+        lines = [f"{u},{i},{r}" for (u, i, r), keep in zip(rows, chosen, strict=True) if keep]
+        (folder / name).write_text("\n".join(["user,item,rating", *lines]) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fitted(pairs):
+    rated = [*COLUMNS, "--value", "rating", "--threshold", "4"]
+    out = pairs / "run"
+    assert run(["fit", str(pairs / "train.csv"), *rated, *SMALL, "--max-iterations", "8", "--out", str(out)]) == 0
+    return out
+
+
+def answer(capsys, *tokens, code=0):
+    """The JSON that a command prints on standard output."""
+    capsys.readouterr()
+    assert run([*map(str, tokens), "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def refusal(capsys, *tokens, code=2):
+    """The one line of an error."""
+    capsys.readouterr()
+    assert run([*map(str, tokens)]) == code
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert printed.err.count("\n") == 1
+    return printed.err
+
+
+def test_a_run_folder_holds_everything_that_was_used(fitted, pairs):
+    assert sorted(p.name for p in fitted.iterdir()) == [
+        "checkpoint.safetensors", "config.toml", "history.jsonl", "model.gramtower", "summary.json",
+    ]  # fmt: skip
+    config = tomllib.loads((fitted / "config.toml").read_text())
+    assert config["data"]["threshold"] == 4
+    assert config["model"]["hidden"] == [8]
+    assert config["train"]["patience"] == TwoTower().patience
+    summary = json.loads((fitted / "summary.json").read_text())
+    assert summary["iterations"] == 8
+    assert summary["environment"]["threads"] >= 1
+    assert len((fitted / "history.jsonl").read_text().splitlines()) == 9
+
+
+def test_evaluation_finds_the_planted_groups(fitted, pairs, capsys):
+    test = ("--test", pairs / "test.csv")  # columns and threshold come from the run
+    found = answer(capsys, "evaluate", fitted, *test, "--metrics", "recall@20, ndcg@5")
+    assert set(found["metrics"]) == {"recall@20", "ndcg@5"}
+    assert found["metrics"]["recall@20"] > 0.95
+    assert found["pairs_left_out"] == 0
+    seen = answer(capsys, "evaluate", fitted, *test, "--metrics", "ndcg@5", "--no-exclude-seen")
+    assert seen["metrics"]["ndcg@5"] < found["metrics"]["ndcg@5"]
+    parts = answer(capsys, "evaluate", fitted, *test, "--by", "popularity")
+    assert any("popularity" in name for name in parts["metrics"])
+
+
+def test_unknown_test_ids_are_left_out_and_counted(fitted, tmp_path, capsys):
+    (tmp_path / "t.csv").write_text("user,item,rating\n000,film 0 [x],5\nnobody,film 2 [x],5\n000,film 28 [x],5\n")
+    tokens = ("evaluate", fitted, "--test", tmp_path / "t.csv", "--no-exclude-seen")
+    assert answer(capsys, *tokens)["pairs_left_out"] == 1
+    (tmp_path / "t.csv").write_text("user,item,rating\nnobody,film 2 [x],5\n")
+    assert "none of them" in refusal(capsys, *tokens)
+
+
+def test_recommendations_are_new_items_of_the_users_group(fitted, capsys):
+    found = answer(capsys, "recommend", fitted, "--left", "007", "--left", "010", "-k", "2")["answers"]
+    assert [entry["left"] for entry in found] == ["007", "010"]
+    assert all(int(hit["id"].split()[1]) % 2 == 1 for hit in found[0]["results"])
+    model = load(fitted / "model.gramtower")
+    ids, scores = model.recommend(["007"], 2)
+    assert [hit["id"] for hit in found[0]["results"]] == ids[0].tolist()
+    assert [hit["score"] for hit in found[0]["results"]] == pytest.approx(scores[0].tolist())
+    best = found[0]["results"][0]["id"]
+    denied = answer(capsys, "recommend", fitted, "--left", "007", "--deny", best)["answers"][0]["results"]
+    assert best not in [hit["id"] for hit in denied]
+    everything = answer(capsys, "recommend", fitted, "--left", "007", "-k", "99", "--include-seen")["answers"][0]
+    assert len(everything["results"]) == len(model.right_) > len(denied)
+
+
+def test_similar_entities_are_of_the_same_group(fitted, capsys):
+    found = answer(capsys, "similar", fitted, "--left", "007", "-k", "5")["answers"][0]
+    assert all(int(hit["id"]) % 2 == 1 and hit["id"] != "007" for hit in found["results"])
+    capsys.readouterr()
+    assert run(["similar", str(fitted), "--right", "film 4 [x]", "-k", "3"]) == 0
+    assert "[x]" in capsys.readouterr().out  # brackets are text, not markup
+
+
+def test_info_counts_a_model_and_a_file(fitted, pairs, capsys):
+    model = answer(capsys, "info", fitted)
+    assert (model["kind"], model["left_id"], model["settings"]["dim"]) == ("model", "000", 4)
+    data = answer(capsys, "info", pairs / "train.csv", *COLUMNS, "--value", "rating", "--threshold", "4")
+    assert (data["kind"], data["left"], data["pairs"]) == ("pairs", model["left"], model["pairs"])
+    assert run(["info", str(fitted)]) == 0
+    assert "pairs per entity" in capsys.readouterr().out
+
+
+def test_formats_are_told_by_name_or_flag(tmp_path, capsys):
+    with gzip.open(tmp_path / "a.tsv.gz", "wt") as file:
+        file.write("u\ti\n01\tx\n01\ty\n2\tx\n")
+    (tmp_path / "lists.txt").write_text("01 x y\n2 x\n")
+    (tmp_path / "edges.txt").write_text("01 x 5\n01 y 4\n2 x 4\n2 y 1\n")
+    (tmp_path / "ml").mkdir()
+    (tmp_path / "ml/ratings.dat").write_text("01::x::5::9\n01::y::4::9\n2::x::4::9\n2::y::3::9\n")
+    ways = [
+        ("a.tsv.gz", "--left", "u", "--right", "i"),
+        ("lists.txt", "--format", "lists"),
+        ("edges.txt", "--format", "edges", "--value", "2", "--threshold", "4"),
+        ("ml",),
+    ]
+    for name, *flags in ways:
+        found = answer(capsys, "info", tmp_path / name, *flags)
+        assert (found["left"], found["right"], found["pairs"], found["left_id"]) == (2, 2, 3, "01"), name
+    assert "--format" in refusal(capsys, "info", tmp_path / "lists.txt")
+    assert "own columns" in refusal(capsys, "info", tmp_path / "ml", "--left", "user")
+
+
+def test_flags_win_over_the_config_and_a_runs_own_config_repeats_it(fitted, tmp_path, capsys):
+    config = ["--config", fitted / "config.toml", "--quiet"]
+    again = answer(capsys, "fit", *config, "--out", tmp_path / "again")
+    summary = json.loads((fitted / "summary.json").read_text())
+    assert again["objective"] == pytest.approx(summary["objective"], rel=1e-5)
+    short = answer(capsys, "fit", *config, "--max-iterations", "1", "--out", tmp_path / "short")
+    assert short["iterations"] == 1
+    assert load(tmp_path / "short/model.gramtower").dim == 4
+
+
+def test_an_interrupted_fit_goes_on_by_the_same_command(pairs, tmp_path, capsys, monkeypatch):
+    tokens = ["fit", pairs / "train.csv", *COLUMNS, *SMALL[:-1], "--max-iterations", "6", "--validation", "0.2"]
+    whole = answer(capsys, *tokens, "--patience", "99", "--out", tmp_path / "whole")
+    show = gramtower.training.log.Log.__call__
+
+    def interrupt(log, record):
+        show(log, record)
+        if record.iteration == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(gramtower.training.log.Log, "__call__", interrupt)
+    cut = answer(capsys, *tokens, "--patience", "99", "--out", tmp_path / "cut", code=1)
+    assert cut["iterations"] == 3
+    monkeypatch.undo()
+    rest = answer(capsys, *tokens, "--patience", "99", "--out", tmp_path / "cut")
+    assert rest["resumed"]
+    assert not whole["resumed"]
+    assert rest["iterations"] == 6
+    assert (rest["objective"], rest["metric_value"]) == (whole["objective"], whole["metric_value"])
+
+
+def test_pair_weights_reach_the_objective(pairs, tmp_path, capsys):
+    tokens = ["fit", pairs / "train.csv", *COLUMNS, *SMALL, "--max-iterations", "0", "--embedding-l2", "0"]
+    plain = answer(capsys, *tokens, "--out", tmp_path / "a")
+    weighted = answer(capsys, *tokens, "--weight", "rating", "--out", tmp_path / "b")
+    assert weighted["objective"] > plain["objective"]  # weights are 1 and 5
+
+
+def test_a_raised_limit_goes_on_and_other_settings_need_fresh(pairs, tmp_path, capsys):
+    tokens = ["fit", pairs / "train.csv", *COLUMNS, *SMALL, "--out", tmp_path]
+    answer(capsys, *tokens, "--max-iterations", "1")
+    assert answer(capsys, *tokens, "--max-iterations", "2")["resumed"]
+    assert "objective" in refusal(capsys, *tokens, "--l2", "3")
+    assert not answer(capsys, *tokens, "--l2", "3", "--max-iterations", "1", "--fresh")["resumed"]
+
+
+def test_compare_times_methods_and_goes_on_after_a_failure(pairs, tmp_path, capsys, monkeypatch):
+    fit = TwoTower.fit
+    monkeypatch.setattr(TwoTower, "fit", lambda self, *a, **k: 1 / 0 if self.optimizer == "gd" else fit(self, *a, **k))
+    tokens = ["compare", pairs / "train.csv", *COLUMNS, *SMALL, "--max-iterations", "3", "--out", tmp_path]
+    found = answer(capsys, *tokens, "--optimizers", "newton,gd,newton-kron", code=1)
+    assert "ZeroDivisionError" in found["methods"]["gd"]["failed"]
+    kron, newton = found["methods"]["newton-kron"], found["methods"]["newton"]
+    best = min(kron, newton, key=lambda result: result["lowest"])
+    assert 0 < best["seconds_to"]["50%"] <= best["seconds_to"]["99%"] <= best["seconds"]
+    assert json.loads((tmp_path / "newton.jsonl").read_text().splitlines()[0])["value"] == pytest.approx(
+        json.loads((tmp_path / "newton-kron.jsonl").read_text().splitlines()[0])["value"]
+    )  # the same start
+    assert "environment" in json.loads((tmp_path / "summary.json").read_text())
+    assert "'newton-kron'" in refusal(capsys, *tokens, "--optimizers", "newton_kron")
+
+
+def test_bad_input_is_one_line_and_exit_code_2(fitted, pairs, tmp_path, capsys):
+    train, out = pairs / "train.csv", ["--out", tmp_path / "out"]
+    columns = refusal(capsys, "fit", train, "--left", "usr", "--right", "item", *out)
+    assert "user, item, rating" in columns
+    assert not (tmp_path / "out").exists()
+    assert "--right" in refusal(capsys, "fit", train, "--left", "user", *out)
+    assert "nofile.csv" in refusal(capsys, "fit", tmp_path / "nofile.csv", *COLUMNS, *out)
+    assert "--value" in refusal(capsys, "fit", train, *COLUMNS, "--threshold", "4", *out)
+    assert "hidden" in refusal(capsys, "fit", train, *COLUMNS, "--hidden", "8;8", *out)
+    assert "dim" in refusal(capsys, "compare", train, *COLUMNS, "--dim", "0", "--quiet", *out)
+    assert "validation" in refusal(capsys, "fit", train, *COLUMNS, "--validation", "1.5", *out)
+    assert "--embedding-l2" in refusal(capsys, "fit", train, "--embeding-l2", "3", *out)
+    assert "'007'" in refusal(capsys, "recommend", fitted, "--left", "0077")
+    assert "film 4 [x]" in refusal(capsys, "similar", fitted, "--right", "film 4 x")
+    assert "neither" in refusal(capsys, "similar", fitted)
+    assert "recall" in refusal(capsys, "evaluate", fitted, "--test", train, "--metrics", "recal@20")
+    assert "recommend" in refusal(capsys, "recomend", fitted)
+
+
+def test_a_foreign_model_and_an_empty_folder_are_refused(tmp_path, capsys):
+    (tmp_path / "model.gramtower").write_bytes(b"something else")
+    assert "not a gramtower model" in refusal(capsys, "recommend", tmp_path, "--left", "1")
+    (tmp_path / "empty").mkdir()
+    assert "model.gramtower" in refusal(capsys, "evaluate", tmp_path / "empty", "--test", "x.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[model]\ndims = 3", "'dim'"),
+        ("[modell]\ndim = 3", "[model]"),
+        ("dim = 3", "[model]"),
+        ("[data]\nmax-iterations = 3", "[train]"),
+        ("[model]\ndim = 'x'", "a whole number"),
+        ("[model\n", "not a TOML file"),
+    ],
+)
+def test_a_wrong_config_names_what_was_meant(text, message, pairs, tmp_path, capsys):
+    (tmp_path / "c.toml").write_text(text)
+    tokens = ("fit", pairs / "train.csv", *COLUMNS, "--config", tmp_path / "c.toml", "--out", tmp_path / "out")
+    assert message in refusal(capsys, *tokens)
+
+
+def test_a_failure_is_exit_code_1_and_debug_shows_where(fitted, capsys, monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(TwoTower, "recommend", broken)
+    assert "RuntimeError: out of luck" in refusal(capsys, "recommend", fitted, "--left", "007", code=1)
+    assert run(["recommend", str(fitted), "--left", "007", "--debug"]) == 1
+    assert "in broken" in capsys.readouterr().err
+
+
+def test_progress_is_on_standard_error_and_quiet_is_quiet(pairs, tmp_path, capsys):
+    tokens = ["fit", str(pairs / "train.csv"), *COLUMNS, *SMALL[:-1], "--max-iterations", "1"]
+    assert run([*tokens, "--out", str(tmp_path / "a")]) == 0
+    printed = capsys.readouterr()
+    assert "iter   seconds" in printed.err
+    assert "model.gramtower" in printed.out
+    assert run([*tokens, "--out", str(tmp_path / "b"), "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_threads_are_set_before_the_command_runs(fitted, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    answer(capsys, "info", fitted, "--threads", "3")
+    assert asked == [3]
+    assert "threads" in refusal(capsys, "info", fitted, "--threads", "0")
+
+
+def test_every_argument_of_the_estimator_is_a_flag():
+    arguments = set(inspect.signature(TwoTower.__init__).parameters) - {"self", "towers", "verbose"}
+    flags = {f.name for name in ("model", "train") for f in dataclasses.fields(TABLES[name])}
+    assert arguments - flags == {"optimizer_options"}  # --option NAME=VALUE
+    assert flags - arguments == {"option", "history"}
+
+
+def test_written_values_are_toml():
+    values = {"a": 'q"\\\n\x7f\u00e9\U0001f600', "b": [1, 2.5, 1e-20], "c": True, "d": {"damping": 0.5}}
+    text = "\n".join(f"{key} = {toml(value)}" for key, value in values.items())
+    assert tomllib.loads(text) == values
+
+
+def test_help_states_rules_and_units():
+    done = subprocess.run([sys.executable, "-m", "gramtower", "--help"], capture_output=True, text=True, check=True)
+    assert "recommend" in done.stdout
+    assert "Exit codes" in done.stdout
+
+
+def test_fit_help_states_the_stopping_rules(capsys):
+    assert run(["fit", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "seconds of training" in text
+    assert "1e-6" in text
+    assert "--memory-budget" in text

@@ -1,0 +1,265 @@
+"""TwoTower on data whose answers are known by construction."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+from torch import nn
+
+import gramtower as gt
+from gramtower.estimator import defaults
+from gramtower.estimator.two_tower import history_features
+
+
+def checkerboard(size=20):
+    """Even users like even items and odd ones odd items, each except its own number."""
+    rows, columns = np.nonzero((np.add.outer(np.arange(size), np.arange(size)) % 2 == 0) & ~np.eye(size, dtype=bool))
+    return sp.csr_matrix((np.ones(len(rows), np.float32), (rows, columns)), shape=(size, size))
+
+
+def named(size=20):
+    matrix = checkerboard(size).tocoo()
+    return gt.Interactions.from_arrays(
+        np.array([f"user {i:03d}" for i in matrix.row], dtype=object),
+        np.array([f"{j:03d}" for j in matrix.col], dtype=object),
+    )
+
+
+def small(**options):
+    return gt.TwoTower(**{"dim": 8, "hidden": (16,), "max_iterations": 25, "device": "cpu", **options})
+
+
+@pytest.fixture(scope="module")
+def model():
+    return small().fit(named())
+
+
+def test_the_missing_item_of_the_pattern_is_recommended_first(model):
+    ids, scores = model.recommend([f"user {i:03d}" for i in range(20)], k=3)
+    assert ids[:, 0].tolist() == [f"{i:03d}" for i in range(20)]
+    assert scores.shape == (20, 3)
+    assert (np.diff(scores, axis=1) <= 0).all()
+
+
+@pytest.mark.parametrize(
+    "options", [dict(hidden=()), dict(loss="squared", imputed=0.0), dict(optimizer="lbfgs", max_iterations=100)]
+)
+def test_other_models_find_it_too(options):
+    ids, _ = small(**options).fit(checkerboard()).recommend(range(20), k=1)
+    assert ids[:, 0].tolist() == list(range(20))
+
+
+def test_seen_items_come_back_when_asked_for(model):
+    seen = set(named().right_ids[named().matrix[0].indices])
+    kept, _ = model.recommend("user 000", k=9, exclude_seen=False)
+    left_out, _ = model.recommend("user 000", k=9)
+    assert len(seen & set(kept[0])) >= 8
+    assert not seen & set(left_out[0])
+
+
+def test_allow_and_deny_lists(model):
+    allowed, _ = model.recommend("user 000", k=5, allow=["000", "001", "003"])
+    assert set(allowed[0]) == {"000", "001", "003", None}
+    denied, _ = model.recommend("user 000", k=5, deny=["000"])
+    assert "000" not in denied[0]
+
+
+def test_places_without_an_answer_are_empty(model):
+    ids, scores = model.recommend("user 000", k=20)
+    assert (ids[0][11:] == None).all()  # noqa: E711
+    assert np.isneginf(scores[0][11:]).all()
+
+
+def test_similar_entities_share_their_parity(model):
+    ids, _ = model.similar("004", side="right", k=5)
+    assert all(int(item) % 2 == 0 for item in ids[0])
+    assert "004" not in ids[0]
+    users, _ = model.similar(["user 001"], side="left", k=5)
+    assert all(int(user[-3:]) % 2 == 1 for user in users[0])
+
+
+def test_score_embed_and_recommend_agree(model):
+    ids, scores = model.recommend("user 005", k=2)
+    assert model.score(["user 005"] * 2, ids[0]) == pytest.approx(scores[0], rel=1e-5)
+    product = model.embed(["user 005"]) @ model.embed(ids[0], side="right").T
+    assert product[0] == pytest.approx(scores[0], rel=1e-5)
+
+
+def test_evaluate_on_held_out_pairs(model):
+    held = gt.Interactions.from_arrays(
+        np.array([f"user {i:03d}" for i in range(20)], dtype=object),
+        np.array([f"{i:03d}" for i in range(20)], dtype=object),
+    )
+    found = model.evaluate(held, metrics=("recall@1", "ndcg@5", "map@5"))
+    assert found["recall@1"] == 1.0
+    assert found["ndcg@5"] == 1.0
+    assert found["map@5"] == pytest.approx(np.mean([1 / k for k in range(1, 6)]))
+
+
+def test_validation_stops_early_and_keeps_the_best():
+    held = sp.identity(20, format="csr", dtype=np.float32)
+    fitted = small(patience=2, metric="recall@1", max_iterations=60).fit(checkerboard(), validation=held)
+    assert fitted.best_metric_ == max(record.metric for record in fitted.history_)
+    assert fitted.evaluate(held, metrics=("recall@1",))["recall@1"] == fitted.best_metric_
+    assert len(fitted.history_) < 61
+
+
+@pytest.mark.parametrize("kind", ["ids", "dense", "sparse", "history"])
+def test_saved_and_loaded_models_answer_alike(kind, tmp_path):
+    matrix = checkerboard()
+    features = {"ids": None, "dense": np.eye(20), "sparse": sp.identity(20, format="csr"), "history": "history"}[kind]
+    fitted = small().fit(matrix, left_features=features)
+    path = tmp_path / "model.gramtower"
+    fitted.save(path)
+    loaded = gt.load(path)
+    for before, after in zip(fitted.recommend(range(20), k=5), loaded.recommend(range(20), k=5), strict=True):
+        assert np.array_equal(before, after)
+    assert loaded.get_params() == fitted.get_params()
+    assert loaded.history_ == fitted.history_
+    if kind == "dense":
+        assert np.array_equal(fitted.embed(left_features=np.eye(20)[:3]), loaded.embed(left_features=np.eye(20)[:3]))
+    if kind == "history":
+        assert np.array_equal(
+            fitted.recommend(histories=[[2, 4]], k=3)[0], loaded.recommend(histories=[[2, 4]], k=3)[0]
+        )
+
+
+def test_text_ids_survive_saving(model, tmp_path):
+    model.save(tmp_path / "m")
+    loaded = gt.load(tmp_path / "m")
+    assert loaded.left_.ids.tolist() == model.left_.ids.tolist()
+    assert loaded.recommend("user 007", k=1)[0][0, 0] == "007"
+
+
+def test_new_users_through_their_features_and_histories():
+    parity = np.stack([np.arange(20) % 2, 1 - np.arange(20) % 2], 1).astype(np.float32)
+    by_features = small().fit(checkerboard(), left_features=parity)
+    assert by_features.recommend(left_features=np.array([[1.0, 0.0]]), k=10)[0][0].tolist().count(0) == 0
+    by_history = small().fit(checkerboard(), left_features="history")
+    ids, _ = by_history.recommend(histories=[range(1, 15, 2), range(0, 14, 2)], k=3)
+    assert set(ids[0]) == {15, 17, 19}
+    assert set(ids[1]) == {14, 16, 18}
+
+
+def test_warm_start_keeps_known_entities_and_adds_new_ones():
+    first = small(max_iterations=15).fit(named(16))
+    grown = small(max_iterations=15).fit(named(16)).fit(named(20), warm_start=True)
+    assert grown.history_[0].value < 0.9 * small(max_iterations=0).fit(named(20)).history_[0].value
+    assert grown.recommend("user 019", k=1)[0][0, 0] == "019"
+    assert len(first.left_) == 16
+
+
+def test_scikit_learn_conventions():
+    estimator = small(omega=0.1)
+    params = estimator.get_params()
+    assert params["omega"] == 0.1
+    assert gt.TwoTower(**params).get_params() == params
+    assert estimator.set_params(dim=4).dim == 4
+    assert repr(estimator) == "TwoTower(dim=4, hidden=(16,), omega=0.1, max_iterations=25, device='cpu')"
+    with pytest.raises(ValueError, match="parameter: got 'size'"):
+        estimator.set_params(size=3)
+
+
+def test_sklearn_clone_works():
+    base = pytest.importorskip("sklearn.base", reason="scikit-learn is not installed")
+    estimator = small(omega=0.1)
+    assert base.clone(estimator).get_params() == estimator.get_params()
+
+
+def test_towers_of_ones_own_and_what_a_file_cannot_hold(tmp_path):
+    def make(problem):
+        torch.manual_seed(0)
+        tower = lambda rows: nn.Sequential(nn.Embedding(rows, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 4))  # noqa: E731
+        return gt.Towers(tower(problem.shape[0]), tower(problem.shape[1]))
+
+    fitted = small(towers=make).fit(checkerboard())
+    fitted.save(tmp_path / "m")
+    for loaded in (gt.load(tmp_path / "m"), gt.load(tmp_path / "m", towers=make)):
+        assert np.array_equal(loaded.recommend([3], k=2)[0], fitted.recommend([3], k=2)[0])
+
+
+def test_defaults_scale_with_the_data():
+    assert defaults.default_omega((1000, 1000), 10_000) == pytest.approx(2 * 10_000 / 990_000)
+    sparse, dense = (defaults.default_embedding_l2((1000, 1000), n) for n in (1000, 100_000))
+    assert dense == 2 * sparse
+    fitted = small(max_iterations=1).fit(checkerboard())
+    assert fitted.omega_ == pytest.approx(2 * 180 / 220)
+
+
+def test_an_interrupted_fit_goes_on_from_its_checkpoint(tmp_path):
+    whole = small(max_iterations=8).fit(checkerboard())
+    path = tmp_path / "c.safetensors"
+    small(max_iterations=5).fit(checkerboard(), checkpoint=path)
+    resumed = small(max_iterations=8).fit(checkerboard(), checkpoint=path)
+    assert [r.value for r in resumed.history_] == [r.value for r in whole.history_]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m.recommend("user 0O5"), "1 unknown, such as 'user 0O5'; nearest known: 'user"),
+        (lambda m: m.recommend(), "left: got None"),
+        (lambda m: m.recommend("user 001", k=0), "k: got 0"),
+        (lambda m: m.recommend("user 001", deny=["x"]), "right ids: got 1 unknown"),
+        (lambda m: m.recommend(left_features=np.ones((1, 3))), "knows left ids only"),
+        (lambda m: m.recommend(histories=[["001"]]), 'fitted with left_features="history"'),
+        (lambda m: m.similar("001", side="top"), "side: got 'top'"),
+        (lambda m: m.score(["user 001"], ["001", "002"]), "1 and 2 ids"),
+        (lambda m: m.evaluate(checkerboard()), "a matrix without ids"),
+        (lambda m: small().recommend([1]), "not fitted yet"),
+        (lambda m: small().fit([[1, 0]]), "pairs: got list"),
+        (lambda m: small(device="tpu").fit(checkerboard()), "device: got 'tpu'"),
+        (lambda m: small().fit(checkerboard(), left_features="past"), "left_features: got 'past'"),
+    ],
+)
+def test_bad_input_is_refused(model, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(model)
+
+
+def test_cuda_without_a_gpu_says_so():
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ValueError, match="here there is none"):
+        small(device="cuda").fit(checkerboard())
+
+
+@pytest.mark.parametrize("damage", ["cut", "foreign", "later"])
+def test_damaged_foreign_and_later_files_are_refused(damage, model, tmp_path):
+    path = tmp_path / "m"
+    model.save(path)
+    whole = path.read_bytes()
+    changed = {
+        "cut": whole[:200],
+        "foreign": b"PK\x03\x04" + bytes(100),
+        "later": whole.replace(b'version\\": 1', b'version\\": 9'),
+    }
+    path.write_bytes(changed[damage])
+    with pytest.raises(ValueError, match="later version" if damage == "later" else "damaged or not a gramtower model"):
+        gt.load(path)
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        gt.load(tmp_path / "nothing")
+
+
+def test_a_full_disk_leaves_the_old_file_whole(model, tmp_path, monkeypatch):
+    path = tmp_path / "m"
+    model.save(path)
+    before = path.read_bytes()
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        small(max_iterations=1).fit(checkerboard()).save(path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["m"]
+
+
+def test_history_features_have_length_one():
+    features = history_features(checkerboard())
+    assert np.allclose(features.multiply(features).sum(1), 1)

@@ -1,0 +1,154 @@
+"""Layouts of public data sets, from small files written here and, where present, the real ones."""
+
+from __future__ import annotations
+
+import lzma
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gramtower.data import readers
+
+pl = pytest.importorskip("polars", reason="reading tables needs polars")
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+DAT = "1::10::5::978300760\n1::20::3::978302109\n2::10::4::978301968\n"
+CSV = "userId,movieId,rating,timestamp\n1,10,5.0,978300760\n1,20,3.0,978302109\n2,10,4.0,978301968\n"
+TAB = "1\t10\t5\t978300760\n1\t20\t3\t978302109\n2\t10\t4\t978301968\n"
+
+
+def pairs_of(interactions):
+    entries = interactions.matrix.tocoo()
+    return {
+        (interactions.left_ids[i], interactions.right_ids[j]) for i, j in zip(entries.row, entries.col, strict=True)
+    }
+
+
+@pytest.mark.parametrize(("name", "text"), [("ratings.dat", DAT), ("ratings.csv", CSV), ("u.data", TAB)])
+@pytest.mark.parametrize("zipped", [False, True])
+def test_movielens_layouts_read_alike(tmp_path, name, text, zipped):
+    (tmp_path / name).write_text(text)
+    place = tmp_path
+    if zipped:
+        place = tmp_path / "ml.zip"
+        with zipfile.ZipFile(place, "w") as archive:
+            archive.write(tmp_path / name, f"ml-latest/{name}")
+            archive.writestr("ml-latest/README.txt", "about")
+    pairs = readers.movielens(place)
+    assert pairs_of(pairs) == {("1", "10"), ("2", "10")}
+    assert pairs.times.tolist() == [978300760, 978301968]
+    assert (pairs.left_name, pairs.right_name) == ("user", "movie")
+    assert readers.movielens(place, times=False).times is None
+    assert readers.movielens(place, threshold=None, labels=True).matrix.toarray().tolist() == [[5, 3], [4, 0]]
+
+
+def test_movielens_without_timestamps_and_compressed(tmp_path):
+    path = tmp_path / "ratings_no_timestamp.dat.xz"
+    path.write_bytes(lzma.compress(b"1::10::5\n2::10::4\n"))
+    assert pairs_of(readers.movielens(path)) == pairs_of(readers.movielens(tmp_path)) == {("1", "10"), ("2", "10")}
+    with pytest.raises(ValueError, match="times: got True"):
+        readers.movielens(path, times=True)
+
+
+def test_movielens_that_is_something_else(tmp_path):
+    (tmp_path / "notes.txt").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match=r"holds notes.txt, expected a folder with ratings.dat"):
+        readers.movielens(tmp_path)
+    with pytest.raises(ValueError, match="expected MovieLens ratings: user, movie, rating"):
+        readers.movielens(tmp_path / "notes.txt")
+
+
+def test_movielens_tables(tmp_path):
+    (tmp_path / "movies.dat").write_bytes("10::Les Misérables (1995)::Drama|Musical\n".encode("latin-1"))
+    (tmp_path / "users.dat").write_text("1::F::1::10::02460\n")
+    assert readers.movielens_table(tmp_path, "movies").rows() == [("10", "Les Misérables (1995)", "Drama|Musical")]
+    assert readers.movielens_table(tmp_path, "users").row(0, named=True)["zip"] == "02460"
+    modern = tmp_path / "movies.csv"
+    modern.write_text('movieId,title,genres\n7,"Mask, The (1994)",Comedy\n')
+    assert readers.movielens_table(modern, "movies").rows() == [("7", "Mask, The (1994)", "Comedy")]
+
+
+def test_item_lists(tmp_path):
+    path = tmp_path / "train.txt"
+    path.write_text("0 5 6\n1\n\n2 6  5 5 \r\n")
+    pairs = readers.item_lists(path)
+    assert pairs_of(pairs) == {("0", "5"), ("0", "6"), ("2", "6"), ("2", "5")}
+    assert (pairs.report["lines_without_pairs"], pairs.report["rows_merged"]) == (1, 1)
+    lines = pl.DataFrame({"line": ["0 5 6", "", "2 6"]})
+    lines.write_csv(tmp_path / "t.txt.zst", compression="zstd", include_header=False, quote_style="never")
+    assert pairs_of(readers.item_lists(tmp_path / "t.txt.zst")) == {("0", "5"), ("0", "6"), ("2", "6")}
+    path.write_text("1\n2\n")
+    with pytest.raises(ValueError, match="no line with two ids"):
+        readers.item_lists(path)
+
+
+def test_thesaurus_words_may_have_spaces(tmp_path):
+    path = tmp_path / "words.txt.xz"
+    path.write_bytes(lzma.compress(b"swift,quick,like lightning\nslow,poky\n"))
+    pairs = readers.thesaurus(path)
+    assert pairs_of(pairs) == {("swift", "quick"), ("swift", "like lightning"), ("slow", "poky")}
+    path.write_bytes(lzma.compress(b"caf\xe9,bar\n"))
+    assert pairs_of(readers.thesaurus(path, encoding="latin-1")) == {("café", "bar")}
+    with pytest.raises(ValueError, match="not utf8 text"):
+        readers.thesaurus(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "separator"),
+    [("# a graph\na b 2\n a\tc  1\r\n", None), ("a->b->2\na->c->1\n", "->"), ("a,b,2\na,c,1\n", ",")],
+)
+def test_edge_lists(tmp_path, text, separator):
+    path = tmp_path / "edges.txt"
+    path.write_bytes(text.encode())
+    assert pairs_of(readers.edge_list(path, separator=separator)) == {("a", "b"), ("a", "c")}
+    assert pairs_of(readers.edge_list(path, separator=separator, value=2, threshold=2)) == {("a", "b")}
+
+
+def test_edge_list_with_a_header_and_quotes_as_letters(tmp_path):
+    path = tmp_path / "edges.tsv"
+    path.write_text('from\tto\n"x\ty"\n')
+    pairs = readers.edge_list(path, separator="\t", header=True, left="to", right="from")
+    assert (pairs_of(pairs), pairs.left_name) == ({('y"', '"x')}, "to")
+
+
+def test_extreme_classification_keeps_points_without_labels(tmp_path):
+    path = tmp_path / "train.txt"
+    path.write_text("3 4 5\n0,4 0:0.5 3:2\n 1:1\n2 2:1.5\n")
+    found = readers.extreme_classification(path)
+    expected = np.zeros((3, 5))
+    expected[[0, 0, 2], [0, 4, 2]] = 1
+    assert (found.pairs.matrix.toarray() == expected).all()
+    assert found.features.toarray().tolist() == [[0.5, 0, 0, 2], [0, 1, 0, 0], [0, 0, 1.5, 0]]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a b c\n", "not three numbers"),
+        ("2 4 5\n0 0:1\n", "got 1 points"),
+        ("1 4 5\n0 0:1 x\n", "line 2"),
+        ("1 4 5\n5 0:1\n", "labels numbered 5 to 5, expected numbers from 0 to 4"),
+        ("1 4 5\n1 4:1\n", "features numbered"),
+    ],
+)
+def test_a_broken_extreme_classification_file_is_named(tmp_path, text, message):
+    path = tmp_path / "train.txt"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        readers.extreme_classification(path)
+
+
+@pytest.mark.parametrize(
+    ("read", "name", "shape", "count"),
+    [
+        (readers.movielens, "ml-1m", (6038, 3533), 575_281),
+        (readers.item_lists, "gowalla/train.txt.xz", (29_858, 40_981), 810_128),
+    ],
+)
+def test_real_files_have_their_published_sizes(read, name, shape, count):
+    if not (SHARED / name).exists():
+        pytest.skip(f"{name} is not on this machine")
+    pairs = read(SHARED / name)
+    assert (pairs.shape, len(pairs)) == (shape, count)

@@ -1,0 +1,141 @@
+"""Feature tables: what each kind of column becomes, the join by id, and the encoding kept as JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from gramtower.data.encoders import grams
+from gramtower.data.tables import FeatureTable
+
+pl = pytest.importorskip("polars", reason="reading tables needs polars")
+
+FRAME = pl.DataFrame(
+    {
+        "user": ["007", "b", None, "c"],
+        "age": [20.0, 40.0, 1000.0, None],
+        "zip": ["02", None, "99", "1"],
+        "genres": ["Drama|War", "War", "", None],
+        "title": ["The Mask", "mask, the!", "x", None],
+    }
+)
+
+
+def test_numbers_are_standardised_and_missing_ones_marked():
+    table = FeatureTable(FRAME, numeric=["age"])
+    assert table.feature_names == ["age", "age (missing)"]
+    assert table.encode(["c", "b", "007"]).toarray().tolist() == [[0, 1], [1, 0], [-1, 0]]
+    assert table.report["missing"] == {"age": 1}
+    assert table.report["rows_without_id"] == 1
+    whole = FeatureTable({"user": ["a", "b"], "age": [3, 3]}, numeric=["age"])
+    assert (whole.feature_names, whole.encode(["a", "b"]).nnz) == (["age"], 0)
+
+
+def test_categories_and_list_elements_have_columns_of_their_own():
+    table = FeatureTable(FRAME, categorical=["zip"], lists=["genres"])
+    assert table.feature_names == ["zip=02", "zip=1", "zip (missing)", "genres=Drama", "genres=War"]
+    expected = [[1, 0, 0, 1, 1], [0, 0, 1, 0, 1], [0, 1, 0, 0, 0]]
+    assert table.encode(["007", "b", "c"]).toarray().tolist() == expected
+    lists = pl.DataFrame({"user": ["a", "b"], "tags": [["x", "y", "x"], None]})
+    assert FeatureTable(lists, lists=["tags"]).encode(["b", "a"]).toarray().tolist() == [[0, 0], [1, 1]]
+
+
+def test_rows_follow_the_ids_and_unknown_ids_are_all_missing():
+    table = FeatureTable(FRAME, numeric=["age"], categorical=["zip"], lists=["genres"], text=["title"], hash_bits=6)
+    matrix = table.encode(["nobody", "b", "b"])
+    assert matrix.shape == (3, len(table.feature_names)) == (3, 2 + 3 + 2 + 64)
+    assert np.flatnonzero(matrix[0].toarray()).tolist() == [1, 4]
+    assert (matrix[1] != matrix[2]).nnz == 0
+    assert (table.report["ids_without_features"], table.report["features_without_ids"]) == (1, 2)
+    assert matrix.dtype == np.float32
+
+
+def test_strict_joins_refuse_what_does_not_match():
+    table = FeatureTable(FRAME, numeric=["age"], strict=True)
+    with pytest.raises(ValueError, match="1 without features, first 'nobody'"):
+        table.encode(["007", "b", "c", "nobody"])
+    with pytest.raises(ValueError, match="2 rows of features without an id"):
+        table.encode(["007"])
+    assert table.encode(["007", "b", "c"]).shape == (3, 2)
+
+
+def test_text_is_hashed_into_unit_rows():
+    table = FeatureTable(FRAME, text=["title"], hash_bits=12)
+    rows = table.encode(["007", "b", "c"])
+    np.testing.assert_allclose(np.asarray(rows.multiply(rows).sum(1)).ravel(), [1, 1, 0], rtol=1e-6)
+    shared = float((rows[0] @ rows[1].T).toarray()[0, 0])
+    assert shared == pytest.approx(2 / 3)  # both words of "the", "mask", and not the pair in order
+    assert grams("The Élan", "word") == ["the", "elan", "the elan"]
+    assert grams("ab", "char") == ["<ab", "ab>", "<ab>"]
+
+
+def test_the_hash_is_the_same_in_another_process():
+    code = (
+        "from gramtower.data.tables import FeatureTable as T;"
+        "print(T({'user': ['a'], 't': ['ein Wort']}, text=['t']).encode(['a']).indices.tolist())"
+    )
+    runs = {subprocess.check_output([sys.executable, "-c", code], env={"PYTHONHASHSEED": s}) for s in ("1", "2")}
+    here = FeatureTable({"user": ["a"], "t": ["ein Wort"]}, text=["t"]).encode(["a"]).indices.tolist()
+    assert [json.loads(run) for run in runs] == [here]
+
+
+def test_new_entities_are_encoded_alike_also_from_json():
+    options = dict(numeric=["age"], categorical=["zip"], lists=["genres"], text=["title"], hash_bits=6)
+    table = FeatureTable(FRAME, **options)
+    again = FeatureTable.encoder_from_json(table.to_json())
+    known = FRAME.filter(pl.col("user").is_not_null())
+    for one in (table, again):
+        assert (one.encode_frame(known) != table.encode(known["user"].to_list())).nnz == 0
+        assert one.feature_names == table.feature_names
+    new = {"age": [60], "zip": ["77"], "genres": ["War|Noir"], "title": ["Mask"]}
+    row = again.encode_frame(new).toarray()[0]
+    assert row[:7].tolist() == [3, 0, 0, 0, 1, 0, 1]
+    assert again.report["unseen_values"] == {"zip": 1, "genres": 1}
+    with pytest.raises(ValueError, match="encode_frame"):
+        again.encode(["007"])
+
+
+def test_files_keep_ids_and_categories_as_text(tmp_path):
+    path = tmp_path / "users.csv"
+    path.write_text("user,zip,age\n007,02460,1\n8,2460,3\n")
+    FRAME.write_parquet(tmp_path / "users.parquet")
+    table = FeatureTable(path, numeric=["age"], categorical=["zip"])
+    assert table.feature_names == ["age", "zip=02460", "zip=2460"]
+    assert table.encode(["8", "007"]).toarray().tolist() == [[1, 0, 1], [-1, 1, 0]]
+    assert FeatureTable(tmp_path / "users.parquet", lists=["genres"]).encode(["b"]).toarray().tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("frame", "options", "message"),
+    [
+        (FRAME, {}, "columns: got none"),
+        (FRAME, {"numeric": "age"}, "numeric: got 'age', expected a sequence"),
+        (FRAME, {"numeric": ["agee"]}, r"numeric: got 'agee', expected one of the columns present: user, age"),
+        (FRAME, {"numeric": ["title"]}, "numeric: got 'The Mask' in column 'title'"),
+        (FRAME, {"numeric": ["age"], "id": "uid"}, "id: got 'uid'"),
+        ({"user": ["a", "a"], "x": [1, 2]}, {"numeric": ["x"]}, "id: got 'a' in 2 rows"),
+        (FRAME, {"text": ["title"], "hash_bits": 60}, "hash_bits"),
+        (FRAME, {"text": ["title"], "ngrams": "letters"}, "ngrams: got 'letters'"),
+    ],
+)
+def test_bad_tables_are_named(frame, options, message):
+    with pytest.raises(ValueError, match=message):
+        FeatureTable(frame, **options)
+
+
+def test_foreign_json_is_refused():
+    good = json.loads(FeatureTable(FRAME, numeric=["age"]).to_json())
+    kinds = [{"kind": "magic"}]
+    for text, message in [
+        ("{", "no JSON"),
+        ("[1]", "gramtower.features"),
+        (json.dumps({**good, "version": 99}), "version 99"),
+        (json.dumps({**good, "columns": kinds}), "kind: got 'magic'"),
+        (json.dumps({**good, "columns": [{"kind": "numeric", "x": 1}]}), "fields: got x"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            FeatureTable.encoder_from_json(text)

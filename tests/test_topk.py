@@ -1,0 +1,135 @@
+"""Top K against sorted dense scores, for every implementation, with ties, exclusions and lists."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gramtower.retrieval import scan, scores, select
+from gramtower.retrieval.topk import top_k
+
+SELECTORS = {"torch": select.best_torch, "numba": scan.best, "chosen": select.best}
+
+
+def sorted_rows(dense, k):
+    """Best first, equal scores by column, −1 and −inf where nothing is left: one Python sort a row."""
+    found, values = np.full((len(dense), k), -1), np.full((len(dense), k), -np.inf, dtype=np.float32)
+    for i, row in enumerate(dense.tolist()):
+        ranked = sorted((-s, j) for j, s in enumerate(row) if s > -np.inf)[:k]
+        for place, (s, j) in enumerate(ranked):
+            found[i, place], values[i, place] = j, -s
+    return found, values
+
+
+def whole_numbers(rows, n, dim=5, seed=0):
+    """Embeddings whose scores are exact in float32 and often equal."""
+    g = torch.Generator().manual_seed(seed)
+    return (torch.randint(-2, 3, (size, dim), generator=g).float() for size in (rows, n))
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+@given(
+    rows=st.integers(1, 5), n=st.integers(1, 9000), k=st.integers(1, 40), kinds=st.integers(1, 400), seed=st.integers(0)
+)
+def test_the_best_of_a_block_with_ties_and_gaps(selector, rows, n, k, kinds, seed):
+    rng = np.random.default_rng(seed)
+    block = rng.integers(0, kinds, (rows, n)).astype(np.float32)
+    block[rng.random((rows, n)) < rng.choice([0, 0.3, 0.999])] = -np.inf
+    k = min(k, n)
+    columns, values = SELECTORS[selector](torch.from_numpy(block.copy()), k)
+    expected = sorted_rows(block, k)
+    np.testing.assert_array_equal(columns.numpy(), expected[0])
+    np.testing.assert_array_equal(values.numpy(), expected[1])
+
+
+@pytest.mark.parametrize("k", [1, 7, 200])
+def test_the_implementations_agree_on_large_blocks(k):
+    block = torch.randn(64, 20_011)
+    assert block.numel() > select._WORTH_LOADING
+    expected = block.sort(1, descending=True)
+    for best in SELECTORS.values():
+        columns, values = best(block.clone(), k)
+        assert torch.equal(columns, expected.indices[:, :k])
+        assert torch.equal(values, expected.values[:, :k])
+
+
+@pytest.mark.parametrize("block_bytes", [1, 4 * 31 * 4, "64MB"])
+@pytest.mark.parametrize("lists", ["none", "allow", "deny", "both"])
+def test_exclusions_and_lists_in_blocks_of_any_size(lists, block_bytes):
+    P, Q = whole_numbers(23, 31)
+    exclude = sp.random(23, 31, 0.3, "csr", random_state=1)
+    allow = np.array([30, 2, 7, 7, 11, 19, 3]) if lists in ("allow", "both") else None
+    deny = [2, 19, 28] if lists in ("deny", "both") else None
+    dense = (P @ Q.T).numpy()
+    dense[exclude.toarray() != 0] = -np.inf
+    if allow is not None:
+        dense[:, np.setdiff1d(np.arange(31), allow)] = -np.inf
+    if deny is not None:
+        dense[:, deny] = -np.inf
+    found = top_k(P, Q, 6, exclude=exclude, allow=allow, deny=deny, block_bytes=block_bytes)
+    for ours, theirs in zip(found, sorted_rows(dense, 6), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert found[0].dtype == np.int64
+    assert found[1].dtype == np.float32
+
+
+def test_places_that_nothing_can_fill_are_empty():
+    P, Q = whole_numbers(3, 4)
+    found, values = top_k(P, Q, 6)
+    assert (np.sort(found[:, :4], axis=1) == np.arange(4)).all()
+    assert (found[:, 4:] == -1).all()
+    assert (values[:, 4:] == -np.inf).all()
+    for nothing in (dict(exclude=sp.csr_matrix(np.ones((3, 4)))), dict(allow=[]), dict(allow=[1], deny=[1])):
+        found, values = top_k(P, Q, 2, **nothing)
+        assert (found == -1).all()
+        assert (values == -np.inf).all()
+    assert top_k(P[:0], Q, 2)[0].shape == (0, 2)
+
+
+def test_every_stored_pair_is_excluded_whatever_its_value_and_order():
+    P, Q = torch.ones(2, 1), torch.ones(4, 1)
+    exclude = sp.csr_matrix((np.array([0.0, -1.0, 1.0]), np.array([2, 0, 1]), np.array([0, 2, 3])), shape=(2, 4))
+    assert top_k(P, Q, 4, exclude=exclude)[0].tolist() == [[1, 3, -1, -1], [0, 2, 3, -1]]
+
+
+def test_the_inputs_stay_as_they_were_and_other_types_are_taken():
+    P, Q = (x.double().requires_grad_() for x in whole_numbers(5, 9))
+    before = P.detach().clone(), Q.detach().clone()
+    found = top_k(P, Q, 3, deny=np.array([1]), allow=torch.arange(5))
+    assert torch.equal(P, before[0])
+    assert torch.equal(Q, before[1])
+    again = top_k(P.detach().numpy(), Q.detach().bfloat16(), 3, deny=[1], allow=range(5))
+    np.testing.assert_array_equal(found[0], again[0])
+
+
+def test_one_block_of_scores_is_all_that_is_held():
+    P, Q = whole_numbers(50, 40)
+    blocks = [(start, stop, block.data_ptr()) for start, stop, block in scores.score_blocks(P, Q, block_bytes=1600)]
+    assert [stop - start for start, stop, _ in blocks] == [10] * 5
+    assert len({place for _, _, place in blocks}) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (dict(k=0), "k: got 0"),
+        (dict(P=torch.ones(3)), "P: got shape"),
+        (dict(P=torch.ones(3, 2)), "the same number of columns"),
+        (dict(Q=torch.ones(4, 5, dtype=torch.int64)), "Q: got dtype"),
+        (dict(Q=torch.full((4, 5), torch.nan)), "Q: got 4 rows with NaN"),
+        (dict(exclude=sp.csr_matrix((4, 4))), "exclude: got shape"),
+        (dict(exclude=np.zeros((3, 4))), "exclude: got ndarray"),
+        (dict(allow=[4]), "allow: got 4"),
+        (dict(deny=[0, -1]), "deny: got -1"),
+        (dict(deny=[0.5]), "deny: got shape"),
+        (dict(block_bytes="much"), "block_bytes: got 'much'"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(arguments, text):
+    good = dict(P=torch.ones(3, 5), Q=torch.ones(4, 5), k=2)
+    with pytest.raises(ValueError, match=text):
+        top_k(**{**good, **arguments})
