@@ -11,6 +11,7 @@ Each prints the ratio and the bound it is held to, and writes benchmarks/results
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import statistics
@@ -64,20 +65,27 @@ def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def growth() -> None:
-    rows = []
-    for factor in (1, 2, 4, 8):
+    factors = (1, 2, 4, 8)
+    calls = {}
+    for factor in factors:
         problem = gt.Problem(planted_pairs(4000 * factor, 3000 * factor, 250_000 * factor, seed=1))
-        towers = gt.mlp_towers(problem)
-        point = problem.at(towers)
+        point = problem.at(gt.mlp_towers(problem))
         _ = point.value
-        G, d = point.gauss_newton(), towers.parameters()
-        gradient = median_seconds(lambda point=point: point.gradient())
-        product = median_seconds(lambda G=G, d=d: G @ d)
-        rows.append({"factor": factor, "gradient_s": gradient, "product_s": product})
+        G, d = point.gauss_newton(), point.parameters
+        calls[f"gradient {factor}"] = point.gradient
+        calls[f"product {factor}"] = functools.partial(G.product, d, d.empty())
+    times = side_by_side(calls, repeats=15)
+    rows = []
+    for factor in factors:
+        gradient, product = (statistics.median(times[f"{what} {factor}"]) for what in ("gradient", "product"))
+        row = {"factor": factor, "gradient_s": gradient, "product_s": product}
         line = f"x{factor}: gradient {1e3 * gradient:7.1f} ms, G·d {1e3 * product:7.1f} ms"
-        if len(rows) > 1:
-            before = rows[-2]
-            line += f"   ratios {gradient / before['gradient_s']:.2f}, {product / before['product_s']:.2f} (<= 2.3)"
+        if factor > 1:
+            row["ratios"] = [
+                median_ratio(times, f"{what} {factor}", f"{what} {factor // 2}") for what in ("gradient", "product")
+            ]
+            line += "   ratios " + ", ".join(f"{ratio:.2f}" for ratio in row["ratios"]) + " (<= 2.3)"
+        rows.append(row)
         print(line)
     write_result("engine_growth", {"rows": rows})
 

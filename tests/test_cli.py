@@ -20,7 +20,8 @@ pytest.importorskip("polars", reason="the command line reads tables with polars"
 import gramtower.training.log
 from gramtower.cli.app import run
 from gramtower.cli.config import TABLES, toml
-from gramtower.estimator.two_tower import TwoTower, load
+from gramtower.estimator.loading import load
+from gramtower.estimator.two_tower import TwoTower
 
 SMALL = ["--dim", "4", "--hidden", "8", "--device", "cpu", "--quiet"]
 COLUMNS = ["--left", "user", "--right", "item"]

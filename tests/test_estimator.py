@@ -12,7 +12,7 @@ from torch import nn
 
 import gramtower as gt
 from gramtower.estimator import defaults
-from gramtower.estimator.two_tower import history_features
+from gramtower.estimator.matrices import history_features
 
 
 def checkerboard(size=20):

@@ -6,8 +6,8 @@ point = problem.at(towers)                      value, gradient() and gauss_newt
 """
 
 from gramtower.data.interactions import Interactions as Interactions
+from gramtower.estimator.loading import load as load
 from gramtower.estimator.two_tower import TwoTower as TwoTower
-from gramtower.estimator.two_tower import load as load
 from gramtower.model.layers import InputLinear as InputLinear
 from gramtower.model.parameters import Parameters as Parameters
 from gramtower.model.towers import Towers as Towers

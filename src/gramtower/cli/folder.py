@@ -16,7 +16,8 @@ import torch
 
 from gramtower.cli.config import Settings, read_config
 from gramtower.cli.output import clean
-from gramtower.estimator.two_tower import TwoTower, load
+from gramtower.estimator.loading import load
+from gramtower.estimator.two_tower import TwoTower
 from gramtower.training.result import Reason
 
 MODEL, CONFIG, HISTORY, SUMMARY = "model.gramtower", "config.toml", "history.jsonl", "summary.json"

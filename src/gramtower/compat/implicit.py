@@ -18,8 +18,9 @@ import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
 
+from gramtower.estimator.loading import load as load_estimator
+from gramtower.estimator.matrices import history_features
 from gramtower.estimator.two_tower import TwoTower as Estimator
-from gramtower.estimator.two_tower import load as load_estimator
 from gramtower.retrieval.topk import top_k
 
 Answer = tuple[NDArray[Any], NDArray[Any]]
@@ -182,6 +183,4 @@ class TwoTower:
 
 
 def _histories(user_items: Any) -> sp.csr_matrix:
-    from gramtower.estimator.two_tower import history_features
-
     return history_features(sp.csr_matrix(user_items, dtype=np.float32))

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from gramtower import _checks as check
 from gramtower.data.interactions import Interactions
+from gramtower.data.tables import FeatureTable
 from gramtower.estimator import defaults, model_file
+from gramtower.estimator.matrices import aligned, history_features, matrix_and_ids, row_map
 from gramtower.estimator.side import Side, normalised
 from gramtower.metrics import evaluate_embeddings
 from gramtower.model.towers import Towers, mlp_towers
@@ -127,20 +129,25 @@ class TwoTower:
 
         Args:
             pairs: :class:`~gramtower.Interactions`, or a scipy.sparse matrix whose rows and columns are then the ids.
-            left_features: one row for each left entity (scipy.sparse, numpy or torch), "history" for the entity's own
-                observed right entities, or None for ids alone.
-            right_features: one row for each right entity, or None.
+            left_features: one row for each left entity (scipy.sparse, numpy or torch), a
+                :class:`~gramtower.data.tables.FeatureTable` joined by id, "history" for the entity's own observed right
+                entities, or None for ids alone.
+            right_features: one row for each right entity, a FeatureTable, or None.
             validation: held-out pairs (same ids) to stop early on.
             warm_start: start from this model's towers; entities it knows keep their weights, new ones are added.
             checkpoint: path of a checkpoint that an interrupted fit continues from.
             history: path of a JSONL file with one record an iteration.
         """
-        matrix, ids = _matrix_and_ids(pairs)
+        matrix, ids = matrix_and_ids(pairs)
         device = defaults.pick_device(self.device)
         kinds = ["history" if isinstance(left_features, str) else "", ""]
         if isinstance(left_features, str):
             check.choice("left_features", left_features, ("history",))
             left_features = history_features(matrix)
+        left_features, right_features = (
+            features.encode(side) if isinstance(features, FeatureTable) else features
+            for features, side in ((left_features, ids[0]), (right_features, ids[1]))
+        )
         size = (matrix.shape, matrix.nnz)
         problem = Problem(
             matrix, left_features, right_features, loss=self.loss,
@@ -150,7 +157,7 @@ class TwoTower:
             frequency_power=self.frequency_power, memory_budget=self.memory_budget,
             pair_weights=pairs.weights if isinstance(pairs, Interactions) else None,
         )  # fmt: skip
-        towers = self._make_towers(problem)
+        towers = self.make_towers(problem)
         if warm_start:
             self._carry_over(towers, ids, problem)
         towers.left.to(device)
@@ -278,9 +285,8 @@ class TwoTower:
             tensors |= {f"{side.name}_{k}": t for k, t in model_file.pack_ids(side.ids).items()}
         model_file.write_model(Path(path), header, tensors)
 
-    # What fit, recommend and load are made of.
-
-    def _make_towers(self, problem: Problem) -> Towers:
+    def make_towers(self, problem: Problem) -> Towers:
+        """Fresh towers for a problem, as the constructor's arguments say."""
         if self.towers is not None:
             return self.towers(problem)
         return mlp_towers(problem, self.hidden, self.dim, self.activation, self.seed)
@@ -309,7 +315,7 @@ class TwoTower:
     ) -> Callable[[Point], float] | None:
         if validation is None:
             return None
-        test = _aligned("validation", validation, ids, train.shape)
+        test = aligned("validation", validation, ids, train.shape)
 
         def metric(point: Point) -> float:
             found = evaluate_embeddings(point.P.cpu(), point.Q.cpu(), test, train=train, metrics=(self.metric,))
@@ -334,7 +340,7 @@ class TwoTower:
             if not self._is_table(name, problem):
                 given = f"{name} of shape {tuple(fresh.shape)}"
                 check.fail("warm_start", given, f"the shape {tuple(old.shape)} it had before")
-            known = _row_map(side.ids, ids[index], len(side), len(fresh))
+            known = row_map(side.ids, ids[index], len(side), len(fresh))
             fresh.mul_(0.1).add_(old.mean(0))  # a newcomer starts near the average of those known
             fresh[known >= 0] = old[known[known >= 0]]
         towers.load(after)
@@ -373,7 +379,7 @@ class TwoTower:
         return matrix
 
     def _align(self, test: Any) -> sp.csr_matrix:
-        return _aligned("test", test, (self.left_.ids, self.right_.ids), self.seen_.shape)
+        return aligned("test", test, (self.left_.ids, self.right_.ids), self.seen_.shape)
 
     def _side(self, side: str) -> Side:
         return self.left_ if check.choice("side", side, ("left", "right")) == "left" else self.right_
@@ -381,104 +387,3 @@ class TwoTower:
     def _check_fitted(self) -> None:
         if not hasattr(self, "left_"):
             raise ValueError("model: not fitted yet; call fit first")
-
-
-def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None) -> TwoTower:
-    """A model that :meth:`TwoTower.save` wrote.
-
-    Args:
-        path: the file.
-        towers: for a model with towers of your own, the function it was made with; without it the model recommends but
-            cannot embed new entities.
-    """
-    header, tensors = model_file.read_model(Path(path))
-    params: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in header["params"].items()}
-    model = TwoTower(**params, towers=towers)
-    sides = {
-        name: Side(
-            name,
-            model_file.unpack_ids(tensors.get(f"{name}_text"), tensors.get(f"{name}_offsets")),
-            tensors[name],
-            header["sides"][name]["kind"],
-            header["sides"][name]["width"],
-        )
-        for name in ("left", "right")
-    }
-    model.left_, model.right_ = sides["left"], sides["right"]
-    shape = (len(model.left_), len(model.right_))
-    columns = tensors["seen_columns"].numpy()
-    ones = np.ones(len(columns), dtype=np.float32)
-    model.seen_ = sp.csr_matrix((ones, columns, tensors["seen_offsets"].numpy()), shape=shape)
-    model.history_ = [Record(**record) for record in header["history"]]
-    model.reason_, model.best_metric_, model.omega_ = header["reason"], header["best_metric"], header["omega"]
-    model.towers_ = _rebuild(model, header, tensors["parameters"])
-    return model
-
-
-def _rebuild(model: TwoTower, header: dict[str, Any], vector: Tensor) -> Any:
-    """The towers from the stored architecture and parameters, or None if they are the caller's and were not given."""
-    if header["own_towers"] and model.towers is None:
-        return None
-    problem = Problem(
-        sp.csr_matrix((len(model.left_), len(model.right_)), dtype=np.float32),
-        **{s.name: _placeholder(s) for s in (model.left_, model.right_) if s.kind != "ids"},
-    )
-    towers = model._make_towers(problem)
-    fresh = towers.parameters()
-    if len(fresh) != len(vector):
-        check.fail("towers", f"{len(fresh)} parameters", f"the {len(vector)} that the model was saved with")
-    towers.load(fresh.from_vector(vector))
-    return towers
-
-
-def _placeholder(side: Side) -> Any:
-    """Empty features of the right width, to build towers with."""
-    return (
-        sp.csr_matrix((len(side), side.width))
-        if side.kind != "dense"
-        else np.zeros((len(side), side.width), np.float32)
-    )
-
-
-def history_features(matrix: sp.csr_matrix) -> sp.csr_matrix:
-    """Each row's observed columns with equal values and length one."""
-    counts = np.diff(matrix.indptr)
-    values = np.repeat(1 / np.sqrt(np.maximum(counts, 1)), counts).astype(np.float32)
-    return sp.csr_matrix((values, matrix.indices, matrix.indptr), shape=matrix.shape)
-
-
-def _matrix_and_ids(pairs: Any) -> tuple[sp.csr_matrix, tuple[NDArray[Any] | None, NDArray[Any] | None]]:
-    if isinstance(pairs, Interactions):
-        return pairs.matrix, (pairs.left_ids, pairs.right_ids)
-    if sp.issparse(pairs):
-        return sp.csr_matrix(pairs), (None, None)
-    check.fail("pairs", type(pairs).__name__, "gramtower.Interactions or a scipy.sparse matrix")
-
-
-def _aligned(
-    name: str, test: Any, ids: tuple[NDArray[Any] | None, NDArray[Any] | None], shape: tuple[int, int]
-) -> sp.csr_matrix:
-    """Held-out pairs in the model's row numbers; pairs of unknown entities cannot be ranked and are left out."""
-    matrix, test_ids = _matrix_and_ids(test)
-    if ids[0] is None or ids[1] is None:
-        if matrix.shape != shape:
-            check.fail(name, f"shape {matrix.shape}", f"shape {shape}, as in training")
-        return matrix
-    if test_ids[0] is None or test_ids[1] is None:
-        check.fail(name, "a matrix without ids", "gramtower.Interactions, as in training")
-    rows, columns = (
-        _row_map(known, new, len(known), len(new)) for known, new in ((ids[0], test_ids[0]), (ids[1], test_ids[1]))
-    )
-    coo = matrix.tocoo()
-    i, j = rows[coo.row], columns[coo.col]
-    keep = (i >= 0) & (j >= 0)
-    return sp.csr_matrix((coo.data[keep], (i[keep], j[keep])), shape=shape)
-
-
-def _row_map(known: NDArray[Any] | None, new: NDArray[Any] | None, known_rows: int, new_rows: int) -> NDArray[np.int64]:
-    """For each new row the row of the same id in the known order, or −1."""
-    if known is None or new is None:
-        numbers = np.arange(new_rows)
-        return np.where(numbers < known_rows, numbers, -1)
-    places = {key: row for row, key in enumerate(known.tolist())}
-    return np.array([places.get(key, -1) for key in new.tolist()], dtype=np.int64)

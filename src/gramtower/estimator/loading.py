@@ -1,0 +1,79 @@
+"""`gramtower.load`: a saved model back to life, its towers rebuilt from the stored architecture. Never unpickles.
+
+Checked by tests/test_estimator.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from torch import Tensor
+
+from gramtower import _checks as check
+from gramtower.estimator import model_file
+from gramtower.estimator.side import Side
+from gramtower.estimator.two_tower import TwoTower
+from gramtower.model.towers import Towers
+from gramtower.objective.problem import Problem
+from gramtower.training.result import Record
+
+
+def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None) -> TwoTower:
+    """A model that :meth:`TwoTower.save` wrote.
+
+    Args:
+        path: the file.
+        towers: for a model with towers of your own, the function it was made with; without it the model recommends but
+            cannot embed new entities.
+    """
+    header, tensors = model_file.read_model(Path(path))
+    params: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in header["params"].items()}
+    model = TwoTower(**params, towers=towers)
+    sides = {
+        name: Side(
+            name,
+            model_file.unpack_ids(tensors.get(f"{name}_text"), tensors.get(f"{name}_offsets")),
+            tensors[name],
+            header["sides"][name]["kind"],
+            header["sides"][name]["width"],
+        )
+        for name in ("left", "right")
+    }
+    model.left_, model.right_ = sides["left"], sides["right"]
+    shape = (len(model.left_), len(model.right_))
+    columns = tensors["seen_columns"].numpy()
+    ones = np.ones(len(columns), dtype=np.float32)
+    model.seen_ = sp.csr_matrix((ones, columns, tensors["seen_offsets"].numpy()), shape=shape)
+    model.history_ = [Record(**record) for record in header["history"]]
+    model.reason_, model.best_metric_, model.omega_ = header["reason"], header["best_metric"], header["omega"]
+    model.towers_ = _rebuild(model, header, tensors["parameters"])
+    return model
+
+
+def _rebuild(model: TwoTower, header: dict[str, Any], vector: Tensor) -> Any:
+    """The towers from the stored architecture and parameters, or None if they are the caller's and were not given."""
+    if header["own_towers"] and model.towers is None:
+        return None
+    problem = Problem(
+        sp.csr_matrix((len(model.left_), len(model.right_)), dtype=np.float32),
+        **{s.name: _placeholder(s) for s in (model.left_, model.right_) if s.kind != "ids"},
+    )
+    towers = model.make_towers(problem)
+    fresh = towers.parameters()
+    if len(fresh) != len(vector):
+        check.fail("towers", f"{len(fresh)} parameters", f"the {len(vector)} that the model was saved with")
+    towers.load(fresh.from_vector(vector))
+    return towers
+
+
+def _placeholder(side: Side) -> Any:
+    """Empty features of the right width, to build towers with."""
+    return (
+        sp.csr_matrix((len(side), side.width))
+        if side.kind != "dense"
+        else np.zeros((len(side), side.width), np.float32)
+    )
