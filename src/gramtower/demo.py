@@ -59,8 +59,8 @@ def run(seconds: float | None = None, seed: int = 0, out: Path | None = None, st
         file=stream,
     )
 
-    linear, linear_time = _fit(TwoTower(hidden=(), max_iterations=8, seed=seed), train)
-    model = TwoTower(max_iterations=20, time_limit=seconds, seed=seed, verbose=True)
+    linear, linear_time = _fit(TwoTower(dim=256, hidden=(), max_iterations=8, seed=seed), train)
+    model = TwoTower(dim=256, max_iterations=15, time_limit=seconds, seed=seed, verbose=True)
     model, model_time = _fit(model, train, out / "history.jsonl")
     model.save(out / "model.gramtower")
 
@@ -74,11 +74,12 @@ def run(seconds: float | None = None, seed: int = 0, out: Path | None = None, st
         print(f"{name:24s}{found['map@5']:9.3f}{found['recall@20']:11.3f}{taken:9.1f}", file=stream)
 
     print("\nWhat it would add to the thesaurus (✓ = the link exists and had been held out):", file=stream)
-    answers, _ = model.recommend(list(WORDS), k=8)
+    answers, _ = model.recommend(list(WORDS), k=9)
     held_out = test.matrix
     for word, row, found in zip(WORDS, train.left_rows(list(WORDS)), answers, strict=True):
         known = set(test.right_ids[held_out.indices[held_out.indptr[row] : held_out.indptr[row + 1]]])
-        shown = ", ".join(f"{w} ✓" if w in known else str(w) for w in found)
+        others = [w for w in found if w != word][:8]  # a word is not its own synonym in the data, but close to itself
+        shown = ", ".join(f"{w} ✓" if w in known else str(w) for w in others)
         print(f"  {word:12s} {shown}", file=stream)
     picture = draw(model, out / "run.png")
     print(f"\nmodel    {out / 'model.gramtower'}\nhistory  {out / 'history.jsonl'}", file=stream)
