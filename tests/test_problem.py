@@ -258,3 +258,11 @@ def test_a_point_owns_the_parameters_it_was_given():
 
 def test_the_problem_says_what_it_is():
     assert repr(gt.Problem(pairs(), omega=0.5)) == "Problem(4 × 3, 3 observed, logistic, omega=0.5, l2=1)"
+
+
+def test_interactions_are_taken_with_their_weights():
+    pairs = gt.Interactions.from_arrays(["a", "a", "b"], ["x", "y", "x"], weight=[1.0, 2.0, 3.0])
+    problem = gt.Problem(pairs)
+    same = gt.Problem(pairs.matrix, pair_weights=pairs.weights)
+    towers = gt.mlp_towers(problem, hidden=(), dim=2)
+    assert problem.at(towers).value == same.at(towers).value != gt.Problem(pairs.matrix).at(towers).value

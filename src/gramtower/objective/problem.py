@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gramtower import _checks as check
 from gramtower.data.features import as_features
+from gramtower.data.interactions import Interactions
 from gramtower.data.pairs import Pairs, from_sparse
 from gramtower.kernels import BACKENDS, select
 from gramtower.model.linearization import Work
@@ -34,7 +35,8 @@ class Problem:
     """An extreme similarity learning problem over all m·n pairs; see the module's first lines for the formula.
 
     Args:
-        pairs: scipy.sparse m × n. Stored entries are the observed pairs O, their values the labels R_ij.
+        pairs: scipy.sparse m × n. Stored entries are the observed pairs O, their values the labels R_ij. Or
+            :class:`~gramtower.Interactions`, whose weights are then the default of ``pair_weights``.
         left: features of the left entities: None for one-hot ids, scipy.sparse, numpy or torch 2-D.
         right: features of the right entities, likewise.
         loss: "logistic" (labels ±1), "squared", "squared_hinge" (labels ±1) or your own :class:`Loss`.
@@ -70,6 +72,9 @@ class Problem:
         memory_budget: int | str | None = None,
         kernels: str = "auto",
     ) -> None:
+        if isinstance(pairs, Interactions):
+            pair_weights = pairs.weights if pair_weights is None else pair_weights
+            pairs = pairs.matrix
         self.pairs, self._labels = from_sparse("pairs", pairs)
         m, n = self.shape
         self.loss = as_loss(loss)
