@@ -11,14 +11,28 @@ from gramtower.data.synthetic import planted_pairs
 from gramtower.kernels.precision import products_in
 
 
+@pytest.fixture
+def matmul():
+    setting = torch.backends.cuda.matmul
+    before = setting.allow_tf32
+    yield setting
+    setting.allow_tf32 = before
+
+
+def fail_in(precision, seen):
+    with products_in(precision):
+        seen.append(torch.backends.cuda.matmul.allow_tf32)
+        raise KeyError
+
+
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("precision", ["float32", "tf32"])
-def test_what_was_set_before_is_put_back_even_after_an_error(before, precision, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", before)
-    with pytest.raises(KeyError), products_in(precision):
-        assert torch.backends.cuda.matmul.allow_tf32 == (precision == "tf32")
-        raise KeyError
-    assert torch.backends.cuda.matmul.allow_tf32 == before
+def test_what_was_set_before_is_put_back_even_after_an_error(before, precision, matmul):
+    matmul.allow_tf32, seen = before, []
+    with pytest.raises(KeyError):
+        fail_in(precision, seen)
+    assert seen == [precision == "tf32"]
+    assert matmul.allow_tf32 == before
 
 
 def test_unknown_precisions_are_refused_with_the_choices():
