@@ -148,24 +148,15 @@ class TwoTower:
             features.encode(side) if isinstance(features, FeatureTable) else features
             for features, side in ((left_features, ids[0]), (right_features, ids[1]))
         )
-        size = (matrix.shape, matrix.nnz)
-        problem = Problem(
-            matrix, left_features, right_features, loss=self.loss,
-            omega=defaults.default_omega(*size) if self.omega is None else self.omega,
-            l2=self.l2, imputed=self.imputed,
-            embedding_l2=defaults.default_embedding_l2(*size) if self.embedding_l2 is None else self.embedding_l2,
-            frequency_power=self.frequency_power, memory_budget=self.memory_budget,
-            pair_weights=pairs.weights if isinstance(pairs, Interactions) else None,
-        )  # fmt: skip
+        problem = self.make_problem(pairs, left_features, right_features)
         towers = self.make_towers(problem)
         if warm_start:
             self._carry_over(towers, ids, problem)
-        towers.left.to(device)
-        towers.right.to(device)
-        towers = Towers(towers.left, towers.right)
+        towers = Towers(towers.left.to(device), towers.right.to(device))
         result = minimize(
             problem, towers, self.optimizer, self.max_iterations, self.time_limit, self.seed,
-            validation=self._validator(validation, ids, matrix), patience=None if validation is None else self.patience,
+            validation=self.make_validation(validation, ids, matrix),
+            patience=None if validation is None else self.patience,
             checkpoint=checkpoint, history=history, verbose=self.verbose, **(self.optimizer_options or {}),
         )  # fmt: skip
         self._finish(problem, towers, matrix, ids, kinds, result)
@@ -285,6 +276,19 @@ class TwoTower:
             tensors |= {f"{side.name}_{k}": t for k, t in model_file.pack_ids(side.ids).items()}
         model_file.write_model(Path(path), header, tensors)
 
+    def make_problem(self, pairs: Any, left_features: Any = None, right_features: Any = None) -> Problem:
+        """What is minimised over pairs with features in the form that Problem takes; ω and μ by the data if not set."""
+        matrix, _ = matrix_and_ids(pairs)
+        size = (matrix.shape, matrix.nnz)
+        return Problem(
+            matrix, left_features, right_features, loss=self.loss,
+            omega=defaults.default_omega(*size) if self.omega is None else self.omega,
+            l2=self.l2, imputed=self.imputed,
+            embedding_l2=defaults.default_embedding_l2(*size) if self.embedding_l2 is None else self.embedding_l2,
+            frequency_power=self.frequency_power, memory_budget=self.memory_budget,
+            pair_weights=pairs.weights if isinstance(pairs, Interactions) else None,
+        )  # fmt: skip
+
     def make_towers(self, problem: Problem) -> Towers:
         """Fresh towers for a problem, as the constructor's arguments say."""
         if self.towers is not None:
@@ -310,9 +314,10 @@ class TwoTower:
         self.history_: list[Record] = result.history
         self.reason_, self.best_metric_ = result.message, result.best_metric
 
-    def _validator(
+    def make_validation(
         self, validation: Any, ids: tuple[NDArray[Any] | None, NDArray[Any] | None], train: sp.csr_matrix
     ) -> Callable[[Point], float] | None:
+        """The metric of a point on held-out pairs, None without them."""
         if validation is None:
             return None
         test = aligned("validation", validation, ids, train.shape)

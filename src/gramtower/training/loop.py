@@ -256,7 +256,7 @@ class _Run:
             step=0.0 if moved is None else moved.step,
             damping=None if moved is None else moved.damping,
             trials=0 if moved is None else moved.trials,
-            data_passes=self.work.data_passes,
+            data_passes=round(self.work.data_passes, 6),  # a resumed run adds fractions in another order
             work={k: v for k, v in asdict(self.work).items() if k != "data_passes"},
             terms=asdict(self.point.terms),
             metric=metric,
