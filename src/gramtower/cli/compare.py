@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from gramtower import _checks as check
 from gramtower.cli import folder
 from gramtower.cli.config import nearest, settle, write_config
+from gramtower.cli.features import tower_features
 from gramtower.cli.fit import summary, used
 from gramtower.cli.options import Common, DataOptions, ModelOptions, TrainOptions
 from gramtower.cli.output import note, print_json, print_table
@@ -62,6 +63,7 @@ def compare(
     settings.data.path, settings.train.option, settings.train.optimizer = str(source), None, None
     arguments = {"max_iterations": 10**9, "time_limit": 60.0} | settings.estimator_arguments()
     pairs, held_out = split_validation(read_pairs(source, settings.data), settings.data, arguments.get("seed", 0))
+    features, _ = tower_features(settings, pairs, common.quiet)
     out.mkdir(parents=True, exist_ok=True)
     results: dict[str, dict[str, Any]] = {}
     histories: dict[str, list[Record]] = {}
@@ -72,17 +74,16 @@ def compare(
         estimator = TwoTower(**{**arguments, "optimizer": name}, verbose=not common.quiet)
         try:
             _warm_up({**arguments, "optimizer": name})
-            features = "history" if settings.model.history else None
-            estimator.fit(pairs, features, validation=held_out, history=out / f"{name}.jsonl")
+            estimator.fit(pairs, **features, validation=held_out, history=out / f"{name}.jsonl")
         except (ValueError, RuntimeError, ArithmeticError, MemoryError) as error:
             errors.append(error)
             results[name] = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"}
             continue
         results[name], histories[name] = summary(estimator, pairs, held_out), estimator.history_
-        if folder.stopped_by(estimator.reason_, Reason.NON_FINITE):
-            results[name]["failed"] = estimator.reason_
+        if estimator.reason_ is Reason.NON_FINITE:
+            results[name]["failed"] = estimator.message_
         write_config(out / folder.CONFIG, used(settings, estimator), f"what {', '.join(names)} used")
-        if folder.stopped_by(estimator.reason_, Reason.INTERRUPTED):
+        if estimator.reason_ is Reason.INTERRUPTED:
             results[name]["failed"] = "interrupted"
             break
     if len(errors) == len(names) and all(isinstance(error, ValueError) for error in errors):

@@ -1,4 +1,4 @@
-"""The config file: TOML tables ``[data]``, ``[model]``, ``[train]`` with the names of the flags as keys.
+"""The config file: TOML tables ``[data]``, ``[features]``, ``[model]``, ``[train]``; keys are the names of flags.
 
 A flag wins over the file. A key nobody knows is an error that names the nearest one. Checked by tests/test_cli.py.
 """
@@ -15,10 +15,16 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from gramtower import _checks as check
-from gramtower.cli.options import DataOptions, ModelOptions, TrainOptions
+from gramtower._files import write_text
+from gramtower.cli.options import DataOptions, FeatureOptions, ModelOptions, TrainOptions
 
-TABLES: dict[str, type] = {"data": DataOptions, "model": ModelOptions, "train": TrainOptions}
-_Table = TypeVar("_Table", DataOptions, ModelOptions, TrainOptions)
+TABLES: dict[str, type] = {
+    "data": DataOptions,
+    "features": FeatureOptions,
+    "model": ModelOptions,
+    "train": TrainOptions,
+}
+_Table = TypeVar("_Table", DataOptions, FeatureOptions, ModelOptions, TrainOptions)
 
 
 @dataclass
@@ -28,6 +34,7 @@ class Settings:
     data: DataOptions = field(default_factory=DataOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
+    features: FeatureOptions = field(default_factory=FeatureOptions)
 
     def estimator_arguments(self) -> dict[str, Any]:
         """What was given of the constructor arguments of ``gramtower.TwoTower``."""
@@ -36,7 +43,7 @@ class Settings:
         if "hidden" in given:
             given["hidden"] = parse_widths(given["hidden"])
         if "option" in given:
-            given["optimizer_options"] = dict(_parse_option(text) for text in given.pop("option"))
+            given["optimizer_options"] = dict(parse_option(text) for text in given.pop("option"))
         return given
 
 
@@ -45,10 +52,13 @@ def settle(
     data: DataOptions | None = None,
     model: ModelOptions | None = None,
     train: TrainOptions | None = None,
+    features: FeatureOptions | None = None,
 ) -> Settings:
     """The file's settings with the flags over them."""
     file = Settings() if config is None else read_config(config)
-    return Settings(over(file.data, data), over(file.model, model), over(file.train, train))
+    return Settings(
+        over(file.data, data), over(file.model, model), over(file.train, train), over(file.features, features)
+    )
 
 
 def read_config(path: Path) -> Settings:
@@ -66,7 +76,8 @@ def read_config(path: Path) -> Settings:
         if name not in TABLES:
             homes = [t for t, cls in TABLES.items() if name.replace("-", "_") in {f.name for f in fields(cls)}]
             hint = f"the key below [{homes[0]}]" if homes else "[" + nearest(name, TABLES) + "]"
-            check.fail("config", f"{name!r} at the top of {path}", f"{hint}; tables are [data], [model] and [train]")
+            named = ", ".join(f"[{table}]" for table in TABLES)
+            check.fail("config", f"{name!r} at the top of {path}", f"{hint}; tables are {named}")
         if not isinstance(table, dict):
             check.fail("config", f"{name} = {table!r}", f"a table [{name}]")
         tables[name] = _read_table(path, name, table)
@@ -79,9 +90,7 @@ def write_config(path: Path, tables: dict[str, dict[str, Any]], comment: str) ->
     for name, table in tables.items():
         given = {key.replace("_", "-"): value for key, value in table.items() if value is not None}
         lines += ["", f"[{name}]", *(f"{key} = {toml(value)}" for key, value in given.items())]
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_text(path, "\n".join(lines) + "\n")
 
 
 def toml(value: object) -> str:
@@ -112,7 +121,8 @@ def parse_widths(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in words)
 
 
-def _parse_option(text: str) -> tuple[str, Any]:
+def parse_option(text: str) -> tuple[str, Any]:
+    """Name and value of ``NAME=VALUE``; the value as TOML where it is that, otherwise as text."""
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
         check.fail("option", repr(text), "NAME=VALUE")
