@@ -67,21 +67,37 @@ def read_config(path: Path) -> Settings:
     Raises:
         ValueError: if it is not TOML, or holds an unknown table or key, or a value of the wrong type.
     """
+    found = read_tables(path, read_toml(path), {name: get_type_hints(table) for name, table in TABLES.items()})
+    return Settings(**{name: TABLES[name](**values) for name, values in found.items()})
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The content of a TOML file."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"config: {path} is not a TOML file: {error}") from error
-    tables: dict[str, Any] = {}
+
+
+def read_tables(path: Path, content: dict[str, Any], known: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The tables of a TOML file as the flags would have given their values.
+
+    Args:
+        path: the file, for errors.
+        content: its tables.
+        known: the type of each key that a table may have, by table.
+    """
+    tables: dict[str, dict[str, Any]] = {}
     for name, table in content.items():
-        if name not in TABLES:
-            homes = [t for t, cls in TABLES.items() if name.replace("-", "_") in {f.name for f in fields(cls)}]
-            hint = f"the key below [{homes[0]}]" if homes else "[" + nearest(name, TABLES) + "]"
-            named = ", ".join(f"[{table}]" for table in TABLES)
+        if name not in known:
+            home = _home(name.replace("-", "_"), known)
+            hint = f"[{nearest(name, known)}]" if home is None else f"the key below [{home}]"
+            named = ", ".join(f"[{one}]" for one in known)
             check.fail("config", f"{name!r} at the top of {path}", f"{hint}; tables are {named}")
         if not isinstance(table, dict):
             check.fail("config", f"{name} = {table!r}", f"a table [{name}]")
-        tables[name] = _read_table(path, name, table)
-    return Settings(**tables)
+        tables[name] = _read_table(path, name, table, known)
+    return tables
 
 
 def write_config(path: Path, tables: dict[str, dict[str, Any]], comment: str) -> None:
@@ -139,17 +155,22 @@ def over(below: _Table, above: _Table | None) -> _Table:
     return replace(below, **{f.name: v for f in fields(above) if (v := getattr(above, f.name)) is not None})
 
 
-def _read_table(path: Path, name: str, table: dict[str, Any]) -> Any:
-    kinds = get_type_hints(TABLES[name])
+def _read_table(path: Path, name: str, table: dict[str, Any], known: dict[str, dict[str, Any]]) -> dict[str, Any]:
     values = {}
     for key, value in table.items():
         plain = key.replace("-", "_")
-        if plain not in kinds:
-            homes = [t for t, cls in TABLES.items() if plain in {f.name for f in fields(cls)}]
-            hint = f"{key!r} below [{homes[0]}]" if homes else repr(nearest(plain, kinds).replace("_", "-"))
-            check.fail("config", f"unknown key {key!r} in [{name}] of {path}", hint)
-        values[plain] = _as_flag(f"[{name}] {key}", value, kinds[plain])
-    return TABLES[name](**values)
+        if plain not in known[name]:
+            home = _home(plain, known)
+            near = nearest(plain, known[name]).replace("_", "-")
+            expected = repr(near) if home is None else f"{key!r} below [{home}]"
+            check.fail("config", f"unknown key {key!r} in [{name}] of {path}", expected)
+        values[plain] = _as_flag(f"[{name}] {key}", value, known[name][plain])
+    return values
+
+
+def _home(key: str, known: dict[str, dict[str, Any]]) -> str | None:
+    """The table that has a key."""
+    return next((name for name, keys in known.items() if key in keys), None)
 
 
 def _as_flag(name: str, value: Any, hint: Any) -> Any:
@@ -160,7 +181,11 @@ def _as_flag(name: str, value: Any, hint: Any) -> Any:
         return ",".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
     if kind is float and number:
         return float(value)
-    if get_args(kind):  # a list of NAME=VALUE, here a table
+    if get_args(kind) == (int,):
+        if isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+            return value
+        expected = "a list of whole numbers"
+    elif get_args(kind):  # a list of NAME=VALUE, here a table
         if isinstance(value, dict):
             return [f"{key}={toml(item)}" for key, item in value.items()]
         expected = "a table of names and values"
