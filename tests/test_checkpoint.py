@@ -104,6 +104,7 @@ def test_a_finished_run_is_not_run_again(tmp_path):
     ("change", "named"),
     [
         (dict(problem=dict(seed=2)), "pairs"),
+        (dict(problem=dict(left=torch.eye(50))), "features"),
         (dict(problem=dict(embedding_l2=0.1)), "objective"),
         (dict(problem=dict(left_weights=torch.rand(50))), "objective"),
         (dict(towers=dict(dim=5)), "towers"),

@@ -204,6 +204,64 @@ def test_an_interrupted_comparison_says_so_and_goes_on(pairs, tmp_path, capsys, 
     assert found["gd"]["iterations"] == 5
 
 
+EXPERIMENT = """
+[data]
+left = "user"
+right = "item"
+validation = 0.2
+shape = [60, 40, 500]
+[problem]
+omega = 0.125
+embedding-l2 = 0.0
+[towers]
+hidden = [8]
+dim = 4
+[run]
+max-iterations = 2
+seed = 3
+[optimizers.sampling]
+ratio = 0.2
+step-size = 1e-6
+[optimizers.newton-kron]
+"""
+
+
+def test_an_experiment_says_what_runs_and_flags_win(pairs, tmp_path, capsys):
+    (tmp_path / "small.toml").write_text(EXPERIMENT)
+    tokens = ["compare", pairs, "--config", tmp_path / "small.toml", "--quiet", "--out", tmp_path / "out"]
+    found = answer(capsys, [*tokens, "--l2", "3", "--option", "sampling.ratio=0.5"])
+    assert list(found["methods"]) == ["sampling", "newton-kron"]
+    assert (found["title"], found["synthetic"]) == ("small", None)
+    assert (found["settings"]["problem"]["omega"], found["settings"]["problem"]["l2"]) == (0.125, 3.0)
+    ends = json.loads((tmp_path / "out/comparison.json").read_text())["methods"]
+    assert ends["sampling"]["options"] == {"ratio": 0.5, "step_size": 1e-6}
+    first, last = (read_history(tmp_path / "out/sampling.jsonl")[i] for i in (0, -1))
+    assert last.data_passes - first.data_passes == pytest.approx(2 * 2 * 0.5**2, rel=0.1)  # two steps an iteration
+    assert "--synthetic" in refusal(capsys, [tokens[0], *tokens[2:]])  # no data, but a shape
+
+
+def test_generated_pairs_are_marked_wherever_they_appear(tmp_path, capsys):
+    (tmp_path / "small.toml").write_text(EXPERIMENT)
+    tokens = ["compare", "--config", tmp_path / "small.toml", "--synthetic", "--quiet", "--out", tmp_path / "out"]
+    found = answer(capsys, tokens)
+    assert (found["data"]["left"], found["data"]["right"], found["data"]["pairs"]) == (60, 40, 500)
+    assert "not the data itself" in found["synthetic"]
+    assert run([*map(str, tokens)]) == 0
+    assert "SYNTHETIC DATA" in capsys.readouterr().out
+    assert "not the data itself" in (tmp_path / "out/report.html").read_text()
+    assert "SYNTHETIC DATA" in (tmp_path / "out/time.svg").read_text()
+    assert "no DATA" in refusal(capsys, [*tokens[:1], tmp_path / "x.csv", *tokens[1:]])
+    assert "experiment" in refusal(capsys, ["compare", "--synthetic", "--out", tmp_path / "out"])
+
+
+def test_feature_tables_reach_the_towers(pairs, tmp_path, capsys):
+    lines = [f"{i},{'even' if i % 2 == 0 else 'odd'}" for i in range(30)]
+    (tmp_path / "items.csv").write_text("item,kind\n" + "\n".join(lines) + "\n")
+    more = ["--optimizers", "gd", "--max-iterations", "1", "--right-features", tmp_path / "items.csv"]
+    found = answer(capsys, command(pairs, tmp_path / "out", *more))
+    assert found["settings"]["towers"]["features"] == {"left": "id", "right": "id + table"}
+
+
 def test_bad_input_is_refused_before_anything_is_written(pairs, tmp_path, capsys):
     out = tmp_path / "out"
     assert "'newton-kron'" in refusal(capsys, command(pairs, out, "--optimizers", "newton_kron"))

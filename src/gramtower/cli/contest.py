@@ -8,13 +8,14 @@ Checked by tests/test_compare.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gramtower.cli.folder import environment
 from gramtower.cli.machine import OthersBusy
+from gramtower.cli.output import note
 from gramtower.model.towers import Towers
 from gramtower.objective.evaluation import Point
 from gramtower.objective.problem import Problem
@@ -63,8 +64,10 @@ class Contest:
         options = self.options.get(name, {})
         checkpoint, others = checkpoint_path(self.folder, name), OthersBusy()
         about = {"options": options, "resumed": checkpoint.exists(), "environment": environment()}
+        if self.verbose:
+            note(f"-- {name}" + (" goes on from its checkpoint" if about["resumed"] else ""))
         if not about["resumed"]:
-            history_path(self.folder, name).unlink(missing_ok=True)  # what a run without a checkpoint has left
+            self.forget([name])  # what a run without a checkpoint has left
         try:
             result = minimize(
                 self.problem, self.start(), name, self.max_iterations or 10**9, self.time_limit, self.seed,
@@ -77,10 +80,11 @@ class Contest:
         status, message = judge(result, self.time_limit)
         return {"status": status, "message": message, "others_busy": others.cores(), **about}
 
-    def forget(self, name: str) -> None:
-        """Remove what a method has left, so that it starts anew."""
-        for path in (checkpoint_path(self.folder, name), history_path(self.folder, name)):
-            path.unlink(missing_ok=True)
+    def forget(self, names: Iterable[str]) -> None:
+        """Remove what methods have left, so that they start anew."""
+        for name in names:
+            for path in (checkpoint_path(self.folder, name), history_path(self.folder, name)):
+                path.unlink(missing_ok=True)
 
 
 def measured_at(iteration: int) -> bool:

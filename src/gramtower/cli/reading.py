@@ -9,9 +9,8 @@ from typing import Any
 from gramtower import _checks as check
 from gramtower.cli.options import FORMATS, DataOptions
 from gramtower.data import readers, splits
+from gramtower.data.frames import separator_of, suffix_of
 from gramtower.data.interactions import Interactions
-
-_PACKED = (".gz", ".xz", ".zst", ".bz2")
 
 
 def read_pairs(path: Path, options: DataOptions) -> Interactions:
@@ -40,7 +39,7 @@ def read_pairs(path: Path, options: DataOptions) -> Interactions:
 
 def guess_format(path: Path) -> str:
     """The format by the path's ending; a folder or zip is MovieLens."""
-    suffix = _suffix(path)
+    suffix = suffix_of(path)
     if path.is_dir() or (suffix == ".zip" and zipfile.is_zipfile(path)) or suffix == ".dat":
         return "movielens"
     known = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet"}
@@ -67,13 +66,6 @@ def split_validation(pairs: Interactions, options: DataOptions, seed: int) -> tu
     return split.train, split.test
 
 
-def _suffix(path: Path) -> str:
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    while suffixes and suffixes[-1] in _PACKED:
-        suffixes.pop()
-    return suffixes[-1] if suffixes else ""
-
-
 def _read_table(path: Path, kind: str, options: DataOptions) -> Interactions:
     for name in ("left", "right"):
         if getattr(options, name) is None:
@@ -81,8 +73,8 @@ def _read_table(path: Path, kind: str, options: DataOptions) -> Interactions:
     arguments = _arguments(options)
     if kind == "parquet":
         return Interactions.from_parquet(path, options.left or "", options.right or "", **arguments)
-    separator = "\t" if _suffix(path) == ".tsv" else ","
-    return Interactions.from_csv(path, options.left or "", options.right or "", separator=separator, **arguments)
+    arguments["separator"] = separator_of(path)
+    return Interactions.from_csv(path, options.left or "", options.right or "", **arguments)
 
 
 def _read_edges(path: Path, options: DataOptions) -> Interactions:

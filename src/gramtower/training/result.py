@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from gramtower import _checks as check
+from gramtower._files import write_text
 from gramtower.model.parameters import Parameters
 
 
@@ -28,6 +31,14 @@ class Reason(Enum):
     EARLY_STOP = "the validation metric did not improve for {patience} evaluations; the best point was restored"
     CALLBACK = "a callback asked to stop"
     INTERRUPTED = "interrupted from the keyboard; the best point so far was kept"
+
+    @classmethod
+    def of_message(cls, message: str) -> Reason:
+        """The reason that a message with particulars is of."""
+        for reason in cls:
+            if re.fullmatch(re.sub(r"\\{\w+\\}", ".*", re.escape(reason.value)), message):
+                return reason
+        check.fail("message", repr(message), "the message of a run that stopped")
 
 
 @dataclass(frozen=True)
@@ -107,10 +118,7 @@ class History:
         """Start with the records of an earlier run, or with none; rewrites the file."""
         self.records = list(records)
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self.path.with_name(self.path.name + ".partial")
-            partial.write_text("".join(record.to_json() + "\n" for record in records))
-            partial.replace(self.path)
+            write_text(self.path, "".join(record.to_json() + "\n" for record in records))
 
     def add(self, record: Record) -> None:
         """Keep a record."""
