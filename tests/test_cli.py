@@ -139,6 +139,12 @@ def test_formats_are_told_by_name_or_flag(tmp_path, capsys):
     (tmp_path / "edges.txt").write_text("01 x 5\n01 y 4\n2 x 4\n2 y 1\n")
     (tmp_path / "ml").mkdir()
     (tmp_path / "ml/ratings.dat").write_text("01::x::5::9\n01::y::4::9\n2::x::4::9\n2::y::3::9\n")
+    (tmp_path / "nf").mkdir()
+    (tmp_path / "nf/combined_data_1.txt").write_text(
+        "7:\n1,5,2001-01-01\n2,4,2001-01-01\n8:\n1,4,2001-01-01\n2,1,2001-01-01\n"
+    )
+    netflix = answer(capsys, "info", tmp_path / "nf")
+    assert (netflix["left"], netflix["right"], netflix["pairs"], netflix["right_id"]) == (2, 2, 3, "7")
     ways = [
         ("a.tsv.gz", "--left", "u", "--right", "i"),
         ("lists.txt", "--format", "lists"),

@@ -11,6 +11,7 @@ from gramtower.cli.options import FORMATS, DataOptions
 from gramtower.data import readers, splits
 from gramtower.data.frames import separator_of, suffix_of
 from gramtower.data.interactions import Interactions
+from gramtower.data.netflix import is_netflix, netflix
 
 
 def read_pairs(path: Path, options: DataOptions) -> Interactions:
@@ -34,17 +35,21 @@ def read_pairs(path: Path, options: DataOptions) -> Interactions:
     given: dict[str, Any] = {} if options.threshold is None else {"threshold": options.threshold}
     if kind == "lists" and given:
         check.fail("threshold", options.threshold, "nothing: lists have no values")
-    return readers.item_lists(path) if kind == "lists" else readers.movielens(path, **given)
+    if kind == "lists":
+        return readers.item_lists(path)
+    return netflix(path, **given) if kind == "netflix" else readers.movielens(path, **given)
 
 
 def guess_format(path: Path) -> str:
-    """The format by the path's ending; a folder or zip is MovieLens."""
+    """The format by the path's ending; a folder, zip or tar is Netflix by the files in it, otherwise MovieLens."""
     suffix = suffix_of(path)
+    if is_netflix(path):
+        return "netflix"
     if path.is_dir() or (suffix == ".zip" and zipfile.is_zipfile(path)) or suffix == ".dat":
         return "movielens"
     known = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet"}
     if suffix not in known:
-        expected = ".csv, .tsv, .parquet (also .gz, .xz, .zst), a MovieLens folder or zip, or --format"
+        expected = ".csv, .tsv, .parquet (also .gz, .xz, .zst), a MovieLens or Netflix folder or zip, or --format"
         check.fail("DATA", path, f"{expected} with one of {', '.join(FORMATS)}")
     return known[suffix]
 
