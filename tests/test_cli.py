@@ -150,12 +150,21 @@ def test_formats_are_told_by_name_or_flag(tmp_path, capsys):
         ("lists.txt", "--format", "lists"),
         ("edges.txt", "--format", "edges", "--value", "2", "--threshold", "4"),
         ("ml",),
+        ("commas.txt", "--format", "lists", "--separator", ","),
+        ("links.tsv", "--format", "edges"),
+        ("semi.csv", "--left", "u", "--right", "i", "--separator", ";"),
+        ("tabs.txt", "--format", "edges", "--separator", "tab"),
     ]
+    (tmp_path / "commas.txt").write_text("01,x 1,y\n2,x 1\n")
+    (tmp_path / "links.tsv").write_text("01\tx\n01\ty z\n2\tx\n")
+    (tmp_path / "tabs.txt").write_text("01\tx\n01\ty z\n2\tx\n")
+    (tmp_path / "semi.csv").write_text("u;i\n01;x\n01;y\n2;x\n")
     for name, *flags in ways:
         found = answer(capsys, "info", tmp_path / name, *flags)
         assert (found["left"], found["right"], found["pairs"], found["left_id"]) == (2, 2, 3, "01"), name
     assert "--format" in refusal(capsys, "info", tmp_path / "lists.txt")
     assert "own columns" in refusal(capsys, "info", tmp_path / "ml", "--left", "user")
+    assert "--separator" in refusal(capsys, "info", tmp_path / "ml", "--separator", ";")
 
 
 def test_flags_win_over_the_config_and_a_runs_own_config_repeats_it(fitted, tmp_path, capsys):

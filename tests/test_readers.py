@@ -167,6 +167,14 @@ def test_a_broken_extreme_classification_file_is_named(tmp_path, text, message):
     [
         (readers.movielens, "ml-1m", (6038, 3533), 575_281),
         (readers.item_lists, "gowalla/train.txt.xz", (29_858, 40_981), 810_128),
+        (readers.thesaurus, "moby-thesaurus/words.txt.xz", (30_259, 102_428), 2_520_214),
+        (readers.edge_list, "wikispeedia/links.tsv.xz", (4_587, 4_135), 119_882),
+        (
+            lambda path: readers.edge_list(path, separator="\t"),
+            "npm-deps-2016/pairs.tsv.xz",
+            (290_562, 94_388),
+            2_333_310,
+        ),
     ],
 )
 def test_real_files_have_their_published_sizes(read, name, shape, count):

@@ -15,7 +15,7 @@ from cyclopts import Group, Parameter
 
 from gramtower.estimator.two_tower import TwoTower
 
-FORMATS = ("csv", "parquet", "movielens", "netflix", "lists", "edges")
+FORMATS = ("csv", "parquet", "movielens", "netflix", "mediawiki", "lists", "edges")
 _DEFAULTS = {name: p.default for name, p in inspect.signature(TwoTower.__init__).parameters.items()}
 
 
@@ -49,7 +49,9 @@ class DataOptions:
     time: str | None = None
     "Column of times, used by info."
     format: str | None = None
-    "csv, parquet, movielens, netflix, lists (user item item ...) or edges (user item); without it, told from DATA."
+    "csv, parquet, movielens, netflix, mediawiki, lists (user item ...), edges (user item); without it, told from DATA."
+    separator: str | None = None
+    "Between fields of csv, edges and lists, such as ; or tab; without it a comma (.tsv: a tab), or spaces and tabs."
     validation: str | None = None
     "Pairs to stop early on: a share such as 0.1, drawn at random with --seed, or a file like DATA."
 
