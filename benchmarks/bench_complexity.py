@@ -10,8 +10,8 @@ A data pass takes all m·n pairs into account. Measured are single steps, times 
     subsets      two subsets of ρ|O| pairs, eq:trans (`sogram` adds O(k²))       |O|/ρ (k + k² + F(f) + F(g))
 
 against m, n, |O| and ρ, each with the others at a base. F is a forward and a backward pass of the paper's network for
-one entity, which is known by its id. The unit costs of the formulas (a tower row, a row of k² work, an observed pair) are
-timed by themselves, once, at the base; nothing is fitted to the points. A second curve counts what the code really
+one entity, which is known by its id. The unit costs of the formulas (a tower row, a row of k² work, an observed pair)
+are timed by themselves, once, at the base; nothing is fitted to the points. A second curve counts what the code really
 does: an embedding is computed once for each *distinct* entity of a step, not once for each pair, and every step of a
 sampled method passes over θ for the regulariser, which the table leaves out.
 

@@ -139,17 +139,32 @@ def test_formats_are_told_by_name_or_flag(tmp_path, capsys):
     (tmp_path / "edges.txt").write_text("01 x 5\n01 y 4\n2 x 4\n2 y 1\n")
     (tmp_path / "ml").mkdir()
     (tmp_path / "ml/ratings.dat").write_text("01::x::5::9\n01::y::4::9\n2::x::4::9\n2::y::3::9\n")
+    (tmp_path / "nf").mkdir()
+    (tmp_path / "nf/combined_data_1.txt").write_text(
+        "7:\n1,5,2001-01-01\n2,4,2001-01-01\n8:\n1,4,2001-01-01\n2,1,2001-01-01\n"
+    )
+    netflix = answer(capsys, "info", tmp_path / "nf")
+    assert (netflix["left"], netflix["right"], netflix["pairs"], netflix["right_id"]) == (2, 2, 3, "7")
     ways = [
         ("a.tsv.gz", "--left", "u", "--right", "i"),
         ("lists.txt", "--format", "lists"),
         ("edges.txt", "--format", "edges", "--value", "2", "--threshold", "4"),
         ("ml",),
+        ("commas.txt", "--format", "lists", "--separator", ","),
+        ("links.tsv", "--format", "edges"),
+        ("semi.csv", "--left", "u", "--right", "i", "--separator", ";"),
+        ("tabs.txt", "--format", "edges", "--separator", "tab"),
     ]
+    (tmp_path / "commas.txt").write_text("01,x 1,y\n2,x 1\n")
+    (tmp_path / "links.tsv").write_text("01\tx\n01\ty z\n2\tx\n")
+    (tmp_path / "tabs.txt").write_text("01\tx\n01\ty z\n2\tx\n")
+    (tmp_path / "semi.csv").write_text("u;i\n01;x\n01;y\n2;x\n")
     for name, *flags in ways:
         found = answer(capsys, "info", tmp_path / name, *flags)
         assert (found["left"], found["right"], found["pairs"], found["left_id"]) == (2, 2, 3, "01"), name
     assert "--format" in refusal(capsys, "info", tmp_path / "lists.txt")
     assert "own columns" in refusal(capsys, "info", tmp_path / "ml", "--left", "user")
+    assert "--separator" in refusal(capsys, "info", tmp_path / "ml", "--separator", ";")
 
 
 def test_flags_win_over_the_config_and_a_runs_own_config_repeats_it(fitted, tmp_path, capsys):

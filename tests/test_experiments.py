@@ -13,7 +13,7 @@ pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 
 import gramtower as gt
 from gramtower.cli.experiment import Experiment, is_experiment, load_experiment
-from gramtower.cli.reading import split_validation
+from gramtower.cli.reading import read_pairs, split_validation
 from gramtower.data.synthetic import PAPER_SHAPES
 
 FOLDER = Path(__file__).parent.parent / "experiments"
@@ -24,6 +24,9 @@ TABLE = {  # Table "Data statistics and the selected hyper-parameters": m, n, |O
     "wiki-simple": (85_270, 55_695, 5_478_549, -10, 2),
 }
 LOG_STEPS = {"ml1m": -25, "ml10m": -23, "netflix": -25, "wiki-simple": -25}  # of sogram and sampling
+LINKS = {"moby": (30_259, 102_428, 2_520_214), "wikispeedia": (4_587, 4_135, 119_882)}  # m, n, all pairs
+LINKS["npm-deps"] = (290_562, 94_388, 2_333_310)
+SHARED = Path(__file__).parents[2] / "shared" / "data"
 SEVEN = ["gd", "sogram", "sampling", "newton", "gd-diag", "sogram-diag", "sampling-diag"]
 
 
@@ -31,8 +34,31 @@ def paper(name):
     return load_experiment(FOLDER / f"{name}.toml")
 
 
-def test_there_is_a_file_for_each_data_set_of_the_paper():
-    assert sorted(path.stem for path in FOLDER.glob("*.toml")) == sorted(TABLE)
+def test_there_is_a_file_for_each_data_set_of_the_paper_and_three_in_the_place_of_one():
+    assert sorted(path.stem for path in FOLDER.glob("*.toml")) == sorted([*TABLE, *LINKS])
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_other_sets_of_links_have_the_settings_of_wiki_simple(name):
+    found, model = paper(name), paper("wiki-simple")
+    assert (found.settings.model, found.optimizers) == (model.settings.model, model.optimizers)
+    m, n, pairs = LINKS[name]
+    assert found.shape == (m, n, pairs - round(0.1 * pairs))
+
+
+@pytest.mark.parametrize("name", [*LINKS, "ml1m"])
+def test_real_files_are_read_and_split_as_the_experiment_says(name):
+    places = {"moby": "moby-thesaurus/words.txt.xz", "wikispeedia": "wikispeedia/links.tsv.xz"}
+    places |= {"npm-deps": "npm-deps-2016/pairs.tsv.xz", "ml1m": "ml-1m"}
+    path = SHARED / places[name]
+    if not path.exists():
+        pytest.skip(f"{path.name} is not on this machine")
+    found = paper(name)
+    pairs, held_out = split_validation(read_pairs(path, found.settings.data), found.settings.data, 0)
+    if name == "ml1m":  # another split than the paper's, and entities that only its test part has
+        assert (pairs.shape, len(pairs), len(held_out)) == ((6038, 3533), 517_753, 57_528)
+    else:
+        assert (*pairs.shape, len(pairs)) == found.shape
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -43,7 +69,7 @@ def test_the_numbers_are_those_of_the_table(name):
     assert (math.log2(found.settings.model.omega), math.log2(found.settings.model.l2)) == (log_omega, log_lambda)
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", [*TABLE, *LINKS])
 def test_the_model_is_the_papers(name):
     arguments = paper(name).settings.estimator_arguments()
     assert arguments["hidden"] == (256, 256)
@@ -67,7 +93,7 @@ def test_the_methods_and_their_constants_are_the_papers(name):
     assert methods["newton-kron"] == {}
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", [*TABLE, *LINKS])
 def test_the_header_has_both_commands(name):
     head = (FOLDER / f"{name}.toml").read_text().split("[data]")[0]
     assert f"--config experiments/{name}.toml --out runs/{name}\n" in head

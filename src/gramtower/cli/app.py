@@ -17,6 +17,7 @@ from cyclopts import App, CycloptsError
 
 from gramtower import _checks as check
 from gramtower.cli.compare import compare
+from gramtower.cli.convert import convert
 from gramtower.cli.fit import fit
 from gramtower.cli.info import info
 from gramtower.cli.options import Common
@@ -49,7 +50,7 @@ app = App(
     version=version("gramtower"),
     help_epilogue="Exit codes: 0 fine, 1 the run failed or was interrupted, 2 bad input.",
 )
-for command in (fit, evaluate, recommend, similar, info, compare, report, demo):
+for command in (fit, evaluate, recommend, similar, info, compare, report, convert, demo):
     app.command(command)
 
 

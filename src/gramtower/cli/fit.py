@@ -48,7 +48,7 @@ def fit(
     --max-iterations or --time-limit when that limit is raised.
 
     Args:
-        path: Pairs: .csv, .tsv, .parquet (also .gz, .xz, .zst), a MovieLens folder or zip, lists or edges.
+        path: Pairs: .csv, .tsv, .parquet (also .gz, .xz, .zst), a MovieLens or Netflix folder or zip, lists, edges.
         out: Folder of the run: model.gramtower, config.toml, history.jsonl and summary.json.
         config: TOML file with tables [data], [features], [model], [train]; keys are the names of the flags, which win.
         fresh: Start anew even if the folder holds an unfinished run.

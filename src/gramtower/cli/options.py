@@ -15,7 +15,7 @@ from cyclopts import Group, Parameter
 
 from gramtower.estimator.two_tower import TwoTower
 
-FORMATS = ("csv", "parquet", "movielens", "lists", "edges")
+FORMATS = ("csv", "parquet", "movielens", "netflix", "mediawiki", "lists", "edges")
 _DEFAULTS = {name: p.default for name, p in inspect.signature(TwoTower.__init__).parameters.items()}
 
 
@@ -43,13 +43,15 @@ class DataOptions:
     value: str | None = None
     "Column of values, such as a rating; without --threshold they are the labels."
     threshold: float | None = None
-    "Keep pairs whose value is at least this, labelled 1 (MovieLens: 4 unless given)."
+    "Keep pairs whose value is at least this, labelled 1 (MovieLens and Netflix: 4 unless given)."
     weight: str | None = None
     "Column of weights of the pairs' losses."
     time: str | None = None
     "Column of times, used by info."
     format: str | None = None
-    "csv, parquet, movielens, lists (user item item ...) or edges (user item); without it, by the ending of DATA."
+    "csv, parquet, movielens, netflix, mediawiki, lists (user item ...), edges (user item); without it, told from DATA."
+    separator: str | None = None
+    "Between fields of csv, edges and lists, such as ; or tab; without it a comma (.tsv: a tab), or spaces and tabs."
     validation: str | None = None
     "Pairs to stop early on: a share such as 0.1, drawn at random with --seed, or a file like DATA."
 
