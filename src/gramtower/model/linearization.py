@@ -46,6 +46,10 @@ class Work:
         """The difference to an earlier copy."""
         return Work(**{k: v - getattr(earlier, k) for k, v in asdict(self).items()})
 
+    def plus(self, other: Work) -> Work:
+        """The sum with other work."""
+        return Work(**{k: v + getattr(other, k) for k, v in asdict(self).items()})
+
     def copy(self) -> Work:
         """A copy that later work does not change."""
         return Work(**asdict(self))
