@@ -32,7 +32,10 @@ def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None) ->
     """
     header, tensors = model_file.read_model(Path(path))
     params: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in header["params"].items()}
-    model = TwoTower(**params, towers=towers)
+    arrays: dict[str, Any] = {
+        name: tensors[name].numpy() for name in ("left_weights", "right_weights") if name in tensors
+    }
+    model = TwoTower(**params, **arrays, towers=towers)
     sides = {
         name: Side(
             name,

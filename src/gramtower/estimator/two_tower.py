@@ -50,6 +50,8 @@ class TwoTower:
             data.
         frequency_power: ν, how fast it grows.
         imputed: the label of unobserved pairs.
+        left_weights: a, how much a left entity's unobserved pairs count: text such as "degree^0.5", an array, or None.
+        right_weights: b, likewise for right entities.
         optimizer: see docs/choosing.md.
         optimizer_options: the method's own constants.
         max_iterations: stops after this many.
@@ -74,6 +76,8 @@ class TwoTower:
         embedding_l2: float | None = None,
         frequency_power: float = 1.0,
         imputed: float = -1.0,
+        left_weights: Any = None,
+        right_weights: Any = None,
         optimizer: str = "newton-kron",
         optimizer_options: dict[str, Any] | None = None,
         max_iterations: int = 30,
@@ -88,7 +92,8 @@ class TwoTower:
     ) -> None:
         self.dim, self.hidden, self.activation, self.loss = dim, hidden, activation, loss
         self.omega, self.l2, self.embedding_l2, self.frequency_power = omega, l2, embedding_l2, frequency_power
-        self.imputed, self.optimizer, self.optimizer_options = imputed, optimizer, optimizer_options
+        self.imputed, self.left_weights, self.right_weights = imputed, left_weights, right_weights
+        self.optimizer, self.optimizer_options = optimizer, optimizer_options
         self.max_iterations, self.time_limit, self.patience, self.metric = max_iterations, time_limit, patience, metric
         self.device, self.seed, self.towers, self.memory_budget = device, seed, towers, memory_budget
         self.verbose = verbose
@@ -111,7 +116,9 @@ class TwoTower:
     def __repr__(self) -> str:
         given = inspect.signature(type(self).__init__).parameters
         changed = [
-            f"{k}={v!r}" for k, v in self.get_params().items() if v is not given[k].default and v != given[k].default
+            f"{k}={v!r}"
+            for k, v in self.get_params().items()
+            if v is not given[k].default and (isinstance(v, np.ndarray) or v != given[k].default)
         ]
         return f"TwoTower({', '.join(changed)})"
 
@@ -152,7 +159,7 @@ class TwoTower:
         problem = Problem(
             matrix, left_features, right_features, loss=self.loss,
             omega=defaults.default_omega(*size) if self.omega is None else self.omega,
-            l2=self.l2, imputed=self.imputed,
+            l2=self.l2, imputed=self.imputed, left_weights=self.left_weights, right_weights=self.right_weights,
             embedding_l2=defaults.default_embedding_l2(*size) if self.embedding_l2 is None else self.embedding_l2,
             frequency_power=self.frequency_power, memory_budget=self.memory_budget,
             pair_weights=pairs.weights if isinstance(pairs, Interactions) else None,
@@ -263,7 +270,12 @@ class TwoTower:
     def save(self, path: str | Path) -> None:
         """Write the model to one file; nothing is pickled, and an old file stays whole if writing fails."""
         self._check_fitted()
-        params = {k: v for k, v in self.get_params().items() if k not in ("towers", "loss")}
+        arrays = {
+            name: torch.from_numpy(check.as_float_array(name, value))
+            for name in ("left_weights", "right_weights")
+            if (value := getattr(self, name)) is not None and not isinstance(value, str)
+        }
+        params = {k: v for k, v in self.get_params().items() if k not in ("towers", "loss", *arrays)}
         params["loss"] = self.loss if isinstance(self.loss, str) else self.loss.name
         header = {
             "params": {k: list(v) if isinstance(v, tuple) else v for k, v in params.items()},
@@ -274,7 +286,7 @@ class TwoTower:
             "best_metric": self.best_metric_,
             "history": [asdict(record) for record in self.history_],
         }
-        tensors = {
+        tensors = arrays | {
             "parameters": self.towers_.parameters().vector.cpu(),
             "left": self.left_.embeddings,
             "right": self.right_.embeddings,
