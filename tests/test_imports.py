@@ -17,13 +17,14 @@ LAST = (
     "retrieval",
     "metrics",
     "estimator",
+    "tuning",
     "compat",
     "report",
     "cli",
     "demo",
     "__main__",
 )  # and these from all of them, and each other
-HEAVY = ("numba", "triton", "polars", "matplotlib", "rich", "safetensors", "pandas")
+HEAVY = ("numba", "triton", "polars", "matplotlib", "rich", "safetensors", "pandas", "optuna")
 
 
 def allowed(package):

@@ -1,4 +1,4 @@
-"""The command line: ``gramtower fit``, ``evaluate``, ``recommend``, ``similar``, ``info``, ``compare``, ``demo``."""
+"""The command line: ``gramtower fit``, ``tune``, ``evaluate``, ``recommend``, ``similar``, ``info`` and others."""
 
 from __future__ import annotations
 

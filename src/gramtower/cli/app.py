@@ -21,6 +21,7 @@ from gramtower.cli.fit import fit
 from gramtower.cli.info import info
 from gramtower.cli.options import Common
 from gramtower.cli.query import evaluate, recommend, similar
+from gramtower.cli.tune import tune
 
 BAD_INPUT = (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
@@ -48,7 +49,7 @@ app = App(
     version=version("gramtower"),
     help_epilogue="Exit codes: 0 fine, 1 the run failed or was interrupted, 2 bad input.",
 )
-for command in (fit, evaluate, recommend, similar, info, compare, demo):
+for command in (fit, evaluate, recommend, similar, info, compare, tune, demo):
     app.command(command)
 
 

@@ -9,12 +9,13 @@ from cyclopts import Parameter
 
 from gramtower import _checks as check
 from gramtower.cli import folder
-from gramtower.cli.config import nearest, settle, write_config
+from gramtower.cli.config import nearest, settle
 from gramtower.cli.fit import summary, used
 from gramtower.cli.options import Common, DataOptions, ModelOptions, TrainOptions
 from gramtower.cli.output import note, print_json, print_table
 from gramtower.cli.reading import read_pairs, split_validation
 from gramtower.data.synthetic import planted_pairs
+from gramtower.estimator.config_file import write_config
 from gramtower.estimator.two_tower import TwoTower
 from gramtower.optim.methods import OPTIMIZERS
 from gramtower.training.result import Reason, Record

@@ -53,6 +53,7 @@ def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None) ->
     model.seen_ = sp.csr_matrix((ones, columns, tensors["seen_offsets"].numpy()), shape=shape)
     model.history_ = [Record(**record) for record in header["history"]]
     model.reason_, model.best_metric_, model.omega_ = header["reason"], header["best_metric"], header["omega"]
+    model.dim_, model.hidden_ = header["dim"], tuple(header["hidden"])
     model.towers_ = _rebuild(model, header, tensors["parameters"])
     return model
 
@@ -65,7 +66,8 @@ def _rebuild(model: TwoTower, header: dict[str, Any], vector: Tensor) -> Any:
         sp.csr_matrix((len(model.left_), len(model.right_)), dtype=np.float32),
         **{s.name: _placeholder(s) for s in (model.left_, model.right_) if s.kind != "ids"},
     )
-    towers = model.make_towers(problem)
+    layers = {"dim": model.dim_, "hidden": model.hidden_}  # what was in force: the default needs the pairs to know
+    towers = TwoTower(**{**model.get_params(), **layers}).make_towers(problem)
     fresh = towers.parameters()
     if len(fresh) != len(vector):
         check.fail("towers", f"{len(fresh)} parameters", f"the {len(vector)} that the model was saved with")

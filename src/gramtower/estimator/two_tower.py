@@ -7,10 +7,10 @@ underscore, `get_params`/`set_params` and `sklearn.base.clone` work. Checked by 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -24,14 +24,17 @@ from gramtower.data.tables import FeatureTable
 from gramtower.estimator import defaults, model_file
 from gramtower.estimator.matrices import aligned, history_features, matrix_and_ids, row_map
 from gramtower.estimator.side import Side, normalised
+from gramtower.estimator.validation import ranking_validator
 from gramtower.metrics import evaluate_embeddings
 from gramtower.model.towers import Towers, mlp_towers
-from gramtower.objective.evaluation import Point
 from gramtower.objective.losses import Loss
 from gramtower.objective.problem import Problem
 from gramtower.retrieval.topk import top_k
 from gramtower.training.loop import minimize
 from gramtower.training.result import Record, Result
+
+if TYPE_CHECKING:
+    from gramtower.tuning.report import Search
 
 METRICS = ("map@5", "recall@20", "ndcg@20")
 
@@ -40,8 +43,9 @@ class TwoTower:
     """Two networks whose dot product says how well a left and a right entity go together, learned from all pairs.
 
     Args:
-        dim: k, the size of the embeddings.
-        hidden: widths of the hidden layers of each tower; ``()`` for linear factors.
+        dim: k, the size of the embeddings; None picks it from the size of the data (see docs/choosing.md).
+        hidden: widths of the hidden layers of each tower; ``()`` for linear factors; None for linear factors where ids
+            are all that is known, hidden layers where there are features.
         activation: of the hidden layers.
         loss: on observed pairs.
         omega: ω, the weight of unobserved pairs; None scales it with the data (see docs/choosing.md).
@@ -67,8 +71,8 @@ class TwoTower:
 
     def __init__(
         self,
-        dim: int = 128,
-        hidden: Sequence[int] = (256, 256),
+        dim: int | None = None,
+        hidden: Sequence[int] | None = None,
         activation: str = "elu",
         loss: str | Loss = "logistic",
         omega: float | None = None,
@@ -145,9 +149,34 @@ class TwoTower:
             checkpoint: path of a checkpoint that an interrupted fit continues from.
             history: path of a JSONL file with one record an iteration.
         """
-        matrix, ids = matrix_and_ids(pairs)
         device = defaults.pick_device(self.device)
+        made = self
+        if warm_start:
+            self._check_fitted()  # its towers stay as large as they are, whatever the default for more data
+            made = TwoTower(**(self.get_params() | {"dim": self.dim_, "hidden": self.hidden_}))
+        problem, towers, matrix, ids = made.prepare(pairs, left_features, right_features)
+        if warm_start:
+            self._carry_over(towers, ids, problem)
+        towers.left.to(device)
+        towers.right.to(device)
+        towers = Towers(towers.left, towers.right)
+        measure = None
+        if validation is not None:
+            measure = ranking_validator(self.metric, aligned("validation", validation, ids, matrix.shape), matrix)
+        result = minimize(
+            problem, towers, self.optimizer, self.max_iterations, self.time_limit, self.seed,
+            validation=measure, patience=None if measure is None else self.patience,
+            checkpoint=checkpoint, history=history, verbose=self.verbose, **(self.optimizer_options or {}),
+        )  # fmt: skip
         kinds = ["history" if isinstance(left_features, str) else "", ""]
+        self._finish(problem, towers, matrix, ids, kinds, result)
+        return self
+
+    def prepare(
+        self, pairs: Any, left_features: Any = None, right_features: Any = None
+    ) -> tuple[Problem, Towers, sp.csr_matrix, tuple[NDArray[Any] | None, NDArray[Any] | None]]:
+        """What ``fit`` minimises, over fresh towers, and the pairs as a matrix with the ids of its rows and columns."""
+        matrix, ids = matrix_and_ids(pairs)
         if isinstance(left_features, str):
             check.choice("left_features", left_features, ("history",))
             left_features = history_features(matrix)
@@ -164,19 +193,52 @@ class TwoTower:
             frequency_power=self.frequency_power, memory_budget=self.memory_budget,
             pair_weights=pairs.weights if isinstance(pairs, Interactions) else None,
         )  # fmt: skip
-        towers = self.make_towers(problem)
-        if warm_start:
-            self._carry_over(towers, ids, problem)
-        towers.left.to(device)
-        towers.right.to(device)
-        towers = Towers(towers.left, towers.right)
-        result = minimize(
-            problem, towers, self.optimizer, self.max_iterations, self.time_limit, self.seed,
-            validation=self._validator(validation, ids, matrix), patience=None if validation is None else self.patience,
-            checkpoint=checkpoint, history=history, verbose=self.verbose, **(self.optimizer_options or {}),
+        return problem, self.make_towers(problem), matrix, ids
+
+    def tune(
+        self,
+        pairs: Any,
+        *,
+        trials: int = 50,
+        time_limit: float | None = None,
+        metric: str = "recall@20",
+        validation: Any = 0.1,
+        space: Mapping[str, Any] | None = None,
+        storage: str | Path | None = None,
+        seed: int = 0,
+        left_features: Any = None,
+        right_features: Any = None,
+        refit: bool = True,
+    ) -> Search:
+        """Choose settings by how well they rank a validation part of the pairs, then fit all pairs with them.
+
+        Searched is what this model was not given explicitly, or what ``space`` names. Trials stop early, are given up
+        when their curve cannot reach the best, and start from a finished neighbour's solution where there is one. The
+        same seed gives the same search. Needs optuna: ``pip install "gramtower[tune]"``.
+
+        Args:
+            pairs: as for ``fit``.
+            trials: how many settings to try; the first are this model's own.
+            time_limit: seconds for the whole search, without the last fit.
+            metric: what to maximise.
+            validation: the share of each user's pairs to rank, drawn with ``seed``, or pairs held out by yourself.
+            space: names and what to search for each; see gramtower/tuning/space.py and docs/tuning.md.
+            storage: a file that keeps the log, so that a search can be stopped and continued: SQLite if it ends in .db,
+                otherwise a journal.
+            seed: of the split and of the proposals.
+            left_features: as for ``fit``.
+            right_features: as for ``fit``.
+            refit: whether this model takes the settings that were found and is fitted on all pairs.
+
+        Returns:
+            The search: trials, importances, and ``config()``, a config file for ``gramtower fit``.
+        """
+        from gramtower.tuning.search import tune
+
+        return tune(
+            self, pairs, trials=trials, time_limit=time_limit, metric=metric, validation=validation, space=space,
+            storage=storage, seed=seed, left_features=left_features, right_features=right_features, refit=refit,
         )  # fmt: skip
-        self._finish(problem, towers, matrix, ids, kinds, result)
-        return self
 
     def recommend(
         self,
@@ -280,6 +342,8 @@ class TwoTower:
         header = {
             "params": {k: list(v) if isinstance(v, tuple) else v for k, v in params.items()},
             "own_towers": self.towers is not None,
+            "dim": self.dim_,
+            "hidden": list(self.hidden_),
             "sides": {s.name: {"kind": s.kind, "width": s.width, "rows": len(s)} for s in (self.left_, self.right_)},
             "reason": self.reason_,
             "omega": self.omega_,
@@ -301,7 +365,14 @@ class TwoTower:
         """Fresh towers for a problem, as the constructor's arguments say."""
         if self.towers is not None:
             return self.towers(problem)
-        return mlp_towers(problem, self.hidden, self.dim, self.activation, self.seed)
+        hidden, dim = self._layers(problem)
+        return mlp_towers(problem, hidden, dim, self.activation, self.seed)
+
+    def _layers(self, problem: Problem) -> tuple[Sequence[int], int]:
+        """Widths of hidden layers and of the embeddings: as given, or by the data."""
+        with_features = problem.left.kind != "ids" or problem.right.kind != "ids"
+        hidden = defaults.default_hidden(with_features) if self.hidden is None else self.hidden
+        return hidden, defaults.default_dim(problem.shape, len(problem.pairs)) if self.dim is None else self.dim
 
     def _finish(
         self,
@@ -319,27 +390,14 @@ class TwoTower:
             sides.append(Side(name, ids[index], embeddings, kinds[index] or features.kind, features.width))
         self.left_, self.right_ = sides
         self.seen_, self.towers_, self.omega_ = matrix, towers, problem.omega
+        self.dim_, self.hidden_ = point.P.shape[1], () if self.towers is not None else tuple(self._layers(problem)[0])
         self.history_: list[Record] = result.history
         self.reason_, self.best_metric_ = result.message, result.best_metric
-
-    def _validator(
-        self, validation: Any, ids: tuple[NDArray[Any] | None, NDArray[Any] | None], train: sp.csr_matrix
-    ) -> Callable[[Point], float] | None:
-        if validation is None:
-            return None
-        test = aligned("validation", validation, ids, train.shape)
-
-        def metric(point: Point) -> float:
-            found = evaluate_embeddings(point.P.cpu(), point.Q.cpu(), test, train=train, metrics=(self.metric,))
-            return float(found[self.metric])
-
-        return metric
 
     def _carry_over(
         self, towers: Towers, ids: tuple[NDArray[Any] | None, NDArray[Any] | None], problem: Problem
     ) -> None:
         """Copy this model's weights into fresh towers: table rows by id, everything else as it is."""
-        self._check_fitted()
         before, after = self.towers_.parameters(), towers.parameters()
         for name, fresh in after.items():
             if name not in before.layout.shapes:
