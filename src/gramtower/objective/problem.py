@@ -32,6 +32,7 @@ from gramtower.objective.captured import LARGEST, Slots
 from gramtower.objective.evaluation import Point, Setting
 from gramtower.objective.imputation import as_imputed
 from gramtower.objective.losses import Loss, as_loss
+from gramtower.objective.weights import entity_weights
 
 
 class Problem:
@@ -46,8 +47,9 @@ class Problem:
         omega: ω ≥ 0, the weight of unobserved pairs.
         l2: λ ≥ 0, the weight of ½‖θ‖².
         imputed: ỹ of unobserved pairs: one number, or (P̃, Q̃) of shapes (m, r) and (n, r).
-        left_weights: a ≥ 0, one for each left entity; None for ones.
-        right_weights: b ≥ 0, one for each right entity; None for ones.
+        left_weights: a ≥ 0, one for each left entity; "degree^0.5" and the like for a power of how often it is
+            observed, of mean 1; None for ones.
+        right_weights: b ≥ 0, likewise for the right entities.
         embedding_l2: μ ≥ 0.
         frequency_power: ν.
         pair_weights: weights ≥ 0 of the observed pairs' losses, one for each stored entry in row order (that of a
@@ -93,8 +95,8 @@ class Problem:
         self.l2 = check.number("l2", l2, minimum=0.0)
         self._imputed = as_imputed(imputed, (m, n))
         self._weights = (
-            check.weights("left_weights", left_weights, m),
-            check.weights("right_weights", right_weights, n),
+            entity_weights("left_weights", left_weights, self.pairs.row_counts.numpy()),
+            entity_weights("right_weights", right_weights, self.pairs.column_counts.numpy()),
         )
         self.pair_weights = check.weights("pair_weights", pair_weights, len(self.pairs))
         self.embedding_l2 = check.number("embedding_l2", embedding_l2, minimum=0.0)
@@ -167,7 +169,7 @@ class Problem:
 
     @property
     def weight_arrays(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
-        """a and b as given, None for ones."""
+        """a and b as arrays, None for ones."""
         return self._weights
 
     @property
