@@ -12,6 +12,7 @@ import pytest
 import scipy.sparse as sp
 
 from gramtower.data.interactions import Interactions
+from gramtower.data.merging import ordered
 
 pl = pytest.importorskip("polars", reason="reading tables needs polars")
 
@@ -153,6 +154,19 @@ def test_merging_agrees_with_a_dictionary(rule):
     assert pairs.left_ids.tolist() == list(dict.fromkeys(str(i) for i in left))
     columns = np.split(pairs.matrix.indices, pairs.matrix.indptr[1:-1])
     assert all((np.diff(row) > 0).all() for row in columns)
+
+
+@pytest.mark.parametrize("largest", [1, 50, 2**22])
+def test_entries_are_in_order_of_row_column_and_place(largest):
+    rng = np.random.default_rng(4)
+    rows, columns = rng.integers(0, largest, 999) // 7, rng.integers(0, 9, 999)  # 2^22: no bits left for the place
+    expected = np.lexsort((np.arange(999), columns, rows))
+    keys, places = ordered(rows.astype(np.int32), columns.astype(np.int32), bits=43, places=True)
+    assert places.tolist() == expected.tolist()
+    assert [divmod(key, 2**43) for key in keys.tolist()] == [(rows[e], columns[e]) for e in expected]
+    alone, nothing = ordered(rows, columns, bits=43, places=False)
+    assert alone.tolist() == keys.tolist()
+    assert nothing is None
 
 
 def test_rows_without_id_or_number_are_left_out_and_counted(tmp_path):

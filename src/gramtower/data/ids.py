@@ -57,17 +57,22 @@ def by_appearance(codes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     return renumbered[codes], first[used]
 
 
-def code_series(column: pl.Series) -> Coded:
-    """Codes of a polars column.
+def code_series(*columns: pl.Series) -> list[Coded]:
+    """Codes of polars columns of one length, found side by side.
 
-    They are its Categorical codes, which serve as keys within one call only: another process numbers differently.
+    They are Categorical codes, which serve as keys within one call only: another process numbers differently.
     """
     pl = frames.polars()
-    column = frames.texts(column)
-    codes = column.cast(pl.Categorical).to_physical()
+    given = [frames.texts(column).alias(str(place)) for place, column in enumerate(columns)]
+    coded = pl.DataFrame(given).select(pl.all().cast(pl.Categorical).to_physical())
+    return [_coded(text, codes) for text, codes in zip(given, coded, strict=True)]
+
+
+def _coded(text: pl.Series, codes: pl.Series) -> Coded:
+    pl = frames.polars()
     missing = codes.null_count() > 0
     array = (codes.cast(pl.Int64).fill_null(-1) if missing else codes).to_numpy()
-    return Coded(array, lambda places: column.gather(pl.Series(places, dtype=pl.UInt32)).to_list())
+    return Coded(array, lambda places: text.gather(pl.Series(places, dtype=pl.UInt32)).to_list())
 
 
 def code_values(name: str, values: Any) -> Coded:
