@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
+from gramtower.data.ids import by_appearance
 from gramtower.data.interactions import Interactions
 from gramtower.data.merging import ordered
 
@@ -41,6 +42,16 @@ def test_ids_stay_text_and_are_numbered_by_first_appearance(tmp_path):
     assert pairs.matrix.dtype == np.float32
     assert pairs.times is None
     assert pairs.weights is None
+
+
+@pytest.mark.parametrize("total", [0, 1, 1000, 200_001])
+def test_codes_are_renumbered_by_first_appearance(total):
+    codes = np.random.default_rng(0).geometric(0.001, total).astype(np.uint32)  # some numbers do not occur
+    known = {}
+    expected = [known.setdefault(code, len(known)) for code in codes.tolist()]
+    found, places = by_appearance(codes)
+    assert found.tolist() == expected
+    assert places.tolist() == [expected.index(code) for code in range(len(known))]
 
 
 def test_a_threshold_keeps_high_values_and_counts_the_others(tmp_path):

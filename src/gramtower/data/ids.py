@@ -20,6 +20,7 @@ from gramtower.data import frames
 if TYPE_CHECKING:
     import polars as pl
 
+_CHUNK = 1 << 16  # codes renumbered at a time, so that what numpy makes of them on the way stays in cache
 _CANDIDATES = 2000  # ids compared letter by letter for one unknown id
 
 
@@ -49,12 +50,18 @@ def by_appearance(codes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     index = np.int32 if total < 2**31 - 1 else np.int64
     size = int(codes.max()) + 1 if total else 0
     first: NDArray[Any] = np.full(size, total, dtype=index)
-    first[codes[::-1]] = np.arange(total - 1, -1, -1, dtype=index)  # the last assignment, the first place, stays
+    for start in range(0, total, _CHUNK):
+        part = codes[start : start + _CHUNK].astype(np.intp)
+        fresh = np.flatnonzero(first[part] == total)[::-1]
+        first[part[fresh]] = start + fresh  # the last assignment, the first place, stays
     used = np.flatnonzero(first < total)
-    used = used[np.argsort(first[used], kind="stable")]
+    used = used[np.argsort(first[used])]
     renumbered: NDArray[Any] = np.empty(size, dtype=index)
     renumbered[used] = np.arange(len(used), dtype=index)
-    return renumbered[codes], first[used]
+    result: NDArray[Any] = np.empty(total, dtype=index)
+    for start in range(0, total, _CHUNK):
+        result[start : start + _CHUNK] = renumbered[codes[start : start + _CHUNK].astype(np.intp)]
+    return result, first[used]
 
 
 def code_series(*columns: pl.Series) -> list[Coded]:
