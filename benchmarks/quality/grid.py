@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,6 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 from data import FILES, inner_split, load
 
 import gramtower as gt
