@@ -140,17 +140,32 @@ def test_formats_are_told_by_name_or_flag(tmp_path, capsys):
     (tmp_path / "edges.txt").write_text("01 x 5\n01 y 4\n2 x 4\n2 y 1\n")
     (tmp_path / "ml").mkdir()
     (tmp_path / "ml/ratings.dat").write_text("01::x::5::9\n01::y::4::9\n2::x::4::9\n2::y::3::9\n")
+    (tmp_path / "nf").mkdir()
+    (tmp_path / "nf/combined_data_1.txt").write_text(
+        "7:\n1,5,2001-01-01\n2,4,2001-01-01\n8:\n1,4,2001-01-01\n2,1,2001-01-01\n"
+    )
+    netflix = answer(capsys, "info", tmp_path / "nf")
+    assert (netflix["left"], netflix["right"], netflix["pairs"], netflix["right_id"]) == (2, 2, 3, "7")
     ways = [
         ("a.tsv.gz", "--left", "u", "--right", "i"),
         ("lists.txt", "--format", "lists"),
         ("edges.txt", "--format", "edges", "--value", "2", "--threshold", "4"),
         ("ml",),
+        ("commas.txt", "--format", "lists", "--separator", ","),
+        ("links.tsv", "--format", "edges"),
+        ("semi.csv", "--left", "u", "--right", "i", "--separator", ";"),
+        ("tabs.txt", "--format", "edges", "--separator", "tab"),
     ]
+    (tmp_path / "commas.txt").write_text("01,x 1,y\n2,x 1\n")
+    (tmp_path / "links.tsv").write_text("01\tx\n01\ty z\n2\tx\n")
+    (tmp_path / "tabs.txt").write_text("01\tx\n01\ty z\n2\tx\n")
+    (tmp_path / "semi.csv").write_text("u;i\n01;x\n01;y\n2;x\n")
     for name, *flags in ways:
         found = answer(capsys, "info", tmp_path / name, *flags)
         assert (found["left"], found["right"], found["pairs"], found["left_id"]) == (2, 2, 3, "01"), name
     assert "--format" in refusal(capsys, "info", tmp_path / "lists.txt")
     assert "own columns" in refusal(capsys, "info", tmp_path / "ml", "--left", "user")
+    assert "--separator" in refusal(capsys, "info", tmp_path / "ml", "--separator", ";")
 
 
 def test_flags_win_over_the_config_and_a_runs_own_config_repeats_it(fitted, tmp_path, capsys):
@@ -197,22 +212,6 @@ def test_a_raised_limit_goes_on_and_other_settings_need_fresh(pairs, tmp_path, c
     assert answer(capsys, *tokens, "--max-iterations", "2")["resumed"]
     assert "objective" in refusal(capsys, *tokens, "--l2", "3")
     assert not answer(capsys, *tokens, "--l2", "3", "--max-iterations", "1", "--fresh")["resumed"]
-
-
-def test_compare_times_methods_and_goes_on_after_a_failure(pairs, tmp_path, capsys, monkeypatch):
-    fit = TwoTower.fit
-    monkeypatch.setattr(TwoTower, "fit", lambda self, *a, **k: 1 / 0 if self.optimizer == "gd" else fit(self, *a, **k))
-    tokens = ["compare", pairs / "train.csv", *COLUMNS, *SMALL, "--max-iterations", "3", "--out", tmp_path]
-    found = answer(capsys, *tokens, "--optimizers", "newton,gd,newton-kron", code=1)
-    assert "ZeroDivisionError" in found["methods"]["gd"]["failed"]
-    kron, newton = found["methods"]["newton-kron"], found["methods"]["newton"]
-    best = min(kron, newton, key=lambda result: result["lowest"])
-    assert 0 < best["seconds_to"]["50%"] <= best["seconds_to"]["99%"] <= best["seconds"]
-    assert json.loads((tmp_path / "newton.jsonl").read_text().splitlines()[0])["value"] == pytest.approx(
-        json.loads((tmp_path / "newton-kron.jsonl").read_text().splitlines()[0])["value"]
-    )  # the same start
-    assert "environment" in json.loads((tmp_path / "summary.json").read_text())
-    assert "'newton-kron'" in refusal(capsys, *tokens, "--optimizers", "newton_kron")
 
 
 def test_bad_input_is_one_line_and_exit_code_2(fitted, pairs, tmp_path, capsys):

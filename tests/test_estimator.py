@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -120,6 +121,8 @@ def test_saved_and_loaded_models_answer_alike(kind, tmp_path):
         assert np.array_equal(before, after)
     assert loaded.get_params() == fitted.get_params()
     assert loaded.history_ == fitted.history_
+    assert loaded.reason_ is fitted.reason_ is gt.Reason.MAX_ITERATIONS
+    assert loaded.message_ == fitted.message_
     if kind == "dense":
         assert np.array_equal(fitted.embed(left_features=np.eye(20)[:3]), loaded.embed(left_features=np.eye(20)[:3]))
     if kind == "history":
@@ -260,7 +263,7 @@ def test_damaged_foreign_and_later_files_are_refused(damage, model, tmp_path):
     changed = {
         "cut": whole[:200],
         "foreign": b"PK\x03\x04" + bytes(100),
-        "later": whole.replace(b'version\\": 1', b'version\\": 9'),
+        "later": whole.replace(b'version\\": 2', b'version\\": 9'),
     }
     path.write_bytes(changed[damage])
     with pytest.raises(ValueError, match="later version" if damage == "later" else "damaged or not a gramtower model"):
@@ -282,6 +285,19 @@ def test_a_full_disk_leaves_the_old_file_whole(model, tmp_path, monkeypatch):
         small(max_iterations=1).fit(checkerboard()).save(path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["m"]
+
+
+def test_a_file_of_version_1_still_answers():
+    old = gt.load(Path(__file__).parent / "files" / "model-version-1.gramtower")
+    assert (old.left_.inputs.kind, old.right_.inputs.kind) == ("history", "dense")
+    ids, scores = old.recommend("user 1", k=2, exclude_seen=False)
+    assert ids[0].tolist() == ["item 1", "item 3"]  # what it answered when it was written, by version 0.1.0
+    assert scores[0] == pytest.approx([1.8600765, 1.6304905])
+    ids, scores = old.recommend(histories=[["item 1"]], k=1)
+    assert (ids[0, 0], scores[0, 0]) == ("item 3", pytest.approx(1.3080893))
+    assert old.embed(right_features=np.ones((1, 3)))[0] == pytest.approx([-2.4006853, 1.2269219])
+    assert old.reason_ is gt.Reason.MAX_ITERATIONS
+    assert old.message_.startswith("max_iterations was reached")
 
 
 def test_history_features_have_length_one():

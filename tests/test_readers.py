@@ -44,6 +44,28 @@ def test_movielens_layouts_read_alike(tmp_path, name, text, zipped):
     assert readers.movielens(place, threshold=None, labels=True).matrix.toarray().tolist() == [[5, 3], [4, 0]]
 
 
+@pytest.mark.parametrize("zipped", [False, True])
+def test_movielens_10m_has_half_stars(tmp_path, zipped):
+    """The layout of ml-10m.zip: a folder ml-10M100K, and a long run of whole stars before the first half."""
+    rows = [(user, movie, 5) for user in range(1, 41) for movie in range(1, 31)]
+    rows += [(1, 99, 4.5), (2, 99, 3.5), (3, 99, 4), (4, 99, 0.5)]
+    text = "".join(f"{user}::{movie}::{rating}::838985046\n" for user, movie, rating in rows)
+    place = tmp_path / ("ml-10m.zip" if zipped else "ml-10M100K")
+    if zipped:
+        with zipfile.ZipFile(place, "w") as archive:
+            for name in ("movies.dat", "tags.dat", "README.html"):
+                archive.writestr(f"ml-10M100K/{name}", "1::x::y\n")
+            archive.writestr("ml-10M100K/ratings.dat", text)
+    else:
+        place.mkdir()
+        (place / "ratings.dat").write_text(text)
+        (place / "tags.dat").write_text("1::2::tag::1\n")
+    found = readers.movielens(place)
+    assert len(found) == 1200 + 2
+    assert {user for user, movie in pairs_of(found) if movie == "99"} == {"1", "3"}
+    assert found.report["rows_below_threshold"] == 2
+
+
 def test_movielens_without_timestamps_and_compressed(tmp_path):
     path = tmp_path / "ratings_no_timestamp.dat.xz"
     path.write_bytes(lzma.compress(b"1::10::5\n2::10::4\n"))
@@ -145,6 +167,14 @@ def test_a_broken_extreme_classification_file_is_named(tmp_path, text, message):
     [
         (readers.movielens, "ml-1m", (6038, 3533), 575_281),
         (readers.item_lists, "gowalla/train.txt.xz", (29_858, 40_981), 810_128),
+        (readers.thesaurus, "moby-thesaurus/words.txt.xz", (30_259, 102_428), 2_520_214),
+        (readers.edge_list, "wikispeedia/links.tsv.xz", (4_587, 4_135), 119_882),
+        (
+            lambda path: readers.edge_list(path, separator="\t"),
+            "npm-deps-2016/pairs.tsv.xz",
+            (290_562, 94_388),
+            2_333_310,
+        ),
     ],
 )
 def test_real_files_have_their_published_sizes(read, name, shape, count):

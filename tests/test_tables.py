@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
+from datetime import date
 
 import numpy as np
 import pytest
 
 from gramtower.data.encoders import grams
+from gramtower.data.inference import infer_kind
 from gramtower.data.tables import FeatureTable
 
 pl = pytest.importorskip("polars", reason="reading tables needs polars")
@@ -125,6 +128,57 @@ def test_files_keep_ids_and_categories_as_text(tmp_path):
 def test_bad_tables_are_named(frame, options, message):
     with pytest.raises(ValueError, match=message):
         FeatureTable(frame, **options)
+
+
+KINDS = {
+    "age": (["31", "40", "-2.5e1"], "numeric"),
+    "score": ([1.5, None, 2.0], "numeric"),
+    "zip": (["02139", "10001", "02140"], "categorical"),
+    "member": ([True, False, None], "categorical"),
+    "genres": (["War|Drama", "War", "Drama|War"], "list"),
+    "tags": ([["a"], None, ["b", "c"]], "list"),
+    "title": (["The Mask", "Heat, a film", "Up"], "text"),
+    "plan": (["gold", "gold", "basic plan"], "categorical"),
+    "formula": (["a|b", "c|d", "e|f"], "text"),
+    "since": ([date(2020, 1, 1), None, date(2021, 1, 1)], "skip"),
+    "empty": ([None, None, None], "skip"),
+}
+
+
+@pytest.mark.parametrize("column", KINDS)
+def test_kinds_are_told_from_the_content(column):
+    cells, kind = KINDS[column]
+    repeated = cells * 2 if column == "plan" else cells
+    assert infer_kind(pl.Series(column, repeated, strict=False), "|") == kind
+
+
+@pytest.mark.parametrize("ending", ["frame", ".csv", ".tsv", ".csv.gz", ".parquet"])
+def test_inferred_tables_are_those_with_the_kinds_written_out(ending, tmp_path):
+    source = FRAME
+    if ending == ".parquet":
+        FRAME.write_parquet(source := tmp_path / "f.parquet")
+    elif ending != "frame":
+        text = FRAME.write_csv(separator="\t" if ending == ".tsv" else ",").encode()
+        source = tmp_path / f"f{ending}"
+        source.write_bytes(gzip.compress(text) if ending.endswith(".gz") else text)
+    found = FeatureTable.inferred(source, "user", {"zip": "skip", "genres": "list", "title": "text"}, hash_bits=4)
+    assert found.kinds == {"age": "numeric", "genres": "list", "title": "text"}
+    assert found.report["skipped"] == ["zip"]
+    written = FeatureTable(FRAME, numeric=["age"], lists=["genres"], text=["title"], hash_bits=4)
+    assert found.to_json() == written.to_json()
+    assert (found.encode(["c", "007"]) != written.encode(["c", "007"])).nnz == 0
+    assert (found.encode_frame(source) != written.encode_frame(FRAME)).nnz == 0
+
+
+def test_wrong_kinds_are_named():
+    for kinds, message in [
+        ({"agee": "numeric"}, "kinds: got 'agee', expected a column besides the id, such as 'age'"),
+        ({"age": "number"}, r"kinds\['age'\]: got 'number'"),
+        (dict.fromkeys(FRAME.columns[1:], "skip"), "columns: got age, zip, genres, title"),
+        ({"title": "numeric"}, "numeric: got 'The Mask'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            FeatureTable.inferred(FRAME, "user", kinds)
 
 
 def test_foreign_json_is_refused():

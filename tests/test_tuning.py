@@ -133,7 +133,7 @@ def test_history_features_can_be_found(tmp_path):
     model = small()
     found = model.tune(data(), trials=2, space=space)
     assert found.features == "history"
-    assert model.left_.kind == "history"
+    assert model.left_.inputs.has_history
     assert tomllib.loads(found.config())["model"]["history"] is True
 
 

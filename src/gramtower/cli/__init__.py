@@ -1,4 +1,4 @@
-"""The command line: ``gramtower fit``, ``tune``, ``evaluate``, ``recommend``, ``similar``, ``info`` and others."""
+"""The command line: ``gramtower fit``, ``tune``, ``evaluate``, ``recommend``, ``similar``, ``compare`` and others."""
 
 from __future__ import annotations
 

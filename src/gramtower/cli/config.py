@@ -1,4 +1,4 @@
-"""The config file: TOML tables ``[data]``, ``[model]``, ``[train]`` with the names of the flags as keys.
+"""The config file: TOML tables ``[data]``, ``[features]``, ``[model]``, ``[train]``; keys are the names of flags.
 
 A flag wins over the file. A key nobody knows is an error that names the nearest one. Checked by tests/test_cli.py.
 """
@@ -14,11 +14,16 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from gramtower import _checks as check
-from gramtower.cli.options import DataOptions, ModelOptions, TrainOptions
+from gramtower.cli.options import DataOptions, FeatureOptions, ModelOptions, TrainOptions
 from gramtower.estimator.config_file import toml
 
-TABLES: dict[str, type] = {"data": DataOptions, "model": ModelOptions, "train": TrainOptions}
-_Table = TypeVar("_Table", DataOptions, ModelOptions, TrainOptions)
+TABLES: dict[str, type] = {
+    "data": DataOptions,
+    "features": FeatureOptions,
+    "model": ModelOptions,
+    "train": TrainOptions,
+}
+_Table = TypeVar("_Table", DataOptions, FeatureOptions, ModelOptions, TrainOptions)
 
 
 @dataclass
@@ -28,6 +33,7 @@ class Settings:
     data: DataOptions = field(default_factory=DataOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
+    features: FeatureOptions = field(default_factory=FeatureOptions)
 
     def estimator_arguments(self) -> dict[str, Any]:
         """What was given of the constructor arguments of ``gramtower.TwoTower``."""
@@ -36,7 +42,7 @@ class Settings:
         if "hidden" in given:
             given["hidden"] = parse_widths(given["hidden"])
         if "option" in given:
-            given["optimizer_options"] = dict(_parse_option(text) for text in given.pop("option"))
+            given["optimizer_options"] = dict(parse_option(text) for text in given.pop("option"))
         return given
 
 
@@ -45,10 +51,13 @@ def settle(
     data: DataOptions | None = None,
     model: ModelOptions | None = None,
     train: TrainOptions | None = None,
+    features: FeatureOptions | None = None,
 ) -> Settings:
     """The file's settings with the flags over them."""
     file = Settings() if config is None else read_config(config)
-    return Settings(over(file.data, data), over(file.model, model), over(file.train, train))
+    return Settings(
+        over(file.data, data), over(file.model, model), over(file.train, train), over(file.features, features)
+    )
 
 
 def read_config(path: Path) -> Settings:
@@ -57,20 +66,37 @@ def read_config(path: Path) -> Settings:
     Raises:
         ValueError: if it is not TOML, or holds an unknown table or key, or a value of the wrong type.
     """
+    found = read_tables(path, read_toml(path), {name: get_type_hints(table) for name, table in TABLES.items()})
+    return Settings(**{name: TABLES[name](**values) for name, values in found.items()})
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The content of a TOML file."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"config: {path} is not a TOML file: {error}") from error
-    tables: dict[str, Any] = {}
+
+
+def read_tables(path: Path, content: dict[str, Any], known: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The tables of a TOML file as the flags would have given their values.
+
+    Args:
+        path: the file, for errors.
+        content: its tables.
+        known: the type of each key that a table may have, by table.
+    """
+    tables: dict[str, dict[str, Any]] = {}
     for name, table in content.items():
-        if name not in TABLES:
-            homes = [t for t, cls in TABLES.items() if name.replace("-", "_") in {f.name for f in fields(cls)}]
-            hint = f"the key below [{homes[0]}]" if homes else "[" + nearest(name, TABLES) + "]"
-            check.fail("config", f"{name!r} at the top of {path}", f"{hint}; tables are [data], [model] and [train]")
+        if name not in known:
+            home = _home(name.replace("-", "_"), known)
+            hint = f"[{nearest(name, known)}]" if home is None else f"the key below [{home}]"
+            named = ", ".join(f"[{one}]" for one in known)
+            check.fail("config", f"{name!r} at the top of {path}", f"{hint}; tables are {named}")
         if not isinstance(table, dict):
             check.fail("config", f"{name} = {table!r}", f"a table [{name}]")
-        tables[name] = _read_table(path, name, table)
-    return Settings(**tables)
+        tables[name] = _read_table(path, name, table, known)
+    return tables
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -88,7 +114,8 @@ def parse_widths(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in words)
 
 
-def _parse_option(text: str) -> tuple[str, Any]:
+def parse_option(text: str) -> tuple[str, Any]:
+    """Name and value of ``NAME=VALUE``; the value as TOML where it is that, otherwise as text."""
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
         check.fail("option", repr(text), "NAME=VALUE")
@@ -105,17 +132,22 @@ def over(below: _Table, above: _Table | None) -> _Table:
     return replace(below, **{f.name: v for f in fields(above) if (v := getattr(above, f.name)) is not None})
 
 
-def _read_table(path: Path, name: str, table: dict[str, Any]) -> Any:
-    kinds = get_type_hints(TABLES[name])
+def _read_table(path: Path, name: str, table: dict[str, Any], known: dict[str, dict[str, Any]]) -> dict[str, Any]:
     values = {}
     for key, value in table.items():
         plain = key.replace("-", "_")
-        if plain not in kinds:
-            homes = [t for t, cls in TABLES.items() if plain in {f.name for f in fields(cls)}]
-            hint = f"{key!r} below [{homes[0]}]" if homes else repr(nearest(plain, kinds).replace("_", "-"))
-            check.fail("config", f"unknown key {key!r} in [{name}] of {path}", hint)
-        values[plain] = _as_flag(f"[{name}] {key}", value, kinds[plain])
-    return TABLES[name](**values)
+        if plain not in known[name]:
+            home = _home(plain, known)
+            near = nearest(plain, known[name]).replace("_", "-")
+            expected = repr(near) if home is None else f"{key!r} below [{home}]"
+            check.fail("config", f"unknown key {key!r} in [{name}] of {path}", expected)
+        values[plain] = _as_flag(f"[{name}] {key}", value, known[name][plain])
+    return values
+
+
+def _home(key: str, known: dict[str, dict[str, Any]]) -> str | None:
+    """The table that has a key."""
+    return next((name for name, keys in known.items() if key in keys), None)
 
 
 def _as_flag(name: str, value: Any, hint: Any) -> Any:
@@ -126,7 +158,11 @@ def _as_flag(name: str, value: Any, hint: Any) -> Any:
         return ",".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
     if kind is float and number:
         return float(value)
-    if get_args(kind):  # a list of NAME=VALUE, here a table
+    if get_args(kind) == (int,):
+        if isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+            return value
+        expected = "a list of whole numbers"
+    elif get_args(kind):  # a list of NAME=VALUE, here a table
         if isinstance(value, dict):
             return [f"{key}={toml(item)}" for key, item in value.items()]
         expected = "a table of names and values"

@@ -10,8 +10,9 @@ from cyclopts import Parameter
 
 from gramtower import _checks as check
 from gramtower.cli import folder
-from gramtower.cli.config import Settings, settle
-from gramtower.cli.options import Common, DataOptions, ModelOptions, TrainOptions
+from gramtower.cli.config import Settings, parse_option, settle
+from gramtower.cli.features import tower_features
+from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions
 from gramtower.cli.output import note, print_facts, print_json
 from gramtower.cli.reading import read_pairs, split_validation
 from gramtower.data.interactions import Interactions
@@ -28,6 +29,7 @@ def fit(
     config: Path | None = None,
     fresh: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
     data: DataOptions | None = None,
+    features: FeatureOptions | None = None,
     model: ModelOptions | None = None,
     train: TrainOptions | None = None,
     common: Common | None = None,
@@ -47,17 +49,18 @@ def fit(
     --max-iterations or --time-limit when that limit is raised.
 
     Args:
-        path: Pairs: .csv, .tsv, .parquet (also .gz, .xz, .zst), a MovieLens folder or zip, lists or edges.
+        path: Pairs: .csv, .tsv, .parquet (also .gz, .xz, .zst), a MovieLens or Netflix folder or zip, lists, edges.
         out: Folder of the run: model.gramtower, config.toml, history.jsonl and summary.json.
-        config: TOML file with tables [data], [model], [train]; keys are the names of the flags, which win over it.
+        config: TOML file with tables [data], [features], [model], [train]; keys are the names of the flags, which win.
         fresh: Start anew even if the folder holds an unfinished run.
         data: Data.
+        features: Features.
         model: Model.
         train: Training.
         common: Output.
     """
     common = common or Common()
-    settings = settle(config, data, model, train)
+    settings = settle(config, data, model, train, features)
     if path is not None:
         settings.data.path = str(path)
     if settings.data.path is None:
@@ -69,6 +72,7 @@ def fit(
     observed, held_out = split_validation(pairs, settings.data, estimator.seed)
     if not common.quiet:
         note(f"{len(observed):,} pairs of {observed.shape[0]:,} left and {observed.shape[1]:,} right entities")
+    seen, joined = tower_features(settings, observed, common.quiet)
 
     checkpoint = out / folder.CHECKPOINT
     out.mkdir(parents=True, exist_ok=True)
@@ -79,16 +83,17 @@ def fit(
         note(f"going on from {checkpoint}")
     estimator.fit(
         observed,
-        left_features="history" if settings.model.history else None,
+        **seen,
         validation=held_out,
         checkpoint=checkpoint,
         history=out / folder.HISTORY,
     )
     write_config(out / folder.CONFIG, used(settings, estimator), "what this run used; gramtower fit --config reads it")
     estimator.save(out / folder.MODEL)
-    if not folder.stopped_by(estimator.reason_, Reason.MAX_ITERATIONS, Reason.TIME_LIMIT, Reason.INTERRUPTED):
+    if estimator.reason_ not in (Reason.MAX_ITERATIONS, Reason.TIME_LIMIT, Reason.INTERRUPTED):
         checkpoint.unlink(missing_ok=True)
     facts = summary(estimator, observed, held_out)
+    facts |= {"features": joined} if joined else {}
     facts |= {"resumed": resumed, "model": str(out / folder.MODEL)}
     folder.write_json(out / folder.SUMMARY, facts | {"environment": folder.environment()})
     return _report(facts, common)
@@ -102,7 +107,10 @@ def used(settings: Settings, estimator: TwoTower) -> dict[str, dict[str, Any]]:
         name: {f.name: params[f.name] for f in fields(part)}
         for name, part in (("model", settings.model), ("train", settings.train))
     }
-    return {"data": asdict(settings.data), **tables}
+    features = asdict(settings.features)
+    for name in ("left_column", "right_column"):
+        features[name] = None if features[name] is None else dict(map(parse_option, features[name]))
+    return {"data": asdict(settings.data), "features": features, **tables}
 
 
 def summary(estimator: TwoTower, observed: Interactions, held_out: Interactions | None) -> dict[str, Any]:
@@ -117,7 +125,8 @@ def summary(estimator: TwoTower, observed: Interactions, held_out: Interactions 
         "iterations": history[-1].iteration,
         "seconds": history[-1].seconds,
         "data_passes": history[-1].data_passes,
-        "stopped": estimator.reason_,
+        "reason": estimator.reason_.name,
+        "stopped": estimator.message_,
         "omega": estimator.omega_,
         "left": observed.shape[0],
         "right": observed.shape[1],
@@ -127,8 +136,7 @@ def summary(estimator: TwoTower, observed: Interactions, held_out: Interactions 
 
 
 def _report(facts: dict[str, Any], common: Common) -> int:
-    interrupted = folder.stopped_by(facts["stopped"], Reason.INTERRUPTED)
-    failed = folder.stopped_by(facts["stopped"], Reason.NON_FINITE)
+    interrupted, failed = (facts["reason"] == r.name for r in (Reason.INTERRUPTED, Reason.NON_FINITE))
     if common.json:
         print_json(facts)
     else:

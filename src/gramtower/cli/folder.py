@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -14,11 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from gramtower._files import write_text
 from gramtower.cli.config import Settings, read_config
+from gramtower.cli.machine import commit
 from gramtower.cli.output import clean
 from gramtower.estimator.loading import load
 from gramtower.estimator.two_tower import TwoTower
-from gramtower.training.result import Reason
 
 MODEL, CONFIG, HISTORY, SUMMARY = "model.gramtower", "config.toml", "history.jsonl", "summary.json"
 CHECKPOINT = "checkpoint.safetensors"
@@ -45,13 +45,7 @@ def open_model(run: Path) -> tuple[TwoTower, Settings]:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Save a JSON file in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(json.dumps(clean(content), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_text(path, json.dumps(clean(content), indent=2, ensure_ascii=False) + "\n")
 
 
 def environment() -> dict[str, Any]:
@@ -64,6 +58,7 @@ def environment() -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "gramtower": version("gramtower"),
+        "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__.split("+")[0],
         "numpy": np.__version__,
@@ -73,8 +68,3 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
-
-
-def stopped_by(message: str, *reasons: Reason) -> bool:
-    """Whether a message for stopping is that of one of the reasons."""
-    return any(re.fullmatch(re.sub(r"\\{\w+\\}", ".*", re.escape(reason.value)), message) for reason in reasons)

@@ -15,7 +15,7 @@ from cyclopts import Group, Parameter
 
 from gramtower.estimator.two_tower import TwoTower
 
-FORMATS = ("csv", "parquet", "movielens", "lists", "edges")
+FORMATS = ("csv", "parquet", "movielens", "netflix", "mediawiki", "lists", "edges")
 _DEFAULTS = {name: p.default for name, p in inspect.signature(TwoTower.__init__).parameters.items()}
 
 
@@ -43,18 +43,56 @@ class DataOptions:
     value: str | None = None
     "Column of values, such as a rating; without --threshold they are the labels."
     threshold: float | None = None
-    "Keep pairs whose value is at least this, labelled 1 (MovieLens: 4 unless given)."
+    "Keep pairs whose value is at least this, labelled 1 (MovieLens and Netflix: 4 unless given)."
     weight: str | None = None
     "Column of weights of the pairs' losses."
     time: str | None = None
     "Column of times, used by info."
     format: str | None = None
-    "csv, parquet, movielens, lists (user item item ...) or edges (user item); without it, by the ending of DATA."
+    "csv, parquet, movielens, netflix, mediawiki, lists (user item ...), edges (user item); without it, told from DATA."
+    separator: str | None = None
+    "Between fields of csv, edges and lists, such as ; or tab; without it a comma (.tsv: a tab), or spaces and tabs."
     validation: str | None = None
     "Pairs to stop early on: a share such as 0.1, drawn at random with --seed, or a file like DATA."
 
 
-@Parameter(name="*", group=Group("Model", sort_key=2))
+@Parameter(name="*", group=Group("Features", sort_key=2))
+@dataclass
+class FeatureOptions:
+    """What the towers see besides ids. The table ``[features]``."""
+
+    left_features: str | None = None
+    "Table of features of left entities, joined by id: .csv, .tsv, .parquet."
+    right_features: str | None = None
+    "The same for right entities."
+    left_id: str | None = None
+    "Its column of ids [default: called as --left, or id]."
+    right_id: str | None = None
+    "The same for --right-features."
+    left_column: Annotated[
+        list[str] | None,
+        Parameter(
+            help="Kind of a column of --left-features, NAME=KIND: numeric, categorical, list, text or skip; may be "
+            "repeated. Kinds of other columns are told from their content.",
+            negative=(),
+        ),
+    ] = None
+    right_column: Annotated[
+        list[str] | None, Parameter(help="The same for --right-features; may be repeated.", negative=())
+    ] = None
+    list_separator: str | None = None
+    "Between the elements of list columns [default: |]."
+    hash_bits: int | None = None
+    "Text columns become 2^bits features each [default: 15]."
+    ngrams: str | None = None
+    "Of text columns: word, or char [default: word]."
+    left_identity: bool | None = None
+    "Also a vector of its own for each left entity [default: yes, unless --history]."
+    right_identity: bool | None = None
+    "The same for right entities [default: yes]."
+
+
+@Parameter(name="*", group=Group("Model", sort_key=3))
 @dataclass
 class ModelOptions:
     """What is minimised, over which towers. The table ``[model]``."""
@@ -80,7 +118,7 @@ class ModelOptions:
     ] = None
 
 
-@Parameter(name="*", group=Group("Training", sort_key=3))
+@Parameter(name="*", group=Group("Training", sort_key=4))
 @dataclass
 class TrainOptions:
     """How it is minimised. The table ``[train]``."""
@@ -106,7 +144,7 @@ class TrainOptions:
     ] = None
 
 
-@Parameter(name="*", group=Group("Output and machine", sort_key=4))
+@Parameter(name="*", group=Group("Output and machine", sort_key=5))
 @dataclass
 class Common:
     """What every command understands."""

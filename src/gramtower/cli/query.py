@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from gramtower import _checks as check
 from gramtower.cli.config import Settings, over
+from gramtower.cli.features import new_rows
 from gramtower.cli.folder import open_model
 from gramtower.cli.options import Common, DataOptions
 from gramtower.cli.output import note, print_facts, print_json, print_table
@@ -74,6 +75,7 @@ def recommend(
     include_seen: Switch = False,
     allow: Ids = None,
     deny: Ids = None,
+    left_features: Path | None = None,
     history: Ids = None,
     common: Common | None = None,
 ) -> int:
@@ -81,24 +83,29 @@ def recommend(
 
     Args:
         run: Folder of a run, or a model file.
-        left: Id of a left entity; may be repeated.
+        left: Id of a left entity; may be repeated. With --left-features, of its rows.
         k: How many.
         include_seen: Also those that were observed with it in training.
         allow: Id of a right entity; only those given; may be repeated.
         deny: Id of a right entity never to show; may be repeated.
-        history: Instead of --left, for models fitted with --history: right ids of a new entity; may be repeated.
+        left_features: Table of new left entities, for models fitted with --left-features: all its rows, or --left.
+        history: Right id of a new left entity, for models fitted with --history; may be repeated.
         common: Output.
     """
     common = common or Common()
-    if (left is None) == (history is None):
-        check.fail("--left, --history", "both" if left else "neither", "one of them")
+    if left_features is None and (left is None) == (history is None):
+        given = "both" if left else "none"
+        check.fail("--left, --left-features, --history", given, "--left alone, or what describes a new entity")
     model, _ = open_model(run)
     options: dict[str, Any] = {"exclude_seen": not include_seen, "deny": deny, "allow": allow}
-    asked = left or ["(new)"]
-    if history is not None:
-        found, scores = model.recommend(None, k, histories=[history], **options)
+    if left_features is not None:
+        options["left_features"], asked = new_rows(model, left_features, left, common.quiet)
     else:
-        found, scores = model.recommend(_keys(model, "left", asked), k, **options)
+        asked = left or ["(new)"]
+    if history is not None:
+        options["histories"] = [history]
+    known = None if left_features is not None or history is not None else _keys(model, "left", asked)
+    found, scores = model.recommend(known, k, **options)
     _show("left", asked, "right", found, scores, common)
     return 0
 

@@ -9,9 +9,10 @@ from typing import Any
 from gramtower import _checks as check
 from gramtower.cli.options import FORMATS, DataOptions
 from gramtower.data import readers, splits
+from gramtower.data.frames import separator_of, suffix_of
 from gramtower.data.interactions import Interactions
-
-_PACKED = (".gz", ".xz", ".zst", ".bz2")
+from gramtower.data.mediawiki import is_mediawiki, mediawiki_links
+from gramtower.data.netflix import is_netflix, netflix
 
 
 def read_pairs(path: Path, options: DataOptions) -> Interactions:
@@ -33,19 +34,27 @@ def read_pairs(path: Path, options: DataOptions) -> Interactions:
         if (column := getattr(options, name)) is not None:
             check.fail(f"--{name}", repr(column), f"nothing: the format {kind} has its own columns")
     given: dict[str, Any] = {} if options.threshold is None else {"threshold": options.threshold}
-    if kind == "lists" and given:
-        check.fail("threshold", options.threshold, "nothing: lists have no values")
-    return readers.item_lists(path) if kind == "lists" else readers.movielens(path, **given)
+    if kind in ("lists", "mediawiki") and given:
+        check.fail("threshold", options.threshold, f"nothing: {kind} have no values")
+    if kind == "lists":
+        return readers.item_lists(path, separator=_separator(options))
+    if options.separator is not None:
+        check.fail("--separator", repr(options.separator), f"nothing: the format {kind} has its own")
+    if kind == "mediawiki":
+        return mediawiki_links(path)
+    return netflix(path, **given) if kind == "netflix" else readers.movielens(path, **given)
 
 
 def guess_format(path: Path) -> str:
-    """The format by the path's ending; a folder or zip is MovieLens."""
-    suffix = _suffix(path)
+    """The format by the path's ending; a folder, zip or tar is Netflix or MediaWiki by its files, or MovieLens."""
+    suffix = suffix_of(path)
+    if is_netflix(path) or is_mediawiki(path):
+        return "netflix" if is_netflix(path) else "mediawiki"
     if path.is_dir() or (suffix == ".zip" and zipfile.is_zipfile(path)) or suffix == ".dat":
         return "movielens"
     known = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet"}
     if suffix not in known:
-        expected = ".csv, .tsv, .parquet (also .gz, .xz, .zst), a MovieLens folder or zip, or --format"
+        expected = ".csv, .tsv, .parquet (also .gz, .xz, .zst), a MovieLens or Netflix folder or zip, or --format"
         check.fail("DATA", path, f"{expected} with one of {', '.join(FORMATS)}")
     return known[suffix]
 
@@ -67,22 +76,17 @@ def split_validation(pairs: Interactions, options: DataOptions, seed: int) -> tu
     return split.train, split.test
 
 
-def _suffix(path: Path) -> str:
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    while suffixes and suffixes[-1] in _PACKED:
-        suffixes.pop()
-    return suffixes[-1] if suffixes else ""
-
-
 def _read_table(path: Path, kind: str, options: DataOptions) -> Interactions:
     for name in ("left", "right"):
         if getattr(options, name) is None:
             check.fail(f"--{name}", "nothing", f"the name of the column with {name} ids")
     arguments = _arguments(options)
     if kind == "parquet":
+        if options.separator is not None:
+            check.fail("--separator", repr(options.separator), "nothing: Parquet files have none")
         return Interactions.from_parquet(path, options.left or "", options.right or "", **arguments)
-    separator = "\t" if _suffix(path) == ".tsv" else ","
-    return Interactions.from_csv(path, options.left or "", options.right or "", separator=separator, **arguments)
+    arguments["separator"] = _separator(options) or separator_of(path)
+    return Interactions.from_csv(path, options.left or "", options.right or "", **arguments)
 
 
 def _read_edges(path: Path, options: DataOptions) -> Interactions:
@@ -92,7 +96,13 @@ def _read_edges(path: Path, options: DataOptions) -> Interactions:
         if column is not None and not column.isdecimal():
             check.fail(f"--{name}", repr(column), "a position from 0: edges have no column names")
     places = {name: int(column) for name, column in given.items() if column is not None}
-    return readers.edge_list(path, **(_arguments(options) | places))
+    separator = _separator(options) or ("\t" if suffix_of(path) == ".tsv" else None)
+    return readers.edge_list(path, separator=separator, **(_arguments(options) | places))
+
+
+def _separator(options: DataOptions) -> str | None:
+    """What was given, with "tab" for the character that shells make hard to write."""
+    return "\t" if options.separator == "tab" else options.separator
 
 
 def _arguments(options: DataOptions) -> dict[str, Any]:

@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 
 from gramtower.estimator.loading import load as load_estimator
-from gramtower.estimator.matrices import history_features
 from gramtower.estimator.two_tower import TwoTower as Estimator
 from gramtower.retrieval.topk import top_k
 
@@ -105,7 +104,7 @@ class TwoTower:
         if recalculate_user:
             if not self.history:
                 raise NotImplementedError("recalculate_user needs a model made with history=True")
-            P = torch.from_numpy(self.model.embed(left_features=_histories(user_items)))
+            P = torch.from_numpy(self.model.embed(histories=user_items))
         else:
             P = torch.from_numpy(self.user_factors[self._known(users, len(self.model.left_), "userid")])
         return self._ranked(
@@ -146,7 +145,7 @@ class TwoTower:
     def load(cls, file: str | Path) -> TwoTower:
         """A model that :meth:`save` wrote."""
         model = load_estimator(file)
-        made = cls(model.dim_, model.l2, model.max_iterations, model.seed, history=model.left_.kind == "history")
+        made = cls(model.dim_, model.l2, model.max_iterations, model.seed, history=model.left_.inputs.has_history)
         made.model = model
         return made
 
@@ -180,7 +179,3 @@ class TwoTower:
     @staticmethod
     def _chosen(items: Sequence[int] | None) -> NDArray[Any] | None:
         return None if items is None else np.sort(np.asarray(items))
-
-
-def _histories(user_items: Any) -> sp.csr_matrix:
-    return history_features(sp.csr_matrix(user_items, dtype=np.float32))

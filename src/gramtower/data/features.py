@@ -86,6 +86,13 @@ class Features:
             return len(self._data.pattern)
         return self.rows if self._data is None else self.rows * self.width
 
+    @property
+    def arrays(self) -> list[Tensor]:
+        """What is stored, for telling one set of features from another."""
+        if isinstance(self._data, SparseBlock):
+            return [self._data.pattern.offsets, self._data.pattern.columns, self._data.values]
+        return [] if self._data is None else [self._data]
+
     def block(self, start: int, stop: int, dtype: torch.dtype, device: torch.device) -> Block:
         """Rows ``start:stop``: an :class:`IdBlock`, dense rows, or a :class:`SparseBlock`."""
         if self._data is None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from polars import DataFrame, Series
 
 Column = str | int  # by name, or by position from 0
+_PACKED = (".gz", ".xz", ".zst", ".bz2")
 PathLike = str | os.PathLike[str]
 Choice = tuple[str, Column]  # an argument, for errors, and the column it chose
 
@@ -39,6 +40,19 @@ def existing(name: str, path: PathLike) -> Path:
     if found.is_file() and found.stat().st_size == 0:
         check.fail(name, f"{found}, which is empty", "a file with rows")
     return found
+
+
+def suffix_of(path: Path) -> str:
+    """The ending of a file's name in small letters, without that of a compression."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    while suffixes and suffixes[-1] in _PACKED:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def separator_of(path: Path) -> str:
+    """What stands between fields, by the ending: tabs in .tsv, otherwise commas."""
+    return "\t" if suffix_of(path) == ".tsv" else ","
 
 
 def content(path: Path) -> bytes:
@@ -82,7 +96,7 @@ def pick(name: str, column: Column, present: Sequence[str]) -> str:
 
 def read_csv(
     source: Path | bytes,
-    texts: Sequence[Choice],
+    texts: Sequence[Choice] | None,
     others: Sequence[Choice] = (),
     *,
     separator: str = ",",
@@ -96,7 +110,7 @@ def read_csv(
 
     Args:
         source: the file (.gz, .zst, .xz and .bz2 are decompressed) or its bytes.
-        texts: (argument name, column) of columns that are read as text, whatever they look like.
+        texts: (argument name, column) of columns that are read as text, whatever they look like; None for all.
         others: the same for columns read as numbers or dates where they look like that, otherwise as text.
         separator: one character between fields.
         header: whether the first line names the columns.
@@ -123,6 +137,7 @@ def read_csv(
     }
     try:
         present = pl.read_csv(source, n_rows=0 if header else 1, infer_schema=False, **options).columns
+        texts = [(label, name) for name in present] if texts is None else texts
         names = [pick(name, column, present) for name, column in (*texts, *others)]
         wanted = sorted(set(names), key=present.index)
         overrides = dict.fromkeys(names[: len(texts)], pl.String)
@@ -142,16 +157,25 @@ def read_csv(
     return [table[name] for name in names]
 
 
-def read_parquet(path: Path, choices: Sequence[Choice]) -> list[Series]:
-    """Some columns of a Parquet file."""
+def read_parquet(path: Path, choices: Sequence[Choice] | None) -> list[Series]:
+    """Some columns of a Parquet file; None for all."""
     pl = polars()
     try:
         present = list(pl.read_parquet_schema(path))
-        names = [pick(name, column, present) for name, column in choices]
+        names = present if choices is None else [pick(name, column, present) for name, column in choices]
         table = pl.read_parquet(path, columns=sorted(set(names), key=present.index))
     except pl.exceptions.PolarsError as error:
         check.fail("path", f"{path}, which cannot be read ({str(error).splitlines()[0]})", "a Parquet file")
     return [table[name] for name in names]
+
+
+def read_frame(name: str, path: Path) -> DataFrame:
+    """A whole Parquet or delimited file; the columns of a text file as text."""
+    found = existing(name, path)
+    parquet = suffix_of(found) in (".parquet", ".pq")
+    columns = read_parquet(found, None) if parquet else read_csv(found, None, separator=separator_of(found), label=name)
+    made: DataFrame = polars().DataFrame(columns)
+    return made
 
 
 def take(name: str, frame: Any, choices: Sequence[Choice]) -> list[Series]:

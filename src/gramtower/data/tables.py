@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import scipy.sparse as sp
+from numpy.typing import NDArray
 
 from gramtower import _checks as check
 from gramtower.data import frames
 from gramtower.data.encoders import Categorical, Elements, Encoder, Numeric, Text, from_plain, to_plain
 from gramtower.data.frames import Choice, Column
 from gramtower.data.ids import text_of
+from gramtower.data.inference import KINDS, infer_kinds
 
 if TYPE_CHECKING:
     from polars import Series
@@ -66,13 +68,14 @@ class FeatureTable:
             if isinstance(chosen, str):
                 check.fail(name, repr(chosen), f"a sequence of column names, such as ({chosen!r},)")
         if not any(kinds.values()):
-            check.fail("columns", "none", "at least one of numeric=, categorical=, lists=, text=")
+            expected = "at least one of numeric=, categorical=, lists=, text=, or FeatureTable.inferred(...)"
+            check.fail("columns", "none", expected)
         if not isinstance(separator, str) or not separator:
             check.fail("separator", repr(separator), "text between the elements of a list")
         if check.count("hash_bits", hash_bits) > 24:
             check.fail("hash_bits", hash_bits, "at most 24")
         check.choice("ngrams", ngrams, ("word", "char"))
-        self.id, self.strict = id, strict
+        self.id, self.strict, self._source = id, strict, frame
         choices = [(name, column) for name, chosen in kinds.items() for column in chosen]
         ids, columns = _identified(frame, id, choices, len(numeric))
         self.report: dict[str, Any] = {"rows": len(ids), "rows_without_id": int(ids.null_count())}
@@ -87,6 +90,44 @@ class FeatureTable:
         self.report["missing"] = {column.name: int(column.null_count()) for column in kept if column.null_count()}
         self._row: dict[str, int] | None = {name: row for row, name in enumerate(named.to_list())}
         self._matrix = self._encoded(kept)[0]
+
+    @classmethod
+    def inferred(
+        cls, frame: Any, id: str = "user", kinds: Mapping[str, str] | None = None, separator: str = "|", **options: Any
+    ) -> FeatureTable:
+        """A table whose columns' kinds are told from their content, by the rules of data/inference.py.
+
+        Args:
+            frame: as for the class.
+            id: column of ids.
+            kinds: kinds of some columns, which win: "numeric", "categorical", "list", "text" or "skip".
+            separator: between the elements of list columns.
+            options: ``hash_bits``, ``ngrams``, ``strict``.
+        """
+        from_file = isinstance(frame, (str, os.PathLike))
+        whole = frames.read_frame("frame", Path(frame)) if from_file else frames.as_frame("frame", frame)
+        frames.pick("id", id, whole.columns)
+        found = infer_kinds(whole, id, kinds or {}, separator)
+        chosen: dict[str, Any] = {kind: [name for name, own in found.items() if own == kind] for kind in KINDS}
+        if not set(found.values()) - {"skip"}:
+            check.fail("columns", ", ".join(found) or "none", "at least one that can be encoded; name it in kinds")
+        del chosen["skip"]
+        table = cls(whole, id, lists=chosen.pop("list"), separator=separator, **chosen, **options)
+        table._source = frame
+        table.report["skipped"] = [name for name, kind in found.items() if kind == "skip"]
+        return table
+
+    @property
+    def source(self) -> Any:
+        """The frame or path that the table was made from."""
+        if self._source is None:
+            check.fail("features", "an encoder read from JSON, which has no rows", "a table with rows, or a frame")
+        return self._source
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """The kind of each column that is encoded."""
+        return {encoder.column: to_plain(encoder)["kind"] for encoder in self.encoders}
 
     @property
     def feature_names(self) -> list[str]:
@@ -103,6 +144,13 @@ class FeatureTable:
 
         An id that is not in the table gets the row of an entity whose every column is missing.
         """
+        rows = self.match(ids)
+        if rows.max(initial=-1) < self._matrix.shape[0]:
+            return sp.csr_matrix(self._matrix[rows])
+        return sp.csr_matrix(sp.vstack([self._matrix, self.missing_row()], format="csr")[rows])
+
+    def match(self, ids: Any) -> NDArray[np.int64]:
+        """The table's row of each id, one beyond the last for ids without features; counts both kinds of strangers."""
         if self._row is None:
             check.fail("ids", "a call on an encoder read from JSON, which has no rows", "encode_frame(frame)")
         if isinstance(ids, str):
@@ -118,9 +166,7 @@ class FeatureTable:
             check.fail("ids", f"{len(without)} without features, first {shown}", "features for every id (strict=True)")
         if self.strict and unused:
             check.fail("ids", f"{unused} rows of features without an id", "an id for every row (strict=True)")
-        if not without:
-            return sp.csr_matrix(self._matrix[rows])
-        return sp.csr_matrix(sp.vstack([self._matrix, self._missing_row()], format="csr")[rows])
+        return rows
 
     def encode_frame(self, frame: Any) -> sp.csr_matrix:
         """Features of new entities, one row for each row of a table with the same columns (ids are not needed).
@@ -152,7 +198,7 @@ class FeatureTable:
         if plain.get("version") != _VERSION:
             check.fail("text", f"version {plain.get('version')!r}", f"version {_VERSION}")
         table = cls.__new__(cls)
-        table.id, table.strict, table.report, table._row = plain["id"], False, {}, None
+        table.id, table.strict, table.report, table._row, table._source = plain["id"], False, {}, None, None
         table.encoders = [from_plain(column) for column in plain["columns"]]
         table._matrix = sp.csr_matrix((0, len(table.feature_names)), dtype=np.float32)
         return table
@@ -164,7 +210,8 @@ class FeatureTable:
         matrix.eliminate_zeros()
         return matrix, unseen
 
-    def _missing_row(self) -> sp.csr_matrix:
+    def missing_row(self) -> sp.csr_matrix:
+        """The row of an entity whose every column is missing."""
         pl = frames.polars()
         return self._encoded([pl.Series(column, [None], dtype=pl.String) for column in self.columns])[0]
 
@@ -192,6 +239,6 @@ def _read(frame: Any, texts: Sequence[tuple[str, Column]], others: Sequence[tupl
     if not isinstance(frame, (str, os.PathLike)):
         return frames.take("frame", frame, [*texts, *others])
     path = frames.existing("frame", Path(frame))
-    if path.suffix.lower() in (".parquet", ".pq"):
+    if frames.suffix_of(path) in (".parquet", ".pq"):
         return frames.read_parquet(path, [*texts, *others])
-    return frames.read_csv(path, texts, others, label="frame")
+    return frames.read_csv(path, texts, others, separator=frames.separator_of(path), label="frame")

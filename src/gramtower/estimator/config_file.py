@@ -9,12 +9,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from gramtower._files import write_text
+
 
 def write_config(path: Path, tables: dict[str, dict[str, Any]], comment: str) -> None:
     """Settings as TOML, with the names of the flags; what is None is left out."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(config_text(tables, comment), encoding="utf-8")
-    partial.replace(path)
+    write_text(path, config_text(tables, comment))
 
 
 def config_text(tables: dict[str, dict[str, Any]], comment: str) -> str:

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from gramtower import _checks as check
 from gramtower.estimator import model_file
+from gramtower.estimator.inputs import Inputs, Part
 from gramtower.estimator.side import Side
 from gramtower.estimator.two_tower import TwoTower
 from gramtower.model.towers import Towers
 from gramtower.objective.problem import Problem
-from gramtower.training.result import Record
+from gramtower.training.result import Reason, Record
 
 
 def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None) -> TwoTower:
@@ -41,8 +42,7 @@ def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None) ->
             name,
             model_file.unpack_ids(tensors.get(f"{name}_text"), tensors.get(f"{name}_offsets")),
             tensors[name],
-            header["sides"][name]["kind"],
-            header["sides"][name]["width"],
+            _inputs(name, header, tensors),
         )
         for name in ("left", "right")
     }
@@ -52,8 +52,11 @@ def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None) ->
     ones = np.ones(len(columns), dtype=np.float32)
     model.seen_ = sp.csr_matrix((ones, columns, tensors["seen_offsets"].numpy()), shape=shape)
     model.history_ = [Record(**record) for record in header["history"]]
-    model.reason_, model.best_metric_, model.omega_ = header["reason"], header["best_metric"], header["omega"]
-    model.dim_, model.hidden_ = header["dim"], tuple(header["hidden"])
+    model.best_metric_, model.omega_ = header["best_metric"], header["omega"]
+    model.message_ = header.get("message", header["reason"])  # version 1 had the message alone
+    model.reason_ = Reason[header["reason"]] if "message" in header else Reason.of_message(model.message_)
+    before = header["params"]  # version 1 had no sizes that depend on the data
+    model.dim_, model.hidden_ = header.get("dim", before["dim"]), tuple(header.get("hidden", before["hidden"]))
     model.towers_ = _rebuild(model, header, tensors["parameters"])
     return model
 
@@ -64,7 +67,7 @@ def _rebuild(model: TwoTower, header: dict[str, Any], vector: Tensor) -> Any:
         return None
     problem = Problem(
         sp.csr_matrix((len(model.left_), len(model.right_)), dtype=np.float32),
-        **{s.name: _placeholder(s) for s in (model.left_, model.right_) if s.kind != "ids"},
+        **{side.name: side.inputs.placeholder(len(side)) for side in (model.left_, model.right_)},
     )
     layers = {"dim": model.dim_, "hidden": model.hidden_}  # what was in force: the default needs the pairs to know
     towers = TwoTower(**{**model.get_params(), **layers}).make_towers(problem)
@@ -75,10 +78,9 @@ def _rebuild(model: TwoTower, header: dict[str, Any], vector: Tensor) -> Any:
     return towers
 
 
-def _placeholder(side: Side) -> Any:
-    """Empty features of the right width, to build towers with."""
-    return (
-        sp.csr_matrix((len(side), side.width))
-        if side.kind != "dense"
-        else np.zeros((len(side), side.width), np.float32)
-    )
+def _inputs(name: str, header: dict[str, Any], tensors: dict[str, Tensor]) -> Inputs:
+    """What the tower of a side sees; version 1 has one part without a table, and calls "id" "ids"."""
+    if header["version"] > 1:
+        return Inputs.from_json(model_file.unpack_text(tensors[f"{name}_inputs"]))
+    side = header["sides"][name]
+    return Inputs((Part("id" if side["kind"] == "ids" else side["kind"], side["width"]),))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +16,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gramtower._files import replacing
+
 FORMAT = "gramtower-model"
-VERSION = 1
+VERSION = 2  # version 1 had no inputs (what becomes of features), and a reason without its name
 
 
 def write_model(path: Path, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Save a model; the file at ``path`` is replaced in one step and stays whole if anything fails."""
     from safetensors.torch import save_file
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     head = {"format": FORMAT, "version": VERSION, **header}
-    try:
+    with replacing(path) as partial:
         save_file({k: t.contiguous() for k, t in tensors.items()}, partial, {"model": json.dumps(head)})
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -62,6 +56,16 @@ def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             "upgrade gramtower"
         )
     return header, tensors
+
+
+def pack_text(text: str) -> Tensor:
+    """Text as UTF-8 bytes."""
+    return torch.from_numpy(np.frombuffer(text.encode(), dtype=np.uint8).copy())
+
+
+def unpack_text(data: Tensor) -> str:
+    """Text from UTF-8 bytes."""
+    return data.numpy().tobytes().decode()
 
 
 def pack_ids(ids: NDArray[Any] | None) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower import _checks as check
+from gramtower.estimator.inputs import Inputs
 
 
 @dataclass
@@ -23,15 +24,13 @@ class Side:
         name: "left" or "right".
         ids: one id for each row: text, or None when rows are known by number.
         embeddings: rows × k.
-        kind: how its tower sees entities: "ids", "dense", "sparse" or "history".
-        width: number of features.
+        inputs: what its tower sees of them.
     """
 
     name: str
     ids: NDArray[Any] | None
     embeddings: Tensor
-    kind: str
-    width: int
+    inputs: Inputs
 
     def __post_init__(self) -> None:
         self._rows = None if self.ids is None else {key: row for row, key in enumerate(self.ids.tolist())}

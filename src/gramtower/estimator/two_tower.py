@@ -20,13 +20,14 @@ from torch import Tensor
 
 from gramtower import _checks as check
 from gramtower.data.interactions import Interactions
-from gramtower.data.tables import FeatureTable
 from gramtower.estimator import defaults, model_file
-from gramtower.estimator.matrices import aligned, history_features, matrix_and_ids, row_map
+from gramtower.estimator.inputs import Ids, Inputs, training_inputs
+from gramtower.estimator.matrices import aligned, matrix_and_ids
 from gramtower.estimator.side import Side, normalised
 from gramtower.estimator.validation import ranking_validator
 from gramtower.metrics import evaluate_embeddings
 from gramtower.model.towers import Towers, mlp_towers
+from gramtower.objective.evaluation import Point
 from gramtower.objective.losses import Loss
 from gramtower.objective.problem import Problem
 from gramtower.retrieval.topk import top_k
@@ -140,60 +141,40 @@ class TwoTower:
 
         Args:
             pairs: :class:`~gramtower.Interactions`, or a scipy.sparse matrix whose rows and columns are then the ids.
-            left_features: one row for each left entity (scipy.sparse, numpy or torch), a
-                :class:`~gramtower.data.tables.FeatureTable` joined by id, "history" for the entity's own observed right
-                entities, or None for ids alone.
-            right_features: one row for each right entity, a FeatureTable, or None.
+            left_features: what the left tower sees: None or "id" for ids alone, one row for each entity (scipy.sparse,
+                numpy or torch), a :class:`~gramtower.data.tables.FeatureTable` joined by id, "history" for the entity's
+                own observed right entities, or a list of these side by side, such as ``["id", "history", table]``.
+            right_features: the same for the right tower, without "history".
             validation: held-out pairs (same ids) to stop early on.
             warm_start: start from this model's towers; entities it knows keep their weights, new ones are added.
             checkpoint: path of a checkpoint that an interrupted fit continues from.
             history: path of a JSONL file with one record an iteration.
         """
         device = defaults.pick_device(self.device)
-        made = self
-        if warm_start:
-            self._check_fitted()  # its towers stay as large as they are, whatever the default for more data
-            made = TwoTower(**(self.get_params() | {"dim": self.dim_, "hidden": self.hidden_}))
-        problem, towers, matrix, ids = made.prepare(pairs, left_features, right_features)
-        if warm_start:
-            self._carry_over(towers, ids, problem)
-        towers.left.to(device)
-        towers.right.to(device)
-        towers = Towers(towers.left, towers.right)
-        measure = None
-        if validation is not None:
-            measure = ranking_validator(self.metric, aligned("validation", validation, ids, matrix.shape), matrix)
+        problem, towers, matrix, ids, inputs = self.prepare(pairs, left_features, right_features, warm_start)
+        towers = Towers(towers.left.to(device), towers.right.to(device))
         result = minimize(
             problem, towers, self.optimizer, self.max_iterations, self.time_limit, self.seed,
-            validation=measure, patience=None if measure is None else self.patience,
+            validation=self.make_validation(validation, ids, matrix),
+            patience=None if validation is None else self.patience,
             checkpoint=checkpoint, history=history, verbose=self.verbose, **(self.optimizer_options or {}),
         )  # fmt: skip
-        kinds = ["history" if isinstance(left_features, str) else "", ""]
-        self._finish(problem, towers, matrix, ids, kinds, result)
+        self._finish(problem, towers, matrix, ids, inputs, result)
         return self
 
     def prepare(
-        self, pairs: Any, left_features: Any = None, right_features: Any = None
-    ) -> tuple[Problem, Towers, sp.csr_matrix, tuple[NDArray[Any] | None, NDArray[Any] | None]]:
-        """What ``fit`` minimises, over fresh towers, and the pairs as a matrix with the ids of its rows and columns."""
+        self, pairs: Any, left_features: Any = None, right_features: Any = None, warm_start: bool = False
+    ) -> tuple[Problem, Towers, sp.csr_matrix, Ids, tuple[Inputs, Inputs]]:
+        """What ``fit`` minimises, over fresh towers or this model's, the pairs as a matrix, ids and inputs."""
         matrix, ids = matrix_and_ids(pairs)
-        if isinstance(left_features, str):
-            check.choice("left_features", left_features, ("history",))
-            left_features = history_features(matrix)
-        left_features, right_features = (
-            features.encode(side) if isinstance(features, FeatureTable) else features
-            for features, side in ((left_features, ids[0]), (right_features, ids[1]))
-        )
-        size = (matrix.shape, matrix.nnz)
-        problem = Problem(
-            matrix, left_features, right_features, loss=self.loss,
-            omega=defaults.default_omega(*size) if self.omega is None else self.omega,
-            l2=self.l2, imputed=self.imputed, left_weights=self.left_weights, right_weights=self.right_weights,
-            embedding_l2=defaults.default_embedding_l2(*size) if self.embedding_l2 is None else self.embedding_l2,
-            frequency_power=self.frequency_power, memory_budget=self.memory_budget,
-            pair_weights=pairs.weights if isinstance(pairs, Interactions) else None,
-        )  # fmt: skip
-        return problem, self.make_towers(problem), matrix, ids
+        problem, inputs = self.make_problem(pairs, left_features, right_features)
+        if not warm_start:
+            return problem, self.make_towers(problem), matrix, ids, inputs
+        self._check_fitted()  # its towers stay as large as they are, whatever the default for more data
+        same = TwoTower(**(self.get_params() | {"dim": self.dim_, "hidden": self.hidden_}))
+        towers = same.make_towers(problem)
+        self._carry_over(towers, inputs, ids)
+        return problem, towers, matrix, ids, inputs
 
     def tune(
         self,
@@ -249,37 +230,37 @@ class TwoTower:
         allow: Sequence[Any] | None = None,
         deny: Sequence[Any] | None = None,
         left_features: Any = None,
-        histories: Sequence[Sequence[Any]] | None = None,
+        histories: Any = None,
     ) -> tuple[NDArray[Any], NDArray[np.float32]]:
         """The k best right entities for each left one.
 
         Args:
-            left: ids of left entities; None with ``left_features`` or ``histories`` for entities not seen in training.
+            left: ids of left entities; None with ``left_features``, ``histories`` or both for entities not seen in
+                training.
             k: how many.
             exclude_seen: leave out right entities observed with the left one in training (or listed in its history).
             allow: only these right ids.
             deny: never these right ids.
-            left_features: rows of features of new entities.
-            histories: for models fitted with ``left_features="history"``: lists of right ids of new entities.
+            left_features: features of new entities: rows of a matrix, or for a model fitted with a FeatureTable a frame
+                or file with the same columns.
+            histories: for models whose left features have a "history": a list of right ids for each new entity, or a
+                scipy.sparse matrix with one column for each right entity.
 
         Returns:
             Ids and scores, one row for each left entity. Places without an answer hold None (−1 for numbers) and −inf.
         """
         self._check_fitted()
         check.count("k", k)
-        rows: NDArray[np.int64] | None = None
-        if histories is not None:
-            if self.left_.kind != "history":
-                check.fail("histories", "lists of ids", 'a model fitted with left_features="history"')
-            matrix = self._history_matrix(histories)
-            P, seen = self._embed_rows("left", history_features(matrix)), matrix
-        elif left_features is not None:
-            P, seen = self._embed_rows("left", left_features), None
-        elif left is not None:
+        new = left_features is not None or histories is not None
+        if (left is None) != new:
+            given = "None" if left is None else "ids, and features or histories"
+            check.fail("left", given, "ids of left entities; or, for new ones, left_features, histories or both")
+        if new:
+            seen = None if histories is None else self._history_matrix(histories)
+            P = self._embed_new("left", left_features, seen)
+        else:
             rows = self.left_.rows(left)
             P, seen = self.left_.embeddings[torch.from_numpy(rows)], self.seen_[rows]
-        else:
-            check.fail("left", "None", "ids of left entities, left_features or histories")
         found, scores = top_k(
             P, self.right_.embeddings, min(k, len(self.right_)),
             exclude=seen if exclude_seen else None,
@@ -308,13 +289,24 @@ class TwoTower:
         return np.asarray((P * Q).sum(1).numpy(), dtype=np.float32)
 
     def embed(
-        self, ids: Any = None, side: str = "left", *, left_features: Any = None, right_features: Any = None
+        self,
+        ids: Any = None,
+        side: str = "left",
+        *,
+        left_features: Any = None,
+        right_features: Any = None,
+        histories: Any = None,
     ) -> NDArray[np.float32]:
-        """Embeddings of entities by id, or of new entities by their features; all of a side when nothing is given."""
+        """Embeddings of entities by id, or of new ones by what the towers see; all of a side when nothing is given.
+
+        Features and histories of new entities are those of :meth:`recommend`.
+        """
         self._check_fitted()
-        for name, features in (("left", left_features), ("right", right_features)):
-            if features is not None:
-                return np.asarray(self._embed_rows(name, features).numpy())
+        if left_features is not None or histories is not None:
+            history = None if histories is None else self._history_matrix(histories)
+            return np.asarray(self._embed_new("left", left_features, history).numpy())
+        if right_features is not None:
+            return np.asarray(self._embed_new("right", right_features).numpy())
         this = self._side(side)
         rows = slice(None) if ids is None else torch.from_numpy(this.rows(ids))
         return np.asarray(this.embeddings[rows].numpy())
@@ -344,8 +336,8 @@ class TwoTower:
             "own_towers": self.towers is not None,
             "dim": self.dim_,
             "hidden": list(self.hidden_),
-            "sides": {s.name: {"kind": s.kind, "width": s.width, "rows": len(s)} for s in (self.left_, self.right_)},
-            "reason": self.reason_,
+            "reason": self.reason_.name,
+            "message": self.message_,
             "omega": self.omega_,
             "best_metric": self.best_metric_,
             "history": [asdict(record) for record in self.history_],
@@ -359,16 +351,35 @@ class TwoTower:
         }
         for side in (self.left_, self.right_):
             tensors |= {f"{side.name}_{k}": t for k, t in model_file.pack_ids(side.ids).items()}
+            tensors[f"{side.name}_inputs"] = model_file.pack_text(side.inputs.to_json())
         model_file.write_model(Path(path), header, tensors)
+
+    def make_problem(
+        self, pairs: Any, left_features: Any = None, right_features: Any = None
+    ) -> tuple[Problem, tuple[Inputs, Inputs]]:
+        """What :meth:`fit` minimises, ω and μ set by the data where they were left out, and what each tower sees."""
+        matrix, ids = matrix_and_ids(pairs)
+        left, left_rows = training_inputs("left", left_features, ids[0], matrix)
+        right, right_rows = training_inputs("right", right_features, ids[1], matrix.T)
+        size = (matrix.shape, matrix.nnz)
+        problem = Problem(
+            matrix, left_rows, right_rows, loss=self.loss,
+            omega=defaults.default_omega(*size) if self.omega is None else self.omega,
+            l2=self.l2, imputed=self.imputed, left_weights=self.left_weights, right_weights=self.right_weights,
+            embedding_l2=defaults.default_embedding_l2(*size) if self.embedding_l2 is None else self.embedding_l2,
+            frequency_power=self.frequency_power, memory_budget=self.memory_budget,
+            pair_weights=pairs.weights if isinstance(pairs, Interactions) else None,
+        )  # fmt: skip
+        return problem, (left, right)
 
     def make_towers(self, problem: Problem) -> Towers:
         """Fresh towers for a problem, as the constructor's arguments say."""
         if self.towers is not None:
             return self.towers(problem)
-        hidden, dim = self._layers(problem)
+        hidden, dim = self.layers(problem)
         return mlp_towers(problem, hidden, dim, self.activation, self.seed)
 
-    def _layers(self, problem: Problem) -> tuple[Sequence[int], int]:
+    def layers(self, problem: Problem) -> tuple[Sequence[int], int]:
         """Widths of hidden layers and of the embeddings: as given, or by the data."""
         with_features = problem.left.kind != "ids" or problem.right.kind != "ids"
         hidden = defaults.default_hidden(with_features) if self.hidden is None else self.hidden
@@ -380,66 +391,66 @@ class TwoTower:
         towers: Towers,
         matrix: sp.csr_matrix,
         ids: tuple[NDArray[Any] | None, NDArray[Any] | None],
-        kinds: list[str],
+        inputs: tuple[Inputs, Inputs],
         result: Result,
     ) -> None:
         point = problem.at(towers)
-        sides = []
-        for index, (name, features) in enumerate((("left", problem.left), ("right", problem.right))):
-            embeddings = (point.P, point.Q)[index].cpu()
-            sides.append(Side(name, ids[index], embeddings, kinds[index] or features.kind, features.width))
-        self.left_, self.right_ = sides
+        self.left_ = Side("left", ids[0], point.P.cpu(), inputs[0])
+        self.right_ = Side("right", ids[1], point.Q.cpu(), inputs[1])
         self.seen_, self.towers_, self.omega_ = matrix, towers, problem.omega
-        self.dim_, self.hidden_ = point.P.shape[1], () if self.towers is not None else tuple(self._layers(problem)[0])
+        self.dim_, self.hidden_ = point.P.shape[1], () if self.towers is not None else tuple(self.layers(problem)[0])
         self.history_: list[Record] = result.history
-        self.reason_, self.best_metric_ = result.message, result.best_metric
+        self.reason_, self.message_, self.best_metric_ = result.reason, result.message, result.best_metric
+
+    def make_validation(self, validation: Any, ids: Ids, train: sp.csr_matrix) -> Callable[[Point], float] | None:
+        """The metric of a point on held-out pairs, None without them."""
+        if validation is None:
+            return None
+        return ranking_validator(self.metric, aligned("validation", validation, ids, train.shape), train)
 
     def _carry_over(
-        self, towers: Towers, ids: tuple[NDArray[Any] | None, NDArray[Any] | None], problem: Problem
+        self, towers: Towers, inputs: tuple[Inputs, Inputs], ids: tuple[NDArray[Any] | None, NDArray[Any] | None]
     ) -> None:
-        """Copy this model's weights into fresh towers: table rows by id, everything else as it is."""
+        """Copy this model's weights into fresh towers: first layers feature by feature, everything else as it is."""
         before, after = self.towers_.parameters(), towers.parameters()
         for name, fresh in after.items():
             if name not in before.layout.shapes:
                 check.fail("warm_start", f"towers with a new parameter {name}", "the same architecture as before")
             old = before[name].cpu()
-            if old.shape == fresh.shape and not self._is_table(name, problem):
+            index = 0 if name.startswith("left.") else 1
+            known, new = (self.left_, self.right_)[index].inputs, inputs[index]
+            if name.endswith(".0.weight") and (len(old), len(fresh)) == (known.width, new.width):
+                turned = (ids, (self.left_.ids, self.right_.ids))  # of this side, and of the other
+                for here, there, places in new.columns_in(known, *((t[index], t[1 - index]) for t in turned)):
+                    rows, part = fresh[here], old[there]
+                    rows.mul_(0.1).add_(part.mean(0))  # a newcomer starts near the average of those known
+                    rows[places >= 0] = part[places[places >= 0]]
+            elif old.shape == fresh.shape:
                 fresh.copy_(old)
-                continue
-            side, index = (self.left_, 0) if name.startswith("left.") else (self.right_, 1)
-            if not self._is_table(name, problem):
+            else:
                 given = f"{name} of shape {tuple(fresh.shape)}"
                 check.fail("warm_start", given, f"the shape {tuple(old.shape)} it had before")
-            known = row_map(side.ids, ids[index], len(side), len(fresh))
-            fresh.mul_(0.1).add_(old.mean(0))  # a newcomer starts near the average of those known
-            fresh[known >= 0] = old[known[known >= 0]]
         towers.load(after)
 
-    @staticmethod
-    def _is_table(name: str, problem: Problem) -> bool:
-        features = problem.left if name.startswith("left.") else problem.right
-        return features.kind == "ids" and name.endswith(".0.weight")
-
-    def _embed_rows(self, name: str, features: Any) -> Tensor:
+    def _embed_new(self, name: str, features: Any, history: sp.csr_matrix | None = None) -> Tensor:
         """New entities through their tower."""
-        side = self.left_ if name == "left" else self.right_
-        if side.kind == "ids":
-            check.fail(
-                f"{name}_features", "features", f"a model fitted with {name}_features; this one knows {name} ids only"
-            )
+        side = self._side(name)
+        given = side.inputs.new(name, features, history)
         if self.towers_ is None:
             check.fail(
                 "model", "loaded without its own towers", "gramtower.load(path, towers=...) to embed new entities"
             )
-        rows = features.shape[0] if hasattr(features, "shape") else len(features)
+        rows = given.shape[0]
         empty = sp.csr_matrix((rows, 1) if name == "left" else (1, rows), dtype=np.float32)
-        problem = Problem(empty, **{name: features})
-        given = problem.left if name == "left" else problem.right
-        if given.width != side.width:
-            check.fail(f"{name}_features", f"{given.width} columns", f"{side.width}, as in training")
-        return self.towers_.embed(name, given).cpu()
+        problem = Problem(empty, **{name: given})
+        return self.towers_.embed(name, problem.left if name == "left" else problem.right).cpu()
 
-    def _history_matrix(self, histories: Sequence[Sequence[Any]]) -> sp.csr_matrix:
+    def _history_matrix(self, histories: Any) -> sp.csr_matrix:
+        if sp.issparse(histories):
+            if histories.shape[1] != len(self.right_):
+                expected = f"{len(self.right_)} columns, one for each right entity"
+                check.fail("histories", f"shape {histories.shape}", expected)
+            return sp.csr_matrix(histories, dtype=np.float32)
         columns = [self.right_.rows(list(history)) for history in histories]
         offsets = np.cumsum([0, *map(len, columns)])
         indices = np.concatenate(columns) if columns else np.empty(0, dtype=np.int64)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gramtower._files import replacing
 from gramtower.model.parameters import Parameters
 from gramtower.model.towers import Towers
 from gramtower.objective.problem import Problem
@@ -50,6 +50,7 @@ def fingerprint(problem: Problem, towers: Towers, optimizer: str, options: dict[
     layout = {name: list(shape) for name, shape in towers.parameters().layout.shapes.items()}
     return {
         "pairs": _digest(problem.pairs.offsets, problem.pairs.columns, problem.labels),
+        "features": _digest(*problem.left.arrays) + _digest(*problem.right.arrays),
         "objective": json.dumps(numbers) + _digest(a, b, problem.pair_weights, *problem.imputed_arrays),
         "towers": json.dumps(layout) + str(towers.dtype),
         "optimizer": optimizer,
@@ -78,15 +79,8 @@ def write_checkpoint(path: Path, marks: dict[str, str], saved: Saved) -> None:
         "first_norm": saved.first_norm,
         "history": [asdict(record) for record in saved.history],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
+    with replacing(path) as partial:
         save_file({k: t.contiguous().clone() for k, t in tensors.items()}, partial, {"run": json.dumps(header)})
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def read_checkpoint(path: Path, marks: dict[str, str], device: torch.device) -> Saved:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from gramtower import _checks as check
+from gramtower._files import write_text
 from gramtower.model.parameters import Parameters
 
 
@@ -29,6 +32,14 @@ class Reason(Enum):
     CALLBACK = "a callback asked to stop"
     INTERRUPTED = "interrupted from the keyboard; the best point so far was kept"
 
+    @classmethod
+    def of_message(cls, message: str) -> Reason:
+        """The reason that a message with particulars is of."""
+        for reason in cls:
+            if re.fullmatch(re.sub(r"\\{\w+\\}", ".*", re.escape(reason.value)), message):
+                return reason
+        check.fail("message", repr(message), "the message of a run that stopped")
+
 
 @dataclass(frozen=True)
 class Record:
@@ -36,7 +47,7 @@ class Record:
 
     Attributes:
         iteration: number of the iteration.
-        seconds: training time so far; validation, checkpoints and, for sampled methods, the objective's value are
+        seconds: training time so far; validation, checkpoints and, for sampled methods, the value of this record are
             not counted.
         value: objective L after the iteration.
         relative_decrease: (L before − L) / |L before|.
@@ -45,7 +56,8 @@ class Record:
         step: step size δ.
         damping: damping in force, or None.
         trials: values the line search looked at.
-        data_passes: how often all m·n pairs were taken into account so far.
+        data_passes: how often the method took all m·n pairs into account so far; what ``seconds`` leaves out is not
+            counted here either.
         work: tower passes and passes over the observed pairs so far.
         terms: the value, term by term.
         metric: validation metric, or None.
@@ -106,10 +118,7 @@ class History:
         """Start with the records of an earlier run, or with none; rewrites the file."""
         self.records = list(records)
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self.path.with_name(self.path.name + ".partial")
-            partial.write_text("".join(record.to_json() + "\n" for record in records))
-            partial.replace(self.path)
+            write_text(self.path, "".join(record.to_json() + "\n" for record in records))
 
     def add(self, record: Record) -> None:
         """Keep a record."""

@@ -185,7 +185,7 @@ def run_trial(
         report: told each iteration and its metric.
         time_limit: seconds of training.
     """
-    problem, towers, matrix, _ = estimator.prepare(parts.train, *chosen_features(settings, parts.features))
+    problem, towers, matrix, *_ = estimator.prepare(parts.train, *chosen_features(settings, parts.features))
     if warm is not None:
         towers.load(towers.parameters().from_vector(warm))
     device = defaults.pick_device(estimator.device)

@@ -1,0 +1,120 @@
+"""Feature tables of the command line: from ``--left-features FILE`` to what the towers see, with the join stated.
+
+Checked by tests/test_cli_features.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gramtower import _checks as check
+from gramtower.cli.config import Settings, parse_option
+from gramtower.cli.output import note
+from gramtower.data import frames, readers
+from gramtower.data.interactions import Interactions
+from gramtower.data.tables import FeatureTable
+from gramtower.estimator.two_tower import TwoTower
+
+_MOVIELENS = {"left": ("user",), "right": ("movie",)}
+
+
+def tower_features(settings: Settings, pairs: Interactions, quiet: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``left_features`` and ``right_features`` for :meth:`TwoTower.fit`, and what the join by id found, by side."""
+    arguments: dict[str, Any] = {}
+    report: dict[str, Any] = {}
+    for side, ids in (("left", pairs.left_ids), ("right", pairs.right_ids)):
+        parts: list[Any] = ["history"] if side == "left" and settings.model.history else []
+        path = getattr(settings.features, f"{side}_features")
+        if path is not None:
+            table = read_table(side, Path(path), settings)
+            report[side] = _join(side, table, ids, quiet)
+            parts.append(table)
+        identity = getattr(settings.features, f"{side}_identity")
+        if identity is None:
+            identity = "history" not in parts
+        if not identity and not parts:
+            check.fail(f"--no-{side}-identity", "no other features", f"--{side}-features to see instead")
+        arguments[f"{side}_features"] = ["id", *parts] if identity else parts
+    return arguments, report
+
+
+def read_table(side: str, path: Path, settings: Settings) -> FeatureTable:
+    """A file of features: the kinds of its columns as the options say, the others told from their content."""
+    options = settings.features
+    frame = read_frame(f"{side}_features", path)
+    column = id_column(side, frame, getattr(options, f"{side}_id"), getattr(settings.data, side))
+    given = getattr(options, f"{side}_column") or []
+    further: dict[str, Any] = {
+        "separator": options.list_separator,
+        "hash_bits": options.hash_bits,
+        "ngrams": options.ngrams,
+    }
+    return FeatureTable.inferred(
+        frame,
+        column,
+        {name: str(kind) for name, kind in map(parse_option, given)},
+        **{name: value for name, value in further.items() if value is not None},
+    )
+
+
+def read_frame(name: str, path: Path) -> Any:
+    """A table with all columns: CSV as text, Parquet, or ``users.dat`` and ``movies.dat`` of MovieLens."""
+    found = frames.existing(name, path)
+    if frames.suffix_of(found) == ".dat":
+        return readers.movielens_table(found, found.name.split(".")[0])
+    return frames.read_frame(name, found)
+
+
+def id_column(side: str, frame: Any, given: str | None, pairs_column: str | None) -> str:
+    """The column of ids: the one given, else one called like that of the pairs, else ``id``."""
+    present = frame.columns
+    if given is not None:
+        return frames.pick(f"--{side}-id", given, present)
+    named = [name for name in (pairs_column, "id", *_MOVIELENS[side]) if name in present]
+    if not named:
+        check.fail(f"--{side}-id", "nothing", f"the column of ids in --{side}-features: one of {', '.join(present)}")
+    return str(named[0])
+
+
+def new_rows(model: TwoTower, path: Path, chosen: list[str] | None, quiet: bool) -> tuple[Any, list[str]]:
+    """The rows of a table of new left entities, all or those of some ids, and their ids (or numbers, without ids)."""
+    table = next((part.table for part in model.left_.inputs.parts if part.table is not None), None)
+    if table is None:
+        check.fail("--left-features", path, f"a model fitted with --left-features; this one sees {_seen(model)}")
+    frame = read_frame("left_features", path)
+    if table.id not in frame.columns:
+        if chosen is not None:
+            check.fail("--left", ", ".join(chosen), f"a column {table.id!r} in {path} to find them by")
+        return frame, [f"row {number + 1}" for number in range(len(frame))]
+    ids = frames.texts(frame[table.id]).fill_null("(no id)").to_list()
+    if chosen is not None:
+        unknown = [name for name in chosen if name not in set(ids)]
+        if unknown:
+            check.fail("--left", unknown[0], f"ids of column {table.id!r} of {path}")
+        frame = frame[[ids.index(name) for name in chosen]]
+        ids = chosen
+    trained = set() if model.left_.ids is None else set(model.left_.ids.tolist())
+    known = sum(name in trained for name in ids)
+    if known and not quiet:
+        note(f"{known:,} of {len(ids):,} ids were in the training data; here only their features count")
+    return frame, ids
+
+
+def _seen(model: TwoTower) -> str:
+    return "history: use --history" if model.left_.inputs.has_history else model.left_.inputs.kind
+
+
+def _join(side: str, table: FeatureTable, ids: Any, quiet: bool) -> dict[str, Any]:
+    table.match(ids)
+    found = dict(table.report) | {"columns": table.kinds, "features": len(table.feature_names)}
+    without, unused = found["ids_without_features"], found["features_without_ids"]
+    if without == len(ids):
+        given = f"{found['rows']:,} rows, none of them with the id of a {side} entity"
+        check.fail(f"{side}_features", given, f"ids such as {str(ids[0])!r} in column {table.id!r}")
+    if not quiet:
+        kinds = ", ".join(f"{name} ({kind})" for name, kind in found["columns"].items())
+        skipped = f"; left out: {', '.join(found['skipped'])}" if found["skipped"] else ""
+        note(f"{side} features: {kinds}{skipped}")
+        note(f"{without:,} of {len(ids):,} {side} entities have no features; {unused:,} rows of features have no pairs")
+    return found

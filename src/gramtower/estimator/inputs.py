@@ -1,0 +1,215 @@
+"""What a tower sees of its entities: parts side by side, remembered so that new entities are described alike.
+
+    "id"            a column for each entity of the training data; a new entity has none of them
+    "history"       the observed right entities of a left one, equal values, length one
+    a FeatureTable  its columns, joined by id; the encoding is kept, the rows are not
+    a matrix        one row for each entity, in the order of the ids
+
+One part is handed to the tower as it is, ids as row numbers and dense rows dense; several become one sparse matrix.
+Cost: O(entries). Checked by tests/test_inputs.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from gramtower import _checks as check
+from gramtower.data.tables import FeatureTable
+from gramtower.estimator.matrices import history_features, row_map
+
+Ids = tuple[NDArray[Any] | None, NDArray[Any] | None]  # of a side, and of the other one
+_NAMES = ("id", "history")
+_GIVEN = ("table", "sparse", "dense")  # parts that the caller describes new entities by
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some columns: their kind (``id``, ``history``, ``table``, ``sparse``, ``dense``) and number."""
+
+    kind: str
+    width: int
+    table: FeatureTable | None = None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The parts of one side's features, in the order of their columns."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def kind(self) -> str:
+        """The kinds of the parts, such as ``"id + history"``."""
+        return " + ".join(part.kind for part in self.parts)
+
+    @property
+    def width(self) -> int:
+        """Number of features."""
+        return sum(part.width for part in self.parts)
+
+    @property
+    def has_history(self) -> bool:
+        """Whether entities are described by their history."""
+        return any(part.kind == "history" for part in self.parts)
+
+    def placeholder(self, rows: int) -> Any:
+        """Features without entries, to build towers with; None for ids."""
+        if self.kind == "id":
+            return None
+        return np.zeros((rows, self.width), np.float32) if self.kind == "dense" else sp.csr_matrix((rows, self.width))
+
+    def new(self, side: str, features: Any, history: sp.csr_matrix | None) -> Any:
+        """Features of entities that were not there in training, one row for each.
+
+        Args:
+            side: "left" or "right", for errors.
+            features: rows for the part that is a table or a matrix; a sequence if there are several. Without them a
+                table's columns count as missing.
+            history: their observed right entities; without it nothing was observed.
+        """
+        wanted = [part for part in self.parts if part.kind in _GIVEN]
+        if history is not None and not self.has_history:
+            check.fail("histories", "lists of ids", 'a model fitted with left_features="history"')
+        if features is not None and not wanted:
+            known = "histories" if self.has_history else "ids"
+            expected = f"a model fitted with {side}_features; this one knows {side} {known} only"
+            check.fail(f"{side}_features", "features", expected)
+        several = len(wanted) > 1 and features is not None
+        if several and (not isinstance(features, (list, tuple)) or len(features) != len(wanted)):
+            kinds = ", ".join(part.kind for part in wanted)
+            check.fail(f"{side}_features", type(features).__name__, f"a list of {len(wanted)}: {kinds}")
+        given = list(features) if several else [features] * len(wanted)
+        encoded = [_new_part(side, part, rows) for part, rows in zip(wanted, given, strict=True)]
+        counts = {matrix.shape[0] for matrix in (*encoded, history) if matrix is not None}
+        if len(counts) != 1:
+            given_rows = " and ".join(map(str, sorted(counts)))
+            check.fail(f"{side}_features, histories", f"{given_rows} rows", "as many rows in each")
+        rows = counts.pop()
+        made: list[Any] = []
+        rest = iter(encoded)
+        for part in self.parts:
+            if part.kind in _GIVEN:
+                matrix = next(rest)
+                made.append(_missing(side, part, rows) if matrix is None else matrix)
+            elif part.kind == "history" and history is not None:
+                made.append(history_features(history))
+            else:
+                made.append(sp.csr_matrix((rows, part.width), dtype=np.float32))
+        return _beside(made)
+
+    def columns_in(self, old: Inputs, ids: Ids, old_ids: Ids) -> list[tuple[slice, slice, NDArray[np.int64]]]:
+        """For each part its columns here and in ``old``, and for each column its place in the old part, or −1.
+
+        Ids and history are matched by id, tables by the names of their features, matrices by place.
+        """
+        if [part.kind for part in self.parts] != [part.kind for part in old.parts]:
+            check.fail("warm_start", f"features {self.kind!r}", f"{old.kind!r} as before")
+        found, start, old_start = [], 0, 0
+        for part, before in zip(self.parts, old.parts, strict=True):
+            keys: tuple[Any, Any] = (None, None)
+            if part.kind in _NAMES:
+                place = _NAMES.index(part.kind)
+                keys = (old_ids[place], ids[place])
+            elif part.table is not None and before.table is not None:
+                keys = (np.array(before.table.feature_names), np.array(part.table.feature_names))
+            elif part.width != before.width:
+                check.fail("warm_start", f"{part.width} features", f"{before.width}, as before")
+            here, there = slice(start, start + part.width), slice(old_start, old_start + before.width)
+            found.append((here, there, row_map(keys[0], keys[1], before.width, part.width)))
+            start, old_start = here.stop, there.stop
+        return found
+
+    def to_json(self) -> str:
+        """The parts without their rows."""
+        plain = [
+            {"kind": p.kind, "width": p.width} | ({} if p.table is None else {"table": json.loads(p.table.to_json())})
+            for p in self.parts
+        ]
+        return json.dumps(plain, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Inputs:
+        """What :meth:`to_json` wrote."""
+        parts = []
+        for plain in json.loads(text):
+            table = plain.get("table")
+            encoder = None if table is None else FeatureTable.encoder_from_json(json.dumps(table))
+            parts.append(Part(plain["kind"], plain["width"], encoder))
+        return cls(tuple(parts))
+
+
+def training_inputs(side: str, given: Any, ids: NDArray[Any] | None, matrix: sp.csr_matrix) -> tuple[Inputs, Any]:
+    """The inputs of one side, and the features of the training data as :class:`~gramtower.Problem` takes them.
+
+    Args:
+        side: "left" or "right".
+        given: what the caller said: None for ids, one part, or a sequence of parts.
+        ids: ids of the side's entities, None for row numbers.
+        matrix: the training pairs, one row for each entity of the side.
+    """
+    wanted = list(given) if isinstance(given, (list, tuple)) else ["id" if given is None else given]
+    if not wanted:
+        check.fail(f"{side}_features", repr(given), "at least one part; None for ids alone")
+    read = [_training_part(side, one, ids, matrix) for one in wanted]
+    named = [part.kind for part, _ in read if part.kind in _NAMES]
+    if len(set(named)) < len(named):
+        check.fail(f"{side}_features", " + ".join(named), "id and history once each")
+    return Inputs(tuple(part for part, _ in read)), _beside([features for _, features in read])
+
+
+def _training_part(side: str, one: Any, ids: NDArray[Any] | None, matrix: sp.csr_matrix) -> tuple[Part, Any]:
+    rows = matrix.shape[0]
+    if isinstance(one, str):
+        names = _NAMES if side == "left" else _NAMES[:1]
+        if check.choice(f"{side}_features", one, names) == "id":
+            return Part("id", rows), None
+        return Part("history", matrix.shape[1]), history_features(matrix)
+    if isinstance(one, FeatureTable):
+        encoded = one.encode(range(rows) if ids is None else ids)
+        return Part("table", encoded.shape[1], FeatureTable.encoder_from_json(one.to_json())), encoded
+    if not hasattr(one, "shape") or len(one.shape) != 2 or one.shape[0] != rows:
+        shape = f" of shape {tuple(one.shape)}" if hasattr(one, "shape") else ""
+        expected = f'scipy.sparse, numpy or torch with {rows} rows, a FeatureTable, "id", "history", or a list of these'
+        check.fail(f"{side}_features", type(one).__name__ + shape, expected)
+    return Part("sparse" if sp.issparse(one) else "dense", int(one.shape[1])), one
+
+
+def _new_part(side: str, part: Part, rows: Any) -> Any:
+    """The rows of one part, None if they were not given."""
+    if rows is None:
+        return None
+    if part.table is not None:
+        return part.table.encode_frame(rows.source if isinstance(rows, FeatureTable) else rows)
+    if not hasattr(rows, "shape") or len(rows.shape) != 2 or rows.shape[1] != part.width:
+        shape = f" of shape {tuple(rows.shape)}" if hasattr(rows, "shape") else ""
+        check.fail(f"{side}_features", type(rows).__name__ + shape, f"{part.width} columns, as in training")
+    return rows
+
+
+def _missing(side: str, part: Part, rows: int) -> sp.csr_matrix:
+    if part.table is None:
+        check.fail(f"{side}_features", "None", f"a matrix of {part.width} columns, as in training")
+    return sp.vstack([part.table.missing_row()] * rows, format="csr")
+
+
+def _beside(features: Sequence[Any]) -> Any:
+    """One part as it is; several as one sparse matrix, in which None stands for an identity."""
+    if len(features) == 1:
+        return features[0]
+    rows = next(one.shape[0] for one in features if one is not None)
+    parts = [
+        sp.identity(rows, np.float32, "csr") if one is None else one if sp.issparse(one) else _as_sparse(one)
+        for one in features
+    ]
+    return sp.csr_matrix(sp.hstack(parts, format="csr"), dtype=np.float32)
+
+
+def _as_sparse(dense: Any) -> sp.csr_matrix:
+    return sp.csr_matrix(check.as_float_array("features", dense), dtype=np.float32)

@@ -1,0 +1,167 @@
+"""Feature tables on the command line: fit, evaluate, recommend for new entities, similar, info, and bad input."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+
+import pytest
+
+pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
+pytest.importorskip("polars", reason="the command line reads tables with polars")
+
+from gramtower.cli.app import run
+from gramtower.estimator.loading import load
+
+SMALL = ["--dim", "4", "--hidden", "8", "--device", "cpu"]
+COLUMNS = ["--left", "user", "--right", "item"]
+
+
+def answer(capsys, *tokens, code=0):
+    capsys.readouterr()
+    assert run([*map(str, tokens), "--json", "--quiet"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def refusal(capsys, *tokens):
+    capsys.readouterr()
+    assert run([*map(str, tokens), "--quiet"]) == 2
+    return capsys.readouterr().err
+
+
+def even(name):
+    return int(name.split()[-1]) % 2 == 0
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Users like items of their parity. Their tables tell it; user 00 and item 0 lack a row, and strangers have one."""
+    folder = tmp_path_factory.mktemp("features")
+    liked = [(u, i) for u in range(40) for i in range(30) if u % 2 == i % 2]
+    for name, kept in (("train.csv", lambda u, i: (u + i) % 5), ("test.csv", lambda u, i: not (u + i) % 5)):
+        lines = [f"{u:02d},item {i}" for u, i in liked if kept(u, i)]
+        (folder / name).write_text("user,item\n" + "\n".join(lines) + "\n")
+
+    def users(numbers):
+        rows = [f"{u:02d},{'odd' if u % 2 else 'even'},{u % 7},{'x|y' if u % 2 else 'y|z'},2020-01-0{1 + u % 9}"
+                for u in numbers]  # fmt: skip
+        return "user,parity,code,tags,since\n" + "\n".join(rows) + "\n"
+
+    (folder / "users.csv").write_text(users(range(1, 42)))
+    (folder / "new.csv").write_text(users([90, 91, 3]))
+    items = [f"item {i}\tThe {'odd' if i % 2 else 'even'} film {i}" for i in range(1, 33)]
+    (folder / "items.tsv").write_text("id\ttitle\n" + "\n".join(items) + "\n")
+    (folder / "foreign.csv").write_text("user,parity\nx,odd\ny,even\n")
+    return folder
+
+
+def fit(files, out, *flags, left="users.csv", iterations=12):
+    tables = ["--left-features", files / left, "--right-features", files / "items.tsv", "--hash-bits", 6]
+    limits = [*SMALL, "--max-iterations", iterations]
+    return ["fit", files / "train.csv", *COLUMNS, *tables, *limits, "--out", out, *flags]
+
+
+@pytest.fixture(scope="module")
+def fitted(files):
+    out = files / "run"
+    kinds = ["--left-column", "code=categorical", "--left-column", "since=skip"]
+    assert run([*map(str, fit(files, out, *kinds)), "--quiet"]) == 0
+    return out
+
+
+def test_a_fit_states_the_join_and_the_kinds(files, fitted, capsys):
+    left, right = (json.loads((fitted / "summary.json").read_text())["features"][side] for side in ("left", "right"))
+    assert left["columns"] == {"parity": "categorical", "code": "categorical", "tags": "list"}
+    assert (left["ids_without_features"], left["features_without_ids"], left["skipped"]) == (1, 2, ["since"])
+    assert right["columns"] == {"title": "text"}
+    assert (right["ids_without_features"], right["features_without_ids"]) == (1, 3)
+    assert run([*map(str, fit(files, files / "noted", iterations=1))]) == 0
+    said = capsys.readouterr().err
+    assert "1 of 40 left entities have no features; 2 rows of features have no pairs" in said
+    assert "code (numeric)" in said
+
+
+def test_features_are_seen_beside_ids_and_info_says_so(fitted, capsys):
+    found = answer(capsys, "info", fitted)
+    assert (found["left_kind"], found["right_kind"]) == ("id + table", "id + table")
+    assert load(fitted / "model.gramtower").right_.inputs.width == 30 + 64
+
+
+def test_evaluate_and_similar_work_as_without_features(files, fitted, capsys):
+    found = answer(capsys, "evaluate", fitted, "--test", files / "test.csv", "--metrics", "recall@20")
+    assert found["metrics"]["recall@20"] > 0.95
+    alike = answer(capsys, "similar", fitted, "--left", "07", "-k", "3")["answers"][0]["results"]
+    assert not any(even(hit["id"]) for hit in alike)
+
+
+def test_new_entities_are_recommended_for_by_their_features(files, fitted, capsys):
+    found = answer(capsys, "recommend", fitted, "--left-features", files / "new.csv", "-k", 5)["answers"]
+    assert [entry["left"] for entry in found] == ["90", "91", "03"]
+    for entry in found:
+        assert all(even(hit["id"]) == even(entry["left"]) for hit in entry["results"])
+    one = answer(capsys, "recommend", fitted, "--left-features", files / "new.csv", "--left", "91", "-k", 5)["answers"]
+    assert [hit["id"] for hit in one[0]["results"]] == [hit["id"] for hit in found[1]["results"]]
+    assert run(["recommend", str(fitted), "--left-features", str(files / "new.csv")]) == 0
+    assert "1 of 3 ids were in the training data" in capsys.readouterr().err
+
+
+def test_history_and_features_together_serve_a_new_user(files, tmp_path, capsys):
+    answer(capsys, *fit(files, tmp_path, "--history"))
+    assert answer(capsys, "info", tmp_path)["left_kind"] == "history + table"
+    tokens = ["recommend", tmp_path, "--history", "item 1", "--history", "item 3", "-k", 3]
+    alone = answer(capsys, *tokens)["answers"][0]["results"]
+    assert not any(even(hit["id"]) for hit in alone)
+    both = answer(capsys, *tokens, "--left-features", files / "new.csv", "--left", "91")["answers"][0]
+    assert both["left"] == "91"
+    assert not any(even(hit["id"]) or hit["id"] in ("item 1", "item 3") for hit in both["results"])
+    answer(capsys, *fit(files, tmp_path / "all", "--history", "--left-identity", iterations=1))
+    assert answer(capsys, "info", tmp_path / "all")["left_kind"] == "id + history + table"
+    answer(capsys, *fit(files, tmp_path / "table", "--no-left-identity", iterations=1))
+    assert answer(capsys, "info", tmp_path / "table")["left_kind"] == "table"
+
+
+def test_the_config_of_a_run_repeats_it(fitted, tmp_path, capsys):
+    config = tomllib.loads((fitted / "config.toml").read_text())
+    assert config["features"]["left-column"] == {"code": "categorical", "since": "skip"}
+    again = answer(capsys, "fit", "--config", fitted / "config.toml", "--out", tmp_path)
+    first = json.loads((fitted / "summary.json").read_text())
+    assert again["objective"] == pytest.approx(first["objective"], rel=1e-5)
+    assert again["features"] == first["features"]
+
+
+def test_other_features_are_another_run(files, tmp_path, capsys):
+    answer(capsys, *fit(files, tmp_path, iterations=1))
+    (tmp_path / "other.csv").write_text((files / "users.csv").read_text().replace("05,odd", "05,even"))
+    assert "differs in features" in refusal(capsys, *fit(files, tmp_path, left=tmp_path / "other.csv", iterations=1))
+
+
+def test_movielens_tables_are_read_as_they_come(tmp_path, capsys):
+    ratings = [f"{u}::{i}::5::1" for u in range(6) for i in range(6) if u % 2 == i % 2]
+    (tmp_path / "ratings.dat").write_text("\n".join(ratings) + "\n")
+    (tmp_path / "users.dat").write_text("".join(f"{u}::{'FM'[u % 2]}::25::{u}::0213{u}\n" for u in range(6)))
+    movies = "".join(f"{i}::Film {i} (19{i}0)::{'War|Drama' if i % 2 else 'War'}\n" for i in range(6))
+    (tmp_path / "movies.dat").write_text(movies, encoding="latin-1")
+    tables = ["--left-features", tmp_path / "users.dat", "--right-features", tmp_path / "movies.dat"]
+    found = answer(
+        capsys, "fit", tmp_path, *tables, *SMALL, "--max-iterations", 1, "--hash-bits", 5, "--out", tmp_path / "run"
+    )
+    assert found["features"]["left"]["columns"]["zip"] == "categorical"
+    assert found["features"]["right"]["columns"] == {"title": "text", "genres": "list"}
+
+
+def test_bad_features_are_one_line(files, fitted, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert "none of them with the id" in refusal(capsys, *fit(files, out, left="foreign.csv"))
+    assert "nofile" in refusal(capsys, *fit(files, out, left="nofile.csv"))
+    assert "--left-id" in refusal(capsys, *fit(files, out, "--left-id", "uid", left="items.tsv"))
+    assert "'parity'" in refusal(capsys, *fit(files, out, "--left-column", "party=text"))
+    assert "'number'" in refusal(capsys, *fit(files, out, "--left-column", "code=number"))
+    assert "--right-features" in refusal(
+        capsys, "fit", files / "train.csv", *COLUMNS, "--no-right-identity", "--out", out
+    )
+    (tmp_path / "few.csv").write_text("user,parity\n95,odd\n")
+    assert "columns present: user, parity" in refusal(
+        capsys, "recommend", fitted, "--left-features", tmp_path / "few.csv"
+    )
+    assert "97" in refusal(capsys, "recommend", fitted, "--left-features", files / "new.csv", "--left", "97")
+    assert not out.exists()

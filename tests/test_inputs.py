@@ -1,0 +1,180 @@
+"""What towers see, part by part: side by side in training, for new entities, after saving, and on grown data."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+import gramtower as gt
+from gramtower.data.tables import FeatureTable
+from gramtower.estimator.inputs import Inputs, training_inputs
+
+pytest.importorskip("polars", reason="feature tables need polars")
+
+SIZE = 24
+
+
+def pairs(size=SIZE, users=None):
+    """Even users like even items and odd ones odd items, each except its own number."""
+    rows, columns = np.nonzero((np.add.outer(np.arange(size), np.arange(size)) % 2 == 0) & ~np.eye(size, dtype=bool))
+    kept = rows < (size if users is None else users)
+    return gt.Interactions.from_arrays([f"u{i}" for i in rows[kept]], [f"i{j}" for j in columns[kept]])
+
+
+def frame(numbers, name="user"):
+    return {
+        name: [f"{name[0]}{i}" for i in numbers],
+        "group": ["odd" if i % 2 else "even" for i in numbers],
+        "size": [float(i) for i in numbers],
+    }
+
+
+def table(numbers=range(SIZE), name="user"):
+    return FeatureTable(frame(numbers, name), id=name, categorical=["group"], numeric=["size"])
+
+
+def small(**options):
+    return gt.TwoTower(**{"dim": 8, "hidden": (16,), "max_iterations": 20, "device": "cpu", **options})
+
+
+def test_parts_stand_side_by_side_in_the_order_given():
+    observed = pairs()
+    dense = np.arange(2.0 * SIZE).reshape(SIZE, 2)
+    inputs, features = training_inputs("left", ["id", "history", table(), dense], observed.left_ids, observed.matrix)
+    assert inputs.kind == "id + history + table + dense"
+    expected = [
+        np.eye(SIZE),
+        observed.matrix.toarray() / np.sqrt(observed.matrix.sum(1)),
+        table().encode(observed.left_ids).toarray(),
+        dense,
+    ]
+    assert [part.width for part in inputs.parts] == [part.shape[1] for part in expected]
+    np.testing.assert_allclose(features.toarray(), np.hstack(expected), rtol=1e-6)
+
+
+def test_one_part_is_handed_over_as_it_is():
+    observed = pairs()
+    assert training_inputs("left", None, observed.left_ids, observed.matrix)[1] is None
+    assert training_inputs("left", ["id"], observed.left_ids, observed.matrix)[1] is None
+    dense = np.ones((SIZE, 3))
+    assert training_inputs("right", dense, observed.right_ids, observed.matrix.T)[1] is dense
+
+
+def test_what_is_not_known_of_a_new_entity_is_empty_or_missing():
+    observed = pairs()
+    inputs, features = training_inputs("left", ["id", "history", table()], observed.left_ids, observed.matrix)
+    history = sp.csr_matrix(observed.matrix[3])
+    row = inputs.new("left", frame([3]), history).toarray()[0]
+    assert not row[:SIZE].any()  # no id
+    np.testing.assert_allclose(row[SIZE:], features.toarray()[3, SIZE:], rtol=1e-6)
+    alone = inputs.new("left", None, history).toarray()[0]
+    np.testing.assert_allclose(alone[SIZE : 2 * SIZE], row[SIZE : 2 * SIZE])
+    np.testing.assert_array_equal(alone[2 * SIZE :], table().encode(["nobody"]).toarray()[0])
+    assert not inputs.new("left", frame([3]), None).toarray()[0, : 2 * SIZE].any()
+
+
+@pytest.mark.parametrize("parts", [["table"], ["id", "table"], ["id", "history", "table"], ["history", "table"]])
+def test_new_users_get_the_items_of_their_group_before_and_after_saving(parts, tmp_path):
+    observed = pairs(users=20)
+    fitted = small().fit(observed, left_features=[table() if part == "table" else part for part in parts])
+    fitted.save(tmp_path / "m")
+    loaded = gt.load(tmp_path / "m")
+    new = frame([21, 22])
+    options = (
+        {"histories": [[f"i{j}" for j in range(1, 15, 2)], [f"i{j}" for j in range(0, 12, 2)]]}
+        if "history" in parts
+        else {}
+    )
+    ids, scores = fitted.recommend(left_features=new, k=2, **options)
+    assert all(int(item[1:]) % 2 == 1 for item in ids[0])
+    assert all(int(item[1:]) % 2 == 0 for item in ids[1])
+    if options:
+        assert not set(options["histories"][0]) & set(ids[0])  # seen by this user
+    again, same = loaded.recommend(left_features=new, k=2, **options)
+    assert (again == ids).all()
+    assert np.array_equal(same, scores)
+    for given in (new, table([21, 22])):  # a table stands for the frame it was made from
+        assert np.array_equal(loaded.embed(left_features=given), fitted.embed(left_features=new))
+    assert loaded.left_.inputs.kind == " + ".join(parts)
+    assert loaded.left_.inputs.to_json() == fitted.left_.inputs.to_json()
+
+
+def test_new_rows_are_encoded_as_in_training_and_not_by_their_own_mean():
+    fitted = small(max_iterations=2).fit(pairs(), left_features=table(), right_features=table(name="item"))
+    known = fitted.embed(["u3"])
+    np.testing.assert_allclose(fitted.embed(left_features=frame([3])), known, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(fitted.embed(left_features=table([3])), known, rtol=1e-5, atol=1e-6)
+    right = fitted.embed(["i4"], side="right")
+    np.testing.assert_allclose(fitted.embed(right_features=frame([4], "item")), right, rtol=1e-5, atol=1e-6)
+
+
+def test_files_are_features_too(tmp_path):
+    lines = ["user,group,size"] + [f"u{i},{'odd' if i % 2 else 'even'},{i}" for i in range(SIZE)]
+    (tmp_path / "users.csv").write_text("\n".join(lines) + "\n")
+    fitted = small(max_iterations=2).fit(pairs(), left_features=FeatureTable.inferred(tmp_path / "users.csv"))
+    other = small(max_iterations=2).fit(pairs(), left_features=table())
+    assert [r.value for r in fitted.history_] == pytest.approx([r.value for r in other.history_], rel=1e-5)
+    assert np.allclose(fitted.embed(left_features=tmp_path / "users.csv"), fitted.embed(), atol=1e-5)
+
+
+def test_a_matrix_without_ids_is_joined_by_row_number():
+    numbers = FeatureTable({"user": [2, 0, 1], "x": ["c", "a", "b"]}, categorical=["x"])
+    fitted = small(max_iterations=1).fit(sp.eye(3, 4, format="csr", dtype=np.float32), left_features=numbers)
+    np.testing.assert_allclose(fitted.embed(left_features={"x": ["a", "b", "c"]}), fitted.embed(), rtol=1e-5)
+    assert numbers.report["ids_without_features"] == 0
+
+
+@pytest.mark.parametrize("parts", [["id"], ["id", "history"], ["history", "table"], ["id", "table"]])
+def test_a_warm_start_carries_features_over_by_name(parts):
+    first, grown = pairs(20), pairs(SIZE)
+
+    def features(size):
+        return [table(range(size)[::-1]) if part == "table" else part for part in parts]
+
+    model = small().fit(first, left_features=features(20))
+    old = {name: value.clone() for name, value in model.towers_.parameters().items()}
+    cold = small(max_iterations=0).fit(grown, left_features=features(SIZE)).history_[0].value
+    model.set_params(max_iterations=0).fit(grown, left_features=features(SIZE), warm_start=True)
+    assert model.history_[0].value < cold
+    kept = dict(model.towers_.parameters().items())
+    if "id" in parts:
+        row, before = grown.left_rows("u7")[0], first.left_rows("u7")[0]
+        assert np.array_equal(kept["left.0.weight"][row], old["left.0.weight"][before])
+    if parts[-1] == "table":
+        assert np.array_equal(kept["left.0.weight"][-3:], old["left.0.weight"][-3:])  # even, odd, size
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: small().fit(pairs(), left_features=["id", "id"]), "left_features: got id . id, expected id and"),
+        (lambda m: small().fit(pairs(), left_features=[]), "at least one part"),
+        (lambda m: small().fit(pairs(), left_features=[3]), "left_features: got int, expected scipy.sparse"),
+        (lambda m: small().fit(pairs(), left_features=np.ones((3, 2))), r"got ndarray of shape \(3, 2\)"),
+        (lambda m: small().fit(pairs(), right_features="history"), "right_features: got 'history'"),
+        (lambda m: m.embed(left_features={"size": [1.0]}), "got 'group', expected one of the columns present: size"),
+        (lambda m: m.recommend(left_features=frame([1, 2]), histories=[["i1"]]), "1 and 2 rows"),
+        (lambda m: m.recommend("u1", left_features=frame([1])), "left: got ids, and features"),
+        (lambda m: m.recommend(histories=sp.eye(2, 3)), r"histories: got shape \(2, 3\), expected 24 columns"),
+        (lambda m: m.embed(right_features=np.ones((1, 2))), "this one knows right ids only"),
+        (lambda m: m.fit(pairs(), left_features="history", warm_start=True), "expected 'history . table' as before"),
+    ],
+)
+def test_bad_features_are_refused(model, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(model)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return small(max_iterations=1).fit(pairs(), left_features=["history", table()])
+
+
+def test_inputs_survive_json():
+    observed = pairs()
+    inputs, _ = training_inputs("left", ["id", "history", table()], observed.left_ids, observed.matrix)
+    again = Inputs.from_json(inputs.to_json())
+    new = frame([5, 40]) | {"group": ["odd", "unheard of"]}
+    assert (again.new("left", new, None) != inputs.new("left", new, None)).nnz == 0
+    assert again.to_json() == inputs.to_json()
