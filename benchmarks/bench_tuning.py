@@ -18,6 +18,7 @@ from common import movielens_pairs, write_result
 
 import gramtower as gt
 from gramtower.demo import thesaurus
+from gramtower.tuning.trial import chosen_features
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -37,8 +38,8 @@ def main(arguments: argparse.Namespace) -> None:
     )  # fmt: skip
     seconds = time.perf_counter() - start
     tuned = gt.TwoTower(device=arguments.device, **search.arguments)
-    features = "history" if search.features == "history" else None
-    rows["tuned"] = dict(tuned.fit(train, features).evaluate(test, METRICS))
+    seen, _ = chosen_features({"features": search.features}, (None, None))
+    rows["tuned"] = dict(tuned.fit(train, seen).evaluate(test, METRICS))
     search.write(Path(__file__).parent / "quality" / "logs" / f"{name}-tune")
     best = search.best
     print(f"{name}: {len(search.trials)} trials in {seconds:.0f} s, {arguments.metric} {best.value:.4f} on validation "
