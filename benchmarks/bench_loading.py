@@ -22,7 +22,7 @@ def main() -> None:
     pairs = gt.Interactions.from_matrix(
         matrix, [f"user-{i:06d}" for i in range(60_000)], [f"item-{j:06d}" for j in range(40_000)]
     )
-    model = gt.TwoTower(max_iterations=1, device="cpu").fit(pairs)
+    model = gt.TwoTower(dim=128, hidden=(256, 256), max_iterations=1, device="cpu").fit(pairs)
     asked = [f"user-{i:06d}" for i in range(0, 60_000, 997)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gramtower"

@@ -54,7 +54,7 @@ def main(arguments: argparse.Namespace) -> None:
     for name, (train, test) in sets.items():
         results[name] = []
         for setting in GRID:
-            options = {"l2": 2.0**-4, **setting}
+            options = {"l2": 2.0**-4, "dim": 128, "hidden": (256, 256), **setting}
             m, n = train.shape
             options["omega"] = options.pop("share") * train.nnz / (m * n - train.nnz)
             model = gt.TwoTower(max_iterations=30, device=arguments.device, **options).fit(train)

@@ -15,6 +15,7 @@ pytest.importorskip("optuna", reason="tuning needs optuna")
 
 from gramtower.cli.app import run
 from gramtower.cli.options import ModelOptions, TrainOptions
+from gramtower.estimator.loading import load
 from gramtower.estimator.two_tower import TwoTower
 from gramtower.tuning.report import TRAIN
 
@@ -74,6 +75,19 @@ def test_flags_take_names_out_of_the_search(pairs, tmp_path):
     report = json.loads((out / "report.json").read_text())
     assert not {"dim", "omega"} & set(report["space"])
     assert tomllib.loads((out / "config.toml").read_text())["model"]["dim"] == 3
+
+
+def test_feature_tables_are_searched_and_written_down(pairs, tmp_path, capsys):
+    (tmp_path / "items.csv").write_text("item,parity\n" + "".join(f"{i},{i % 2}\n" for i in range(30)))
+    (tmp_path / "space.toml").write_text('[space]\nfeatures = "given"\ndim = [2, 4]\n')
+    out, fitted = tmp_path / "tuned", tmp_path / "run"
+    more = ["--right-features", tmp_path / "items.csv", "--right-column", "parity=categorical", "--trials", "2"]
+    tokens = ["tune", pairs / "pairs.csv", *COLUMNS, "--space", tmp_path / "space.toml", "--out", out, *more]
+    assert run([*map(str, tokens), "--max-iterations", "3", "--device", "cpu", "--quiet"]) == 0
+    config = tomllib.loads((out / "config.toml").read_text())
+    assert config["features"]["right-features"].endswith("items.csv")
+    assert run(["fit", "--config", str(out / "config.toml"), "--out", str(fitted), "--quiet"]) == 0
+    assert load(fitted / "model.gramtower").right_.inputs.kind == "id + table"
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,10 @@ def test_starts_outside_the_space_move_to_its_edge():
         ({"dim": [0, 8]}, "space: dim: got 0"),
         ({"loss": ["logistic", "huber"]}, "space: loss: got 'huber'"),
         ({"hidden": ["64;64", "none"]}, "space: hidden: got '64;64'"),
-        ({"features": ["ids", "given"]}, "space: features: got 'given', expected one of 'ids', 'history'"),
+        (
+            {"features": ["ids", "given"]},
+            "space: features: got 'given', expected one of 'ids', 'history', 'ids.history'",
+        ),
     ],
 )
 def test_bad_spaces_are_refused(given, message):

@@ -128,13 +128,15 @@ def test_the_time_limit_ends_a_search():
     assert 1 <= len(found.trials) < 200
 
 
-def test_history_features_can_be_found(tmp_path):
-    space = {"features": ["history"], "dim": [2, 4]}
+@pytest.mark.parametrize(("choice", "kind"), [("history", "history"), ("ids+history", "id + history")])
+def test_history_features_can_be_found(choice, kind):
     model = small()
-    found = model.tune(data(), trials=2, space=space)
-    assert found.features == "history"
-    assert model.left_.inputs.has_history
-    assert tomllib.loads(found.config())["model"]["history"] is True
+    found = model.tune(data(), trials=2, space={"features": choice, "dim": [2, 4]})
+    assert found.features == choice
+    assert model.left_.inputs.kind == kind
+    config = tomllib.loads(found.config())
+    assert config["model"]["history"] is True
+    assert config["features"]["left-identity"] is ("id" in kind)
 
 
 def test_given_features_are_used_and_can_be_left_out():
@@ -145,7 +147,7 @@ def test_given_features_are_used_and_can_be_left_out():
 
 
 def test_reports_hold_every_trial_and_a_config(search, tmp_path):
-    search.write(tmp_path, {"path": "pairs.csv"})
+    search.write(tmp_path, {"data": {"path": "pairs.csv"}})
     content = json.loads((tmp_path / "report.json").read_text())
     assert [t["value"] for t in content["trials"]] == [t.value for t in search.trials]
     assert content["winner"] == search.best.number

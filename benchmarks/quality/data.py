@@ -21,6 +21,7 @@ import scipy.sparse as sp
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import movielens_pairs
+from common import write_result as write_result
 
 from gramtower.demo import thesaurus
 
@@ -35,11 +36,17 @@ class Data:
         name: of the set.
         train: m × n, ones at the pairs that may be learned from and chosen on.
         test: m × n, the part put aside, or None where the public test part is a file of its own.
+        left: ids of the rows, as in the files.
+        right: ids of the columns.
+        separator: between the ids of a list.
     """
 
     name: str
     train: sp.csr_matrix
     test: sp.csr_matrix | None
+    left: list[str]
+    right: list[str]
+    separator: str = " "
 
 
 def load(name: str, folder: Path) -> Data:
@@ -47,13 +54,24 @@ def load(name: str, folder: Path) -> Data:
     if name not in FILES:
         raise ValueError(f"data: got {name!r}, expected one of {', '.join(FILES)}")
     if name == "moby":
-        return Data(name, *one_in_ten(thesaurus().matrix, 0))
+        words = thesaurus()
+        ids = words.left_ids.tolist(), words.right_ids.tolist()
+        return Data(name, *one_in_ten(words.matrix, 0), *ids, separator=",")
     path = folder / FILES[name]
     if not path.exists():
         raise FileNotFoundError(f"{name}: {path} does not exist")
     if name == "ml1m":
-        return Data(name, *movielens_pairs(path, 0))
-    return Data(name, read_lists(path), None)
+        return Data(name, *movielens_pairs(path, 0), *_movielens_ids(path))
+    train = read_lists(path)
+    return Data(name, train, None, *([str(row) for row in range(size)] for size in train.shape))
+
+
+def _movielens_ids(path: Path) -> tuple[list[str], list[str]]:
+    """Users and films with a rating of 4 or 5, in the order of `movielens_pairs`."""
+    with lzma.open(path, "rt") if path.suffix == ".xz" else path.open() as lines:
+        ratings = np.array([[int(x) for x in line.split("::")[:3]] for line in lines])
+    liked = ratings[ratings[:, 2] >= 4]
+    return tuple([str(key) for key in np.unique(liked[:, column])] for column in (0, 1))
 
 
 def read_lists(path: Path, shape: tuple[int, int] | None = None) -> sp.csr_matrix:

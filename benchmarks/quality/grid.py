@@ -9,6 +9,7 @@ A config is an object with any of these keys (defaults in brackets):
     share [2]             ω such that unobserved pairs weigh this much in all, observed ones 1 (or omega itself)
     penalty [2^-8]        μ at ν = 1; for another ν it is rescaled to the same total penalty Σc (or embedding_l2 itself)
     frequency_power [1]   ν
+    features ["ids"]      "history" or "ids+history" for the left tower
     left_power, right_power [0]   weights a and b by degree to this power, mean 1
     iterations [20], every [5]    outer iterations, and how often the validation part is ranked
     optimizer_options [{}]        such as {"cg_steps": 10}
@@ -27,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -35,19 +35,18 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 from data import FILES, inner_split, load
 
 import gramtower as gt
+from gramtower.estimator.inputs import training_inputs
 from gramtower.metrics import evaluate_embeddings
+from gramtower.tuning.trial import chosen_features
 
 METRICS = ("recall@20", "ndcg@20", "map@5")
 DEFAULTS: dict[str, Any] = {
     "dim": 256, "hidden": [], "loss": "logistic", "imputed": -1.0, "l2": 2.0**-4, "share": 2.0, "omega": None,
     "penalty": 2.0**-8, "embedding_l2": None, "frequency_power": 1.0, "left_power": 0.0, "right_power": 0.0,
-    "iterations": 20, "every": 5, "optimizer_options": {}, "data": list(FILES), "seed": 0,
+    "features": "ids", "iterations": 20, "every": 5, "optimizer_options": {}, "data": list(FILES), "seed": 0,
     "precision": "tf32", "pair_precision": "float32",
 }  # fmt: skip
 
@@ -60,8 +59,10 @@ def problem_of(train: sp.csr_matrix, config: dict[str, Any]) -> gt.Problem:
     mu = config["embedding_l2"]
     if mu is None:
         mu = config["penalty"] * rescale(train, omega, config["frequency_power"])
+    seen, _ = chosen_features({"features": config["features"]}, (None, None))
+    features = training_inputs("left", seen, None, train)[1]
     return gt.Problem(
-        train, loss=config["loss"], imputed=config["imputed"], omega=omega, l2=config["l2"], embedding_l2=mu,
+        train, features, loss=config["loss"], imputed=config["imputed"], omega=omega, l2=config["l2"], embedding_l2=mu,
         frequency_power=config["frequency_power"], left_weights=weights[0], right_weights=weights[1],
         precision=config["precision"], pair_precision=config["pair_precision"],
     )  # fmt: skip

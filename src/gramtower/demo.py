@@ -60,7 +60,7 @@ def run(seconds: float | None = None, seed: int = 0, out: Path | None = None, st
     )
 
     linear, linear_time = _fit(TwoTower(dim=256, hidden=(), max_iterations=8, seed=seed), train)
-    model = TwoTower(dim=256, max_iterations=15, time_limit=seconds, seed=seed, verbose=True)
+    model = TwoTower(dim=256, hidden=(256, 256), max_iterations=15, time_limit=seconds, seed=seed, verbose=True)
     model, model_time = _fit(model, train, out / "history.jsonl")
     model.save(out / "model.gramtower")
 

@@ -107,10 +107,15 @@ def used(settings: Settings, estimator: TwoTower) -> dict[str, dict[str, Any]]:
         name: {f.name: params[f.name] for f in fields(part)}
         for name, part in (("model", settings.model), ("train", settings.train))
     }
-    features = asdict(settings.features)
+    return {"data": asdict(settings.data), "features": features_table(settings.features), **tables}
+
+
+def features_table(options: FeatureOptions) -> dict[str, Any]:
+    """The table [features] of the config file."""
+    table = asdict(options)
     for name in ("left_column", "right_column"):
-        features[name] = None if features[name] is None else dict(map(parse_option, features[name]))
-    return {"data": asdict(settings.data), "features": features, **tables}
+        table[name] = None if table[name] is None else dict(map(parse_option, table[name]))
+    return table
 
 
 def summary(estimator: TwoTower, observed: Interactions, held_out: Interactions | None) -> dict[str, Any]:

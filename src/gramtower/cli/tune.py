@@ -10,7 +10,9 @@ from cyclopts import Parameter
 
 from gramtower import _checks as check
 from gramtower.cli.config import settle
-from gramtower.cli.options import Common, DataOptions, ModelOptions, TrainOptions
+from gramtower.cli.features import tower_features
+from gramtower.cli.fit import features_table
+from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions
 from gramtower.cli.output import note, print_facts, print_json
 from gramtower.cli.reading import read_pairs
 from gramtower.estimator.two_tower import TwoTower
@@ -31,6 +33,7 @@ def tune(
     storage: Path | None = None,
     config: Path | None = None,
     data: DataOptions | None = None,
+    features: FeatureOptions | None = None,
     model: ModelOptions | None = None,
     train: TrainOptions | None = None,
     common: Common | None = None,
@@ -53,12 +56,13 @@ def tune(
         storage: Log of the search, instead of search.journal in the folder; .db for SQLite.
         config: TOML file, as for fit; what it sets is not searched.
         data: Data.
+        features: Features; what is given is one choice, ids alone the other.
         model: Model; what is given is not searched.
         train: Training of a trial.
         common: Output.
     """
     common = common or Common()
-    settings = settle(config, data, model, train)
+    settings = settle(config, data, model, train, features)
     if path is not None:
         settings.data.path = str(path)
     if settings.data.path is None:
@@ -74,17 +78,21 @@ def tune(
     if not common.quiet:
         note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities")
     out.mkdir(parents=True, exist_ok=True)
-    table = {name: value for name, value in asdict(settings.data).items() if name != "validation"}
+    towers, _ = tower_features(settings, pairs, common.quiet)
+    seen = {side: None if parts == ["id"] else parts for side, parts in towers.items()}
+    tables = {
+        "data": {name: value for name, value in asdict(settings.data).items() if name != "validation"},
+        "features": features_table(settings.features) | {"history": settings.model.history},
+    }
 
     def progress(found: Search) -> None:
-        found.write(out, table)
+        found.write(out, tables)
         if not common.quiet:
             note(_line(found))
 
     found = search(
         estimator, pairs, trials=trials, time_limit=limit, metric=metric, validation=validation, space=wanted,
-        storage=storage or out / STORAGE, seed=estimator.seed, progress=progress, refit=False,
-        left_features="history" if settings.model.history else None,
+        storage=storage or out / STORAGE, seed=estimator.seed, progress=progress, refit=False, **seen,
     )  # fmt: skip
     facts: dict[str, Any] = {
         "metric": metric, "value": found.best.value, "trial": found.best.number, "trials": len(found.trials),

@@ -85,7 +85,7 @@ class Search:
         winner: number of the best trial.
         importance: share of the metric's variation that each choice explains (PED-ANOVA), largest first.
         arguments: what was found, as arguments of :class:`gramtower.TwoTower`.
-        features: what the towers see: "ids", "history" or "given".
+        features: what the towers see: "ids", "history", "ids+history" or "given".
         space: what was searched.
         data: sizes.
         seconds: wall time of this call.
@@ -112,21 +112,34 @@ class Search:
         return f"Search({len(self.trials)} trials, {self.metric} {self.best.value:.4f} by trial {self.best.number})"
 
     def tables(self) -> dict[str, dict[str, Any]]:
-        """The settings as the tables [model] and [train] of a config file, which holds no arrays and no functions."""
+        """The settings as tables of a config file, which holds no arrays and no functions."""
         plain = (str, int, float, tuple, list, dict)
         known = {k: v for k, v in (self.base | self.arguments).items() if isinstance(v, plain)}
         skipped = ("time_limit", "patience", "metric", "optimizer_options")
         model: dict[str, Any] = {k: v for k, v in known.items() if k not in (*TRAIN, *skipped)}
-        model["history"] = True if self.features == "history" else None
-        train = {k: known[k] for k in TRAIN if k in known}
-        return {"model": model, "train": {**train, "option": known.get("optimizer_options")}}
+        train = {k: known[k] for k in TRAIN if k in known} | {"option": known.get("optimizer_options")}
+        tables: dict[str, dict[str, Any]] = {"model": model, "train": train}
+        if "history" in self.features:
+            model["history"] = True
+            tables["features"] = {"left_identity": "ids" in self.features}
+        return tables
 
-    def config(self, data: dict[str, Any] | None = None) -> str:
-        """The settings as TOML that ``gramtower fit --config`` takes; ``data`` is its table [data]."""
+    def config(self, given: dict[str, dict[str, Any]] | None = None) -> str:
+        """The settings as TOML that ``gramtower fit --config`` takes.
+
+        Args:
+            given: tables [data] and [features] of the command line; the latter go in where features were found useful.
+        """
         comment = (
             f"found by tuning: {self.metric} {self.best.value:.4f} on the validation part, trial {self.best.number}"
         )
-        return config_text(({"data": data} if data else {}) | self.tables(), comment)
+        tables = dict(given or {})
+        features = tables.pop("features", {})
+        found = self.tables()
+        if self.features == "given":
+            found["model"] |= {"history": features.pop("history", None)}
+            tables["features"] = features
+        return config_text({k: v for k, v in (tables | found).items() if v}, comment)
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as plain values."""
@@ -169,14 +182,14 @@ class Search:
             lines.append("| " + " | ".join(cells) + " |")
         return "\n".join(lines) + "\n"
 
-    def write(self, folder: str | Path, data: dict[str, Any] | None = None) -> None:
+    def write(self, folder: str | Path, given: dict[str, dict[str, Any]] | None = None) -> None:
         """report.json, report.md and config.toml in a folder, each replaced in one step."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         texts = {
             REPORT: json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n",
             TABLE: self.markdown(),
-            CONFIG: self.config(data),
+            CONFIG: self.config(given),
         }
         for name, text in texts.items():
             partial = folder / f"{name}.{os.getpid()}.partial"

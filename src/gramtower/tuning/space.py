@@ -6,7 +6,7 @@ Names are those of :class:`gramtower.TwoTower`'s arguments, with four of their o
                   would move μ by orders of magnitude; what the model gets is `embedding_l2`
     left_power    s of left_weights="degree^s"; 0 is no weights
     right_power   s of right_weights
-    features      "ids", "history", or "given": the features handed to tune
+    features      "ids", "history", "ids+history", or "given": the features handed to tune
 
 Ranges are centred on the defaults for the size of the data. Checked by tests/test_space.py.
 """
@@ -86,7 +86,7 @@ def default_space(start: Mapping[str, Value], *, labels: bool, given_features: b
         "dim": Choices(tuple(sorted({max(1, dim // 2), dim, dim * 2}))),
         "hidden": Choices(tuple(dict.fromkeys((str(start["hidden"]), "none", "256", "256,256")))),
         "loss": Choices((str(start["loss"]),) if labels else ("logistic", "squared")),
-        "features": Choices(("given", "ids") if given_features else ("ids", "history")),
+        "features": Choices(("given", "ids") if given_features else ("ids", "history", "ids+history")),
     }
     return space
 

@@ -158,10 +158,9 @@ def model_arguments(settings: dict[str, Value], model: TwoTower, matrix: sp.csr_
 
 def chosen_features(settings: dict[str, Value], given: tuple[Any, Any]) -> tuple[Any, Any]:
     """What the towers see."""
+    known = {"ids": None, "history": "history", "ids+history": ["id", "history"]}
     choice = settings.get("features", "given")
-    if choice == "history":
-        return "history", given[1]
-    return given if choice == "given" else (None, None)
+    return given if choice == "given" else (known[str(choice)], None)
 
 
 def run_trial(

@@ -1,0 +1,134 @@
+"""What the model is compared with, each as embeddings (P, Q) whose products rank the items.
+
+popularity   how often an item was observed, the same list for everyone
+als          implicit's alternating least squares (pip install implicit==0.7.3); on a CPU
+softmax      what engineers do today: the same towers, in-batch sampled softmax with logQ correction, Adam
+
+The softmax follows Yi et al., "Sampling-bias-corrected neural modeling for large corpus item recommendations" (RecSys
+2019): a batch of observed pairs, the other pairs' items as negatives, log Q(j) of the item's share of the pairs taken
+off each logit, and items that are the same as the positive one not counted as negatives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from torch import Tensor, nn
+
+Embeddings = tuple[Tensor, Tensor]
+
+
+def popularity(train: sp.csr_matrix) -> Embeddings:
+    """Counts of observed pairs of each item."""
+    counts = np.bincount(train.indices, minlength=train.shape[1]).astype(np.float32)
+    return torch.ones(train.shape[0], 1), torch.from_numpy(counts)[:, None]
+
+
+def als(
+    train: sp.csr_matrix,
+    factors: int = 128,
+    regularization: float = 0.01,
+    alpha: float = 1.0,
+    iterations: int = 15,
+    seed: int = 0,
+) -> Embeddings:
+    """implicit's ALS; raises ImportError where it is not installed."""
+    from implicit.cpu.als import AlternatingLeastSquares
+
+    model = AlternatingLeastSquares(
+        factors=factors, regularization=regularization, alpha=alpha, iterations=iterations, random_state=seed,
+        num_threads=torch.get_num_threads(),
+    )  # fmt: skip
+    model.fit(train, show_progress=False)
+    return torch.from_numpy(np.array(model.user_factors)), torch.from_numpy(np.array(model.item_factors))
+
+
+def softmax(
+    train: sp.csr_matrix,
+    dim: int = 128,
+    hidden: Sequence[int] = (),
+    learning_rate: float = 1e-3,
+    temperature: float = 0.1,
+    weight_decay: float = 0.0,
+    batch: int = 4096,
+    epochs: int = 20,
+    seed: int = 0,
+    device: str = "auto",
+    seconds: float = math.inf,
+    look: Callable[[int, float, Tensor, Tensor], None] | None = None,
+) -> Embeddings:
+    """Two towers trained by in-batch softmax; embeddings have length one and scores are divided by the temperature.
+
+    Args:
+        train: the observed pairs.
+        dim: size of the embeddings.
+        hidden: widths of hidden layers, as in the model it is compared with.
+        learning_rate: Adam's; falls to zero along a cosine.
+        temperature: of the softmax.
+        weight_decay: decoupled, on all parameters.
+        batch: pairs in a batch.
+        epochs: passes over the pairs.
+        seed: of weights and batches.
+        device: "auto" or "cpu".
+        seconds: no new epoch after this much training.
+        look: called after each epoch with its number, the seconds of training so far, P and Q.
+    """
+    torch.manual_seed(seed)
+    place = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+    left, right = (_tower(rows, hidden, dim).to(place) for rows in train.shape)
+    optimizer = torch.optim.AdamW(
+        [*left.parameters(), *right.parameters()], lr=learning_rate, weight_decay=weight_decay, betas=(0.9, 0.99)
+    )
+    coo = train.tocoo()
+    users, items = (torch.from_numpy(x.astype(np.int64)).to(place) for x in (coo.row, coo.col))
+    log_q = torch.from_numpy(np.log(np.maximum(np.bincount(coo.col, minlength=train.shape[1]), 1) / train.nnz))
+    log_q = log_q.to(place, torch.float32)
+    steps = epochs * math.ceil(len(users) / batch)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    generator = torch.Generator().manual_seed(seed)
+    spent = 0.0
+    for epoch in range(epochs):
+        start = time.perf_counter()
+        for part in torch.randperm(len(users), generator=generator).to(place).split(batch):
+            i, j = users[part], items[part]
+            p, q = nn.functional.normalize(left(i), dim=1), nn.functional.normalize(right(j), dim=1)
+            logits = p @ q.t() / temperature - log_q[j]
+            same = j[:, None] == j[None, :]
+            same.fill_diagonal_(False)
+            loss = nn.functional.cross_entropy(logits.masked_fill(same, -torch.inf), torch.arange(len(i), device=place))
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+        spent += time.perf_counter() - start
+        if look is not None:
+            look(epoch + 1, spent, *_embed(left, right, train.shape, place))
+        if spent >= seconds:
+            break
+    return _embed(left, right, train.shape, place)
+
+
+def _tower(rows: int, hidden: Sequence[int], dim: int) -> nn.Sequential:
+    widths = [*hidden, dim]
+    table = nn.Embedding(rows, widths[0])
+    nn.init.normal_(table.weight, std=0.1)
+    layers: list[nn.Module] = [table]
+    for before, after in itertools.pairwise(widths):
+        layers += [nn.ELU(), nn.Linear(before, after)]
+    return nn.Sequential(*layers)
+
+
+@torch.no_grad()
+def _embed(left: nn.Module, right: nn.Module, shape: tuple[int, int], device: torch.device) -> Embeddings:
+    return tuple(
+        torch.cat(
+            [nn.functional.normalize(tower(ids), dim=1) for ids in torch.arange(rows, device=device).split(1 << 16)]
+        )
+        for tower, rows in ((left, shape[0]), (right, shape[1]))
+    )
