@@ -19,7 +19,8 @@ pytest.importorskip("polars", reason="the command line reads tables with polars"
 
 import gramtower.training.log
 from gramtower.cli.app import run
-from gramtower.cli.config import TABLES, toml
+from gramtower.cli.config import TABLES
+from gramtower.estimator.config_file import toml
 from gramtower.estimator.loading import load
 from gramtower.estimator.two_tower import TwoTower
 

@@ -17,12 +17,13 @@ LAST = (
     "retrieval",
     "metrics",
     "estimator",
+    "tuning",
     "compat",
     "cli",
     "demo",
     "__main__",
 )  # and these from all of them, and each other
-HEAVY = ("numba", "triton", "polars", "matplotlib", "rich", "cyclopts", "safetensors", "pandas")
+HEAVY = ("numba", "triton", "polars", "matplotlib", "rich", "cyclopts", "safetensors", "pandas", "optuna")
 SHARED = ("_checks", "_files")  # imported by all, and import nothing of the library
 
 

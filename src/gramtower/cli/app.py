@@ -23,6 +23,7 @@ from gramtower.cli.info import info
 from gramtower.cli.options import Common
 from gramtower.cli.query import evaluate, recommend, similar
 from gramtower.cli.report import report
+from gramtower.cli.tune import tune
 
 BAD_INPUT = (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
@@ -50,7 +51,7 @@ app = App(
     version=version("gramtower"),
     help_epilogue="Exit codes: 0 fine, 1 the run failed or was interrupted, 2 bad input.",
 )
-for command in (fit, evaluate, recommend, similar, info, compare, report, convert, demo):
+for command in (fit, evaluate, recommend, similar, info, compare, report, convert, tune, demo):
     app.command(command)
 
 

@@ -103,8 +103,8 @@ class Subject:
                 },
                 "towers": {
                     "features": features,
-                    "hidden": list(estimator.hidden),
-                    "dim": estimator.dim,
+                    "hidden": list(estimator.layers(problem)[0]),
+                    "dim": estimator.layers(problem)[1],
                     "activation": estimator.activation,
                     "seed": contest.seed,
                     "device": estimator.device,
