@@ -106,7 +106,7 @@ def product() -> None:
     kernels, pairs = select(torch.device("cpu")), point.setting.pairs
     P, Q = point.P, point.Q
     W, H = torch.randn_like(P), torch.randn_like(Q)
-    c, total = point.curvatures(), torch.zeros_like(P)
+    c, total = point.observed.curvatures, torch.zeros_like(P)
     pattern = torch.sparse_csr_tensor(pairs.offsets.int(), pairs.columns, torch.ones_like(c), pairs.shape)
 
     def torch_way() -> torch.Tensor:

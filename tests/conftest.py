@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported: GPU kernels run on the CPU
 
 settings.register_profile(
     "gramtower",

@@ -76,6 +76,20 @@ def test_a_run_killed_at_any_moment_resumes(name, tmp_path):
     assert seen == expected
 
 
+def test_checkpoints_keep_their_distance_in_training_time(tmp_path):
+    problem, towers = planted()
+    path, kept = tmp_path / "run.safetensors", []
+
+    def watch(record, _):
+        kept.append((record.seconds, path.exists()))
+        return record.seconds > 0.3
+
+    gt.minimize(problem, towers, "gd", 10**6, callbacks=[watch], tolerance=0.0, checkpoint=path, checkpoint_every=1,
+                checkpoint_seconds=0.2)  # fmt: skip
+    assert [there for seconds, there in kept if seconds < 0.2] == [False] * sum(seconds < 0.2 for seconds, _ in kept)
+    assert kept[-1][1]
+
+
 def test_a_finished_run_is_not_run_again(tmp_path):
     path = tmp_path / "run.safetensors"
     problem, towers = planted()

@@ -19,7 +19,8 @@ pytest.importorskip("polars", reason="the command line reads tables with polars"
 
 import gramtower.training.log
 from gramtower.cli.app import run
-from gramtower.cli.config import TABLES, toml
+from gramtower.cli.config import TABLES
+from gramtower.estimator.config_file import toml
 from gramtower.estimator.loading import load
 from gramtower.estimator.two_tower import TwoTower
 
@@ -211,22 +212,6 @@ def test_a_raised_limit_goes_on_and_other_settings_need_fresh(pairs, tmp_path, c
     assert answer(capsys, *tokens, "--max-iterations", "2")["resumed"]
     assert "objective" in refusal(capsys, *tokens, "--l2", "3")
     assert not answer(capsys, *tokens, "--l2", "3", "--max-iterations", "1", "--fresh")["resumed"]
-
-
-def test_compare_times_methods_and_goes_on_after_a_failure(pairs, tmp_path, capsys, monkeypatch):
-    fit = TwoTower.fit
-    monkeypatch.setattr(TwoTower, "fit", lambda self, *a, **k: 1 / 0 if self.optimizer == "gd" else fit(self, *a, **k))
-    tokens = ["compare", pairs / "train.csv", *COLUMNS, *SMALL, "--max-iterations", "3", "--out", tmp_path]
-    found = answer(capsys, *tokens, "--optimizers", "newton,gd,newton-kron", code=1)
-    assert "ZeroDivisionError" in found["methods"]["gd"]["failed"]
-    kron, newton = found["methods"]["newton-kron"], found["methods"]["newton"]
-    best = min(kron, newton, key=lambda result: result["lowest"])
-    assert 0 < best["seconds_to"]["50%"] <= best["seconds_to"]["99%"] <= best["seconds"]
-    assert json.loads((tmp_path / "newton.jsonl").read_text().splitlines()[0])["value"] == pytest.approx(
-        json.loads((tmp_path / "newton-kron.jsonl").read_text().splitlines()[0])["value"]
-    )  # the same start
-    assert "environment" in json.loads((tmp_path / "summary.json").read_text())
-    assert "'newton-kron'" in refusal(capsys, *tokens, "--optimizers", "newton_kron")
 
 
 def test_bad_input_is_one_line_and_exit_code_2(fitted, pairs, tmp_path, capsys):

@@ -156,6 +156,30 @@ def test_warm_start_keeps_known_entities_and_adds_new_ones():
     assert len(first.left_) == 16
 
 
+def test_size_and_layers_follow_the_data_unless_given(tmp_path):
+    ids = gt.TwoTower(max_iterations=2, device="cpu").fit(named(16))
+    assert ids.hidden_ == ()
+    assert ids.dim_ == defaults.default_dim((16, 16), ids.seen_.nnz) == ids.embed().shape[1] <= 16
+    features = gt.TwoTower(max_iterations=1, device="cpu").fit(named(16), right_features=np.eye(16))
+    assert features.hidden_ == defaults.HIDDEN
+    given = gt.TwoTower(dim=3, hidden=(5,), max_iterations=1, device="cpu").fit(named(16))
+    assert (given.dim_, given.hidden_) == (3, (5,))
+    for model in (ids, features):
+        model.save(tmp_path / "m")
+        loaded = gt.load(tmp_path / "m")
+        assert loaded.get_params() == model.get_params()
+        assert (loaded.dim_, loaded.hidden_) == (model.dim_, model.hidden_)
+    assert np.array_equal(loaded.embed(right_features=np.eye(16)), features.embed(side="right"))
+
+
+def test_a_warm_start_keeps_the_size_that_more_data_would_change():
+    model = gt.TwoTower(max_iterations=4, device="cpu").fit(named(16))
+    before = model.dim_
+    assert defaults.default_dim((20, 20), 180) != before
+    assert model.fit(named(20), warm_start=True).dim_ == before
+    assert model.dim is None
+
+
 def test_scikit_learn_conventions():
     estimator = small(omega=0.1)
     params = estimator.get_params()

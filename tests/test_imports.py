@@ -12,18 +12,18 @@ import pytest
 import gramtower
 
 ROOT = Path(gramtower.__file__).parent
-ORDER = ("data", "kernels", "model", "objective", "optim", "training")  # each may import from those before it
+ORDER = ("data", "kernels", "model", "objective", "optim", "training", "report")  # each may import from those before it
 LAST = (
     "retrieval",
     "metrics",
     "estimator",
+    "tuning",
     "compat",
-    "report",
     "cli",
     "demo",
     "__main__",
 )  # and these from all of them, and each other
-HEAVY = ("numba", "triton", "polars", "matplotlib", "rich", "cyclopts", "safetensors", "pandas")
+HEAVY = ("numba", "triton", "polars", "matplotlib", "rich", "cyclopts", "safetensors", "pandas", "optuna")
 SHARED = ("_checks", "_files")  # imported by all, and import nothing of the library
 
 

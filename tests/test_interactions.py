@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
+from gramtower.data.ids import by_appearance
 from gramtower.data.interactions import Interactions
+from gramtower.data.merging import ordered
 
 pl = pytest.importorskip("polars", reason="reading tables needs polars")
 
@@ -40,6 +42,16 @@ def test_ids_stay_text_and_are_numbered_by_first_appearance(tmp_path):
     assert pairs.matrix.dtype == np.float32
     assert pairs.times is None
     assert pairs.weights is None
+
+
+@pytest.mark.parametrize("total", [0, 1, 1000, 200_001])
+def test_codes_are_renumbered_by_first_appearance(total):
+    codes = np.random.default_rng(0).geometric(0.001, total).astype(np.uint32)  # some numbers do not occur
+    known = {}
+    expected = [known.setdefault(code, len(known)) for code in codes.tolist()]
+    found, places = by_appearance(codes)
+    assert found.tolist() == expected
+    assert places.tolist() == [expected.index(code) for code in range(len(known))]
 
 
 def test_a_threshold_keeps_high_values_and_counts_the_others(tmp_path):
@@ -153,6 +165,19 @@ def test_merging_agrees_with_a_dictionary(rule):
     assert pairs.left_ids.tolist() == list(dict.fromkeys(str(i) for i in left))
     columns = np.split(pairs.matrix.indices, pairs.matrix.indptr[1:-1])
     assert all((np.diff(row) > 0).all() for row in columns)
+
+
+@pytest.mark.parametrize("largest", [1, 50, 2**22])
+def test_entries_are_in_order_of_row_column_and_place(largest):
+    rng = np.random.default_rng(4)
+    rows, columns = rng.integers(0, largest, 999) // 7, rng.integers(0, 9, 999)  # 2^22: no bits left for the place
+    expected = np.lexsort((np.arange(999), columns, rows))
+    keys, places = ordered(rows.astype(np.int32), columns.astype(np.int32), bits=43, places=True)
+    assert places.tolist() == expected.tolist()
+    assert [divmod(key, 2**43) for key in keys.tolist()] == [(rows[e], columns[e]) for e in expected]
+    alone, nothing = ordered(rows, columns, bits=43, places=False)
+    assert alone.tolist() == keys.tolist()
+    assert nothing is None
 
 
 def test_rows_without_id_or_number_are_left_out_and_counted(tmp_path):

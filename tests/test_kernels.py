@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 
 import numpy as np
@@ -54,7 +53,7 @@ def run(backend, pairs, operands):
 def run_dense(pairs, operands):
     P, W, Q, H, x, left, right = (t.double() for t in operands)
     i, j = pairs.rows.long(), pairs.columns.long()
-    X, Z = torch.zeros(2, *pairs.shape, dtype=torch.float64)
+    X, Z = torch.zeros(2, *pairs.shape, dtype=torch.float64, device=x.device)
     X[i, j] = x
     Z[i, j] = ((W @ Q.T + P @ H.T) * X)[i, j]
     return {
@@ -155,14 +154,16 @@ def test_a_backend_is_chosen_by_device_and_name():
 
 
 def test_an_unknown_backend_is_refused_with_the_choices():
-    with pytest.raises(ValueError, match=r"kernels: got 'fast', expected one of 'auto', 'reference', 'numba'"):
+    with pytest.raises(
+        ValueError, match=r"kernels: got 'fast', expected one of 'auto', 'reference', 'numba', 'triton'"
+    ):
         kernels.select(torch.device("cpu"), "fast")
     with pytest.raises(ValueError, match=r"'numba' with parameters on meta, expected 'auto' or 'reference'"):
         kernels.select(torch.device("meta"), "numba")
 
 
 def test_without_numba_the_reference_runs_with_a_warning(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(kernels, "_installed", lambda package: False)
     with pytest.warns(RuntimeWarning, match="pip install numba"):
         assert kernels.select(torch.device("cpu")) is reference
 
@@ -177,6 +178,6 @@ def test_backends_have_exactly_the_functions_of_the_protocol(backend):
         name: signature.replace(parameters=list(signature.parameters.values())[1:])  # without self
         for name, signature in signatures(kernels.Kernels, kernels.__name__).items()
     }
-    assert len(wanted) == 5
+    assert len(wanted) == 6
     module = BACKENDS[backend]
     assert signatures(module, module.__name__) == wanted

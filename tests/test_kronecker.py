@@ -45,7 +45,7 @@ def test_needs_fewer_steps_than_plain_conjugate_gradient(tower, kind):
     case = make_case(m=60, n=50, density=0.1, tower=tower, kinds=(kind, kind), dim=4, l2=1e-2, omega=0.5, seed=3)
     point = case.problem.at(case.towers)
     G, b = point.gauss_newton(), -point.gradient()
-    plain = conjugate_gradient(G, b, tolerance=0.0, max_steps=10)
+    plain = conjugate_gradient(G, b.clone(), tolerance=0.0, max_steps=10)
     helped = conjugate_gradient(G, b, tolerance=0.0, max_steps=10, preconditioner=point.preconditioner())
     assert helped.model < plain.model  # a deeper point of the same quadratic model for the same products
 

@@ -188,6 +188,9 @@ def test_large_blocks_give_the_metrics_of_small_ones():
         evaluate_embeddings(P, Q, test, train=train, metrics=names, block_bytes=size) for size in ("64MB", "100KB")
     ]
     assert found[0] == pytest.approx(found[1], rel=1e-12)
+    for size in (None, "100KB"):  # without the AUC scores are made in tiles, not in whole rows
+        tiled = evaluate_embeddings(P, Q, test, train=train, metrics=names[:-1], block_bytes=size)
+        assert tiled == pytest.approx({name: found[0][name] for name in names[:-1]}, rel=1e-12)
 
 
 def test_coverage_counts_items_shown_to_anyone():

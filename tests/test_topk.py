@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -9,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gramtower.retrieval import scan, scores, select
+from gramtower.retrieval import scan, scores, select, tiles
 from gramtower.retrieval.topk import top_k
 
 SELECTORS = {"torch": select.best_torch, "numba": scan.best, "chosen": select.best}
@@ -57,17 +59,24 @@ def test_the_implementations_agree_on_large_blocks(k):
         assert torch.equal(values, expected.values[:, :k])
 
 
-@pytest.mark.parametrize("block_bytes", [1, 4 * 31 * 4, "64MB"])
+@pytest.fixture(params=["whole rows", "tiles"])
+def way(request, monkeypatch):
+    """Both ways to lists: tiles are for much work, so here little is called much."""
+    monkeypatch.setattr(select, "_WORTH_LOADING", 1 if request.param == "tiles" else 1 << 60)
+    return request.param
+
+
+@pytest.mark.parametrize("block_bytes", [1, 4 * 31 * 4, 4 * 200 * 3, "64MB"])
 @pytest.mark.parametrize("lists", ["none", "allow", "deny", "both"])
-def test_exclusions_and_lists_in_blocks_of_any_size(lists, block_bytes):
-    P, Q = whole_numbers(23, 31)
-    exclude = sp.random(23, 31, 0.3, "csr", random_state=1)
-    allow = np.array([30, 2, 7, 7, 11, 19, 3]) if lists in ("allow", "both") else None
-    deny = [2, 19, 28] if lists in ("deny", "both") else None
+def test_exclusions_and_lists_in_blocks_of_any_size(lists, block_bytes, way):
+    P, Q = whole_numbers(23, 231)
+    exclude = sp.random(23, 231, 0.3, "csr", random_state=1)
+    allow = np.array([30, 2, 7, 7, 11, 19, 3, *range(60, 200)]) if lists in ("allow", "both") else None
+    deny = [2, 64, 19, 28, 127, 128, 230] if lists in ("deny", "both") else None
     dense = (P @ Q.T).numpy()
     dense[exclude.toarray() != 0] = -np.inf
     if allow is not None:
-        dense[:, np.setdiff1d(np.arange(31), allow)] = -np.inf
+        dense[:, np.setdiff1d(np.arange(231), allow)] = -np.inf
     if deny is not None:
         dense[:, deny] = -np.inf
     found = top_k(P, Q, 6, exclude=exclude, allow=allow, deny=deny, block_bytes=block_bytes)
@@ -77,7 +86,63 @@ def test_exclusions_and_lists_in_blocks_of_any_size(lists, block_bytes):
     assert found[1].dtype == np.float32
 
 
-def test_places_that_nothing_can_fill_are_empty():
+@given(
+    rows=st.integers(1, 9),
+    n=st.integers(1, 300),
+    k=st.integers(1, 8),
+    seed=st.integers(0, 2**31),
+    height=st.integers(1, 4),
+)
+def test_tiles_of_any_shape_give_the_lists_of_whole_rows(rows, n, k, seed, height):
+    P, Q = whole_numbers(rows, n, seed=seed)
+    exclude = sp.random(rows, n, 0.2, "csr", random_state=seed)
+    chosen = np.random.default_rng(seed).permutation(rows)[: max(1, rows - 2)]
+    dense = (P @ Q.T).numpy()
+    dense[exclude.toarray() != 0] = -np.inf
+    expected = sorted_rows(dense[chosen], min(k, n))
+    threads = torch.get_num_threads()
+    lists = tiles._tiled(P, Q, min(k, n), exclude[chosen], None, chosen, 4 * 64 * height * threads)
+    place = 0
+    for start, stop, columns, values in lists:
+        assert start == place
+        np.testing.assert_array_equal(columns, expected[0][start:stop])
+        np.testing.assert_array_equal(values, expected[1][start:stop])
+        place = stop
+    assert place == len(chosen)
+
+
+@given(
+    rows=st.integers(1, 10**6), n=st.integers(1, 10**6), threads=st.integers(1, 64), size=st.integers(1 << 14, 1 << 30)
+)
+def test_the_tiles_of_all_threads_are_within_the_bytes_given(rows, n, threads, size):
+    height, width = tiles.tile_shape(rows, n, threads, size)
+    assert 1 <= height <= rows
+    assert 1 <= width <= n
+    assert 4 * height * width * threads <= size
+
+
+def test_threads_keep_their_numbers_and_the_pool_is_used_again(way):
+    P, Q = whole_numbers(40, 90)
+    before = torch.get_num_threads()
+    for _ in range(2):
+        top_k(P, Q, 3)
+        assert torch.get_num_threads() == before
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append((torch.ones(4) @ torch.ones(4), torch.get_num_threads())))
+    thread.start()
+    thread.join()
+    assert seen[0][1] == before
+
+
+def test_lists_can_be_left_off_before_the_end():
+    P, Q = whole_numbers(300, 90)
+    lists = tiles._tiled(P, Q, 3, None, None, None, 1)
+    next(lists)
+    lists.close()
+    assert top_k(P, Q, 3)[0].shape == (300, 3)
+
+
+def test_places_that_nothing_can_fill_are_empty(way):
     P, Q = whole_numbers(3, 4)
     found, values = top_k(P, Q, 6)
     assert (np.sort(found[:, :4], axis=1) == np.arange(4)).all()
@@ -90,7 +155,7 @@ def test_places_that_nothing_can_fill_are_empty():
     assert top_k(P[:0], Q, 2)[0].shape == (0, 2)
 
 
-def test_every_stored_pair_is_excluded_whatever_its_value_and_order():
+def test_every_stored_pair_is_excluded_whatever_its_value_and_order(way):
     P, Q = torch.ones(2, 1), torch.ones(4, 1)
     exclude = sp.csr_matrix((np.array([0.0, -1.0, 1.0]), np.array([2, 0, 1]), np.array([0, 2, 3])), shape=(2, 4))
     assert top_k(P, Q, 4, exclude=exclude)[0].tolist() == [[1, 3, -1, -1], [0, 2, 3, -1]]

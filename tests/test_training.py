@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import time
 
 import pytest
 import torch
@@ -73,6 +74,34 @@ def test_records_hold_what_plots_need(tmp_path):
     assert last.work["left_vjps"] == products + 3
     assert math.isclose(sum(last.terms.values()), last.value)
     assert set(json.loads(path.read_text().splitlines()[0])) == set(vars(first))
+
+
+@pytest.mark.parametrize("name", ["sampling", "sampling-diag", "sogram", "sogram-diag"])
+def test_what_only_the_record_of_a_sampled_method_asks_for_is_neither_counted_nor_timed(name, monkeypatch):
+    problem, towers = planted()
+    at = gt.Problem.at
+
+    def slow(self, *arguments):
+        time.sleep(0.2)
+        return at(self, *arguments)
+
+    run = dict(max_iterations=2, validation=lambda point: time.sleep(0.2) or point.value)
+    gt.minimize(problem, towers, name, ratio=0.5, step_size=1e-9, **run)  # whatever is made once is made now
+    monkeypatch.setattr(gt.Problem, "at", slow)
+    result = gt.minimize(problem, towers, name, ratio=0.5, step_size=1e-9, **run)
+    start, first, second = result.history
+    assert (start.data_passes, first.data_passes, second.data_passes) == (1, 1.5, 2)  # two quarters each
+    assert first.work["left_forwards"] - start.work["left_forwards"] <= 2 * (2 if "sogram" in name else 1)
+    assert start.seconds >= 0.2  # the value at the start is the run's own
+    assert second.seconds - start.seconds < 0.2
+
+
+def test_validation_may_be_asked_for_at_some_iterations_only():
+    problem, towers = planted()
+    run = dict(validation=lambda point: -point.value, validate_at=lambda iteration: iteration % 2 == 0, patience=2)
+    result = gt.minimize(problem, towers, "gd", max_iterations=4, **run)
+    assert [record.metric is None for record in result.history] == [False, True, False, True, False]
+    assert result.value == result.history[-1].value
 
 
 def test_an_unfinished_last_line_of_a_history_is_ignored(tmp_path):

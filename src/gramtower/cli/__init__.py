@@ -1,4 +1,4 @@
-"""The command line: ``gramtower fit``, ``evaluate``, ``recommend``, ``similar``, ``info``, ``compare``, and more."""
+"""The command line: ``gramtower fit``, ``tune``, ``evaluate``, ``recommend``, ``similar``, ``compare`` and others."""
 
 from __future__ import annotations
 

@@ -22,6 +22,8 @@ from gramtower.cli.fit import fit
 from gramtower.cli.info import info
 from gramtower.cli.options import Common
 from gramtower.cli.query import evaluate, recommend, similar
+from gramtower.cli.report import report
+from gramtower.cli.tune import tune
 
 BAD_INPUT = (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
@@ -49,17 +51,19 @@ app = App(
     version=version("gramtower"),
     help_epilogue="Exit codes: 0 fine, 1 the run failed or was interrupted, 2 bad input.",
 )
-for command in (fit, evaluate, recommend, similar, info, compare, convert, demo):
+for command in (fit, evaluate, recommend, similar, info, compare, report, convert, tune, demo):
     app.command(command)
 
 
 def run(tokens: Sequence[str]) -> int:
     """Run a command line; returns the exit code, and prints errors as one line on standard error."""
     try:
-        command, bound, _ = app.parse_args(list(tokens), exit_on_error=False, print_error=False)
+        command, bound, ignored = app.parse_args(list(tokens), exit_on_error=False, print_error=False)
     except CycloptsError as error:
         return _error(error, 2)
     common = bound.arguments.get("common") or Common()
+    if "tokens" in ignored:
+        bound.arguments["tokens"] = tuple(tokens)
     try:
         if common.threads is not None:
             torch.set_num_threads(check.count("threads", common.threads))

@@ -1,148 +1,161 @@
-"""``gramtower compare``: several methods on the same problem, from the same start, one after the other."""
+"""``gramtower compare``: several methods on the same problem, from the same start, one after the other.
+
+What was asked for is in comparison.json before the first method runs; each method's end is added when it comes. The
+same command therefore goes on after a kill: methods with an end are left alone, an interrupted one continues from its
+checkpoint. Tables, figures and page are made by report/ from the folder alone. Checked by tests/test_compare.py.
+"""
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from gramtower import _checks as check
-from gramtower.cli import folder
-from gramtower.cli.config import nearest, settle, write_config
-from gramtower.cli.features import tower_features
-from gramtower.cli.fit import summary, used
-from gramtower.cli.options import Common, DataOptions, ModelOptions, TrainOptions
+from gramtower.cli.config import nearest
+from gramtower.cli.contest import Contest
+from gramtower.cli.folder import environment
+from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions
 from gramtower.cli.output import note, print_json, print_table
-from gramtower.cli.reading import read_pairs, split_validation
-from gramtower.data.synthetic import planted_pairs
-from gramtower.estimator.two_tower import TwoTower
+from gramtower.cli.subject import make_subject
 from gramtower.optim.methods import OPTIMIZERS
-from gramtower.training.result import Reason, Record
+from gramtower.report.build import PAGE, build
+from gramtower.report.store import MANIFEST, checkpoint_path, plain, read_manifest, write_manifest
 
-#: Shares of the way from the common start to the lowest objective that any method reached.
-LEVELS = (0.5, 0.9, 0.99)
+_SHOWN = ("0.5", "0.1", "0.01")
+Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
 
 
 def compare(
     path: Annotated[Path | None, Parameter(name="DATA")] = None,
     /,
     *,
-    optimizers: str = "gd,newton,newton-kron",
+    optimizers: str | None = None,
     out: Annotated[Path | None, Parameter(required=True)] = None,
     config: Path | None = None,
+    synthetic: Switch = False,
+    fresh: Switch = False,
     data: DataOptions | None = None,
+    features: FeatureOptions | None = None,
     model: ModelOptions | None = None,
     train: TrainOptions | None = None,
     common: Common | None = None,
+    tokens: Annotated[Sequence[str], Parameter(parse=False)] = (),
 ) -> int:
-    """Run several methods from the same start, one after the other, and time them.
+    """Run several methods from the same start, one after the other, and report when each was how far.
 
-    Each stops as in fit; without --time-limit after 60 seconds of training, and without --max-iterations nowhere else
-    first. A method that fails is reported and the rest runs. The table gives the seconds until a method has gone
-    50 %, 90 % and 99 % of the way from the start to the lowest objective that any of them reached.
+    Each stops as in fit, but only after 60 seconds of training without --time-limit, at no number of iterations without
+    --max-iterations, and not for a metric that no longer improves. A tenth of the pairs is held out for the metric
+    without --validation. Only the methods' own work is timed: not the metric, not checkpoints.
+
+    A method that fails, diverges, is unknown or needs longer than the time limit for one iteration is reported, and the
+    rest runs. The same command goes on where a killed one stopped, and other --optimizers are added to those there.
+    Nothing else should run on the machine meanwhile; the report says how many cores others kept busy.
 
     Args:
         path: Pairs, as for fit.
-        optimizers: Names separated by commas.
-        out: Folder for NAME.jsonl (history), config.toml and summary.json.
-        config: TOML file, as for fit.
+        optimizers: Names separated by commas [default: those of the experiment, or gd,newton,newton-kron].
+        out: Folder for report.html, time and passes .png and .svg, summary.json, comparison.json and NAME.jsonl.
+        config: TOML file: an experiment such as experiments/ml1m.toml, or a config as for fit.
+        synthetic: Instead of DATA, generated pairs of the shape that the experiment states; all output says so.
+        fresh: Start anew even if the folder holds a comparison.
         data: Data.
+        features: Features.
         model: Model.
-        train: Training; --optimizer and --option do not apply.
+        train: Training; --optimizer and --patience do not apply, --option is METHOD.NAME=VALUE.
         common: Output.
+        tokens: The command line itself.
     """
     common = common or Common()
-    settings = settle(config, data, model, train)
-    source = path or (Path(settings.data.path) if settings.data.path is not None else None)
-    if source is None:
-        check.fail("DATA", "nothing", "a file of pairs, as an argument or as path below [data] of the config")
     if out is None or out.is_file():
         check.fail("out", out, "a folder")
-    names = _names(optimizers)
-    settings.data.path, settings.train.option, settings.train.optimizer = str(source), None, None
-    arguments = {"max_iterations": 10**9, "time_limit": 60.0} | settings.estimator_arguments()
-    pairs, held_out = split_validation(read_pairs(source, settings.data), settings.data, arguments.get("seed", 0))
-    features, _ = tower_features(settings, pairs, common.quiet)
-    out.mkdir(parents=True, exist_ok=True)
-    results: dict[str, dict[str, Any]] = {}
-    histories: dict[str, list[Record]] = {}
-    errors: list[Exception] = []
-    for name in names:
-        if not common.quiet:
-            note(f"-- {name}")
-        estimator = TwoTower(**{**arguments, "optimizer": name}, verbose=not common.quiet)
-        try:
-            _warm_up({**arguments, "optimizer": name})
-            estimator.fit(pairs, **features, validation=held_out, history=out / f"{name}.jsonl")
-        except (ValueError, RuntimeError, ArithmeticError, MemoryError) as error:
-            errors.append(error)
-            results[name] = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"}
-            continue
-        results[name], histories[name] = summary(estimator, pairs, held_out), estimator.history_
-        if estimator.reason_ is Reason.NON_FINITE:
-            results[name]["failed"] = estimator.message_
-        write_config(out / folder.CONFIG, used(settings, estimator), f"what {', '.join(names)} used")
-        if estimator.reason_ is Reason.INTERRUPTED:
-            results[name]["failed"] = "interrupted"
-            break
-    if len(errors) == len(names) and all(isinstance(error, ValueError) for error in errors):
-        raise errors[0]  # bad input, the same for all
-    levels = add_levels(results, histories)
-    content = {"levels": levels, "methods": results}
-    folder.write_json(out / folder.SUMMARY, content | {"environment": folder.environment()})
+    asked = None if optimizers is None else _names(optimizers)
+    subject = make_subject(path, config, synthetic, (data, model, train, features))
+    names = list(subject.methods) if asked is None else asked
+    contest, about = subject.contest(out, not common.quiet)
+    about |= {"commands": [shlex.join(["gramtower", *tokens])], "environment": environment()}
+    outcomes = _ends_before(contest, about, names, fresh)
+    _run_all(contest, about, outcomes, names)
+    content, problems = build(out)
+    for problem in problems:
+        note(problem)
     if common.json:
         print_json(content)
     else:
-        _print(results, levels, str(out))
-    return 1 if any("failed" in result for result in results.values()) or len(results) < len(names) else 0
+        show(content, out)
+    return 1 if any(found["status"] != "finished" for found in content["methods"].values()) else 0
 
 
-def add_levels(results: dict[str, dict[str, Any]], histories: dict[str, list[Record]]) -> dict[str, float]:
-    """Objective levels common to all methods; each result gets the seconds and data passes until it was there."""
-    if not histories:
+def show(content: dict[str, Any], out: Path) -> None:
+    """The summary for people."""
+    metric = content["metric"]
+    columns = ["method", "lowest", "(L-L*)/L*", *([metric] if metric else []), "iter", "seconds", "passes"]
+    columns += [f"s to {level}" for level in _SHOWN]
+    rows = []
+    for name, found in content["methods"].items():
+        metrics = [_rounded(found.get("best_metric"))] if metric else []
+        ends = [found.get("iterations"), *(_rounded(found.get(key)) for key in ("seconds", "data_passes"))]
+        times = [_rounded(found.get("seconds_to", {}).get(level)) for level in _SHOWN]
+        rows.append((name, found.get("lowest"), _rounded(found.get("relative_difference")), *metrics, *ends, *times))
+    title = f"SYNTHETIC DATA: {content['synthetic']}" if content.get("synthetic") else None
+    print_table(columns, rows, title)
+    for name, found in content["methods"].items():
+        if found["status"] != "finished":
+            print(f"{name} {found['status']}: {found['message']}")
+    print(f"report: {out / PAGE}")
+
+
+def _ends_before(contest: Contest, about: dict[str, Any], names: list[str], fresh: bool) -> dict[str, dict[str, Any]]:
+    """The ends of methods that the folder already holds; refuses a folder of another comparison."""
+    contest.folder.mkdir(parents=True, exist_ok=True)
+    before = None if fresh else read_manifest(contest.folder)
+    if before is None:
+        contest.forget(OPTIMIZERS)
         return {}
-    start = max(history[0].value for history in histories.values())
-    lowest = min(record.value for history in histories.values() for record in history)
-    levels = {f"{share:.0%}": start - share * (start - lowest) for share in LEVELS}
-    for name, history in histories.items():
-        reached = {key: next((r for r in history if r.value <= level), None) for key, level in levels.items()}
-        results[name]["lowest"] = min(record.value for record in history)
-        results[name]["seconds_to"] = {key: None if r is None else r.seconds for key, r in reached.items()}
-        results[name]["passes_to"] = {key: None if r is None else r.data_passes for key, r in reached.items()}
-    return levels
+    outcomes: dict[str, dict[str, Any]] = before["methods"]
+    now = plain(about)
+    differing = [key for key in ("data", "settings", "metric", "synthetic") if before.get(key) != now[key]]
+    differing += [n for n in names if n in outcomes and outcomes[n].get("options", {}) != contest.options.get(n, {})]
+    if differing:
+        given = f"{contest.folder}, whose {MANIFEST} differs in {', '.join(differing)}"
+        check.fail("out", given, "a folder of its own for another comparison, or --fresh to replace it")
+    about["environment"] = before["environment"]
+    about["commands"] = list(dict.fromkeys([*before["commands"], *about["commands"]]))
+    return outcomes
 
 
-def _warm_up(arguments: dict[str, Any]) -> None:
-    """One iteration on a tiny problem, so that no method is charged for compiling and loading."""
-    tiny = planted_pairs(m=48, n=32, observed=200)
-    TwoTower(**{**arguments, "max_iterations": 1, "time_limit": None}).fit(tiny)
+def _run_all(contest: Contest, about: dict[str, Any], outcomes: dict[str, dict[str, Any]], names: list[str]) -> None:
+    """Run what has no end yet, until one is interrupted; comparison.json is kept up to date."""
+    for name in names:
+        if name not in OPTIMIZERS:
+            message = f"got {name!r}, expected {nearest(name, OPTIMIZERS)!r}, or another of {', '.join(OPTIMIZERS)}"
+            outcomes[name] = {"status": "unknown", "message": message}
+            note(f"{name}: no such method; {message}")
+        elif name not in outcomes:
+            waits = {"status": "unfinished", "message": "not started yet", "options": contest.options.get(name, {})}
+            outcomes[name] = waits
+    write_manifest(contest.folder, about | {"methods": outcomes})
+    waiting = [name for name in names if outcomes[name]["status"] == "unfinished"]
+    if waiting:
+        contest.prepare()
+    for name in waiting:
+        outcomes[name] = contest.run(name)
+        write_manifest(contest.folder, about | {"methods": outcomes})
+        if outcomes[name]["status"] == "unfinished":
+            return
+        checkpoint_path(contest.folder, name).unlink(missing_ok=True)
 
 
 def _names(text: str) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not names:
-        check.fail("optimizers", repr(text), "names separated by commas, of " + ", ".join(OPTIMIZERS))
-    for name in names:
-        if name not in OPTIMIZERS:
-            check.fail(
-                "optimizers", repr(name), f"{nearest(name, OPTIMIZERS)!r}, or another of " + ", ".join(OPTIMIZERS)
-            )
+    if not any(name in OPTIMIZERS for name in names):
+        near = f"{nearest(names[0], OPTIMIZERS)!r}, or another of " if names else "names separated by commas, of "
+        check.fail("optimizers", repr(names[0] if names else text), near + ", ".join(OPTIMIZERS))
     return names
 
 
-def _print(results: dict[str, dict[str, Any]], levels: dict[str, float], out: str) -> None:
-    measured = any(result.get("metric_value") is not None for result in results.values())
-    columns = ["method", "objective", *(["metric"] if measured else []), "iter", "seconds"]
-    columns += [f"s to {key}" for key in levels]
-    rows = []
-    for name, result in results.items():
-        metric = [result.get("metric_value")] if measured else []
-        times = [result.get("seconds"), *(result.get("seconds_to", {}).get(key) for key in levels)]
-        rounded = [None if time is None else round(time, 3) for time in times]
-        rows.append((name, result.get("lowest"), *metric, result.get("iterations"), *rounded))
-    print_table(columns, rows)
-    for name, result in results.items():
-        if "failed" in result:
-            print(f"{name} failed: {result['failed']}")
-    print(f"histories and summary.json are in {out}")
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")

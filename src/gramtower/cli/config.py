@@ -6,7 +6,6 @@ A flag wins over the file. A key nobody knows is an error that names the nearest
 from __future__ import annotations
 
 import difflib
-import json
 import tomllib
 import types
 from collections.abc import Iterable
@@ -15,8 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from gramtower import _checks as check
-from gramtower._files import write_text
 from gramtower.cli.options import DataOptions, FeatureOptions, ModelOptions, TrainOptions
+from gramtower.estimator.config_file import toml
 
 TABLES: dict[str, type] = {
     "data": DataOptions,
@@ -98,28 +97,6 @@ def read_tables(path: Path, content: dict[str, Any], known: dict[str, dict[str, 
             check.fail("config", f"{name} = {table!r}", f"a table [{name}]")
         tables[name] = _read_table(path, name, table, known)
     return tables
-
-
-def write_config(path: Path, tables: dict[str, dict[str, Any]], comment: str) -> None:
-    """Settings as TOML, with the names of the flags; what is None is left out."""
-    lines = [f"# {comment}"]
-    for name, table in tables.items():
-        given = {key.replace("_", "-"): value for key, value in table.items() if value is not None}
-        lines += ["", f"[{name}]", *(f"{key} = {toml(value)}" for key, value in given.items())]
-    write_text(path, "\n".join(lines) + "\n")
-
-
-def toml(value: object) -> str:
-    """A value as TOML."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(toml, value)) + "]"
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{toml(str(key))} = {toml(item)}" for key, item in value.items()) + " }"
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

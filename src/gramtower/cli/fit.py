@@ -10,12 +10,13 @@ from cyclopts import Parameter
 
 from gramtower import _checks as check
 from gramtower.cli import folder
-from gramtower.cli.config import Settings, parse_option, settle, write_config
+from gramtower.cli.config import Settings, parse_option, settle
 from gramtower.cli.features import tower_features
 from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions
 from gramtower.cli.output import note, print_facts, print_json
 from gramtower.cli.reading import read_pairs, split_validation
 from gramtower.data.interactions import Interactions
+from gramtower.estimator.config_file import write_config
 from gramtower.estimator.two_tower import TwoTower
 from gramtower.training.result import Reason
 
@@ -101,6 +102,7 @@ def fit(
 def used(settings: Settings, estimator: TwoTower) -> dict[str, dict[str, Any]]:
     """The tables of the config file with every value that was in force, defaults included."""
     params = estimator.get_params() | {"option": estimator.optimizer_options, "history": settings.model.history}
+    params |= {"dim": estimator.dim_, "hidden": estimator.hidden_}
     tables = {
         name: {f.name: params[f.name] for f in fields(part)}
         for name, part in (("model", settings.model), ("train", settings.train))

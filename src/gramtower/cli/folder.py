@@ -15,6 +15,7 @@ import torch
 
 from gramtower._files import write_text
 from gramtower.cli.config import Settings, read_config
+from gramtower.cli.machine import commit
 from gramtower.cli.output import clean
 from gramtower.estimator.loading import load
 from gramtower.estimator.two_tower import TwoTower
@@ -57,6 +58,7 @@ def environment() -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "gramtower": version("gramtower"),
+        "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__.split("+")[0],
         "numpy": np.__version__,

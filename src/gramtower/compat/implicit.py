@@ -145,7 +145,7 @@ class TwoTower:
     def load(cls, file: str | Path) -> TwoTower:
         """A model that :meth:`save` wrote."""
         model = load_estimator(file)
-        made = cls(model.dim, model.l2, model.max_iterations, model.seed, history=model.left_.inputs.has_history)
+        made = cls(model.dim_, model.l2, model.max_iterations, model.seed, history=model.left_.inputs.has_history)
         made.model = model
         return made
 

@@ -20,6 +20,7 @@ from gramtower.data import frames
 if TYPE_CHECKING:
     import polars as pl
 
+_CHUNK = 1 << 16  # codes renumbered at a time, so that what numpy makes of them on the way stays in cache
 _CANDIDATES = 2000  # ids compared letter by letter for one unknown id
 
 
@@ -49,25 +50,36 @@ def by_appearance(codes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     index = np.int32 if total < 2**31 - 1 else np.int64
     size = int(codes.max()) + 1 if total else 0
     first: NDArray[Any] = np.full(size, total, dtype=index)
-    first[codes[::-1]] = np.arange(total - 1, -1, -1, dtype=index)  # the last assignment, the first place, stays
+    for start in range(0, total, _CHUNK):
+        part = codes[start : start + _CHUNK].astype(np.intp)
+        fresh = np.flatnonzero(first[part] == total)[::-1]
+        first[part[fresh]] = start + fresh  # the last assignment, the first place, stays
     used = np.flatnonzero(first < total)
-    used = used[np.argsort(first[used], kind="stable")]
+    used = used[np.argsort(first[used])]
     renumbered: NDArray[Any] = np.empty(size, dtype=index)
     renumbered[used] = np.arange(len(used), dtype=index)
-    return renumbered[codes], first[used]
+    result: NDArray[Any] = np.empty(total, dtype=index)
+    for start in range(0, total, _CHUNK):
+        result[start : start + _CHUNK] = renumbered[codes[start : start + _CHUNK].astype(np.intp)]
+    return result, first[used]
 
 
-def code_series(column: pl.Series) -> Coded:
-    """Codes of a polars column.
+def code_series(*columns: pl.Series) -> list[Coded]:
+    """Codes of polars columns of one length, found side by side.
 
-    They are its Categorical codes, which serve as keys within one call only: another process numbers differently.
+    They are Categorical codes, which serve as keys within one call only: another process numbers differently.
     """
     pl = frames.polars()
-    column = frames.texts(column)
-    codes = column.cast(pl.Categorical).to_physical()
+    given = [frames.texts(column).alias(str(place)) for place, column in enumerate(columns)]
+    coded = pl.DataFrame(given).select(pl.all().cast(pl.Categorical).to_physical())
+    return [_coded(text, codes) for text, codes in zip(given, coded, strict=True)]
+
+
+def _coded(text: pl.Series, codes: pl.Series) -> Coded:
+    pl = frames.polars()
     missing = codes.null_count() > 0
     array = (codes.cast(pl.Int64).fill_null(-1) if missing else codes).to_numpy()
-    return Coded(array, lambda places: column.gather(pl.Series(places, dtype=pl.UInt32)).to_list())
+    return Coded(array, lambda places: text.gather(pl.Series(places, dtype=pl.UInt32)).to_list())
 
 
 def code_values(name: str, values: Any) -> Coded:

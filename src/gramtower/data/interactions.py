@@ -205,7 +205,8 @@ class Interactions:
                 read = frames.seconds if name == "time" else frames.numbers
                 numbers[name] = read(name, column).to_numpy()  # a missing number is NaN from here on
         left_name, right_name = columns[0].name, columns[1].name
-        fields = assemble(code_series(columns.pop(0)), code_series(columns.pop(0)), numbers, rule)
+        left, right = code_series(*columns)
+        fields = assemble(left, right, numbers, rule)
         return cls(**vars(fields), left_name=left_name, right_name=right_name)
 
     @property

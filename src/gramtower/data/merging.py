@@ -1,7 +1,8 @@
 """Rows of (left, right, label, weight, time) → one CSR matrix without duplicates.
 
-Two counting passes put the rows in order of (left, right, place in the file): O(rows + m + n) time, no comparison
-sort. Then rows of the same pair are merged by a rule. Checked by tests/test_interactions.py.
+One sort of 64-bit keys, which numpy does with vector instructions, puts the rows in order of (left, right) and, where
+there are numbers to carry along, of their place in the file. Then rows of the same pair are merged by a rule.
+O(rows log rows) time. Checked by tests/test_interactions.py; timed by benchmarks/bench_reading.py.
 """
 
 from __future__ import annotations
@@ -17,19 +18,29 @@ from gramtower import _checks as check
 RULES = ("max", "sum", "first", "last", "error")
 
 
-def ordered(rows: NDArray[Any], columns: NDArray[Any], shape: tuple[int, int]) -> sp.csr_matrix:
-    """CSR of all entries, duplicates kept, whose values are the places the entries came from.
+def ordered(
+    rows: NDArray[Any], columns: NDArray[Any], bits: int, places: bool
+) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+    """Keys row · 2^bits + column in order, duplicates kept, and with ``places`` where each of them came from.
 
-    Entries of a row are in order of column, those of one pair in order of place.
+    Places of equal keys increase: they are the low bits of what is sorted where that fits into 63 bits.
     """
-    total = len(rows)
-    index = np.int32 if max(total, *shape) < 2**31 - 1 else np.int64
-    single = (np.zeros(total, np.int8), columns.astype(index, copy=False), np.arange(total + 1, dtype=index))
-    by_column = sp.csr_matrix(single, shape=(total, shape[1])).tocsc()  # a counting pass: stable in place
-    del single
-    place, offsets = by_column.indices, by_column.indptr
-    del by_column
-    return sp.csc_matrix((place, rows[place].astype(index, copy=False), offsets), shape=shape).tocsr()
+    keys = rows.astype(np.int64)
+    keys <<= bits
+    keys |= columns
+    if not places:
+        keys.sort()
+        return keys, None
+    low = max(1, len(keys) - 1).bit_length()
+    if int(keys.max(initial=0)).bit_length() + low > 63:
+        order = np.argsort(keys, kind="stable")
+        return keys[order], order
+    keys <<= low
+    keys |= np.arange(len(keys))
+    keys.sort()
+    order = keys & ((1 << low) - 1)
+    keys >>= low
+    return keys, order
 
 
 def merge(
@@ -42,37 +53,46 @@ def merge(
     rule: str,
 ) -> tuple[sp.csr_matrix, NDArray[np.float32] | None, NDArray[np.float64] | None, int]:
     """The matrix of labels (1 where ``labels`` is None), its weights and times, and how many rows were merged away."""
-    places = ordered(rows, columns, shape)
-    order, offsets, found = places.data, places.indptr, places.indices
-    del places
-    fresh = np.ones(len(order), dtype=bool)  # whether an entry is the first of its pair
-    np.not_equal(found[1:], found[:-1], out=fresh[1:])
-    fresh[offsets[:-1][np.diff(offsets) > 0]] = True
-    repeated = len(order) - int(fresh.sum())
+    bits = max(1, shape[1] - 1).bit_length()
+    numbers = (labels, weights, times)
+    keys, order = ordered(rows, columns, bits, places=any(array is not None for array in numbers))
+    fresh = np.ones(len(keys), dtype=bool)  # whether an entry is the first of its pair
+    np.not_equal(keys[1:], keys[:-1], out=fresh[1:])
+    repeated = len(keys) - int(np.count_nonzero(fresh))
     if repeated and rule == "error":
-        second = int(np.argmin(fresh))
-        row = int(np.searchsorted(offsets, second, side="right")) - 1
-        check.fail("duplicates", f"{repeated} rows that repeat a pair, first {(row, int(found[second]))}", "none")
-    if not repeated:
-        values = np.ones(len(order), np.float32) if labels is None else labels[order].astype(np.float32)
-        kept = None if weights is None else weights[order].astype(np.float32)
-        stamps = None if times is None else times[order].astype(np.float64)
-        return sp.csr_matrix((values, found, offsets), shape=shape), kept, stamps, 0
-    starts = np.flatnonzero(fresh)
-    if rule in ("first", "last"):
+        row, column = divmod(int(keys[np.argmin(fresh)]), 1 << bits)
+        check.fail("duplicates", f"{repeated} rows that repeat a pair, first {(row, column)}", "none")
+    starts = np.flatnonzero(fresh) if repeated and order is not None else None
+    if repeated:
+        keys = keys[fresh]
+    if order is None:
+        merged: list[NDArray[Any] | None] = [None] * 3
+    elif starts is None:
+        merged = [None if array is None else array[order] for array in numbers]
+    elif rule in ("first", "last"):
         chosen = _chosen(order, fresh, starts, times, rule)
-        values = np.ones(len(starts), np.float32) if labels is None else labels[chosen].astype(np.float32)
-        kept = None if weights is None else weights[chosen].astype(np.float32)
-        stamps = None if times is None else times[chosen].astype(np.float64)
+        merged = [None if array is None else array[chosen] for array in numbers]
     else:
-        reduce = np.maximum.reduceat if rule == "max" else np.add.reduceat
-        one = np.ones(len(starts), np.float32)
-        values = one if labels is None else reduce(labels[order], starts).astype(np.float32)
-        kept = None if weights is None else reduce(weights[order], starts).astype(np.float32)
-        stamps = None if times is None else np.maximum.reduceat(times[order], starts).astype(np.float64)
-    before = np.concatenate([[0], np.cumsum(fresh)])
-    merged = (values, found[starts], before[offsets].astype(offsets.dtype))
-    return sp.csr_matrix(merged, shape=shape), kept, stamps, repeated
+        add = np.maximum if rule == "max" else np.add
+        reductions = (add, add, np.maximum)  # of several times the latest
+        merged = [
+            None if array is None else reduction.reduceat(array[order], starts)
+            for array, reduction in zip(numbers, reductions, strict=True)
+        ]
+    values, kept, stamps = merged
+    values = np.ones(len(keys), np.float32) if values is None else values.astype(np.float32)
+    matrix = _matrix(keys, values, bits, shape)
+    kept = None if kept is None else kept.astype(np.float32)
+    stamps = None if stamps is None else stamps.astype(np.float64)
+    return matrix, kept, stamps, repeated
+
+
+def _matrix(keys: NDArray[np.int64], values: NDArray[np.float32], bits: int, shape: tuple[int, int]) -> sp.csr_matrix:
+    index = np.int32 if max(len(keys), *shape) < 2**31 - 1 else np.int64
+    offsets = np.searchsorted(keys, np.arange(shape[0] + 1) << bits).astype(index)
+    found = np.empty(len(keys), dtype=index)
+    np.bitwise_and(keys, (1 << bits) - 1, out=found, casting="unsafe")
+    return sp.csr_matrix((values, found, offsets), shape=shape)
 
 
 def _chosen(

@@ -12,9 +12,20 @@ import torch
 
 from gramtower import _checks as check
 
+HIDDEN = (256, 256)
 UNOBSERVED_SHARE = 2.0
 L2 = 2.0**-4
 _PENALTY, _DENSE = 2.0**-8, 0.012
+
+
+def default_dim(shape: tuple[int, int], observed: int) -> int:
+    """k from the size of the data."""
+    return max(1, min(256, *shape))
+
+
+def default_hidden(with_features: bool) -> tuple[int, ...]:
+    """Hidden layers where there are features to combine; ids alone are served as well by linear factors."""
+    return HIDDEN if with_features else ()
 
 
 def default_omega(shape: tuple[int, int], observed: int) -> float:

@@ -33,7 +33,10 @@ def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None) ->
     """
     header, tensors = model_file.read_model(Path(path))
     params: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in header["params"].items()}
-    model = TwoTower(**params, towers=towers)
+    arrays: dict[str, Any] = {
+        name: tensors[name].numpy() for name in ("left_weights", "right_weights") if name in tensors
+    }
+    model = TwoTower(**params, **arrays, towers=towers)
     sides = {
         name: Side(
             name,
@@ -52,6 +55,8 @@ def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None) ->
     model.best_metric_, model.omega_ = header["best_metric"], header["omega"]
     model.message_ = header.get("message", header["reason"])  # version 1 had the message alone
     model.reason_ = Reason[header["reason"]] if "message" in header else Reason.of_message(model.message_)
+    before = header["params"]  # version 1 had no sizes that depend on the data
+    model.dim_, model.hidden_ = header.get("dim", before["dim"]), tuple(header.get("hidden", before["hidden"]))
     model.towers_ = _rebuild(model, header, tensors["parameters"])
     return model
 
@@ -64,7 +69,8 @@ def _rebuild(model: TwoTower, header: dict[str, Any], vector: Tensor) -> Any:
         sp.csr_matrix((len(model.left_), len(model.right_)), dtype=np.float32),
         **{side.name: side.inputs.placeholder(len(side)) for side in (model.left_, model.right_)},
     )
-    towers = model.make_towers(problem)
+    layers = {"dim": model.dim_, "hidden": model.hidden_}  # what was in force: the default needs the pairs to know
+    towers = TwoTower(**{**model.get_params(), **layers}).make_towers(problem)
     fresh = towers.parameters()
     if len(fresh) != len(vector):
         check.fail("towers", f"{len(fresh)} parameters", f"the {len(vector)} that the model was saved with")

@@ -7,10 +7,10 @@ underscore, `get_params`/`set_params` and `sklearn.base.clone` work. Checked by 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -21,9 +21,10 @@ from torch import Tensor
 from gramtower import _checks as check
 from gramtower.data.interactions import Interactions
 from gramtower.estimator import defaults, model_file
-from gramtower.estimator.inputs import Inputs, training_inputs
+from gramtower.estimator.inputs import Ids, Inputs, training_inputs
 from gramtower.estimator.matrices import aligned, matrix_and_ids
 from gramtower.estimator.side import Side, normalised
+from gramtower.estimator.validation import ranking_validator
 from gramtower.metrics import evaluate_embeddings
 from gramtower.model.towers import Towers, mlp_towers
 from gramtower.objective.evaluation import Point
@@ -33,6 +34,9 @@ from gramtower.retrieval.topk import top_k
 from gramtower.training.loop import minimize
 from gramtower.training.result import Record, Result
 
+if TYPE_CHECKING:
+    from gramtower.tuning.report import Search
+
 METRICS = ("map@5", "recall@20", "ndcg@20")
 
 
@@ -40,8 +44,9 @@ class TwoTower:
     """Two networks whose dot product says how well a left and a right entity go together, learned from all pairs.
 
     Args:
-        dim: k, the size of the embeddings.
-        hidden: widths of the hidden layers of each tower; ``()`` for linear factors.
+        dim: k, the size of the embeddings; None picks it from the size of the data (see docs/choosing.md).
+        hidden: widths of the hidden layers of each tower; ``()`` for linear factors; None for linear factors where ids
+            are all that is known, hidden layers where there are features.
         activation: of the hidden layers.
         loss: on observed pairs.
         omega: ω, the weight of unobserved pairs; None scales it with the data (see docs/choosing.md).
@@ -50,6 +55,8 @@ class TwoTower:
             data.
         frequency_power: ν, how fast it grows.
         imputed: the label of unobserved pairs.
+        left_weights: a, how much a left entity's unobserved pairs count: text such as "degree^0.5", an array, or None.
+        right_weights: b, likewise for right entities.
         optimizer: see docs/choosing.md.
         optimizer_options: the method's own constants.
         max_iterations: stops after this many.
@@ -65,8 +72,8 @@ class TwoTower:
 
     def __init__(
         self,
-        dim: int = 128,
-        hidden: Sequence[int] = (256, 256),
+        dim: int | None = None,
+        hidden: Sequence[int] | None = None,
         activation: str = "elu",
         loss: str | Loss = "logistic",
         omega: float | None = None,
@@ -74,6 +81,8 @@ class TwoTower:
         embedding_l2: float | None = None,
         frequency_power: float = 1.0,
         imputed: float = -1.0,
+        left_weights: Any = None,
+        right_weights: Any = None,
         optimizer: str = "newton-kron",
         optimizer_options: dict[str, Any] | None = None,
         max_iterations: int = 30,
@@ -88,7 +97,8 @@ class TwoTower:
     ) -> None:
         self.dim, self.hidden, self.activation, self.loss = dim, hidden, activation, loss
         self.omega, self.l2, self.embedding_l2, self.frequency_power = omega, l2, embedding_l2, frequency_power
-        self.imputed, self.optimizer, self.optimizer_options = imputed, optimizer, optimizer_options
+        self.imputed, self.left_weights, self.right_weights = imputed, left_weights, right_weights
+        self.optimizer, self.optimizer_options = optimizer, optimizer_options
         self.max_iterations, self.time_limit, self.patience, self.metric = max_iterations, time_limit, patience, metric
         self.device, self.seed, self.towers, self.memory_budget = device, seed, towers, memory_budget
         self.verbose = verbose
@@ -111,7 +121,9 @@ class TwoTower:
     def __repr__(self) -> str:
         given = inspect.signature(type(self).__init__).parameters
         changed = [
-            f"{k}={v!r}" for k, v in self.get_params().items() if v is not given[k].default and v != given[k].default
+            f"{k}={v!r}"
+            for k, v in self.get_params().items()
+            if v is not given[k].default and (isinstance(v, np.ndarray) or v != given[k].default)
         ]
         return f"TwoTower({', '.join(changed)})"
 
@@ -138,32 +150,76 @@ class TwoTower:
             checkpoint: path of a checkpoint that an interrupted fit continues from.
             history: path of a JSONL file with one record an iteration.
         """
-        matrix, ids = matrix_and_ids(pairs)
         device = defaults.pick_device(self.device)
-        left, left_features = training_inputs("left", left_features, ids[0], matrix)
-        right, right_features = training_inputs("right", right_features, ids[1], matrix.T)
-        size = (matrix.shape, matrix.nnz)
-        problem = Problem(
-            matrix, left_features, right_features, loss=self.loss,
-            omega=defaults.default_omega(*size) if self.omega is None else self.omega,
-            l2=self.l2, imputed=self.imputed,
-            embedding_l2=defaults.default_embedding_l2(*size) if self.embedding_l2 is None else self.embedding_l2,
-            frequency_power=self.frequency_power, memory_budget=self.memory_budget,
-            pair_weights=pairs.weights if isinstance(pairs, Interactions) else None,
-        )  # fmt: skip
-        towers = self.make_towers(problem)
-        if warm_start:
-            self._carry_over(towers, (left, right), ids)
-        towers.left.to(device)
-        towers.right.to(device)
-        towers = Towers(towers.left, towers.right)
+        problem, towers, matrix, ids, inputs = self.prepare(pairs, left_features, right_features, warm_start)
+        towers = Towers(towers.left.to(device), towers.right.to(device))
         result = minimize(
             problem, towers, self.optimizer, self.max_iterations, self.time_limit, self.seed,
-            validation=self._validator(validation, ids, matrix), patience=None if validation is None else self.patience,
+            validation=self.make_validation(validation, ids, matrix),
+            patience=None if validation is None else self.patience,
             checkpoint=checkpoint, history=history, verbose=self.verbose, **(self.optimizer_options or {}),
         )  # fmt: skip
-        self._finish(problem, towers, matrix, ids, (left, right), result)
+        self._finish(problem, towers, matrix, ids, inputs, result)
         return self
+
+    def prepare(
+        self, pairs: Any, left_features: Any = None, right_features: Any = None, warm_start: bool = False
+    ) -> tuple[Problem, Towers, sp.csr_matrix, Ids, tuple[Inputs, Inputs]]:
+        """What ``fit`` minimises, over fresh towers or this model's, the pairs as a matrix, ids and inputs."""
+        matrix, ids = matrix_and_ids(pairs)
+        problem, inputs = self.make_problem(pairs, left_features, right_features)
+        if not warm_start:
+            return problem, self.make_towers(problem), matrix, ids, inputs
+        self._check_fitted()  # its towers stay as large as they are, whatever the default for more data
+        same = TwoTower(**(self.get_params() | {"dim": self.dim_, "hidden": self.hidden_}))
+        towers = same.make_towers(problem)
+        self._carry_over(towers, inputs, ids)
+        return problem, towers, matrix, ids, inputs
+
+    def tune(
+        self,
+        pairs: Any,
+        *,
+        trials: int = 50,
+        time_limit: float | None = None,
+        metric: str = "recall@20",
+        validation: Any = 0.1,
+        space: Mapping[str, Any] | None = None,
+        storage: str | Path | None = None,
+        seed: int = 0,
+        left_features: Any = None,
+        right_features: Any = None,
+        refit: bool = True,
+    ) -> Search:
+        """Choose settings by how well they rank a validation part of the pairs, then fit all pairs with them.
+
+        Searched is what this model was not given explicitly, or what ``space`` names. Trials stop early, are given up
+        when their curve cannot reach the best, and start from a finished neighbour's solution where there is one. The
+        same seed gives the same search. Needs optuna: ``pip install "gramtower[tune]"``.
+
+        Args:
+            pairs: as for ``fit``.
+            trials: how many settings to try; the first are this model's own.
+            time_limit: seconds for the whole search, without the last fit.
+            metric: what to maximise.
+            validation: the share of each user's pairs to rank, drawn with ``seed``, or pairs held out by yourself.
+            space: names and what to search for each; see gramtower/tuning/space.py and docs/tuning.md.
+            storage: a file that keeps the log, so that a search can be stopped and continued: SQLite if it ends in .db,
+                otherwise a journal.
+            seed: of the split and of the proposals.
+            left_features: as for ``fit``.
+            right_features: as for ``fit``.
+            refit: whether this model takes the settings that were found and is fitted on all pairs.
+
+        Returns:
+            The search: trials, importances, and ``config()``, a config file for ``gramtower fit``.
+        """
+        from gramtower.tuning.search import tune
+
+        return tune(
+            self, pairs, trials=trials, time_limit=time_limit, metric=metric, validation=validation, space=space,
+            storage=storage, seed=seed, left_features=left_features, right_features=right_features, refit=refit,
+        )  # fmt: skip
 
     def recommend(
         self,
@@ -291,18 +347,25 @@ class TwoTower:
     def save(self, path: str | Path) -> None:
         """Write the model to one file; nothing is pickled, and an old file stays whole if writing fails."""
         self._check_fitted()
-        params = {k: v for k, v in self.get_params().items() if k not in ("towers", "loss")}
+        arrays = {
+            name: torch.from_numpy(check.as_float_array(name, value))
+            for name in ("left_weights", "right_weights")
+            if (value := getattr(self, name)) is not None and not isinstance(value, str)
+        }
+        params = {k: v for k, v in self.get_params().items() if k not in ("towers", "loss", *arrays)}
         params["loss"] = self.loss if isinstance(self.loss, str) else self.loss.name
         header = {
             "params": {k: list(v) if isinstance(v, tuple) else v for k, v in params.items()},
             "own_towers": self.towers is not None,
+            "dim": self.dim_,
+            "hidden": list(self.hidden_),
             "reason": self.reason_.name,
             "message": self.message_,
             "omega": self.omega_,
             "best_metric": self.best_metric_,
             "history": [asdict(record) for record in self.history_],
         }
-        tensors = {
+        tensors = arrays | {
             "parameters": self.towers_.parameters().vector.cpu(),
             "left": self.left_.embeddings,
             "right": self.right_.embeddings,
@@ -314,11 +377,36 @@ class TwoTower:
             tensors[f"{side.name}_inputs"] = model_file.pack_text(side.inputs.to_json())
         model_file.write_model(Path(path), header, tensors)
 
+    def make_problem(
+        self, pairs: Any, left_features: Any = None, right_features: Any = None
+    ) -> tuple[Problem, tuple[Inputs, Inputs]]:
+        """What :meth:`fit` minimises, ω and μ set by the data where they were left out, and what each tower sees."""
+        matrix, ids = matrix_and_ids(pairs)
+        left, left_rows = training_inputs("left", left_features, ids[0], matrix)
+        right, right_rows = training_inputs("right", right_features, ids[1], matrix.T)
+        size = (matrix.shape, matrix.nnz)
+        problem = Problem(
+            matrix, left_rows, right_rows, loss=self.loss,
+            omega=defaults.default_omega(*size) if self.omega is None else self.omega,
+            l2=self.l2, imputed=self.imputed, left_weights=self.left_weights, right_weights=self.right_weights,
+            embedding_l2=defaults.default_embedding_l2(*size) if self.embedding_l2 is None else self.embedding_l2,
+            frequency_power=self.frequency_power, memory_budget=self.memory_budget,
+            pair_weights=pairs.weights if isinstance(pairs, Interactions) else None,
+        )  # fmt: skip
+        return problem, (left, right)
+
     def make_towers(self, problem: Problem) -> Towers:
         """Fresh towers for a problem, as the constructor's arguments say."""
         if self.towers is not None:
             return self.towers(problem)
-        return mlp_towers(problem, self.hidden, self.dim, self.activation, self.seed)
+        hidden, dim = self.layers(problem)
+        return mlp_towers(problem, hidden, dim, self.activation, self.seed)
+
+    def layers(self, problem: Problem) -> tuple[Sequence[int], int]:
+        """Widths of hidden layers and of the embeddings: as given, or by the data."""
+        with_features = problem.left.kind != "ids" or problem.right.kind != "ids"
+        hidden = defaults.default_hidden(with_features) if self.hidden is None else self.hidden
+        return hidden, defaults.default_dim(problem.shape, len(problem.pairs)) if self.dim is None else self.dim
 
     def _finish(
         self,
@@ -333,27 +421,20 @@ class TwoTower:
         self.left_ = Side("left", ids[0], point.P.cpu(), inputs[0])
         self.right_ = Side("right", ids[1], point.Q.cpu(), inputs[1])
         self.seen_, self.towers_, self.omega_ = matrix, towers, problem.omega
+        self.dim_, self.hidden_ = point.P.shape[1], () if self.towers is not None else tuple(self.layers(problem)[0])
         self.history_: list[Record] = result.history
         self.reason_, self.message_, self.best_metric_ = result.reason, result.message, result.best_metric
 
-    def _validator(
-        self, validation: Any, ids: tuple[NDArray[Any] | None, NDArray[Any] | None], train: sp.csr_matrix
-    ) -> Callable[[Point], float] | None:
+    def make_validation(self, validation: Any, ids: Ids, train: sp.csr_matrix) -> Callable[[Point], float] | None:
+        """The metric of a point on held-out pairs, None without them."""
         if validation is None:
             return None
-        test = aligned("validation", validation, ids, train.shape)
-
-        def metric(point: Point) -> float:
-            found = evaluate_embeddings(point.P.cpu(), point.Q.cpu(), test, train=train, metrics=(self.metric,))
-            return float(found[self.metric])
-
-        return metric
+        return ranking_validator(self.metric, aligned("validation", validation, ids, train.shape), train)
 
     def _carry_over(
         self, towers: Towers, inputs: tuple[Inputs, Inputs], ids: tuple[NDArray[Any] | None, NDArray[Any] | None]
     ) -> None:
         """Copy this model's weights into fresh towers: first layers feature by feature, everything else as it is."""
-        self._check_fitted()
         before, after = self.towers_.parameters(), towers.parameters()
         for name, fresh in after.items():
             if name not in before.layout.shapes:

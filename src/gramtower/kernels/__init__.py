@@ -6,18 +6,28 @@ Every implementation is a module with these functions, same names, same signatur
     left_sum(pairs, x, B, out)              out += X B                         X the m × n matrix holding x
     right_sum(pairs, x, A, out)             out += Xᵀ A
     curvature_left(pairs, c, P, W, Q, H, out)   z_e = c_e (w_i·q_j + p_i·h_j);  out += Z Q;  returns z
-    dot(a, b)                               Σ a_e b_e of two long vectors, accumulated in float64
+    inner(a, b)                             Σ a_e b_e of two long vectors, accumulated in float64
+    column_sums(x, weight, dtype)           Σ_i weight_i x_i over the rows of a matrix
 
-``reference`` (plain torch) is their definition and works on every device; ``numba`` is for the CPU. The
-agreement of all of them is tests/test_kernels.py. Each costs O(|O| k) and makes nothing larger than its result
-and a fixed-size buffer.
+``reference`` (plain torch) is their definition and works on every device; ``numba`` is for the CPU, ``triton`` for
+NVIDIA GPUs. ``triton`` has three more, which save passes over memory:
+
+    losses(pairs, P, Q, terms)              Σ_O ℓ⁺, ∂ℓ⁺/∂ŷ, ∂²ℓ⁺/∂ŷ²           for the losses it knows
+    slope_product(g, bias, y, φ, out, …)    (g + bias) ∘ φ′                    φ′ from the activation's output y
+    shifted_elu(x, bias, α)                 elu(x + bias)
+
+The agreement of all of them is tests/test_kernels.py and tests/test_gpu_kernels.py. Each costs O(|O| k) and makes
+nothing larger than its result, a fixed-size buffer and a few lines for rows that several programs share.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import warnings
+from dataclasses import dataclass
+from functools import cache
 from typing import Protocol, cast
 
 import torch
@@ -26,8 +36,36 @@ from torch import Tensor
 from gramtower import _checks as check
 from gramtower.data.pairs import Pairs
 
-_MODULES = {"reference": "gramtower.kernels.reference", "numba": "gramtower.kernels.cpu"}
+_MODULES = {
+    "reference": "gramtower.kernels.reference",
+    "numba": "gramtower.kernels.cpu",
+    "triton": "gramtower.kernels.gpu",
+}
+_NEEDS = {"numba": ("cpu", "numba"), "triton": ("cuda", "triton")}  # device type, package
 BACKENDS = ("auto", *_MODULES)
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """What ℓ⁺ (eq:lij) needs besides the scores, on the observed pairs in row order.
+
+    Attributes:
+        loss: the name of a loss.
+        labels: R_ij; of stride 0 if all are equal.
+        omega: ω.
+        imputed: ỹ_ij, or one number for all.
+        pair_weight: a_i b_j, None for ones.
+        loss_weight: weight of each pair's loss, None for ones.
+        constants: ω and the one number for all, on the device.
+    """
+
+    loss: str
+    labels: Tensor
+    omega: float
+    imputed: Tensor | float
+    pair_weight: Tensor | None
+    loss_weight: Tensor | None
+    constants: Tensor
 
 
 class Kernels(Protocol):
@@ -47,8 +85,11 @@ class Kernels(Protocol):
     ) -> Tensor:
         """z_e = c_e (w_i·q_j + p_i·h_j) returned; out += Z Q."""
 
-    def dot(self, a: Tensor, b: Tensor) -> float:
-        """Σ a_e b_e in float64."""
+    def inner(self, a: Tensor, b: Tensor) -> Tensor:
+        """Σ a_e b_e in float64, a scalar on the device."""
+
+    def column_sums(self, x: Tensor, weight: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Σ_i weight_i x_i in ``dtype`` or that of x."""
 
 
 def select(device: torch.device, backend: str = "auto") -> Kernels:
@@ -59,17 +100,22 @@ def select(device: torch.device, backend: str = "auto") -> Kernels:
     """
     check.choice("kernels", backend, BACKENDS)
     if backend == "auto":
-        backend = "reference"
-        if device.type == "cpu":
-            if importlib.util.find_spec("numba") is not None:
-                backend = "numba"
-            else:
-                warnings.warn(
-                    "numba is not installed: pair operations run in plain torch, several times slower "
-                    "(pip install numba)",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-    if backend == "numba" and device.type != "cpu":
-        check.fail("kernels", f"'numba' with parameters on {device}", "'auto' or 'reference' on that device")
+        backend = next((name for name, (kind, _) in _NEEDS.items() if kind == device.type), "reference")
+        package = _NEEDS.get(backend, ("", ""))[1]
+        if package and not _installed(package):
+            backend = "reference"
+            warnings.warn(
+                f"{package} is not installed: pair operations run in plain torch, several times slower "
+                f"(pip install {package})",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    kind = _NEEDS.get(backend, (device.type, ""))[0]
+    if kind != device.type and not (backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"):
+        check.fail("kernels", f"{backend!r} with parameters on {device}", "'auto' or 'reference' on that device")
     return cast(Kernels, importlib.import_module(_MODULES[backend]))
+
+
+@cache
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

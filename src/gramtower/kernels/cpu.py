@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower.data.pairs import Pairs, Segments
-from gramtower.kernels import threads
+from gramtower.kernels import reference, threads
 
 _TILE_BYTES = 1 << 19  # half of a usual second-level cache
 _TASK = 1 << 15  # pairs in a task, or fewer when there would be too few tasks
@@ -64,8 +64,13 @@ def curvature_left(pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: 
     return z
 
 
-def dot(a: Tensor, b: Tensor) -> float:
-    """See reference.dot; sums of fixed runs, added in order."""
+def column_sums(x: Tensor, weight: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """See reference.column_sums."""
+    return reference.column_sums(x, weight, dtype)
+
+
+def inner(a: Tensor, b: Tensor) -> Tensor:
+    """See reference.inner; sums of fixed runs, added in order."""
     runs = -(-len(a) // _RUN)
     sums = np.zeros(runs)
     x, y = _np(a), _np(b)
@@ -76,7 +81,7 @@ def dot(a: Tensor, b: Tensor) -> float:
             sums[run] = _dot(x[part], y[part])
 
     threads.share_out(add, list(range(runs + 1)))
-    return float(sums.sum())
+    return torch.tensor(sums.sum())
 
 
 def _sum_into(s: Segments, others: Tensor, x: Tensor, position: NDArray[Any] | None, B: Tensor, out: Tensor) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from gramtower.data.pairs import Pairs
 
 _BUFFER = 1 << 22  # gathered numbers held at a time
+_ROWS = 8192  # rows added up in their own precision
 
 
 def _blocks(pairs: Pairs, k: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -51,10 +52,19 @@ def curvature_left(pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: 
     return z
 
 
-def dot(a: Tensor, b: Tensor) -> float:
-    """Σ a_e b_e, products and sum in float64."""
+def inner(a: Tensor, b: Tensor) -> Tensor:
+    """Σ a_e b_e, products and sum in float64; a scalar on the device."""
     total = torch.zeros((), dtype=torch.float64, device=a.device)
     for start in range(0, len(a), _BUFFER):
         part = slice(start, start + _BUFFER)
         total += (a[part].double() * b[part]).sum()
-    return float(total)
+    return total
+
+
+def column_sums(x: Tensor, weight: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Σ_i weight_i x_i, in ``dtype`` or that of x; blocks of rows in x's own dtype."""
+    total = torch.zeros(x.shape[1], dtype=dtype or x.dtype, device=x.device)
+    for start in range(0, x.shape[0], _ROWS):
+        rows = slice(start, start + _ROWS)
+        total += x[rows].sum(0) if weight is None else weight[rows] @ x[rows]
+    return total

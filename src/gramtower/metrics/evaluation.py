@@ -1,6 +1,6 @@
 """Ranking metrics of given lists, and of embeddings against held-out pairs in bounded memory.
 
-Users are taken in blocks: one product of scores a block, one pass for the top K, and for the AUC one count for each
+Users are taken in blocks: the products of their scores, one pass for the top K, and for the AUC one count for each
 test pair. Nothing of users × items is made. Checked by tests/test_metrics.py; timed by benchmarks/bench_evaluation.py.
 """
 
@@ -19,6 +19,7 @@ from gramtower.metrics.tally import Scores, Tally
 from gramtower.retrieval.ranks import above
 from gramtower.retrieval.scores import embeddings, pair_matrix, score_blocks
 from gramtower.retrieval.select import best
+from gramtower.retrieval.tiles import best_lists
 
 
 def ranking_metrics(recommended: Any, relevant: Any, metrics: str | Sequence[str] = DEFAULT) -> Scores:
@@ -99,11 +100,14 @@ def evaluate_embeddings(
     if by is not None:
         tally.break_down(by, seen, users)
     k = min(max(metric.k for metric in wanted), shape[1])
-    for start, stop, scores in score_blocks(P, Q, exclude, rows=users, block_bytes=block_bytes):
-        if k:
-            tally.add_lists(start, best(scores, k)[0].cpu().numpy())
-        if any(metric.kind == "auc" for metric in wanted):
+    if any(metric.kind == "auc" for metric in wanted):  # needs whole rows of scores
+        for start, stop, scores in score_blocks(P, Q, exclude, rows=users, block_bytes=block_bytes):
+            if k:
+                tally.add_lists(start, best(scores, k)[0].cpu().numpy())
             tally.add_ranks(start, stop, above(scores, truth, start, stop), exclude)
+    else:
+        for start, _, columns, _ in best_lists(P, Q, k, exclude, rows=users, block_bytes=block_bytes):
+            tally.add_lists(start, columns)
     return tally.result(shape[0] - len(users), given - truth.nnz)
 
 

@@ -58,7 +58,7 @@ class Factors:
     """What a tower's parameters are preconditioned with, in float64."""
 
     layers: list[Factor] = field(default_factory=list)
-    biases: dict[str, tuple[float, Tensor]] = field(default_factory=dict)  # own name → (Σ r_i, S)
+    biases: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # own name → (Σ r_i, S)
     diagonals: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -96,7 +96,7 @@ def tower_factors(
             S = S * (moments[index] / rows)
         elif isinstance(step, InputAffine):
             if moments[index].dim() == 1:
-                _add_diagonal(factors, step, moments[index], S, float(weight.sum()), trainable)
+                _add_diagonal(factors, step, moments[index], S, weight.sum(dtype=torch.float64), trainable)
             else:
                 _add_full(factors, step.weight, step.bias, step.inputs_first, moments[index], S, trainable)
         else:
@@ -113,7 +113,7 @@ def _moment(step: Op, kept: Any, r: Tensor, stride: int) -> Tensor | None:
     Matrices are estimated from every ``stride``-th row; diagonals come from all rows.
     """
     if isinstance(step, Elementwise):
-        slope: Tensor = kept.of(step.function)[::stride]
+        slope: Tensor = kept.of(step.function, stride)
         return ((slope * (stride * r[::stride, None])).t() @ slope).double()
     if isinstance(step, Affine):
         return _outer(kept[::stride], stride * r[::stride], step.bias is not None)
@@ -155,10 +155,12 @@ def _add_full(
         inputs = len(A) if bias is None or with_bias else len(A) - 1
         factors.layers.append(Factor(weight, bias if with_bias else None, inputs_first, A[:inputs, :inputs], S))
     elif with_bias and bias is not None:
-        factors.biases[bias] = (float(A[-1, -1]), S)
+        factors.biases[bias] = (A[-1, -1], S)
 
 
-def _add_diagonal(factors: Factors, step: InputAffine, A: Tensor, S: Tensor, total: float, trainable: set[str]) -> None:
+def _add_diagonal(
+    factors: Factors, step: InputAffine, A: Tensor, S: Tensor, total: Tensor, trainable: set[str]
+) -> None:
     if step.weight in trainable:
         factors.layers.append(Factor(step.weight, None, step.inputs_first, A, S))
     if step.bias is not None and step.bias in trainable:
@@ -230,7 +232,7 @@ class _Moments:
     def __init__(self) -> None:
         self.A: Tensor | None = None
         self.S: Tensor | None = None
-        self.total, self.count = 0.0, 0
+        self.total, self.count = torch.zeros(()), 0
 
     def add_inputs(self, layer: nn.Module, x: Any, r: Tensor, rows: int) -> None:
         if isinstance(x, SparseRows):
@@ -245,7 +247,7 @@ class _Moments:
             spread = r[:, None].expand(rows, len(flat) // rows).reshape(-1)
             part = _outer(flat, spread, getattr(layer, "bias", None) is not None)
         self.A = part if self.A is None else self.A + part
-        self.total += float(r.sum())
+        self.total = self.total.to(r.device) + r.sum(dtype=torch.float64)
 
     def add_outputs(self, g: Tensor) -> None:
         flat = g.reshape(-1, g.shape[-1])

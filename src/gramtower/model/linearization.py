@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gramtower.data.features import Features
 from gramtower.model.memory import BlockPlan
-from gramtower.model.ops import Elementwise, Named, Op, Values
+from gramtower.model.ops import Elementwise, InputAffine, Named, Op, Shifted, Values, settled
 
 
 @dataclass
@@ -45,6 +45,10 @@ class Work:
     def since(self, earlier: Work) -> Work:
         """The difference to an earlier copy."""
         return Work(**{k: v - getattr(earlier, k) for k, v in asdict(self).items()})
+
+    def plus(self, other: Work) -> Work:
+        """The sum with other work."""
+        return Work(**{k: v + getattr(other, k) for k, v in asdict(self).items()})
 
     def copy(self) -> Work:
         """A copy that later work does not change."""
@@ -104,11 +108,14 @@ class Linearization:
         """The change of every output along a direction of this tower's parameters: rows × k, in ``out`` if given."""
         out = torch.empty_like(self.outputs) if out is None else out
         for start, stop, saved in self.saved_blocks():
-            dy: Tensor | None = None
+            dy: Any = None
+            rows = out[start:stop]
             for step, kept in zip(self.steps, saved, strict=True):
-                dy = step.jvp(kept, dy, self.values, tangent)
-            assert dy is not None
-            out[start:stop] = dy
+                dy = step.jvp(kept, dy, self.values, tangent, rows if step is self.steps[-1] else None)
+            if isinstance(dy, Shifted):
+                dy.own(rows)
+            elif dy.data_ptr() != rows.data_ptr():
+                rows.copy_(dy)
         self.work.add(self.side, "jvps", self._share)
         return out
 
@@ -116,12 +123,17 @@ class Linearization:
     def vjp(self, cotangent: Tensor, out: Named) -> None:
         """Add Σ_i (∂y_i/∂θ)ᵀ cotangent_i to ``out``, tensor by tensor."""
         for start, stop, saved in self.saved_blocks():
-            g: Tensor | None = cotangent[start:stop]
+            g: Any = cotangent[start:stop]
             if isinstance(self.steps[-1], Elementwise):
-                g = g.clone() if g is not None else None  # the step works in place, the cotangent is the caller's
+                g = g.clone()  # the step works in place, the cotangent is the caller's
             for index in range(len(self.steps) - 1, -1, -1):
-                assert g is not None
-                g = self.steps[index].vjp(saved[index], g, self.values, out, index > 0)
+                step, first = self.steps[index], self.steps[0]
+                if index == 1 and isinstance(step, Elementwise) and isinstance(first, InputAffine):
+                    rows = first.rows_of(saved[0], out)
+                    if rows is not None:
+                        g = step.vjp_into(saved[1], g, self.values, rows)
+                        continue
+                g = step.vjp(saved[index], g, self.values, out, index > 0)
         self.work.add(self.side, "vjps", self._share)
 
     @torch.no_grad()
@@ -131,4 +143,4 @@ class Linearization:
         for step in self.steps:
             x, kept = step.forward(x, self.values)
             saved.append(kept)
-        return x, saved
+        return settled(x), saved

@@ -86,17 +86,24 @@ class Parameters:
         """Zeros of this layout."""
         return Parameters(self.layout, torch.zeros_like(self.vector))
 
+    def inner(self, other: Parameters) -> Tensor:
+        """⟨self, other⟩ accumulated in float64, a scalar on the device."""
+        return select(self.vector.device).inner(self.vector, other.vector)
+
     def dot(self, other: Parameters) -> float:
         """⟨self, other⟩ accumulated in float64."""
-        return select(self.vector.device).dot(self.vector, other.vector)
+        return float(self.inner(other))
 
     def norm(self) -> float:
         """Euclidean norm, accumulated in float64."""
         return math.sqrt(self.dot(self))
 
-    def axpy_(self, a: float, other: Parameters) -> Parameters:
-        """Self += a · other, in place."""
-        self.vector.add_(other.vector, alpha=a)
+    def axpy_(self, a: float | Tensor, other: Parameters) -> Parameters:
+        """Self += a · other, in place; ``a`` may be a scalar on the device."""
+        if isinstance(a, Tensor) and a.is_cuda:
+            self.vector.addcmul_(other.vector, a.to(self.vector.dtype))
+        else:
+            self.vector.add_(other.vector, alpha=float(a))
         return self
 
     def scale_(self, a: float) -> Parameters:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from gramtower.model.layers import InputLinear
-from gramtower.model.ops import Affine, Elementwise, InputAffine, Op, Opaque
+from gramtower.model.ops import Affine, Elementwise, InputAffine, Op, Opaque, by_output
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "elu": nn.ELU, "relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh, "silu": nn.SiLU,
@@ -66,11 +66,15 @@ def steps(module: nn.Module, kind: str) -> list[Op]:
         elif not first and type(part) is nn.Linear:
             result.append(Affine(names[id(part.weight)], names.get(id(part.bias))))
         elif not first and type(part) in _ELEMENTWISE:
-            result.append(Elementwise(_out_of_place(part)))
+            result.append(Elementwise(_out_of_place(part), by_output(part)))
         elif type(part) is nn.Identity or (isinstance(part, _DROPOUTS) and not isinstance(part, nn.RReLU)):
             continue  # Dropout here is in eval mode: refuse_unfit has seen to that
         else:
             result.append(_opaque(part, names))
+    products = 0
+    for op in result:
+        products += isinstance(op, Affine)
+        op.parity = (products + 1) % 2
     if not result:
         raise ValueError(f"tower {type(module).__name__}: it does nothing; expected at least one layer")
     return result

@@ -20,7 +20,7 @@ from gramtower.kernels import Kernels, select
 from gramtower.model.layers import InputLinear
 from gramtower.model.linearization import Linearization, Work
 from gramtower.model.memory import BlockPlan, plan_blocks
-from gramtower.model.ops import InputAffine, Named, Op, Opaque, Values
+from gramtower.model.ops import Affine, Elementwise, InputAffine, Named, Op, Opaque, Scratch, Values, settled
 from gramtower.model.parameters import Layout, Parameters, as_parameters
 from gramtower.model.sparse import FIRST_LAYER
 from gramtower.model.stack import ACTIVATIONS, refuse_unfit, steps
@@ -76,6 +76,7 @@ class Towers:
         ((self.dtype, self.device),) = kinds
         self._layout = Layout.of({name: tuple(p.shape) for name, p in self._owners.items()})
         self._probes: dict[tuple[str, int, str], tuple[Features, int, int]] = {}
+        self._scratch: Scratch = {}
 
     def parameters(self) -> Parameters:
         """A copy of the present trainable parameters."""
@@ -96,6 +97,26 @@ class Towers:
         """Trainable parameters of one tower: the module's own name → the name in Parameters."""
         return dict(self._names[side])
 
+    def signature(self) -> tuple[Any, ...]:
+        """What an evaluation depends on besides the trainable parameters; equal when nothing was exchanged."""
+        modules = tuple((id(part), part.training) for side in (self.left, self.right) for part in side.modules())
+        frozen = tuple(
+            p.data_ptr() for side in (self.left, self.right) for p in side.parameters() if not p.requires_grad
+        )
+        return modules, frozen
+
+    def layer_widths(self) -> tuple[list[int], list[int]] | None:
+        """Output widths of both towers' layers over ids, or None if some part is not written out step by step."""
+        result: list[list[int]] = []
+        for module in (self.left, self.right):
+            ops = steps(module, "ids")
+            if not all(isinstance(op, (InputAffine, Affine, Elementwise)) for op in ops):
+                return None
+            tensors = dict(module.named_parameters())
+            weights = [tensors[op.weight] for op in ops if isinstance(op, (InputAffine, Affine))]
+            result.append([int(w.shape[1 if i == 0 else 0]) for i, w in enumerate(weights)])
+        return result[0], result[1]
+
     def linearize(
         self,
         parameters: Parameters,
@@ -104,15 +125,21 @@ class Towers:
         kernels: Kernels,
         budget: int,
         work: Work,
+        scratch: Scratch | None = None,
     ) -> tuple[Linearization, Linearization]:
-        """Both towers evaluated at ``parameters`` over all their entities, within ``budget`` bytes of activations."""
+        """Both towers evaluated at ``parameters`` over all their entities, within ``budget`` bytes of activations.
+
+        Room for the steps' results is shared by all evaluations of these towers, unless ``scratch`` is given.
+        """
+        scratch = self._scratch if scratch is None else scratch
         prepared = []
         for side, features in (("left", left), ("right", right)):
             module = self.left if side == "left" else self.right
             refuse_unfit(side, module)
             ops = steps(module, features.kind)
             frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
-            values = Values({**frozen, **self.own(side, parameters)}, kernels, self.dtype, self.device)
+            tensors = {**frozen, **self.own(side, parameters)}
+            values = Values(tensors, kernels, self.dtype, self.device, scratch=scratch)
             prepared.append((side, features, ops, values, *self._probe(side, module, ops, features, values)))
         widths = [item[4] for item in prepared]
         if widths[0] != widths[1]:
@@ -207,7 +234,7 @@ def _try_rows(side: str, ops: list[Op], features: Features, values: Values, rows
     for op in ops:
         try:
             with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-                x, _ = op.forward(x, values)
+                x = settled(op.forward(x, values)[0])
         except (RuntimeError, TypeError, IndexError, AttributeError) as error:
             name = type(op.module).__name__ if isinstance(op, Opaque) else type(op).__name__
             advice = f"; {FIRST_LAYER}" if isinstance(x, SparseBlock) else ""

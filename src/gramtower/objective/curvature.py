@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gramtower.kernels.precision import products_in
 from gramtower.model.parameters import Parameters, as_parameters
 from gramtower.objective.evaluation import Point
 from gramtower.objective.gramians import gram
@@ -26,13 +27,16 @@ class GaussNewton:
 
     def __init__(self, point: Point, damping: float) -> None:
         self.point, self.damping = point, damping
+        if point.slot is not None:
+            return
         with torch.no_grad():
-            self._c = point.curvatures()
+            self._c = point.observed.curvatures
         omega, dtype = point.setting.omega, point.P.dtype
         self._Pc, self._Qc = ((omega * g).to(dtype) for g in point.gramians)
         # Results of a product's steps, the same memory in every product: fresh pages would cost as much as a layer.
         self._W, self._U = torch.empty_like(point.P), torch.empty_like(point.P)
         self._H, self._V = torch.empty_like(point.Q), torch.empty_like(point.Q)
+        self._gathered = point.gathered(point.P), point.gathered(point.Q)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -50,15 +54,19 @@ class GaussNewton:
     def product(self, d: Parameters, out: Parameters | None = None) -> Parameters:
         """G d, written over ``out`` if given: a solver saves itself a fresh vector of θ's size in each step."""
         at, s = self.point, self.point.setting
+        if at.slot is not None:
+            return at.slot.product_now(d, self.damping, d.empty() if out is None else out)
         P, Q = at.P, at.Q
-        W = at.left.jvp(at.towers.own("left", d), self._W)  # d → J_f d
-        H = at.right.jvp(at.towers.own("right", d), self._H)  # d → J_g d
-        Wc = (s.omega * gram(W, P, s.weights[0])).to(P.dtype)  # ω Wᵀ A P
-        Hc = (s.omega * gram(H, Q, s.weights[1])).to(P.dtype)  # ω Hᵀ B Q
-        U = self._all_pairs(0, W, self._Qc, P, Hc, self._U)  # ωA (W Q_c + P H_c)
-        V = self._all_pairs(1, H, self._Pc, Q, Wc, self._V)  # ωB (H P_c + Q W_c)
-        z = at.kernels.curvature_left(s.pairs, self._c, P, W, Q, H, U)  # + Z Q
-        at.kernels.right_sum(s.pairs, z, P, V)  # + Zᵀ P
+        with products_in(s.precision):
+            W = at.left.jvp(at.towers.own("left", d), self._W)  # d → J_f d
+            H = at.right.jvp(at.towers.own("right", d), self._H)  # d → J_g d
+            Wc = (s.omega * gram(W, P, s.weights[0])).to(P.dtype)  # ω Wᵀ A P
+            Hc = (s.omega * gram(H, Q, s.weights[1])).to(P.dtype)  # ω Hᵀ B Q
+            U = self._all_pairs(0, W, self._Qc, P, Hc, self._U)  # ωA (W Q_c + P H_c)
+            V = self._all_pairs(1, H, self._Pc, Q, Wc, self._V)  # ωB (H P_c + Q W_c)
+        each_P, each_Q = self._gathered
+        z = at.kernels.curvature_left(s.pairs, self._c, P, W, each_Q, at.gathered(H), U)  # + Z Q
+        at.kernels.right_sum(s.pairs, z, each_P, V)  # + Zᵀ P
         at.work.pair_passes += 2
         at.work.data_passes += 1
         return at.pull_back(U, V, d, self.damping, out)

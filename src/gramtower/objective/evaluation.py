@@ -14,26 +14,26 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from gramtower import _checks as check
 from gramtower.data.pairs import Pairs
-from gramtower.kernels import Kernels
+from gramtower.kernels import Kernels, LossTerms
+from gramtower.kernels.precision import products_in
 from gramtower.model.linearization import Linearization, Work
 from gramtower.model.parameters import Parameters, as_parameters
 from gramtower.model.towers import Towers
 from gramtower.objective.gramians import gram, square_norms
 from gramtower.objective.imputation import Imputed
-from gramtower.objective.losses import Function, Loss
+from gramtower.objective.losses import Loss
+from gramtower.objective.observed import Observed, observe
 
 if TYPE_CHECKING:
     from gramtower.objective.curvature import GaussNewton
     from gramtower.objective.kronecker import Kronecker
-
-_CHUNK = 1 << 22  # pairs whose loss is worked out at a time
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,22 @@ class Setting:
     pair_imputed: Tensor | float  # ỹ on O
     imputed_square: float  # ⟨P̃_c, Q̃_c⟩
     penalties: tuple[Tensor | None, Tensor | None]  # μ c_i, μ c_j
+    constants: Tensor  # ω, and ỹ where it is one number
+    precision: str  # of matrix products on a GPU
+    pair_precision: str  # of what Gauss-Newton products gather on a GPU
+
+    @property
+    def loss_terms(self) -> LossTerms:
+        """What ℓ⁺ needs besides the scores."""
+        return LossTerms(
+            self.loss.name,
+            self.labels,
+            self.omega,
+            self.pair_imputed,
+            self.pair_weight,
+            self.loss_weight,
+            self.constants,
+        )
 
 
 @dataclass(frozen=True)
@@ -73,8 +89,20 @@ class Terms:
         return [name for name, value in asdict(self).items() if not math.isfinite(value)]
 
 
+class Recorded(Protocol):
+    """An evaluation whose steps are replayed; see captured.py."""
+
+    def gradient_now(self) -> Parameters:
+        """∇L."""
+
+    def product_now(self, d: Parameters, damping: float, out: Parameters) -> Parameters:
+        """(G + damping·I) d, written to ``out``."""
+
+
 class Point:
     """The problem evaluated at parameters θ. Made by :meth:`gramtower.Problem.at`.
+
+    Its tensors are valid as long as it is: on a GPU their memory may be used again afterwards.
 
     Attributes:
         parameters: θ, this object's own copy.
@@ -98,6 +126,7 @@ class Point:
         self.left, self.right, self.kernels, self.work, self._at = left, right, kernels, work, at
         self.P, self.Q = left.outputs, right.outputs
         self.share = share  # of the observed pairs, and of all pairs, that this evaluation covers
+        self.slot: Recorded | None = None  # where this evaluation is replayed, if it is
 
     @property
     def value(self) -> float:
@@ -107,35 +136,41 @@ class Point:
     @cached_property
     def terms(self) -> Terms:
         """The value, term by term."""
-        s = self.setting
         self.work.data_passes += self.share[1]
-        observed = 0.0
-        for part, scores in self._pair_chunks():
-            observed += float(self._weighted(s.loss.value, part, scores).sum(dtype=torch.float64))
-            square = self._gap(part, scores).square_()
-            if s.pair_weight is not None:
-                square *= s.pair_weight[part]
-            observed -= 0.5 * s.omega * float(square.sum(dtype=torch.float64))
-        Pc, Qc = self.gramians
-        hPc, hQc = self.cross_gramians
-        all_pairs = 0.5 * s.imputed_square - float((hPc * hQc).sum()) + 0.5 * float((Pc * Qc).sum())
-        penalty = 0.0
-        for weight, embeddings in zip(s.penalties, (self.P, self.Q), strict=True):
-            if weight is not None:
-                penalty += 0.5 * float((weight * square_norms(embeddings)).sum(dtype=torch.float64))
-        return Terms(observed, s.omega * all_pairs, 0.5 * s.l2 * self.parameters.dot(self.parameters), penalty)
+        observed, cross, gramian, penalty, square = self._sums
+        s = self.setting
+        all_pairs = s.omega * (0.5 * s.imputed_square - cross + 0.5 * gramian)
+        return Terms(observed, all_pairs, 0.5 * s.l2 * square, penalty)
 
     @cached_property
-    def scores(self) -> Tensor:
-        """ŷ_ij on the observed pairs, in row order. One pass over O."""
+    def sums(self) -> Tensor:
+        """Σ_O ℓ⁺, ⟨P̂_c, Q̂_c⟩, ⟨P_c, Q_c⟩, the embedding penalty and ‖θ‖²: what the value is made of, on the device."""
+        Pc, Qc = self.gramians
+        hPc, hQc = self.cross_gramians
+        penalty = torch.zeros((), dtype=torch.float64, device=self.P.device)
+        for weight, embeddings in zip(self.setting.penalties, (self.P, self.Q), strict=True):
+            if weight is not None:
+                penalty += 0.5 * (weight * square_norms(embeddings)).sum(dtype=torch.float64)
+        square = self.parameters.inner(self.parameters)
+        return torch.stack([self.observed.value, (hPc * hQc).sum(), (Pc * Qc).sum(), penalty, square])
+
+    @cached_property
+    def _sums(self) -> list[float]:
+        return [float(x) for x in self.sums.tolist()]
+
+    @cached_property
+    def observed(self) -> Observed:
+        """ℓ⁺ on the observed pairs, with its derivatives. One pass over O."""
+        s = self.setting
         self.work.pair_passes += self.share[0]
-        return self.kernels.dots(self.setting.pairs, self.P, self.Q)
+        return observe(self.kernels, s.pairs, self.P, self.Q, s.loss, s.loss_terms)
 
     @cached_property
     def gramians(self) -> tuple[Tensor, Tensor]:
         """P_c = PᵀAP and Q_c = QᵀBQ in float64 (eq:gramian)."""
         a, b = self.setting.weights
-        return gram(self.P, self.P, a), gram(self.Q, self.Q, b)
+        with products_in(self.setting.precision):
+            return gram(self.P, self.P, a), gram(self.Q, self.Q, b)
 
     @cached_property
     def cross_gramians(self) -> tuple[Tensor, Tensor]:
@@ -147,21 +182,27 @@ class Point:
     @torch.no_grad()
     def gradient(self) -> Parameters:
         """∇L(θ) by eq:final_grad: one vjp of each tower, two passes over O."""
-        return self.pull_back(*self.output_gradients(self.gramians, self.cross_gramians), self.parameters)
+        return self.pull_gradient() if self.slot is None else self.slot.gradient_now()
+
+    def pull_gradient(self, out: Parameters | None = None) -> Parameters:
+        """The gradient, written over ``out`` if given."""
+        outputs = self.output_gradients(self.gramians, self.cross_gramians)
+        return self.pull_back(*outputs, self.parameters, 0.0, out)
 
     def output_gradients(
         self, gramians: tuple[Tensor, Tensor], cross_gramians: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """∂L/∂P and ∂L/∂Q, the brackets of eq:final_grad, with these (P_c, Q_c) and (P̂_c, Q̂_c)."""
         s = self.setting
-        x = self.slopes()
+        x = self.observed.slopes
         outputs = []
-        for side, (own, other) in enumerate(((self.P, self.Q), (self.Q, self.P))):
-            U = own @ (s.omega * gramians[1 - side]).to(own.dtype)  # ω P Q_c
-            s.imputed.subtract_product(side, (s.omega * cross_gramians[1 - side]).to(own.dtype), U)  # − ω P̃ Q̂_c
-            U = self.weigh(side, U, own)
-            (self.kernels.left_sum, self.kernels.right_sum)[side](s.pairs, x, other, U)  # + X Q, or + Xᵀ P
-            outputs.append(U)
+        with products_in(s.precision):
+            for side, (own, other) in enumerate(((self.P, self.Q), (self.Q, self.P))):
+                U = own @ (s.omega * gramians[1 - side]).to(own.dtype)  # ω P Q_c
+                s.imputed.subtract_product(side, (s.omega * cross_gramians[1 - side]).to(own.dtype), U)  # − ω P̃ Q̂_c
+                U = self.weigh(side, U, own)
+                (self.kernels.left_sum, self.kernels.right_sum)[side](s.pairs, x, other, U)  # + X Q, or + Xᵀ P
+                outputs.append(U)
         self.work.pair_passes += self.share[0] * 2
         self.work.data_passes += self.share[1]
         return outputs[0], outputs[1]
@@ -183,8 +224,7 @@ class Point:
     def rounding(self) -> float:
         """Differences of the value below this are noise: the last place of the sums it is made of."""
         s = self.setting
-        Pc, Qc = self.gramians
-        sums = 0.5 * s.omega * (s.imputed_square + abs(float((Pc * Qc).sum())))
+        sums = 0.5 * s.omega * (s.imputed_square + abs(self._sums[2]))
         sums += sum(abs(term) for term in asdict(self.terms).values())
         return float(torch.finfo(self.P.dtype).eps * sums)
 
@@ -193,25 +233,14 @@ class Point:
         direction = as_parameters("direction", direction, self.parameters)
         return lambda step: self._at(self.parameters.clone().axpy_(step, direction))
 
-    def slopes(self) -> Tensor:
-        """X of eq:Xij on O: ∂ℓ⁺/∂ŷ = ℓ′ − ω a_i b_j (ŷ − ỹ)."""
-        s = self.setting
-        x = torch.empty_like(self.scores)
-        for part, scores in self._pair_chunks():
-            pull = self._gap(part, scores)
-            if s.pair_weight is not None:
-                pull *= s.pair_weight[part]
-            torch.add(self._weighted(s.loss.first, part, scores), pull, alpha=-s.omega, out=x[part])
-        return x
+    def gathered(self, embeddings: Tensor) -> Tensor:
+        """Embeddings as Gauss-Newton products gather them for each pair."""
+        return embeddings.bfloat16() if self.setting.pair_precision == "bfloat16" and self._fused else embeddings
 
-    def curvatures(self) -> Tensor:
-        """∂²ℓ⁺/∂ŷ² = ℓ″ − ω a_i b_j on O."""
-        s = self.setting
-        c = torch.empty_like(self.scores)
-        for part, scores in self._pair_chunks():
-            second = self._weighted(s.loss.second, part, scores)
-            c[part] = second - s.omega * (1.0 if s.pair_weight is None else s.pair_weight[part])
-        return c
+    @property
+    def _fused(self) -> bool:
+        """Whether the kernels take gathered rows of another dtype."""
+        return hasattr(self.kernels, "losses")
 
     def weigh(self, side: int, U: Tensor, embeddings: Tensor) -> Tensor:
         """diag(a) U + diag(μ c) embeddings: how a side's weights and penalty enter gradient and G·d alike."""
@@ -228,22 +257,7 @@ class Point:
         """(⟨Jᵘ, U⟩, ⟨Jᵛ, V⟩) + (λ + extra) · regularised, written over ``out`` if given."""
         out = regularised.empty() if out is None else out
         torch.mul(regularised.vector, self.setting.l2 + extra, out=out.vector)
-        self.left.vjp(U, self.towers.own("left", out))
-        self.right.vjp(V, self.towers.own("right", out))
+        with products_in(self.setting.precision):
+            self.left.vjp(U, self.towers.own("left", out))
+            self.right.vjp(V, self.towers.own("right", out))
         return out
-
-    def _weighted(self, function: Function, part: slice, scores: Tensor) -> Tensor:
-        """A loss function on some pairs, times the weights of those pairs."""
-        s = self.setting
-        values = function(s.labels[part], scores)
-        return values if s.loss_weight is None else values * s.loss_weight[part]
-
-    def _gap(self, part: slice, scores: Tensor) -> Tensor:
-        """ŷ − ỹ on some pairs; a new tensor."""
-        imputed = self.setting.pair_imputed
-        return scores - (imputed[part] if isinstance(imputed, Tensor) else imputed)
-
-    def _pair_chunks(self) -> list[tuple[slice, Tensor]]:
-        scores = self.scores
-        parts = (slice(start, start + _CHUNK) for start in range(0, len(scores), _CHUNK))
-        return [(part, scores[part]) for part in parts]

@@ -10,13 +10,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gramtower.kernels import select
+
 _ROWS = 8192
+_GPU_ROWS, _GPU_ROOM = 2048, 1 << 24  # a GPU makes many blocks' products at once; numbers in all of them together
 
 
 def gram(A: Tensor, B: Tensor, weight: Tensor | None = None) -> Tensor:
     """Σ_i weight_i a_i b_iᵀ in float64."""
+    if A.shape[0] <= _ROWS:
+        return ((A if weight is None else A * weight[:, None]).t() @ B).double()
     total = torch.zeros(A.shape[1], B.shape[1], dtype=torch.float64, device=A.device)
-    for start in range(0, A.shape[0], _ROWS):
+    done = 0
+    if A.is_cuda:
+        height = max(_GPU_ROWS, A.shape[0] * total.numel() // _GPU_ROOM)
+        blocks = A.shape[0] // height
+        done = blocks * height
+        left = A[:done] if weight is None else A[:done] * weight[:done, None]
+        left, right = left.view(blocks, height, -1), B[:done].view(blocks, height, -1)
+        products = torch.bmm(left.transpose(1, 2), right)
+        total += select(A.device).column_sums(products.view(blocks, -1), dtype=torch.float64).view_as(total)
+    for start in range(done, A.shape[0], _ROWS):
         rows = slice(start, start + _ROWS)
         left = A[rows] if weight is None else A[rows] * weight[rows, None]
         total += left.t() @ B[rows]
@@ -25,11 +39,7 @@ def gram(A: Tensor, B: Tensor, weight: Tensor | None = None) -> Tensor:
 
 def column_sums(A: Tensor, weight: Tensor | None = None) -> Tensor:
     """Σ_i weight_i a_i in float64."""
-    total = torch.zeros(A.shape[1], dtype=torch.float64, device=A.device)
-    for start in range(0, A.shape[0], _ROWS):
-        rows = slice(start, start + _ROWS)
-        total += A[rows].sum(0) if weight is None else weight[rows] @ A[rows]
-    return total
+    return select(A.device).column_sums(A, weight, torch.float64)
 
 
 def square_norms(A: Tensor) -> Tensor:

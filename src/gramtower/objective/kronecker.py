@@ -15,6 +15,7 @@ matrix with factors of its width. Not in the paper. Checked by tests/test_kronec
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,7 @@ def kronecker(point: Point, damping: float, seed: int = 0) -> Kronecker:
     shift = max(s.l2 + damping, _TINY)
     merged: dict[str, list[Factor]] = {}
     squares: dict[str, Tensor] = {}
-    extra: dict[str, list[tuple[float, Tensor]]] = {}
+    extra: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for side, tower in (("left", point.left), ("right", point.right)):
         H, weight = _output_curvature(point, 0 if side == "left" else 1, sums)
         names = towers.own_names(side)
@@ -110,9 +111,12 @@ def kronecker(point: Point, damping: float, seed: int = 0) -> Kronecker:
         for name, square in factors.diagonals.items():
             squares[names[name]] = squares[names[name]] + square if names[name] in squares else square
     dtype = point.P.dtype
-    blocks = [_invert(_merge(parts), shift, dtype) for parts in merged.values()]
-    for name, parts in extra.items():
-        blocks.append(_bias_block(name, parts, shift, dtype))
+    inverses = _Inverses()
+    pending = [_invert(_merge(parts), shift, inverses) for parts in merged.values()]
+    biases = {name: inverses.ask(_bias_curvature(parts), shift) for name, parts in extra.items()}
+    inverses.solve(dtype)
+    blocks = [block() for block in pending]
+    blocks += [_BiasBlock(name, inverses[number]) for name, number in biases.items()]
     covered = {name for block in blocks for name in (block.weight, block.bias)}
     diagonal = {
         name: (1 / (shift + squares.get(name, torch.zeros_like(tensor)))).to(dtype)
@@ -122,14 +126,14 @@ def kronecker(point: Point, damping: float, seed: int = 0) -> Kronecker:
     return Kronecker(point.parameters, blocks, diagonal)
 
 
-def _collect(factors: Factors, names: dict[str, str], extra: dict[str, list[tuple[float, Tensor]]]) -> None:
+def _collect(factors: Factors, names: dict[str, str], extra: dict[str, list[tuple[Tensor, Tensor]]]) -> None:
     for name, pair in factors.biases.items():
         extra.setdefault(names[name], []).append(pair)
 
 
 def _pair_sums(point: Point) -> tuple[Tensor, Tensor]:
     """For each left entity Σ_j ∂²ℓ⁺_ij (1, ‖q_j‖²), and likewise for each right one."""
-    pairs, c = point.setting.pairs, point.curvatures()
+    pairs, c = point.setting.pairs, point.observed.curvatures
     left, right = (torch.stack([torch.ones_like(n), n], 1) for n in (square_norms(point.P), square_norms(point.Q)))
     sums = torch.zeros_like(left), torch.zeros_like(right)
     point.kernels.left_sum(pairs, c, right, sums[0])
@@ -145,26 +149,33 @@ def _output_curvature(point: Point, side: int, sums: tuple[Tensor, Tensor]) -> t
     rows, k = (point.P, point.Q)[side].shape
     column_sum, own_trace = sums[1 - side][:, 0], sums[side][:, 1]  # c_j = Σ_i ∂²ℓ⁺_ij and Σ_j ∂²ℓ⁺_ij ‖q_j‖²
     weight, penalty, gramian = s.weights[side], s.penalties[side], s.omega * point.gramians[1 - side]
-    mean_weight = 1.0 if weight is None else float(weight.double().mean())
+    mean_weight = 1.0 if weight is None else weight.double().mean()
     H = mean_weight * gramian + gram(other, other, column_sum) / rows
-    trace = own_trace.double() + float(gramian.trace()) * (1.0 if weight is None else weight.double())
+    trace = own_trace.double() + gramian.trace() * (1.0 if weight is None else weight.double())
     if penalty is not None:
-        H = H + float(penalty.double().mean()) * torch.eye(k, dtype=torch.float64, device=H.device)
+        H = H + penalty.double().mean() * torch.eye(k, dtype=torch.float64, device=H.device)
         trace = trace + k * penalty.double()
-    values, vectors = torch.linalg.eigh(H)
-    H = (vectors * values.clamp_min(0)) @ vectors.t()
     trace = trace.clamp_min(0)
-    mean = float(trace.mean())
-    share = trace / mean if mean > 0 else torch.ones_like(trace)
-    return H, share.to(other.dtype)
+    mean = trace.mean()
+    share = torch.where(mean > 0, trace / mean, torch.ones_like(trace))
+    return _semidefinite(H), share.to(other.dtype)
+
+
+def _semidefinite(H: Tensor) -> Tensor:
+    """H with its eigenvalues clamped at 0. Most often it has no negative ones, which Cholesky finds out sooner."""
+    slack = 1e-10 * H.diagonal().abs().mean() * torch.eye(len(H), dtype=H.dtype, device=H.device)
+    if int(torch.linalg.cholesky_ex(H + slack).info) == 0:
+        return H
+    values, vectors = torch.linalg.eigh(H)
+    return torch.as_tensor((vectors * values.clamp_min(0)) @ vectors.t())
 
 
 def _merge(parts: list[Factor]) -> Factor:
     """One A ⊗ S for a weight that several layers use: A adds up, S is the mean by A's size."""
     if len(parts) == 1:
         return parts[0]
-    sizes = [float(_diagonal(p.A).sum()) for p in parts]
-    total = max(sum(sizes), _TINY)
+    sizes = [_diagonal(p.A).sum() for p in parts]
+    total = torch.stack(sizes).sum().clamp_min(_TINY)
     S = sum((p.S * (size / total) for p, size in zip(parts, sizes, strict=True)), torch.zeros_like(parts[0].S))
     A = sum((p.A for p in parts[1:]), parts[0].A)
     first = parts[0]
@@ -175,27 +186,53 @@ def _diagonal(A: Tensor) -> Tensor:
     return A if A.dim() == 1 else A.diagonal()
 
 
-def _invert(f: Factor, shift: float, dtype: torch.dtype) -> _Block:
-    """The damped inverse of A ⊗ S, both factors inverted by Cholesky in float64."""
-    pi = math.sqrt(max(float(_diagonal(f.A).mean()), _TINY) / max(float(f.S.diagonal().mean()), _TINY))
+class _Inverses:
+    """Inverses of many small symmetric matrices, made size by size: a GPU does a batch in the time of one."""
+
+    def __init__(self) -> None:
+        self._asked: list[Tensor] = []
+        self._found: list[Tensor] = []
+
+    def ask(self, matrix: Tensor, shift: Tensor | float) -> int:
+        """Ask for (matrix + shift·I)⁻¹; the number under which it will be found."""
+        self._asked.append(matrix + shift * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device))
+        return len(self._asked) - 1
+
+    def __getitem__(self, number: int) -> Tensor:
+        return self._found[number]
+
+    def solve(self, dtype: torch.dtype) -> None:
+        """All of them by Cholesky in float64."""
+        found: dict[int, Tensor] = {}
+        for size in {len(matrix) for matrix in self._asked}:
+            numbers = [i for i, matrix in enumerate(self._asked) if len(matrix) == size]
+            batch = torch.stack([self._asked[i] for i in numbers])
+            factors, failed = torch.linalg.cholesky_ex(batch)
+            inverses = torch.cholesky_inverse(factors)
+            if bool(failed.any()):  # rounding made a semidefinite matrix indefinite: clamp its eigenvalues
+                values, vectors = torch.linalg.eigh(batch)
+                least = values[:, -1:].clamp_min(_TINY) * 1e-15
+                clamped = (vectors / torch.maximum(values, least)[:, None, :]) @ vectors.mT
+                inverses = torch.where((failed > 0)[:, None, None], clamped, inverses)
+            found.update(zip(numbers, inverses.to(dtype), strict=True))
+        self._found = [found[i] for i in range(len(self._asked))]
+
+
+def _invert(f: Factor, shift: float, inverses: _Inverses) -> Callable[[], _Block]:
+    """Ask for the damped inverse of A ⊗ S; the block, once the inverses are there."""
+    pi = (_diagonal(f.A).mean().clamp_min(_TINY) / f.S.diagonal().mean().clamp_min(_TINY)).sqrt()
     root = math.sqrt(shift)
-    A = 1 / (f.A + pi * root) if f.A.dim() == 1 else _inverse(f.A, pi * root)
-    return _Block(f.weight, f.bias, f.inputs_first, A.to(dtype), _inverse(f.S, root / pi).to(dtype))
+    S = inverses.ask(f.S, root / pi)
+    if f.A.dim() == 1:
+        diagonal = 1 / (f.A + pi * root)
+        return lambda: _Block(f.weight, f.bias, f.inputs_first, diagonal.to(inverses[S].dtype), inverses[S])
+    A = inverses.ask(f.A, pi * root)
+    return lambda: _Block(f.weight, f.bias, f.inputs_first, inverses[A], inverses[S])
 
 
-def _inverse(matrix: Tensor, shift: float) -> Tensor:
-    eye = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-    factor, failed = torch.linalg.cholesky_ex(matrix + shift * eye)
-    if int(failed):  # rounding made a semidefinite matrix indefinite: clamp its eigenvalues
-        values, vectors = torch.linalg.eigh(matrix)
-        return torch.as_tensor((vectors / (values.clamp_min(0) + shift)) @ vectors.t())
-    return torch.cholesky_inverse(factor)
-
-
-def _bias_block(name: str, parts: list[tuple[float, Tensor]], shift: float, dtype: torch.dtype) -> _Block:
-    """A bias kept apart from its table: Σ_i r_i S, damped exactly."""
-    S = sum((count * S for count, S in parts), torch.zeros_like(parts[0][1]))
-    return _BiasBlock(name, _inverse(S, shift).to(dtype))
+def _bias_curvature(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Σ_i r_i S of a bias kept apart from its table."""
+    return sum((count * S for count, S in parts), torch.zeros_like(parts[0][1]))
 
 
 class _BiasBlock(_Block):

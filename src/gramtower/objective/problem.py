@@ -22,13 +22,17 @@ from gramtower.data.features import as_features
 from gramtower.data.interactions import Interactions
 from gramtower.data.pairs import Pairs, from_sparse
 from gramtower.kernels import BACKENDS, select
+from gramtower.kernels.precision import PAIR_PRECISIONS, PRECISIONS, products_in
 from gramtower.model.linearization import Work
 from gramtower.model.memory import default_budget
+from gramtower.model.ops import Scratch
 from gramtower.model.parameters import Parameters, as_parameters
 from gramtower.model.towers import Towers
+from gramtower.objective.captured import LARGEST, Slots
 from gramtower.objective.evaluation import Point, Setting
 from gramtower.objective.imputation import as_imputed
 from gramtower.objective.losses import Loss, as_loss
+from gramtower.objective.weights import entity_weights
 
 
 class Problem:
@@ -43,15 +47,20 @@ class Problem:
         omega: ω ≥ 0, the weight of unobserved pairs.
         l2: λ ≥ 0, the weight of ½‖θ‖².
         imputed: ỹ of unobserved pairs: one number, or (P̃, Q̃) of shapes (m, r) and (n, r).
-        left_weights: a ≥ 0, one for each left entity; None for ones.
-        right_weights: b ≥ 0, one for each right entity; None for ones.
+        left_weights: a ≥ 0, one for each left entity; "degree^0.5" and the like for a power of how often it is
+            observed, of mean 1; None for ones.
+        right_weights: b ≥ 0, likewise for the right entities.
         embedding_l2: μ ≥ 0.
         frequency_power: ν.
         pair_weights: weights ≥ 0 of the observed pairs' losses, one for each stored entry in row order (that of a
             sorted CSR matrix); None for ones.
         memory_budget: bytes that one evaluation may keep, such as "512MB"; None for half of what is free. Above
             it towers run in row blocks and recompute.
-        kernels: "auto", or a pair-kernel backend by name ("numba", "reference").
+        kernels: "auto", or a pair-kernel backend by name ("numba", "triton", "reference").
+        precision: of matrix products on a GPU: "float32", or "tf32", which is faster and rounds their inputs to ten
+            bits.
+        pair_precision: of the embeddings that Gauss-Newton products gather for each pair on a GPU: "float32", or
+            "bfloat16", which halves the bytes. Value and gradient gather float32 in any case.
     """
 
     def __init__(
@@ -71,6 +80,8 @@ class Problem:
         pair_weights: Any = None,
         memory_budget: int | str | None = None,
         kernels: str = "auto",
+        precision: str = "float32",
+        pair_precision: str = "float32",
     ) -> None:
         if isinstance(pairs, Interactions):
             pair_weights = pairs.weights if pair_weights is None else pair_weights
@@ -84,8 +95,8 @@ class Problem:
         self.l2 = check.number("l2", l2, minimum=0.0)
         self._imputed = as_imputed(imputed, (m, n))
         self._weights = (
-            check.weights("left_weights", left_weights, m),
-            check.weights("right_weights", right_weights, n),
+            entity_weights("left_weights", left_weights, self.pairs.row_counts.numpy()),
+            entity_weights("right_weights", right_weights, self.pairs.column_counts.numpy()),
         )
         self.pair_weights = check.weights("pair_weights", pair_weights, len(self.pairs))
         self.embedding_l2 = check.number("embedding_l2", embedding_l2, minimum=0.0)
@@ -93,7 +104,11 @@ class Problem:
         self._penalty = self._penalties()
         self.memory_budget = None if memory_budget is None else check.memory_size("memory_budget", memory_budget)
         self.kernels = check.choice("kernels", kernels, BACKENDS)
+        self.precision = check.choice("precision", precision, PRECISIONS)
+        self.pair_precision = check.choice("pair_precision", pair_precision, PAIR_PRECISIONS)
         self.work = Work()
+        self.graphs = True  # small problems on a GPU run from CUDA graphs
+        self._slots: tuple[tuple[Any, ...], Slots | None] | None = None
         self._settings: dict[tuple[torch.dtype, torch.device], Setting] = {}
 
     @property
@@ -120,10 +135,31 @@ class Problem:
 
     def _evaluate(self, towers: Towers, own: Parameters) -> Point:
         """The point at parameters that nobody else will change."""
+        if (slots := self._replayed(towers, own)) is not None:
+            return slots.point(own)
+        return self._evaluate_now(towers, own)
+
+    def _replayed(self, towers: Towers, own: Parameters) -> Slots | None:
+        """The CUDA graphs of this problem with these towers, where there is something to gain from them."""
+        if not self.graphs or towers.device.type != "cuda":
+            return None
+        signature = (id(towers), *towers.signature())
+        if self._slots is None or self._slots[0] != signature:
+            widths = towers.layer_widths()
+            size = 4 * len(own) + 5 * len(self.pairs)
+            size += sum(rows * sum(w) for rows, w in zip(self.shape, widths or ((), ()), strict=True))
+            size *= torch.finfo(towers.dtype).bits // 8
+            plain = widths is not None and self.left.kind == self.right.kind == "ids"
+            fits = plain and size < LARGEST and 4 * size < self.activation_budget(towers)
+            self._slots = signature, Slots(lambda p: self._evaluate_now(towers, p, {})) if fits else None
+        return self._slots[1]
+
+    def _evaluate_now(self, towers: Towers, own: Parameters, scratch: Scratch | None = None) -> Point:
         setting = self.setting(towers.dtype, towers.device)
         kernels = select(towers.device, self.kernels)
         budget = self.activation_budget(towers)
-        sides = towers.linearize(own, self.left, self.right, kernels, budget, self.work)
+        with products_in(self.precision):
+            sides = towers.linearize(own, self.left, self.right, kernels, budget, self.work, scratch)
         return Point(setting, towers, own, *sides, kernels, self.work, lambda p: self._evaluate(towers, p))
 
     @property
@@ -133,7 +169,7 @@ class Problem:
 
     @property
     def weight_arrays(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
-        """a and b as given, None for ones."""
+        """a and b as arrays, None for ones."""
         return self._weights
 
     @property
@@ -158,7 +194,7 @@ class Problem:
                     pair_weight *= b[pairs.columns]
             self._settings[key] = Setting(
                 pairs=pairs,
-                labels=torch.tensor(self._labels, dtype=dtype, device=device),
+                labels=_labels(self._labels, dtype, device),
                 loss=self.loss,
                 omega=self.omega,
                 l2=self.l2,
@@ -169,6 +205,9 @@ class Problem:
                 pair_imputed=imputed.at_pairs(pairs, kernels),
                 imputed_square=imputed.square_sum(1.0 if a is None else a, 1.0 if b is None else b, self.shape),
                 penalties=(_tensor(self._penalty[0], dtype, device), _tensor(self._penalty[1], dtype, device)),
+                constants=torch.tensor([self.omega, imputed.constant], dtype=dtype, device=device),
+                precision=self.precision,
+                pair_precision=self.pair_precision,
             )
         return self._settings[key]
 
@@ -208,6 +247,13 @@ class Problem:
 
 def _tensor(array: NDArray[Any] | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     return None if array is None else torch.tensor(array, dtype=dtype, device=device)
+
+
+def _labels(array: NDArray[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """R on O; one number standing for all where they are equal, as for plain implicit feedback."""
+    if len(array) and (array == array[0]).all():
+        return torch.tensor([array[0]], dtype=dtype, device=device).expand(len(array))
+    return torch.tensor(array, dtype=dtype, device=device)
 
 
 def _check_labels(loss: Loss, labels: NDArray[Any], pairs: Pairs) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from gramtower.model.parameters import Parameters
 
 
@@ -52,37 +54,40 @@ def conjugate_gradient(
 
     Args:
         G: the matrix.
-        b: the right-hand side.
+        b: the right-hand side; overwritten, it holds the residual afterwards.
         tolerance: ξ; stops when the residual's norm is at most ξ times that of b (in the preconditioner's norm).
         max_steps: most products with G.
         preconditioner: M ≈ G⁻¹.
         progress: stops when five steps lowered the model by less than this share of its depth; 0 never stops so.
     """
-    s, r = b.zeros(), b.clone()
-    Gd = b.empty()
-    z = r.clone() if preconditioner is None else preconditioner.product(r)
+    s, r, room = b.zeros(), b, b.empty()  # room for G d and, once that is used up, for M r
+
+    def preconditioned() -> Parameters:
+        return r if preconditioner is None else preconditioner.product(r, room)
+
+    z = preconditioned()
     d = z.clone()
-    gamma = first = r.dot(z)
+    gamma = r.inner(z)
+    now = first = float(gamma)
     depths = [0.0]
     steps = 0
-    while steps < max_steps and gamma > 0:
-        G.product(d, Gd)
-        curvature = d.dot(Gd)
+    while steps < max_steps and now > 0:
+        Gd = G.product(d, room)
+        curvature = d.inner(Gd)
         steps += 1
-        if not curvature > 0:  # only rounding, or a matrix that is not positive definite, leads here
-            break
-        t = gamma / curvature
+        t = torch.where(curvature > 0, gamma / curvature, 0.0)
         s.axpy_(t, d)
         r.axpy_(-t, Gd)
-        depths.append(depths[-1] - 0.5 * t * gamma)  # each step lowers the model by tγ/2
-        if preconditioner is None:
-            z.vector.copy_(r.vector)
-        else:
-            preconditioner.product(r, z)
-        gamma, before = r.dot(z), gamma
-        if gamma <= tolerance**2 * first:
+        z = preconditioned()
+        gamma, before = r.inner(z), gamma
+        # The one moment of a step in which a GPU is waited for.
+        bend, drop, now = torch.stack([curvature, 0.5 * t * before, gamma]).tolist()
+        if not bend > 0:  # only rounding, or a matrix that is not positive definite, leads here; t was 0
+            break
+        depths.append(depths[-1] - drop)  # each step lowers the model by tγ/2
+        if now <= tolerance**2 * first:
             return Solved(s, r, steps, depths[-1], True)
         if progress and steps >= 5 and depths[-6] - depths[-1] < progress * -depths[-1]:
             return Solved(s, r, steps, depths[-1], True)
-        d.scale_(gamma / before).axpy_(1.0, z)
+        torch.addcmul(z.vector, d.vector, (gamma / before).to(d.vector.dtype), out=d.vector)
     return Solved(s, r, steps, depths[-1], False)

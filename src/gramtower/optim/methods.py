@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gramtower import _checks as check
+from gramtower.model.parameters import Parameters
 from gramtower.model.towers import Towers
 from gramtower.objective.evaluation import Point
 from gramtower.objective.problem import Problem
@@ -32,6 +33,7 @@ class Moved:
 
     Attributes:
         point: the new point, or None if none was found.
+        parameters: the new θ of a method that needs no value there, in place of the point.
         gradient_norm: ‖∇L‖ where the iteration started, or of the last sample.
         cg_steps: conjugate gradient steps.
         step: δ.
@@ -45,6 +47,7 @@ class Moved:
     step: float = 0.0
     damping: float | None = None
     trials: int = 0
+    parameters: Parameters | None = None
 
 
 class Method(Part):
@@ -108,7 +111,7 @@ class Sampled(Method):
             norm = gradient.norm()
             if not norm < float("inf"):
                 return Moved(None, norm, step=self.step_size)
-        return Moved(problem.at(towers, theta), norm, step=self.step_size)
+        return Moved(None, norm, step=self.step_size, parameters=theta)
 
     def state(self) -> State:
         """The parts' states and the step found."""

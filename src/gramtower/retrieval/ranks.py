@@ -18,7 +18,7 @@ from gramtower.retrieval.select import compiled
 
 def above(scores: Tensor, relevant: sp.csr_matrix, start: int, stop: int) -> NDArray[np.float64]:
     """One count for each relevant pair of rows start:stop, whose scores are given."""
-    if compiled(scores):
+    if compiled(scores.device, scores.numel()):
         from gramtower.retrieval import scan
 
         offsets = relevant.indptr[start : stop + 1].astype(np.int64)

@@ -1,8 +1,8 @@
-"""Passes over rows of scores for CPUs, compiled by numba and run on plain threads: top K, and counts for the AUC.
+"""Passes over scores for CPUs, compiled by numba: top K, and counts for the AUC.
 
-Top K: the columns are put into groups and one vector pass finds the maximum of each. The k-th largest maximum is a
-lower bound of the k-th best score, because k groups reach it; so only the groups that reach it, about k, are looked at
-score by score. A group is every 64th column of 4096, so that 64 maxima move along the row side by side.
+Top K: each row keeps its k best so far in order. A vector comparison asks of 64 scores at a time whether any is above
+the least of them, which after the first few columns is seldom so; only then are the 64 looked at one by one. Columns
+come in increasing order, so that an equal score at a later column never enters: ties go to the smaller column.
 
 Same answers as select.best_torch and ranks.above_torch: tests/test_topk.py, tests/test_metrics.py.
 """
@@ -19,18 +19,26 @@ from torch import Tensor
 
 from gramtower.kernels.threads import share_out
 
-_LANES = 64  # groups side by side
-_DEPTH = 64  # columns in a group
-_ROWS = 4  # rows read at once
+_TOGETHER = 64  # scores compared before a branch
 
 
 def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """See select.best; for k of at most a few hundred, because the best so far are kept sorted."""
     rows = len(scores)
-    columns, values = torch.empty((rows, k), dtype=torch.int64), torch.empty((rows, k), dtype=torch.float32)
-    given, into, best_so_far = scores.numpy(), columns.numpy(), values.numpy()
-    share_out(lambda first, last: _best(first, last, given, into, best_so_far), _tasks(rows))
-    return columns, values
+    columns, values = empty_lists(rows, k)
+    given, none, nothing = scores.numpy(), np.zeros(rows, np.int64), np.empty(0, np.int32)
+
+    def work(first: int, last: int) -> None:
+        part = slice(first, last)
+        take_in(given[part], 0, columns[part], values[part], none[part], none[part], nothing, nothing)
+
+    share_out(work, _tasks(rows))
+    return torch.from_numpy(columns), torch.from_numpy(values)
+
+
+def empty_lists(rows: int, k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Columns and scores of lists that hold nothing yet."""
+    return np.full((rows, k), -1, dtype=np.int64), np.full((rows, k), -np.inf, dtype=np.float32)
 
 
 def above(scores: Tensor, offsets: NDArray[Any], columns: NDArray[Any]) -> NDArray[np.float64]:
@@ -45,74 +53,44 @@ def _tasks(rows: int) -> list[int]:
     return [int(bound) for bound in np.linspace(0, rows, min(rows, 8 * torch.get_num_threads()) + 1)]
 
 
-@njit(inline="always")
-def _before(s, j, t, l):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """Does score s at column j come before score t at column l?"""
-    return s > t or (s == t and j < l)
-
-
-@njit(inline="always")
-def _group_maxima(rows, maxima):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """Of a few rows side by side, because memory answers several streams faster than one."""
-    n = rows.shape[1]
-    maxima[:] = -np.inf
-    for c in range(maxima.shape[1] // _LANES):
-        for d in range(_DEPTH):
-            start = (c * _DEPTH + d) * _LANES
-            for r in range(rows.shape[0]):
-                m = maxima[r, c * _LANES : (c + 1) * _LANES]
-                if start + _LANES <= n:
-                    part = rows[r, start : start + _LANES]
-                    for l in range(_LANES):
-                        m[l] = part[l] if part[l] > m[l] else m[l]
-                else:
-                    for j in range(start, n):
-                        m[j - start] = rows[r, j] if rows[r, j] > m[j - start] else m[j - start]
-
-
-@njit(inline="always")
-def _kth_largest(numbers, space):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """The k-th largest number, k the length of the space it may use; −inf if there are fewer above that."""
-    k, filled, least = space.shape[0], 0, np.float32(-np.inf)
-    for e in range(numbers.shape[0]):
-        s = numbers[e]
-        if s > least:
-            p = min(filled, k - 1)
-            while p > 0 and space[p - 1] < s:
-                space[p] = space[p - 1]
-                p -= 1
-            space[p] = s
-            filled = min(filled + 1, k)
-            if filled == k:
-                least = space[k - 1]
-    return least
-
-
 @njit(nogil=True, cache=True)
-def _best(first, last, scores, columns, values):  # type: ignore[no-untyped-def]  # pragma: no cover
-    n, k, chunk = scores.shape[1], values.shape[1], _LANES * _DEPTH
-    several = np.empty((_ROWS, -(-n // chunk) * _LANES), np.float32)
-    for i in range(first, last):
-        row, v, c, maxima = scores[i], values[i], columns[i], several[(i - first) % _ROWS]
-        if (i - first) % _ROWS == 0:
-            _group_maxima(scores[i : min(i + _ROWS, last)], several)
-        bound = _kth_largest(maxima, v)
-        filled = 0
-        for g in range(len(maxima)):
-            if maxima[g] < bound or maxima[g] == -np.inf:
+def take_in(scores, offset, columns, values, places, ends, excluded, denied):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Take scores of the columns from ``offset`` on into the lists of their rows.
+
+    Columns excluded[places[i]:ends[i]] of row i, and those of ``denied``, become −inf first; both increase. places[i]
+    moves on past the columns given. Earlier columns were taken in before.
+    """
+    width, k = scores.shape[1], values.shape[1]
+    first, last = np.searchsorted(denied, offset), np.searchsorted(denied, offset + width)
+    for i in range(scores.shape[0]):
+        row, c, v = scores[i], columns[i], values[i]
+        for e in range(first, last):
+            row[denied[e] - offset] = -np.inf
+        e = places[i]
+        while e < ends[i] and excluded[e] < offset + width:
+            row[excluded[e] - offset] = -np.inf
+            e += 1
+        places[i] = e
+        least = v[k - 1]
+        for start in range(0, width, _TOGETHER):
+            part = row[start : start + _TOGETHER]
+            above = np.int32(0)
+            if len(part) == _TOGETHER:
+                for l in range(_TOGETHER):
+                    above += np.int32(part[l] > least)
+            else:
+                above = np.int32(1)
+            if above == 0:
                 continue
-            start = g // _LANES * chunk
-            for j in range(start + g % _LANES, min(n, start + chunk), _LANES):
-                s = row[j]
-                if s < bound or not s > -np.inf or (filled == k and not _before(s, j, v[k - 1], c[k - 1])):
-                    continue
-                p = min(filled, k - 1)
-                while p > 0 and _before(s, j, v[p - 1], c[p - 1]):
-                    v[p], c[p] = v[p - 1], c[p - 1]
-                    p -= 1
-                v[p], c[p] = s, j
-                filled = min(filled + 1, k)
-        v[filled:], c[filled:] = -np.inf, -1
+            for l in range(len(part)):
+                s = part[l]
+                if s > least:
+                    p = k - 1
+                    while p > 0 and v[p - 1] < s:
+                        v[p], c[p] = v[p - 1], c[p - 1]
+                        p -= 1
+                    v[p], c[p] = s, offset + start + l
+                    least = v[k - 1]
 
 
 @njit(inline="always")

@@ -17,16 +17,16 @@ _WORTH_LOADING = 1 << 20  # scores; with fewer, loading compiled code takes long
 
 def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Columns (int64) and scores of the k best of each row; k at most the number of columns."""
-    if k <= _MOST_KEPT and compiled(scores):
+    if compiled(scores.device, scores.numel(), k):
         from gramtower.retrieval import scan
 
         return scan.best(scores, k)
     return best_torch(scores, k)
 
 
-def compiled(scores: Tensor) -> bool:
-    """Whether the compiled passes of scan.py are there and worth it for a block of scores."""
-    worth = scores.device.type == "cpu" and scores.numel() >= _WORTH_LOADING
+def compiled(device: torch.device, scores: int, k: int = 0) -> bool:
+    """Whether the compiled passes of scan.py are there, and worth it for so many scores and lists of length k."""
+    worth = device.type == "cpu" and scores >= _WORTH_LOADING and k <= _MOST_KEPT
     return worth and importlib.util.find_spec("numba") is not None
 
 

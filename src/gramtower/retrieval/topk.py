@@ -1,6 +1,6 @@
 """Exact top-K: the k right entities with the highest p_iᵀq_j for each left entity, in bounded memory.
 
-Cost: the score products and one pass over each block of scores while it is in cache. Ties go to the smaller column.
+Cost: the score products and one pass over the scores while they are in cache. Ties go to the smaller column.
 Checked by tests/test_topk.py against sorted dense scores; timed by benchmarks/bench_evaluation.py.
 """
 
@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
-from gramtower.retrieval.scores import embeddings, pair_matrix, score_blocks
-from gramtower.retrieval.select import best
+from gramtower.retrieval.scores import embeddings, pair_matrix
+from gramtower.retrieval.tiles import best_lists
 
 
 def top_k(
@@ -60,10 +60,8 @@ def top_k(
     width = min(k, len(Q))
     if width == 0:
         return found, values
-    never = None if denied is None else torch.from_numpy(denied).to(Q.device)
-    for start, stop, scores in score_blocks(P, Q, exclude, never, block_bytes=block_bytes):
-        columns, block = best(scores, width)
-        found[start:stop, :width], values[start:stop, :width] = columns.cpu().numpy(), block.cpu().numpy()
+    for start, stop, columns, best in best_lists(P, Q, width, exclude, denied, block_bytes=block_bytes):
+        found[start:stop, :width], values[start:stop, :width] = columns, best
     if chosen is not None:
         found = np.where(found >= 0, chosen[found], -1)
     return found, values

@@ -1,7 +1,8 @@
 """`gramtower.minimize`: the one loop that runs every method.
 
 Order of an iteration: method.iterate → finite? → validation → record → log, callbacks → checkpoint → limits. The clock
-runs during method.iterate only (and, for methods with a line search, the values it looks at are part of that).
+runs, and work is counted, during method.iterate only (for methods with a line search the values it looks at are part
+of that; for the others the value is wanted by the record alone).
 Checked by tests/test_training.py and tests/test_checkpoint.py.
 """
 
@@ -38,10 +39,12 @@ def minimize(
     *,
     tolerance: float = 1e-6,
     validation: Callable[[Point], float] | None = None,
+    validate_at: Callable[[int], bool] | None = None,
     patience: int | None = None,
     history: str | Path | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 5,
+    checkpoint_seconds: float = 0.0,
     verbose: bool = False,
     **options: Any,
 ) -> Result:
@@ -57,30 +60,32 @@ def minimize(
         callbacks: called with each record and point; one that returns True stops the run.
         tolerance: stops when ‖∇L‖ ≤ tolerance · ‖∇L‖ at the start (exact-gradient methods).
         validation: a metric of a point, larger is better; the best point is what the towers are left with.
+        validate_at: which iterations are validated; None is all of them.
         patience: stops when the metric has not improved for this many iterations; None never stops so.
         history: path of a JSONL file with one record an iteration.
         checkpoint: path of a checkpoint; if the file exists, the run it holds is continued.
         checkpoint_every: iterations between checkpoints.
+        checkpoint_seconds: seconds of training that must lie between them too.
         verbose: one line an iteration on standard error.
         options: constants of the method; see gramtower/optim/methods.py for names and defaults.
 
     Returns:
         The reason for stopping, the history and the final parameters.
     """
-    run = _Run(problem, towers, optimizer, seed, options)
+    run = _Run(problem, towers, optimizer, seed, options, validation, validate_at)
     limits = _Limits(max_iterations, time_limit, tolerance, patience if validation is not None else None)
     if patience is not None and validation is None:
         check.fail("patience", patience, "a validation metric to be patient about: give validation as well")
-    check.count("checkpoint_every", checkpoint_every)
+    spacing = check.count("checkpoint_every", checkpoint_every), check.number("checkpoint_seconds", checkpoint_seconds)
     log = Log((max_iterations, time_limit)) if verbose else None
     records = History(None if history is None else Path(history))
     path = None if checkpoint is None else Path(checkpoint)
     watchers = list(callbacks)
-    run.begin(path, records, validation)
+    run.begin(path, records)
     if log is not None:
         for record in records.records:
             log(record)
-    reason, message = run.loop(limits, records, validation, watchers, log, path, checkpoint_every)
+    reason, message = run.loop(limits, records, watchers, log, path, spacing)
     if log is not None:
         log.end(message)
     return run.finish(reason, message, records)
@@ -108,20 +113,31 @@ class _Limits:
 class _Run:
     """The state of a run: where it is, what its method remembers, the best point so far."""
 
-    def __init__(self, problem: Problem, towers: Towers, optimizer: str, seed: int, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        towers: Towers,
+        optimizer: str,
+        seed: int,
+        options: dict[str, Any],
+        validation: Callable[[Point], float] | None,
+        validate_at: Callable[[int], bool] | None,
+    ) -> None:
         if not isinstance(problem, Problem):
             check.fail("problem", type(problem).__name__, "a gramtower.Problem")
         self.problem, self.towers = problem, towers
         self.method: Method = make_method(optimizer, check.count("seed", seed, minimum=0), options)
         self._identity = (optimizer, options, seed)
+        self.validation, self.validate_at = validation, validate_at
         self.seconds, self.iteration, self.waited = 0.0, 0, 0
+        self.saved_at = 0.0  # seconds at the last checkpoint
         self.first_norm: float | None = None
         self.best: Parameters | None = None
         self.best_metric: float | None = None
         self.point: Point
         self.marks: dict[str, str] = {}
 
-    def begin(self, path: Path | None, records: History, validation: Callable[[Point], float] | None) -> None:
+    def begin(self, path: Path | None, records: History) -> None:
         """Evaluate the start, or take up the run that a checkpoint holds."""
         problem, towers = self.problem, self.towers
         if path is not None:
@@ -129,23 +145,23 @@ class _Run:
         if path is not None and path.exists():
             saved = read_checkpoint(path, self.marks, towers.device)
             problem.memory_budget = saved.memory_budget  # the same blocks, hence the same rounding
-            self.start_work = Work()
+            self.work = Work(**saved.work)
             self.point = problem.at(towers, as_parameters_like(saved.parameters, towers.parameters()))
             _ = self.point.terms
-            self.start_work = problem.work.since(Work(**saved.work))
             self.method.restore(saved.method)
             self.seconds, self.waited, self.first_norm = saved.seconds, saved.waited, saved.first_norm
+            self.saved_at = saved.seconds
             self.best_metric = saved.best_metric
             self.best = None if saved.best is None else as_parameters_like(saved.best, towers.parameters())
             self.iteration = saved.history[-1].iteration
             records.begin(saved.history)
             return
-        self.start_work = problem.work.copy()
-        start = time.perf_counter()
+        earlier, start = problem.work.copy(), time.perf_counter()
         self.point = problem.at(towers)
         _ = self.point.terms
         self.seconds = time.perf_counter() - start
-        metric = self._validate(validation)
+        self.work = problem.work.since(earlier)
+        metric = self._validate()
         records.begin([])
         records.add(self._record(None, self.point.value, metric))
 
@@ -153,21 +169,23 @@ class _Run:
         self,
         limits: _Limits,
         records: History,
-        validation: Callable[[Point], float] | None,
         callbacks: list[Callback],
         log: Log | None,
         path: Path | None,
-        checkpoint_every: int,
+        spacing: tuple[int, float],
     ) -> tuple[Reason, str]:
         """Iterate until a rule says stop."""
         if bad := self.point.terms.non_finite():
             return Reason.NON_FINITE, Reason.NON_FINITE.value.format(what="at the start, the term " + ", ".join(bad))
         try:
             while (stop := limits.reached(self.iteration, self.seconds, self.waited)) is None:
-                before = self.point
+                before, earlier = self.point, self.problem.work.copy()
                 start = time.perf_counter()
                 moved = self.method.iterate(self.problem, self.towers, before)
                 self.seconds += time.perf_counter() - start
+                self.work = self.work.plus(self.problem.work.since(earlier))
+                if moved.parameters is not None:
+                    moved.point = self.problem.at(self.towers, moved.parameters)
                 if (stop := self._failed(moved)) is not None:
                     break
                 assert moved.point is not None
@@ -175,12 +193,13 @@ class _Run:
                 self.iteration += 1
                 if self.first_norm is None:
                     self.first_norm = moved.gradient_norm
-                record = self._record(moved, before.value, self._validate(validation))
+                record = self._record(moved, before.value, self._validate())
                 records.add(record)
                 if log is not None:
                     log(record)
                 asked = [callback(record, self.point) for callback in callbacks]
-                if path is not None and self.iteration % checkpoint_every == 0:
+                due = self.iteration % spacing[0] == 0 and self.seconds - self.saved_at >= spacing[1]
+                if path is not None and due:
                     self._save(path, records)
                 if any(answer is True for answer in asked):
                     stop = Reason.CALLBACK, Reason.CALLBACK.value
@@ -215,10 +234,10 @@ class _Run:
             return Reason.NON_FINITE, Reason.NON_FINITE.value.format(what="the term " + ", ".join(bad))
         return None
 
-    def _validate(self, validation: Callable[[Point], float] | None) -> float | None:
-        if validation is None:
+    def _validate(self) -> float | None:
+        if self.validation is None or (self.validate_at is not None and not self.validate_at(self.iteration)):
             return None
-        metric = float(validation(self.point))
+        metric = float(self.validation(self.point))
         if self.best_metric is None or metric > self.best_metric:
             self.best_metric, self.best, self.waited = metric, self.point.parameters.clone(), 0
         else:
@@ -226,7 +245,7 @@ class _Run:
         return metric
 
     def _record(self, moved: Moved | None, before: float, metric: float | None) -> Record:
-        value, work = self.point.value, self.problem.work.since(self.start_work)
+        value = self.point.value
         return Record(
             iteration=self.iteration,
             seconds=self.seconds,
@@ -237,8 +256,8 @@ class _Run:
             step=0.0 if moved is None else moved.step,
             damping=None if moved is None else moved.damping,
             trials=0 if moved is None else moved.trials,
-            data_passes=work.data_passes,
-            work={k: v for k, v in asdict(work).items() if k != "data_passes"},
+            data_passes=round(self.work.data_passes, 6),  # a resumed run adds fractions in another order
+            work={k: v for k, v in asdict(self.work).items() if k != "data_passes"},
             terms=asdict(self.point.terms),
             metric=metric,
         )
@@ -248,7 +267,7 @@ class _Run:
             self.point.parameters.vector,
             self.method.state(),
             self.seconds,
-            asdict(self.problem.work.since(self.start_work)),
+            asdict(self.work),
             self.problem.memory_budget or 0,
             records.records,
             None if self.best is None else self.best.vector,
@@ -257,3 +276,4 @@ class _Run:
             self.first_norm,
         )
         write_checkpoint(path, self.marks, saved)
+        self.saved_at = self.seconds

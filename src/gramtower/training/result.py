@@ -47,7 +47,7 @@ class Record:
 
     Attributes:
         iteration: number of the iteration.
-        seconds: training time so far; validation, checkpoints and, for sampled methods, the objective's value are
+        seconds: training time so far; validation, checkpoints and, for sampled methods, the value of this record are
             not counted.
         value: objective L after the iteration.
         relative_decrease: (L before − L) / |L before|.
@@ -56,7 +56,8 @@ class Record:
         step: step size δ.
         damping: damping in force, or None.
         trials: values the line search looked at.
-        data_passes: how often all m·n pairs were taken into account so far.
+        data_passes: how often the method took all m·n pairs into account so far; what ``seconds`` leaves out is not
+            counted here either.
         work: tower passes and passes over the observed pairs so far.
         terms: the value, term by term.
         metric: validation metric, or None.

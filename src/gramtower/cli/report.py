@@ -1,0 +1,31 @@
+"""``gramtower report``: a comparison's tables, figures and page anew, from its saved histories alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gramtower import _checks as check
+from gramtower.cli.compare import show
+from gramtower.cli.options import Common
+from gramtower.cli.output import note, print_json
+from gramtower.report.build import build
+
+
+def report(run: Path, /, *, common: Common | None = None) -> int:
+    """Make report.html, figures and summary.json of a comparison anew, from its saved histories alone.
+
+    Args:
+        run: Folder that compare wrote, finished or not.
+        common: Output.
+    """
+    common = common or Common()
+    if not run.is_dir():
+        check.fail("DIR", run, "the folder of a comparison")
+    content, problems = build(run)
+    for problem in problems:
+        note(problem)
+    if common.json:
+        print_json(content)
+    else:
+        show(content, run)
+    return 0

@@ -1,0 +1,172 @@
+"""What methods are compared on: data, objective, start and constants, from flags, a config or an experiment.
+
+Checked by tests/test_compare.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gramtower import _checks as check
+from gramtower.cli.config import Settings, over, settle
+from gramtower.cli.contest import Contest
+from gramtower.cli.experiment import Experiment, is_experiment, load_experiment
+from gramtower.cli.features import tower_features
+from gramtower.cli.options import DataOptions, FeatureOptions, ModelOptions, TrainOptions
+from gramtower.cli.reading import read_pairs, split_validation
+from gramtower.data.interactions import Interactions
+from gramtower.estimator.defaults import pick_device
+from gramtower.estimator.two_tower import TwoTower
+from gramtower.model.towers import Towers
+from gramtower.optim.methods import OPTIMIZERS
+from gramtower.training.checkpoint import fingerprint
+
+_SECONDS, _HELD_OUT = 60.0, "0.1"
+_METHODS = ("gd", "newton", "newton-kron")
+
+
+@dataclass
+class Subject:
+    """What methods are compared on.
+
+    Attributes:
+        settings: the options in force.
+        title: a name for people.
+        synthetic: what must be said of generated pairs, None for real ones.
+        methods: constants by method; without --optimizers these are the methods to run.
+        pairs: to learn from.
+        held_out: for the metric.
+    """
+
+    settings: Settings
+    title: str
+    synthetic: str | None
+    methods: dict[str, dict[str, Any]]
+    pairs: Interactions
+    held_out: Interactions | None
+
+    @property
+    def estimator(self) -> TwoTower:
+        """The estimator whose objective and towers these are."""
+        arguments = self.settings.estimator_arguments()
+        return TwoTower(**{k: v for k, v in arguments.items() if k not in ("optimizer_options", "optimizer")})
+
+    def contest(self, out: Path, verbose: bool) -> tuple[Contest, dict[str, Any]]:
+        """The contest in a folder, and what comparison.json says of everything but the methods."""
+        estimator = self.estimator
+        device = pick_device(estimator.device)
+        features, _ = tower_features(self.settings, self.pairs, not verbose)
+        problem, inputs = estimator.make_problem(self.pairs, **features)
+
+        def start() -> Towers:
+            towers = estimator.make_towers(problem)
+            return Towers(towers.left.to(device), towers.right.to(device))
+
+        limit = _SECONDS if estimator.time_limit is None else estimator.time_limit
+        iterations = self.settings.train.max_iterations
+        if iterations is not None:
+            check.count("max_iterations", iterations)
+        ids = (self.pairs.left_ids, self.pairs.right_ids)
+        contest = Contest(
+            problem, start, estimator.make_validation(self.held_out, ids, self.pairs.matrix),
+            check.number("time_limit", limit, above=0.0), iterations, check.count("seed", estimator.seed, minimum=0),
+            out, self.methods, verbose,
+        )  # fmt: skip
+        return contest, self._about(contest, estimator, {"left": inputs[0].kind, "right": inputs[1].kind})
+
+    def _about(self, contest: Contest, estimator: TwoTower, features: dict[str, str]) -> dict[str, Any]:
+        problem, data = contest.problem, self.settings.data
+        marks = fingerprint(problem, contest.start(), "", {}, contest.seed)
+        return {
+            "title": self.title,
+            "synthetic": self.synthetic,
+            "metric": estimator.metric,
+            "data": {
+                "path": None if self.synthetic else data.path,
+                "left": self.pairs.shape[0],
+                "right": self.pairs.shape[1],
+                "pairs": len(self.pairs),
+                "validation": data.validation,
+                "validation_pairs": None if self.held_out is None else len(self.held_out),
+                "fingerprint": marks["pairs"],
+            },
+            "settings": {
+                "problem": {
+                    "loss": problem.loss.name,
+                    "omega": problem.omega,
+                    "l2": problem.l2,
+                    "imputed": estimator.imputed,
+                    "embedding_l2": problem.embedding_l2,
+                    "frequency_power": problem.frequency_power,
+                },
+                "towers": {
+                    "features": features,
+                    "hidden": list(estimator.layers(problem)[0]),
+                    "dim": estimator.layers(problem)[1],
+                    "activation": estimator.activation,
+                    "seed": contest.seed,
+                    "device": estimator.device,
+                },
+                "limits": {"time_limit": contest.time_limit, "max_iterations": contest.max_iterations},
+            },
+        }
+
+
+def make_subject(
+    path: Path | None,
+    config: Path | None,
+    synthetic: bool,
+    flags: tuple[DataOptions | None, ModelOptions | None, TrainOptions | None, FeatureOptions | None],
+) -> Subject:
+    """Read everything that was asked for; flags win over the file.
+
+    Raises:
+        ValueError: if something is missing or wrong; FileNotFoundError if a file is not there.
+    """
+    experiment = load_experiment(config) if config is not None and is_experiment(config) else None
+    if experiment is None:
+        settings = settle(config, *flags)
+    else:
+        file = experiment.settings
+        parts = zip((file.data, file.model, file.train, file.features), flags, strict=True)
+        settings = Settings(*(over(below, above) for below, above in parts))  # type: ignore[type-var, arg-type]
+    if path is not None:
+        settings.data.path = str(path)
+    settings.data.validation = settings.data.validation or _HELD_OUT
+    methods = _constants(settings, experiment)
+    seed = settings.train.seed or 0
+    if synthetic:
+        if experiment is None or path is not None:
+            given = "a config without a shape" if experiment is None else f"DATA {path} as well"
+            check.fail("synthetic", given, "--config with an experiment that has a shape, and no DATA")
+        experiment = replace(experiment, settings=settings)
+        title, remark, everything = f"{experiment.name} shape", experiment.synthetic_note, experiment.synthetic_pairs()
+    else:
+        source = _source(settings, experiment)
+        title = experiment.name if experiment else source.stem if source.is_file() else source.resolve().name
+        remark, everything = None, read_pairs(source, settings.data)
+    pairs, held_out = split_validation(everything, settings.data, seed)
+    return Subject(settings, title, remark, methods, pairs, held_out)
+
+
+def _source(settings: Settings, experiment: Experiment | None) -> Path:
+    if settings.data.path is None:
+        or_else = "" if experiment is None or experiment.shape is None else "; or --synthetic for pairs of its shape"
+        expected = f"a file of pairs, as an argument or as path below [data] of the config{or_else}"
+        check.fail("DATA", "nothing", expected)
+    return Path(settings.data.path)
+
+
+def _constants(settings: Settings, experiment: Experiment | None) -> dict[str, dict[str, Any]]:
+    """Constants by method: the experiment's, with those of --option METHOD.NAME=VALUE over them."""
+    found = (
+        {name: dict(own) for name, own in experiment.optimizers.items()} if experiment else {n: {} for n in _METHODS}
+    )
+    for key, value in settings.estimator_arguments().get("optimizer_options", {}).items():
+        method, dot, name = key.partition(".")
+        if not dot or method not in OPTIMIZERS:
+            check.fail("option", repr(key), "METHOD.NAME=VALUE with a METHOD of " + ", ".join(OPTIMIZERS))
+        found.setdefault(method, {})[name] = value
+    return found

@@ -1,0 +1,119 @@
+"""``gramtower tune``: from a file of pairs to a config file for ``gramtower fit``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from gramtower import _checks as check
+from gramtower.cli.config import settle
+from gramtower.cli.options import Common, DataOptions, ModelOptions, TrainOptions
+from gramtower.cli.output import note, print_facts, print_json
+from gramtower.cli.reading import read_pairs
+from gramtower.estimator.two_tower import TwoTower
+from gramtower.tuning.report import CONFIG, TABLE, Search
+from gramtower.tuning.search import tune as search
+from gramtower.tuning.space import read_space
+
+STORAGE = "search.journal"
+
+
+def tune(
+    path: Annotated[Path | None, Parameter(name="DATA")] = None,
+    /,
+    *,
+    out: Annotated[Path | None, Parameter(required=True)] = None,
+    trials: int = 50,
+    space: Path | None = None,
+    storage: Path | None = None,
+    config: Path | None = None,
+    data: DataOptions | None = None,
+    model: ModelOptions | None = None,
+    train: TrainOptions | None = None,
+    common: Common | None = None,
+) -> int:
+    """Choose a model's settings by how well they rank a validation part of the training data.
+
+    Searched is everything that no flag or config sets: weight of unobserved pairs, penalties, weights by degree,
+    imputed label, dimension, hidden layers, loss and features; or what --space names. The first trial is at the
+    defaults. The same command goes on where a search stopped, and with more --trials where it ended.
+
+    Here --time-limit is for the whole search, --metric is what is maximised [default: recall@20], --validation is the
+    share of each user's pairs to rank [default: 0.1] or a file, and --max-iterations and --patience are those of a
+    trial.
+
+    Args:
+        path: Pairs, as for fit.
+        out: Folder for config.toml (for fit --config), report.md, report.json and the log of the search.
+        trials: How many settings to try, those of an earlier run of the same search included.
+        space: TOML file with a table [space]: names and ranges or values to search; see docs/tuning.md.
+        storage: Log of the search, instead of search.journal in the folder; .db for SQLite.
+        config: TOML file, as for fit; what it sets is not searched.
+        data: Data.
+        model: Model; what is given is not searched.
+        train: Training of a trial.
+        common: Output.
+    """
+    common = common or Common()
+    settings = settle(config, data, model, train)
+    if path is not None:
+        settings.data.path = str(path)
+    if settings.data.path is None:
+        check.fail("DATA", "nothing", "a file of pairs, as an argument or as path below [data] of the config")
+    if out is None or out.is_file():
+        check.fail("out", out, "a folder")
+    wanted = None if space is None else read_space(space)
+    limit, settings.train.time_limit = settings.train.time_limit, None
+    estimator = TwoTower(**settings.estimator_arguments())
+    metric = settings.train.metric or "recall@20"
+    pairs = read_pairs(Path(settings.data.path), settings.data)
+    validation = _validation(settings.data)
+    if not common.quiet:
+        note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities")
+    out.mkdir(parents=True, exist_ok=True)
+    table = {name: value for name, value in asdict(settings.data).items() if name != "validation"}
+
+    def progress(found: Search) -> None:
+        found.write(out, table)
+        if not common.quiet:
+            note(_line(found))
+
+    found = search(
+        estimator, pairs, trials=trials, time_limit=limit, metric=metric, validation=validation, space=wanted,
+        storage=storage or out / STORAGE, seed=estimator.seed, progress=progress, refit=False,
+        left_features="history" if settings.model.history else None,
+    )  # fmt: skip
+    facts: dict[str, Any] = {
+        "metric": metric, "value": found.best.value, "trial": found.best.number, "trials": len(found.trials),
+        "at the defaults": found.trials[0].value, "seconds": found.seconds, "config": str(out / CONFIG),
+        "report": str(out / TABLE),
+    }  # fmt: skip
+    if common.json:
+        print_json(facts | {"arguments": found.arguments, "features": found.features, "importance": found.importance})
+    else:
+        print_facts(facts)
+    return 0
+
+
+def _validation(options: DataOptions) -> Any:
+    """The share of each user's pairs, or the pairs of a file."""
+    if options.validation is None:
+        return 0.1
+    try:
+        return float(options.validation)
+    except ValueError:
+        return read_pairs(Path(options.validation), options)
+
+
+def _line(found: Search) -> str:
+    """One line about the last trial."""
+    last, best = found.trials[-1], found.best
+    how = f"warm from {last.warm_from}" if last.warm_from is not None else "cold"
+    end = "given up" if last.pruned else f"{len(last.curve) - 1} iterations"
+    return (
+        f"trial {last.number:3d}  {found.metric} {last.value:.4f}  {how}, {end}, {last.seconds:.1f} s"
+        f"   best {best.value:.4f} (trial {best.number})"
+    )

@@ -1,0 +1,204 @@
+"""The pair operations on a GPU, in Triton: fused, without atomics, the same bits in every run.
+
+Programs are in programs.py, the order they work in is layout.py. A gathered matrix may be bfloat16 where the others
+are float32: sums stay in float32. Any k works; the fused curvature pass takes rows of up to 2048 numbers at once and
+longer ones go through three plain passes.
+
+Compared with kernels/reference.py in tests/test_gpu_kernels.py, without a GPU under Triton's interpreter; timed by
+benchmarks/bench_gpu.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from gramtower.data.pairs import Pairs
+from gramtower.kernels import LossTerms
+from gramtower.kernels import programs as p
+from gramtower.kernels.layout import Pieces, left_order, right_order
+
+# Numbers gathered by a program at a time, as measured on an H200 with rows of 128.
+_TILE, _DOT_TILE, _TWO_TILES, _TWO_HALF_TILES = 2048, 1024, 512, 1024
+_LONGEST = 2048  # the longest row that a program holds whole
+_COLUMNS = 128  # columns of a sum made by one program
+_RUN = 1 << 14  # elements of a dot product added up by one program
+LOSSES = {"logistic": 0, "squared": 1, "squared_hinge": 2}
+
+
+def dots(pairs: Pairs, A: Tensor, B: Tensor) -> Tensor:
+    """See reference.dots."""
+    x = torch.empty(len(pairs), dtype=A.dtype, device=A.device)
+    order, k = left_order(pairs), A.shape[1]
+    if len(order):
+        A, B = _rows(A), _rows(B)
+        tile = _columns(k, 1024)
+        p.dots_program[(len(order),)](
+            order.targets, order.starts, order.gathered, A, B, x, k, A.stride(0), B.stride(0),
+            PAIRS=_pairs(tile, _DOT_TILE), K=tile, num_warps=_warps(tile),
+        )  # fmt: skip
+    return x
+
+
+def left_sum(pairs: Pairs, x: Tensor, B: Tensor, out: Tensor) -> None:
+    """See reference.left_sum."""
+    _sum_into(left_order(pairs), x, B, out)
+
+
+def right_sum(pairs: Pairs, x: Tensor, A: Tensor, out: Tensor) -> None:
+    """See reference.right_sum."""
+    _sum_into(right_order(pairs), x, A, out)
+
+
+def curvature_left(pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: Tensor, out: Tensor) -> Tensor:
+    """See reference.curvature_left; one pass does both halves."""
+    k, order = P.shape[1], left_order(pairs)
+    if k > _LONGEST:
+        z = dots(pairs, W, Q).add_(dots(pairs, P, H)).mul_(c)
+        left_sum(pairs, z, Q, out)
+        return z
+    z = torch.empty_like(c)
+    if len(order):
+        partial = out.new_empty(order.partial_lines, k)
+        Q, H = _rows(Q), _rows(H)
+        width = triton.next_power_of_2(k)
+        tile = _TWO_HALF_TILES if Q.dtype == torch.bfloat16 else _TWO_TILES
+        p.curvature_program[(len(order),)](
+            order.targets, order.starts, order.lines, order.gathered, c, P.contiguous(), W.contiguous(), Q, H,
+            z, out, partial, k, Q.stride(0), H.stride(0),
+            PAIRS=_pairs(width, tile), K=width, num_warps=_warps(width),
+        )  # fmt: skip
+        _gather_lines(order, partial, out)
+    return z
+
+
+def losses(pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor, Tensor]:
+    """Σ_O ℓ⁺ in float64, ∂ℓ⁺/∂ŷ and ∂²ℓ⁺/∂ŷ² on O, for the losses named in ``LOSSES``."""
+    scores = dots(pairs, P, Q)
+    first, second = scores, torch.empty_like(scores)  # a program reads its scores before it writes over them
+    at_pairs = isinstance(terms.imputed, Tensor)
+    programs = triton.cdiv(len(pairs), 1024)
+    values = torch.empty(programs, dtype=torch.float64, device=P.device)
+    if programs:
+        p.loss_program[(programs,)](
+            scores, terms.labels, terms.labels.stride(0),
+            terms.constants, terms.imputed if at_pairs else scores,
+            scores if terms.pair_weight is None else terms.pair_weight,
+            scores if terms.loss_weight is None else terms.loss_weight,
+            first, second, values, len(pairs),
+            LOSS=LOSSES[terms.loss], IMPUTED=at_pairs, PAIR_WEIGHT=terms.pair_weight is not None,
+            LOSS_WEIGHT=terms.loss_weight is not None, BLOCK=1024, num_warps=4,
+        )  # fmt: skip
+    return values.sum(), first, second
+
+
+def inner(a: Tensor, b: Tensor) -> Tensor:
+    """See reference.inner."""
+    programs = max(1, triton.cdiv(a.numel(), _RUN))
+    sums = torch.empty(programs, dtype=torch.float64, device=a.device)
+    p.dot_program[(programs,)](a, b, sums, a.numel(), RUN=_RUN, BLOCK=2048, num_warps=8)
+    return sums.sum()
+
+
+def slope_product(
+    g: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    activation: tuple[int, float],
+    out: Tensor,
+    add: bool = False,
+    sums: bool = False,
+) -> Tensor | None:
+    """(g + bias) ∘ φ′ written or added to ``out``, φ′ worked out from the activation's output y; its column sums.
+
+    All matrices are rows × columns; ``activation`` is as model.ops.by_output gives it.
+    """
+    rows, columns = y.shape
+    width = _columns(columns, 512)
+    step = max(1, 4096 // width)
+    height = step * (8 if sums else 1)
+    grid = triton.cdiv(rows, height), triton.cdiv(columns, width)
+    lines = out.new_empty(grid[0] if sums else 1, columns)
+    p.slope_program[grid](
+        g.contiguous(), g if bias is None else bias, y, out, lines, rows, columns,
+        ALPHA=activation[1], ACTIVATION=activation[0], BIAS=bias is not None, ADD=add, SUMS=sums,
+        HEIGHT=height, ROWS=step, COLUMNS=width, num_warps=4,
+    )  # fmt: skip
+    return column_sums(lines) if sums else None
+
+
+def column_sums(x: Tensor, weight: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Σ_i weight_i x_i, in ``dtype`` or that of x."""
+    x, dtype = x.contiguous(), dtype or x.dtype
+    while x.shape[0] > 1:
+        rows, columns = x.shape
+        width = _columns(columns, 256)
+        step = max(1, 2048 // width)
+        height = step * 8
+        lines = torch.empty(triton.cdiv(rows, height), columns, dtype=dtype, device=x.device)
+        p.column_sums_program[(lines.shape[0], triton.cdiv(columns, width))](
+            x, x if weight is None else weight, lines, rows, columns,
+            WEIGHT=weight is not None, HEIGHT=height, ROWS=step, COLUMNS=width, num_warps=4,
+        )  # fmt: skip
+        x, weight = lines, None
+    if x.shape[0] == 1 and weight is None:
+        return x[0].to(dtype)
+    return x.sum(0, dtype=dtype) if weight is None else weight.to(dtype) @ x.to(dtype)
+
+
+def shifted_elu(x: Tensor, bias: Tensor, alpha: float) -> Tensor:
+    """elu(x + bias) of a float32 matrix."""
+    rows, columns = x.shape
+    out = torch.empty_like(x)
+    width = _columns(columns, 512)
+    step = max(1, 4096 // width)
+    p.shifted_elu_program[(triton.cdiv(rows, step), triton.cdiv(columns, width))](
+        x.contiguous(), bias, out, rows, columns, ALPHA=alpha, ROWS=step, COLUMNS=width, num_warps=4
+    )
+    return out
+
+
+def _sum_into(order: Pieces, x: Tensor, B: Tensor, out: Tensor) -> None:
+    """out_target += Σ x_e b_gathered over the pieces."""
+    if not len(order):
+        return
+    k, B = B.shape[1], _rows(B)
+    width = _columns(k, _COLUMNS)
+    partial = out.new_empty(order.partial_lines, k)
+    p.sum_program[(len(order), triton.cdiv(k, width))](
+        order.targets, order.starts, order.lines, order.gathered, order.gathered if order.entries is None else
+        order.entries, x, B, out, partial, k, B.stride(0), out.stride(0),
+        PAIRS=_pairs(width), K=width, PERMUTED=order.entries is not None, num_warps=_warps(width),
+    )  # fmt: skip
+    _gather_lines(order, partial, out)
+
+
+def _gather_lines(order: Pieces, partial: Tensor, out: Tensor) -> None:
+    if len(order.several):
+        k = partial.shape[1]
+        width = _columns(k, _COLUMNS)
+        p.gather_lines_program[(len(order.several), triton.cdiv(k, width))](
+            order.several, order.bounds, partial, out, k, out.stride(0), LINES=16, K=width, num_warps=2
+        )
+
+
+def _rows(matrix: Tensor) -> Tensor:
+    """A matrix whose rows are contiguous."""
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def _columns(k: int, most: int) -> int:
+    """Columns a program works on at a time: a power of two that covers k, or ``most``."""
+    return int(min(max(1, triton.next_power_of_2(k)), most))
+
+
+def _pairs(width: int, tile: int = _TILE) -> int:
+    """Pairs whose rows are gathered at a time."""
+    return int(min(64, max(1, tile // width)))
+
+
+def _warps(width: int) -> Any:
+    return min(8, max(1, width // 128))

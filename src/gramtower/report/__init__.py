@@ -1,0 +1,1 @@
+"""Figures, tables and one page from the saved histories of a comparison, and from nothing else."""

@@ -1,0 +1,42 @@
+"""From a folder with histories to summary.json, figures and report.html."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gramtower._files import write_text
+from gramtower.report.figures import draw
+from gramtower.report.levels import summarise
+from gramtower.report.page import page
+from gramtower.report.store import plain, read_comparison
+
+SUMMARY, PAGE = "summary.json", "report.html"
+
+
+def build(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Make everything that is made from histories anew.
+
+    Returns:
+        What summary.json holds, and what could not be made and why.
+
+    Raises:
+        ValueError: if the folder holds no comparison, or a file of it is damaged.
+    """
+    comparison = read_comparison(folder)
+    numbers = summarise(comparison)
+    problems = []
+    write_text(folder / PAGE, page(comparison, numbers))
+    try:
+        draw(comparison)
+    except ImportError as error:
+        problems.append(f"no PNG and SVG figures: {error}")
+    content = plain({"title": comparison.title, **numbers, **_about(comparison.about)})
+    write_text(folder / SUMMARY, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    return content, problems
+
+
+def _about(about: dict[str, Any]) -> dict[str, Any]:
+    kept = ("synthetic", "data", "settings", "commands", "environment")
+    return {key: about[key] for key in kept if key in about}

@@ -1,0 +1,49 @@
+"""When a trial is given up, by its validation curve.
+
+Curves of second-order methods rise steeply and bend: carried on in a straight line at the slope of the last few
+iterations, they end too high. A trial whose curve stays below the best even so is pruned. The rule looks at one curve
+alone, so it holds for trials that start cold and for those that start from a neighbour's solution.
+
+A trial that starts warm comes from a point that other settings made, and its first values are theirs: what counts for
+it is the value it settles at, not the best on the way. Checked by tests/test_tuning.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+LOOK_BACK = 3  # iterations that a slope is taken over
+COLD_START = 6  # iterations that a cold start is given before it is judged
+SETTLED = 2e-3  # relative change over LOOK_BACK iterations under which a curve is flat
+
+
+def hopeless(curve: Sequence[float], remaining: int, best: float | None, warm: bool) -> bool:
+    """Whether a curve, carried on in a straight line for the remaining iterations, stays below the best.
+
+    Args:
+        curve: metric at the start and after each iteration.
+        remaining: iterations to come.
+        best: metric of the best trial so far, or None.
+        warm: whether the trial started from another one's solution.
+    """
+    iterations = len(curve) - 1
+    if best is None or iterations < (LOOK_BACK if warm else COLD_START):
+        return False
+    slope = (curve[-1] - curve[-1 - LOOK_BACK]) / LOOK_BACK
+    return curve[-1] + max(0.0, slope) * remaining < best
+
+
+def settled(curve: Sequence[float]) -> bool:
+    """Whether the last iterations changed next to nothing."""
+    if len(curve) <= LOOK_BACK + 1:
+        return False
+    last = curve[-1 - LOOK_BACK :]
+    return max(last) - min(last) <= SETTLED * abs(last[-1])
+
+
+def outcome(curve: Sequence[float], warm: bool) -> tuple[float, int]:
+    """A trial's value and its iteration: the best of a cold curve, the end of a warm one."""
+    if warm:
+        return curve[-1], len(curve) - 1
+    best = max(range(len(curve)), key=lambda i: curve[i])
+    return curve[best], best

@@ -1,0 +1,188 @@
+"""What a search found: its trials, the importance of each choice, and the settings as JSON, as Markdown and as TOML.
+
+Checked by tests/test_tuning.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gramtower.estimator.config_file import config_text
+from gramtower.tuning.space import Value
+
+if TYPE_CHECKING:
+    from gramtower.tuning.trial import Outcome
+
+CONFIG, REPORT, TABLE = "config.toml", "report.json", "report.md"
+#: Arguments that belong to the table [train] of a config file; the others of a model belong to [model].
+TRAIN = ("optimizer", "max_iterations", "device", "seed", "memory_budget")
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One trial.
+
+    Attributes:
+        number: trials are numbered as they end, from 0.
+        settings: by the names of the search space, fixed ones too.
+        value: the metric that counts: the best on the way for a cold start, the last for a warm one.
+        iteration: where it was reached.
+        curve: metric at the start and after each iteration.
+        seconds: of training.
+        pruned: whether it was given up on the way.
+        warm_from: the trial whose solution it started from, or None for a cold start.
+        reason: why it stopped.
+        confirmed: for a winner that started warm, its value then; ``value`` is that of the cold start after it.
+    """
+
+    number: int
+    settings: dict[str, Value]
+    value: float
+    iteration: int
+    curve: list[float]
+    seconds: float
+    pruned: bool
+    warm_from: int | None
+    reason: str
+    confirmed: float | None = None
+
+    @property
+    def started_cold(self) -> bool:
+        """Whether its value is that of a cold start."""
+        return self.warm_from is None or self.confirmed is not None
+
+    @classmethod
+    def of(cls, number: int, settings: dict[str, Value], outcome: Outcome, warm_from: int | None) -> Tried:
+        """A record from how a trial ended."""
+        return cls(
+            number, settings, outcome.value, outcome.iteration, outcome.curve, outcome.seconds, outcome.pruned,
+            warm_from, outcome.reason.name,
+        )  # fmt: skip
+
+    def again(self, outcome: Outcome) -> Tried:
+        """The record of the same settings trained from a cold start."""
+        cold = Tried.of(self.number, self.settings, outcome, self.warm_from)
+        return replace(cold, confirmed=self.value, pruned=False)
+
+
+def pick(trials: Sequence[Tried]) -> Tried:
+    """The best trial; the earliest of equals. One that was given up wins only where all were."""
+    return max(trials, key=lambda t: (not t.pruned, t.value, -t.number))
+
+
+@dataclass
+class Search:
+    """The result of tuning.
+
+    Attributes:
+        metric: what was maximised.
+        trials: all of them, in order.
+        winner: number of the best trial.
+        importance: share of the metric's variation that each choice explains (PED-ANOVA), largest first.
+        arguments: what was found, as arguments of :class:`gramtower.TwoTower`.
+        features: what the towers see: "ids", "history" or "given".
+        space: what was searched.
+        data: sizes.
+        seconds: wall time of this call.
+        base: the model's own arguments.
+    """
+
+    metric: str
+    trials: list[Tried]
+    winner: int
+    importance: dict[str, float]
+    arguments: dict[str, Any]
+    features: str
+    space: dict[str, str]
+    data: dict[str, int]
+    seconds: float
+    base: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def best(self) -> Tried:
+        """The trial that won."""
+        return next(t for t in self.trials if t.number == self.winner)
+
+    def __repr__(self) -> str:
+        return f"Search({len(self.trials)} trials, {self.metric} {self.best.value:.4f} by trial {self.best.number})"
+
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """The settings as the tables [model] and [train] of a config file, which holds no arrays and no functions."""
+        plain = (str, int, float, tuple, list, dict)
+        known = {k: v for k, v in (self.base | self.arguments).items() if isinstance(v, plain)}
+        skipped = ("time_limit", "patience", "metric", "optimizer_options")
+        model: dict[str, Any] = {k: v for k, v in known.items() if k not in (*TRAIN, *skipped)}
+        model["history"] = True if self.features == "history" else None
+        train = {k: known[k] for k in TRAIN if k in known}
+        return {"model": model, "train": {**train, "option": known.get("optimizer_options")}}
+
+    def config(self, data: dict[str, Any] | None = None) -> str:
+        """The settings as TOML that ``gramtower fit --config`` takes; ``data`` is its table [data]."""
+        comment = (
+            f"found by tuning: {self.metric} {self.best.value:.4f} on the validation part, trial {self.best.number}"
+        )
+        return config_text(({"data": data} if data else {}) | self.tables(), comment)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        content = asdict(self)
+        content["base"] = {
+            k: v if isinstance(v, (int, float, str, type(None))) else str(v) for k, v in self.base.items()
+        }
+        return content
+
+    def markdown(self) -> str:
+        """The report for people."""
+        best = self.best
+        names = list(best.settings)
+        lines = [
+            "# Tuning",
+            "",
+            f"{len(self.trials)} trials in {self.seconds:.0f} s; {self.metric} of {self.data['ranked_users']:,} users "
+            f"on a validation part of the {self.data['left']:,} × {self.data['right']:,} training data. Best: "
+            f"{best.value:.4f} (trial {best.number}, iteration {best.iteration}); at the defaults: "
+            f"{self.trials[0].value:.4f} (trial 0).",
+            "",
+            "| choice | searched | found | importance |",
+            "| --- | --- | --- | --- |",
+        ]
+        for name in sorted(names, key=lambda name: -self.importance.get(name, 0.0)):
+            share = f"{self.importance[name]:.2f}" if name in self.importance else ""
+            searched = self.space.get(name, "").replace("|", "or")
+            lines.append(f"| {name} | {searched} | {_shown(best.settings[name])} | {share} |")
+        lines += [
+            "",
+            f"| trial | {self.metric} | {' | '.join(names)} | iterations | seconds | note |",
+            "| --- | --- |" + " --- |" * (len(names) + 3),
+        ]
+        for t in sorted(self.trials, key=lambda t: (t.pruned, -t.value)):
+            notes = [f"warm from {t.warm_from}"] if t.warm_from is not None else []
+            notes += ["given up"] if t.pruned else []
+            notes += [f"confirmed cold; {t.confirmed:.4f} warm"] if t.confirmed is not None else []
+            cells = [str(t.number), f"{t.value:.4f}", *(_shown(t.settings[name]) for name in names)]
+            cells += [str(len(t.curve) - 1), f"{t.seconds:.1f}", ", ".join(notes)]
+            lines.append("| " + " | ".join(cells) + " |")
+        return "\n".join(lines) + "\n"
+
+    def write(self, folder: str | Path, data: dict[str, Any] | None = None) -> None:
+        """report.json, report.md and config.toml in a folder, each replaced in one step."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        texts = {
+            REPORT: json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n",
+            TABLE: self.markdown(),
+            CONFIG: self.config(data),
+        }
+        for name, text in texts.items():
+            partial = folder / f"{name}.{os.getpid()}.partial"
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(folder / name)
+
+
+def _shown(value: Value) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,222 @@
+"""`TwoTower.tune`: settings proposed by optuna, tried on an inner validation part, and the best of them confirmed.
+
+The loop: ask for settings (the first are the defaults), start from the nearest finished neighbour's solution or cold,
+train with an eye on the curve, tell. Proposals depend on the seed and on the finished trials alone, so a search with
+one worker is the same each time, and a resumed one goes on as if it had not stopped. What won after a warm start is
+trained again from a cold one, which is what a user of the result will do.
+Checked by tests/test_tuning.py; benchmarks/bench_tuning.py has the time it takes on ml1m.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gramtower import _checks as check
+from gramtower.estimator.two_tower import TwoTower
+from gramtower.metrics import parse
+from gramtower.training.result import Reason
+from gramtower.tuning import study as studies
+from gramtower.tuning.report import Search, Tried, pick
+from gramtower.tuning.space import NAMES, Choices, Space, Value, as_space, default_space, describe, searched
+from gramtower.tuning.trial import Outcome, Parts, chosen_features, make_parts, model_arguments, run_trial, start_values
+from gramtower.tuning.warm import Solutions
+
+#: Arguments of the model that a name of the space stands for, where they differ.
+_ARGUMENT = {"penalty": "embedding_l2", "left_power": "left_weights", "right_power": "right_weights"}
+_CONFIRM = 3  # winners of warm starts that are trained again from a cold one, at most
+_WARM_BYTES = 2 * 10**9
+
+
+def tune(
+    model: TwoTower,
+    pairs: Any,
+    *,
+    trials: int = 50,
+    time_limit: float | None = None,
+    metric: str = "recall@20",
+    validation: Any = 0.1,
+    space: Mapping[str, Any] | None = None,
+    storage: str | Path | None = None,
+    seed: int = 0,
+    left_features: Any = None,
+    right_features: Any = None,
+    refit: bool = True,
+    progress: Callable[[Search], None] | None = None,
+) -> Search:
+    """See :meth:`gramtower.TwoTower.tune`; ``progress`` is called with the search so far after each trial."""
+    count = check.count("trials", trials)
+    limit = None if time_limit is None else check.number("time_limit", time_limit, above=0.0)
+    if len(parse(metric)) != 1 or not isinstance(metric, str):
+        check.fail("metric", repr(metric), "one metric, such as 'recall@20'")
+    check.count("seed", seed, minimum=0)
+    if model.towers is not None:
+        check.fail("towers", "towers of your own", "a model with dim and hidden layers to choose")
+    parts = make_parts(pairs, validation, (left_features, right_features), seed, model.device)
+    start = start_values(model, parts)
+    chosen = make_space(model, start, space, parts)
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="gramtower-tune-") as scratch:
+        log = studies.open_study(storage, _identity(parts, chosen, metric, seed, model), seed)
+        folder = Path(scratch) if storage is None else Path(str(storage) + ".weights")
+        run = _Run(model, parts, chosen, metric, log, Solutions(folder, _WARM_BYTES), limit, began)
+        run.search(start, count, progress)
+        found = run.confirm()
+    if progress is not None:
+        progress(found)
+    if refit:
+        _refit(model, pairs, found, (left_features, right_features))
+    return found
+
+
+def make_space(model: TwoTower, start: Mapping[str, Value], given: Mapping[str, Any] | None, parts: Parts) -> Space:
+    """What is searched: what was asked for, or everything that the model was not given explicitly."""
+    labels = not np.isin(parts.matrix.data, (-1.0, 1.0)).all()
+    with_features = any(features is not None for features in parts.features)
+    whole = default_space(start, labels=labels, given_features=with_features)
+    if given is not None:
+        return as_space(given, whole)
+    default = {name: p.default for name, p in inspect.signature(TwoTower.__init__).parameters.items()}
+
+    def is_given(name: str) -> bool:
+        argument = _ARGUMENT.get(name, name)
+        value = getattr(model, argument, None)
+        return value is not default.get(argument) and (isinstance(value, np.ndarray) or value != default.get(argument))
+
+    return as_space({name: True for name in NAMES if not is_given(name)}, whole)
+
+
+def _identity(parts: Parts, space: Space, metric: str, seed: int, model: TwoTower) -> dict[str, Any]:
+    """What must be the same for a stored search to be continued."""
+    marks = [zlib.crc32(np.ascontiguousarray(x).tobytes()) for x in (parts.matrix.indptr, parts.matrix.indices)]
+    held = [zlib.crc32(np.ascontiguousarray(x).tobytes()) for x in (parts.held_out.indptr, parts.held_out.indices)]
+    fixed = {k: v for k, v in model.get_params().items() if k not in ("device", "verbose", "memory_budget", "metric")}
+    return {
+        "pairs": f"{parts.matrix.shape[0]} × {parts.matrix.shape[1]}, {parts.matrix.nnz} pairs, {marks}",
+        "validation": f"{parts.held_out.nnz} pairs, {held}",
+        "space": describe(space),
+        "metric": metric,
+        "seed": seed,
+        "model": {name: str(value) for name, value in fixed.items()},
+    }
+
+
+class _Run:
+    """The state of a search."""
+
+    def __init__(
+        self,
+        model: TwoTower,
+        parts: Parts,
+        space: Space,
+        metric: str,
+        log: studies.Log,
+        solutions: Solutions,
+        limit: float | None,
+        began: float,
+    ) -> None:
+        self.model, self.parts, self.space, self.metric = model, parts, space, metric
+        self.log, self.solutions, self.limit, self.began = log, solutions, limit, began
+        self.fixed: dict[str, Value] = {
+            name: part.values[0] for name, part in space.items() if isinstance(part, Choices) and len(part.values) == 1
+        }
+        self.interrupted = False
+
+    def search(self, start: Mapping[str, Value], trials: int, progress: Callable[[Search], None] | None) -> None:
+        """Run trials until there are enough of them or time is up."""
+        first = {name: self.space[name].nearest(start[name]) for name in searched(self.space)}
+        self.log.begin(first)
+        while self.log.ended() < trials and not self._late() and not self.interrupted:
+            self._trial()
+            if progress is not None and not self.interrupted:
+                progress(self.result())
+
+    def confirm(self) -> Search:
+        """The result; its winner started cold, or did so again where it had started warm."""
+        confirmed: dict[int, Tried] = {}
+        while not self.interrupted:
+            best = self.result(confirmed).best
+            if best.started_cold or len(confirmed) == _CONFIRM:
+                break
+            outcome = self._train(best.settings, None, None, lambda iteration, value: None)
+            confirmed[best.number] = best.again(outcome)
+        return self.result(confirmed, cold_only=True)
+
+    def result(self, confirmed: Mapping[int, Tried] | None = None, cold_only: bool = False) -> Search:
+        """The search so far, with trials confirmed from a cold start in place of their first records."""
+        tried = [(confirmed or {}).get(t.number, t) for t in self.log.tried(self.fixed)]
+        if not tried:
+            raise ValueError(
+                "tune: no trial ended" + (" before the search was interrupted" if self.interrupted else "; see the log")
+            )
+        best = pick([t for t in tried if t.started_cold or not cold_only])
+        arguments = model_arguments(best.settings, self.model, self.parts.matrix)
+        return Search(
+            metric=self.metric,
+            trials=tried,
+            winner=best.number,
+            importance=self.log.importance(tried),
+            arguments={**arguments, "max_iterations": max(1, best.iteration)},
+            features=str(best.settings.get("features", "given")),
+            space={name: str(part) for name, part in self.space.items()},
+            data={
+                "left": self.parts.matrix.shape[0],
+                "right": self.parts.matrix.shape[1],
+                "pairs": int(self.parts.matrix.nnz),
+                "validation_users": self.parts.users,
+                "ranked_users": self.parts.shown,
+            },
+            seconds=time.perf_counter() - self.began,
+            base={k: v for k, v in self.model.get_params().items() if k not in ("towers", "verbose")},
+        )
+
+    def _trial(self) -> None:
+        trial = self.log.ask(self.space)
+        settings = {**self.fixed, **trial.settings}
+        finished = self.log.tried(self.fixed)
+        near = self.solutions.nearest(settings, [(t.number, t.settings) for t in finished])
+        best = pick(finished).value if finished else None
+        try:
+            outcome = self._train(settings, near, best, trial.report)
+        except (ValueError, RuntimeError, MemoryError, ArithmeticError) as error:
+            trial.fail(f"{type(error).__name__}: {error}")
+            if not finished:
+                raise  # the defaults themselves cannot be trained: bad input, not bad luck
+            return
+        if outcome.reason is Reason.INTERRUPTED:
+            self.interrupted = True  # the log keeps it as running; a resumed search takes it up again
+            return
+        number = trial.tell(outcome, near)
+        values = {t.number: t.value for t in self.log.tried(self.fixed)}
+        if not outcome.pruned:
+            self.solutions.keep(number, outcome.parameters, values)
+
+    def _train(
+        self, settings: dict[str, Value], near: int | None, best: float | None, report: Callable[[int, float], None]
+    ) -> Outcome:
+        arguments = model_arguments(settings, self.model, self.parts.matrix)
+        estimator = TwoTower(**{**self.model.get_params(), **arguments, "metric": self.metric})
+        remaining = None if self.limit is None else max(1.0, self.limit - (time.perf_counter() - self.began))
+        own = self.model.time_limit
+        times = [seconds for seconds in (remaining, own) if seconds is not None]
+        return run_trial(
+            estimator, settings, self.parts, warm=None if near is None else self.solutions.load(near),
+            best=best, report=report, time_limit=min(times, default=None),
+        )  # fmt: skip
+
+    def _late(self) -> bool:
+        return self.limit is not None and time.perf_counter() - self.began >= self.limit
+
+
+def _refit(model: TwoTower, pairs: Any, found: Search, given: tuple[Any, Any]) -> None:
+    """Give the model the settings that were found and train it on all pairs."""
+    model.set_params(**found.arguments)
+    settings: dict[str, Value] = {"features": found.features}
+    model.fit(pairs, *chosen_features(settings, given))

@@ -1,0 +1,201 @@
+"""The search space: what is searched, over which values, and where the search starts.
+
+Names are those of :class:`gramtower.TwoTower`'s arguments, with four of their own:
+
+    penalty       μ as if ν were 1. For another ν it is rescaled to the same total Σ_i c_i + Σ_j c_j, because c^ν alone
+                  would move μ by orders of magnitude; what the model gets is `embedding_l2`
+    left_power    s of left_weights="degree^s"; 0 is no weights
+    right_power   s of right_weights
+    features      "ids", "history", or "given": the features handed to tune
+
+Ranges are centred on the defaults for the size of the data. Checked by tests/test_space.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from gramtower import _checks as check
+from gramtower.objective.losses import LOSSES
+
+Value = float | int | str
+LOGARITHMIC = ("omega", "l2", "penalty")
+RANGES = (*LOGARITHMIC, "frequency_power", "left_power", "right_power")
+LISTS = ("imputed", "dim", "hidden", "loss", "features")
+NAMES = (*RANGES, *LISTS)
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from ``low`` to ``high``; on a logarithmic scale for weights and penalties."""
+
+    low: float
+    high: float
+    log: bool
+
+    def nearest(self, value: Value) -> Value:
+        """The value itself, or the end of the range next to it."""
+        return min(self.high, max(self.low, float(value)))
+
+    def __str__(self) -> str:
+        return f"{self.low:.4g} to {self.high:.4g}{' (log)' if self.log else ''}"
+
+
+@dataclass(frozen=True)
+class Choices:
+    """One of a few values; a single one is fixed and not searched."""
+
+    values: tuple[Value, ...]
+
+    def nearest(self, value: Value) -> Value:
+        """The value itself if it is one of them, otherwise the first."""
+        return value if value in self.values else self.values[0]
+
+    def __str__(self) -> str:
+        return " | ".join(map(str, self.values))
+
+
+Space = dict[str, Range | Choices]
+
+
+def default_space(start: Mapping[str, Value], *, labels: bool, given_features: bool) -> Space:
+    """The whole space, around the settings that the search starts at.
+
+    Args:
+        start: the default value of every name.
+        labels: whether labels are other than ±1, so that only the model's own loss makes sense.
+        given_features: whether features were handed to tune.
+    """
+    dim = int(start["dim"])
+    space: Space = {
+        "omega": Range(float(start["omega"]) / 16, float(start["omega"]) * 8, True),
+        "l2": Range(2.0**-10, 1.0, True),
+        "penalty": Range(float(start["penalty"]) / 8, float(start["penalty"]) * 8, True),
+        "frequency_power": Range(0.25, 1.25, False),
+        "left_power": Range(0.0, 1.0, False),
+        "right_power": Range(-0.5, 0.75, False),
+        "imputed": Choices((-1.0, 0.0)),
+        "dim": Choices(tuple(sorted({max(1, dim // 2), dim, dim * 2}))),
+        "hidden": Choices(tuple(dict.fromkeys((str(start["hidden"]), "none", "256", "256,256")))),
+        "loss": Choices((str(start["loss"]),) if labels else ("logistic", "squared")),
+        "features": Choices(("given", "ids") if given_features else ("ids", "history")),
+    }
+    return space
+
+
+def read_space(path: Path) -> dict[str, Any]:
+    """The table ``[space]`` of a TOML file, for :func:`as_space`."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"space: {path} is not a TOML file: {error}") from error
+    if set(content) - {"space"} or not isinstance(content.get("space", {}), dict):
+        check.fail("space", f"{', '.join(content)} at the top of {path}", "one table, [space]")
+    return dict(content.get("space", {}))
+
+
+def as_space(given: Mapping[str, Any], whole: Space) -> Space:
+    """A space from names and what to search for each; names that are left out are not searched.
+
+    ``true`` takes the range of the whole space, ``[low, high]`` another range, a list (for names with a few values)
+    those values, and a single value fixes it.
+
+    Raises:
+        ValueError: if a name is unknown, a value cannot be, or nothing is left to search.
+    """
+    space: Space = {}
+    for name, value in given.items():
+        plain = name.replace("-", "_")
+        if plain not in NAMES:
+            near = difflib.get_close_matches(plain, NAMES, 1, 0.0)[0]
+            check.fail("space", f"the unknown name {name!r}", f"{near!r}, or another of {', '.join(NAMES)}")
+        if value is True:
+            space[plain] = whole[plain]
+        elif plain in RANGES:
+            space[plain] = _range(plain, value)
+        else:
+            values = value if isinstance(value, (list, tuple)) and not _is_widths(plain, value) else [value]
+            checked = tuple(dict.fromkeys(_check_value(plain, item, whole) for item in values))
+            if not checked:
+                check.fail(f"space: {plain}", "an empty list", "at least one value")
+            space[plain] = Choices(checked)
+    if not searched(space):
+        known = ", ".join(f"{name} = {space[name]}" for name in space) or "nothing"
+        check.fail("space", f"an empty space ({known})", f"something to search, of {', '.join(NAMES)}")
+    return space
+
+
+def searched(space: Space) -> list[str]:
+    """The names with more than one value."""
+    return [name for name, part in space.items() if isinstance(part, Range) or len(part.values) > 1]
+
+
+def describe(space: Space) -> dict[str, Any]:
+    """The space as plain values, such as :func:`as_space` takes."""
+    return {
+        name: [part.low, part.high] if isinstance(part, Range) else list(part.values) for name, part in space.items()
+    }
+
+
+def rescaled_penalty(penalty: float, power: float, matrix: sp.csr_matrix, omega: float) -> float:
+    """μ for a power ν with the total penalty weight that ``penalty`` has at ν = 1: penalty · Σ c / Σ c^ν."""
+    m, n = matrix.shape
+    counts = np.diff(matrix.indptr) + omega * n, np.bincount(matrix.indices, minlength=n) + omega * m
+    return penalty * float(sum(c.sum() for c in counts) / sum((c**power).sum() for c in counts))
+
+
+def widths_text(hidden: Any) -> str:
+    """Widths of hidden layers as text: ``"256,256"``, or ``"none"``."""
+    return ",".join(str(check.count("hidden", width)) for width in hidden) or "none"
+
+
+def widths(text: Value) -> tuple[int, ...]:
+    """The other way round."""
+    return () if text == "none" else tuple(int(width) for width in str(text).split(","))
+
+
+def _range(name: str, value: Any) -> Range | Choices:
+    log = name in LOGARITHMIC
+    if not isinstance(value, (list, tuple)):
+        return Choices((check.number(f"space: {name}", value, minimum=0.0 if log else -np.inf),))
+    if len(value) != 2:
+        check.fail(f"space: {name}", f"{list(value)}", "[low, high]")
+    low, high = (check.number(f"space: {name}", end) for end in value)
+    if not low < high or (log and low <= 0):
+        check.fail(f"space: {name}", f"{list(value)}", f"[low, high] with low below high{' and above 0' * log}")
+    return Range(low, high, log)
+
+
+def _is_widths(name: str, value: Any) -> bool:
+    """Whether a list is one value of ``hidden``, such as [256, 256], rather than several."""
+    return name == "hidden" and all(isinstance(item, int) for item in value)
+
+
+def _check_value(name: str, value: Any, whole: Space) -> Value:
+    label = f"space: {name}"
+    if name == "dim":
+        return check.count(label, value)
+    if name == "imputed":
+        return check.number(label, value)
+    if name == "loss":
+        return check.choice(label, value, tuple(LOSSES))
+    if name == "features":
+        part = whole["features"]
+        assert isinstance(part, Choices)
+        return check.choice(label, value, tuple(str(option) for option in part.values))
+    if isinstance(value, str):
+        words = [] if value.strip() == "none" else [word.strip() for word in value.split(",")]
+        if not all(word.isdecimal() for word in words):
+            check.fail(label, repr(value), 'widths such as "256,256", or "none"')
+        value = [int(word) for word in words]
+    if not isinstance(value, (list, tuple)):
+        check.fail(label, repr(value), 'widths such as "256,256" or [256, 256], or "none"')
+    return ",".join(str(check.count(label, width)) for width in value) or "none"

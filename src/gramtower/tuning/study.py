@@ -1,0 +1,179 @@
+"""The log of a search: optuna's study behind the few questions that the search asks of it.
+
+Kept in memory, in a journal file (text, one JSON object a line) or in an SQLite file (``.db``, ``.sqlite``). A study
+remembers which data, space, metric and seed it belongs to, and refuses others. A trial that was killed leaves its
+settings to be tried again. Needs optuna.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gramtower import _checks as check
+from gramtower.tuning.report import Tried
+from gramtower.tuning.space import Range, Space, Value, searched
+
+if TYPE_CHECKING:
+    import optuna
+
+    from gramtower.tuning.trial import Outcome
+
+_NAME = "gramtower"
+_STARTUP = 8  # trials drawn at random before proposals learn from them
+
+
+def open_study(storage: str | Path | None, identity: dict[str, Any], seed: int) -> Log:
+    """A new study, or the stored one if it is of the same search.
+
+    Raises:
+        ImportError: without optuna.
+        ValueError: if the storage holds another search.
+    """
+    try:
+        import optuna
+    except ImportError as error:
+        raise ImportError('tuning needs optuna: pip install "gramtower[tune]"') from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        study = optuna.create_study(
+            storage=_backend(storage), study_name=_NAME, direction="maximize", load_if_exists=True
+        )
+    known = study.user_attrs.get("identity")
+    plain = json.loads(json.dumps(identity))
+    if known is None:
+        study.set_user_attr("identity", plain)
+    else:
+        for name, value in plain.items():
+            if known.get(name) != value:
+                check.fail(
+                    "storage", f"{storage}, a search with other {name}: {known.get(name)}", f"{value}, or another file"
+                )
+    return Log(study, seed)
+
+
+def _backend(storage: str | Path | None) -> Any:
+    from optuna.storages import JournalStorage, RDBStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    if storage is None:
+        return None
+    path = Path(storage)
+    if path.is_dir():
+        check.fail("storage", storage, "a file: .db or .sqlite for SQLite, anything else for a journal")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix in (".db", ".sqlite", ".sqlite3"):
+        return RDBStorage(f"sqlite:///{path}")
+    return JournalStorage(JournalFileBackend(str(path)))
+
+
+class Log:
+    """The study of a search; trials are numbered as they end."""
+
+    def __init__(self, study: optuna.Study, seed: int) -> None:
+        self.study, self.seed = study, seed
+
+    def begin(self, first: dict[str, Value]) -> None:
+        """Ask for the first settings to be tried first, and again for those that a stopped run left unfinished."""
+        from optuna.trial import TrialState
+
+        if not self.study.get_trials(deepcopy=False):
+            self.study.enqueue_trial(first)
+        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            self.study.tell(trial.number, state=TrialState.FAIL)
+            if settings := trial.system_attrs.get("fixed_params") or trial.params:
+                self.study.enqueue_trial(settings)
+
+    def ask(self, space: Space) -> Trial:
+        """The next settings to try. The proposal depends on the seed and on the trials that ended alone."""
+        from optuna.samplers import TPESampler
+
+        number = self.ended()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.study.sampler = TPESampler(seed=self.seed * 100_003 + number, n_startup_trials=_STARTUP)
+            trial = self.study.ask()
+            settings: dict[str, Value] = {}
+            for name in searched(space):
+                part = space[name]
+                if isinstance(part, Range):
+                    settings[name] = trial.suggest_float(name, part.low, part.high, log=part.log)
+                else:
+                    value: Any = trial.suggest_categorical(name, part.values)
+                    settings[name] = value
+        return Trial(self, trial, settings, number)
+
+    def ended(self) -> int:
+        """How many trials ended, with a value or with an error."""
+        failed = [t for t in self.study.get_trials(deepcopy=False) if "failed" in t.user_attrs]
+        return len(self.finished()) + len(failed)
+
+    def finished(self) -> list[Any]:
+        """Trials with a value, pruned ones too, in order."""
+        from optuna.trial import TrialState
+
+        return self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+
+    def tried(self, fixed: Mapping[str, Value]) -> list[Tried]:
+        """Finished trials as plain records."""
+        return [
+            Tried(**{**trial.user_attrs["result"], "settings": {**fixed, **trial.params}}) for trial in self.finished()
+        ]
+
+    def importance(self, tried: Sequence[Tried]) -> dict[str, float]:
+        """How much of the metric's variation each searched name explains; empty for fewer than four trials.
+
+        Pruned trials count with what they had reached.
+        """
+        import optuna
+
+        finished = self.finished()
+        if len(finished) < 4 or len({t.value for t in tried}) < 2:
+            return {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            copy = optuna.create_study(direction="maximize")
+            copy.add_trials(
+                [
+                    optuna.create_trial(params=trial.params, distributions=trial.distributions, value=t.value)
+                    for trial, t in zip(finished, tried, strict=True)
+                ]
+            )
+            found = optuna.importance.get_param_importances(copy)
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+class Trial:
+    """Settings being tried."""
+
+    def __init__(self, log: Log, trial: optuna.Trial, settings: dict[str, Value], number: int) -> None:
+        self._log, self._trial, self.settings, self.number = log, trial, settings, number
+
+    def report(self, iteration: int, value: float) -> None:
+        """Put a point of the curve into the log."""
+        self._trial.report(value, iteration)
+
+    def tell(self, outcome: Outcome, warm_from: int | None) -> int:
+        """End the trial; returns its number."""
+        from optuna.trial import TrialState
+
+        record = asdict(Tried.of(self.number, self.settings, outcome, warm_from))
+        del record["settings"]
+        self._trial.set_user_attr("result", record)
+        if outcome.pruned:
+            self._log.study.tell(self._trial, state=TrialState.PRUNED)
+        else:
+            self._log.study.tell(self._trial, outcome.value)
+        return self.number
+
+    def fail(self, why: str) -> None:
+        """End the trial without a value."""
+        from optuna.trial import TrialState
+
+        self._trial.set_user_attr("failed", why)
+        self._log.study.tell(self._trial, state=TrialState.FAIL)

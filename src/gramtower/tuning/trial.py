@@ -1,0 +1,215 @@
+"""One trial: settings of the search space as a model, trained on the inner training part and ranked as it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from torch import Tensor
+
+from gramtower import _checks as check
+from gramtower.data.interactions import Interactions
+from gramtower.data.splits import per_user
+from gramtower.estimator import defaults
+from gramtower.estimator.matrices import aligned, matrix_and_ids
+from gramtower.estimator.two_tower import TwoTower
+from gramtower.estimator.validation import ranking_validator
+from gramtower.model.towers import Towers
+from gramtower.objective.evaluation import Point
+from gramtower.training.loop import minimize
+from gramtower.training.result import Reason, Record
+from gramtower.tuning import curve as curves
+from gramtower.tuning.space import Value, rescaled_penalty, widths, widths_text
+
+_SCORES = {"cpu": 2 * 10**8, "cuda": 4 * 10**9}  # most scores computed for one look at the validation part
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The inner training part, and the validation part in its rows and columns.
+
+    Attributes:
+        train: what trials learn from, as ``TwoTower.fit`` takes it.
+        matrix: the same as a matrix.
+        held_out: what they are ranked on: at most as many users as can be ranked often.
+        users: users with validation pairs.
+        shown: those of them that trials are ranked on.
+        features: features handed to tune, left and right.
+    """
+
+    train: Any
+    matrix: sp.csr_matrix
+    held_out: sp.csr_matrix
+    users: int
+    shown: int
+    features: tuple[Any, Any]
+
+
+@dataclass
+class Outcome:
+    """How a trial ended."""
+
+    curve: list[float]
+    seconds: float
+    reason: Reason
+    pruned: bool
+    warm: bool
+    parameters: Tensor
+
+    @property
+    def value(self) -> float:
+        """The metric that counts for it."""
+        return curves.outcome(self.curve, self.warm)[0]
+
+    @property
+    def iteration(self) -> int:
+        """The iteration it was reached at."""
+        return curves.outcome(self.curve, self.warm)[1]
+
+
+def make_parts(pairs: Any, validation: Any, features: tuple[Any, Any], seed: int, device: str) -> Parts:
+    """Split the validation part off, or take the one that was given.
+
+    Raises:
+        ValueError: if no user has pairs on both sides of the split.
+    """
+    matrix, ids = matrix_and_ids(pairs)
+    if isinstance(validation, (float, int)):
+        share = check.number("validation", validation, above=0.0)
+        if share >= 1:
+            check.fail("validation", validation, "a share of each user's pairs, above 0 and below 1, or pairs")
+        whole = pairs if isinstance(pairs, Interactions) else Interactions.from_matrix(matrix)
+        counts = np.diff(matrix.indptr)
+        taken = np.minimum(np.floor(share * counts + 0.5), counts - 1)  # what per_user holds out
+        if not (taken > 0).any():
+            check.fail(
+                "validation",
+                f"{validation}, which leaves no user both a pair to learn from and one to be ranked on "
+                f"(pairs of the most active user: {counts.max(initial=0)})",
+                "a larger share, or users with more pairs",
+            )
+        split = per_user(whole, share, minimum=1, seed=seed)
+        train: Any = split.train if isinstance(pairs, Interactions) else split.train.matrix
+        inner, held_out = split.train.matrix, split.test.matrix
+    else:
+        train, inner, held_out = pairs, matrix, aligned("validation", validation, ids, matrix.shape)
+        lost = np.flatnonzero((np.diff(held_out.indptr) > 0) & (np.diff(matrix.indptr) == 0))
+        if not held_out.nnz:
+            check.fail("validation", "no pair of known entities", "pairs of entities that are in the training data")
+        if len(lost):
+            name = repr(lost[0].item() if ids[0] is None else ids[0][lost[0]])
+            given = f"{len(lost)} users without a training pair, such as {name}"
+            check.fail("validation", given, "users with pairs to learn from; or a share, which keeps one for each")
+    users = np.flatnonzero(np.diff(held_out.indptr))
+    most = max(1, _SCORES[defaults.pick_device(device).type] // matrix.shape[1])
+    shown = np.random.default_rng(seed).permutation(users)[:most]
+    keep = np.zeros(matrix.shape[0])
+    keep[shown] = 1.0
+    kept = sp.csr_matrix(sp.diags(keep) @ held_out)
+    kept.eliminate_zeros()
+    return Parts(train, inner, kept, len(users), len(shown), features)
+
+
+def start_values(model: TwoTower, parts: Parts) -> dict[str, Value]:
+    """The settings that a model has without tuning, by the names of the search space."""
+    size = (parts.matrix.shape, parts.matrix.nnz)
+    given_features = any(features is not None for features in parts.features)
+    hidden = defaults.default_hidden(given_features) if model.hidden is None else model.hidden
+    return {
+        "omega": defaults.default_omega(*size) if model.omega is None else model.omega,
+        "l2": model.l2,
+        "penalty": defaults.default_embedding_l2(*size) if model.embedding_l2 is None else model.embedding_l2,
+        "frequency_power": model.frequency_power,
+        "left_power": 0.0,
+        "right_power": 0.0,
+        "imputed": model.imputed,
+        "dim": defaults.default_dim(*size) if model.dim is None else model.dim,
+        "hidden": widths_text(hidden),
+        "loss": model.loss if isinstance(model.loss, str) else model.loss.name,
+        "features": "given" if given_features else "ids",
+    }
+
+
+def model_arguments(settings: dict[str, Value], model: TwoTower, matrix: sp.csr_matrix) -> dict[str, Any]:
+    """Arguments of TwoTower from settings of the search space; what is not among them stays the model's."""
+    arguments: dict[str, Any] = {
+        name: settings[name]
+        for name in ("omega", "l2", "frequency_power", "imputed", "dim", "loss")
+        if name in settings
+    }
+    if "hidden" in settings:
+        arguments["hidden"] = widths(settings["hidden"])
+    for side in ("left", "right"):
+        if f"{side}_power" in settings:
+            power = float(settings[f"{side}_power"])
+            arguments[f"{side}_weights"] = f"degree^{power!r}" if power else None
+    size = (matrix.shape, matrix.nnz)
+    if "penalty" in settings or ("frequency_power" in settings and model.embedding_l2 is None):
+        omega = arguments.get("omega", model.omega)
+        omega = defaults.default_omega(*size) if omega is None else float(omega)
+        penalty = float(settings.get("penalty", defaults.default_embedding_l2(*size)))
+        power = float(arguments.get("frequency_power", model.frequency_power))
+        arguments["embedding_l2"] = rescaled_penalty(penalty, power, matrix, omega)
+    return arguments
+
+
+def chosen_features(settings: dict[str, Value], given: tuple[Any, Any]) -> tuple[Any, Any]:
+    """What the towers see."""
+    choice = settings.get("features", "given")
+    if choice == "history":
+        return "history", given[1]
+    return given if choice == "given" else (None, None)
+
+
+def run_trial(
+    estimator: TwoTower,
+    settings: dict[str, Value],
+    parts: Parts,
+    *,
+    warm: Tensor | None,
+    best: float | None,
+    report: Callable[[int, float], None],
+    time_limit: float | None,
+) -> Outcome:
+    """Train until the metric stops improving, settles (warm starts), or cannot reach the best any more.
+
+    Args:
+        estimator: a model with the trial's settings; ``metric`` is what is looked at.
+        settings: the same by the names of the search space.
+        parts: what to learn from and be ranked on.
+        warm: parameters to start from, or None.
+        best: metric of the best trial so far.
+        report: told each iteration and its metric.
+        time_limit: seconds of training.
+    """
+    problem, towers, matrix, *_ = estimator.prepare(parts.train, *chosen_features(settings, parts.features))
+    if warm is not None:
+        towers.load(towers.parameters().from_vector(warm))
+    device = defaults.pick_device(estimator.device)
+    towers = Towers(towers.left.to(device), towers.right.to(device))
+    measure = ranking_validator(estimator.metric, parts.held_out, matrix)
+    curve: list[float] = []
+    last: Tensor | None = None
+    pruned = False
+
+    def look(point: Point) -> float:
+        curve.append(measure(point))
+        report(len(curve) - 1, curve[-1])
+        return curve[-1]
+
+    def watch(record: Record, point: Point) -> bool:
+        nonlocal pruned, last
+        last = point.parameters.vector
+        pruned = curves.hopeless(curve, estimator.max_iterations - record.iteration, best, warm is not None)
+        return pruned or (warm is not None and curves.settled(curve))
+
+    result = minimize(
+        problem, towers, estimator.optimizer, estimator.max_iterations, time_limit, estimator.seed, [watch],
+        validation=look, patience=estimator.patience if warm is None else None,
+        **(estimator.optimizer_options or {}),
+    )  # fmt: skip
+    best_or_last = result.parameters.vector if warm is None or last is None else last
+    return Outcome(curve, result.history[-1].seconds, result.reason, pruned, warm is not None, best_or_last)

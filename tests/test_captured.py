@@ -1,0 +1,88 @@
+"""CUDA graphs give what the kernels give one by one; only on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+import torch
+
+import gramtower as gt
+from gramtower.data.synthetic import planted_pairs
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+
+
+def make(graphs, dtype=torch.float32, **options):
+    problem = gt.Problem(planted_pairs(300, 200, 5000), embedding_l2=2**-8, **options)
+    problem.graphs = graphs
+    towers = gt.mlp_towers(problem, hidden=(24, 16), dim=12, dtype=dtype)
+    return problem, gt.Towers(towers.left.cuda(), towers.right.cuda())
+
+
+def test_value_gradient_and_product_are_the_same_and_counted_alike():
+    results, works = [], []
+    for graphs in (True, False):
+        problem, towers = make(graphs)
+        point = problem.at(towers)
+        assert (point.slot is not None) == graphs
+        g = point.gradient()
+        results.append((torch.tensor(point.value), g.vector, (point.gauss_newton(0.5) @ g).vector))
+        works.append(asdict(problem.work))
+    for mine, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-3)  # damping is added at another moment
+    assert works[0] == works[1]
+
+
+def test_points_alive_at_the_same_time_do_not_disturb_each_other():
+    problem, towers = make(True)
+    theta = towers.parameters()
+    points = [problem.at(towers, theta * scale) for scale in (1.0, 0.5, 1.5, 0.7, 1.2)]
+    plain, same = make(False)
+    for point, scale in zip(points, (1.0, 0.5, 1.5, 0.7, 1.2), strict=True):
+        wanted = plain.at(same, theta * scale)
+        assert point.value == wanted.value
+        assert torch.equal(point.gradient().vector, wanted.gradient().vector)
+
+
+def test_memory_of_points_that_are_gone_is_used_again():
+    problem, towers = make(True)
+    theta = towers.parameters()
+    for step in range(20):
+        point = problem.at(towers, theta * (1 + step))
+        _ = point.value
+        del point
+    assert problem._slots[1]._made <= 2
+
+
+@pytest.mark.parametrize("optimizer", ["newton-kron", "newton", "gd-diag", "lbfgs"])
+def test_training_takes_the_same_path(optimizer):
+    values = []
+    for graphs in (True, False):
+        problem, towers = make(graphs)
+        values.append([r.value for r in gt.minimize(problem, towers, optimizer, max_iterations=5).history])
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
+
+
+def test_two_runs_give_the_same_bits():
+    runs = []
+    for _ in range(2):
+        problem, towers = make(True)
+        runs.append(gt.minimize(problem, towers, max_iterations=6).parameters.vector)
+    assert torch.equal(*runs)
+
+
+def test_an_exchanged_layer_is_noticed():
+    problem, towers = make(True)
+    before = problem.at(towers).value
+    towers.left[1] = torch.nn.ReLU().cuda()
+    assert problem.at(towers).value != before
+
+
+def test_float64_agrees_with_the_cpu():
+    problem, towers = make(True, torch.float64)
+    point = problem.at(towers)
+    cpu = gt.Towers(*(m.cpu() for m in (towers.left, towers.right)))
+    wanted = problem.at(cpu)
+    assert point.value == pytest.approx(wanted.value, rel=1e-12)
+    torch.testing.assert_close(point.gradient().vector.cpu(), wanted.gradient().vector, rtol=1e-9, atol=1e-9)

@@ -1,0 +1,109 @@
+"""``gramtower tune`` run in-process: what it leaves on disk, and that ``fit`` takes it."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
+pytest.importorskip("polars", reason="the command line reads tables with polars")
+pytest.importorskip("optuna", reason="tuning needs optuna")
+
+from gramtower.cli.app import run
+from gramtower.cli.options import ModelOptions, TrainOptions
+from gramtower.estimator.two_tower import TwoTower
+from gramtower.tuning.report import TRAIN
+
+COLUMNS = ["--left", "user", "--right", "item"]
+SPACE = '[space]\nomega = [0.001, 1.0]\nleft-power = true\ndim = [2, 4]\nhidden = ["none", "4"]\n'
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Users of two groups with most of their group's items."""
+    rng = np.random.default_rng(0)
+    folder = tmp_path_factory.mktemp("pairs")
+    rows = [f"{u:03d},{i}" for u in range(40) for i in range(30) if u % 2 == i % 2 and rng.random() < 0.7]
+    (folder / "pairs.csv").write_text("\n".join(["user,item", *rows]) + "\n")
+    (folder / "space.toml").write_text(SPACE)
+    return folder
+
+
+def command(pairs, out, *more):
+    base = ["tune", pairs / "pairs.csv", *COLUMNS, "--space", pairs / "space.toml", "--out", out]
+    small = ["--max-iterations", "5", "--device", "cpu", "--quiet"]
+    return [str(token) for token in (*base, *small, *more)]
+
+
+def test_a_tuned_config_goes_into_fit(pairs, tmp_path, capsys):
+    out = tmp_path / "tuned"
+    assert run(command(pairs, out, "--trials", "6", "--metric", "recall@10", "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["trials"] == 6
+    assert found["metric"] == "recall@10"
+    assert found["value"] >= found["at the defaults"]
+    assert {"config.toml", "report.md", "report.json", "search.journal"} <= {path.name for path in out.iterdir()}
+    config = tomllib.loads((out / "config.toml").read_text())
+    assert config["model"]["omega"] == found["arguments"]["omega"]
+    assert "validation" not in config["data"]
+    fitted = tmp_path / "run"
+    assert run(["fit", "--config", str(out / "config.toml"), "--out", str(fitted), "--quiet"]) == 0
+    used = tomllib.loads((fitted / "config.toml").read_text())
+    for name in ("omega", "dim", "hidden", "left-weights"):
+        assert used["model"].get(name) == config["model"].get(name)
+    assert used["train"]["max-iterations"] == config["train"]["max-iterations"]
+
+
+def test_the_same_command_goes_on(pairs, tmp_path, capsys):
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert run(command(pairs, whole, "--trials", "5")) == 0
+    assert run(command(pairs, parted, "--trials", "2")) == 0
+    assert run(command(pairs, parted, "--trials", "5")) == 0
+    reports = [json.loads((folder / "report.json").read_text()) for folder in (whole, parted)]
+    assert [t["value"] for t in reports[0]["trials"]] == [t["value"] for t in reports[1]["trials"]]
+
+
+def test_flags_take_names_out_of_the_search(pairs, tmp_path):
+    out = tmp_path / "out"
+    base = ["tune", str(pairs / "pairs.csv"), *COLUMNS, "--out", str(out), "--trials", "1", "--quiet"]
+    assert run([*base, "--dim", "3", "--omega", "0.5", "--max-iterations", "2", "--device", "cpu"]) == 0
+    report = json.loads((out / "report.json").read_text())
+    assert not {"dim", "omega"} & set(report["space"])
+    assert tomllib.loads((out / "config.toml").read_text())["model"]["dim"] == 3
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--metric", "recal@20"], "metrics: got 'recal@20'"),
+        (["--validation", "0"], "validation: got 0.0"),
+        (["--validation", "1.0"], "validation: got 1.0"),
+        (["--trials", "0"], "trials: got 0"),
+        (["--space", "missing.toml"], "missing.toml"),
+    ],
+)
+def test_bad_input_is_one_line(pairs, tmp_path, more, message, capsys):
+    base = ["tune", str(pairs / "pairs.csv"), *COLUMNS, "--out", str(tmp_path / "out"), "--quiet", "--device", "cpu"]
+    assert run([*base, *more]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_an_empty_space_is_refused(pairs, tmp_path, capsys):
+    (tmp_path / "space.toml").write_text("[space]\n")
+    base = ["tune", str(pairs / "pairs.csv"), *COLUMNS, "--out", str(tmp_path / "out"), "--quiet", "--device", "cpu"]
+    assert run([*base, "--space", str(tmp_path / "space.toml")]) == 2
+    assert "an empty space" in capsys.readouterr().err
+
+
+def test_every_argument_of_the_model_has_a_table():
+    """The report sorts arguments into [model] and [train] without the command line; this is the command line's view."""
+    model, train = ({f.name for f in fields(table)} for table in (ModelOptions, TrainOptions))
+    assert set(TRAIN) <= train
+    arguments = set(TwoTower().get_params()) - {"towers", "verbose", "optimizer_options"}
+    assert arguments - train == model - {"history"}

@@ -1,0 +1,204 @@
+"""The Triton kernels against the reference: on a GPU where there is one, under Triton's interpreter elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed (it comes with CUDA builds of torch)")
+
+import numpy as np
+import scipy.sparse as sp
+from cases import make_case
+from test_kernels import TOLERANCE, assert_same, make_operands, make_pairs, run, run_dense
+
+import gramtower as gt
+from gramtower.data.pairs import from_sparse
+from gramtower.kernels import LossTerms, gpu, layout, reference
+from gramtower.model.ops import by_output, slope_from_output
+from gramtower.objective.losses import LOSSES
+
+GPU = torch.cuda.is_available()  # conftest.py asks for the interpreter where there is none
+DEVICE = torch.device("cuda" if GPU else "cpu")
+PATTERNS = ("holes", "none", "all", "one", "long column") if GPU else ("holes", "none", "one")
+
+
+def there(*tensors):
+    return [t.to(DEVICE) for t in tensors]
+
+
+def pieces_of(monkeypatch, piece=4, block=8):
+    """Pieces and row blocks so small that rows and columns of a small pattern fall into several."""
+    monkeypatch.setattr(layout, "LONGEST", piece)
+    monkeypatch.setattr(layout, "SHORTEST", piece)
+    monkeypatch.setattr(layout, "ROW_BLOCK", block)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("k", [1, 7, 33, 130, 600, 2048] if GPU else [1, 7, 130])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_agrees_with_dense_products(pattern, k, dtype, monkeypatch):
+    pieces_of(monkeypatch)
+    pairs = make_pairs(pattern).to(DEVICE)
+    operands = there(*make_operands(pairs, k, dtype))
+    assert_same(run(gpu, pairs, operands), run_dense(pairs, operands), dtype)
+
+
+def test_rows_in_one_piece_and_in_many_give_the_same(monkeypatch):
+    pairs = make_pairs("holes")
+    operands = make_operands(pairs, 5, torch.float64)
+    results = []
+    for piece, block in ((1, 1), (3, 4), (512, 1 << 15)):
+        pieces_of(monkeypatch, piece, block)
+        fresh = make_pairs("holes").to(DEVICE)
+        results.append(run(gpu, fresh, there(*operands)))
+    for other in results[1:]:
+        assert_same(other, results[0], torch.float64)
+
+
+def test_rows_longer_than_a_program_holds(monkeypatch):
+    monkeypatch.setattr(gpu, "_LONGEST", 4)
+    pairs = make_pairs("holes").to(DEVICE)
+    operands = there(*make_operands(pairs, 9, torch.float64))
+    assert_same(run(gpu, pairs, operands), run_dense(pairs, operands), torch.float64)
+
+
+def test_every_entry_is_in_exactly_one_piece_of_its_row_and_column(monkeypatch):
+    pieces_of(monkeypatch, 3, 5)
+    pairs = make_pairs("holes")
+    i, j = pairs.rows.long(), pairs.columns.long()
+    for order, own, other in ((layout.left_order(pairs), i, j), (layout.right_order(pairs), j, i)):
+        entries = torch.arange(len(pairs)) if order.entries is None else order.entries.long()
+        assert torch.equal(entries.sort().values, torch.arange(len(pairs)))
+        sizes = order.starts.diff()
+        assert int(sizes.max()) <= 3
+        assert int(sizes.min()) > 0
+        assert torch.equal(torch.repeat_interleave(order.targets.long(), sizes), own[entries])
+        assert torch.equal(order.gathered.long(), other[entries])
+    blocks = layout.right_order(pairs).gathered // 5
+    assert torch.equal(blocks, blocks.sort().values)  # block of rows by block of rows
+
+
+def test_bfloat16_rows_are_summed_in_float32():
+    pairs = make_pairs("holes").to(DEVICE)
+    P, W, Q, H, x, left, right = there(*make_operands(pairs, 33, torch.float32))
+    half = [t.bfloat16() for t in (P, Q, H)]
+    exact = [t.float() for t in half]
+    results = run(gpu, pairs, (P, W, half[1], half[2], x, left, right))
+    expected = run_dense(pairs, (P, W, exact[1], exact[2], x, left, right))
+    results.pop("right_sum"), expected.pop("right_sum")
+    assert_same(results, expected, torch.float32)
+    out, wanted = right.clone(), right.clone()
+    gpu.right_sum(pairs, x, half[0], out)
+    reference.right_sum(pairs, x, exact[0], wanted)
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loss_pass_agrees_with_the_loss_functions(loss, dtype, weighted, monkeypatch):
+    pieces_of(monkeypatch)
+    pairs = make_pairs("holes").to(DEVICE)
+    P, _, Q, _, _, _, _ = there(*make_operands(pairs, 6, dtype))
+    scores = reference.dots(pairs, P, Q)
+    labels = torch.where(torch.rand(len(pairs), device=DEVICE) < 0.5, -1.0, 1.0).to(dtype)
+    imputed, a, w = (torch.rand(len(pairs), dtype=dtype, device=DEVICE) if weighted else None for _ in range(3))
+    imputed = -0.7 if imputed is None else imputed
+    constants = torch.tensor([0.3, -0.7], dtype=dtype, device=DEVICE)
+    value, first, second = gpu.losses(pairs, P, Q, LossTerms(loss, labels, 0.3, imputed, a, w, constants))
+    f, ab, lw = LOSSES[loss], 1.0 if a is None else a, 1.0 if w is None else w
+    tolerance = {"rtol": 0, "atol": 1e-5 if dtype == torch.float32 else 1e-13}
+    torch.testing.assert_close(first, lw * f.first(labels, scores) - 0.3 * ab * (scores - imputed), **tolerance)
+    torch.testing.assert_close(second, lw * f.second(labels, scores) - 0.3 * ab * torch.ones_like(scores), **tolerance)
+    exact = (lw * f.value(labels, scores) - 0.15 * ab * (scores - imputed).square()).double().sum()
+    assert value.dtype == torch.float64
+    torch.testing.assert_close(value, exact, rtol=1e-6 if dtype == torch.float32 else 1e-13, atol=0)
+
+
+def test_logistic_loss_far_out():
+    pairs = make_pairs("one").to(DEVICE)
+    for score in (-200.0, -90.0, 90.0, 200.0):
+        P, Q = (torch.full((1, 1), x, dtype=torch.float32, device=DEVICE) for x in (score, 1.0))
+        terms = LossTerms("logistic", torch.ones(1, device=DEVICE), 0.0, 0.0, None, None, torch.zeros(2, device=DEVICE))
+        value, first, second = gpu.losses(pairs, P, Q, terms)
+        assert float(value) == pytest.approx(max(0.0, -score), abs=1e-30)
+        assert float(first) == (-1.0 if score < 0 else pytest.approx(0.0, abs=1e-30))
+        assert 0 <= float(second) < 1e-30
+
+
+def test_inner_product_of_long_vectors(monkeypatch):
+    monkeypatch.setattr(gpu, "_RUN", 2048)
+    a, b = torch.randn(2, 5001, device=DEVICE)
+    assert float(gpu.inner(a, b)) == pytest.approx(float(a.double() @ b.double()), rel=1e-13)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_whole_engine_agrees_with_the_reference(loss, monkeypatch):
+    pieces_of(monkeypatch)
+    results = []
+    for kernels in ("triton", "reference"):
+        case = make_case(m=13, n=11, loss=loss, kernels=kernels)
+        towers = case.towers
+        for module in (towers.left, towers.right):
+            module.to(DEVICE)
+        towers = gt.Towers(towers.left, towers.right)
+        point = case.problem.at(towers)
+        g = point.gradient()
+        results.append((point.value, g.vector, (point.gauss_newton() @ g).vector, (point.preconditioner() @ g).vector))
+    for mine, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(torch.as_tensor(mine), torch.as_tensor(wanted), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.skipif(not GPU, reason="no GPU: 64-bit offsets need gigabytes and a real device")
+def test_offsets_past_two_to_the_thirty_one():
+    rows, k = 2**31 // 256 + 10, 256
+    last = sp.csr_matrix(([1.0, 1.0], ([rows - 1, rows - 2], [0, 1])), shape=(rows, 2))
+    pairs = from_sparse("pairs", last)[0].to(DEVICE)
+    A = torch.zeros(rows, k, device=DEVICE)
+    A[-2:] = 1.0
+    B = torch.arange(2.0, device=DEVICE)[:, None].expand(2, k).contiguous() + 1
+    assert gpu.dots(pairs, A, B).tolist() == [2.0 * k, 1.0 * k]
+    out = torch.zeros(2, k, device=DEVICE)
+    gpu.right_sum(pairs, torch.ones(2, device=DEVICE), A, out)
+    assert torch.equal(out, torch.ones_like(out))
+    gpu.left_sum(pairs, torch.ones(2, device=DEVICE), B, A)
+    assert float(A[-1, 0]) == 2.0
+    assert np.isclose(float(A[-2, 0]), 3.0)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, 300])
+def test_column_sums(rows):
+    x, weight = torch.randn(rows, 7, device=DEVICE), torch.rand(rows, device=DEVICE)
+    torch.testing.assert_close(gpu.column_sums(x), x.sum(0), rtol=1e-5, atol=1e-5)
+    exact = (weight[:, None].double() * x.double()).sum(0)
+    torch.testing.assert_close(gpu.column_sums(x, weight, torch.float64), exact, rtol=1e-6, atol=1e-6)
+
+
+ACTIVATIONS = [torch.nn.ELU(), torch.nn.ELU(0.7), torch.nn.ReLU(), torch.nn.LeakyReLU(0.125), torch.nn.Tanh()]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, torch.nn.Sigmoid()], ids=str)
+def test_slopes_from_outputs_are_those_of_autograd(activation, dtype):
+    z = torch.randn(37, 9, dtype=dtype, device=DEVICE, requires_grad=True)
+    g, bias, base = (torch.randn(*shape, dtype=dtype, device=DEVICE) for shape in ((37, 9), (9,), (37, 9)))
+    y = activation(z)
+    (wanted,) = torch.autograd.grad(y, z, g + bias)
+    code, tolerance = by_output(activation), dict(rtol=0, atol=10 * TOLERANCE[dtype])
+    out = torch.empty_like(g)
+    assert gpu.slope_product(g, bias, y.detach(), code, out) is None
+    torch.testing.assert_close(out, wanted, **tolerance)
+    torch.testing.assert_close(slope_from_output(code, y.detach()) * (g + bias), wanted, **tolerance)
+    sums = gpu.slope_product(g + bias, None, y.detach(), code, base.clone(), add=True, sums=True)
+    torch.testing.assert_close(sums, wanted.sum(0), **tolerance)
+    added = base.clone()
+    gpu.slope_product(g + bias, None, y.detach(), code, added, add=True, sums=True)
+    torch.testing.assert_close(added, base + wanted, **tolerance)
+
+
+def test_elu_of_a_sum_keeps_its_digits():
+    z = torch.cat([torch.linspace(-1e-3, 1e-3, 64), torch.linspace(-90, 90, 257), torch.linspace(-1, 0.5, 191)])
+    x, bias = z.view(-1, 2).to(DEVICE), torch.zeros(2, device=DEVICE)
+    exact = torch.nn.functional.elu(x.double())
+    torch.testing.assert_close(gpu.shifted_elu(x, bias, 1.0).double(), exact, rtol=4e-7, atol=1e-12)

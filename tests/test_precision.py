@@ -1,0 +1,72 @@
+"""The precision of matrix products is set for a computation and put back after it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import make_case
+
+import gramtower as gt
+from gramtower.data.synthetic import planted_pairs
+from gramtower.kernels.precision import products_in
+
+
+@pytest.fixture
+def matmul():
+    setting = torch.backends.cuda.matmul
+    before = setting.allow_tf32
+    yield setting
+    setting.allow_tf32 = before
+
+
+def fail_in(precision, seen):
+    with products_in(precision):
+        seen.append(torch.backends.cuda.matmul.allow_tf32)
+        raise KeyError
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("precision", ["float32", "tf32"])
+def test_what_was_set_before_is_put_back_even_after_an_error(before, precision, matmul):
+    matmul.allow_tf32, seen = before, []
+    with pytest.raises(KeyError):
+        fail_in(precision, seen)
+    assert seen == [precision == "tf32"]
+    assert matmul.allow_tf32 == before
+
+
+def test_unknown_precisions_are_refused_with_the_choices():
+    pairs = planted_pairs(5, 4, 6)
+    with pytest.raises(ValueError, match="precision: got 'half', expected one of 'float32', 'tf32'"):
+        gt.Problem(pairs, precision="half")
+    with pytest.raises(ValueError, match="pair_precision: got 'tf32', expected one of 'float32', 'bfloat16'"):
+        gt.Problem(pairs, pair_precision="tf32")
+
+
+def test_choices_for_a_gpu_change_nothing_on_a_cpu():
+    results = []
+    for options in ({}, {"precision": "tf32", "pair_precision": "bfloat16"}):
+        case = make_case(**options)
+        point = case.problem.at(case.towers)
+        g = point.gradient()
+        results.append((torch.tensor(point.value), g.vector, (point.gauss_newton() @ g).vector))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: TF32 and bfloat16 gathers are for GPUs")
+@pytest.mark.parametrize(("precision", "pairs", "near"), [
+    ("float32", "float32", 2e-4), ("tf32", "float32", 5e-3), ("float32", "bfloat16", 1e-2),
+])  # fmt: skip
+def test_on_a_gpu_results_are_as_near_to_the_cpu_as_the_choice_allows(precision, pairs, near):
+    problem = gt.Problem(planted_pairs(3000, 2000, 60_000), precision=precision, pair_precision=pairs)
+    towers = gt.mlp_towers(problem)
+    here = problem.at(towers)
+    wanted = here.gradient(), here.gauss_newton() @ here.gradient()
+    moved = gt.Towers(towers.left.cuda(), towers.right.cuda())
+    point = problem.at(moved)
+    g = point.gradient()
+    Gd = point.gauss_newton() @ g.from_vector(wanted[0].vector)
+    assert point.value == pytest.approx(here.value, rel=near)
+    for mine, exact in zip((g, Gd), wanted, strict=True):
+        assert float((mine.vector.cpu() - exact.vector).norm()) <= near * exact.norm()

@@ -1,0 +1,103 @@
+"""The search space: what is searched by default, what a file may say, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+import gramtower as gt
+from gramtower.tuning.space import (
+    NAMES,
+    Choices,
+    Range,
+    as_space,
+    default_space,
+    read_space,
+    rescaled_penalty,
+    searched,
+    widths,
+)
+
+START = {
+    "omega": 0.01, "l2": 0.0625, "penalty": 0.004, "frequency_power": 1.0, "left_power": 0.0, "right_power": 0.0,
+    "imputed": -1.0, "dim": 64, "hidden": "none", "loss": "logistic", "features": "ids",
+}  # fmt: skip
+
+
+def whole(**options):
+    return default_space(START, **{"labels": False, "given_features": False, **options})
+
+
+def test_the_whole_space_contains_the_defaults():
+    space = whole()
+    assert set(space) == set(NAMES)
+    for name, value in START.items():
+        assert space[name].nearest(value) == value
+
+
+def test_only_the_models_own_loss_goes_with_labels_other_than_ones():
+    assert whole(labels=True)["loss"] == Choices(("logistic",))
+    assert whole()["loss"] == Choices(("logistic", "squared"))
+
+
+def test_a_subset_with_other_ranges_and_values():
+    given = {"omega": [0.1, 0.2], "left-power": True, "dim": [8, 16], "hidden": ["none", [32, 16]], "l2": 0.5}
+    space = as_space(given, whole())
+    assert space["omega"] == Range(0.1, 0.2, True)
+    assert space["left_power"] == whole()["left_power"]
+    assert space["dim"] == Choices((8, 16))
+    assert [widths(text) for text in space["hidden"].values] == [(), (32, 16)]
+    assert searched(space) == ["omega", "left_power", "dim", "hidden"]
+    assert space["l2"] == Choices((0.5,))
+    assert as_space({"hidden": [64, 64], "dim": [2, 4]}, whole())["hidden"] == Choices(("64,64",))
+
+
+def test_starts_outside_the_space_move_to_its_edge():
+    assert Range(0.1, 0.2, True).nearest(5) == 0.2
+    assert Choices((8, 16)).nearest(64) == 8
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "an empty space"),
+        ({"dim": 64, "l2": 1.0}, "an empty space"),
+        ({"dim": []}, "space: dim: got an empty list"),
+        ({"omga": True}, "unknown name 'omga', expected 'omega'"),
+        ({"omega": [0.2, 0.1]}, "low below high and above 0"),
+        ({"omega": [0.0, 0.1]}, "above 0"),
+        ({"frequency_power": [1.0, 0.5]}, "low below high"),
+        ({"omega": [1, 2, 3]}, "low, high"),
+        ({"omega": "large"}, "space: omega: got 'large'"),
+        ({"dim": [0, 8]}, "space: dim: got 0"),
+        ({"loss": ["logistic", "huber"]}, "space: loss: got 'huber'"),
+        ({"hidden": ["64;64", "none"]}, "space: hidden: got '64;64'"),
+        ({"features": ["ids", "given"]}, "space: features: got 'given', expected one of 'ids', 'history'"),
+    ],
+)
+def test_bad_spaces_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        as_space(given, whole())
+
+
+def test_a_file_holds_one_table(tmp_path):
+    path = tmp_path / "space.toml"
+    path.write_text('[space]\nomega = [0.001, 0.1]\nhidden = ["none", "64,64"]\n')
+    assert read_space(path) == {"omega": [0.001, 0.1], "hidden": ["none", "64,64"]}
+    for text, message in (("omega = 1\n", "one table"), ("[space\n", "not a TOML file")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_space(path)
+
+
+def test_the_penalty_keeps_its_total_whatever_the_power():
+    """Compared with the objective's own weights: Σ μ c over all entities does not move with ν."""
+    matrix = sp.csr_matrix((np.random.default_rng(0).random((9, 7)) < 0.4).astype(np.float32))
+    problems = [
+        gt.Problem(matrix, omega=0.3, frequency_power=power, embedding_l2=rescaled_penalty(0.2, power, matrix, 0.3))
+        for power in (1.0, 0.4, 1.3)
+    ]
+    totals = [sum(float(side.sum()) for side in problem._penalties()) for problem in problems]
+    assert totals == pytest.approx([totals[0]] * 3)
+    assert problems[0].embedding_l2 == pytest.approx(0.2)

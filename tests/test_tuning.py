@@ -1,0 +1,303 @@
+"""Tuning on small data with planted groups: what it finds, how it stops, goes on and reports."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+import gramtower as gt
+from gramtower.data.synthetic import planted_pairs
+from gramtower.tuning import curve as curves
+from gramtower.tuning.report import Tried, pick
+from gramtower.tuning.trial import make_parts
+from gramtower.tuning.warm import Solutions, distance
+
+pytest.importorskip("optuna", reason="tuning needs optuna")
+
+SPACE = {"omega": [1e-4, 1.0], "penalty": [1e-4, 1.0], "dim": [2, 6]}
+
+
+def data():
+    return planted_pairs(m=60, n=40, observed=700)
+
+
+def small(**options):
+    return gt.TwoTower(**{"hidden": (), "max_iterations": 6, "device": "cpu", **options})
+
+
+def settings_and_values(search):
+    return [(t.settings, t.value, t.curve, t.warm_from) for t in search.trials]
+
+
+@pytest.fixture(scope="module")
+def search():
+    return small().tune(data(), trials=12, metric="ndcg@10", space=SPACE, refit=False)
+
+
+def test_the_first_trial_is_at_the_defaults(search):
+    parts = make_parts(data(), 0.1, (None, None), 0, "cpu")
+    model = small(metric="ndcg@10", patience=5, dim=2).fit(parts.train, validation=parts.held_out)
+    assert search.trials[0].value == pytest.approx(model.best_metric_, abs=1e-6)
+    assert search.trials[0].settings["omega"] == pytest.approx(model.omega_)
+
+
+def test_the_best_is_at_least_the_default_and_is_what_the_arguments_say(search):
+    assert search.best.value >= search.trials[0].value
+    assert len(search.trials) == 12
+    assert search.arguments["omega"] == search.best.settings["omega"]
+    assert search.arguments["dim"] == search.best.settings["dim"]
+    assert search.arguments["max_iterations"] == max(1, search.best.iteration)
+    parts = make_parts(data(), 0.1, (None, None), 0, "cpu")
+    again = small(**{**search.arguments, "max_iterations": search.arguments["max_iterations"]}).fit(parts.train)
+    found = again.evaluate(parts.held_out, metrics=("ndcg@10",))["ndcg@10"]
+    assert found == pytest.approx(search.best.value, abs=1e-5)
+
+
+def test_the_same_seed_gives_the_same_search(search):
+    again = small().tune(data(), trials=12, metric="ndcg@10", space=SPACE, refit=False)
+    assert settings_and_values(again) == settings_and_values(search)
+    other = small().tune(data(), trials=4, metric="ndcg@10", space=SPACE, refit=False, seed=1)
+    assert other.trials[1].settings != search.trials[1].settings
+
+
+@pytest.mark.parametrize("name", ["log.journal", "log.db"])
+def test_a_stopped_search_goes_on_as_if_it_had_not_stopped(name, search, tmp_path):
+    options = dict(metric="ndcg@10", space=SPACE, refit=False, storage=tmp_path / name)
+    small().tune(data(), trials=5, **options)
+    resumed = small().tune(data(), trials=12, **options)
+    assert settings_and_values(resumed) == settings_and_values(search)
+
+
+def test_an_interrupted_trial_is_tried_again(search, tmp_path, monkeypatch):
+    from gramtower.tuning import trial
+
+    options = dict(metric="ndcg@10", space=SPACE, refit=False, storage=tmp_path / "log.journal")
+    real, looks = trial.ranking_validator, []
+
+    def impatient(*arguments):
+        measure = real(*arguments)
+
+        def look(point):
+            looks.append(point)
+            if len(looks) == 20:
+                raise KeyboardInterrupt
+            return measure(point)
+
+        return look
+
+    monkeypatch.setattr(trial, "ranking_validator", impatient)
+    stopped = small().tune(data(), trials=12, **options)
+    assert 0 < len(stopped.trials) < 12
+    resumed = small().tune(data(), trials=12, **options)
+    assert settings_and_values(resumed) == settings_and_values(search)
+
+
+def test_a_log_of_another_search_is_refused(tmp_path):
+    options = dict(trials=1, space=SPACE, refit=False, storage=tmp_path / "log.journal")
+    small().tune(data(), **options)
+    with pytest.raises(ValueError, match="a search with other metric: recall@20"):
+        small().tune(data(), **options, metric="map@5")
+    with pytest.raises(ValueError, match="a search with other pairs"):
+        small().tune(planted_pairs(m=61, n=40, observed=700), **options)
+
+
+def test_refitting_leaves_a_model_of_all_pairs_with_the_settings():
+    pairs = data()
+    model = small()
+    found = model.tune(pairs, trials=3, space=SPACE)
+    assert model.omega == found.arguments["omega"]
+    assert model.seen_.nnz == pairs.nnz
+    assert model.recommend([0], k=3)[0].shape == (1, 3)
+
+
+def test_what_the_model_was_given_is_not_searched():
+    found = small(omega=0.1, left_weights="degree^0.5").tune(data(), trials=1, refit=False)
+    assert not {"omega", "left_power", "hidden"} & set(found.space)
+    assert {"penalty", "right_power", "dim", "l2", "loss"} <= set(found.space)
+    named = small(omega=0.1).tune(data(), trials=1, space={"omega": [0.05, 0.2]}, refit=False)
+    assert named.trials[0].settings == {"omega": pytest.approx(0.1)}
+
+
+def test_the_time_limit_ends_a_search():
+    found = small().tune(data(), trials=10_000, time_limit=0.5, space=SPACE, refit=False)
+    assert 1 <= len(found.trials) < 200
+
+
+def test_history_features_can_be_found(tmp_path):
+    space = {"features": ["history"], "dim": [2, 4]}
+    model = small()
+    found = model.tune(data(), trials=2, space=space)
+    assert found.features == "history"
+    assert model.left_.inputs.has_history
+    assert tomllib.loads(found.config())["model"]["history"] is True
+
+
+def test_given_features_are_used_and_can_be_left_out():
+    groups = np.random.default_rng(0).random((40, 5)).astype(np.float32)
+    found = small().tune(data(), trials=6, right_features=groups, space={"features": True, "dim": [2, 4]}, refit=False)
+    assert found.trials[0].settings["features"] == "given"
+    assert {t.settings["features"] for t in found.trials} == {"given", "ids"}
+
+
+def test_reports_hold_every_trial_and_a_config(search, tmp_path):
+    search.write(tmp_path, {"path": "pairs.csv"})
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert [t["value"] for t in content["trials"]] == [t.value for t in search.trials]
+    assert content["winner"] == search.best.number
+    table = (tmp_path / "report.md").read_text()
+    assert all(f"\n| {t.number} | {t.value:.4f} |" in table for t in search.trials)
+    assert set(search.importance) == set(SPACE)
+    assert sum(search.importance.values()) == pytest.approx(1.0)
+    config = tomllib.loads((tmp_path / "config.toml").read_text())
+    assert config["data"]["path"] == "pairs.csv"
+    assert config["model"]["omega"] == search.arguments["omega"]
+    assert config["model"]["hidden"] == []
+    assert config["train"]["max-iterations"] == search.arguments["max_iterations"]
+
+
+def test_winners_of_warm_starts_are_confirmed_cold():
+    """On a path along one name every trial after the first few has a neighbour to start from."""
+    found = small(dim=4).tune(data(), trials=15, space={"penalty": [0.01, 0.5]}, refit=False)
+    assert sum(t.warm_from is not None for t in found.trials) >= 5
+    best = found.best
+    assert best.started_cold
+    parts = make_parts(data(), 0.1, (None, None), 0, "cpu")
+    cold = (
+        small(dim=4, **found.arguments).fit(parts.train).evaluate(parts.held_out, metrics=("recall@20",))["recall@20"]
+    )
+    assert cold == pytest.approx(best.value, abs=1e-5)
+
+
+def test_a_failing_setting_is_left_out_and_failing_defaults_are_an_error(monkeypatch):
+    from gramtower.tuning import search as searching
+
+    real = searching.run_trial
+
+    def limited(estimator, settings, *arguments, **options):
+        if settings["dim"] == 6:
+            raise RuntimeError("out of memory")
+        return real(estimator, settings, *arguments, **options)
+
+    monkeypatch.setattr(searching, "run_trial", limited)
+    found = small().tune(data(), trials=8, space=SPACE, refit=False)
+    assert 1 <= len(found.trials) < 8
+    assert {t.settings["dim"] for t in found.trials} == {2}
+    with pytest.raises(RuntimeError, match="out of memory"):
+        small().tune(data(), trials=8, space={"dim": [6, 2]}, refit=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(metric="recal@20"), "metrics: got 'recal@20'"),
+        (dict(metric=("recall@20", "map@5")), "metric: got"),
+        (dict(trials=0), "trials: got 0"),
+        (dict(time_limit=0.0), "time_limit: got 0.0"),
+        (dict(validation=1.5), "validation: got 1.5"),
+        (dict(validation=0.0), "validation: got 0.0"),
+        (dict(space={}), "an empty space"),
+        (dict(seed=-1), "seed: got -1"),
+    ],
+)
+def test_bad_input_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        small().tune(data(), **options)
+
+
+def test_towers_of_ones_own_have_nothing_to_choose():
+    with pytest.raises(ValueError, match="towers: got towers of your own"):
+        small(towers=lambda problem: gt.mlp_towers(problem, (), 2)).tune(data())
+
+
+def test_splits_that_leave_users_without_items_are_refused():
+    lonely = sp.identity(6, format="csr", dtype=np.float32)
+    with pytest.raises(ValueError, match="leaves no user both a pair to learn from and one to be ranked on"):
+        small().tune(lonely)
+    held = sp.csr_matrix((np.ones(1, np.float32), ([5], [0])), shape=(6, 6))
+    train = lonely.tolil()
+    train[5, 5] = 0
+    with pytest.raises(ValueError, match="1 users without a training pair, such as 5"):
+        small().tune(train.tocsr(), validation=held)
+
+
+def test_every_user_keeps_a_pair_and_has_its_share_ranked():
+    parts = make_parts(data(), 0.3, (None, None), 0, "cpu")
+    before, kept, held = (np.diff(x.indptr) for x in (data(), parts.matrix, parts.held_out))
+    assert (kept[before > 0] > 0).all()
+    assert np.array_equal(kept + held, before)
+    assert np.abs(held - 0.3 * before).max() <= 0.5 + 1e-9
+
+
+def test_large_validation_parts_are_ranked_for_some_users(monkeypatch):
+    from gramtower.tuning import trial
+
+    monkeypatch.setitem(trial._SCORES, "cpu", 40 * 10)
+    parts = make_parts(data(), 0.3, (None, None), 0, "cpu")
+    assert parts.shown == 10 == (np.diff(parts.held_out.indptr) > 0).sum()
+    assert parts.users > 10
+
+
+def test_curves_that_cannot_reach_the_best_are_hopeless():
+    rising = [0.0, 0.02, 0.04, 0.06, 0.08, 0.10, 0.12, 0.14]
+    assert not curves.hopeless(rising, 10, 0.3, warm=False)  # 0.14 + 10 · 0.02
+    assert curves.hopeless(rising, 5, 0.3, warm=False)
+    assert not curves.hopeless(rising[:5], 1, 0.9, warm=False)  # too early to say
+    assert curves.hopeless([0.2, 0.19, 0.18, 0.17], 10, 0.25, warm=True)
+    assert not curves.hopeless([0.2, 0.19, 0.18, 0.17], 10, 0.1, warm=True)
+    assert not curves.hopeless(rising, 0, None, warm=False)
+
+
+def test_what_counts_is_the_best_of_a_cold_curve_and_the_end_of_a_warm_one():
+    assert curves.outcome([0.1, 0.3, 0.2], warm=False) == (0.3, 1)
+    assert curves.outcome([0.1, 0.3, 0.2], warm=True) == (0.2, 2)
+    assert curves.settled([0.1, 0.2, 0.2, 0.2, 0.2])
+    assert not curves.settled([0.1, 0.2, 0.2, 0.2])
+    assert not curves.settled([0.1, 0.2, 0.21, 0.22, 0.23])
+
+
+def test_neighbours_are_of_the_same_shape_and_near(tmp_path):
+    here = {"dim": 4, "omega": 0.1, "left_power": 0.0}
+    assert distance(here, {**here, "omega": 0.4}) == pytest.approx(2.0)
+    assert distance(here, {**here, "left_power": 0.5}) == pytest.approx(2.0)
+    assert distance(here, {**here, "dim": 8}) == np.inf
+    solutions = Solutions(tmp_path, 10**6)
+    finished = [(0, {**here, "omega": 0.4}), (1, {**here, "omega": 0.2}), (2, {**here, "dim": 8})]
+    assert solutions.nearest(here, finished) is None  # nothing is kept yet
+    for number in range(3):
+        solutions.keep(number, _vector(10), {number: 0.5})
+    assert solutions.nearest(here, finished) == 1
+    assert solutions.nearest({**here, "omega": 100.0}, finished) is None
+
+
+def test_the_worst_solutions_are_dropped_first(tmp_path):
+    size = len(_vector(1000)) * 4
+    solutions = Solutions(tmp_path, 2 * size + 1000)
+    values = {0: 0.3, 1: 0.1, 2: 0.2}
+    for number in values:
+        solutions.keep(number, _vector(1000), {n: values[n] for n in range(number + 1)})
+    assert sorted(path.stem for path in tmp_path.iterdir()) == ["0", "2"]
+
+
+def test_pruned_trials_win_only_among_their_like():
+    def tried(number, value, pruned):
+        return Tried(number, {}, value, 1, [value], 0.0, pruned, None, "")
+
+    assert pick([tried(0, 0.1, False), tried(1, 0.9, True), tried(2, 0.1, False)]).number == 0
+    assert pick([tried(0, 0.1, True), tried(1, 0.9, True)]).number == 1
+
+
+def test_without_optuna_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ImportError, match=r'pip install "gramtower\[tune\]"'):
+        small().tune(data(), space=SPACE)
+
+
+def _vector(length):
+    import torch
+
+    return torch.zeros(length)

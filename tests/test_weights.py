@@ -1,0 +1,77 @@
+"""Weights by name against arrays written out, in the problem, the estimator and its file."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+
+import gramtower as gt
+from gramtower.objective.weights import degree_power, entity_weights
+
+
+def with_lonely_entities():
+    """7 × 5; row 2 and column 4 have no pair."""
+    dense = np.array([[1, 1, 1, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0], [1, 1, 0, 0, 0]] + [[0, 1, 0, 1, 0]] * 3)
+    return sp.csr_matrix(dense.astype(np.float32))
+
+
+def by_hand(counts, power):
+    """Counts, with 0 taken as 1, to a power, over their mean: one entity at a time."""
+    raw = [float(c if c else 1) ** power for c in counts]
+    return np.array([x / (sum(raw) / len(raw)) for x in raw])
+
+
+@pytest.mark.parametrize("power", [0.5, -0.5, 1.0, 0.0])
+def test_a_problem_by_name_equals_the_one_with_arrays(power):
+    matrix = with_lonely_entities()
+    rows, columns = by_hand([4, 1, 0, 2, 2, 2, 2], power), by_hand([3, 5, 1, 4, 0], -power)
+    options = dict(omega=0.3, embedding_l2=0.1)
+    named = gt.Problem(matrix, left_weights=f"degree^{power}", right_weights=f"degree^{-power}", **options)
+    given = gt.Problem(matrix, left_weights=rows, right_weights=columns, **options)
+    towers = gt.mlp_towers(named, hidden=(4,), dim=3, dtype=torch.float64)
+    for a, b in zip(named.weight_arrays, (rows, columns), strict=True):
+        assert a == pytest.approx(b, rel=1e-14)
+        assert a.mean() == pytest.approx(1.0)
+    assert named.at(towers).value == pytest.approx(given.at(towers).value, rel=1e-13)
+
+
+def test_entities_without_pairs_weigh_as_those_with_one():
+    found = entity_weights("left_weights", "degree^-1", np.array([0, 1, 4]))
+    assert found[0] == found[1] == 4 * found[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "power"), [("degree", 1.0), ("degree^0.5", 0.5), (" degree ^ -1e-1", -0.1), ("degree^+2", 2.0)]
+)
+def test_powers_are_read(text, power):
+    assert degree_power("left_weights", text) == power
+
+
+@pytest.mark.parametrize("text", ["", "degrees^1", "degree^", "degree^x", "degree^inf", "degree^nan", "degree 2"])
+def test_other_names_are_refused(text):
+    with pytest.raises(ValueError, match=r'right_weights: got .* "degree\^0.5"'):
+        gt.Problem(with_lonely_entities(), right_weights=text)
+
+
+def test_a_power_that_overflows_is_refused():
+    with pytest.raises(ValueError, match="left_weights: got 'degree\\^1000', expected a power that gives finite"):
+        gt.Problem(with_lonely_entities(), left_weights="degree^1000")
+
+
+def test_the_estimator_takes_them_and_its_file_keeps_them(tmp_path):
+    matrix = with_lonely_entities()
+    options = dict(dim=3, hidden=(4,), max_iterations=4, device="cpu")
+    named = gt.TwoTower(left_weights="degree^0.5", right_weights="degree^-0.5", **options).fit(matrix)
+    arrays = dict(left_weights=by_hand([4, 1, 0, 2, 2, 2, 2], 0.5), right_weights=by_hand([3, 5, 1, 4, 0], -0.5))
+    given = gt.TwoTower(**arrays, **options).fit(matrix)
+    plain = gt.TwoTower(**options).fit(matrix)
+    assert np.allclose(named.embed(), given.embed(), atol=1e-6)
+    assert not np.allclose(named.embed(), plain.embed(), atol=1e-3)
+    named.save(tmp_path / "named")
+    given.save(tmp_path / "given")
+    assert repr(given).startswith("TwoTower(dim=3, hidden=(4,), left_weights=array([")
+    assert gt.load(tmp_path / "named").left_weights == "degree^0.5"
+    for side, array in arrays.items():
+        assert np.array_equal(getattr(gt.load(tmp_path / "given"), side), array)
