@@ -312,13 +312,36 @@ class TwoTower:
         return np.asarray(this.embeddings[rows].numpy())
 
     def evaluate(
-        self, test: Any, metrics: Sequence[str] = METRICS, *, exclude_seen: bool = True, by: str | None = None
+        self,
+        test: Any,
+        metrics: Sequence[str] = METRICS,
+        *,
+        exclude_seen: bool = True,
+        by: str | None = None,
+        left_features: Any = None,
+        histories: Any = None,
     ) -> dict[str, float]:
-        """Ranking metrics on held-out pairs; see docs/metrics.md for the definitions."""
+        """Ranking metrics on held-out pairs; see docs/metrics.md for the definitions.
+
+        With ``left_features``, ``histories`` or both, the left entities of ``test`` are taken as new ones, described as
+        for :meth:`recommend`, one row for each row of ``test``; histories may be Interactions, such as those of
+        :func:`gramtower.data.splits.held_out_users`, and are what counts as seen.
+        """
         self._check_fitted()
+        P, seen, rows = self.left_.embeddings, self.seen_, self.left_.ids
+        if left_features is not None or histories is not None:
+            if by is not None:
+                check.fail("by", repr(by), "None for new entities, whose training pairs there are none of")
+            matrix, (rows, _) = matrix_and_ids(test)
+            if isinstance(histories, Interactions):
+                histories = aligned(
+                    "histories", histories, (rows, self.right_.ids), (matrix.shape[0], len(self.right_))
+                )
+            seen = None if histories is None else self._history_matrix(histories)
+            P = self._embed_new("left", left_features, seen)
         return evaluate_embeddings(
-            self.left_.embeddings, self.right_.embeddings, self._align(test),
-            train=self.seen_, metrics=tuple(metrics), exclude_train=exclude_seen, by=by,
+            P, self.right_.embeddings, aligned("test", test, (rows, self.right_.ids), (len(P), len(self.right_))),
+            train=seen, metrics=tuple(metrics), exclude_train=exclude_seen, by=by,
         )  # fmt: skip
 
     def save(self, path: str | Path) -> None:
@@ -458,9 +481,6 @@ class TwoTower:
         matrix.sum_duplicates()
         matrix.data[:] = 1.0
         return matrix
-
-    def _align(self, test: Any) -> sp.csr_matrix:
-        return aligned("test", test, (self.left_.ids, self.right_.ids), self.seen_.shape)
 
     def _side(self, side: str) -> Side:
         return self.left_ if check.choice("side", side, ("left", "right")) == "left" else self.right_
