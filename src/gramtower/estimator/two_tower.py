@@ -67,6 +67,9 @@ class TwoTower:
         seed: for the initial weights and for methods that draw.
         towers: a function from a Problem to Towers of your own, instead of the multi-layer ones.
         memory_budget: bytes that an evaluation may keep, such as "2GB".
+        precision: of matrix products on a GPU, "tf32" or "float32"; both end at the same objective
+            (benchmarks/bench_gpu.py --same-objective).
+        pair_precision: of embeddings gathered for each pair on a GPU, "float32" or "bfloat16".
         verbose: one line an iteration on standard error.
     """
 
@@ -80,7 +83,7 @@ class TwoTower:
         l2: float = defaults.L2,
         embedding_l2: float | None = None,
         frequency_power: float = 1.0,
-        imputed: float = -1.0,
+        imputed: float = defaults.IMPUTED,
         left_weights: Any = None,
         right_weights: Any = None,
         optimizer: str = "newton-kron",
@@ -93,6 +96,8 @@ class TwoTower:
         seed: int = 0,
         towers: Callable[[Problem], Towers] | None = None,
         memory_budget: int | str | None = None,
+        precision: str = "tf32",
+        pair_precision: str = "float32",
         verbose: bool = False,
     ) -> None:
         self.dim, self.hidden, self.activation, self.loss = dim, hidden, activation, loss
@@ -101,7 +106,7 @@ class TwoTower:
         self.optimizer, self.optimizer_options = optimizer, optimizer_options
         self.max_iterations, self.time_limit, self.patience, self.metric = max_iterations, time_limit, patience, metric
         self.device, self.seed, self.towers, self.memory_budget = device, seed, towers, memory_budget
-        self.verbose = verbose
+        self.precision, self.pair_precision, self.verbose = precision, pair_precision, verbose
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """The constructor's arguments."""
@@ -391,6 +396,7 @@ class TwoTower:
             l2=self.l2, imputed=self.imputed, left_weights=self.left_weights, right_weights=self.right_weights,
             embedding_l2=defaults.default_embedding_l2(*size) if self.embedding_l2 is None else self.embedding_l2,
             frequency_power=self.frequency_power, memory_budget=self.memory_budget,
+            precision=self.precision, pair_precision=self.pair_precision,
             pair_weights=pairs.weights if isinstance(pairs, Interactions) else None,
         )  # fmt: skip
         return problem, (left, right)
@@ -406,7 +412,9 @@ class TwoTower:
         """Widths of hidden layers and of the embeddings: as given, or by the data."""
         with_features = problem.left.kind != "ids" or problem.right.kind != "ids"
         hidden = defaults.default_hidden(with_features) if self.hidden is None else self.hidden
-        return hidden, defaults.default_dim(problem.shape, len(problem.pairs)) if self.dim is None else self.dim
+        return hidden, defaults.default_dim(
+            problem.shape, defaults.pick_device(self.device)
+        ) if self.dim is None else self.dim
 
     def _finish(
         self,
