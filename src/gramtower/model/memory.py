@@ -46,8 +46,8 @@ def explained(budget: int | None) -> Iterator[None]:
         now = "half of what was free" if budget is None else f"{budget / 1e9:.1f} GB"
         smaller = "4GB" if budget is None else f"{max(0.1, budget / 2e9):.1f}GB"
         raise MemoryError(
-            f"the GPU ran out of memory: memory_budget is {now}; give a smaller one, such as memory_budget={smaller!r}, "
-            "so that towers run in row blocks and recompute, or a smaller dim"
+            f"the GPU ran out of memory: memory_budget is {now}; give a smaller one, such as memory_budget={smaller!r}"
+            ", so that towers run in row blocks and recompute, or a smaller dim"
         ) from error
 
 
