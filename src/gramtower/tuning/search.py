@@ -90,7 +90,8 @@ def make_space(model: TwoTower, start: Mapping[str, Value], given: Mapping[str, 
         value = getattr(model, argument, None)
         return value is not default.get(argument) and (isinstance(value, np.ndarray) or value != default.get(argument))
 
-    return as_space({name: True for name in NAMES if not is_given(name)}, whole)
+    left_out = () if with_features else ("features",)  # history is slower and seldom better: only by name
+    return as_space({name: True for name in NAMES if name not in left_out and not is_given(name)}, whole)
 
 
 def _identity(parts: Parts, space: Space, metric: str, seed: int, model: TwoTower) -> dict[str, Any]:
