@@ -120,6 +120,23 @@ def test_history_and_features_together_serve_a_new_user(files, tmp_path, capsys)
     assert answer(capsys, "info", tmp_path / "table")["left_kind"] == "table"
 
 
+def test_new_entities_are_evaluated_by_features_and_histories(files, tmp_path, capsys):
+    answer(capsys, *fit(files, tmp_path / "run", "--history"))
+    lines = [f"{u},item {i}" for u in (90, 91, 97) for i in range(30) if u % 2 == i % 2]
+    (tmp_path / "test.csv").write_text("user,item\n" + "\n".join([*lines[1::2], "90,item 99"]) + "\n")
+    (tmp_path / "seen.csv").write_text("user,item\n" + "\n".join(lines[::2]) + "\n")
+    tokens = ["evaluate", tmp_path / "run", "--test", tmp_path / "test.csv", "--metrics", "recall@20"]
+    features, histories = ["--left-features", files / "new.csv"], ["--histories", tmp_path / "seen.csv"]
+    assert "none of them" in refusal(capsys, *tokens)  # known ids alone
+    found = answer(capsys, *tokens, *features, *histories)
+    assert found["pairs_left_out"] == 1
+    assert found["metrics"]["recall@20"] > 0.9
+    for given in (features, histories):
+        assert answer(capsys, *tokens, *given)["metrics"]["recall@20"] > 0.5
+    assert run([*map(str, tokens), *map(str, features)]) == 0
+    assert "1 of 3 left entities have no features" in capsys.readouterr().err
+
+
 def test_the_config_of_a_run_repeats_it(fitted, tmp_path, capsys):
     config = tomllib.loads((fitted / "config.toml").read_text())
     assert config["features"]["left-column"] == {"code": "categorical", "since": "skip"}

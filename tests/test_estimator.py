@@ -15,6 +15,8 @@ import gramtower as gt
 from gramtower.estimator import defaults
 from gramtower.estimator.matrices import history_features
 
+CPU = torch.device("cpu")
+
 
 def checkerboard(size=20):
     """Even users like even items and odd ones odd items, each except its own number."""
@@ -159,7 +161,7 @@ def test_warm_start_keeps_known_entities_and_adds_new_ones():
 def test_size_and_layers_follow_the_data_unless_given(tmp_path):
     ids = gt.TwoTower(max_iterations=2, device="cpu").fit(named(16))
     assert ids.hidden_ == ()
-    assert ids.dim_ == defaults.default_dim((16, 16), ids.seen_.nnz) == ids.embed().shape[1] <= 16
+    assert ids.dim_ == defaults.default_dim((16, 16), CPU) == ids.embed().shape[1] <= 16
     features = gt.TwoTower(max_iterations=1, device="cpu").fit(named(16), right_features=np.eye(16))
     assert features.hidden_ == defaults.HIDDEN
     given = gt.TwoTower(dim=3, hidden=(5,), max_iterations=1, device="cpu").fit(named(16))
@@ -175,7 +177,7 @@ def test_size_and_layers_follow_the_data_unless_given(tmp_path):
 def test_a_warm_start_keeps_the_size_that_more_data_would_change():
     model = gt.TwoTower(max_iterations=4, device="cpu").fit(named(16))
     before = model.dim_
-    assert defaults.default_dim((20, 20), 180) != before
+    assert defaults.default_dim((20, 20), CPU) != before
     assert model.fit(named(20), warm_start=True).dim_ == before
     assert model.dim is None
 
@@ -212,7 +214,11 @@ def test_towers_of_ones_own_and_what_a_file_cannot_hold(tmp_path):
 def test_defaults_scale_with_the_data():
     assert defaults.default_omega((1000, 1000), 10_000) == pytest.approx(2 * 10_000 / 990_000)
     sparse, dense = (defaults.default_embedding_l2((1000, 1000), n) for n in (1000, 100_000))
-    assert dense == 2 * sparse
+    assert sparse < dense < 2 * sparse
+    assert defaults.default_embedding_l2((1000, 1000), 500_000) == dense
+    sizes = [defaults.default_dim((n, 10 * n), CPU) for n in (10, 1000, 3000, 9000, 100_000)]
+    assert sizes == [10, 64, 128, 256, 256]
+    assert defaults.default_dim((100_000, 50_000), torch.device("cuda")) == 1024
     fitted = small(max_iterations=1).fit(checkerboard())
     assert fitted.omega_ == pytest.approx(2 * 180 / 220)
 

@@ -133,12 +133,13 @@ def test_inner_product_of_long_vectors(monkeypatch):
     assert float(gpu.inner(a, b)) == pytest.approx(float(a.double() @ b.double()), rel=1e-13)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_whole_engine_agrees_with_the_reference(loss, monkeypatch):
+def test_whole_engine_agrees_with_the_reference(loss, dtype, monkeypatch):
     pieces_of(monkeypatch)
     results = []
     for kernels in ("triton", "reference"):
-        case = make_case(m=13, n=11, loss=loss, kernels=kernels)
+        case = make_case(m=13, n=11, loss=loss, kernels=kernels, dtype=dtype)
         towers = case.towers
         for module in (towers.left, towers.right):
             module.to(DEVICE)
@@ -147,7 +148,9 @@ def test_whole_engine_agrees_with_the_reference(loss, monkeypatch):
         g = point.gradient()
         results.append((point.value, g.vector, (point.gauss_newton() @ g).vector, (point.preconditioner() @ g).vector))
     for mine, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(torch.as_tensor(mine), torch.as_tensor(wanted), rtol=1e-9, atol=1e-11)
+        mine, wanted = torch.as_tensor(mine), torch.as_tensor(wanted)
+        near = 1e-10 if dtype == torch.float64 else 2e-4
+        assert float((mine - wanted).norm()) <= near * float(wanted.norm())
 
 
 @pytest.mark.skipif(not GPU, reason="no GPU: 64-bit offsets need gigabytes and a real device")
@@ -190,11 +193,9 @@ def test_slopes_from_outputs_are_those_of_autograd(activation, dtype):
     assert gpu.slope_product(g, bias, y.detach(), code, out) is None
     torch.testing.assert_close(out, wanted, **tolerance)
     torch.testing.assert_close(slope_from_output(code, y.detach()) * (g + bias), wanted, **tolerance)
-    sums = gpu.slope_product(g + bias, None, y.detach(), code, base.clone(), add=True, sums=True)
+    sums = gpu.slope_product(g + bias, None, y.detach(), code, out, base, 0.5, sums=True)
     torch.testing.assert_close(sums, wanted.sum(0), **tolerance)
-    added = base.clone()
-    gpu.slope_product(g + bias, None, y.detach(), code, added, add=True, sums=True)
-    torch.testing.assert_close(added, base + wanted, **tolerance)
+    torch.testing.assert_close(out, 0.5 * base + wanted, **tolerance)
 
 
 def test_elu_of_a_sum_keeps_its_digits():

@@ -7,6 +7,7 @@ import pytest
 import scipy.sparse as sp
 
 import gramtower as gt
+from gramtower.data.splits import held_out_users
 from gramtower.data.tables import FeatureTable
 from gramtower.estimator.inputs import Inputs, training_inputs
 
@@ -178,3 +179,24 @@ def test_inputs_survive_json():
     new = frame([5, 40]) | {"group": ["odd", "unheard of"]}
     assert (again.new("left", new, None) != inputs.new("left", new, None)).nnz == 0
     assert again.to_json() == inputs.to_json()
+
+
+def test_held_out_users_are_evaluated_by_their_histories_and_features():
+    observed = pairs()
+    split = held_out_users(observed, 0.25, history=0.5, seed=0)
+    model = small().fit(split.train, left_features=["history", table()])
+    found = model.evaluate(split.test, ("recall@20", "hit@1"), histories=split.history, left_features=table())
+    held = split.held_out_users
+    shown = [observed.right_ids[split.history.matrix[row].indices].tolist() for row in held]
+    rows = frame([int(observed.left_ids[row][1:]) for row in held])
+    ids, _ = model.recommend(histories=shown, left_features=rows, k=20)
+    recalls = []
+    for row, answer in zip(held, ids, strict=True):
+        liked = set(observed.right_ids[split.test.matrix[row].indices])
+        recalls.append(len(liked & set(answer)) / len(liked))
+    assert found["recall@20"] == pytest.approx(np.mean(recalls))
+    assert found["recall@20"] > model.evaluate(split.test, ("recall@20",))["recall@20"]  # nothing known of them
+    seen = model.evaluate(split.test, ("hit@1",), histories=split.history, exclude_seen=False)
+    assert seen["hit@1"] <= found["hit@1"]
+    with pytest.raises(ValueError, match="by: got 'activity'"):
+        model.evaluate(split.test, histories=split.history, by="activity")

@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from gramtower.data import mediawiki, sqldump, streams
+from gramtower.data import sqldump, streams
 from gramtower.data.mediawiki import is_mediawiki, mediawiki_links
 
 CREATE = {
@@ -106,7 +106,6 @@ def test_what_is_left_out_is_counted(new, tmp_path):
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 31, 100, 257])
 def test_buffers_may_end_anywhere(new, size, tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "CHUNK", size)
-    monkeypatch.setattr(mediawiki, "_BATCH", 4)
     assert pairs_of(mediawiki_links(write(tmp_path, new, per_insert=1 + size % 6))) == EXPECTED
 
 

@@ -13,6 +13,7 @@ A config is an object with any of these keys (defaults in brackets):
     left_power, right_power [0]   weights a and b by degree to this power, mean 1
     iterations [20], every [5]    outer iterations, and how often the validation part is ranked
     optimizer_options [{}]        such as {"cg_steps": 10}
+    precision ["tf32"], pair_precision ["float32"]   on a GPU
     data [all]            names of the sets to try it on
     seed [0]
 
@@ -46,6 +47,7 @@ DEFAULTS: dict[str, Any] = {
     "dim": 256, "hidden": [], "loss": "logistic", "imputed": -1.0, "l2": 2.0**-4, "share": 2.0, "omega": None,
     "penalty": 2.0**-8, "embedding_l2": None, "frequency_power": 1.0, "left_power": 0.0, "right_power": 0.0,
     "features": "ids", "iterations": 20, "every": 5, "optimizer_options": {}, "data": list(FILES), "seed": 0,
+    "precision": "tf32", "pair_precision": "float32",
 }  # fmt: skip
 
 
@@ -62,6 +64,7 @@ def problem_of(train: sp.csr_matrix, config: dict[str, Any]) -> gt.Problem:
     return gt.Problem(
         train, features, loss=config["loss"], imputed=config["imputed"], omega=omega, l2=config["l2"], embedding_l2=mu,
         frequency_power=config["frequency_power"], left_weights=weights[0], right_weights=weights[1],
+        precision=config["precision"], pair_precision=config["pair_precision"],
     )  # fmt: skip
 
 
@@ -106,7 +109,6 @@ def read_configs(text: str) -> list[dict[str, Any]]:
 
 def main(arguments: argparse.Namespace) -> None:
     device = torch.device("cuda" if arguments.device != "cpu" and torch.cuda.is_available() else "cpu")
-    torch.backends.cuda.matmul.allow_tf32 = arguments.tf32
     number, shards = map(int, arguments.shard.split("/"))
     configs = read_configs(arguments.configs)[number::shards]
     done = [json.loads(line) for line in Path(arguments.skip).read_text().splitlines()] if arguments.skip else []
@@ -148,7 +150,6 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=600.0, help="most seconds on each set")
     parser.add_argument("--split", type=int, default=0, help="seed of the inner validation split")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    parser.add_argument("--tf32", action="store_true", help="matrix products in TF32 on a GPU")
     parser.add_argument("--shard", default="0/1", help="I/N: configs I, I+N, I+2N, …")
     parser.add_argument("--skip", help="JSON lines of a former run, not to repeat")
     parser.add_argument("--out", help="append the lines to this file too")

@@ -79,10 +79,7 @@ def id_column(side: str, frame: Any, given: str | None, pairs_column: str | None
 
 def new_rows(model: TwoTower, path: Path, chosen: list[str] | None, quiet: bool) -> tuple[Any, list[str]]:
     """The rows of a table of new left entities, all or those of some ids, and their ids (or numbers, without ids)."""
-    table = next((part.table for part in model.left_.inputs.parts if part.table is not None), None)
-    if table is None:
-        check.fail("--left-features", path, f"a model fitted with --left-features; this one sees {_seen(model)}")
-    frame = read_frame("left_features", path)
+    table, frame = _table_of(model, path), read_frame("left_features", path)
     if table.id not in frame.columns:
         if chosen is not None:
             check.fail("--left", ", ".join(chosen), f"a column {table.id!r} in {path} to find them by")
@@ -101,8 +98,27 @@ def new_rows(model: TwoTower, path: Path, chosen: list[str] | None, quiet: bool)
     return frame, ids
 
 
-def _seen(model: TwoTower) -> str:
-    return "history: use --history" if model.left_.inputs.has_history else model.left_.inputs.kind
+def rows_of(model: TwoTower, path: Path, ids: Any, quiet: bool) -> Any:
+    """The rows of a table of new left entities in the order of ids; those without a row have every column missing."""
+    pl = frames.polars()
+    table, frame = _table_of(model, path), read_frame("left_features", path)
+    name = frames.pick(f"id column of {path}", table.id, frame.columns)
+    frame = frame.with_columns(frames.texts(frame[name]).alias(name))
+    if frame[name].drop_nulls().is_duplicated().any():
+        check.fail(f"id column of {path}", "an id in several rows", "each id in one row")
+    found = pl.DataFrame({name: pl.Series(ids.tolist(), dtype=pl.String)}).join(frame, on=name, how="left")
+    without = len(ids) - int(found[name].is_in(frame[name].drop_nulls().to_list()).sum())
+    if without and not quiet:
+        note(f"{without:,} of {len(ids):,} left entities have no features")
+    return found
+
+
+def _table_of(model: TwoTower, path: Path) -> FeatureTable:
+    table = next((part.table for part in model.left_.inputs.parts if part.table is not None), None)
+    if table is None:
+        seen = "history: use --history" if model.left_.inputs.has_history else model.left_.inputs.kind
+        check.fail("--left-features", path, f"a model fitted with --left-features; this one sees {seen}")
+    return table
 
 
 def _join(side: str, table: FeatureTable, ids: Any, quiet: bool) -> dict[str, Any]:

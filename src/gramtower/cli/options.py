@@ -138,6 +138,10 @@ class TrainOptions:
     ] = None
     metric: Annotated[str | None, _flag("metric", "Validation metric, such as recall@20.")] = None
     device: Annotated[str | None, _flag("device", "auto, cpu or cuda.")] = None
+    precision: Annotated[str | None, _flag("precision", "Of matrix products on a GPU: tf32 or float32.")] = None
+    pair_precision: Annotated[
+        str | None, _flag("pair_precision", "Of what is gathered for each pair on a GPU: float32 or bfloat16.")
+    ] = None
     seed: Annotated[int | None, _flag("seed", "For initial weights, splits and methods that draw.")] = None
     memory_budget: Annotated[
         str | None, _flag("memory_budget", "Memory of an evaluation, such as 500MB or 2GiB.", "by the machine")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gramtower import _checks as check
 from gramtower.cli.config import Settings, over
-from gramtower.cli.features import new_rows
+from gramtower.cli.features import new_rows, rows_of
 from gramtower.cli.folder import open_model
 from gramtower.cli.options import Common, DataOptions
 from gramtower.cli.output import note, print_facts, print_json, print_table
@@ -31,6 +31,8 @@ def evaluate(
     metrics: str = ",".join(METRICS),
     exclude_seen: bool = True,
     by: str | None = None,
+    left_features: Path | None = None,
+    histories: Path | None = None,
     data: DataOptions | None = None,
     common: Common | None = None,
 ) -> int:
@@ -45,6 +47,8 @@ def evaluate(
         metrics: Names with a cut-off, separated by commas: recall@20, ndcg@20, map@5, ...
         exclude_seen: Leave pairs of the training data out of the ranking.
         by: A break-down: popularity (of right entities) or activity (of left ones).
+        left_features: Take the left entities of the test as new ones, described by this table.
+        histories: Take the left entities of the test as new ones, described by these pairs, a file like the test.
         data: Data.
         common: Output.
     """
@@ -52,10 +56,15 @@ def evaluate(
     names = tuple(name.strip() for name in metrics.split(",") if name.strip())
     model, settings = open_model(run)
     pairs = read_pairs(test, _test_options(settings, test, data))
-    known = known_pairs(model, pairs)
+    new: dict[str, Any] = {}
+    if left_features is not None:
+        new["left_features"] = rows_of(model, left_features, pairs.left_ids, common.quiet)
+    if histories is not None:
+        new["histories"] = read_pairs(histories, _test_options(settings, histories, data))
+    known = known_pairs(model, pairs, new=bool(new))
     if known == 0:
         check.fail("test", f"{len(pairs):,} pairs, none of them with two known ids", "pairs of entities of the model")
-    found = model.evaluate(pairs, names, exclude_seen=exclude_seen, by=by)
+    found = model.evaluate(pairs, names, exclude_seen=exclude_seen, by=by, **new)
     counts = {"pairs": len(pairs), "pairs_left_out": len(pairs) - known, "exclude_seen": exclude_seen}
     if common.json:
         print_json({"metrics": found, **counts})
@@ -138,12 +147,12 @@ def similar(
     return 0
 
 
-def known_pairs(model: TwoTower, pairs: Interactions) -> int:
-    """How many pairs have both ids in the model."""
+def known_pairs(model: TwoTower, pairs: Interactions, new: bool = False) -> int:
+    """How many pairs have both ids in the model; the right one is enough where left entities are new."""
     if model.left_.ids is None or model.right_.ids is None:
         return len(pairs)
     lefts, rights = set(model.left_.ids.tolist()), set(model.right_.ids.tolist())
-    rows = np.array([key in lefts for key in pairs.left_ids.tolist()], dtype=bool)
+    rows = np.array([new or key in lefts for key in pairs.left_ids.tolist()], dtype=bool)
     columns = np.array([key in rights for key in pairs.right_ids.tolist()], dtype=bool)
     coo = pairs.matrix.tocoo()
     return int((rows[coo.row] & columns[coo.col]).sum())

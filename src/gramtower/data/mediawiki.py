@@ -17,8 +17,9 @@ The dumps are read once each, in pieces. Held besides a piece: the titles of nam
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,6 @@ from gramtower.data.interactions import Interactions
 from gramtower.data.sqldump import columns_of, read_rows, text_of
 
 _ENDING = r"\.sql(\.gz|\.bz2|\.xz)?"
-_BATCH = 1 << 16
 _ARTICLES = b"0"
 
 
@@ -90,7 +90,7 @@ def _read_pages(folder: Path) -> _Pages:
     by_id: dict[int, int] = {}
     is_redirect: list[bool] = []
     wanted = ("page_id", "page_namespace", "page_title", "page_is_redirect")
-    for page, namespace, title, flag in read_rows(_dump(folder, "page"), wanted):
+    for page, namespace, title, flag in chain.from_iterable(read_rows(_dump(folder, "page"), wanted)):
         if namespace == _ARTICLES:
             by_id[int(page)] = len(titles)
             titles.append(text_of(title))
@@ -99,9 +99,8 @@ def _read_pages(folder: Path) -> _Pages:
         check.fail("path", f"{folder}, whose page dump has no page of namespace 0", "a whole page dump")
     numbers = {title: number for number, title in enumerate(titles)}
     leads_to = np.where(is_redirect, -1, np.arange(len(titles)))
-    for source, namespace, title, interwiki in read_rows(
-        _dump(folder, "redirect"), ("rd_from", "rd_namespace", "rd_title", "rd_interwiki")
-    ):
+    wanted = ("rd_from", "rd_namespace", "rd_title", "rd_interwiki")
+    for source, namespace, title, interwiki in chain.from_iterable(read_rows(_dump(folder, "redirect"), wanted)):
         number = by_id.get(int(source))
         if number is not None and is_redirect[number] and namespace == _ARTICLES and not text_of(interwiki):
             leads_to[number] = numbers.get(text_of(title), -1)
@@ -130,8 +129,9 @@ def _read_links(folder: Path, pages: _Pages) -> tuple[NDArray[np.int64], NDArray
     find = _by_title(pages) if by_title else _by_target(folder, pages)
     size = len(pages.titles)
     kept: list[NDArray[np.int64]] = []
-    for rows in _batches(read_rows(path, columns)):
-        sources = np.fromiter((pages.articles.get(int(row[0]), -1) for row in rows), np.int64, len(rows))
+    for rows in read_rows(path, columns):
+        articles = pages.articles
+        sources = np.array([articles.get(int(row[0]), -1) for row in rows], dtype=np.int64)
         targets = find(rows)
         of_articles, to_articles = sources >= 0, targets >= 0
         linked = of_articles & to_articles
@@ -140,10 +140,10 @@ def _read_links(folder: Path, pages: _Pages) -> tuple[NDArray[np.int64], NDArray
         counts["rows_not_from_articles"] += int((~of_articles).sum())
         counts["rows_to_no_article"] += int((of_articles & ~to_articles).sum())
         counts["rows_to_itself"] += int((linked & ~other).sum())
-        kept.append(np.unique(sources[other] * size + targets[other]))
+        kept.append(_distinct(sources[other] * size + targets[other]))
     joined = np.concatenate(kept) if kept else np.empty(0, np.int64)
     del kept
-    distinct = np.unique(joined)
+    distinct = _distinct(joined)
     shown = counts["rows_not_from_articles"] + counts["rows_to_no_article"] + counts["rows_to_itself"]
     counts["rows_merged"] = counts["rows"] - shown - len(distinct)
     return distinct // size, distinct % size, counts
@@ -153,10 +153,9 @@ def _by_title(pages: _Pages) -> Callable[[list[tuple[bytes, ...]]], NDArray[np.i
     """Targets of rows (from, namespace, title)."""
 
     def find(rows: list[tuple[bytes, ...]]) -> NDArray[np.int64]:
-        numbers = (
-            pages.numbers.get(text_of(title), -1) if namespace == _ARTICLES else -1 for _, namespace, title in rows
-        )
-        found = np.fromiter(numbers, np.int64, len(rows))
+        numbers = pages.numbers
+        known = [numbers.get(text_of(title), -1) if place == _ARTICLES else -1 for _, place, title in rows]
+        found = np.array(known, dtype=np.int64)
         return np.where(found < 0, -1, pages.target[found])
 
     return find
@@ -166,7 +165,7 @@ def _by_target(folder: Path, pages: _Pages) -> Callable[[list[tuple[bytes, ...]]
     """Targets of rows (from, target id), which linktarget explains."""
     ids: list[NDArray[np.int64]] = []
     targets: list[NDArray[np.int32]] = []
-    for rows in _batches(read_rows(_dump(folder, "linktarget"), ("lt_id", "lt_namespace", "lt_title"))):
+    for rows in read_rows(_dump(folder, "linktarget"), ("lt_id", "lt_namespace", "lt_title")):
         numbers = [
             (int(key), number)
             for key, namespace, title in rows
@@ -180,7 +179,7 @@ def _by_target(folder: Path, pages: _Pages) -> Callable[[list[tuple[bytes, ...]]
     known, meant = known[order], np.concatenate([np.empty(0, np.int32), *targets])[order]
 
     def find(rows: list[tuple[bytes, ...]]) -> NDArray[np.int64]:
-        asked = np.fromiter((int(row[1]) for row in rows), np.int64, len(rows))
+        asked = np.array([int(row[1]) for row in rows], dtype=np.int64)
         if not len(known):
             return np.full(len(rows), -1)
         place = np.searchsorted(known, asked).clip(max=len(known) - 1)
@@ -189,15 +188,10 @@ def _by_target(folder: Path, pages: _Pages) -> Callable[[list[tuple[bytes, ...]]
     return find
 
 
-def _batches(rows: Iterator[tuple[bytes, ...]]) -> Iterator[list[tuple[bytes, ...]]]:
-    batch: list[tuple[bytes, ...]] = []
-    for row in rows:
-        batch.append(row)
-        if len(batch) == _BATCH:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+def _distinct(keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The keys in order, each once; sorts them in place."""
+    keys.sort()
+    return np.asarray(keys[np.diff(keys, prepend=-1) != 0])
 
 
 def _dumps(folder: Path, table: str) -> list[str]:

@@ -3,9 +3,9 @@
     training_set/mv_0000001.txt …    a file for each movie, in a folder, zip or tar (also training_set.tar in a tar)
     combined_data_1.txt …            the same contents one after the other, in a folder or zip
 
-Both are lines ``movie:`` followed by its ratings ``user,rating,date``. Read once in chunks; what is held besides one
-chunk are 8 bytes for each rating kept (16 with times). Checked by tests/test_netflix.py; benchmarks/bench_dumps.py
-measures time and memory.
+Both are lines ``movie:`` followed by its ratings ``user,rating,date``. Read once in chunks: besides one chunk 8 bytes
+are held for each rating kept (16 with times), and about 50 while the matrix is put together. Checked by
+tests/test_netflix.py; benchmarks/bench_dumps.py measures time and memory.
 """
 
 from __future__ import annotations
@@ -56,12 +56,11 @@ def netflix(
             kept[name].append(column)
     if not total:
         check.fail("path", f"{place}, in which there is no rating", "lines 'movie:' and 'user,rating,date'")
-    joined = {name: np.concatenate(parts) for name, parts in kept.items() if parts}
-    del kept
-    users, movies = joined.pop("user"), joined.pop("movie")
-    found = assemble(_coded(users), _coded(movies), joined, Rule(None, labels, "max"))
-    below = {"rows": total, "rows_below_threshold": total - len(users)}
-    return Interactions(**vars(found)).renamed("user", "movie", **below)
+    counts = {"rows": total, "rows_below_threshold": total - sum(map(len, kept["user"]))}
+    numbers = {name: np.concatenate(kept.pop(name)) for name in ("value", "time") if kept[name]}
+    rule = Rule(None, labels, "max")
+    found = assemble(_coded(np.concatenate(kept.pop("user"))), _coded(np.concatenate(kept.pop("movie"))), numbers, rule)
+    return Interactions(**vars(found)).renamed("user", "movie", **counts)
 
 
 def is_netflix(path: Path) -> bool:
@@ -127,4 +126,5 @@ def _ratings(
 
 
 def _coded(numbers: NDArray[np.int32]) -> Coded:
+    """Ids as they are, the only reference to them, so that assemble can free them."""
     return Coded(numbers, lambda places: [str(number) for number in numbers[places].tolist()])

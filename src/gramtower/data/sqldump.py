@@ -15,6 +15,7 @@ from gramtower import _checks as check
 from gramtower.data import streams
 
 Row = tuple[bytes, ...]
+_END = ord(";")
 _LONGEST = 1 << 20  # bytes of a row; more without an end are not a row
 _TEXT = rb"'[^'\\]*+(?:(?:\\.|'')[^'\\]*+)*+'"
 _VALUE = rb"(?:NULL|-?[0-9][-+0-9.eE]*+|(?:_binary )?" + _TEXT + rb"|0x[0-9A-Fa-f]*+)"
@@ -30,8 +31,8 @@ def text_of(value: bytes) -> bytes:
     """The bytes of a quoted value; NULL is empty."""
     if value == b"NULL":
         return b""
-    inner = value[value.index(b"'") + 1 : -1]
-    if b"\\" not in inner and b"''" not in inner:
+    inner = value[1:-1] if value[:1] == b"'" else value[value.index(b"'") + 1 : -1]
+    if b"\\" not in inner and b"'" not in inner:
         return inner
     return _ESCAPE.sub(lambda found: b"'" if found[1] is None else _ESCAPED.get(found[1], found[1]), inner)
 
@@ -41,8 +42,8 @@ def columns_of(path: Path) -> list[str]:
     return _Reader(path).columns()
 
 
-def read_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    """Some columns of every row, as they are written: ``b"12"``, ``b"'Title'"``, ``b"NULL"``.
+def read_rows(path: Path, columns: Sequence[str]) -> Iterator[list[Row]]:
+    """Some columns of all rows, many rows at a time, as they are written: ``b"12"``, ``b"'Title'"``, ``b"NULL"``.
 
     Raises:
         ValueError: if a column does not exist, a row is not one, or the file ends inside a statement.
@@ -66,14 +67,14 @@ class _Reader:
         self.at = found.end()
         return [name.decode() for name in _COLUMN.findall(found[1])]
 
-    def rows(self, wanted: Sequence[str]) -> Iterator[Row]:
+    def rows(self, wanted: Sequence[str]) -> Iterator[list[Row]]:
         """See read_rows."""
         present = self.columns()
         for name in wanted:
             if name not in present:
                 check.fail("path", f"{self.path} with columns {', '.join(present)}", f"a column {name}")
         values = [b"(" + _VALUE + b")" if name in wanted else _VALUE for name in present]
-        row = re.compile(rb"\s*\(" + b",".join(values) + rb"\)\s*([,;])", re.DOTALL)
+        row = re.compile(rb"\s*\(" + b",".join(values) + rb"\)\s*[,;]", re.DOTALL)
         captured = [name for name in present if name in wanted]
         order = [captured.index(name) for name in wanted]
         as_written = order == sorted(order)
@@ -87,20 +88,26 @@ class _Reader:
                 given = f"{self.path}, whose rows have columns {', '.join(named)}"
                 check.fail("path", given, f"those of its CREATE TABLE, {', '.join(present)}")
             self.at = head.end()
-            for groups in self._statement(row):
-                yield groups if as_written else tuple(groups[place] for place in order)
+            for batch in self._statement(row):
+                yield batch if as_written else [tuple(groups[place] for place in order) for groups in batch]
 
-    def _statement(self, row: re.Pattern[bytes]) -> Iterator[Row]:
-        """The rows of one INSERT, up to its semicolon."""
+    def _statement(self, row: re.Pattern[bytes]) -> Iterator[list[Row]]:
+        """The rows of one INSERT, up to its semicolon, as many at a time as were read."""
         while True:
-            for found in row.finditer(self.data, self.at):
-                if found.start() != self.at:
+            batch: list[Row] = []
+            data, at, ended = self.data, self.at, False
+            for found in row.finditer(data, at):
+                if found.start() != at:
                     break  # a row is cut here, or is none
-                self.at = found.end()
-                groups = found.groups()
-                yield groups[:-1]
-                if groups[-1] == b";":
-                    return
+                at = found.end()
+                batch.append(found.groups())
+                if data[at - 1] == _END:
+                    ended = True
+                    break
+            self.at = at
+            yield batch
+            if ended:
+                return
             self._more("a row")
 
     def _next_statement(self) -> bytes | None:

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from gramtower import _checks as check
 
-CHUNK = 1 << 24
+CHUNK = 1 << 23
 _OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 _DAMAGED = (EOFError, OSError, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile)
 _TAR = re.compile(r".*\.(tar|tgz|tar\.\w+)", re.IGNORECASE)

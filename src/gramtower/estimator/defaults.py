@@ -1,12 +1,15 @@
-"""Defaults that scale with the data: ω, the embedding penalty μ, and the device.
+"""Defaults that scale with the data: ω, the embedding penalty μ, the dimension k, and the device.
 
-    ω = 2 |O| / (mn − |O|)               unobserved pairs weigh twice as much in all as observed ones
-    μ = 2⁻⁸ · clamp(d / 0.012, 1, 2)     with d = |O| / mn: dense data can bear, and need, a stronger penalty
+    ω = 2 |O| / (mn − |O|)                    unobserved pairs weigh twice as much in all as observed ones
+    μ = 0.0065 · clamp(d / 0.014, 1, 1.7)     with d = |O| / mn: dense data can bear, and need, a stronger penalty
+    k = the power of two nearest min(m, n)/20, at least 64, at most 256 on a CPU and 1024 on a GPU
 
 The figures behind them are in docs/choosing.md. Checked by tests/test_estimator.py.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -14,13 +17,16 @@ from gramtower import _checks as check
 
 HIDDEN = (256, 256)
 UNOBSERVED_SHARE = 2.0
-L2 = 2.0**-4
-_PENALTY, _DENSE = 2.0**-8, 0.012
+L2 = 2.0**-5
+IMPUTED = -0.5
+_PENALTY, _DENSE, _MOST = 0.0065, 0.014, 1.7
+_LEAST_DIM, _MOST_DIM = 64, {"cpu": 256, "cuda": 1024}
 
 
-def default_dim(shape: tuple[int, int], observed: int) -> int:
-    """k from the size of the data."""
-    return max(1, min(256, *shape))
+def default_dim(shape: tuple[int, int], device: torch.device) -> int:
+    """k from the size of the data and what the device can bear; never more than there are entities on a side."""
+    nearest = 1 << round(math.log2(max(1.0, min(shape) / 20)))
+    return max(1, min(*shape, max(_LEAST_DIM, nearest), _MOST_DIM.get(device.type, 256)))
 
 
 def default_hidden(with_features: bool) -> tuple[int, ...]:
@@ -37,7 +43,7 @@ def default_omega(shape: tuple[int, int], observed: int) -> float:
 def default_embedding_l2(shape: tuple[int, int], observed: int) -> float:
     """μ from the share of pairs that were observed."""
     density = observed / (shape[0] * shape[1])
-    return _PENALTY * min(2.0, max(1.0, density / _DENSE))
+    return _PENALTY * min(_MOST, max(1.0, density / _DENSE))
 
 
 def pick_device(device: str) -> torch.device:

@@ -67,6 +67,9 @@ class TwoTower:
         seed: for the initial weights and for methods that draw.
         towers: a function from a Problem to Towers of your own, instead of the multi-layer ones.
         memory_budget: bytes that an evaluation may keep, such as "2GB".
+        precision: of matrix products on a GPU, "tf32" or "float32"; both end at the same objective
+            (benchmarks/bench_gpu.py --same-objective).
+        pair_precision: of embeddings gathered for each pair on a GPU, "float32" or "bfloat16".
         verbose: one line an iteration on standard error.
     """
 
@@ -80,7 +83,7 @@ class TwoTower:
         l2: float = defaults.L2,
         embedding_l2: float | None = None,
         frequency_power: float = 1.0,
-        imputed: float = -1.0,
+        imputed: float = defaults.IMPUTED,
         left_weights: Any = None,
         right_weights: Any = None,
         optimizer: str = "newton-kron",
@@ -93,6 +96,8 @@ class TwoTower:
         seed: int = 0,
         towers: Callable[[Problem], Towers] | None = None,
         memory_budget: int | str | None = None,
+        precision: str = "tf32",
+        pair_precision: str = "float32",
         verbose: bool = False,
     ) -> None:
         self.dim, self.hidden, self.activation, self.loss = dim, hidden, activation, loss
@@ -101,7 +106,7 @@ class TwoTower:
         self.optimizer, self.optimizer_options = optimizer, optimizer_options
         self.max_iterations, self.time_limit, self.patience, self.metric = max_iterations, time_limit, patience, metric
         self.device, self.seed, self.towers, self.memory_budget = device, seed, towers, memory_budget
-        self.verbose = verbose
+        self.precision, self.pair_precision, self.verbose = precision, pair_precision, verbose
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """The constructor's arguments."""
@@ -312,13 +317,36 @@ class TwoTower:
         return np.asarray(this.embeddings[rows].numpy())
 
     def evaluate(
-        self, test: Any, metrics: Sequence[str] = METRICS, *, exclude_seen: bool = True, by: str | None = None
+        self,
+        test: Any,
+        metrics: Sequence[str] = METRICS,
+        *,
+        exclude_seen: bool = True,
+        by: str | None = None,
+        left_features: Any = None,
+        histories: Any = None,
     ) -> dict[str, float]:
-        """Ranking metrics on held-out pairs; see docs/metrics.md for the definitions."""
+        """Ranking metrics on held-out pairs; see docs/metrics.md for the definitions.
+
+        With ``left_features``, ``histories`` or both, the left entities of ``test`` are taken as new ones, described as
+        for :meth:`recommend`, one row for each row of ``test``; histories may be Interactions, such as those of
+        :func:`gramtower.data.splits.held_out_users`, and are what counts as seen.
+        """
         self._check_fitted()
+        P, seen, rows = self.left_.embeddings, self.seen_, self.left_.ids
+        if left_features is not None or histories is not None:
+            if by is not None:
+                check.fail("by", repr(by), "None for new entities, whose training pairs there are none of")
+            matrix, (rows, _) = matrix_and_ids(test)
+            if isinstance(histories, Interactions):
+                histories = aligned(
+                    "histories", histories, (rows, self.right_.ids), (matrix.shape[0], len(self.right_))
+                )
+            seen = None if histories is None else self._history_matrix(histories)
+            P = self._embed_new("left", left_features, seen)
         return evaluate_embeddings(
-            self.left_.embeddings, self.right_.embeddings, self._align(test),
-            train=self.seen_, metrics=tuple(metrics), exclude_train=exclude_seen, by=by,
+            P, self.right_.embeddings, aligned("test", test, (rows, self.right_.ids), (len(P), len(self.right_))),
+            train=seen, metrics=tuple(metrics), exclude_train=exclude_seen, by=by,
         )  # fmt: skip
 
     def save(self, path: str | Path) -> None:
@@ -368,6 +396,7 @@ class TwoTower:
             l2=self.l2, imputed=self.imputed, left_weights=self.left_weights, right_weights=self.right_weights,
             embedding_l2=defaults.default_embedding_l2(*size) if self.embedding_l2 is None else self.embedding_l2,
             frequency_power=self.frequency_power, memory_budget=self.memory_budget,
+            precision=self.precision, pair_precision=self.pair_precision,
             pair_weights=pairs.weights if isinstance(pairs, Interactions) else None,
         )  # fmt: skip
         return problem, (left, right)
@@ -383,7 +412,9 @@ class TwoTower:
         """Widths of hidden layers and of the embeddings: as given, or by the data."""
         with_features = problem.left.kind != "ids" or problem.right.kind != "ids"
         hidden = defaults.default_hidden(with_features) if self.hidden is None else self.hidden
-        return hidden, defaults.default_dim(problem.shape, len(problem.pairs)) if self.dim is None else self.dim
+        return hidden, defaults.default_dim(
+            problem.shape, defaults.pick_device(self.device)
+        ) if self.dim is None else self.dim
 
     def _finish(
         self,
@@ -458,9 +489,6 @@ class TwoTower:
         matrix.sum_duplicates()
         matrix.data[:] = 1.0
         return matrix
-
-    def _align(self, test: Any) -> sp.csr_matrix:
-        return aligned("test", test, (self.left_.ids, self.right_.ids), self.seen_.shape)
 
     def _side(self, side: str) -> Side:
         return self.left_ if check.choice("side", side, ("left", "right")) == "left" else self.right_

@@ -109,35 +109,37 @@ def slope_product(
     y: Tensor,
     activation: tuple[int, float],
     out: Tensor,
-    add: bool = False,
+    base: Tensor | None = None,
+    scale: float = 1.0,
     sums: bool = False,
 ) -> Tensor | None:
-    """(g + bias) ∘ φ′ written or added to ``out``, φ′ worked out from the activation's output y; its column sums.
+    """scale·base + (g + bias) ∘ φ′ written to ``out``, φ′ worked out from the activation's output y.
 
-    All matrices are rows × columns; ``activation`` is as model.ops.by_output gives it.
+    All matrices are rows × columns; ``activation`` is as model.ops.by_output gives it. ``base`` may be ``out``; a scale
+    other than 1 is for float32. Returns the column sums of the second term if asked.
     """
     rows, columns = y.shape
     width = _columns(columns, 512)
     step = max(1, 4096 // width)
-    height = step * (8 if sums else 1)
+    height = step * (_repeats(rows, step) if sums else 1)
     grid = triton.cdiv(rows, height), triton.cdiv(columns, width)
     lines = out.new_empty(grid[0] if sums else 1, columns)
     p.slope_program[grid](
-        g.contiguous(), g if bias is None else bias, y, out, lines, rows, columns,
-        ALPHA=activation[1], ACTIVATION=activation[0], BIAS=bias is not None, ADD=add, SUMS=sums,
-        HEIGHT=height, ROWS=step, COLUMNS=width, num_warps=4,
+        g.contiguous(), g if bias is None else bias, y, out if base is None else base, out, lines, rows, columns,
+        float(scale), ALPHA=activation[1], ACTIVATION=activation[0], BIAS=bias is not None, BASE=base is not None,
+        SUMS=sums, HEIGHT=height, ROWS=step, COLUMNS=width, num_warps=4,
     )  # fmt: skip
     return column_sums(lines) if sums else None
 
 
 def column_sums(x: Tensor, weight: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Σ_i weight_i x_i, in ``dtype`` or that of x."""
+    """See reference.column_sums; all rows in ``dtype``."""
     x, dtype = x.contiguous(), dtype or x.dtype
     while x.shape[0] > 1:
         rows, columns = x.shape
         width = _columns(columns, 256)
         step = max(1, 2048 // width)
-        height = step * 8
+        height = step * _repeats(rows, step)
         lines = torch.empty(triton.cdiv(rows, height), columns, dtype=dtype, device=x.device)
         p.column_sums_program[(lines.shape[0], triton.cdiv(columns, width))](
             x, x if weight is None else weight, lines, rows, columns,
@@ -147,6 +149,11 @@ def column_sums(x: Tensor, weight: Tensor | None = None, dtype: torch.dtype | No
     if x.shape[0] == 1 and weight is None:
         return x[0].to(dtype)
     return x.sum(0, dtype=dtype) if weight is None else weight.to(dtype) @ x.to(dtype)
+
+
+def _repeats(rows: int, step: int) -> int:
+    """How many times a program goes on by ``step`` rows, such that several hundred programs share the rows."""
+    return int(min(8, max(1, 1 << (rows // (512 * step)).bit_length() >> 1))) if rows > 64 * step else 8
 
 
 def shifted_elu(x: Tensor, bias: Tensor, alpha: float) -> Tensor:

@@ -119,21 +119,46 @@ class Linearization:
         self.work.add(self.side, "jvps", self._share)
         return out
 
+    @property
+    def whole_table(self) -> str | None:
+        """Name of the table whose part of a vjp can be written in one go with what it is added to, if there is one.
+
+        So it is for float32 ids in order, followed by an activation that kernels differentiate from its output.
+        """
+        first, second = [*self.steps, None, None][:2]
+        if (
+            isinstance(first, InputAffine)
+            and isinstance(second, Elementwise)
+            and second.activation is not None
+            and first.inputs_first
+            and first.width == self.features.rows
+            and self.features.kind == "ids"
+            and self.features.whole is None
+            and self.values.dtype == torch.float32
+            and hasattr(self.values.kernels, "slope_product")
+        ):
+            return first.weight
+        return None
+
     @torch.no_grad()
-    def vjp(self, cotangent: Tensor, out: Named) -> None:
-        """Add Σ_i (∂y_i/∂θ)ᵀ cotangent_i to ``out``, tensor by tensor."""
+    def vjp(self, cotangent: Tensor, out: Named, base: tuple[Tensor, float] | None = None) -> None:
+        """Add Σ_i (∂y_i/∂θ)ᵀ cotangent_i to ``out``, tensor by tensor.
+
+        With ``base`` the tensor :attr:`whole_table` of ``out`` is written, not added to: base[0] · base[1] + its part.
+        """
         for start, stop, saved in self.saved_blocks():
             g: Any = cotangent[start:stop]
             if isinstance(self.steps[-1], Elementwise):
                 g = g.clone()  # the step works in place, the cotangent is the caller's
             for index in range(len(self.steps) - 1, -1, -1):
                 step, first = self.steps[index], self.steps[0]
-                if index == 1 and isinstance(step, Elementwise) and isinstance(first, InputAffine):
+                if index == 1 and base is not None:
+                    assert isinstance(step, Elementwise)
+                    assert isinstance(first, InputAffine)
                     rows = first.rows_of(saved[0], out)
-                    if rows is not None:
-                        g = step.vjp_into(saved[1], g, self.values, rows)
-                        continue
-                g = step.vjp(saved[index], g, self.values, out, index > 0)
+                    g = step.vjp_into(saved[1], g, self.values, rows, base[0][start:stop], base[1])
+                else:
+                    g = step.vjp(saved[index], g, self.values, out, index > 0)
         self.work.add(self.side, "vjps", self._share)
 
     @torch.no_grad()

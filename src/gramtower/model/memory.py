@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-_CPU_BLOCK, _GPU_BLOCK = 2048, 1 << 17  # rows; on a CPU one block's activations stay in cache
+_CPU_BLOCK, _GPU_BLOCK = 2048, 1 << 18  # rows; on a CPU one block's activations stay in cache
 _SHARE = 0.5
 
 

@@ -136,11 +136,9 @@ class InputAffine(Op):
             dy = weight.new_zeros(rows, weight.shape[1 if self.inputs_first else 0])
         return Shifted(dy, None if self.bias is None else tangent.get(self.bias))
 
-    def rows_of(self, saved: Block, out: Named) -> Tensor | None:
-        """The rows of a table that a block's vjp is added to, if that is all it does."""
-        if self.inputs_first and self.weight in out and isinstance(saved, IdBlock) and saved.rows is None:
-            return out[self.weight][saved.start : saved.stop]
-        return None
+    def rows_of(self, saved: IdBlock, tensors: Named) -> Tensor:
+        """The rows of a table that a block looks up."""
+        return tensors[self.weight][saved.start : saved.stop]
 
     def vjp(self, saved: Block, g: Any, values: Values, out: Named, need_input: bool) -> Any:
         """XᵀG and the column sums of G."""
@@ -300,13 +298,11 @@ class Elementwise(Op):
             return Summed(g, kernels.slope_product(g, None, saved.y, saved.activation, g, sums=True))
         return g.mul_(saved.of(self.function))
 
-    def vjp_into(self, saved: Any, g: Any, values: Values, rows: Tensor) -> Any:
-        """φ′ ∘ g, added to ``rows`` where kernels can do that on the way."""
-        if not isinstance(saved, _FromOutput):
-            return self.vjp(saved, g, values, {}, True)
+    def vjp_into(self, saved: _FromOutput, g: Any, values: Values, rows: Tensor, base: Tensor, scale: float) -> Any:
+        """φ′ ∘ g + scale·base, written to ``rows``."""
         g = g.tensor if isinstance(g, Summed) else g
         kernels: Any = values.kernels
-        return Summed(None, kernels.slope_product(g, None, saved.y, saved.activation, rows, add=True, sums=True))
+        return Summed(None, kernels.slope_product(g, None, saved.y, saved.activation, rows, base, scale, sums=True))
 
 
 def by_output(module: nn.Module) -> tuple[int, float] | None:

@@ -35,6 +35,15 @@ class Layout:
             start += math.prod(shape)
         return Layout(dict(shapes), places, start)
 
+    def without(self, names: set[str]) -> list[slice]:
+        """The vector without some tensors, in as few pieces as possible."""
+        pieces, start = [], 0
+        for name in sorted(names, key=lambda name: self.places[name].start):
+            pieces.append(slice(start, self.places[name].start))
+            start = self.places[name].stop
+        pieces.append(slice(start, self.size))
+        return [piece for piece in pieces if piece.start < piece.stop]
+
 
 class Parameters:
     """A point or a direction in parameter space.

@@ -233,6 +233,11 @@ class Point:
         direction = as_parameters("direction", direction, self.parameters)
         return lambda step: self._at(self.parameters.clone().axpy_(step, direction))
 
+    def _table(self, side: str) -> str | None:
+        """The name in Parameters of a tower's table that its vjp writes whole."""
+        own = (self.left if side == "left" else self.right).whole_table
+        return self.towers.own_names(side).get(own) if own is not None else None
+
     def gathered(self, embeddings: Tensor) -> Tensor:
         """Embeddings as Gauss-Newton products gather them for each pair."""
         return embeddings.bfloat16() if self.setting.pair_precision == "bfloat16" and self._fused else embeddings
@@ -256,8 +261,15 @@ class Point:
     ) -> Parameters:
         """(⟨Jᵘ, U⟩, ⟨Jᵛ, V⟩) + (λ + extra) · regularised, written over ``out`` if given."""
         out = regularised.empty() if out is None else out
-        torch.mul(regularised.vector, self.setting.l2 + extra, out=out.vector)
+        scale = self.setting.l2 + extra
+        names = [self._table(side) for side in ("left", "right")]
+        if names[0] == names[1]:  # one table for both sides, or none
+            names = [None, None]
+        for part in regularised.layout.without({name for name in names if name is not None}):
+            torch.mul(regularised.vector[part], scale, out=out.vector[part])
         with products_in(self.setting.precision):
-            self.left.vjp(U, self.towers.own("left", out))
-            self.right.vjp(V, self.towers.own("right", out))
+            for side, name, cotangent in (("left", names[0], U), ("right", names[1], V)):
+                tower = self.left if side == "left" else self.right
+                base = None if name is None else (regularised[name], scale)
+                tower.vjp(cotangent, self.towers.own(side, out), base)
         return out

@@ -131,7 +131,7 @@ def _charts(comparison: Comparison) -> list[str]:
         '<label><input type="radio" name="x" value="seconds" checked> seconds</label>'
         '<label><input type="radio" name="x" value="passes"> data passes</label>'
         '<label><input type="checkbox" id="log" checked> logarithmic</label></div>',
-        f'<ul class="keys">{"".join(keys)}</ul><div id="readout"></div>',
+        f'<div id="readout"></div><ul class="keys">{"".join(keys)}</ul>',
         f'<div class="charts{" two" if len(charts) > 1 else ""}">{"".join(figures)}</div>',
         "<noscript><p>The curves need JavaScript; the tables and the figures beside this file do not.</p></noscript>",
         *note,
@@ -151,13 +151,13 @@ def _outcomes(comparison: Comparison, summary: dict[str, Any]) -> list[str]:
         cells = [number(found.get("lowest"), 6), number(found.get("relative_difference")), *metrics]
         cells += [number(found.get(key)) for key in ("iterations", "seconds", "data_passes")]
         rows.append([method.name, *cells, found["status"], found["message"]])
-    legend = "; ".join(f"{name}: {text}" for name, text in STATUSES.items())
+    met = {found["status"] for found in summary["methods"].values()}
+    legend = "".join(f" {name}: {text}." for name, text in STATUSES.items() if name in met)
     return [
         "<h2>What became of each method</h2>",
         _table(head, rows, text=[len(head) - 1]),
         '<p class="soft">Seconds are of training alone: validation, checkpoints and, for methods that sample, the '
-        "value of the record are left out; so they are of data passes. "
-        f"{escape(legend)}.</p>",
+        f"value of the record are left out. Data passes are counted alike.{escape(legend)}</p>",
     ]
 
 

@@ -53,6 +53,16 @@ def _tasks(rows: int) -> list[int]:
     return [int(bound) for bound in np.linspace(0, rows, min(rows, 8 * torch.get_num_threads()) + 1)]
 
 
+@njit(inline="always")
+def _enter(c, v, s, j):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Put score s at column j into a list, behind all that are not below it; the last one leaves."""
+    p = v.shape[0] - 1
+    while p > 0 and v[p - 1] < s:
+        v[p], c[p] = v[p - 1], c[p - 1]
+        p -= 1
+    v[p], c[p] = s, j
+
+
 @njit(nogil=True, cache=True)
 def take_in(scores, offset, columns, values, places, ends, excluded, denied):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Take scores of the columns from ``offset`` on into the lists of their rows.
@@ -61,6 +71,7 @@ def take_in(scores, offset, columns, values, places, ends, excluded, denied):  #
     moves on past the columns given. Earlier columns were taken in before.
     """
     width, k = scores.shape[1], values.shape[1]
+    whole = width - width % _TOGETHER
     first, last = np.searchsorted(denied, offset), np.searchsorted(denied, offset + width)
     for i in range(scores.shape[0]):
         row, c, v = scores[i], columns[i], values[i]
@@ -71,26 +82,17 @@ def take_in(scores, offset, columns, values, places, ends, excluded, denied):  #
             row[excluded[e] - offset] = -np.inf
             e += 1
         places[i] = e
-        least = v[k - 1]
-        for start in range(0, width, _TOGETHER):
-            part = row[start : start + _TOGETHER]
-            above = np.int32(0)
-            if len(part) == _TOGETHER:
-                for l in range(_TOGETHER):
-                    above += np.int32(part[l] > least)
-            else:
-                above = np.int32(1)
-            if above == 0:
-                continue
-            for l in range(len(part)):
-                s = part[l]
-                if s > least:
-                    p = k - 1
-                    while p > 0 and v[p - 1] < s:
-                        v[p], c[p] = v[p - 1], c[p - 1]
-                        p -= 1
-                    v[p], c[p] = s, offset + start + l
-                    least = v[k - 1]
+        for start in range(0, whole, _TOGETHER):
+            least, any_above = v[k - 1], np.uint8(0)
+            for l in range(start, start + _TOGETHER):
+                any_above |= np.uint8(row[l] > least)
+            if any_above != 0:
+                for l in range(start, start + _TOGETHER):
+                    if row[l] > v[k - 1]:
+                        _enter(c, v, row[l], offset + l)
+        for l in range(whole, width):
+            if row[l] > v[k - 1]:
+                _enter(c, v, row[l], offset + l)
 
 
 @njit(inline="always")

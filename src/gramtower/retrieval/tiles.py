@@ -82,11 +82,14 @@ def _tiled(
         left = P[start:stop] if rows is None else P[torch.from_numpy(rows[start:stop])]
         columns, values = scan.empty_lists(len(left), k)
         places, ends = offsets[start:stop].copy(), offsets[start + 1 : stop + 1]
-        buffer = torch.empty(len(left) * width)
+        tile = torch.empty(len(left), width)
+        scores = tile.numpy()
         for first, right in across:
-            tile = buffer[: len(left) * right.shape[1]].view(len(left), -1)
+            if right.shape[1] < width:  # the last columns
+                tile = torch.empty(len(left), right.shape[1])
+                scores = tile.numpy()
             torch.mm(left, right, out=tile)
-            scan.take_in(tile.numpy(), first, columns, values, places, ends, excluded, denied)
+            scan.take_in(scores, first, columns, values, places, ends, excluded, denied)
         return start, stop, columns, values
 
     pool, waiting = workers(threads), deque[Future[Any]]()

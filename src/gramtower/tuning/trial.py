@@ -126,7 +126,7 @@ def start_values(model: TwoTower, parts: Parts) -> dict[str, Value]:
         "left_power": 0.0,
         "right_power": 0.0,
         "imputed": model.imputed,
-        "dim": defaults.default_dim(*size) if model.dim is None else model.dim,
+        "dim": defaults.default_dim(size[0], defaults.pick_device(model.device)) if model.dim is None else model.dim,
         "hidden": widths_text(hidden),
         "loss": model.loss if isinstance(model.loss, str) else model.loss.name,
         "features": "given" if given_features else "ids",
