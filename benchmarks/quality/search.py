@@ -57,7 +57,7 @@ def space(row: str, dims: list[int]) -> dict[str, Draw]:
         "left_power": among(0.0, 0.25, 0.5, 0.75), "right_power": among(-0.25, 0.0, 0.25, 0.5),
         "imputed": among(-1.0, 0.0), "loss": among("logistic", "logistic", "squared"),
     }  # fmt: skip
-    return {**common, "hidden": among([]) if row == "linear" else among([256], [256, 256], [512], [512, 512])}
+    return {**common, "hidden": among([256], [256, 256], [512], [512, 512]) if row == "hidden" else among([])}
 
 
 def settings_of(row: str, drawn: dict[str, Any], pairs: Any, iterations: int) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def main(arguments: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", choices=tuple(FILES))
-    parser.add_argument("--row", required=True, choices=("als", "softmax", "linear", "ours"))
+    parser.add_argument("--row", required=True, choices=("als", "softmax", "hidden", "ours"))
     parser.add_argument("--trials", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=1200.0, help="no new trial after this long")
     parser.add_argument("--dims", type=int, nargs="+", default=[128, 256, 512])
