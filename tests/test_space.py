@@ -13,6 +13,7 @@ from gramtower.tuning.space import (
     Range,
     as_space,
     default_space,
+    first_settings,
     read_space,
     rescaled_penalty,
     searched,
@@ -51,6 +52,25 @@ def test_a_subset_with_other_ranges_and_values():
     assert searched(space) == ["omega", "left_power", "dim", "hidden"]
     assert space["l2"] == Choices((0.5,))
     assert as_space({"hidden": [64, 64], "dim": [2, 4]}, whole())["hidden"] == Choices(("64,64",))
+
+
+def test_a_search_begins_at_the_start_and_one_step_from_it():
+    space = as_space({"omega": True, "left_power": True, "right_power": [0.0, 0.4], "dim": [32, 64, 128]}, whole())
+    first, *others = first_settings(space, START)
+    assert first == {"omega": 0.01, "left_power": 0.0, "right_power": 0.0, "dim": 64}
+    changed = [[name for name in first if other[name] != first[name]] for other in others]
+    assert sorted(changed) == [[n] for n in ("dim", "dim", "left_power", "omega", "omega", "right_power")]
+    assert {other["omega"] for other in others} == {0.01, 0.02, 0.005}
+    assert [other["right_power"] for other in others if other["right_power"]] == [0.1]
+
+
+def test_the_space_has_whatever_the_model_starts_with():
+    odd = default_space(
+        {**START, "imputed": -0.5, "loss": "squared_hinge", "hidden": "7"}, labels=False, given_features=False
+    )
+    assert odd["imputed"].values == (-0.5, 0.0, -1.0)
+    assert odd["loss"].values[0] == "squared_hinge"
+    assert odd["hidden"].values[0] == "7"
 
 
 def test_starts_outside_the_space_move_to_its_edge():

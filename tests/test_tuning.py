@@ -62,8 +62,8 @@ def test_the_best_is_at_least_the_default_and_is_what_the_arguments_say(search):
 def test_the_same_seed_gives_the_same_search(search):
     again = small().tune(data(), trials=12, metric="ndcg@10", space=SPACE, refit=False)
     assert settings_and_values(again) == settings_and_values(search)
-    other = small().tune(data(), trials=4, metric="ndcg@10", space=SPACE, refit=False, seed=1)
-    assert other.trials[1].settings != search.trials[1].settings
+    other = small().tune(data(), trials=12, metric="ndcg@10", space=SPACE, refit=False, seed=1)
+    assert other.trials[-1].settings != search.trials[-1].settings
 
 
 @pytest.mark.parametrize("name", ["log.journal", "log.db"])
@@ -74,10 +74,11 @@ def test_a_stopped_search_goes_on_as_if_it_had_not_stopped(name, search, tmp_pat
     assert settings_and_values(resumed) == settings_and_values(search)
 
 
-def test_an_interrupted_trial_is_tried_again(search, tmp_path, monkeypatch):
+@pytest.mark.parametrize("moment", [19, 20, 21, 22, 23])
+def test_an_interrupted_trial_is_tried_again(moment, search, tmp_path, monkeypatch):
     from gramtower.tuning import trial
 
-    options = dict(metric="ndcg@10", space=SPACE, refit=False, storage=tmp_path / "log.journal")
+    options = dict(metric="ndcg@10", space=SPACE, storage=tmp_path / "log.journal")
     real, looks = trial.ranking_validator, []
 
     def impatient(*arguments):
@@ -85,15 +86,17 @@ def test_an_interrupted_trial_is_tried_again(search, tmp_path, monkeypatch):
 
         def look(point):
             looks.append(point)
-            if len(looks) == 20:
+            if len(looks) == moment:
                 raise KeyboardInterrupt
             return measure(point)
 
         return look
 
     monkeypatch.setattr(trial, "ranking_validator", impatient)
-    stopped = small().tune(data(), trials=12, **options)
+    model = small()
+    stopped = model.tune(data(), trials=12, **options)
     assert 0 < len(stopped.trials) < 12
+    assert not hasattr(model, "left_")  # who stops a search does not want to wait for a fit
     resumed = small().tune(data(), trials=12, **options)
     assert settings_and_values(resumed) == settings_and_values(search)
 
@@ -146,7 +149,7 @@ def test_a_trial_that_the_time_limit_cuts_is_tried_again(search, tmp_path, monke
         patched.setattr(searching, "time", clock)
         options = dict(metric="ndcg@10", space=SPACE, refit=False, storage=tmp_path / "log.journal")
         stopped = small().tune(data(), trials=12, time_limit=50.0, **options)
-    assert len(looks) == 20
+    assert len(looks) in (20, 21)  # a trial is not left before its first iteration
     assert 0 < len(stopped.trials) < 12
     resumed = small().tune(data(), trials=12, **options)
     assert settings_and_values(resumed) == settings_and_values(search)

@@ -214,7 +214,8 @@ class TwoTower:
             seed: of the split and of the proposals.
             left_features: as for ``fit``.
             right_features: as for ``fit``.
-            refit: whether this model takes the settings that were found and is fitted on all pairs.
+            refit: whether this model takes the settings that were found and is fitted on all pairs; not after Ctrl-C,
+                which ends a search with what it has found.
 
         Returns:
             The search: trials, importances, and ``config()``, a config file for ``gramtower fit``.

@@ -25,7 +25,7 @@ from gramtower.metrics import parse
 from gramtower.training.result import Reason
 from gramtower.tuning import study as studies
 from gramtower.tuning.report import Search, Tried, pick
-from gramtower.tuning.space import NAMES, Choices, Space, Value, as_space, default_space, describe, searched
+from gramtower.tuning.space import NAMES, Choices, Space, Value, as_space, default_space, describe, first_settings
 from gramtower.tuning.trial import Outcome, Parts, chosen_features, make_parts, model_arguments, run_trial, start_values
 from gramtower.tuning.warm import Solutions
 
@@ -71,7 +71,7 @@ def tune(
         found = run.confirm()
     if progress is not None:
         progress(found)
-    if refit:
+    if refit and not run.interrupted:
         _refit(model, pairs, found, (left_features, right_features))
     return found
 
@@ -132,8 +132,7 @@ class _Run:
 
     def search(self, start: Mapping[str, Value], trials: int, progress: Callable[[Search], None] | None) -> None:
         """Run trials until there are enough of them or time is up."""
-        first = {name: self.space[name].nearest(start[name]) for name in searched(self.space)}
-        self.log.begin(first)
+        self.log.begin(first_settings(self.space, start))
         while self.log.ended() < trials and not self._late() and not self.interrupted:
             self._trial()
             if progress is not None and not self.interrupted:
@@ -154,9 +153,7 @@ class _Run:
         """The search so far, with trials confirmed from a cold start in place of their first records."""
         tried = [(confirmed or {}).get(t.number, t) for t in self.log.tried(self.fixed)]
         if not tried:
-            raise ValueError(
-                "tune: no trial ended" + (" before the search was interrupted" if self.interrupted else "; see the log")
-            )
+            raise KeyboardInterrupt
         best = pick([t for t in tried if t.started_cold or not cold_only])
         arguments = model_arguments(best.settings, self.model, self.parts.matrix)
         return Search(
@@ -186,6 +183,9 @@ class _Run:
         best = pick(finished).value if finished else None
         try:
             outcome = self._train(settings, near, best, trial.report)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            return
         except (ValueError, RuntimeError, MemoryError, ArithmeticError) as error:
             trial.fail(f"{type(error).__name__}: {error}")
             if not finished:

@@ -45,6 +45,17 @@ class Range:
         """The value itself, or the end of the range next to it."""
         return min(self.high, max(self.low, float(value)))
 
+    def beside(self, value: Value) -> list[Value]:
+        """A step to either side: an octave, or a quarter of the range where that is less."""
+        x = float(value)
+        if self.log:
+            factor = min(2.0, (self.high / self.low) ** 0.25)
+            found = (x * factor, x / factor)
+        else:
+            step = (self.high - self.low) / 4
+            found = (x + step, x - step)
+        return [y for y in map(self.nearest, found) if y != x]
+
     def __str__(self) -> str:
         return f"{self.low:.4g} to {self.high:.4g}{' (log)' if self.log else ''}"
 
@@ -58,6 +69,10 @@ class Choices:
     def nearest(self, value: Value) -> Value:
         """The value itself if it is one of them, otherwise the first."""
         return value if value in self.values else self.values[0]
+
+    def beside(self, value: Value) -> list[Value]:
+        """The other values."""
+        return [other for other in self.values if other != value]
 
     def __str__(self) -> str:
         return " | ".join(map(str, self.values))
@@ -82,10 +97,10 @@ def default_space(start: Mapping[str, Value], *, labels: bool, given_features: b
         "frequency_power": Range(0.25, 1.25, False),
         "left_power": Range(0.0, 1.0, False),
         "right_power": Range(-0.5, 0.75, False),
-        "imputed": Choices((-1.0, 0.0)),
+        "imputed": Choices(tuple(dict.fromkeys((float(start["imputed"]), 0.0, -1.0)))),
         "dim": Choices(tuple(sorted({max(1, dim // 2), dim, dim * 2}))),
         "hidden": Choices(tuple(dict.fromkeys((str(start["hidden"]), "none", "256", "256,256")))),
-        "loss": Choices((str(start["loss"]),) if labels else ("logistic", "squared")),
+        "loss": Choices(tuple(dict.fromkeys((str(start["loss"]), *(() if labels else ("logistic", "squared")))))),
         "features": Choices(("given", "ids") if given_features else ("ids", "history", "ids+history")),
     }
     return space
@@ -136,6 +151,17 @@ def as_space(given: Mapping[str, Any], whole: Space) -> Space:
 def searched(space: Space) -> list[str]:
     """The names with more than one value."""
     return [name for name, part in space.items() if isinstance(part, Range) or len(part.values) > 1]
+
+
+def first_settings(space: Space, start: Mapping[str, Value]) -> list[dict[str, Value]]:
+    """Where a search begins: at the start, then with each choice changed alone.
+
+    The defaults are good on most data, and a space of ten names is too wide to find the neighbourhood of a good point
+    by chance: these trials say which way to go from it.
+    """
+    centre = {name: space[name].nearest(start[name]) for name in searched(space)}
+    changes = [{**centre, name: value} for name in centre for value in space[name].beside(centre[name])]
+    return [centre, *changes]
 
 
 def describe(space: Space) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """The log of a search: optuna's study behind the few questions that the search asks of it.
 
 Kept in memory, in a journal file (text, one JSON object a line) or in an SQLite file (``.db``, ``.sqlite``). A study
-remembers which data, space, metric and seed it belongs to, and refuses others. A trial that was killed leaves its
-settings to be tried again. Needs optuna.
+remembers which data, space, metric and seed it belongs to, and refuses others. Needs optuna.
 """
 
 from __future__ import annotations
@@ -77,26 +76,33 @@ class Log:
 
     def __init__(self, study: optuna.Study, seed: int) -> None:
         self.study, self.seed = study, seed
+        self.first: list[dict[str, Value]] = []
 
-    def begin(self, first: dict[str, Value]) -> None:
-        """Ask for the first settings to be tried first, and again for those that a stopped run left unfinished."""
+    def begin(self, first: Sequence[dict[str, Value]]) -> None:
+        """Set the settings to be tried first, and forget trials that a stopped run left unfinished.
+
+        Those come again by themselves: what is tried next depends on the trials that ended alone.
+        """
         from optuna.trial import TrialState
 
-        if not self.study.get_trials(deepcopy=False):
-            self.study.enqueue_trial(first)
+        self.first = list(first)
         for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             self.study.tell(trial.number, state=TrialState.FAIL)
-            if settings := trial.system_attrs.get("fixed_params") or trial.params:
-                self.study.enqueue_trial(settings)
 
     def ask(self, space: Space) -> Trial:
         """The next settings to try. The proposal depends on the seed and on the trials that ended alone."""
         from optuna.samplers import TPESampler
+        from optuna.trial import TrialState
 
         number = self.ended()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.study.sampler = TPESampler(seed=self.seed * 100_003 + number, n_startup_trials=_STARTUP)
+            self.study.sampler = TPESampler(
+                seed=self.seed * 100_003 + number, n_startup_trials=_STARTUP, multivariate=True
+            )
+            waiting = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+            if number < len(self.first) and not waiting:  # one may be left by a kill just after this
+                self.study.enqueue_trial(self.first[number])
             trial = self.study.ask()
             settings: dict[str, Value] = {}
             for name in searched(space):
@@ -114,10 +120,15 @@ class Log:
         return len(self.finished()) + len(failed)
 
     def finished(self) -> list[Any]:
-        """Trials with a value, pruned ones too, in order."""
+        """Trials with a value, in order of their end, those given up on the way too.
+
+        They are told to optuna as complete with what they had reached: its own rule for pruned trials puts those that
+        were pruned late before those that were pruned early, and a warm start is judged early.
+        """
         from optuna.trial import TrialState
 
-        return self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+        found = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        return sorted(found, key=lambda trial: int(trial.user_attrs["result"]["number"]))
 
     def tried(self, fixed: Mapping[str, Value]) -> list[Tried]:
         """Finished trials as plain records."""
@@ -126,25 +137,14 @@ class Log:
         ]
 
     def importance(self, tried: Sequence[Tried]) -> dict[str, float]:
-        """How much of the metric's variation each searched name explains; empty for fewer than four trials.
-
-        Pruned trials count with what they had reached.
-        """
+        """How much of the metric's variation each searched name explains; empty for fewer than four trials."""
         import optuna
 
-        finished = self.finished()
-        if len(finished) < 4 or len({t.value for t in tried}) < 2:
+        if len(tried) < 4 or len({t.value for t in tried}) < 2:
             return {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            copy = optuna.create_study(direction="maximize")
-            copy.add_trials(
-                [
-                    optuna.create_trial(params=trial.params, distributions=trial.distributions, value=t.value)
-                    for trial, t in zip(finished, tried, strict=True)
-                ]
-            )
-            found = optuna.importance.get_param_importances(copy)
+            found = optuna.importance.get_param_importances(self.study)
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
@@ -160,15 +160,10 @@ class Trial:
 
     def tell(self, outcome: Outcome, warm_from: int | None) -> int:
         """End the trial; returns its number."""
-        from optuna.trial import TrialState
-
         record = asdict(Tried.of(self.number, self.settings, outcome, warm_from))
         del record["settings"]
         self._trial.set_user_attr("result", record)
-        if outcome.pruned:
-            self._log.study.tell(self._trial, state=TrialState.PRUNED)
-        else:
-            self._log.study.tell(self._trial, outcome.value)
+        self._log.study.tell(self._trial, outcome.value)
         return self.number
 
     def fail(self, why: str) -> None:
