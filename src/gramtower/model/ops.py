@@ -253,6 +253,8 @@ class Opaque(Op):
 
     def jvp(self, saved: _Graph, dx: Tensor | None, values: Values, tangent: Named) -> Tensor:
         """∂(Jᵀv)/∂v applied to the direction, which is J d."""
+        if not len(saved.y):  # a process without rows; some modules cannot be differentiated twice there
+            return torch.zeros_like(saved.y)
         if saved.v is None:
             saved.v = torch.zeros_like(saved.y, requires_grad=True)
             if saved.y.requires_grad:
@@ -271,7 +273,7 @@ class Opaque(Op):
     def vjp(self, saved: _Graph, g: Tensor, values: Values, out: Named, need_input: bool) -> Tensor | None:
         """Back-propagation of g."""
         pulled: tuple[Tensor | None, ...] = (None,) * len(saved.leaves)
-        if saved.y.requires_grad:
+        if saved.y.requires_grad and len(saved.y):
             pulled = torch.autograd.grad(saved.y, saved.leaves, g, retain_graph=True, allow_unused=True)
         dx = None
         for name, leaf, part in zip(saved.names, saved.leaves, pulled, strict=True):

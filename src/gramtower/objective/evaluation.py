@@ -21,6 +21,8 @@ from torch import Tensor
 
 from gramtower import _checks as check
 from gramtower.data.pairs import Pairs
+from gramtower.distributed.group import Pending
+from gramtower.distributed.shards import Shards
 from gramtower.kernels import Kernels
 from gramtower.model.linearization import Linearization, Work
 from gramtower.model.parameters import Parameters, as_parameters
@@ -52,6 +54,7 @@ class Setting:
     pair_imputed: Tensor | float  # ỹ on O
     imputed_square: float  # ⟨P̃_c, Q̃_c⟩
     penalties: tuple[Tensor | None, Tensor | None]  # μ c_i, μ c_j
+    shards: Shards  # which process holds which rows; everything above is this process's own
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ class Point:
         parameters: θ, this object's own copy.
         P: left embeddings, m × k.
         Q: right embeddings, n × k.
+
+    Over several processes P and Q are this process's own rows; values, Gramians and dot products are those of all.
     """
 
     def __init__(
@@ -123,26 +128,35 @@ class Point:
         for weight, embeddings in zip(s.penalties, (self.P, self.Q), strict=True):
             if weight is not None:
                 penalty += 0.5 * float((weight * square_norms(embeddings)).sum(dtype=torch.float64))
+        observed, penalty = s.shards.group.totals(observed, penalty)
         return Terms(observed, s.omega * all_pairs, 0.5 * s.l2 * self.parameters.dot(self.parameters), penalty)
+
+    @cached_property
+    def right_rows(self) -> Tensor:
+        """The right embeddings of all processes, n × k: what this process's pairs are with."""
+        return self.setting.shards.gather(self.Q).wait()
 
     @cached_property
     def scores(self) -> Tensor:
         """ŷ_ij on the observed pairs, in row order. One pass over O."""
         self.work.pair_passes += self.share[0]
-        return self.kernels.dots(self.setting.pairs, self.P, self.Q)
+        return self.kernels.dots(self.setting.pairs, self.P, self.right_rows)
 
     @cached_property
     def gramians(self) -> tuple[Tensor, Tensor]:
         """P_c = PᵀAP and Q_c = QᵀBQ in float64 (eq:gramian)."""
         a, b = self.setting.weights
-        return gram(self.P, self.P, a), gram(self.Q, self.Q, b)
+        Pc, Qc = self.setting.shards.group.sum_all(gram(self.P, self.P, a), gram(self.Q, self.Q, b))
+        return Pc, Qc
 
     @cached_property
     def cross_gramians(self) -> tuple[Tensor, Tensor]:
         """P̂_c = P̃ᵀAP and Q̂_c = Q̃ᵀBQ, r × k, in float64 (eq:gramian)."""
         s = self.setting
         a, b = s.weights
-        return s.imputed.cross_gram(0, a, self.P), s.imputed.cross_gram(1, b, self.Q)
+        own = s.imputed.cross_gram(0, a, self.P), s.imputed.cross_gram(1, b, self.Q)
+        hPc, hQc = s.shards.group.sum_all(*own)
+        return hPc, hQc
 
     @torch.no_grad()
     def gradient(self) -> Parameters:
@@ -156,12 +170,13 @@ class Point:
         s = self.setting
         x = self.slopes()
         outputs = []
-        for side, (own, other) in enumerate(((self.P, self.Q), (self.Q, self.P))):
+        for side, own in enumerate((self.P, self.Q)):
             U = own @ (s.omega * gramians[1 - side]).to(own.dtype)  # ω P Q_c
             s.imputed.subtract_product(side, (s.omega * cross_gramians[1 - side]).to(own.dtype), U)  # − ω P̃ Q̂_c
             U = self.weigh(side, U, own)
-            (self.kernels.left_sum, self.kernels.right_sum)[side](s.pairs, x, other, U)  # + X Q, or + Xᵀ P
             outputs.append(U)
+        self.kernels.left_sum(s.pairs, x, self.right_rows, outputs[0])  # + X Q
+        self.add_right_sum(x, outputs[1]).wait()  # + Xᵀ P
         self.work.pair_passes += self.share[0] * 2
         self.work.data_passes += self.share[1]
         return outputs[0], outputs[1]
@@ -213,6 +228,12 @@ class Point:
             c[part] = second - s.omega * (1.0 if s.pair_weight is None else s.pair_weight[part])
         return c
 
+    def add_right_sum(self, x: Tensor, V: Tensor) -> Pending:
+        """V += Xᵀ P, over the pairs of all processes; under way until waited for."""
+        return self.setting.shards.add_right_sum(
+            V, lambda out: self.kernels.right_sum(self.setting.pairs, x, self.P, out)
+        )
+
     def weigh(self, side: int, U: Tensor, embeddings: Tensor) -> Tensor:
         """diag(a) U + diag(μ c) embeddings: how a side's weights and penalty enter gradient and G·d alike."""
         weight, penalty = self.setting.weights[side], self.setting.penalties[side]
@@ -223,14 +244,15 @@ class Point:
         return U
 
     def pull_back(
-        self, U: Tensor, V: Tensor, regularised: Parameters, extra: float = 0.0, out: Parameters | None = None
+        self, U: Tensor, V: Tensor | Pending, regularised: Parameters, extra: float = 0.0, out: Parameters | None = None
     ) -> Parameters:
         """(⟨Jᵘ, U⟩, ⟨Jᵛ, V⟩) + (λ + extra) · regularised, written over ``out`` if given."""
         out = regularised.empty() if out is None else out
         torch.mul(regularised.vector, self.setting.l2 + extra, out=out.vector)
+        out.begin_sum_()
         self.left.vjp(U, self.towers.own("left", out))
-        self.right.vjp(V, self.towers.own("right", out))
-        return out
+        self.right.vjp(V.wait() if isinstance(V, Pending) else V, self.towers.own("right", out))
+        return out.end_sum_()
 
     def _weighted(self, function: Function, part: slice, scores: Tensor) -> Tensor:
         """A loss function on some pairs, times the weights of those pairs."""

@@ -88,15 +88,15 @@ def kronecker(point: Point, damping: float, seed: int = 0) -> Kronecker:
     """Build the preconditioner at a point."""
     s, towers = point.setting, point.towers
     sums = _pair_sums(point)
-    generator = torch.Generator().manual_seed(seed)
     shift = max(s.l2 + damping, _TINY)
     merged: dict[str, list[Factor]] = {}
     squares: dict[str, Tensor] = {}
     extra: dict[str, list[tuple[float, Tensor]]] = {}
-    for side, tower in (("left", point.left), ("right", point.right)):
-        H, weight = _output_curvature(point, 0 if side == "left" else 1, sums)
+    for index, (side, tower) in enumerate((("left", point.left), ("right", point.right))):
+        H, weight = _output_curvature(point, index, sums)
         names = towers.own_names(side)
-        factors = tower_factors(tower, H, weight, set(names), _DRAWS, generator)
+        owned = {own for own, name in names.items() if name in point.parameters.layout.owned}
+        factors = tower_factors(tower, H, weight, set(names), _DRAWS, seed + index, s.shards.group, owned)
         for factor in factors.layers:
             renamed = Factor(
                 names[factor.weight],
@@ -104,6 +104,7 @@ def kronecker(point: Point, damping: float, seed: int = 0) -> Kronecker:
                 factor.inputs_first,
                 factor.A,
                 factor.S,
+                factor.mean,
             )
             merged.setdefault(renamed.weight, []).append(renamed)
         _collect(factors, names, extra)
@@ -130,10 +131,11 @@ def _collect(factors: Factors, names: dict[str, str], extra: dict[str, list[tupl
 def _pair_sums(point: Point) -> tuple[Tensor, Tensor]:
     """For each left entity Σ_j ∂²ℓ⁺_ij (1, ‖q_j‖²), and likewise for each right one."""
     pairs, c = point.setting.pairs, point.curvatures()
-    left, right = (torch.stack([torch.ones_like(n), n], 1) for n in (square_norms(point.P), square_norms(point.Q)))
-    sums = torch.zeros_like(left), torch.zeros_like(right)
+    norms = square_norms(point.P), square_norms(point.right_rows)
+    left, right = (torch.stack([torch.ones_like(n), n], 1) for n in norms)
+    sums = torch.zeros_like(left), point.Q.new_zeros(len(point.Q), 2)
     point.kernels.left_sum(pairs, c, right, sums[0])
-    point.kernels.right_sum(pairs, c, left, sums[1])
+    point.setting.shards.add_right_sum(sums[1], lambda out: point.kernels.right_sum(pairs, c, left, out)).wait()
     point.work.pair_passes += 4 / point.P.shape[1]
     return sums
 
@@ -141,20 +143,21 @@ def _pair_sums(point: Point) -> tuple[Tensor, Tensor]:
 def _output_curvature(point: Point, side: int, sums: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """H of one side, and each entity's share of it: r_i = tr H_i / mean tr H."""
     s = point.setting
+    group, rows, k = s.shards.group, (s.shards.left, s.shards.right)[side].total, point.P.shape[1]
     other = (point.Q, point.P)[side]
-    rows, k = (point.P, point.Q)[side].shape
     column_sum, own_trace = sums[1 - side][:, 0], sums[side][:, 1]  # c_j = Σ_i ∂²ℓ⁺_ij and Σ_j ∂²ℓ⁺_ij ‖q_j‖²
     weight, penalty, gramian = s.weights[side], s.penalties[side], s.omega * point.gramians[1 - side]
-    mean_weight = 1.0 if weight is None else float(weight.double().mean())
-    H = mean_weight * gramian + gram(other, other, column_sum) / rows
+    mean_weight = 1.0 if weight is None else group.totals(float(weight.double().sum()))[0] / rows
+    H = mean_weight * gramian + group.sum_(gram(other, other, column_sum)) / rows
     trace = own_trace.double() + float(gramian.trace()) * (1.0 if weight is None else weight.double())
     if penalty is not None:
-        H = H + float(penalty.double().mean()) * torch.eye(k, dtype=torch.float64, device=H.device)
+        mean_penalty = group.totals(float(penalty.double().sum()))[0] / rows
+        H = H + mean_penalty * torch.eye(k, dtype=torch.float64, device=H.device)
         trace = trace + k * penalty.double()
     values, vectors = torch.linalg.eigh(H)
     H = (vectors * values.clamp_min(0)) @ vectors.t()
     trace = trace.clamp_min(0)
-    mean = float(trace.mean())
+    mean = group.totals(float(trace.sum()))[0] / rows
     share = trace / mean if mean > 0 else torch.ones_like(trace)
     return H, share.to(other.dtype)
 
@@ -177,7 +180,8 @@ def _diagonal(A: Tensor) -> Tensor:
 
 def _invert(f: Factor, shift: float, dtype: torch.dtype) -> _Block:
     """The damped inverse of A ⊗ S, both factors inverted by Cholesky in float64."""
-    pi = math.sqrt(max(float(_diagonal(f.A).mean()), _TINY) / max(float(f.S.diagonal().mean()), _TINY))
+    mean = float(_diagonal(f.A).mean()) if f.mean is None else f.mean
+    pi = math.sqrt(max(mean, _TINY) / max(float(f.S.diagonal().mean()), _TINY))
     root = math.sqrt(shift)
     A = 1 / (f.A + pi * root) if f.A.dim() == 1 else _inverse(f.A, pi * root)
     return _Block(f.weight, f.bias, f.inputs_first, A.to(dtype), _inverse(f.S, root / pi).to(dtype))
