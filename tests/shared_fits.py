@@ -26,7 +26,7 @@ MORE = {
     "sogram, searched step": ("sogram", {"ratio": 0.2, "steps": 2}, "mixed", torch.float64),
     "lbfgs": ("lbfgs", {}, "mixed", torch.float64),
     "newton-kron, features": ("newton-kron", {}, "mixed", torch.float64),
-    "newton, own modules": ("newton", {}, "custom", torch.float64),
+    "lbfgs, own modules": ("lbfgs", {}, "custom", torch.float64),
 }
 
 
@@ -63,7 +63,7 @@ def custom_towers(problem, dtype):
     shared = torch.Generator().manual_seed(1)
     for module, side in zip(modules, (problem.left, problem.right), strict=True):
         with torch.no_grad():
-            module.last.weight.normal_(generator=shared)
+            module.last.weight.normal_(std=0.3, generator=shared)
             module.last.bias.zero_()
             whole = torch.randn(side.total, 5, generator=torch.Generator().manual_seed(side.total))
             module.table.weight.copy_(whole[side.first : side.first + side.rows])
