@@ -17,11 +17,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from gramtower.distributed.watch import PeerError, Watch
 
 
 class Pending:
@@ -42,6 +46,29 @@ class Group:
 
     def __init__(self) -> None:
         self.bytes: Counter[str] = Counter()
+        self.product_bytes = 0  # of the last G·d
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all kinds so far."""
+        return sum(self.bytes.values())
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Around work of each process by itself: an error in one of them is raised in all."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            if self.size == 1:
+                raise
+            error = caught
+        said = self.gather_json(None if error is None else [isinstance(error, ValueError), str(error)])
+        if error is not None:
+            raise error
+        for rank, text in enumerate(said):
+            if text is not None:
+                raise (ValueError if text[0] else RuntimeError)(f"process {rank} of {self.size}: {text[1]}")
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """The sum of a tensor over the processes, in place."""
@@ -98,6 +125,9 @@ class ProcessGroup(Group):
         cuda = dist.get_backend() == "nccl"
         self.device = device or torch.device("cuda" if cuda else "cpu")
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        self.watch = Watch(_get_default_store(), self.rank, self.size, _timeout(self.device))
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """See Group."""
@@ -182,4 +212,34 @@ class ProcessGroup(Group):
         self.totals(0.0)
 
     def _call(self, name: str, operation: Callable[[], Any]) -> Any:
-        return operation()
+        self.watch.begin(name)
+        try:
+            return operation()
+        except PeerError:
+            raise
+        except RuntimeError as error:
+            raise self.watch.explain(error) from error
+
+
+def current_group() -> Group:
+    """The processes of torch.distributed's default group if it is initialised and has several; otherwise this one."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return SINGLE
+    return _made_once(dist.group.WORLD)
+
+
+def _timeout(device: torch.device) -> float:
+    """Seconds after which an operation fails; torch says it in no public place."""
+    from torch.distributed.distributed_c10d import _get_default_group
+
+    try:
+        return float(_get_default_group()._get_backend(device).options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return 600.0
+
+
+@lru_cache(maxsize=1)
+def _made_once(_: Any) -> ProcessGroup:
+    return ProcessGroup()

@@ -51,11 +51,12 @@ class GaussNewton:
     def product(self, d: Parameters, out: Parameters | None = None) -> Parameters:
         """G d, written over ``out`` if given: a solver saves itself a fresh vector of θ's size in each step."""
         at, s = self.point, self.point.setting
-        P, Q = at.P, at.Q
+        group, P, Q = s.shards.group, at.P, at.Q
+        sent = group.total_bytes
         H = at.right.jvp(at.towers.own("right", d), self._H)  # d → J_g d
         gathered = s.shards.gather(H, self._every)  # travels during the left tower's jvp
         W = at.left.jvp(at.towers.own("left", d), self._W)  # d → J_f d
-        sums = s.shards.group.sum_all(gram(W, P, s.weights[0]), gram(H, Q, s.weights[1]))
+        sums = group.sum_all(gram(W, P, s.weights[0]), gram(H, Q, s.weights[1]))
         Wc, Hc = ((s.omega * g).to(P.dtype) for g in sums)  # ω Wᵀ A P, ω Hᵀ B Q
         U = self._all_pairs(0, W, self._Qc, P, Hc, self._U)  # ωA (W Q_c + P H_c)
         V = self._all_pairs(1, H, self._Pc, Q, Wc, self._V)  # ωB (H P_c + Q W_c)
@@ -63,7 +64,9 @@ class GaussNewton:
         right = at.add_right_sum(z, V)  # + Zᵀ P, travels during the left tower's vjp
         at.work.pair_passes += 2
         at.work.data_passes += 1
-        return at.pull_back(U, right, d, self.damping, out)
+        product = at.pull_back(U, right, d, self.damping, out)
+        group.product_bytes = group.total_bytes - sent
+        return product
 
     def _all_pairs(self, side: int, moved: Tensor, gramian: Tensor, own: Tensor, cross: Tensor, out: Tensor) -> Tensor:
         torch.mm(moved, gramian, out=out).addmm_(own, cross)

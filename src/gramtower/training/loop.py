@@ -7,6 +7,7 @@ Checked by tests/test_training.py and tests/test_checkpoint.py.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gramtower import _checks as check
+from gramtower.distributed.agreement import agree, versions
 from gramtower.model.linearization import Work
 from gramtower.model.parameters import Parameters
 from gramtower.model.towers import Towers
@@ -21,6 +23,7 @@ from gramtower.objective.evaluation import Point
 from gramtower.objective.problem import Problem
 from gramtower.optim.methods import Method, Moved, make_method
 from gramtower.training.checkpoint import Saved, as_parameters_like, fingerprint, read_checkpoint, write_checkpoint
+from gramtower.training.lock import locked
 from gramtower.training.log import Log
 from gramtower.training.result import History, Reason, Record, Result
 
@@ -56,7 +59,8 @@ def minimize(
         seed: for methods that draw.
         callbacks: called with each record and point; one that returns True stops the run.
         tolerance: stops when ‖∇L‖ ≤ tolerance · ‖∇L‖ at the start (exact-gradient methods).
-        validation: a metric of a point, larger is better; the best point is what the towers are left with.
+        validation: a metric of a point, larger is better; the best point is what the towers are left with. Over
+            several processes every one calls it, and the first one's answer counts.
         patience: stops when the metric has not improved for this many iterations; None never stops so.
         history: path of a JSONL file with one record an iteration.
         checkpoint: path of a checkpoint; if the file exists, the run it holds is continued.
@@ -72,18 +76,21 @@ def minimize(
     if patience is not None and validation is None:
         check.fail("patience", patience, "a validation metric to be patient about: give validation as well")
     check.count("checkpoint_every", checkpoint_every)
-    log = Log((max_iterations, time_limit)) if verbose else None
-    records = History(None if history is None else Path(history))
+    group = problem.shards.group
+    log = Log((max_iterations, time_limit)) if verbose and group.rank == 0 else None
+    records = History(None if history is None or group.rank > 0 else Path(history))
     path = None if checkpoint is None else Path(checkpoint)
     watchers = list(callbacks)
-    run.begin(path, records, validation)
-    if log is not None:
-        for record in records.records:
-            log(record)
-    reason, message = run.loop(limits, records, validation, watchers, log, path, checkpoint_every)
-    if log is not None:
-        log.end(message)
-    return run.finish(reason, message, records)
+    run.agree(path, limits)
+    with locked(path, group):
+        run.begin(path, records, validation)
+        if log is not None:
+            for record in records.records:
+                log(record)
+        reason, message = run.loop(limits, records, validation, watchers, log, path, checkpoint_every)
+        if log is not None:
+            log.end(message)
+        return run.finish(reason, message, records)
 
 
 class _Limits:
@@ -111,7 +118,7 @@ class _Run:
     def __init__(self, problem: Problem, towers: Towers, optimizer: str, seed: int, options: dict[str, Any]) -> None:
         if not isinstance(problem, Problem):
             check.fail("problem", type(problem).__name__, "a gramtower.Problem")
-        self.problem, self.towers = problem, towers
+        self.problem, self.towers, self.group = problem, towers, problem.shards.group
         self.method: Method = make_method(optimizer, check.count("seed", seed, minimum=0), options)
         self._identity = (optimizer, options, seed)
         self.seconds, self.iteration, self.waited = 0.0, 0, 0
@@ -121,13 +128,25 @@ class _Run:
         self.point: Point
         self.marks: dict[str, str] = {}
 
+    def agree(self, path: Path | None, limits: _Limits) -> None:
+        """Refuse processes of one run that were given different things, before anything is computed."""
+        if self.group.size == 1:
+            return
+        p, (optimizer, options, seed) = self.problem, self._identity
+        objective = {"loss": p.loss.name, "omega": p.omega, "l2": p.l2, "embedding_l2": p.embedding_l2}
+        objective |= {"frequency_power": p.frequency_power, "dtype": str(self.towers.dtype)}
+        run = {"optimizer": optimizer, "options": json.dumps(options, sort_keys=True, default=str), "seed": seed}
+        places = {"device": self.towers.device.type, "checkpoint": None if path is None else str(path)}
+        agree(self.group, versions() | objective | run | places | vars(limits))
+
     def begin(self, path: Path | None, records: History, validation: Callable[[Point], float] | None) -> None:
         """Evaluate the start, or take up the run that a checkpoint holds."""
         problem, towers = self.problem, self.towers
+        towers.join(problem.shards, problem.left, problem.right)
         if path is not None:
             self.marks = fingerprint(problem, towers, *self._identity)
-        if path is not None and path.exists():
-            saved = read_checkpoint(path, self.marks, towers.device)
+        if path is not None and self.group.from_first(path.exists()):
+            saved = read_checkpoint(path, self.marks, towers.parameters(), problem.shards, towers.device)
             problem.memory_budget = saved.memory_budget  # the same blocks, hence the same rounding
             self.start_work = Work()
             self.point = problem.at(towers, as_parameters_like(saved.parameters, towers.parameters()))
@@ -167,7 +186,7 @@ class _Run:
                 before = self.point
                 start = time.perf_counter()
                 moved = self.method.iterate(self.problem, self.towers, before)
-                self.seconds += time.perf_counter() - start
+                self.seconds = self._first(self.seconds + time.perf_counter() - start)
                 if (stop := self._failed(moved)) is not None:
                     break
                 assert moved.point is not None
@@ -182,13 +201,15 @@ class _Run:
                 asked = [callback(record, self.point) for callback in callbacks]
                 if path is not None and self.iteration % checkpoint_every == 0:
                     self._save(path, records)
-                if any(answer is True for answer in asked):
+                if self.group.totals(sum(answer is True for answer in asked))[0]:
                     stop = Reason.CALLBACK, Reason.CALLBACK.value
                     break
                 if moved.gradient_norm <= limits.tolerance * self.first_norm and moved.trials:
                     stop = Reason.TOLERANCE, Reason.TOLERANCE.value
                     break
         except KeyboardInterrupt:
+            if self.group.size > 1:  # processes stand at different places: only the last checkpoint is whole
+                raise
             stop = Reason.INTERRUPTED, Reason.INTERRUPTED.value
         if path is not None:
             self._save(path, records)
@@ -215,10 +236,14 @@ class _Run:
             return Reason.NON_FINITE, Reason.NON_FINITE.value.format(what="the term " + ", ".join(bad))
         return None
 
+    def _first(self, number: float) -> float:
+        """The first process's number, so that all decide alike."""
+        return self.group.totals(number if self.group.rank == 0 else 0.0)[0]
+
     def _validate(self, validation: Callable[[Point], float] | None) -> float | None:
         if validation is None:
             return None
-        metric = float(validation(self.point))
+        metric = self._first(float(validation(self.point)))
         if self.best_metric is None or metric > self.best_metric:
             self.best_metric, self.best, self.waited = metric, self.point.parameters.clone(), 0
         else:
@@ -241,6 +266,9 @@ class _Run:
             work={k: v for k, v in asdict(work).items() if k != "data_passes"},
             terms=asdict(self.point.terms),
             metric=metric,
+            processes=self.group.size,
+            bytes=self.group.total_bytes,
+            product_bytes=self.group.product_bytes,
         )
 
     def _save(self, path: Path, records: History) -> None:
@@ -256,4 +284,4 @@ class _Run:
             self.waited,
             self.first_norm,
         )
-        write_checkpoint(path, self.marks, saved)
+        write_checkpoint(path, self.marks, saved, self.point.parameters, self.problem.shards)
