@@ -9,7 +9,7 @@ from torch import nn
 
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
-from gramtower.distributed.group import SINGLE, ProcessGroup
+from gramtower.distributed.group import current_group
 from gramtower.distributed.shards import Rows, Shards
 from gramtower.objective.sharded import sharded_problem
 
@@ -31,7 +31,7 @@ MORE = {
 
 
 def group():
-    return ProcessGroup() if torch.distributed.is_initialized() else SINGLE
+    return current_group()
 
 
 def uneven(processes, shape):
@@ -105,3 +105,117 @@ def trajectory(name, cut):
 
 def trajectories(folder, cut, *more):
     return {name: trajectory(name, cut) for name in (FITS | MORE if more else FITS)}
+
+
+def product_bytes(folder):
+    """Bytes of one G·d as counted, and the sizes in the formula of docs/scale.md."""
+    found = []
+    for cut in ("even", "uneven"):
+        problem = problem_of(group(), "ids", cut)
+        towers = towers_of(problem, "ids", torch.float32)
+        point = problem.at(towers)
+        G, d = point.gauss_newton(), point.gradient()
+        before = problem.shards.group.bytes.copy()
+        G.product(d)
+        counted = problem.shards.group.bytes - before
+        layout, rows = point.parameters.layout, problem.shards.right
+        shared = sum(part.numel() for part in layout.replicated(point.parameters.vector))
+        sizes = dict(n=rows.total, own=rows.count, largest=max(rows.counts), k=4, s=4, shared=shared)
+        found.append(dict(counted=dict(counted), said=problem.shards.group.product_bytes, **sizes))
+    return found
+
+
+HALVES = {"gd-diag": {}, "newton-kron": {}, "sogram-diag": dict(ratio=0.1, steps=4)}
+
+
+def half(folder, iterations, path, cut="even"):
+    """Continue, or begin, checkpointed runs up to an iteration."""
+    values = {}
+    for name, options in HALVES.items():
+        problem = problem_of(group(), "ids", cut)
+        towers = towers_of(problem, "ids", torch.float64)
+        checkpoint = f"{path}/{name}.safetensors"
+        common = dict(seed=3, checkpoint=checkpoint, checkpoint_every=2, validation=lambda point: -point.value)
+        result = gt.minimize(problem, towers, name, max_iterations=int(iterations), **common, **options)
+        values[name] = [record.value for record in result.history]
+    return values
+
+
+def interactions():
+    rng = np.random.default_rng(0)
+    rows = [
+        (f"u{u:02d}", f"i{i}") for u in range(40) for i in range(30) if rng.random() < (0.5 if u % 3 == i % 3 else 0.1)
+    ]
+    return gt.Interactions.from_arrays(*zip(*rows, strict=True), weight=rng.random(len(rows)) + 0.5)
+
+
+def estimator_fit(folder, partition):
+    """Fit, evaluate and save by the estimator: from whole data and from a folder of parts."""
+    from gramtower.data.partition import read_part
+    from gramtower.data.splits import random_pairs
+
+    split = random_pairs(interactions(), 0.2, seed=0)
+    found = {}
+    for kind in ("whole", "history", "parts"):
+        model = gt.TwoTower(dim=4, hidden=(8,), max_iterations=4, device="cpu", metric="recall@5")
+        if kind == "parts":
+            model.fit(read_part(partition, group()))
+        else:
+            model.fit(split.train, "history" if kind == "history" else None, validation=split.test)
+        metrics = ("map@5", "recall@5", "ndcg@5", "auc", "coverage@5")
+        scores = model.evaluate(split.test, metrics, by="popularity")
+        again = model.evaluate(split.test, metrics, by="activity")
+        model.save(folder / f"{kind}.gramtower")
+        found[kind] = dict(
+            values=[r.value for r in model.history_], best=model.best_metric_, scores={**scores, **again},
+            users=scores.users, pairs=scores.pairs, groups=again.groups,
+        )  # fmt: skip
+    return found
+
+
+def disagreements(folder):
+    """What is said when process 1 was given something else; the same in every process."""
+    processes = group()
+    odd = processes.rank == 1
+    said = {}
+
+    def attempt(name, run):
+        try:
+            run()
+        except ValueError as error:
+            said[name] = str(error)
+
+    def fit(**changes):
+        problem = problem_of(processes)
+        problem.omega = changes.pop("omega", problem.omega)
+        gt.minimize(problem, towers_of(problem, "ids", torch.float64), max_iterations=1, **changes)
+
+    attempt("omega", lambda: fit(omega=0.25 if odd else 0.125))
+    attempt("seed", lambda: fit(seed=int(odd)))
+    attempt("options", lambda: fit(damping=2.0 if odd else 1.0))
+    attempt("pairs", lambda: gt.TwoTower(dim=3, device="cpu").fit(planted_pairs(30, 20, 90, seed=int(odd))))
+    attempt("broken", lambda: gt.TwoTower(dim=3, device="cpu").fit("pairs" if odd else planted_pairs(30, 20, 90)))
+    import gramtower.distributed.agreement as agreement
+
+    real = agreement.np.__version__
+    agreement.np.__version__ = "9.9" if odd else real
+    attempt("version", fit)
+    agreement.np.__version__ = real
+    attempt("table", lambda: problem_of(processes).at(gt.Towers(nn.Embedding(61, 3), nn.Embedding(47, 3))))
+    return said
+
+
+def misbehave(folder, how):
+    """Process 1 dies or hangs in the third iteration."""
+    import os
+    import signal
+    import time
+
+    def callback(record, point):
+        if record.iteration == 3 and group().rank == 1:
+            if how == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(600)
+
+    problem = problem_of(group())
+    gt.minimize(problem, towers_of(problem, "ids", torch.float64), "gd", max_iterations=50, callbacks=[callback])

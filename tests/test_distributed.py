@@ -63,3 +63,18 @@ def test_tables_are_drawn_as_one_process_would(rows):
         assert torch.equal(own, whole[first:stop])
         later.append(float(torch.randn(1, generator=generator)))
     assert len(set(later)) == 1  # what is drawn next is the same in every process
+
+
+def test_bytes_of_a_product_are_those_of_the_formula(tmp_path):
+    size = 3
+    for rank, found in enumerate(run_group("shared_fits:product_bytes", size, tmp_path)):
+        for case in found:
+            n, k, s = case["n"], case["k"], case["s"]
+            expected = {
+                "gather": (size - 1) * case["largest"] * k * s,
+                "scatter": (n - case["own"]) * k * s,
+                "reduce": sum(2 * (size - 1) * part // size for part in (2 * k * k * 8, case["shared"] * s)),
+            }
+            assert case["counted"] == {kind: count for kind, count in expected.items() if count}, rank
+            assert case["said"] == sum(expected.values())
+            assert case["shared"] == 2 * (6 + 6 * 4 + 4)  # bias, second layer and its bias of two towers

@@ -20,6 +20,7 @@ from gramtower.cli.compare import compare
 from gramtower.cli.fit import fit
 from gramtower.cli.info import info
 from gramtower.cli.options import Common
+from gramtower.cli.partition import partition
 from gramtower.cli.query import evaluate, recommend, similar
 
 BAD_INPUT = (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
@@ -48,7 +49,7 @@ app = App(
     version=version("gramtower"),
     help_epilogue="Exit codes: 0 fine, 1 the run failed or was interrupted, 2 bad input.",
 )
-for command in (fit, evaluate, recommend, similar, info, compare, demo):
+for command in (fit, partition, evaluate, recommend, similar, info, compare, demo):
     app.command(command)
 
 

@@ -78,7 +78,8 @@ def compare(
             errors.append(error)
             results[name] = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"}
             continue
-        results[name], histories[name] = summary(estimator, pairs, held_out), estimator.history_
+        held = None if held_out is None else len(held_out)
+        results[name], histories[name] = summary(estimator, pairs, held), estimator.history_
         if folder.stopped_by(estimator.reason_, Reason.NON_FINITE):
             results[name]["failed"] = estimator.reason_
         write_config(out / folder.CONFIG, used(settings, estimator), f"what {', '.join(names)} used")

@@ -16,6 +16,7 @@ Checked by tests/test_distributed.py.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ class Group:
     """One process by itself."""
 
     size, rank = 1, 0
+    local_size = 1  # processes on this machine
 
     def __init__(self) -> None:
         self.bytes: Counter[str] = Counter()
@@ -122,6 +124,7 @@ class ProcessGroup(Group):
         super().__init__()
         self._dist = dist
         self.size, self.rank = dist.get_world_size(), dist.get_rank()
+        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
         cuda = dist.get_backend() == "nccl"
         self.device = device or torch.device("cuda" if cuda else "cpu")
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

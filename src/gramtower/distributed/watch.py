@@ -10,6 +10,7 @@ Cost: one small message every two seconds. Checked by tests/test_failures.py.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -42,7 +43,9 @@ class Watch:
         self.begun, self.operation, self._beats = 0, "nothing yet", 0
         self._stop = threading.Event()
         self._write()
-        threading.Thread(target=self._run, name="gramtower-watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="gramtower-watch", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # a thread inside the store at the end of the interpreter would abort the process
 
     def begin(self, operation: str) -> None:
         """Count an operation that all processes take part in."""
@@ -52,11 +55,12 @@ class Watch:
     def close(self) -> None:
         """Write no more."""
         self._stop.set()
+        self._thread.join(timeout=5.0)
 
     def missing(self) -> str:
         """The processes that are gone or behind, in words; empty if there are none. Takes a few seconds."""
         first = [self._read(rank) for rank in range(self.size)]
-        time.sleep(1.6 * _BEAT)
+        self._stop.wait(1.6 * _BEAT)
         second = [self._read(rank) for rank in range(self.size)]
         said = []
         for rank, (before, now) in enumerate(zip(first, second, strict=True)):

@@ -14,6 +14,8 @@ import scipy.sparse as sp
 from torch import Tensor
 
 from gramtower import _checks as check
+from gramtower.data.packing import unpack_ids
+from gramtower.distributed.shards import whole
 from gramtower.estimator import model_file
 from gramtower.estimator.side import Side
 from gramtower.estimator.two_tower import TwoTower
@@ -36,7 +38,7 @@ def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None) ->
     sides = {
         name: Side(
             name,
-            model_file.unpack_ids(tensors.get(f"{name}_text"), tensors.get(f"{name}_offsets")),
+            unpack_ids(tensors.get(f"{name}_text"), tensors.get(f"{name}_offsets")),
             tensors[name],
             header["sides"][name]["kind"],
             header["sides"][name]["width"],
@@ -44,6 +46,7 @@ def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None) ->
         for name in ("left", "right")
     }
     model.left_, model.right_ = sides["left"], sides["right"]
+    model.shards_ = whole((len(model.left_), len(model.right_)))
     shape = (len(model.left_), len(model.right_))
     columns = tensors["seen_columns"].numpy()
     ones = np.ones(len(columns), dtype=np.float32)

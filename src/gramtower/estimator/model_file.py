@@ -1,23 +1,19 @@
 """A fitted model as one safetensors file with JSON in its header: no code runs when it is read.
 
-Ids are stored as one block of UTF-8 text with offsets, so that a hundred thousand of them load in milliseconds.
-Written under another name and renamed. Checked by tests/test_estimator.py.
+Ids are stored as one block of UTF-8 text with offsets (data/packing.py). Written under another name and renamed.
+Several processes write one file each (sharded_model.py). Checked by tests/test_estimator.py.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-FORMAT = "gramtower-model"
+FORMAT, KEY = "gramtower-model", "model"
 VERSION = 1
 
 
@@ -29,7 +25,7 @@ def write_model(path: Path, header: dict[str, Any], tensors: dict[str, Tensor]) 
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     head = {"format": FORMAT, "version": VERSION, **header}
     try:
-        save_file({k: t.contiguous() for k, t in tensors.items()}, partial, {"model": json.dumps(head)})
+        save_file({k: t.contiguous() for k, t in tensors.items()}, partial, {KEY: json.dumps(head)})
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)
@@ -50,8 +46,13 @@ def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise FileNotFoundError(f"model: {path} does not exist")
     try:
         with safe_open(path, framework="pt") as file:
-            header: dict[str, Any] = json.loads((file.metadata() or {})["model"])
+            texts = file.metadata() or {}
+            header: dict[str, Any] = json.loads(texts[KEY])
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        if "index" in texts:
+            from gramtower.estimator.sharded_model import read_shards
+
+            header, tensors = read_shards(path)
         if header.get("format") != FORMAT:
             raise KeyError(str(header.get("format")))
     except (SafetensorError, KeyError, ValueError, OSError) as error:
@@ -62,23 +63,3 @@ def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             "upgrade gramtower"
         )
     return header, tensors
-
-
-def pack_ids(ids: NDArray[Any] | None) -> dict[str, Tensor]:
-    """Ids as bytes and offsets."""
-    if ids is None:
-        return {}
-    encoded = [str(key).encode() for key in ids.tolist()]
-    offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
-    text = np.frombuffer(b"".join(encoded) or b"\0", dtype=np.uint8)
-    return {"text": torch.from_numpy(text.copy()), "offsets": torch.from_numpy(offsets)}
-
-
-def unpack_ids(text: Tensor | None, offsets: Tensor | None) -> NDArray[Any] | None:
-    """Ids from bytes and offsets."""
-    if text is None or offsets is None:
-        return None
-    data, bounds = text.numpy().tobytes(), offsets.tolist()
-    ids = np.empty(len(bounds) - 1, dtype=object)
-    ids[:] = [data[a:b].decode() for a, b in itertools.pairwise(bounds)]
-    return ids

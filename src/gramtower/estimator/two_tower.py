@@ -19,10 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower import _checks as check
-from gramtower.data.interactions import Interactions
-from gramtower.data.tables import FeatureTable
-from gramtower.estimator import defaults, model_file
-from gramtower.estimator.matrices import aligned, history_features, matrix_and_ids, row_map
+from gramtower.data.packing import pack_ids
+from gramtower.distributed.group import current_group
+from gramtower.distributed.shards import row_work
+from gramtower.estimator import defaults, model_file, sharded_model
+from gramtower.estimator.given import Given, take_up
+from gramtower.estimator.matrices import aligned, history_features, row_map
 from gramtower.estimator.side import Side, normalised
 from gramtower.metrics import evaluate_embeddings
 from gramtower.model.towers import Towers, mlp_towers
@@ -129,6 +131,8 @@ class TwoTower:
 
         Args:
             pairs: :class:`~gramtower.Interactions`, or a scipy.sparse matrix whose rows and columns are then the ids.
+                Inside an initialised torch.distributed process group all processes learn one model: every one gives
+                the same pairs and keeps its share, or gives its :func:`~gramtower.data.partition.read_part`.
             left_features: one row for each left entity (scipy.sparse, numpy or torch), a
                 :class:`~gramtower.data.tables.FeatureTable` joined by id, "history" for the entity's own observed right
                 entities, or None for ids alone.
@@ -138,37 +142,31 @@ class TwoTower:
             checkpoint: path of a checkpoint that an interrupted fit continues from.
             history: path of a JSONL file with one record an iteration.
         """
-        matrix, ids = matrix_and_ids(pairs)
-        device = defaults.pick_device(self.device)
-        kinds = ["history" if isinstance(left_features, str) else "", ""]
-        if isinstance(left_features, str):
-            check.choice("left_features", left_features, ("history",))
-            left_features = history_features(matrix)
-        left_features, right_features = (
-            features.encode(side) if isinstance(features, FeatureTable) else features
-            for features, side in ((left_features, ids[0]), (right_features, ids[1]))
-        )
-        size = (matrix.shape, matrix.nnz)
+        group, device = current_group(), defaults.pick_device(self.device)
+        given = take_up(group, pairs, left_features, right_features, validation, row_work(self.dim, self.hidden))
+        size = (given.shape, given.pairs)
         problem = Problem(
-            matrix, left_features, right_features, loss=self.loss,
+            given.matrix, *given.features, loss=self.loss,
             omega=defaults.default_omega(*size) if self.omega is None else self.omega,
             l2=self.l2, imputed=self.imputed,
             embedding_l2=defaults.default_embedding_l2(*size) if self.embedding_l2 is None else self.embedding_l2,
             frequency_power=self.frequency_power, memory_budget=self.memory_budget,
-            pair_weights=pairs.weights if isinstance(pairs, Interactions) else None,
+            pair_weights=given.weights, shards=None if group.size == 1 else given.shards,
         )  # fmt: skip
         towers = self.make_towers(problem)
+        if warm_start and group.size > 1:
+            check.fail("warm_start", f"True in {group.size} processes", "False, or a fit in one process")
         if warm_start:
-            self._carry_over(towers, ids, problem)
+            self._carry_over(towers, given.ids, problem)
         towers.left.to(device)
         towers.right.to(device)
         towers = Towers(towers.left, towers.right)
         result = minimize(
             problem, towers, self.optimizer, self.max_iterations, self.time_limit, self.seed,
-            validation=self._validator(validation, ids, matrix), patience=None if validation is None else self.patience,
+            validation=self._validator(given), patience=None if given.test is None else self.patience,
             checkpoint=checkpoint, history=history, verbose=self.verbose, **(self.optimizer_options or {}),
         )  # fmt: skip
-        self._finish(problem, towers, matrix, ids, kinds, result)
+        self._finish(problem, towers, given, result)
         return self
 
     def recommend(
@@ -257,7 +255,7 @@ class TwoTower:
         self._check_fitted()
         return evaluate_embeddings(
             self.left_.embeddings, self.right_.embeddings, self._align(test),
-            train=self.seen_, metrics=tuple(metrics), exclude_train=exclude_seen, by=by,
+            train=self.seen_, metrics=tuple(metrics), exclude_train=exclude_seen, by=by, processes=self.shards_.group,
         )  # fmt: skip
 
     def save(self, path: str | Path) -> None:
@@ -268,7 +266,10 @@ class TwoTower:
         header = {
             "params": {k: list(v) if isinstance(v, tuple) else v for k, v in params.items()},
             "own_towers": self.towers is not None,
-            "sides": {s.name: {"kind": s.kind, "width": s.width, "rows": len(s)} for s in (self.left_, self.right_)},
+            "sides": {
+                side.name: {"kind": side.kind, "width": side.width, "rows": rows.total}
+                for side, rows in ((self.left_, self.shards_.left), (self.right_, self.shards_.right))
+            },
             "reason": self.reason_,
             "omega": self.omega_,
             "best_metric": self.best_metric_,
@@ -282,8 +283,11 @@ class TwoTower:
             "seen_columns": torch.from_numpy(self.seen_.indices.astype(np.int32)),
         }
         for side in (self.left_, self.right_):
-            tensors |= {f"{side.name}_{k}": t for k, t in model_file.pack_ids(side.ids).items()}
-        model_file.write_model(Path(path), header, tensors)
+            tensors |= {f"{side.name}_{k}": t for k, t in pack_ids(side.ids).items()}
+        if self.shards_.single:
+            model_file.write_model(Path(path), header, tensors)
+        else:
+            sharded_model.write_shards(Path(path), header, tensors, self.towers_.parameters(), self.shards_)
 
     def make_towers(self, problem: Problem) -> Towers:
         """Fresh towers for a problem, as the constructor's arguments say."""
@@ -291,34 +295,28 @@ class TwoTower:
             return self.towers(problem)
         return mlp_towers(problem, self.hidden, self.dim, self.activation, self.seed)
 
-    def _finish(
-        self,
-        problem: Problem,
-        towers: Towers,
-        matrix: sp.csr_matrix,
-        ids: tuple[NDArray[Any] | None, NDArray[Any] | None],
-        kinds: list[str],
-        result: Result,
-    ) -> None:
+    def _finish(self, problem: Problem, towers: Towers, given: Given, result: Result) -> None:
         point = problem.at(towers)
         sides = []
         for index, (name, features) in enumerate((("left", problem.left), ("right", problem.right))):
-            embeddings = (point.P, point.Q)[index].cpu()
-            sides.append(Side(name, ids[index], embeddings, kinds[index] or features.kind, features.width))
+            embeddings = (point.P, point.right_rows)[index].cpu()
+            kind = "history" if index == 0 and given.history else features.kind
+            width = features.total if features.kind == "ids" else features.width
+            sides.append(Side(name, given.ids[index], embeddings, kind, width))
         self.left_, self.right_ = sides
-        self.seen_, self.towers_, self.omega_ = matrix, towers, problem.omega
+        self.seen_, self.towers_, self.omega_, self.shards_ = given.matrix, towers, problem.omega, problem.shards
         self.history_: list[Record] = result.history
         self.reason_, self.best_metric_ = result.message, result.best_metric
 
-    def _validator(
-        self, validation: Any, ids: tuple[NDArray[Any] | None, NDArray[Any] | None], train: sp.csr_matrix
-    ) -> Callable[[Point], float] | None:
-        if validation is None:
+    def _validator(self, given: Given) -> Callable[[Point], float] | None:
+        if given.test is None:
             return None
-        test = aligned("validation", validation, ids, train.shape)
 
         def metric(point: Point) -> float:
-            found = evaluate_embeddings(point.P.cpu(), point.Q.cpu(), test, train=train, metrics=(self.metric,))
+            found = evaluate_embeddings(
+                point.P.cpu(), point.right_rows.cpu(), given.test, train=given.matrix, metrics=(self.metric,),
+                processes=given.shards.group,
+            )  # fmt: skip
             return float(found[self.metric])
 
         return metric
@@ -379,7 +377,10 @@ class TwoTower:
         return matrix
 
     def _align(self, test: Any) -> sp.csr_matrix:
-        return aligned("test", test, (self.left_.ids, self.right_.ids), self.seen_.shape)
+        rows, ids = self.shards_.left, (self.left_.ids, self.right_.ids)
+        if ids[0] is not None or rows.count == rows.total:
+            return aligned("test", test, ids, self.seen_.shape)
+        return aligned("test", test, ids, (rows.total, self.shards_.right.total))[rows.first : rows.stop]
 
     def _side(self, side: str) -> Side:
         return self.left_ if check.choice("side", side, ("left", "right")) == "left" else self.right_

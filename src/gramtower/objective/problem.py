@@ -231,7 +231,8 @@ class Problem:
         What is free is looked up once, so that all evaluations of a problem run in the same blocks.
         """
         if self.memory_budget is None:
-            self.memory_budget = default_budget(towers.device)
+            sharing = self.shards.group.local_size if towers.device.type == "cpu" else 1
+            self.memory_budget = default_budget(towers.device) // sharing
         fixed = 3 * len(self.pairs) * torch.finfo(towers.dtype).bits // 8
         return max(self.memory_budget - fixed, self.memory_budget // 8)
 

@@ -35,7 +35,8 @@ def write(
         key: name of the header in the main file.
         header: what JSON can hold; the first process's is written.
         tensors: the same names in every process.
-        rows: tensor → "left" or "right", for tensors that hold this process's rows of that side.
+        rows: tensor → "left" or "right", for tensors that hold this process's rows of that side; "left ragged" for
+            those whose rows have lengths of their own, which are read whole.
         shards: who holds which rows.
     """
     group = shards.group
@@ -101,6 +102,8 @@ class Reader:
                 return whole
             part: Tensor = self._files[0].get_slice(name)[own.first : own.stop]
             return part
+        if self._rows[name].endswith(" ragged"):
+            return torch.cat([self._file(number).get_tensor(name) for number in range(len(self._names))])
         bounds = self._bounds[self._rows[name]]
         first, stop = (0, bounds[-1]) if own is None else (own.first, own.stop)
         parts = [self._file(0).get_slice(name)[0:0]]
