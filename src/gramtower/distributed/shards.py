@@ -133,7 +133,7 @@ def row_work(dim: int, hidden: Sequence[int] = ()) -> float:
     A layer of a × b weights takes 8ab operations in jvp and vjp, a pair 8k in the two passes; a pair's operations take
     about four times as long, because each gathers its rows from memory.
     """
-    widths = [*hidden, dim]
+    widths = [*hidden, check.count("dim", dim)]
     weights = sum(a * b for a, b in itertools.pairwise(widths))
     return max(1.0, weights / (4.0 * dim))
 

@@ -143,7 +143,8 @@ class TwoTower:
             history: path of a JSONL file with one record an iteration.
         """
         group, device = current_group(), defaults.pick_device(self.device)
-        given = take_up(group, pairs, left_features, right_features, validation, row_work(self.dim, self.hidden))
+        work = 1.0 if group.size == 1 else row_work(self.dim, self.hidden)
+        given = take_up(group, pairs, left_features, right_features, validation, work)
         size = (given.shape, given.pairs)
         problem = Problem(
             given.matrix, *given.features, loss=self.loss,
