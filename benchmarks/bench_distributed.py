@@ -3,8 +3,8 @@
 time     ml10m shape: one gradient and one G·d in two processes on two cores against one process on one core, one thread
          for each process, by turns
 memory   netflix shape: peak memory of reading, evaluating, one gradient and one G·d, per process, four against one
-model    the cost model of docs/scale.md: constants from one process on two shapes, predictions for two processes and
-         for a third shape against measurements
+model    the cost model of docs/scale.md, in CPU seconds of a process for one G·d: constants from one process on two
+         shapes, predictions for two processes and for a third shape against measurements
 
 Each prints the ratio and the bound it is held to, and writes benchmarks/results/distributed_<name>.json.
 """
@@ -22,23 +22,42 @@ import time
 from pathlib import Path
 
 import numpy as np
+import scipy.sparse as sp
 import torch
 from common import write_result
 
 import gramtower as gt
 from gramtower.data.partition import read_part, write_partition
-from gramtower.data.synthetic import PAPER_SHAPES, paper_shape
+from gramtower.data.synthetic import PAPER_SHAPES, planted_pairs
 from gramtower.distributed.group import current_group
 
 HIDDEN, DIM = (256, 256), 128
+SHAPES = PAPER_SHAPES | {"many rows": (20_000, 15_000, 300_000), "many pairs": (12_000, 4_000, 1_500_000)}
 
 
-def make_folder(shape: str, place: Path, parts: int = 16) -> Path:
-    """The pairs of a shape as a folder of parts, made once."""
-    folder = place / shape
+def make_folder(shape: str, place: Path, parts: int = 16, planted: bool = True) -> Path:
+    """The pairs of a shape as a folder of parts, made once; ``planted=False`` is faster and has no structure."""
+    folder = place / (shape if planted else f"{shape}-random")
     if not (folder / "manifest.json").exists():
-        write_partition(gt.Interactions.from_matrix(paper_shape(shape)), folder, parts)
+        pairs = planted_pairs(*SHAPES[shape], groups=64) if planted else random_pairs(*SHAPES[shape])
+        write_partition(gt.Interactions.from_matrix(pairs), folder, parts)
     return folder
+
+
+def random_pairs(m: int, n: int, observed: int) -> sp.csr_matrix:
+    """About ``observed`` pairs: skewed numbers for the rows, columns drawn evenly."""
+    rng = np.random.default_rng(0)
+    activity = np.exp(rng.normal(size=m))
+    counts = np.minimum(activity / activity.sum() * observed, n / 4).astype(np.int64) + 1
+    offsets, columns = [np.zeros(1, np.int64)], []
+    for start in range(0, m, 1 << 14):
+        part = counts[start : start + (1 << 14)]
+        rows = np.repeat(np.arange(len(part)), part)
+        keys = np.unique(rows * n + rng.integers(n, size=len(rows)))
+        columns.append((keys % n).astype(np.int32))
+        offsets.append(np.bincount(keys // n, minlength=len(part)))
+    indices = np.concatenate(columns)
+    return sp.csr_matrix((np.ones(len(indices), np.float32), indices, np.cumsum(np.concatenate(offsets))), (m, n))
 
 
 def run_processes(size: int, folder: Path, what: str, repeats: int) -> list[dict]:
@@ -106,7 +125,7 @@ def child(folder: Path, what: str, repeats: int) -> None:
 
 
 def _gather_seconds(problem: gt.Problem, point) -> float:
-    """Median time of gathering all right rows: what one byte costs between processes."""
+    """Shortest time of gathering all right rows: what one byte costs between processes."""
     if problem.shards.single:
         return 0.0
     found = []
@@ -114,7 +133,7 @@ def _gather_seconds(problem: gt.Problem, point) -> float:
         start = time.perf_counter()
         problem.shards.gather(point.Q).wait()
         found.append(time.perf_counter() - start)
-    return statistics.median(found)
+    return min(found)
 
 
 def measure_time(place: Path) -> None:
@@ -154,8 +173,8 @@ def measure_time(place: Path) -> None:
 
 
 def measure_memory(place: Path, shape: str) -> None:
-    folder = make_folder(shape, place)
-    found = {size: run_processes(size, folder, "memory", 0) for size in (1, 4)}
+    folder = make_folder(shape, place, planted=False)
+    found = {size: run_processes(size, folder, "memory", 0) for size in (4, 1)}
     peaks = {size: max(answer["peak"] for answer in answers) for size, answers in found.items()}
     ratio = peaks[4] / peaks[1]
     start = found[1][0]["start"]
@@ -163,32 +182,35 @@ def measure_memory(place: Path, shape: str) -> None:
         f"{shape}: peak of one process {peaks[1] / 1e9:.2f} GB, largest of four {peaks[4] / 1e9:.2f} GB: "
         f"ratio {ratio:.3f} (<= 0.35); {start / 1e9:.2f} GB of each are libraries"
     )
-    write_result("distributed_memory", {"shape": shape, "peaks": peaks, "ratio": ratio, "libraries": start})
+    pairs = found[1][0]["pairs"]
+    write_result(
+        "distributed_memory", {"shape": shape, "pairs": pairs, "peaks": peaks, "ratio": ratio, "libraries": start}
+    )
 
 
 def measure_model(place: Path) -> None:
     runs = {}
-    for shape in ("ml1m", "wiki-simple", "ml10m"):
+    for shape in ("ml1m", "many rows", "many pairs"):
         folder = make_folder(shape, place)
         for size in (1, 2):
             answers = run_processes(size, folder, "time", 3)
             runs[shape, size] = {
-                "seconds": statistics.median(answers[0]["times"]["product"]),
+                "seconds": max(statistics.median(answer["busy"]["product"]) for answer in answers),
+                "wall_s": statistics.median(answers[0]["times"]["product"]),
                 "pairs": max(answer["pairs"] for answer in answers),
                 "rows": max(answer["rows"] for answer in answers),
                 "bytes": max(answer["bytes"] for answer in answers),
                 "gather_s": answers[0]["gather_s"],
             }
-    known = [runs["ml1m", 1], runs["wiki-simple", 1]]
+    known = [runs["many pairs", 1], runs["many rows", 1]]
     table = np.array([[run["pairs"], run["rows"]] for run in known], dtype=float)
     pair_s, row_s = np.linalg.solve(table, [run["seconds"] for run in known])
-    n = PAPER_SHAPES["wiki-simple"][1]
-    byte_s = runs["wiki-simple", 2]["gather_s"] / (n / 2 * DIM * 4)
+    byte_s = runs["many rows", 2]["gather_s"] / (SHAPES["many rows"][1] / 2 * DIM * 4)
     print(f"a pair {1e9 * pair_s:.1f} ns, a row {1e6 * row_s:.2f} µs, a byte {1e9 * byte_s:.3f} ns")
     rows = []
     for (shape, size), run in runs.items():
         predicted = pair_s * run["pairs"] + row_s * run["rows"] + byte_s * run["bytes"]
-        rows.append({"shape": shape, "processes": size, "predicted_s": predicted, "measured_s": run["seconds"]})
+        rows.append({"shape": shape, "processes": size, "predicted_s": predicted, "measured_s": run["seconds"], **run})
         print(
             f"{shape}, {size}: predicted {predicted:.3f} s, measured {run['seconds']:.3f} s, "
             f"ratio {predicted / run['seconds']:.2f}"

@@ -73,41 +73,6 @@ def test_the_estimator_learns_evaluates_and_saves_the_same_model(tmp_path):
     np.testing.assert_allclose(found, expected, atol=2e-3)
 
 
-def test_a_partition_gives_back_what_was_written(tmp_path):
-    split = random_pairs(shared_fits.interactions(), 0.2, seed=0)
-    manifest = write_partition(split.train, tmp_path, 4, split.test)
-    part = read_part(tmp_path)
-    assert (part.matrix != split.train.matrix).nnz == 0
-    assert (part.held_out != split.test.matrix).nnz == 0
-    assert part.left_ids.tolist() == split.train.left_ids.tolist()
-    assert part.right_ids().tolist() == split.train.right_ids.tolist()
-    np.testing.assert_array_equal(part.weights, split.train.weights)
-    assert len(manifest["parts"]) == 4
-    sizes = [p["pairs"] + 200 * (p["rows"][1] - p["rows"][0]) for p in manifest["parts"]]
-    assert max(sizes) - min(sizes) <= 2 * (200 + split.train.matrix.getnnz(1).max())
-
-
-@pytest.mark.parametrize(
-    ("spoil", "match"),
-    [
-        (lambda folder: (folder / "part-00001.safetensors").unlink(), "missing or damaged"),
-        (lambda folder: (folder / "manifest.json").write_text("{}"), "gramtower-partition version 1"),
-        (lambda folder: (folder / "manifest.json").unlink(), "is not a partition"),
-    ],
-)
-def test_a_damaged_partition_is_refused(spoil, match, tmp_path):
-    write_partition(shared_fits.interactions(), tmp_path, 3)
-    spoil(tmp_path)
-    with pytest.raises(ValueError, match=match):
-        read_part(tmp_path)
-
-
-def test_a_partition_is_not_written_over_other_files(tmp_path):
-    (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(ValueError, match="which holds other files"):
-        write_partition(shared_fits.interactions(), tmp_path, 3)
-
-
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -126,7 +91,7 @@ def test_torchrun_fits_a_partition_and_restarts_from_the_checkpoint_when_a_proce
             time.sleep(0.02)
         os.kill(_worker(process.pid, rank=1), signal.SIGKILL)
         try:
-            errors = process.communicate(timeout=100)[1]
+            errors = process.communicate(timeout=400)[1]
         except subprocess.TimeoutExpired:
             process.terminate()
             raise

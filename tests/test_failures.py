@@ -29,9 +29,9 @@ def test_processes_that_were_given_different_things_are_named(tmp_path):
 
 @pytest.mark.parametrize(("how", "what"), [("die", "is gone"), ("hang", "is hung: it lives but has begun")])
 def test_a_process_that_dies_or_hangs_is_named_by_the_others(how, what, tmp_path):
-    started = start_group("shared_fits:misbehave", 2, tmp_path, how, env={"TEST_TIMEOUT": "6"})
+    started = start_group("shared_fits:misbehave", 2, tmp_path, how, env={"TEST_TIMEOUT": "8"})
     try:
-        errors = started[0].communicate(timeout=60)[1]
+        errors = started[0].communicate(timeout=300)[1]
     finally:
         started[1].kill()
         started[1].communicate()

@@ -1,6 +1,7 @@
 """A lock on a checkpoint, so that two runs never write the same one.
 
-The operating system gives the lock back when its process ends, however it ends. Checked by tests/test_failures.py.
+The operating system gives the lock back when its process ends, however it ends. On systems without POSIX locks there
+is none. Checked by tests/test_failures.py.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def locked(path: Path | None, group: Group) -> Iterator[None]:
     lock, file = None if path is None else path.with_name(path.name + ".lock"), -1
     if lock is not None:
         with group.together():
-            if group.rank == 0:
+            if group.rank == 0 and os.name == "posix":
                 file = _take(lock)
     try:
         yield
