@@ -8,6 +8,7 @@ import torch
 from cases import make_case
 from test_engine import relative
 
+import gramtower as gt
 from gramtower._checks import memory_size
 from gramtower.model import memory
 from gramtower.model.memory import BlockPlan, default_budget, plan_blocks
@@ -85,3 +86,18 @@ def test_one_module_for_both_sides_in_blocks(monkeypatch):
     _, expected = results(make_case(m=45, shared=True, seed=31))
     monkeypatch.setattr(memory, "_CPU_BLOCK", 7)
     assert relative(results(make_case(m=45, shared=True, seed=31, memory_budget=1))[1], expected) < 1e-13
+
+
+def test_a_full_gpu_is_an_error_that_names_the_budget_to_set(monkeypatch):
+    case = make_case(memory_budget="2GB")
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(gt.Towers, "linearize", full)
+    with pytest.raises(
+        MemoryError, match=r"memory_budget is 2.0 GB; give a smaller one, such as memory_budget='1.0GB'"
+    ):
+        case.problem.at(case.towers)
+    with pytest.raises(MemoryError, match="memory_budget"):
+        gt.minimize(case.problem, case.towers)

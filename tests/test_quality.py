@@ -86,7 +86,7 @@ def test_a_grid_config_is_the_problem_it_says(quality):
 def test_stored_settings_are_those_of_a_model(quality, name):
     """Every stored config makes its model, on a small matrix and with one iteration."""
     train = planted_pairs(m=30, n=20, observed=200)
-    for row in ("ours", "linear"):
+    for row in ("ours", "hidden"):
         settings = quality["rows"].stored(name, row)
         assert settings["max_iterations"] >= 1
         P, Q, _ = quality["rows"].train(row, train, {**settings, "dim": 4, "max_iterations": 1}, "cpu")

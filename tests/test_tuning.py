@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tomllib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -126,6 +127,29 @@ def test_what_the_model_was_given_is_not_searched():
 def test_the_time_limit_ends_a_search():
     found = small().tune(data(), trials=10_000, time_limit=0.5, space=SPACE, refit=False)
     assert 1 <= len(found.trials) < 200
+
+
+def test_a_trial_that_the_time_limit_cuts_is_tried_again(search, tmp_path, monkeypatch):
+    from gramtower.tuning import search as searching
+    from gramtower.tuning import trial
+
+    real, looks = trial.ranking_validator, []
+
+    def counting(*arguments):
+        measure = real(*arguments)
+        return lambda point: looks.append(point) or measure(point)
+
+    clock = SimpleNamespace(perf_counter=lambda: 0.0 if len(looks) < 20 else 100.0)  # time is up at the 20th look
+    with monkeypatch.context() as patched:
+        patched.setattr(trial, "ranking_validator", counting)
+        patched.setattr(trial, "time", clock)
+        patched.setattr(searching, "time", clock)
+        options = dict(metric="ndcg@10", space=SPACE, refit=False, storage=tmp_path / "log.journal")
+        stopped = small().tune(data(), trials=12, time_limit=50.0, **options)
+    assert len(looks) == 20
+    assert 0 < len(stopped.trials) < 12
+    resumed = small().tune(data(), trials=12, **options)
+    assert settings_and_values(resumed) == settings_and_values(search)
 
 
 @pytest.mark.parametrize(("choice", "kind"), [("history", "history"), ("ids+history", "id + history")])

@@ -1,8 +1,8 @@
 """The rows of a quality table: how each is trained from its stored settings, and where those are.
 
-ours         configs/NAME.toml, a config file of `gramtower fit`
-linear       the same objective with linear towers, [NAME.linear] of configs/peers.toml
-softmax      [NAME.softmax]: the towers of ours, trained by in-batch softmax
+ours         configs/NAME.toml, a config file of `gramtower fit`; on all four sets these are linear towers
+hidden       the same objective with hidden layers, [NAME.hidden] of configs/peers.toml
+softmax      [NAME.softmax]: towers trained by in-batch softmax
 als          [NAME.als]: implicit, where it is installed
 popularity   nothing to set
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 import gramtower as gt
 
 HERE = Path(__file__).resolve().parent
-ROWS = ("popularity", "als", "softmax", "linear", "ours")
+ROWS = ("popularity", "als", "softmax", "hidden", "ours")
 METRICS = ("recall@20", "ndcg@20", "map@5")
 Look = Callable[[int, float, Tensor, Tensor], None]
 

@@ -3,8 +3,9 @@
     python benchmarks/quality/search.py gowalla --row softmax --trials 40 --seconds 1200
 
 Settings are drawn from the space below with a seed; each is trained on nine tenths of every user's training pairs and
-ranked on the rest at several moments, so that the number of iterations or epochs is part of what is chosen. One JSON
-line a trial goes to logs/NAME-ROW.jsonl, which a repeated command continues, and the best so far is printed with it.
+ranked on the rest, ours at several iterations, so that their number is part of what is chosen; the peers' numbers of
+iterations and epochs are drawn. One JSON line a trial goes to logs/NAME-ROW.jsonl, which a repeated command continues,
+and the best so far is printed with it.
 Plain random search because it runs wherever the library does, without further packages, and treats all rows alike;
 `gramtower tune` is the better tool for one's own data.
 """
@@ -48,7 +49,7 @@ def space(row: str, dims: list[int]) -> dict[str, Draw]:
         return {
             "dim": among(*dims), "hidden": among([], [256], [256, 256]), "learning_rate": log_uniform(3e-4, 3e-2),
             "temperature": log_uniform(0.03, 0.3), "weight_decay": log_uniform(1e-6, 1e-1),
-            "batch": among(512, 2048, 8192),
+            "batch": among(512, 2048, 8192), "epochs": among(5, 10, 20, 40),
         }  # fmt: skip
     common = {
         "dim": among(*dims), "share": log_uniform(0.25, 8.0), "l2": log_uniform(2.0**-10, 1.0),
@@ -56,15 +57,13 @@ def space(row: str, dims: list[int]) -> dict[str, Draw]:
         "left_power": among(0.0, 0.25, 0.5, 0.75), "right_power": among(-0.25, 0.0, 0.25, 0.5),
         "imputed": among(-1.0, 0.0), "loss": among("logistic", "logistic", "squared"),
     }  # fmt: skip
-    return {**common, "hidden": among([]) if row == "linear" else among([256], [256, 256], [512], [512, 512])}
+    return {**common, "hidden": among([256], [256, 256], [512], [512, 512]) if row == "hidden" else among([])}
 
 
 def settings_of(row: str, drawn: dict[str, Any], pairs: Any, iterations: int) -> dict[str, Any]:
     """Arguments of the row from what was drawn."""
-    if row == "als":
+    if row in ("als", "softmax"):
         return drawn
-    if row == "softmax":
-        return {**drawn, "epochs": iterations}
     m, n = pairs.shape
     omega = drawn["share"] * pairs.nnz / (m * n - pairs.nnz)
     mu = rescaled_penalty(drawn["penalty"], drawn["frequency_power"], pairs, omega)
@@ -104,9 +103,10 @@ def main(arguments: argparse.Namespace) -> None:
 
         line: dict[str, Any] = {"trial": number, "drawn": draws[number], "settings": settings}
         try:
-            P, Q, seconds = train(arguments.row, pairs, settings, arguments.device, look)
+            watch = None if arguments.row in ("als", "softmax") else look  # the peers' schedules count to their end
+            P, Q, seconds = train(arguments.row, pairs, settings, arguments.device, watch)
             if not curve:
-                rank(settings.get("iterations", 0), seconds, P, Q)
+                rank(settings.get("iterations", settings.get("epochs", 0)), seconds, P, Q)
             best = max(curve, key=lambda row: row[arguments.metric])
             line |= {"best": best, "seconds": round(seconds, 1), "curve": curve}
         except (RuntimeError, ValueError) as error:
@@ -123,7 +123,7 @@ def main(arguments: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", choices=tuple(FILES))
-    parser.add_argument("--row", required=True, choices=("als", "softmax", "linear", "ours"))
+    parser.add_argument("--row", required=True, choices=("als", "softmax", "hidden", "ours"))
     parser.add_argument("--trials", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=1200.0, help="no new trial after this long")
     parser.add_argument("--dims", type=int, nargs="+", default=[128, 256, 512])

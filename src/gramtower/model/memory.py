@@ -7,6 +7,8 @@ and vjp reads them; when not, each jvp and vjp runs the block forward again. Che
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +35,20 @@ def default_budget(device: torch.device) -> int:
     except (OSError, StopIteration):
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     return int(free * _SHARE)
+
+
+@contextmanager
+def explained(budget: int | None) -> Iterator[None]:
+    """Turns a GPU's "out of memory" into an error that names the budget to set."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        now = "half of what was free" if budget is None else f"{budget / 1e9:.1f} GB"
+        smaller = "4GB" if budget is None else f"{max(0.1, budget / 2e9):.1f}GB"
+        raise MemoryError(
+            f"the GPU ran out of memory: memory_budget is {now}; give a smaller one, such as memory_budget={smaller!r}"
+            ", so that towers run in row blocks and recompute, or a smaller dim"
+        ) from error
 
 
 def plan_blocks(

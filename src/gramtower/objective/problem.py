@@ -25,7 +25,7 @@ from gramtower.distributed.shards import Shards, whole
 from gramtower.kernels import BACKENDS, select
 from gramtower.kernels.precision import PAIR_PRECISIONS, PRECISIONS, products_in
 from gramtower.model.linearization import Work
-from gramtower.model.memory import default_budget
+from gramtower.model.memory import default_budget, explained
 from gramtower.model.ops import Scratch
 from gramtower.model.parameters import Parameters, as_parameters
 from gramtower.model.towers import Towers
@@ -141,7 +141,8 @@ class Problem:
         present = towers.parameters()
         if parameters is not None:
             present.vector.copy_(as_parameters("parameters", parameters, present).vector)
-        return self._evaluate(towers, present)
+        with explained(self.memory_budget):
+            return self._evaluate(towers, present)
 
     def _evaluate(self, towers: Towers, own: Parameters) -> Point:
         """The point at parameters that nobody else will change."""

@@ -6,7 +6,7 @@ out in closed form, so that a handful of steps suffices. Levenberg-Marquardt dam
 preconditioner: it grows when the real decrease at the full step falls short of the quadratic model's promise, and
 shrinks when they agree.
 
-Checked by tests/test_optim.py; timed by benchmarks/bench_methods.py.
+Checked by tests/test_optim.py; timed by `make reproduce` and benchmarks/bench_als.py.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from typing import Any
 from gramtower import _checks as check
 from gramtower.distributed.agreement import agree, versions
 from gramtower.model.linearization import Work
+from gramtower.model.memory import explained
 from gramtower.model.parameters import Parameters
 from gramtower.model.towers import Towers
 from gramtower.objective.evaluation import Point
@@ -201,7 +202,8 @@ class _Run:
             while (stop := limits.reached(self.iteration, self.seconds, self.waited)) is None:
                 before, earlier = self.point, self.problem.work.copy()
                 start = time.perf_counter()
-                moved = self.method.iterate(self.problem, self.towers, before)
+                with explained(self.problem.memory_budget):
+                    moved = self.method.iterate(self.problem, self.towers, before)
                 self.seconds = self._first(self.seconds + time.perf_counter() - start)
                 self.work = self.work.plus(self.problem.work.since(earlier))
                 if moved.parameters is not None:

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 CONFIG, REPORT, TABLE = "config.toml", "report.json", "report.md"
 #: Arguments that belong to the table [train] of a config file; the others of a model belong to [model].
-TRAIN = ("optimizer", "max_iterations", "device", "seed", "memory_budget")
+TRAIN = ("optimizer", "max_iterations", "device", "seed", "memory_budget", "precision", "pair_precision")
+#: And those of a search, which a fit of all pairs has no use for.
+SKIPPED = ("time_limit", "patience", "metric", "optimizer_options")
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,7 @@ class Search:
         """The settings as tables of a config file, which holds no arrays and no functions."""
         plain = (str, int, float, tuple, list, dict)
         known = {k: v for k, v in (self.base | self.arguments).items() if isinstance(v, plain)}
-        skipped = ("time_limit", "patience", "metric", "optimizer_options")
-        model: dict[str, Any] = {k: v for k, v in known.items() if k not in (*TRAIN, *skipped)}
+        model: dict[str, Any] = {k: v for k, v in known.items() if k not in (*TRAIN, *SKIPPED)}
         train = {k: known[k] for k in TRAIN if k in known} | {"option": known.get("optimizer_options")}
         tables: dict[str, dict[str, Any]] = {"model": model, "train": train}
         if "history" in self.features:

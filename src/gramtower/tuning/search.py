@@ -90,7 +90,8 @@ def make_space(model: TwoTower, start: Mapping[str, Value], given: Mapping[str, 
         value = getattr(model, argument, None)
         return value is not default.get(argument) and (isinstance(value, np.ndarray) or value != default.get(argument))
 
-    return as_space({name: True for name in NAMES if not is_given(name)}, whole)
+    left_out = () if with_features else ("features",)  # history is slower and seldom better: only by name
+    return as_space({name: True for name in NAMES if name not in left_out and not is_given(name)}, whole)
 
 
 def _identity(parts: Parts, space: Space, metric: str, seed: int, model: TwoTower) -> dict[str, Any]:
@@ -145,7 +146,7 @@ class _Run:
             best = self.result(confirmed).best
             if best.started_cold or len(confirmed) == _CONFIRM:
                 break
-            outcome = self._train(best.settings, None, None, lambda iteration, value: None)
+            outcome = self._train(best.settings, None, None, lambda iteration, value: None, confirming=True)
             confirmed[best.number] = best.again(outcome)
         return self.result(confirmed, cold_only=True)
 
@@ -190,25 +191,27 @@ class _Run:
             if not finished:
                 raise  # the defaults themselves cannot be trained: bad input, not bad luck
             return
-        if outcome.reason is Reason.INTERRUPTED:
-            self.interrupted = True  # the log keeps it as running; a resumed search takes it up again
-            return
+        self.interrupted = outcome.reason is Reason.INTERRUPTED
+        if self.interrupted or (outcome.late and finished):
+            return  # the log keeps it as running; a resumed search takes it up again
         number = trial.tell(outcome, near)
         values = {t.number: t.value for t in self.log.tried(self.fixed)}
         if not outcome.pruned:
             self.solutions.keep(number, outcome.parameters, values)
 
     def _train(
-        self, settings: dict[str, Value], near: int | None, best: float | None, report: Callable[[int, float], None]
+        self,
+        settings: dict[str, Value],
+        near: int | None,
+        best: float | None,
+        report: Callable[[int, float], None],
+        confirming: bool = False,
     ) -> Outcome:
         arguments = model_arguments(settings, self.model, self.parts.matrix)
         estimator = TwoTower(**{**self.model.get_params(), **arguments, "metric": self.metric})
-        remaining = None if self.limit is None else max(1.0, self.limit - (time.perf_counter() - self.began))
-        own = self.model.time_limit
-        times = [seconds for seconds in (remaining, own) if seconds is not None]
         return run_trial(
             estimator, settings, self.parts, warm=None if near is None else self.solutions.load(near),
-            best=best, report=report, time_limit=min(times, default=None),
+            best=best, report=report, deadline=None if self.limit is None or confirming else self.began + self.limit,
         )  # fmt: skip
 
     def _late(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,7 @@ class Outcome:
     seconds: float
     reason: Reason
     pruned: bool
+    late: bool
     warm: bool
     parameters: Tensor
 
@@ -171,7 +173,7 @@ def run_trial(
     warm: Tensor | None,
     best: float | None,
     report: Callable[[int, float], None],
-    time_limit: float | None,
+    deadline: float | None,
 ) -> Outcome:
     """Train until the metric stops improving, settles (warm starts), or cannot reach the best any more.
 
@@ -182,7 +184,7 @@ def run_trial(
         warm: parameters to start from, or None.
         best: metric of the best trial so far.
         report: told each iteration and its metric.
-        time_limit: seconds of training.
+        deadline: the moment, by ``time.perf_counter``, after which it stops.
     """
     problem, towers, given = estimator.prepare(parts.train, *chosen_features(settings, parts.features))
     if warm is not None:
@@ -192,7 +194,7 @@ def run_trial(
     measure = ranking_validator(estimator.metric, parts.held_out, given.matrix)
     curve: list[float] = []
     last: Tensor | None = None
-    pruned = False
+    pruned = late = False
 
     def look(point: Point) -> float:
         curve.append(measure(point))
@@ -200,15 +202,17 @@ def run_trial(
         return curve[-1]
 
     def watch(record: Record, point: Point) -> bool:
-        nonlocal pruned, last
+        nonlocal pruned, late, last
         last = point.parameters.vector
+        late = deadline is not None and time.perf_counter() >= deadline
         pruned = curves.hopeless(curve, estimator.max_iterations - record.iteration, best, warm is not None)
-        return pruned or (warm is not None and curves.settled(curve))
+        return late or pruned or (warm is not None and curves.settled(curve))
 
     result = minimize(
-        problem, towers, estimator.optimizer, estimator.max_iterations, time_limit, estimator.seed, [watch],
+        problem, towers, estimator.optimizer, estimator.max_iterations, estimator.time_limit, estimator.seed, [watch],
         validation=look, patience=estimator.patience if warm is None else None,
         **(estimator.optimizer_options or {}),
     )  # fmt: skip
     best_or_last = result.parameters.vector if warm is None or last is None else last
-    return Outcome(curve, result.history[-1].seconds, result.reason, pruned, warm is not None, best_or_last)
+    seconds = result.history[-1].seconds
+    return Outcome(curve, seconds, result.reason, pruned, late, warm is not None, best_or_last)
