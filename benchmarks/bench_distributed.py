@@ -206,14 +206,14 @@ def measure_model(place: Path) -> None:
     table = np.array([[run["pairs"], run["rows"]] for run in known], dtype=float)
     pair_s, row_s = np.linalg.solve(table, [run["seconds"] for run in known])
     byte_s = runs["many rows", 2]["gather_s"] / (SHAPES["many rows"][1] / 2 * DIM * 4)
-    print(f"a pair {1e9 * pair_s:.1f} ns, a row {1e6 * row_s:.2f} µs, a byte {1e9 * byte_s:.3f} ns")
+    print(f"a pair {1e9 * pair_s:.1f} ns, a row {1e6 * row_s:.2f} µs, a byte {1e9 * byte_s:.3f} ns of waiting")
     rows = []
     for (shape, size), run in runs.items():
-        predicted = pair_s * run["pairs"] + row_s * run["rows"] + byte_s * run["bytes"]
-        rows.append({"shape": shape, "processes": size, "predicted_s": predicted, "measured_s": run["seconds"], **run})
+        predicted = pair_s * run["pairs"] + row_s * run["rows"]
+        rows.append({"shape": shape, "processes": size, "predicted_s": predicted, **run})
         print(
-            f"{shape}, {size}: predicted {predicted:.3f} s, measured {run['seconds']:.3f} s, "
-            f"ratio {predicted / run['seconds']:.2f}"
+            f"{shape}, {size}: predicted {predicted:.3f} CPU seconds, measured {run['seconds']:.3f}, "
+            f"ratio {predicted / run['seconds']:.2f}; {run['bytes'] / 1e6:.1f} MB"
         )
     write_result("distributed_model", {"pair_s": pair_s, "row_s": row_s, "byte_s": byte_s, "rows": rows})
 

@@ -115,7 +115,7 @@ class ProcessGroup(Group):
     """The processes of torch.distributed's default group, which must be initialised.
 
     Args:
-        device: where tensors that travel live: the GPU with NCCL, the CPU with gloo.
+        device: where tensors travel from: the GPU with NCCL, the CPU with gloo. Others are copied there and back.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -125,8 +125,10 @@ class ProcessGroup(Group):
         self._dist = dist
         self.size, self.rank = dist.get_world_size(), dist.get_rank()
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
-        cuda = dist.get_backend() == "nccl"
-        self.device = device or torch.device("cuda" if cuda else "cpu")
+        if device is None:
+            cuda = dist.get_backend() == "nccl"
+            device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.device = device
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         from torch.distributed.distributed_c10d import _get_default_store
 
@@ -135,8 +137,9 @@ class ProcessGroup(Group):
     def sum_(self, tensor: Tensor) -> Tensor:
         """See Group."""
         self.bytes["reduce"] += 2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size
-        self._call("sum", lambda: self._dist.all_reduce(tensor))
-        return tensor
+        there = tensor.to(self.device)
+        self._call("sum", lambda: self._dist.all_reduce(there))
+        return tensor if there is tensor else tensor.copy_(there)
 
     def sum_all(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """See Group."""
@@ -170,11 +173,15 @@ class ProcessGroup(Group):
 
     def copy_from_first_(self, tensor: Tensor) -> Tensor:
         """See Group."""
-        self._call("copy_from_first", lambda: self._dist.broadcast(tensor, 0))
-        return tensor
+        there = tensor.to(self.device)
+        self._call("copy_from_first", lambda: self._dist.broadcast(there, 0))
+        return tensor if there is tensor else tensor.copy_(there)
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Pending:
         """See Group. Shards of unequal length travel padded to the longest."""
+        if rows.device.type != self.device.type:
+            elsewhere = self.gather_rows(rows.to(self.device), counts)
+            return Pending(lambda: elsewhere.wait().to(rows.device))
         longest, tail = max(counts), rows.shape[1:]
         if longest == 0:
             return Pending(lambda: rows)
@@ -197,6 +204,9 @@ class ProcessGroup(Group):
 
     def scatter_rows(self, rows: Tensor, counts: Sequence[int]) -> Pending:
         """See Group. The parts are added here in the order of ranks: the same sum whatever the backend."""
+        if rows.device.type != self.device.type:
+            elsewhere = self.scatter_rows(rows.to(self.device), counts)
+            return Pending(lambda: elsewhere.wait().to(rows.device))
         own, tail = counts[self.rank], rows.shape[1:]
         received = rows.new_empty(self.size * own, *tail)
         rows = rows.contiguous()
