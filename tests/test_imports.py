@@ -12,7 +12,16 @@ import pytest
 import gramtower
 
 ROOT = Path(gramtower.__file__).parent
-ORDER = ("data", "kernels", "model", "objective", "optim", "training", "report")  # each may import from those before it
+ORDER = (
+    "distributed",
+    "data",
+    "kernels",
+    "model",
+    "objective",
+    "optim",
+    "training",
+    "report",
+)  # each may import from those before it
 LAST = (
     "retrieval",
     "metrics",

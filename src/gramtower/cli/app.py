@@ -21,6 +21,7 @@ from gramtower.cli.convert import convert
 from gramtower.cli.fit import fit
 from gramtower.cli.info import info
 from gramtower.cli.options import Common
+from gramtower.cli.partition import partition
 from gramtower.cli.query import evaluate, recommend, similar
 from gramtower.cli.report import report
 from gramtower.cli.tune import tune
@@ -51,7 +52,7 @@ app = App(
     version=version("gramtower"),
     help_epilogue="Exit codes: 0 fine, 1 the run failed or was interrupted, 2 bad input.",
 )
-for command in (fit, evaluate, recommend, similar, info, compare, report, convert, tune, demo):
+for command in (fit, partition, evaluate, recommend, similar, info, compare, report, convert, tune, demo):
     app.command(command)
 
 

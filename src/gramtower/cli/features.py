@@ -13,22 +13,29 @@ from gramtower.cli.config import Settings, parse_option
 from gramtower.cli.output import note
 from gramtower.data import frames, readers
 from gramtower.data.interactions import Interactions
+from gramtower.data.partition import Part
 from gramtower.data.tables import FeatureTable
+from gramtower.distributed.group import SINGLE, Group
 from gramtower.estimator.two_tower import TwoTower
 
 _MOVIELENS = {"left": ("user",), "right": ("movie",)}
 
 
-def tower_features(settings: Settings, pairs: Interactions, quiet: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def tower_features(
+    settings: Settings, pairs: Interactions | Part, quiet: bool, group: Group = SINGLE
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """``left_features`` and ``right_features`` for :meth:`TwoTower.fit`, and what the join by id found, by side."""
+    every = pairs.right_ids() if isinstance(pairs, Part) else pairs.right_ids
+    spread = group if isinstance(pairs, Part) else SINGLE  # the processes that the left ids are spread over
     arguments: dict[str, Any] = {}
     report: dict[str, Any] = {}
-    for side, ids in (("left", pairs.left_ids), ("right", pairs.right_ids)):
+    for side, ids, processes in (("left", pairs.left_ids, spread), ("right", every, SINGLE)):
         parts: list[Any] = ["history"] if side == "left" and settings.model.history else []
         path = getattr(settings.features, f"{side}_features")
         if path is not None:
-            table = read_table(side, Path(path), settings)
-            report[side] = _join(side, table, ids, quiet)
+            with group.together():
+                table = read_table(side, Path(path), settings)
+            report[side] = _join(side, table, ids, quiet, processes)
             parts.append(table)
         identity = getattr(settings.features, f"{side}_identity")
         if identity is None:
@@ -121,16 +128,20 @@ def _table_of(model: TwoTower, path: Path) -> FeatureTable:
     return table
 
 
-def _join(side: str, table: FeatureTable, ids: Any, quiet: bool) -> dict[str, Any]:
+def _join(side: str, table: FeatureTable, ids: Any, quiet: bool, group: Group) -> dict[str, Any]:
     table.match(ids)
     found = dict(table.report) | {"columns": table.kinds, "features": len(table.feature_names)}
-    without, unused = found["ids_without_features"], found["features_without_ids"]
-    if without == len(ids):
+    own, unused = found["ids_without_features"], found["features_without_ids"]
+    without, count = (int(total) for total in group.totals(own, len(ids)))
+    unused += (len(ids) - own) - (count - without)  # what other processes' ids use
+    found |= {"ids_without_features": without, "features_without_ids": unused}
+    if without == count:
         given = f"{found['rows']:,} rows, none of them with the id of a {side} entity"
-        check.fail(f"{side}_features", given, f"ids such as {str(ids[0])!r} in column {table.id!r}")
+        example = str(ids[0]) if len(ids) else ""
+        check.fail(f"{side}_features", given, f"ids such as {example!r} in column {table.id!r}")
     if not quiet:
         kinds = ", ".join(f"{name} ({kind})" for name, kind in found["columns"].items())
         skipped = f"; left out: {', '.join(found['skipped'])}" if found["skipped"] else ""
         note(f"{side} features: {kinds}{skipped}")
-        note(f"{without:,} of {len(ids):,} {side} entities have no features; {unused:,} rows of features have no pairs")
+        note(f"{without:,} of {count:,} {side} entities have no features; {unused:,} rows of features have no pairs")
     return found

@@ -14,11 +14,15 @@ from gramtower.cli.config import Settings, parse_option, settle
 from gramtower.cli.features import tower_features
 from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions
 from gramtower.cli.output import note, print_facts, print_json
+from gramtower.cli.processes import joined
 from gramtower.cli.reading import read_pairs, split_validation
 from gramtower.data.interactions import Interactions
+from gramtower.data.partition import Part, is_partition, read_part
+from gramtower.distributed.group import Group
 from gramtower.estimator.config_file import write_config
 from gramtower.estimator.two_tower import TwoTower
-from gramtower.training.result import Reason
+from gramtower.training.result import Reason, Record
+from gramtower.training.shards_file import remove
 
 
 def fit(
@@ -48,8 +52,12 @@ def fit(
     An interrupted fit goes on where it stopped when the same command is given again; so does one that reached
     --max-iterations or --time-limit when that limit is raised.
 
+    Started by torchrun, its processes learn one model together; a folder made by gramtower partition lets each of them
+    read its own share alone.
+
     Args:
-        path: Pairs: .csv, .tsv, .parquet (also .gz, .xz, .zst), a MovieLens or Netflix folder or zip, lists, edges.
+        path: Pairs: .csv, .tsv, .parquet (also .gz, .xz, .zst), a MovieLens or Netflix folder or zip, lists, edges, or
+            a folder made by gramtower partition.
         out: Folder of the run: model.gramtower, config.toml, history.jsonl and summary.json.
         config: TOML file with tables [data], [features], [model], [train]; keys are the names of the flags, which win.
         fresh: Start anew even if the folder holds an unfinished run.
@@ -67,19 +75,38 @@ def fit(
         check.fail("DATA", "nothing", "a file of pairs, as an argument or as path below [data] of the config")
     if out is None or out.is_file():
         check.fail("out", out, "a folder")
+    with joined(settings.train.device) as group:
+        return _fit(group, settings, out, fresh, common)
+
+
+def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Common) -> int:
+    """Fit in this process, which may be one of several: the first one writes and prints."""
+    loud, source = not common.quiet and group.rank == 0, Path(settings.data.path or "")
     estimator = TwoTower(**settings.estimator_arguments(), verbose=not common.quiet)
-    pairs = read_pairs(Path(settings.data.path), settings.data)
-    observed, held_out = split_validation(pairs, settings.data, estimator.seed)
-    if not common.quiet:
+    observed: Interactions | Part
+    if is_partition(source):
+        if settings.data.validation is not None:
+            check.fail("validation", settings.data.validation, "nothing: gramtower partition chooses held-out pairs")
+        part = read_part(source, group)
+        observed, held_out, validation_pairs = part, None, part.held_out_pairs
+    else:
+        with group.together():
+            pairs = read_pairs(source, settings.data)
+            observed, held_out = split_validation(pairs, settings.data, estimator.seed)
+        validation_pairs = None if held_out is None else len(held_out)
+        if loud and group.size > 1:
+            note(f"each of {group.size} processes reads all of {source}; gramtower partition makes a folder of parts")
+    if loud:
         note(f"{len(observed):,} pairs of {observed.shape[0]:,} left and {observed.shape[1]:,} right entities")
-    seen, joined = tower_features(settings, observed, common.quiet)
+    seen, matched = tower_features(settings, observed, not loud, group)
 
     checkpoint = out / folder.CHECKPOINT
-    out.mkdir(parents=True, exist_ok=True)
-    if fresh:
-        checkpoint.unlink(missing_ok=True)
-    resumed = checkpoint.exists()
-    if resumed and not common.quiet:
+    with group.together():
+        out.mkdir(parents=True, exist_ok=True)
+        if fresh and group.rank == 0:
+            remove(checkpoint)
+    resumed = bool(group.from_first(checkpoint.exists()))
+    if resumed and loud:
         note(f"going on from {checkpoint}")
     estimator.fit(
         observed,
@@ -88,12 +115,14 @@ def fit(
         checkpoint=checkpoint,
         history=out / folder.HISTORY,
     )
-    write_config(out / folder.CONFIG, used(settings, estimator), "what this run used; gramtower fit --config reads it")
     estimator.save(out / folder.MODEL)
+    if group.rank > 0:
+        return 0
+    write_config(out / folder.CONFIG, used(settings, estimator), "what this run used; gramtower fit --config reads it")
     if estimator.reason_ not in (Reason.MAX_ITERATIONS, Reason.TIME_LIMIT, Reason.INTERRUPTED):
-        checkpoint.unlink(missing_ok=True)
-    facts = summary(estimator, observed, held_out)
-    facts |= {"features": joined} if joined else {}
+        remove(checkpoint)
+    facts = summary(estimator, observed, validation_pairs)
+    facts |= {"features": matched} if matched else {}
     facts |= {"resumed": resumed, "model": str(out / folder.MODEL)}
     folder.write_json(out / folder.SUMMARY, facts | {"environment": folder.environment()})
     return _report(facts, common)
@@ -118,7 +147,7 @@ def features_table(options: FeatureOptions) -> dict[str, Any]:
     return table
 
 
-def summary(estimator: TwoTower, observed: Interactions, held_out: Interactions | None) -> dict[str, Any]:
+def summary(estimator: TwoTower, observed: Interactions | Part, held_out: int | None) -> dict[str, Any]:
     """The end of a run in numbers, at the point that was kept."""
     history, best = estimator.history_, estimator.best_metric_
     kept = history[-1] if best is None else next(r for r in reversed(history) if r.metric == best)
@@ -136,8 +165,16 @@ def summary(estimator: TwoTower, observed: Interactions, held_out: Interactions 
         "left": observed.shape[0],
         "right": observed.shape[1],
         "pairs": len(observed),
-        "validation_pairs": None if held_out is None else len(held_out),
+        "validation_pairs": held_out,
+        **traffic_facts(history[-1]),
     }
+
+
+def traffic_facts(last: Record) -> dict[str, Any]:
+    """Processes and what travelled between them, as the first one saw it; empty for one process."""
+    if last.processes == 1:
+        return {}
+    return {"processes": last.processes, "bytes": last.bytes, "bytes_per_product": last.product_bytes}
 
 
 def _report(facts: dict[str, Any], common: Common) -> int:

@@ -9,11 +9,13 @@ import numpy as np
 import scipy.sparse as sp
 
 from gramtower.cli.config import settle
+from gramtower.cli.fit import traffic_facts
 from gramtower.cli.folder import is_model, open_model
 from gramtower.cli.options import Common, DataOptions
 from gramtower.cli.output import print_facts, print_json, print_table
 from gramtower.cli.reading import read_pairs
 from gramtower.data.interactions import Interactions
+from gramtower.data.partition import is_partition, read_manifest, read_part
 from gramtower.estimator.two_tower import TwoTower
 
 QUANTILES = {"least": 0.0, "quarter": 0.25, "median": 0.5, "three quarters": 0.75, "most": 1.0}
@@ -33,6 +35,10 @@ def info(
     common = common or Common()
     if is_model(path):
         found = describe_model(open_model(path)[0])
+    elif is_partition(path):
+        part = read_part(path)
+        found = {"kind": "partition", "parts": len(read_manifest(path)["parts"]), **_counts(part.matrix)}
+        found |= {"validation_pairs": part.held_out_pairs, "pairs_per_entity": _degrees(part.matrix)}
     else:
         found = describe_pairs(read_pairs(path, settle(config, data).data))
     if common.json:
@@ -62,6 +68,7 @@ def describe_model(model: TwoTower) -> dict[str, Any]:
         "iterations": last.iteration,
         "seconds": last.seconds,
         "objective": last.value,
+        **traffic_facts(last),
         "stopped": model.message_,
         "pairs_per_entity": _degrees(model.seen_),
         "settings": {k: v for k, v in model.get_params().items() if k not in left_out and v is not None},

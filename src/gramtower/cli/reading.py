@@ -13,6 +13,7 @@ from gramtower.data.frames import separator_of, suffix_of
 from gramtower.data.interactions import Interactions
 from gramtower.data.mediawiki import is_mediawiki, mediawiki_links
 from gramtower.data.netflix import is_netflix, netflix
+from gramtower.data.partition import is_partition
 
 
 def read_pairs(path: Path, options: DataOptions) -> Interactions:
@@ -23,6 +24,8 @@ def read_pairs(path: Path, options: DataOptions) -> Interactions:
     """
     if not path.exists():
         raise FileNotFoundError(f"DATA: no such file or folder: {path}")
+    if is_partition(path):
+        check.fail("DATA", f"{path}, a folder of parts", "pairs in one file; only fit and info read such a folder")
     kind = guess_format(path) if options.format is None else check.choice("format", options.format, FORMATS)
     if options.threshold is not None and options.value is None and kind in ("csv", "parquet", "edges"):
         check.fail("threshold", options.threshold, "--value as well: the column that it applies to")

@@ -58,7 +58,8 @@ class Subject:
         estimator = self.estimator
         device = pick_device(estimator.device)
         features, _ = tower_features(self.settings, self.pairs, not verbose)
-        problem, inputs = estimator.make_problem(self.pairs, **features)
+        given = estimator.take_up(self.pairs, **features, validation=self.held_out)
+        problem = estimator.make_problem(given)
 
         def start() -> Towers:
             towers = estimator.make_towers(problem)
@@ -68,13 +69,12 @@ class Subject:
         iterations = self.settings.train.max_iterations
         if iterations is not None:
             check.count("max_iterations", iterations)
-        ids = (self.pairs.left_ids, self.pairs.right_ids)
         contest = Contest(
-            problem, start, estimator.make_validation(self.held_out, ids, self.pairs.matrix),
+            problem, start, estimator.make_validation(given),
             check.number("time_limit", limit, above=0.0), iterations, check.count("seed", estimator.seed, minimum=0),
             out, self.methods, verbose,
         )  # fmt: skip
-        return contest, self._about(contest, estimator, {"left": inputs[0].kind, "right": inputs[1].kind})
+        return contest, self._about(contest, estimator, {"left": given.inputs[0].kind, "right": given.inputs[1].kind})
 
     def _about(self, contest: Contest, estimator: TwoTower, features: dict[str, str]) -> dict[str, Any]:
         problem, data = contest.problem, self.settings.data

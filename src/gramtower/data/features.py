@@ -7,6 +7,7 @@ pattern with values. Checked by tests/test_problem.py (input errors) and tests/t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,8 @@ class Features:
         rows: number of entities.
         width: number of features; for ids, the number of entities.
         whole: the features of all entities of the side, when these are some of them; otherwise None.
+        first: over several processes, the number of this process's first entity.
+        total: over several processes, the number of entities of all.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Features:
         ids: Tensor | None = None,
     ) -> None:
         self.kind, self.rows, self.width, self._data, self.whole, self._ids = kind, rows, width, data, whole, ids
+        self.first, self.total = 0, rows
         self._casts: dict[tuple[torch.dtype, torch.device], Tensor | SparseBlock] = {}
         self._blocks: dict[tuple[torch.dtype, torch.device, int, int], SparseBlock] = {}
 
@@ -117,11 +121,21 @@ class Features:
         return Features("sparse", len(rows), self.width, SparseBlock(pattern, data.values[entries]), self)
 
     def mean_square_norm(self) -> float:
-        """Mean of ‖x_i‖² over rows, which sets the initial scale of a first layer."""
+        """Mean of ‖x_i‖² over rows of all processes, which sets the initial scale of a first layer."""
+        return self.square_sum / max(1, self.total)
+
+    @cached_property
+    def square_sum(self) -> float:
+        """Σ ‖x_i‖²; :meth:`place` makes it the sum over all processes."""
         if self._data is None:
-            return 1.0
+            return float(self.rows)
         values = self._data.values if isinstance(self._data, SparseBlock) else self._data
-        return float(values.double().square().sum()) / self.rows
+        return float(values.double().square().sum())
+
+    def place(self, first: int, total: int, square_sum: float) -> Features:
+        """Say where these rows stand among those of all processes, and what all rows' squares add up to."""
+        self.first, self.total, self.__dict__["square_sum"] = first, total, square_sum
+        return self
 
     def _cast(self, dtype: torch.dtype, device: torch.device) -> Tensor | SparseBlock:
         key = (dtype, device)
@@ -142,7 +156,7 @@ def as_features(name: str, value: Any, rows: int) -> Features:
         return Features("ids", rows, rows, None)
     if sp.issparse(value):
         _check_rows(name, value.shape, rows)
-        pattern, stored = from_sparse(name, value)
+        pattern, stored = from_sparse(name, value, least_rows=min(1, rows))
         check.finite(name, stored)
         return Features("sparse", rows, pattern.shape[1], SparseBlock(pattern, torch.from_numpy(stored)))
     if isinstance(value, Tensor) and value.dtype == torch.int64:

@@ -182,15 +182,16 @@ class Pairs:
         return moved
 
 
-def from_sparse(name: str, matrix: Any) -> tuple[Pairs, NDArray[Any]]:
+def from_sparse(name: str, matrix: Any, least_rows: int = 1) -> tuple[Pairs, NDArray[Any]]:
     """The pattern and the stored values of a scipy.sparse matrix, both in row order.
 
-    Every stored entry counts, explicit zeros too. Duplicates are refused rather than summed.
+    Every stored entry counts, explicit zeros too. Duplicates are refused rather than summed. One process of many may
+    hold no row at all: ``least_rows=0``.
     """
     if not sp.issparse(matrix):
         fail_type = type(matrix).__name__
         check.fail(name, fail_type, "a scipy.sparse matrix or array of shape (m, n) whose stored entries are pairs")
-    if len(matrix.shape) != 2 or 0 in matrix.shape:
+    if len(matrix.shape) != 2 or matrix.shape[0] < least_rows or matrix.shape[1] == 0:
         check.fail(name, f"shape {matrix.shape}", "at least one row and one column")
     m, n = (int(x) for x in matrix.shape)
     if max(m, n) >= 2**31:

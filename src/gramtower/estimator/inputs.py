@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from gramtower import _checks as check
 from gramtower.data.tables import FeatureTable
+from gramtower.distributed.shards import Rows
 from gramtower.estimator.matrices import history_features, row_map
 
 Ids = tuple[NDArray[Any] | None, NDArray[Any] | None]  # of a side, and of the other one
@@ -145,7 +146,15 @@ class Inputs:
         return cls(tuple(parts))
 
 
-def training_inputs(side: str, given: Any, ids: NDArray[Any] | None, matrix: sp.csr_matrix) -> tuple[Inputs, Any]:
+def ids_alone(given: Any) -> bool:
+    """Whether features are none but the ids."""
+    parts = given if isinstance(given, (list, tuple)) else [given]
+    return all(part is None or (isinstance(part, str) and part == "id") for part in parts)
+
+
+def training_inputs(
+    side: str, given: Any, ids: NDArray[Any] | None, matrix: sp.csr_matrix, place: Rows | None = None
+) -> tuple[Inputs, Any]:
     """The inputs of one side, and the features of the training data as :class:`~gramtower.Problem` takes them.
 
     Args:
@@ -153,26 +162,31 @@ def training_inputs(side: str, given: Any, ids: NDArray[Any] | None, matrix: sp.
         given: what the caller said: None for ids, one part, or a sequence of parts.
         ids: ids of the side's entities, None for row numbers.
         matrix: the training pairs, one row for each entity of the side.
+        place: over several processes, which of all entities of the side are this process's; ids, rows of features and,
+            on the left, of the matrix are theirs.
     """
+    place = place or Rows((0, matrix.shape[0]))
     wanted = list(given) if isinstance(given, (list, tuple)) else ["id" if given is None else given]
     if not wanted:
         check.fail(f"{side}_features", repr(given), "at least one part; None for ids alone")
-    read = [_training_part(side, one, ids, matrix) for one in wanted]
+    read = [_training_part(side, one, ids, matrix, place) for one in wanted]
     named = [part.kind for part, _ in read if part.kind in _NAMES]
     if len(set(named)) < len(named):
         check.fail(f"{side}_features", " + ".join(named), "id and history once each")
-    return Inputs(tuple(part for part, _ in read)), _beside([features for _, features in read])
+    return Inputs(tuple(part for part, _ in read)), _beside([features for _, features in read], place)
 
 
-def _training_part(side: str, one: Any, ids: NDArray[Any] | None, matrix: sp.csr_matrix) -> tuple[Part, Any]:
-    rows = matrix.shape[0]
+def _training_part(
+    side: str, one: Any, ids: NDArray[Any] | None, matrix: sp.csr_matrix, place: Rows
+) -> tuple[Part, Any]:
+    rows = place.count
     if isinstance(one, str):
         names = _NAMES if side == "left" else _NAMES[:1]
         if check.choice(f"{side}_features", one, names) == "id":
-            return Part("id", rows), None
+            return Part("id", place.total), None
         return Part("history", matrix.shape[1]), history_features(matrix)
     if isinstance(one, FeatureTable):
-        encoded = one.encode(range(rows) if ids is None else ids)
+        encoded = one.encode(range(place.first, place.stop) if ids is None else ids)
         return Part("table", encoded.shape[1], FeatureTable.encoder_from_json(one.to_json())), encoded
     if not hasattr(one, "shape") or len(one.shape) != 2 or one.shape[0] != rows:
         shape = f" of shape {tuple(one.shape)}" if hasattr(one, "shape") else ""
@@ -199,16 +213,19 @@ def _missing(side: str, part: Part, rows: int) -> sp.csr_matrix:
     return sp.vstack([part.table.missing_row()] * rows, format="csr")
 
 
-def _beside(features: Sequence[Any]) -> Any:
-    """One part as it is; several as one sparse matrix, in which None stands for an identity."""
+def _beside(features: Sequence[Any], place: Rows | None = None) -> Any:
+    """One part as it is; several as one sparse matrix, in which None stands for the columns of the ids of ``place``."""
     if len(features) == 1:
         return features[0]
-    rows = next(one.shape[0] for one in features if one is not None)
-    parts = [
-        sp.identity(rows, np.float32, "csr") if one is None else one if sp.issparse(one) else _as_sparse(one)
-        for one in features
-    ]
+    parts = [_own_columns(place) if one is None else one if sp.issparse(one) else _as_sparse(one) for one in features]
     return sp.csr_matrix(sp.hstack(parts, format="csr"), dtype=np.float32)
+
+
+def _own_columns(place: Rows | None) -> sp.csr_matrix:
+    """A column for each entity of the side, with a one in each own row."""
+    assert place is not None
+    entries = np.ones(place.count, np.float32), np.arange(place.first, place.stop), np.arange(place.count + 1)
+    return sp.csr_matrix(entries, shape=(place.count, place.total))
 
 
 def _as_sparse(dense: Any) -> sp.csr_matrix:

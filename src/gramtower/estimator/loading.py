@@ -14,6 +14,8 @@ import scipy.sparse as sp
 from torch import Tensor
 
 from gramtower import _checks as check
+from gramtower.data.packing import unpack_ids
+from gramtower.distributed.shards import whole
 from gramtower.estimator import model_file
 from gramtower.estimator.inputs import Inputs, Part
 from gramtower.estimator.side import Side
@@ -40,13 +42,14 @@ def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None) ->
     sides = {
         name: Side(
             name,
-            model_file.unpack_ids(tensors.get(f"{name}_text"), tensors.get(f"{name}_offsets")),
+            unpack_ids(tensors.get(f"{name}_text"), tensors.get(f"{name}_offsets")),
             tensors[name],
             _inputs(name, header, tensors),
         )
         for name in ("left", "right")
     }
     model.left_, model.right_ = sides["left"], sides["right"]
+    model.shards_ = whole((len(model.left_), len(model.right_)))
     shape = (len(model.left_), len(model.right_))
     columns = tensors["seen_columns"].numpy()
     ones = np.ones(len(columns), dtype=np.float32)

@@ -1,24 +1,22 @@
 """A fitted model as one safetensors file with JSON in its header: no code runs when it is read.
 
-Ids are stored as one block of UTF-8 text with offsets, so that a hundred thousand of them load in milliseconds.
-Written under another name and renamed. Checked by tests/test_estimator.py.
+Ids are stored as one block of UTF-8 text with offsets (data/packing.py). Written under another name and renamed.
+Several processes write one file each (sharded_model.py). Checked by tests/test_estimator.py.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower._files import replacing
 
-FORMAT = "gramtower-model"
+FORMAT, KEY = "gramtower-model", "model"
 VERSION = 2  # version 1 had no inputs (what becomes of features), and a reason without its name
 
 
@@ -28,7 +26,7 @@ def write_model(path: Path, header: dict[str, Any], tensors: dict[str, Tensor]) 
 
     head = {"format": FORMAT, "version": VERSION, **header}
     with replacing(path) as partial:
-        save_file({k: t.contiguous() for k, t in tensors.items()}, partial, {"model": json.dumps(head)})
+        save_file({k: t.contiguous() for k, t in tensors.items()}, partial, {KEY: json.dumps(head)})
 
 
 def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -44,8 +42,13 @@ def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise FileNotFoundError(f"model: {path} does not exist")
     try:
         with safe_open(path, framework="pt") as file:
-            header: dict[str, Any] = json.loads((file.metadata() or {})["model"])
+            texts = file.metadata() or {}
+            header: dict[str, Any] = json.loads(texts[KEY])
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        if "index" in texts:
+            from gramtower.estimator.sharded_model import read_shards
+
+            header, tensors = read_shards(path)
         if header.get("format") != FORMAT:
             raise KeyError(str(header.get("format")))
     except (SafetensorError, KeyError, ValueError, OSError) as error:
@@ -66,23 +69,3 @@ def pack_text(text: str) -> Tensor:
 def unpack_text(data: Tensor) -> str:
     """Text from UTF-8 bytes."""
     return data.numpy().tobytes().decode()
-
-
-def pack_ids(ids: NDArray[Any] | None) -> dict[str, Tensor]:
-    """Ids as bytes and offsets."""
-    if ids is None:
-        return {}
-    encoded = [str(key).encode() for key in ids.tolist()]
-    offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
-    text = np.frombuffer(b"".join(encoded) or b"\0", dtype=np.uint8)
-    return {"text": torch.from_numpy(text.copy()), "offsets": torch.from_numpy(offsets)}
-
-
-def unpack_ids(text: Tensor | None, offsets: Tensor | None) -> NDArray[Any] | None:
-    """Ids from bytes and offsets."""
-    if text is None or offsets is None:
-        return None
-    data, bounds = text.numpy().tobytes(), offsets.tolist()
-    ids = np.empty(len(bounds) - 1, dtype=object)
-    ids[:] = [data[a:b].decode() for a, b in itertools.pairwise(bounds)]
-    return ids

@@ -20,8 +20,12 @@ from torch import Tensor
 
 from gramtower import _checks as check
 from gramtower.data.interactions import Interactions
-from gramtower.estimator import defaults, model_file
-from gramtower.estimator.inputs import Ids, Inputs, training_inputs
+from gramtower.data.packing import pack_ids
+from gramtower.distributed.group import SINGLE, current_group
+from gramtower.distributed.shards import row_work
+from gramtower.estimator import defaults, model_file, sharded_model
+from gramtower.estimator.given import Given, own_weights, take_up
+from gramtower.estimator.inputs import Inputs, ids_alone
 from gramtower.estimator.matrices import aligned, matrix_and_ids
 from gramtower.estimator.side import Side, normalised
 from gramtower.estimator.validation import ranking_validator
@@ -146,6 +150,8 @@ class TwoTower:
 
         Args:
             pairs: :class:`~gramtower.Interactions`, or a scipy.sparse matrix whose rows and columns are then the ids.
+                Inside an initialised torch.distributed process group all processes learn one model: every one gives
+                the same pairs and keeps its share, or gives its :func:`~gramtower.data.partition.read_part`.
             left_features: what the left tower sees: None or "id" for ids alone, one row for each entity (scipy.sparse,
                 numpy or torch), a :class:`~gramtower.data.tables.FeatureTable` joined by id, "history" for the entity's
                 own observed right entities, or a list of these side by side, such as ``["id", "history", table]``.
@@ -156,30 +162,37 @@ class TwoTower:
             history: path of a JSONL file with one record an iteration.
         """
         device = defaults.pick_device(self.device)
-        problem, towers, matrix, ids, inputs = self.prepare(pairs, left_features, right_features, warm_start)
+        problem, towers, given = self.prepare(pairs, left_features, right_features, validation, warm_start)
         towers = Towers(towers.left.to(device), towers.right.to(device))
         result = minimize(
             problem, towers, self.optimizer, self.max_iterations, self.time_limit, self.seed,
-            validation=self.make_validation(validation, ids, matrix),
-            patience=None if validation is None else self.patience,
+            validation=self.make_validation(given), patience=None if given.test is None else self.patience,
             checkpoint=checkpoint, history=history, verbose=self.verbose, **(self.optimizer_options or {}),
         )  # fmt: skip
-        self._finish(problem, towers, matrix, ids, inputs, result)
+        self._finish(problem, towers, given, result)
         return self
 
     def prepare(
-        self, pairs: Any, left_features: Any = None, right_features: Any = None, warm_start: bool = False
-    ) -> tuple[Problem, Towers, sp.csr_matrix, Ids, tuple[Inputs, Inputs]]:
-        """What ``fit`` minimises, over fresh towers or this model's, the pairs as a matrix, ids and inputs."""
-        matrix, ids = matrix_and_ids(pairs)
-        problem, inputs = self.make_problem(pairs, left_features, right_features)
+        self,
+        pairs: Any,
+        left_features: Any = None,
+        right_features: Any = None,
+        validation: Any = None,
+        warm_start: bool = False,
+    ) -> tuple[Problem, Towers, Given]:
+        """What ``fit`` minimises, over fresh towers or this model's, and its arguments as this process holds them."""
+        given = self.take_up(pairs, left_features, right_features, validation)
+        processes = given.shards.group.size
+        if warm_start and processes > 1:
+            check.fail("warm_start", f"True in {processes} processes", "False, or a fit in one process")
+        problem = self.make_problem(given)
         if not warm_start:
-            return problem, self.make_towers(problem), matrix, ids, inputs
+            return problem, self.make_towers(problem), given
         self._check_fitted()  # its towers stay as large as they are, whatever the default for more data
         same = TwoTower(**(self.get_params() | {"dim": self.dim_, "hidden": self.hidden_}))
         towers = same.make_towers(problem)
-        self._carry_over(towers, inputs, ids)
-        return problem, towers, matrix, ids, inputs
+        self._carry_over(towers, given.inputs, given.ids)
+        return problem, towers, given
 
     def tune(
         self,
@@ -222,6 +235,8 @@ class TwoTower:
         """
         from gramtower.tuning.search import tune
 
+        if (processes := current_group().size) > 1:
+            check.fail("tune", f"{processes} processes", "one: trials do not run over several")
         return tune(
             self, pairs, trials=trials, time_limit=time_limit, metric=metric, validation=validation, space=space,
             storage=storage, seed=seed, left_features=left_features, right_features=right_features, refit=refit,
@@ -334,7 +349,7 @@ class TwoTower:
         :func:`gramtower.data.splits.held_out_users`, and are what counts as seen.
         """
         self._check_fitted()
-        P, seen, rows = self.left_.embeddings, self.seen_, self.left_.ids
+        P, seen, processes = self.left_.embeddings, self.seen_, self.shards_.group
         if left_features is not None or histories is not None:
             if by is not None:
                 check.fail("by", repr(by), "None for new entities, whose training pairs there are none of")
@@ -345,9 +360,13 @@ class TwoTower:
                 )
             seen = None if histories is None else self._history_matrix(histories)
             P = self._embed_new("left", left_features, seen)
+            truth = aligned("test", test, (rows, self.right_.ids), (len(P), len(self.right_)))
+            processes = SINGLE  # every process knows all new entities
+        else:
+            truth = self._align(test)
         return evaluate_embeddings(
-            P, self.right_.embeddings, aligned("test", test, (rows, self.right_.ids), (len(P), len(self.right_))),
-            train=seen, metrics=tuple(metrics), exclude_train=exclude_seen, by=by,
+            P, self.right_.embeddings, truth,
+            train=seen, metrics=tuple(metrics), exclude_train=exclude_seen, by=by, processes=processes,
         )  # fmt: skip
 
     def save(self, path: str | Path) -> None:
@@ -379,28 +398,38 @@ class TwoTower:
             "seen_columns": torch.from_numpy(self.seen_.indices.astype(np.int32)),
         }
         for side in (self.left_, self.right_):
-            tensors |= {f"{side.name}_{k}": t for k, t in model_file.pack_ids(side.ids).items()}
+            tensors |= {f"{side.name}_{k}": t for k, t in pack_ids(side.ids).items()}
             tensors[f"{side.name}_inputs"] = model_file.pack_text(side.inputs.to_json())
-        model_file.write_model(Path(path), header, tensors)
+        if self.shards_.single:
+            model_file.write_model(Path(path), header, tensors)
+        else:
+            sharded_model.write_shards(Path(path), header, tensors, self.towers_.parameters(), self.shards_)
 
-    def make_problem(
-        self, pairs: Any, left_features: Any = None, right_features: Any = None
-    ) -> tuple[Problem, tuple[Inputs, Inputs]]:
-        """What :meth:`fit` minimises, ω and μ set by the data where they were left out, and what each tower sees."""
-        matrix, ids = matrix_and_ids(pairs)
-        left, left_rows = training_inputs("left", left_features, ids[0], matrix)
-        right, right_rows = training_inputs("right", right_features, ids[1], matrix.T)
-        size = (matrix.shape, matrix.nnz)
-        problem = Problem(
-            matrix, left_rows, right_rows, loss=self.loss,
+    def take_up(
+        self, pairs: Any, left_features: Any = None, right_features: Any = None, validation: Any = None
+    ) -> Given:
+        """The arguments of :meth:`fit` as this process holds them: everything, or its share among several."""
+
+        def work(shape: tuple[int, int]) -> float:
+            hidden, dim = self._widths(shape, not (ids_alone(left_features) and ids_alone(right_features)))
+            return row_work(dim, hidden)
+
+        return take_up(current_group(), pairs, left_features, right_features, validation, work)
+
+    def make_problem(self, given: Given) -> Problem:
+        """What :meth:`fit` minimises, ω and μ set by the data where they were left out."""
+        size, shards = (given.shape, given.pairs), given.shards
+        return Problem(
+            given.matrix, *given.features, loss=self.loss,
             omega=defaults.default_omega(*size) if self.omega is None else self.omega,
-            l2=self.l2, imputed=self.imputed, left_weights=self.left_weights, right_weights=self.right_weights,
+            l2=self.l2, imputed=self.imputed,
+            left_weights=own_weights("left_weights", self.left_weights, shards.left),
+            right_weights=own_weights("right_weights", self.right_weights, shards.right),
             embedding_l2=defaults.default_embedding_l2(*size) if self.embedding_l2 is None else self.embedding_l2,
             frequency_power=self.frequency_power, memory_budget=self.memory_budget,
             precision=self.precision, pair_precision=self.pair_precision,
-            pair_weights=pairs.weights if isinstance(pairs, Interactions) else None,
+            pair_weights=given.weights, shards=None if shards.single else shards,
         )  # fmt: skip
-        return problem, (left, right)
 
     def make_towers(self, problem: Problem) -> Towers:
         """Fresh towers for a problem, as the constructor's arguments say."""
@@ -411,34 +440,25 @@ class TwoTower:
 
     def layers(self, problem: Problem) -> tuple[Sequence[int], int]:
         """Widths of hidden layers and of the embeddings: as given, or by the data."""
-        with_features = problem.left.kind != "ids" or problem.right.kind != "ids"
-        hidden = defaults.default_hidden(with_features) if self.hidden is None else self.hidden
-        return hidden, defaults.default_dim(
-            problem.shape, defaults.pick_device(self.device)
-        ) if self.dim is None else self.dim
+        return self._widths(problem.shape, problem.left.kind != "ids" or problem.right.kind != "ids")
 
-    def _finish(
-        self,
-        problem: Problem,
-        towers: Towers,
-        matrix: sp.csr_matrix,
-        ids: tuple[NDArray[Any] | None, NDArray[Any] | None],
-        inputs: tuple[Inputs, Inputs],
-        result: Result,
-    ) -> None:
+    def _widths(self, shape: tuple[int, int], with_features: bool) -> tuple[Sequence[int], int]:
+        hidden = defaults.default_hidden(with_features) if self.hidden is None else self.hidden
+        dim = defaults.default_dim(shape, defaults.pick_device(self.device)) if self.dim is None else self.dim
+        return hidden, dim
+
+    def _finish(self, problem: Problem, towers: Towers, given: Given, result: Result) -> None:
         point = problem.at(towers)
-        self.left_ = Side("left", ids[0], point.P.cpu(), inputs[0])
-        self.right_ = Side("right", ids[1], point.Q.cpu(), inputs[1])
-        self.seen_, self.towers_, self.omega_ = matrix, towers, problem.omega
+        self.left_ = Side("left", given.ids[0], point.P.cpu(), given.inputs[0])
+        self.right_ = Side("right", given.ids[1], point.right_rows.cpu(), given.inputs[1])
+        self.seen_, self.towers_, self.omega_, self.shards_ = given.matrix, towers, problem.omega, problem.shards
         self.dim_, self.hidden_ = point.P.shape[1], () if self.towers is not None else tuple(self.layers(problem)[0])
         self.history_: list[Record] = result.history
         self.reason_, self.message_, self.best_metric_ = result.reason, result.message, result.best_metric
 
-    def make_validation(self, validation: Any, ids: Ids, train: sp.csr_matrix) -> Callable[[Point], float] | None:
+    def make_validation(self, given: Given) -> Callable[[Point], float] | None:
         """The metric of a point on held-out pairs, None without them."""
-        if validation is None:
-            return None
-        return ranking_validator(self.metric, aligned("validation", validation, ids, train.shape), train)
+        return None if given.test is None else ranking_validator(self.metric, given.test, given.matrix)
 
     def _carry_over(
         self, towers: Towers, inputs: tuple[Inputs, Inputs], ids: tuple[NDArray[Any] | None, NDArray[Any] | None]
@@ -490,6 +510,13 @@ class TwoTower:
         matrix.sum_duplicates()
         matrix.data[:] = 1.0
         return matrix
+
+    def _align(self, test: Any) -> sp.csr_matrix:
+        """Held-out pairs of the left entities that this process knows."""
+        rows, ids = self.shards_.left, (self.left_.ids, self.right_.ids)
+        if ids[0] is not None or rows.count == rows.total:
+            return aligned("test", test, ids, self.seen_.shape)
+        return aligned("test", test, ids, (rows.total, self.shards_.right.total))[rows.first : rows.stop]
 
     def _side(self, side: str) -> Side:
         return self.left_ if check.choice("side", side, ("left", "right")) == "left" else self.right_

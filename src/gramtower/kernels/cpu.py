@@ -106,7 +106,7 @@ def _tile(s: Segments, gathered: Tensor, matrices: int) -> int:
     """Columns in a tile. Tiles pay only while a piece has several pairs in each of them."""
     columns, row_bytes = gathered.shape[0], matrices * gathered.shape[1] * gathered.element_size()
     tiles = min(columns * row_bytes // _TILE_BYTES, int(s.starts[-1]) // (8 * max(1, len(s.rows))))
-    return -(-columns // max(1, tiles))
+    return max(1, -(-columns // max(1, tiles)))  # a process may hold no rows at all
 
 
 def _add_carry(s: Segments, out: NDArray[Any], carry: NDArray[Any]) -> None:

@@ -14,6 +14,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
+from gramtower.distributed.group import SINGLE, Group
 from gramtower.metrics.definitions import DEFAULT, parse
 from gramtower.metrics.tally import Scores, Tally
 from gramtower.retrieval.ranks import above
@@ -61,6 +62,7 @@ def evaluate_embeddings(
     exclude_train: bool = True,
     by: str | None = None,
     block_bytes: int | str | None = None,
+    processes: Group = SINGLE,
 ) -> Scores:
     """Metrics of the ranking of all items by p_iᵀq_j for each user with test pairs.
 
@@ -74,6 +76,8 @@ def evaluate_embeddings(
         by: "popularity" adds each metric for the test items of each tercile of training popularity, "activity" for the
             users of each tercile of training activity, as in ``"recall@20 popularity=low"``.
         block_bytes: most bytes of scores held at once.
+        processes: the processes whose users count together; P, test and train are then each process's own rows, Q is
+            that of all items.
 
     Returns:
         Metrics by name; attributes of the result count users and pairs, also those left out.
@@ -92,11 +96,11 @@ def evaluate_embeddings(
     if exclude is not None:
         truth = _without(truth, exclude)
     users = np.flatnonzero(np.diff(truth.indptr))
-    if not len(users):
+    if not processes.totals(float(len(users)))[0]:
         check.fail("test", f"{given} pairs, {given - truth.nnz} of them in train", "at least one pair that is not")
     truth = truth[users]
     exclude = None if exclude is None else exclude[users]
-    tally = Tally(wanted, truth)
+    tally = Tally(wanted, truth, processes)
     if by is not None:
         tally.break_down(by, seen, users)
     k = min(max(metric.k for metric in wanted), shape[1])

@@ -11,8 +11,11 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
+import torch
 from numpy.typing import NDArray
 
+from gramtower.distributed.group import SINGLE
+from gramtower.distributed.group import Group as Processes
 from gramtower.metrics.definitions import AT_K, Floats, Hits, Metric
 
 GROUPS = ("low", "mid", "high")
@@ -50,8 +53,8 @@ class _Group:
 class Tally:
     """Values of the metrics for each user, block by block, and their means in the end."""
 
-    def __init__(self, wanted: list[Metric], truth: sp.csr_matrix) -> None:
-        self.wanted, self.truth = wanted, truth
+    def __init__(self, wanted: list[Metric], truth: sp.csr_matrix, processes: Processes = SINGLE) -> None:
+        self.wanted, self.truth, self.processes = wanted, truth, processes
         self.rows = np.repeat(np.arange(truth.shape[0]), np.diff(truth.indptr))
         self.shown = {m.k: np.zeros(truth.shape[1], dtype=bool) for m in wanted if m.kind == "coverage"}
         self.beaten = np.zeros(truth.nnz)  # for the AUC: what part of the other items each relevant one is above
@@ -61,9 +64,12 @@ class Tally:
     def break_down(self, by: str, train: sp.csr_matrix, users: NDArray[np.int64]) -> None:
         """Add three groups of items or of users."""
         if by == "popularity":
-            parts = _terciles(np.bincount(train.indices, minlength=train.shape[1]))
+            counts = torch.from_numpy(np.bincount(train.indices, minlength=train.shape[1]))
+            parts = _terciles(self.processes.sum_(counts).numpy())
         else:
-            parts = _terciles(np.diff(train.indptr)[users])
+            counts = torch.from_numpy(np.diff(train.indptr)[users].astype(np.int64))
+            rows = [int(x) for x in self.processes.gather_json(len(counts))]
+            parts = _terciles(counts.numpy(), self.processes.gather_rows(counts, rows).wait().numpy())
         for name, part in zip(GROUPS, parts, strict=True):
             items, members = (part, None) if by == "popularity" else (None, part)
             self._add_group(f" {by}={name}", items, members)
@@ -72,7 +78,7 @@ class Tally:
         counted = self.rows if items is None else self.rows[items[self.truth.indices]]
         relevant = np.bincount(counted, minlength=self.truth.shape[0])
         members = relevant > 0 if members is None else members & (relevant > 0)
-        if members.any():
+        if self.processes.totals(float(members.sum()))[0]:
             values = {m.name: np.zeros(len(relevant)) for m in self.wanted if m.kind in AT_K}
             self.groups.append(_Group(label, items, members, np.maximum(relevant, 1.0), values))
 
@@ -110,21 +116,31 @@ class Tally:
         for group in self.groups:
             for metric in self.wanted:
                 if metric.kind in AT_K:
-                    scores[metric.name + group.label] = float(group.values[metric.name][group.members].mean())
+                    scores[metric.name + group.label] = self._mean(group.values[metric.name][group.members])
                 elif metric.kind == "auc":
                     scores[metric.name + group.label] = self._auc(group)
                 elif not group.label:
-                    scores[metric.name] = float(self.shown[metric.k].mean())
-        scores.users, scores.pairs = self.truth.shape[0], self.truth.nnz
-        scores.users_left_out, scores.pairs_left_out = users_left_out, pairs_left_out
-        scores.groups = {g.label.strip(): int(g.members.sum()) for g in self.groups if g.label}
+                    shown = self.processes.sum_(torch.from_numpy(self.shown[metric.k].astype(np.int64)))
+                    scores[metric.name] = float((shown.numpy() > 0).mean())
+        counts = (self.truth.shape[0], self.truth.nnz, users_left_out, pairs_left_out)
+        scores.users, scores.pairs, scores.users_left_out, scores.pairs_left_out = self._counts(*counts)
+        labelled = [group for group in self.groups if group.label]
+        members = self._counts(*(int(group.members.sum()) for group in labelled)) if labelled else ()
+        scores.groups = {g.label.strip(): count for g, count in zip(labelled, members, strict=True)}
         return scores
+
+    def _mean(self, values: Floats) -> float:
+        total, count = self.processes.totals(float(values.sum()), float(len(values)))
+        return total / count if count else float("nan")
+
+    def _counts(self, *numbers: int) -> tuple[int, ...]:
+        return tuple(int(number) for number in self.processes.totals(*numbers))
 
     def _auc(self, group: _Group) -> float:
         weights = self.beaten if group.items is None else self.beaten * group.items[self.truth.indices]
         mean = np.bincount(self.rows, weights, minlength=len(group.relevant)) / group.relevant
         defined = group.members & np.isfinite(mean)
-        return float(mean[defined].mean()) if defined.any() else float("nan")
+        return self._mean(mean[defined])
 
 
 def _first(hits: Hits, k: int) -> Hits:
@@ -132,7 +148,10 @@ def _first(hits: Hits, k: int) -> Hits:
     return hits[:, :k] if hits.shape[1] >= k else np.pad(hits, ((0, 0), (0, k - hits.shape[1])))
 
 
-def _terciles(counts: NDArray[Any]) -> list[NDArray[np.bool_]]:
-    """Three groups by the terciles of counts; equal counts are in the same group, which may leave one empty."""
-    low, high = np.quantile(counts, [1 / 3, 2 / 3])
+def _terciles(counts: NDArray[Any], every: NDArray[Any] | None = None) -> list[NDArray[np.bool_]]:
+    """Three groups by the terciles of counts, or of those of all processes.
+
+    Equal counts are in the same group, which may leave one empty.
+    """
+    low, high = np.quantile(counts if every is None else every, [1 / 3, 2 / 3])
     return [counts <= low, (counts > low) & (counts <= high), counts > high]

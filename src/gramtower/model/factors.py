@@ -17,19 +17,22 @@ backward passes for modules without a written-out form. Checked by tests/test_kr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from gramtower.data.features import IdBlock, SparseBlock
+from gramtower.distributed.group import SINGLE, Group
 from gramtower.model.layers import InputLinear
 from gramtower.model.linearization import Linearization
 from gramtower.model.ops import Affine, Elementwise, InputAffine, Op, Opaque
 from gramtower.model.sparse import SparseRows
 
+_CHUNK = 512  # rows of drawn vectors that share a seed
 _ROWS = 2048  # enough rows to know the moments of a layer's inputs and slopes
 _LAYERS = (nn.Linear, nn.Embedding, nn.EmbeddingBag, InputLinear)
 
@@ -44,6 +47,7 @@ class Factor:
         inputs_first: whether the weight is stored inputs × outputs.
         A: inputs × inputs, or its diagonal.
         S: outputs × outputs.
+        mean: mean of A's diagonal over the rows of all processes, where A is that of own rows.
     """
 
     weight: str
@@ -51,6 +55,7 @@ class Factor:
     inputs_first: bool
     A: Tensor
     S: Tensor
+    mean: Tensor | None = None
 
 
 @dataclass
@@ -64,7 +69,14 @@ class Factors:
 
 @torch.no_grad()
 def tower_factors(
-    tower: Linearization, H: Tensor, weight: Tensor, trainable: set[str], draws: int, generator: torch.Generator
+    tower: Linearization,
+    H: Tensor,
+    weight: Tensor,
+    trainable: set[str],
+    draws: int,
+    seed: int,
+    group: Group = SINGLE,
+    owned: Collection[str] = (),
 ) -> Factors:
     """The factors of one tower from its output curvature H and entity weights (mean 1).
 
@@ -74,18 +86,25 @@ def tower_factors(
         weight: r, one for each entity.
         trainable: own names of the parameters to precondition.
         draws: vectors drawn for each entity where no written-out form exists.
-        generator: for the draws, on the CPU.
+        seed: for the draws.
+        group: the processes whose entities count together.
+        owned: own names of tables that hold this process's rows alone.
     """
     steps = tower.steps
     moments: list[Any] = [None] * len(steps)
-    stride = max(1, tower.features.rows // _ROWS)
+    stride = max(1, tower.features.total // _ROWS)
     opaque = [i for i, step in enumerate(steps) if isinstance(step, Opaque)]
     for start, stop, saved in tower.saved_blocks():
         for index, (step, kept) in enumerate(zip(steps, saved, strict=True)):
-            moment = _moment(step, kept, weight[start:stop], stride)
+            skipped = -(tower.features.first + start) % stride  # the same rows, however they are cut and spread
+            moment = _moment(step, kept, weight[start:stop], stride, skipped)
             if moment is not None:
                 moments[index] = moment if moments[index] is None else moments[index] + moment
-    factors, S, rows = Factors(), H, tower.features.rows
+    for index, step in enumerate(steps):
+        if moments[index] is not None and getattr(step, "weight", None) not in owned:
+            group.sum_(moments[index])
+    total_weight = group.sum_(weight.sum(dtype=torch.float64))
+    factors, S, rows = Factors(), H, tower.features.total
     for index in range(len(steps) - 1, -1, -1):
         step = steps[index]
         if isinstance(step, Affine):
@@ -96,34 +115,39 @@ def tower_factors(
             S = S * (moments[index] / rows)
         elif isinstance(step, InputAffine):
             if moments[index].dim() == 1:
-                _add_diagonal(factors, step, moments[index], S, weight.sum(dtype=torch.float64), trainable)
+                _add_diagonal(factors, step, moments[index], S, total_weight, trainable)
             else:
                 _add_full(factors, step.weight, step.bias, step.inputs_first, moments[index], S, trainable)
         else:
             assert isinstance(step, Opaque)
-            S = _opaque(tower, index, step, S, weight, trainable, draws, generator, factors, index > 0)
+            noise = _Noise(seed, index, draws, tower.features.first)
+            S = _opaque(tower, index, step, S, weight, trainable, noise, group, owned, factors)
     if opaque:
         tower.work.add(tower.side, "forwards", len(opaque))
+    for factor in factors.layers:
+        if factor.weight in owned:
+            factor.mean = group.sum_(factor.A.sum()) / rows
     return factors
 
 
-def _moment(step: Op, kept: Any, r: Tensor, stride: int) -> Tensor | None:
+def _moment(step: Op, kept: Any, r: Tensor, stride: int, skipped: int) -> Tensor | None:
     """A block's part of Σ r x xᵀ (linear steps, bias included) or of Σ r φ′φ′ᵀ (activations), in float64.
 
-    Matrices are estimated from every ``stride``-th row; diagonals come from all rows.
+    Matrices are estimated from every ``stride``-th row after the first ``skipped``; diagonals come from all rows.
     """
+    some = slice(skipped, None, stride)
     if isinstance(step, Elementwise):
-        slope: Tensor = kept.of(step.function, stride)
-        return ((slope * (stride * r[::stride, None])).t() @ slope).double()
+        slope: Tensor = kept.of(step.function, some)
+        return ((slope * (stride * r[some, None])).t() @ slope).double()
     if isinstance(step, Affine):
-        return _outer(kept[::stride], stride * r[::stride], step.bias is not None)
+        return _outer(kept[some], stride * r[some], step.bias is not None)
     if isinstance(step, InputAffine):
         if isinstance(kept, IdBlock):
             counts = torch.zeros(step.width, dtype=torch.float64, device=r.device)
             return counts.index_add_(0, kept.tensor(r.device), r.double())
         if isinstance(kept, SparseBlock):
             return _column_squares(kept, r)
-        return _outer(kept[::stride], stride * r[::stride], step.bias is not None)
+        return _outer(kept[some], stride * r[some], step.bias is not None)
     return None
 
 
@@ -174,10 +198,10 @@ def _opaque(
     S: Tensor,
     weight: Tensor,
     trainable: set[str],
-    draws: int,
-    generator: torch.Generator,
+    noise: _Noise,
+    group: Group,
+    owned: Collection[str],
     factors: Factors,
-    need_input: bool,
 ) -> Tensor:
     """Factors of the layers inside a module, diagonals of its other parameters, and S at its input."""
     layers = {name: part for name, part in step.module.named_modules() if type(part) in _LAYERS}
@@ -186,7 +210,7 @@ def _opaque(
     inside = {known.get(id(p)) for part in layers.values() for p in (part.weight, getattr(part, "bias", None))}
     others = {local: name for local, name in step.names.items() if local not in inside and name in trainable}
     squares: dict[str, Tensor] = {}
-    root = _root(S)
+    root, draws = _root(S), noise.draws
     below: Tensor | None = None
     for start, stop, saved in tower.saved_blocks():
         leaves = {local: tower.values.tensors[name].detach().requires_grad_() for local, name in step.names.items()}
@@ -206,23 +230,27 @@ def _opaque(
         targets = [out for _, _, out in calls] + inputs + [leaves[local] for local in others]
         if not y.requires_grad:
             continue
-        for _ in range(draws):
-            v = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.device) @ root.t()
+        for draw in range(draws):
+            v = noise.rows(draw, start, stop, y.shape[1]).to(y.device) @ root.t()
             grads = torch.autograd.grad(y, targets, v.to(y.dtype), retain_graph=True, allow_unused=True)
             for (name, _, _), g in zip(calls, grads, strict=False):
                 if g is not None:
                     found[name].add_outputs(g)
-            if inputs and need_input and (g := grads[len(calls)]) is not None:
-                part = (g.t() @ g).double() / (draws * tower.features.rows)
+            if inputs and index > 0 and (g := grads[len(calls)]) is not None:
+                part = (g.t() @ g).double() / (draws * tower.features.total)
                 below = part if below is None else below + part
             for local, g in zip(others, grads[len(calls) + len(inputs) :], strict=True):
                 if g is not None:
                     part = g.double().square() / draws
                     squares[local] = squares[local] + part if local in squares else part
     for name, part in layers.items():
+        table = step.names.get(known.get(id(part.weight), "")) in owned
+        found[name].add_up(group, table)
         found[name].into(factors, part, {k: step.names.get(v) for k, v in known.items()}, trainable)
     for local, square in squares.items():
-        factors.diagonals[others[local]] = square
+        factors.diagonals[others[local]] = group.sum_(square)
+    if below is not None:
+        group.sum_(below)
     return torch.zeros(1, 1, dtype=torch.float64) if below is None else below
 
 
@@ -232,7 +260,7 @@ class _Moments:
     def __init__(self) -> None:
         self.A: Tensor | None = None
         self.S: Tensor | None = None
-        self.total, self.count = torch.zeros(()), 0
+        self.total, self.count = torch.zeros(()), 0.0
 
     def add_inputs(self, layer: nn.Module, x: Any, r: Tensor, rows: int) -> None:
         if isinstance(x, SparseRows):
@@ -240,11 +268,11 @@ class _Moments:
         elif not x.is_floating_point():
             assert isinstance(layer.weight, Tensor)
             part = torch.zeros(len(layer.weight), dtype=torch.float64, device=r.device)
-            spread = r.double()[:, None].expand(rows, x.numel() // rows).reshape(-1)
+            spread = r.double()[:, None].expand(rows, x.numel() // max(1, rows)).reshape(-1)
             part.index_add_(0, x.reshape(-1), spread)
         else:
             flat = x.detach().reshape(-1, x.shape[-1])
-            spread = r[:, None].expand(rows, len(flat) // rows).reshape(-1)
+            spread = r[:, None].expand(rows, len(flat) // max(1, rows)).reshape(-1)
             part = _outer(flat, spread, getattr(layer, "bias", None) is not None)
         self.A = part if self.A is None else self.A + part
         self.total = self.total.to(r.device) + r.sum(dtype=torch.float64)
@@ -254,6 +282,16 @@ class _Moments:
         part = (flat.t() @ flat).double()
         self.S = part if self.S is None else self.S + part
         self.count += len(flat)
+
+    def add_up(self, group: Group, table: bool) -> None:
+        """The sums over all processes; A of a table of own rows stays that of own rows."""
+        if self.A is not None and not table:
+            group.sum_(self.A)
+        if self.S is not None:
+            group.sum_(self.S)
+        if group.size > 1:
+            total, self.count = group.totals(float(self.total), self.count)
+            self.total = torch.full_like(self.total, total)
 
     def into(self, factors: Factors, layer: nn.Module, names: dict[int, str | None], trainable: set[str]) -> None:
         if self.A is None or self.S is None:
@@ -272,6 +310,28 @@ def _recorder(name: str, calls: list[tuple[str, Any, Tensor]]) -> Callable[[nn.M
         calls.append((name, inputs[0], output))
 
     return record
+
+
+@dataclass(frozen=True)
+class _Noise:
+    """Standard normal rows that depend on an entity's number alone, not on blocks or processes."""
+
+    seed: int
+    step: int
+    draws: int
+    first: int  # number of the first entity held here
+
+    def rows(self, draw: int, start: int, stop: int, width: int) -> Tensor:
+        """Rows ``start:stop`` of this process's entities, from chunks that are drawn each from a seed of its own."""
+        first, last = self.first + start, self.first + stop
+        chunks = range(first // _CHUNK, -(-last // _CHUNK))
+        parts = [torch.empty(0, width, dtype=torch.float64)]
+        for chunk in chunks:
+            key = np.random.SeedSequence((self.seed, self.step, draw, chunk)).generate_state(1, np.uint64)
+            generator = torch.Generator().manual_seed(int(key[0]) >> 1)
+            parts.append(torch.randn(_CHUNK, width, generator=generator, dtype=torch.float64))
+        offset = first - first // _CHUNK * _CHUNK
+        return torch.cat(parts)[offset : offset + stop - start]
 
 
 def _root(S: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ class Linearization:
     ) -> None:
         self.side, self.steps, self.features, self.values, self.plan = side, steps, features, values, plan
         self.work = work
-        self._share = 1 if features.whole is None else features.rows / features.whole.rows
+        self._share = 1 if features.whole is None else features.rows / max(1, features.whole.rows)
         self._kept: list[list[Any]] = []
         outputs: Tensor | None = None
         for start, stop in self.blocks():
@@ -92,8 +92,8 @@ class Linearization:
         work.add(side, "forwards", self._share)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Row ranges, in order."""
-        for start in range(0, self.features.rows, self.plan.rows):
+        """Row ranges, in order; one empty range if this process has no rows."""
+        for start in range(0, max(1, self.features.rows), self.plan.rows):
             yield start, min(self.features.rows, start + self.plan.rows)
 
     def saved_blocks(self) -> Iterator[tuple[int, int, list[Any]]]:

@@ -72,7 +72,7 @@ def plan_blocks(
     left_over = budget
     for side in sorted((0, 1), key=lambda s: rows[s] * row_bytes[s]):
         need = rows[side] * row_bytes[side]
-        block = min(rows[side], max(usual, least[side]))
+        block = max(1, min(rows[side], max(usual, least[side])))
         if need <= left_over:
             plans[side] = BlockPlan(block, True)
             left_over -= need

@@ -29,6 +29,7 @@ from gramtower.model.sparse import SparseRows
 
 Named = dict[str, Tensor]
 Scratch = dict[tuple[int, int], Tensor]
+ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -228,15 +229,15 @@ class _Slope:
         self.z: Tensor | None = z
         self.slope: Tensor | None = None
 
-    def of(self, function: Callable[[Tensor], Tensor], stride: int = 1) -> Tensor:
-        """φ′, of every ``stride``-th row."""
+    def of(self, function: Callable[[Tensor], Tensor], rows: slice = ALL) -> Tensor:
+        """φ′, of some rows."""
         if self.slope is None:
             assert self.z is not None
             z = self.z.detach().requires_grad_()
             with torch.enable_grad():
                 (self.slope,) = torch.autograd.grad(function(z).sum(), z)
             self.z = None
-        return self.slope[::stride]
+        return self.slope[rows]
 
 
 class _FromOutput:
@@ -245,9 +246,9 @@ class _FromOutput:
     def __init__(self, y: Tensor, activation: tuple[int, float]) -> None:
         self.y, self.activation = y, activation
 
-    def of(self, function: Callable[[Tensor], Tensor], stride: int = 1) -> Tensor:
-        """φ′, of every ``stride``-th row."""
-        return slope_from_output(self.activation, self.y[::stride])
+    def of(self, function: Callable[[Tensor], Tensor], rows: slice = ALL) -> Tensor:
+        """φ′, of some rows."""
+        return slope_from_output(self.activation, self.y[rows])
 
 
 @dataclass
@@ -371,6 +372,8 @@ class Opaque(Op):
 
     def jvp(self, saved: _Graph, dx: Any, values: Values, tangent: Named, out: Tensor | None = None) -> Any:
         """∂(Jᵀv)/∂v applied to the direction, which is J d."""
+        if not len(saved.y):  # a process without rows; some modules cannot be differentiated twice there
+            return torch.zeros_like(saved.y)
         dx = settled(dx)
         if saved.v is None:
             saved.v = torch.zeros_like(saved.y, requires_grad=True)
@@ -391,7 +394,7 @@ class Opaque(Op):
         """Back-propagation of g."""
         g = g.tensor if isinstance(g, Summed) else g
         pulled: tuple[Tensor | None, ...] = (None,) * len(saved.leaves)
-        if saved.y.requires_grad:
+        if saved.y.requires_grad and len(saved.y):
             pulled = torch.autograd.grad(saved.y, saved.leaves, g, retain_graph=True, allow_unused=True)
         dx = None
         for name, leaf, part in zip(saved.names, saved.leaves, pulled, strict=True):

@@ -8,32 +8,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gramtower import _checks as check
+from gramtower.distributed.group import SINGLE, Group
 from gramtower.kernels import select
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Names, shapes and places of the tensors within the flat vector."""
+    """Names, shapes and places of the tensors within the flat vector.
+
+    Over several processes, ``owned`` tensors hold this process's rows of a table; all others are the same everywhere.
+    """
 
     shapes: Mapping[str, tuple[int, ...]]
     places: Mapping[str, slice]
     size: int
+    owned: frozenset[str] = frozenset()
+    group: Group = field(default=SINGLE, compare=False)
 
     @staticmethod
-    def of(shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+    def of(shapes: Mapping[str, tuple[int, ...]], owned: frozenset[str] = frozenset(), group: Group = SINGLE) -> Layout:
         """The layout that stores tensors one after the other, in the order given."""
         places, start = {}, 0
         for name, shape in shapes.items():
             places[name] = slice(start, start + math.prod(shape))
             start += math.prod(shape)
-        return Layout(dict(shapes), places, start)
+        return Layout(dict(shapes), places, start, owned, group)
+
+    def replicated(self, vector: Tensor) -> list[Tensor]:
+        """Views of the tensors that all processes hold alike."""
+        return [vector[place] for name, place in self.places.items() if name not in self.owned]
+
+    def counted(self) -> list[slice]:
+        """What this process contributes to sums over all entries: own rows, and in the first process all else too."""
+        if self.group.rank == 0:
+            return [slice(0, self.size)]
+        return [place for name, place in self.places.items() if name in self.owned]
 
     def without(self, names: set[str]) -> list[slice]:
         """The vector without some tensors, in as few pieces as possible."""
@@ -96,8 +112,13 @@ class Parameters:
         return Parameters(self.layout, torch.zeros_like(self.vector))
 
     def inner(self, other: Parameters) -> Tensor:
-        """⟨self, other⟩ accumulated in float64, a scalar on the device."""
-        return select(self.vector.device).inner(self.vector, other.vector)
+        """⟨self, other⟩ accumulated in float64, a scalar on the device; over several processes that of all of them."""
+        kernels, layout = select(self.vector.device), self.layout
+        if layout.group.size == 1:
+            return kernels.inner(self.vector, other.vector)
+        parts = [kernels.inner(self.vector[p], other.vector[p]) for p in layout.counted()]
+        own = torch.zeros((), dtype=torch.float64, device=self.vector.device)
+        return layout.group.sum_(sum(parts, own))
 
     def dot(self, other: Parameters) -> float:
         """⟨self, other⟩ accumulated in float64."""
@@ -118,6 +139,21 @@ class Parameters:
     def scale_(self, a: float) -> Parameters:
         """Self *= a, in place."""
         self.vector.mul_(a)
+        return self
+
+    def begin_sum_(self) -> Parameters:
+        """Before processes add their parts: what all hold alike is counted in the first process alone."""
+        if self.layout.group.rank > 0:
+            for part in self.layout.replicated(self.vector):
+                part.zero_()
+        return self
+
+    def end_sum_(self) -> Parameters:
+        """After processes added their parts: the sums of what all hold alike, in every process."""
+        if self.layout.group.size > 1:
+            parts = self.layout.replicated(self.vector)
+            for part, total in zip(parts, self.layout.group.sum_all(*parts), strict=True):
+                part.copy_(total)
         return self
 
     def is_finite(self) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gramtower import _checks as check
 from gramtower.data.features import Features, SparseBlock
+from gramtower.distributed.shards import Shards
 from gramtower.kernels import Kernels, select
 from gramtower.model.layers import InputLinear
 from gramtower.model.linearization import Linearization, Work
@@ -24,6 +25,7 @@ from gramtower.model.ops import Affine, Elementwise, InputAffine, Named, Op, Opa
 from gramtower.model.parameters import Layout, Parameters, as_parameters
 from gramtower.model.sparse import FIRST_LAYER
 from gramtower.model.stack import ACTIVATIONS, refuse_unfit, steps
+from gramtower.model.tables import draw_rows_, join
 
 _PROBE = 3  # rows tried before the first evaluation
 
@@ -88,6 +90,13 @@ class Towers:
         parameters = as_parameters("parameters", parameters, self.parameters())
         for name, owner in self._owners.items():
             owner.copy_(parameters[name])
+
+    def join(self, shards: Shards, left: Features, right: Features) -> None:
+        """Before the first evaluation over several processes: tell own table rows from what all hold alike."""
+        if self._layout.group is not shards.group:
+            sides = (self.left, left), (self.right, right)
+            owned = frozenset[str]() if shards.single else join(shards, self._owners, self._names, sides)
+            self._layout = Layout.of(self._layout.shapes, owned, shards.group)
 
     def own(self, side: str, parameters: Parameters) -> Named:
         """One tower's part of ``parameters`` under the module's own names, as views."""
@@ -192,12 +201,12 @@ class Towers:
                 if not fits:
                     need = f"{features.rows} ids" if features.kind == "ids" else f"{features.width} features"
                     check.fail(f"{side} tower", f"a first layer for {first.width} inputs", f"one for {need}")
-            rows = min(_PROBE, features.rows)
+            rows = min(_PROBE, features.rows)  # a process without rows tries none
             y, size = _try_rows(side, ops, features, values, rows)
             _check_shape(side, y, rows, None)
             if y.dtype != self.dtype:
                 check.fail(f"{side} tower", f"an output of {y.dtype}", f"{self.dtype}, as its trainable parameters")
-            if any(isinstance(op, Opaque) for op in ops):
+            if rows and any(isinstance(op, Opaque) for op in ops):
                 again, _ = _try_rows(side, ops, features, values, rows)
                 alone, _ = _try_rows(side, ops, features, values, 1)
                 _check_shape(side, alone, 1, y.shape[1])
@@ -242,7 +251,7 @@ def _try_rows(side: str, ops: list[Op], features: Features, values: Values, rows
         # A graph is kept twice over once a jvp was taken through it.
         sizes.append(x.numel() * x.element_size())
     total = sum(sizes) * (3 if any(isinstance(op, Opaque) for op in ops) else 1)
-    return x, math.ceil(total / rows)
+    return x, math.ceil(total / max(1, rows))
 
 
 def _check_shape(side: str, y: Tensor, rows: int, width: int | None) -> None:
@@ -292,7 +301,7 @@ def mlp_towers(
     def tower(features: Features) -> nn.Sequential:
         first = InputLinear(features.width, [*widths, dim][0], bias=bool(widths))
         scale = 0.1 / math.sqrt(max(features.mean_square_norm(), 1e-12))
-        nn.init.normal_(first.weight, std=scale, generator=generator)
+        draw_rows_(first.weight, features, scale, generator)
         layers: list[nn.Module] = [first]
         for fan_in, fan_out in zip(widths, [*widths[1:], dim], strict=False):
             linear = nn.Linear(fan_in, fan_out)

@@ -36,7 +36,8 @@ class GaussNewton:
         # Results of a product's steps, the same memory in every product: fresh pages would cost as much as a layer.
         self._W, self._U = torch.empty_like(point.P), torch.empty_like(point.P)
         self._H, self._V = torch.empty_like(point.Q), torch.empty_like(point.Q)
-        self._gathered = point.gathered(point.P), point.gathered(point.Q)
+        self._gathered = point.gathered(point.P), point.gathered(point.right_rows)
+        self._every = None if point.setting.shards.single else torch.empty_like(point.right_rows)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -56,20 +57,24 @@ class GaussNewton:
         at, s = self.point, self.point.setting
         if at.slot is not None:
             return at.slot.product_now(d, self.damping, d.empty() if out is None else out)
-        P, Q = at.P, at.Q
+        group, P, Q = s.shards.group, at.P, at.Q
+        sent = group.total_bytes
         with products_in(s.precision):
-            W = at.left.jvp(at.towers.own("left", d), self._W)  # d → J_f d
             H = at.right.jvp(at.towers.own("right", d), self._H)  # d → J_g d
-            Wc = (s.omega * gram(W, P, s.weights[0])).to(P.dtype)  # ω Wᵀ A P
-            Hc = (s.omega * gram(H, Q, s.weights[1])).to(P.dtype)  # ω Hᵀ B Q
+            every = s.shards.gather(H, self._every)  # travels during the left tower's jvp
+            W = at.left.jvp(at.towers.own("left", d), self._W)  # d → J_f d
+            sums = group.sum_all(gram(W, P, s.weights[0]), gram(H, Q, s.weights[1]))
+            Wc, Hc = ((s.omega * g).to(P.dtype) for g in sums)  # ω Wᵀ A P, ω Hᵀ B Q
             U = self._all_pairs(0, W, self._Qc, P, Hc, self._U)  # ωA (W Q_c + P H_c)
             V = self._all_pairs(1, H, self._Pc, Q, Wc, self._V)  # ωB (H P_c + Q W_c)
         each_P, each_Q = self._gathered
-        z = at.kernels.curvature_left(s.pairs, self._c, P, W, each_Q, at.gathered(H), U)  # + Z Q
-        at.kernels.right_sum(s.pairs, z, each_P, V)  # + Zᵀ P
+        z = at.kernels.curvature_left(s.pairs, self._c, P, W, each_Q, at.gathered(every.wait()), U)  # + Z Q
+        right = at.add_right_sum(z, each_P, V)  # + Zᵀ P, travels during the left tower's vjp
         at.work.pair_passes += 2
         at.work.data_passes += 1
-        return at.pull_back(U, V, d, self.damping, out)
+        product = at.pull_back(U, right, d, self.damping, out)
+        group.product_bytes = group.total_bytes - sent
+        return product
 
     def _all_pairs(self, side: int, moved: Tensor, gramian: Tensor, own: Tensor, cross: Tensor, out: Tensor) -> Tensor:
         torch.mm(moved, gramian, out=out).addmm_(own, cross)

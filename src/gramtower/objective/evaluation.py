@@ -21,6 +21,8 @@ from torch import Tensor
 
 from gramtower import _checks as check
 from gramtower.data.pairs import Pairs
+from gramtower.distributed.group import Pending
+from gramtower.distributed.shards import Shards
 from gramtower.kernels import Kernels, LossTerms
 from gramtower.kernels.precision import products_in
 from gramtower.model.linearization import Linearization, Work
@@ -55,6 +57,7 @@ class Setting:
     constants: Tensor  # ω, and ỹ where it is one number
     precision: str  # of matrix products on a GPU
     pair_precision: str  # of what Gauss-Newton products gather on a GPU
+    shards: Shards  # which process holds which rows; all tensors above are of this process's own rows
 
     @property
     def loss_terms(self) -> LossTerms:
@@ -108,6 +111,8 @@ class Point:
         parameters: θ, this object's own copy.
         P: left embeddings, m × k.
         Q: right embeddings, n × k.
+
+    Over several processes P and Q are this process's own rows; values, Gramians and dot products are those of all.
     """
 
     def __init__(
@@ -144,7 +149,10 @@ class Point:
 
     @cached_property
     def sums(self) -> Tensor:
-        """Σ_O ℓ⁺, ⟨P̂_c, Q̂_c⟩, ⟨P_c, Q_c⟩, the embedding penalty and ‖θ‖²: what the value is made of, on the device."""
+        """Σ_O ℓ⁺, ⟨P̂_c, Q̂_c⟩, ⟨P_c, Q_c⟩, the embedding penalty and ‖θ‖²: what the value is made of, on the device.
+
+        Over several processes they are the sums over all of them.
+        """
         Pc, Qc = self.gramians
         hPc, hQc = self.cross_gramians
         penalty = torch.zeros((), dtype=torch.float64, device=self.P.device)
@@ -152,7 +160,8 @@ class Point:
             if weight is not None:
                 penalty += 0.5 * (weight * square_norms(embeddings)).sum(dtype=torch.float64)
         square = self.parameters.inner(self.parameters)
-        return torch.stack([self.observed.value, (hPc * hQc).sum(), (Pc * Qc).sum(), penalty, square])
+        observed, penalty = self.setting.shards.group.sum_all(self.observed.value, penalty)
+        return torch.stack([observed, (hPc * hQc).sum(), (Pc * Qc).sum(), penalty, square])
 
     @cached_property
     def _sums(self) -> list[float]:
@@ -163,21 +172,30 @@ class Point:
         """ℓ⁺ on the observed pairs, with its derivatives. One pass over O."""
         s = self.setting
         self.work.pair_passes += self.share[0]
-        return observe(self.kernels, s.pairs, self.P, self.Q, s.loss, s.loss_terms)
+        return observe(self.kernels, s.pairs, self.P, self.right_rows, s.loss, s.loss_terms)
+
+    @cached_property
+    def right_rows(self) -> Tensor:
+        """The right embeddings of all processes, n × k: what this process's pairs are with."""
+        return self.setting.shards.gather(self.Q).wait()
 
     @cached_property
     def gramians(self) -> tuple[Tensor, Tensor]:
         """P_c = PᵀAP and Q_c = QᵀBQ in float64 (eq:gramian)."""
         a, b = self.setting.weights
         with products_in(self.setting.precision):
-            return gram(self.P, self.P, a), gram(self.Q, self.Q, b)
+            own = gram(self.P, self.P, a), gram(self.Q, self.Q, b)
+        Pc, Qc = self.setting.shards.group.sum_all(*own)
+        return Pc, Qc
 
     @cached_property
     def cross_gramians(self) -> tuple[Tensor, Tensor]:
         """P̂_c = P̃ᵀAP and Q̂_c = Q̃ᵀBQ, r × k, in float64 (eq:gramian)."""
         s = self.setting
         a, b = s.weights
-        return s.imputed.cross_gram(0, a, self.P), s.imputed.cross_gram(1, b, self.Q)
+        own = s.imputed.cross_gram(0, a, self.P), s.imputed.cross_gram(1, b, self.Q)
+        hPc, hQc = s.shards.group.sum_all(*own)
+        return hPc, hQc
 
     @torch.no_grad()
     def gradient(self) -> Parameters:
@@ -197,12 +215,12 @@ class Point:
         x = self.observed.slopes
         outputs = []
         with products_in(s.precision):
-            for side, (own, other) in enumerate(((self.P, self.Q), (self.Q, self.P))):
+            for side, own in enumerate((self.P, self.Q)):
                 U = own @ (s.omega * gramians[1 - side]).to(own.dtype)  # ω P Q_c
                 s.imputed.subtract_product(side, (s.omega * cross_gramians[1 - side]).to(own.dtype), U)  # − ω P̃ Q̂_c
-                U = self.weigh(side, U, own)
-                (self.kernels.left_sum, self.kernels.right_sum)[side](s.pairs, x, other, U)  # + X Q, or + Xᵀ P
-                outputs.append(U)
+                outputs.append(self.weigh(side, U, own))
+        self.kernels.left_sum(s.pairs, x, self.right_rows, outputs[0])  # + X Q
+        self.add_right_sum(x, self.P, outputs[1]).wait()  # + Xᵀ P
         self.work.pair_passes += self.share[0] * 2
         self.work.data_passes += self.share[1]
         return outputs[0], outputs[1]
@@ -247,6 +265,10 @@ class Point:
         """Whether the kernels take gathered rows of another dtype."""
         return hasattr(self.kernels, "losses")
 
+    def add_right_sum(self, x: Tensor, P: Tensor, V: Tensor) -> Pending:
+        """V += Xᵀ P, over the pairs of all processes; under way until waited for."""
+        return self.setting.shards.add_right_sum(V, lambda out: self.kernels.right_sum(self.setting.pairs, x, P, out))
+
     def weigh(self, side: int, U: Tensor, embeddings: Tensor) -> Tensor:
         """diag(a) U + diag(μ c) embeddings: how a side's weights and penalty enter gradient and G·d alike."""
         weight, penalty = self.setting.weights[side], self.setting.penalties[side]
@@ -257,7 +279,7 @@ class Point:
         return U
 
     def pull_back(
-        self, U: Tensor, V: Tensor, regularised: Parameters, extra: float = 0.0, out: Parameters | None = None
+        self, U: Tensor, V: Tensor | Pending, regularised: Parameters, extra: float = 0.0, out: Parameters | None = None
     ) -> Parameters:
         """(⟨Jᵘ, U⟩, ⟨Jᵛ, V⟩) + (λ + extra) · regularised, written over ``out`` if given."""
         out = regularised.empty() if out is None else out
@@ -267,9 +289,9 @@ class Point:
             names = [None, None]
         for part in regularised.layout.without({name for name in names if name is not None}):
             torch.mul(regularised.vector[part], scale, out=out.vector[part])
+        out.begin_sum_()  # leaves tables alone: over several processes each row of them has one owner
+        bases = [None if name is None else (regularised[name], scale) for name in names]
         with products_in(self.setting.precision):
-            for side, name, cotangent in (("left", names[0], U), ("right", names[1], V)):
-                tower = self.left if side == "left" else self.right
-                base = None if name is None else (regularised[name], scale)
-                tower.vjp(cotangent, self.towers.own(side, out), base)
-        return out
+            self.left.vjp(U, self.towers.own("left", out), bases[0])
+            self.right.vjp(V.wait() if isinstance(V, Pending) else V, self.towers.own("right", out), bases[1])
+        return out.end_sum_()

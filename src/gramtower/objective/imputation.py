@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gramtower import _checks as check
 from gramtower.data.pairs import Pairs
+from gramtower.distributed.shards import Shards
 from gramtower.kernels import Kernels
 from gramtower.objective.gramians import column_sums, gram
 
@@ -49,20 +50,22 @@ class Imputed:
             scale = self.constant if side == 0 else 1.0
             out.sub_(matrix[0], alpha=scale)
 
-    def square_sum(self, a: Tensor | float, b: Tensor | float, shape: tuple[int, int]) -> float:
+    def square_sum(self, a: Tensor | None, b: Tensor | None, shards: Shards) -> float:
         """⟨P̃_c, Q̃_c⟩ = Σ_ij a_i b_j ỹ_ij²."""
         if self.factors is not None:
-            left = gram(self.factors[0], self.factors[0], a if isinstance(a, Tensor) else None)
-            right = gram(self.factors[1], self.factors[1], b if isinstance(b, Tensor) else None)
+            P, Q = self.factors
+            left, right = shards.group.sum_all(gram(P, P, a), gram(Q, Q, b))
             return float((left * right).sum())
-        sums = [
-            float(w.double().sum()) if isinstance(w, Tensor) else float(k) for w, k in zip((a, b), shape, strict=True)
-        ]
+        counts = shards.left.count, shards.right.count
+        own = (float(k) if w is None else float(w.double().sum()) for w, k in zip((a, b), counts, strict=True))
+        sums = shards.group.totals(*own)
         return self.constant**2 * sums[0] * sums[1]
 
-    def at_pairs(self, pairs: Pairs, kernels: Kernels) -> Tensor | float:
+    def at_pairs(self, pairs: Pairs, kernels: Kernels, shards: Shards) -> Tensor | float:
         """ỹ on the observed pairs."""
-        return self.constant if self.factors is None else kernels.dots(pairs, *self.factors)
+        if self.factors is None:
+            return self.constant
+        return kernels.dots(pairs, self.factors[0], shards.gather(self.factors[1]).wait())
 
 
 def as_imputed(value: Any, shape: tuple[int, int]) -> Imputed:

@@ -89,15 +89,15 @@ def kronecker(point: Point, damping: float, seed: int = 0) -> Kronecker:
     """Build the preconditioner at a point."""
     s, towers = point.setting, point.towers
     sums = _pair_sums(point)
-    generator = torch.Generator().manual_seed(seed)
     shift = max(s.l2 + damping, _TINY)
     merged: dict[str, list[Factor]] = {}
     squares: dict[str, Tensor] = {}
     extra: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    for side, tower in (("left", point.left), ("right", point.right)):
-        H, weight = _output_curvature(point, 0 if side == "left" else 1, sums)
+    for index, (side, tower) in enumerate((("left", point.left), ("right", point.right))):
+        H, weight = _output_curvature(point, index, sums)
         names = towers.own_names(side)
-        factors = tower_factors(tower, H, weight, set(names), _DRAWS, generator)
+        owned = {own for own, name in names.items() if name in point.parameters.layout.owned}
+        factors = tower_factors(tower, H, weight, set(names), _DRAWS, seed + index, s.shards.group, owned)
         for factor in factors.layers:
             renamed = Factor(
                 names[factor.weight],
@@ -105,6 +105,7 @@ def kronecker(point: Point, damping: float, seed: int = 0) -> Kronecker:
                 factor.inputs_first,
                 factor.A,
                 factor.S,
+                factor.mean,
             )
             merged.setdefault(renamed.weight, []).append(renamed)
         _collect(factors, names, extra)
@@ -134,10 +135,11 @@ def _collect(factors: Factors, names: dict[str, str], extra: dict[str, list[tupl
 def _pair_sums(point: Point) -> tuple[Tensor, Tensor]:
     """For each left entity Σ_j ∂²ℓ⁺_ij (1, ‖q_j‖²), and likewise for each right one."""
     pairs, c = point.setting.pairs, point.observed.curvatures
-    left, right = (torch.stack([torch.ones_like(n), n], 1) for n in (square_norms(point.P), square_norms(point.Q)))
-    sums = torch.zeros_like(left), torch.zeros_like(right)
+    norms = square_norms(point.P), square_norms(point.right_rows)
+    left, right = (torch.stack([torch.ones_like(n), n], 1) for n in norms)
+    sums = torch.zeros_like(left), point.Q.new_zeros(len(point.Q), 2)
     point.kernels.left_sum(pairs, c, right, sums[0])
-    point.kernels.right_sum(pairs, c, left, sums[1])
+    point.setting.shards.add_right_sum(sums[1], lambda out: point.kernels.right_sum(pairs, c, left, out)).wait()
     point.work.pair_passes += 4 / point.P.shape[1]
     return sums
 
@@ -145,18 +147,19 @@ def _pair_sums(point: Point) -> tuple[Tensor, Tensor]:
 def _output_curvature(point: Point, side: int, sums: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """H of one side, and each entity's share of it: r_i = tr H_i / mean tr H."""
     s = point.setting
+    group, rows, k = s.shards.group, (s.shards.left, s.shards.right)[side].total, point.P.shape[1]
     other = (point.Q, point.P)[side]
-    rows, k = (point.P, point.Q)[side].shape
     column_sum, own_trace = sums[1 - side][:, 0], sums[side][:, 1]  # c_j = Σ_i ∂²ℓ⁺_ij and Σ_j ∂²ℓ⁺_ij ‖q_j‖²
     weight, penalty, gramian = s.weights[side], s.penalties[side], s.omega * point.gramians[1 - side]
-    mean_weight = 1.0 if weight is None else weight.double().mean()
-    H = mean_weight * gramian + gram(other, other, column_sum) / rows
+    mean_weight = 1.0 if weight is None else group.sum_(weight.sum(dtype=torch.float64)) / rows
+    H = mean_weight * gramian + group.sum_(gram(other, other, column_sum)) / rows
     trace = own_trace.double() + gramian.trace() * (1.0 if weight is None else weight.double())
     if penalty is not None:
-        H = H + penalty.double().mean() * torch.eye(k, dtype=torch.float64, device=H.device)
+        mean_penalty = group.sum_(penalty.sum(dtype=torch.float64)) / rows
+        H = H + mean_penalty * torch.eye(k, dtype=torch.float64, device=H.device)
         trace = trace + k * penalty.double()
     trace = trace.clamp_min(0)
-    mean = trace.mean()
+    mean = group.sum_(trace.sum()) / rows
     share = torch.where(mean > 0, trace / mean, torch.ones_like(trace))
     return _semidefinite(H), share.to(other.dtype)
 
@@ -220,7 +223,8 @@ class _Inverses:
 
 def _invert(f: Factor, shift: float, inverses: _Inverses) -> Callable[[], _Block]:
     """Ask for the damped inverse of A ⊗ S; the block, once the inverses are there."""
-    pi = (_diagonal(f.A).mean().clamp_min(_TINY) / f.S.diagonal().mean().clamp_min(_TINY)).sqrt()
+    mean = _diagonal(f.A).mean() if f.mean is None else f.mean
+    pi = (mean.clamp_min(_TINY) / f.S.diagonal().mean().clamp_min(_TINY)).sqrt()
     root = math.sqrt(shift)
     S = inverses.ask(f.S, root / pi)
     if f.A.dim() == 1:

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower import _checks as check
-from gramtower.data.features import as_features
+from gramtower.data.features import Features, as_features
 from gramtower.data.interactions import Interactions
 from gramtower.data.pairs import Pairs, from_sparse
+from gramtower.distributed.shards import Shards, whole
 from gramtower.kernels import BACKENDS, select
 from gramtower.kernels.precision import PAIR_PRECISIONS, PRECISIONS, products_in
 from gramtower.model.linearization import Work
@@ -61,6 +62,8 @@ class Problem:
             bits.
         pair_precision: of the embeddings that Gauss-Newton products gather for each pair on a GPU: "float32", or
             "bfloat16", which halves the bytes. Value and gradient gather float32 in any case.
+        shards: which process holds which entities, when there are several. Everything above is then this process's
+            own: the pairs of its left entities with all right ones, and the rows of its own entities.
     """
 
     def __init__(
@@ -82,21 +85,27 @@ class Problem:
         kernels: str = "auto",
         precision: str = "float32",
         pair_precision: str = "float32",
+        shards: Shards | None = None,
     ) -> None:
         if isinstance(pairs, Interactions):
             pair_weights = pairs.weights if pair_weights is None else pair_weights
             pairs = pairs.matrix
-        self.pairs, self._labels = from_sparse("pairs", pairs)
-        m, n = self.shape
+        self.pairs, self._labels = from_sparse("pairs", pairs, least_rows=int(shards is None))
+        self.shards = whole(self.pairs.shape) if shards is None else shards
+        m, n = self.shards.left.count, self.shards.right.count
+        if self.pairs.shape != (m, self.shards.right.total):
+            check.fail("pairs", f"shape {self.pairs.shape}", f"shape {(m, self.shards.right.total)}, as shards says")
         self.loss = as_loss(loss)
         _check_labels(self.loss, self._labels, self.pairs)
         self.left, self.right = as_features("left", left, m), as_features("right", right, n)
         self.omega = check.number("omega", omega, minimum=0.0)
         self.l2 = check.number("l2", l2, minimum=0.0)
         self._imputed = as_imputed(imputed, (m, n))
+        self.observed, self.first_entry, self._column_counts = self._place_rows()
+        group = self.shards.group
         self._weights = (
-            entity_weights("left_weights", left_weights, self.pairs.row_counts.numpy()),
-            entity_weights("right_weights", right_weights, self.pairs.column_counts.numpy()),
+            entity_weights("left_weights", left_weights, self.pairs.row_counts.numpy(), group),
+            entity_weights("right_weights", right_weights, self.column_counts.numpy(), group),
         )
         self.pair_weights = check.weights("pair_weights", pair_weights, len(self.pairs))
         self.embedding_l2 = check.number("embedding_l2", embedding_l2, minimum=0.0)
@@ -113,13 +122,13 @@ class Problem:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(m, n)."""
-        return self.pairs.shape
+        """(m, n), over all processes."""
+        return self.shards.left.total, self.shards.right.total
 
     def __repr__(self) -> str:
         m, n = self.shape
         terms = f"{self.loss.name}, omega={self.omega:g}, l2={self.l2:g}"
-        return f"Problem({m:,} × {n:,}, {len(self.pairs):,} observed, {terms})"
+        return f"Problem({m:,} × {n:,}, {self.observed:,} observed, {terms})"
 
     def at(self, towers: Towers, parameters: Parameters | None = None) -> Point:
         """The problem evaluated at the towers' present parameters, or at those given.
@@ -128,6 +137,7 @@ class Problem:
         """
         if not isinstance(towers, Towers):
             check.fail("towers", type(towers).__name__, "a gramtower.Towers")
+        towers.join(self.shards, self.left, self.right)
         present = towers.parameters()
         if parameters is not None:
             present.vector.copy_(as_parameters("parameters", parameters, present).vector)
@@ -142,7 +152,7 @@ class Problem:
 
     def _replayed(self, towers: Towers, own: Parameters) -> Slots | None:
         """The CUDA graphs of this problem with these towers, where there is something to gain from them."""
-        if not self.graphs or towers.device.type != "cuda":
+        if not self.graphs or not self.shards.single or towers.device.type != "cuda":
             return None
         signature = (id(towers), *towers.signature())
         if self._slots is None or self._slots[0] != signature:
@@ -192,7 +202,7 @@ class Problem:
                 if a is not None:
                     pair_weight *= a[pairs.rows]
                 if b is not None:
-                    pair_weight *= b[pairs.columns]
+                    pair_weight *= self.shards.gather(b).wait()[pairs.columns]
             self._settings[key] = Setting(
                 pairs=pairs,
                 labels=_labels(self._labels, dtype, device),
@@ -203,23 +213,44 @@ class Problem:
                 pair_weight=pair_weight,
                 loss_weight=_tensor(self.pair_weights, dtype, device),
                 imputed=imputed,
-                pair_imputed=imputed.at_pairs(pairs, kernels),
-                imputed_square=imputed.square_sum(1.0 if a is None else a, 1.0 if b is None else b, self.shape),
+                pair_imputed=imputed.at_pairs(pairs, kernels, self.shards),
+                imputed_square=imputed.square_sum(a, b, self.shards),
                 penalties=(_tensor(self._penalty[0], dtype, device), _tensor(self._penalty[1], dtype, device)),
                 constants=torch.tensor([self.omega, imputed.constant], dtype=dtype, device=device),
                 precision=self.precision,
                 pair_precision=self.pair_precision,
+                shards=self.shards,
             )
         return self._settings[key]
+
+    @property
+    def column_counts(self) -> Tensor:
+        """|O_:,j| for each right entity held here, over the pairs of all processes."""
+        return self.pairs.column_counts if self._column_counts is None else self._column_counts
+
+    @property
+    def _sides(self) -> tuple[tuple[Features, NDArray[Any] | None], ...]:
+        return (self.left, self._weights[0]), (self.right, self._weights[1])
+
+    def _place_rows(self) -> tuple[int, int, Tensor | None]:
+        """Pairs of all processes, those of the processes before this one, and the right entities' numbers of pairs."""
+        group, rows = self.shards.group, (self.shards.left, self.shards.right)
+        if self.shards.single:
+            return len(self.pairs), 0, None
+        before = [int(count) for count in group.gather_json(len(self.pairs))]
+        squares = group.totals(self.left.square_sum, self.right.square_sum)
+        for features, side, square in zip((self.left, self.right), rows, squares, strict=True):
+            features.place(side.first, side.total, square)
+        counts = group.scatter_rows(self.pairs.column_counts, self.shards.right.counts).wait()
+        return sum(before), sum(before[: group.rank]), counts
 
     def _penalties(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
         """μ (|O_i| + ω Σ_j b_j)^ν for left entities, and likewise for right ones."""
         if self.embedding_l2 == 0.0:
             return None, None
-        m, n = self.shape
-        a, b = self._weights
-        sums = (float(n) if b is None else float(b.sum()), float(m) if a is None else float(a.sum()))
-        counts = (self.pairs.row_counts.numpy(), self.pairs.column_counts.numpy())
+        own = (float(side.rows if w is None else w.sum()) for side, w in self._sides)
+        sums = self.shards.group.totals(*own)[::-1]  # Σ_j b_j for left entities, Σ_i a_i for right ones
+        counts = (self.pairs.row_counts.numpy(), self.column_counts.numpy())
         with np.errstate(divide="ignore", over="ignore"):  # refused by name below
             left, right = (
                 self.embedding_l2 * (c + self.omega * s) ** self.frequency_power
@@ -241,7 +272,8 @@ class Problem:
         What is free is looked up once, so that all evaluations of a problem run in the same blocks.
         """
         if self.memory_budget is None:
-            self.memory_budget = default_budget(towers.device)
+            sharing = self.shards.group.local_size if towers.device.type == "cpu" else 1
+            self.memory_budget = default_budget(towers.device) // sharing
         fixed = 3 * len(self.pairs) * torch.finfo(towers.dtype).bits // 8
         return max(self.memory_budget - fixed, self.memory_budget // 8)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gramtower.data.pairs import Pairs
+from gramtower.distributed.shards import Shards
 from gramtower.kernels import select
 from gramtower.model.parameters import Parameters
 from gramtower.model.towers import Towers
@@ -52,13 +53,16 @@ def block_gradient(
 ) -> Parameters:
     """Estimate of ∇L from the pairs of rows × columns (columns increasing), observed and not."""
     m, n = problem.shape
-    pairs, entries = problem.setting(towers.dtype, towers.device).pairs.take_block(rows, columns)
     left_share, right_share = len(rows) / m, len(columns) / n
+    s = problem.setting(towers.dtype, towers.device).shards
+    shards = replace(s, left=s.left.take(rows), right=s.right.take(columns))
+    rows, own_columns = s.left.own(rows), s.right.own(columns)
+    pairs, entries = problem.setting(towers.dtype, towers.device).pairs.take_block(rows, columns)
     scale = 1 / (left_share * right_share)
     # Penalties are sums over one side: divided here by what the common scale multiplies too much.
-    ones = (torch.full_like(rows, 1, dtype=towers.dtype), torch.full_like(columns, 1, dtype=towers.dtype))
+    ones = (torch.full_like(rows, 1, dtype=towers.dtype), torch.full_like(own_columns, 1, dtype=towers.dtype))
     point = _restrict(
-        problem, towers, parameters, pairs, entries, (rows, columns), ones, (right_share, left_share),
+        problem, towers, parameters, shards, pairs, entries, (rows, own_columns), ones, (right_share, left_share),
         (len(entries) / max(1, len(problem.pairs)), left_share * right_share),
     )  # fmt: skip
     return _scaled(point, *point.output_gradients(point.gramians, point.cross_gramians), scale)
@@ -87,22 +91,42 @@ def _subset(
     problem: Problem, towers: Towers, parameters: Parameters, entries: Tensor, covered: float
 ) -> tuple[Point, float]:
     whole = problem.setting(towers.dtype, towers.device).pairs
+    share = len(entries) / problem.observed
+    entries = _own_entries(problem, entries)
     pairs, left, right = whole.take_entries(entries)
+    counts, shards = pairs.column_counts, problem.shards
+    whole_counts = whole.column_counts if shards.single else problem.column_counts.to(entries.device)
+    if not shards.single:  # the right entities that any process has drawn, and how often all have
+        every = shards.group.sum_(torch.bincount(whole.columns[entries], minlength=whole.shape[1]))
+        touched = every.nonzero()[:, 0]
+        columns = torch.searchsorted(touched, right)[pairs.columns.long()].to(torch.int32)
+        pairs = Pairs((len(left), len(touched)), pairs.offsets, columns)
+        shards = replace(shards, right=shards.right.take(touched))
+        right = problem.shards.right.own(touched)
+        counts = every[right + problem.shards.right.first]
     drawn = (
         pairs.row_counts.to(towers.dtype) / whole.row_counts[left],
-        pairs.column_counts.to(towers.dtype) / whole.column_counts[right],
+        counts.to(towers.dtype) / whole_counts[right],
     )
-    share = len(entries) / len(whole)
     point = _restrict(
-        problem, towers, parameters, pairs, entries, (left, right), drawn, drawn, (share, covered)
+        problem, towers, parameters, shards, pairs, entries, (left, right), drawn, drawn, (share, covered)
     )  # fmt: skip
     return point, 1 / share
+
+
+def _own_entries(problem: Problem, entries: Tensor) -> Tensor:
+    """Of numbers of pairs over all processes, those held here, counted from the first one here."""
+    if problem.shards.single:
+        return entries
+    here = entries - problem.first_entry
+    return here[(here >= 0) & (here < len(problem.pairs))]
 
 
 def _restrict(
     problem: Problem,
     towers: Towers,
     parameters: Parameters,
+    shards: Shards,
     pairs: Pairs,
     entries: Tensor,
     entities: tuple[Tensor, Tensor],
@@ -126,6 +150,7 @@ def _restrict(
         loss_weight=None if s.loss_weight is None else s.loss_weight[entries],
         imputed=s.imputed.take(*entities),
         pair_imputed=s.pair_imputed[entries] if isinstance(s.pair_imputed, Tensor) else s.pair_imputed,
+        shards=shards,
     )
     left, right = (
         f.take(e, towers.dtype, towers.device) for f, e in zip((problem.left, problem.right), entities, strict=True)

@@ -17,19 +17,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
+from gramtower.distributed.group import SINGLE, Group
 
 EXPECTED = 'an array of weights, or text such as "degree^0.5" or "degree^-0.5"'
 
 
-def entity_weights(name: str, value: Any, degrees: NDArray[Any]) -> NDArray[Any] | None:
-    """The weights of one side, from an array, from text such as ``"degree^0.5"``, or None for ones."""
+def entity_weights(name: str, value: Any, degrees: NDArray[Any], group: Group = SINGLE) -> NDArray[Any] | None:
+    """The weights of one side, from an array, from text such as ``"degree^0.5"``, or None for ones.
+
+    Over several processes degrees and weights are those of own entities; the mean is over all.
+    """
     if not isinstance(value, str):
         return check.weights(name, value, len(degrees))
     power = degree_power(name, value)
     with np.errstate(over="ignore", invalid="ignore"):  # refused by name below
         weights: NDArray[Any] = np.maximum(degrees, 1).astype(np.float64) ** power
-        weights /= weights.mean()
-    if not np.isfinite(weights).all():
+        total, count = group.totals(float(weights.sum()), len(weights))
+        weights /= np.float64(total) / count
+    if not (np.isfinite(total) and np.isfinite(weights).all()):
         check.fail(name, repr(value), "a power that gives finite weights")
     return weights
 

@@ -88,7 +88,7 @@ class LBFGS(Direction):
     def find(self, gradient: Parameters, point: Point | None) -> Found:
         """The two-loop recursion; the first direction is the gradient scaled to length one."""
         assert point is not None
-        theta, g = point.parameters, gradient.vector
+        theta, g, self._layout = point.parameters, gradient.vector, gradient.layout
         if self.before is not None:
             step, change = theta.vector - self.before[0], g - self.before[1]
             if self._dot(step, change) > 1e-10 * self._dot(step, step) ** 0.5 * self._dot(change, change) ** 0.5:
@@ -127,6 +127,5 @@ class LBFGS(Direction):
         self.pairs = [(state[f"step{i}"], state[f"change{i}"]) for i in range(count)]
         self.before = (state["theta"], state["gradient"]) if "theta" in state else None
 
-    @staticmethod
-    def _dot(a: Tensor, b: Tensor) -> float:
-        return float((a * b).sum(dtype=torch.float64))
+    def _dot(self, a: Tensor, b: Tensor) -> float:
+        return Parameters(self._layout, a).dot(Parameters(self._layout, b))

@@ -76,7 +76,7 @@ class Subsets(Source):
 
     def gradient(self, problem: Problem, towers: Towers, parameters: Parameters) -> Parameters:
         """Draw Ô₁ and Ô₂, move the running Gramians toward those of Ô₂, take the gradient on Ô₁."""
-        total = len(problem.pairs)
+        total = problem.observed
         first, second = self._draw(total, towers.device), self._draw(total, towers.device)
         fresh = subset_gramians(problem, towers, parameters, second)
         self.running = (self.running or fresh.zeros()).toward(fresh, self.alpha)

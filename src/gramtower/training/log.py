@@ -21,6 +21,12 @@ def line(record: Record) -> str:
     )
 
 
+def traffic(record: Record) -> str:
+    """What travelled between processes, as the first one saw it."""
+    product = f", {record.product_bytes / 1e6:.3g} MB for one G·d" if record.product_bytes else ""
+    return f"{record.processes} processes; each sent and received about {record.bytes / 1e6:.3g} MB{product}"
+
+
 class Log:
     """Writes the lines; on a terminal also a status line that the next line overwrites.
 
@@ -34,9 +40,11 @@ class Log:
         self.stream = stream or sys.stderr
         self.live = self.stream.isatty()
         self._started = False
+        self._last: Record | None = None
 
     def __call__(self, record: Record) -> None:
         """Show a record."""
+        self._last = record
         clear = "\r\x1b[K" if self.live and self._started else ""
         if not self._started:
             print(HEADER, file=self.stream)
@@ -50,6 +58,8 @@ class Log:
         """Say why the run stopped."""
         clear = "\r\x1b[K" if self.live and self._started else ""
         print(f"{clear}stopped: {message}", file=self.stream, flush=True)
+        if self._last is not None and self._last.processes > 1:
+            print(traffic(self._last), file=self.stream, flush=True)
 
     def _left(self, record: Record) -> str:
         done = f"iteration {record.iteration + 1} of at most {self.max_iterations}"

@@ -8,6 +8,7 @@ Checked by tests/test_training.py and tests/test_checkpoint.py.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gramtower import _checks as check
+from gramtower.distributed.agreement import agree, versions
 from gramtower.model.linearization import Work
 from gramtower.model.memory import explained
 from gramtower.model.parameters import Parameters
@@ -23,6 +25,7 @@ from gramtower.objective.evaluation import Point
 from gramtower.objective.problem import Problem
 from gramtower.optim.methods import Method, Moved, make_method
 from gramtower.training.checkpoint import Saved, as_parameters_like, fingerprint, read_checkpoint, write_checkpoint
+from gramtower.training.lock import locked
 from gramtower.training.log import Log
 from gramtower.training.result import History, Reason, Record, Result
 
@@ -60,7 +63,8 @@ def minimize(
         seed: for methods that draw.
         callbacks: called with each record and point; one that returns True stops the run.
         tolerance: stops when ‖∇L‖ ≤ tolerance · ‖∇L‖ at the start (exact-gradient methods).
-        validation: a metric of a point, larger is better; the best point is what the towers are left with.
+        validation: a metric of a point, larger is better; the best point is what the towers are left with. Over
+            several processes every one calls it, and the first one's answer counts.
         validate_at: which iterations are validated; None is all of them.
         patience: stops when the metric has not improved for this many iterations; None never stops so.
         history: path of a JSONL file with one record an iteration.
@@ -78,18 +82,21 @@ def minimize(
     if patience is not None and validation is None:
         check.fail("patience", patience, "a validation metric to be patient about: give validation as well")
     spacing = check.count("checkpoint_every", checkpoint_every), check.number("checkpoint_seconds", checkpoint_seconds)
-    log = Log((max_iterations, time_limit)) if verbose else None
-    records = History(None if history is None else Path(history))
+    group = problem.shards.group
+    log = Log((max_iterations, time_limit)) if verbose and group.rank == 0 else None
+    records = History(None if history is None or group.rank > 0 else Path(history))
     path = None if checkpoint is None else Path(checkpoint)
     watchers = list(callbacks)
-    run.begin(path, records)
-    if log is not None:
-        for record in records.records:
-            log(record)
-    reason, message = run.loop(limits, records, watchers, log, path, spacing)
-    if log is not None:
-        log.end(message)
-    return run.finish(reason, message, records)
+    run.agree(path, limits)
+    with locked(path, group):
+        run.begin(path, records)
+        if log is not None:
+            for record in records.records:
+                log(record)
+        reason, message = run.loop(limits, records, watchers, log, path, spacing)
+        if log is not None:
+            log.end(message)
+        return run.finish(reason, message, records)
 
 
 class _Limits:
@@ -126,7 +133,7 @@ class _Run:
     ) -> None:
         if not isinstance(problem, Problem):
             check.fail("problem", type(problem).__name__, "a gramtower.Problem")
-        self.problem, self.towers = problem, towers
+        self.problem, self.towers, self.group = problem, towers, problem.shards.group
         self.method: Method = make_method(optimizer, check.count("seed", seed, minimum=0), options)
         self._identity = (optimizer, options, seed)
         self.validation, self.validate_at = validation, validate_at
@@ -138,13 +145,26 @@ class _Run:
         self.point: Point
         self.marks: dict[str, str] = {}
 
+    def agree(self, path: Path | None, limits: _Limits) -> None:
+        """Refuse processes of one run that were given different things, before anything is computed."""
+        if self.group.size == 1:
+            return
+        p, (optimizer, options, seed) = self.problem, self._identity
+        objective = {"loss": p.loss.name, "omega": p.omega, "l2": p.l2, "embedding_l2": p.embedding_l2}
+        objective |= {"frequency_power": p.frequency_power, "dtype": str(self.towers.dtype)}
+        objective |= {"precision": p.precision, "pair_precision": p.pair_precision}
+        run = {"optimizer": optimizer, "options": json.dumps(options, sort_keys=True, default=str), "seed": seed}
+        places = {"device": self.towers.device.type, "checkpoint": None if path is None else str(path)}
+        agree(self.group, versions() | objective | run | places | vars(limits))
+
     def begin(self, path: Path | None, records: History) -> None:
         """Evaluate the start, or take up the run that a checkpoint holds."""
         problem, towers = self.problem, self.towers
+        towers.join(problem.shards, problem.left, problem.right)
         if path is not None:
             self.marks = fingerprint(problem, towers, *self._identity)
-        if path is not None and path.exists():
-            saved = read_checkpoint(path, self.marks, towers.device)
+        if path is not None and self.group.from_first(path.exists()):
+            saved = read_checkpoint(path, self.marks, towers.parameters(), problem.shards, towers.device)
             problem.memory_budget = saved.memory_budget  # the same blocks, hence the same rounding
             self.work = Work(**saved.work)
             self.point = problem.at(towers, as_parameters_like(saved.parameters, towers.parameters()))
@@ -160,7 +180,7 @@ class _Run:
         earlier, start = problem.work.copy(), time.perf_counter()
         self.point = problem.at(towers)
         _ = self.point.terms
-        self.seconds = time.perf_counter() - start
+        self.seconds = self._first(time.perf_counter() - start)
         self.work = problem.work.since(earlier)
         metric = self._validate()
         records.begin([])
@@ -184,7 +204,7 @@ class _Run:
                 start = time.perf_counter()
                 with explained(self.problem.memory_budget):
                     moved = self.method.iterate(self.problem, self.towers, before)
-                self.seconds += time.perf_counter() - start
+                self.seconds = self._first(self.seconds + time.perf_counter() - start)
                 self.work = self.work.plus(self.problem.work.since(earlier))
                 if moved.parameters is not None:
                     moved.point = self.problem.at(self.towers, moved.parameters)
@@ -203,13 +223,15 @@ class _Run:
                 due = self.iteration % spacing[0] == 0 and self.seconds - self.saved_at >= spacing[1]
                 if path is not None and due:
                     self._save(path, records)
-                if any(answer is True for answer in asked):
+                if self.group.totals(sum(answer is True for answer in asked))[0]:
                     stop = Reason.CALLBACK, Reason.CALLBACK.value
                     break
                 if moved.gradient_norm <= limits.tolerance * self.first_norm and moved.trials:
                     stop = Reason.TOLERANCE, Reason.TOLERANCE.value
                     break
         except KeyboardInterrupt:
+            if self.group.size > 1:  # processes stand at different places: only the last checkpoint is whole
+                raise
             stop = Reason.INTERRUPTED, Reason.INTERRUPTED.value
         if path is not None:
             self._save(path, records)
@@ -236,10 +258,14 @@ class _Run:
             return Reason.NON_FINITE, Reason.NON_FINITE.value.format(what="the term " + ", ".join(bad))
         return None
 
+    def _first(self, number: float) -> float:
+        """The first process's number, so that all decide alike."""
+        return self.group.totals(number if self.group.rank == 0 else 0.0)[0]
+
     def _validate(self) -> float | None:
         if self.validation is None or (self.validate_at is not None and not self.validate_at(self.iteration)):
             return None
-        metric = float(self.validation(self.point))
+        metric = self._first(float(self.validation(self.point)))
         if self.best_metric is None or metric > self.best_metric:
             self.best_metric, self.best, self.waited = metric, self.point.parameters.clone(), 0
         else:
@@ -262,6 +288,9 @@ class _Run:
             work={k: v for k, v in asdict(self.work).items() if k != "data_passes"},
             terms=asdict(self.point.terms),
             metric=metric,
+            processes=self.group.size,
+            bytes=self.group.total_bytes,
+            product_bytes=self.group.product_bytes,
         )
 
     def _save(self, path: Path, records: History) -> None:
@@ -277,5 +306,5 @@ class _Run:
             self.waited,
             self.first_norm,
         )
-        write_checkpoint(path, self.marks, saved)
+        write_checkpoint(path, self.marks, saved, self.point.parameters, self.problem.shards)
         self.saved_at = self.seconds

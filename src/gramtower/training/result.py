@@ -61,6 +61,9 @@ class Record:
         work: tower passes and passes over the observed pairs so far.
         terms: the value, term by term.
         metric: validation metric, or None.
+        processes: how many processes the run has.
+        bytes: bytes that the first process has sent and received so far.
+        product_bytes: the same for one G·d, the last.
     """
 
     iteration: int
@@ -76,6 +79,9 @@ class Record:
     work: dict[str, float]
     terms: dict[str, float]
     metric: float | None
+    processes: int = 1
+    bytes: int = 0
+    product_bytes: int = 0
 
     def to_json(self) -> str:
         """One line of JSON."""

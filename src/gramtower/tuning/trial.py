@@ -186,12 +186,12 @@ def run_trial(
         report: told each iteration and its metric.
         deadline: the moment, by ``time.perf_counter``, after which it stops.
     """
-    problem, towers, matrix, *_ = estimator.prepare(parts.train, *chosen_features(settings, parts.features))
+    problem, towers, given = estimator.prepare(parts.train, *chosen_features(settings, parts.features))
     if warm is not None:
         towers.load(towers.parameters().from_vector(warm))
     device = defaults.pick_device(estimator.device)
     towers = Towers(towers.left.to(device), towers.right.to(device))
-    measure = ranking_validator(estimator.metric, parts.held_out, matrix)
+    measure = ranking_validator(estimator.metric, parts.held_out, given.matrix)
     curve: list[float] = []
     last: Tensor | None = None
     pruned = late = False

@@ -1,0 +1,245 @@
+"""Several processes against one. `python benchmarks/bench_distributed.py [time|memory|model|all]`.
+
+time     ml10m shape: one gradient and one G·d in two processes on two cores against one process on one core, one thread
+         for each process, by turns
+memory   netflix shape: peak memory of reading, evaluating, one gradient and one G·d, per process, four against one
+model    the cost model of docs/scale.md, in CPU seconds of a process for one G·d: constants from one process on two
+         shapes, predictions for two processes and for a third shape against measurements
+
+Each prints the ratio and the bound it is held to, and writes benchmarks/results/distributed_<name>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from common import write_result
+
+import gramtower as gt
+from gramtower.data.partition import read_part, write_partition
+from gramtower.data.synthetic import PAPER_SHAPES, planted_pairs
+from gramtower.distributed.group import current_group
+
+HIDDEN, DIM = (256, 256), 128
+SHAPES = PAPER_SHAPES | {"many rows": (20_000, 15_000, 300_000), "many pairs": (12_000, 4_000, 1_500_000)}
+
+
+def make_folder(shape: str, place: Path, parts: int = 16, planted: bool = True) -> Path:
+    """The pairs of a shape as a folder of parts, made once; ``planted=False`` is faster and has no structure."""
+    folder = place / (shape if planted else f"{shape}-random")
+    if not (folder / "manifest.json").exists():
+        pairs = planted_pairs(*SHAPES[shape], groups=64) if planted else random_pairs(*SHAPES[shape])
+        write_partition(gt.Interactions.from_matrix(pairs), folder, parts)
+    return folder
+
+
+def random_pairs(m: int, n: int, observed: int) -> sp.csr_matrix:
+    """About ``observed`` pairs: skewed numbers for the rows, columns drawn evenly."""
+    rng = np.random.default_rng(0)
+    activity = np.exp(rng.normal(size=m))
+    counts = np.minimum(activity / activity.sum() * observed, n / 4).astype(np.int64) + 1
+    offsets, columns = [np.zeros(1, np.int64)], []
+    for start in range(0, m, 1 << 14):
+        part = counts[start : start + (1 << 14)]
+        rows = np.repeat(np.arange(len(part)), part)
+        keys = np.unique(rows * n + rng.integers(n, size=len(rows)))
+        columns.append((keys % n).astype(np.int32))
+        offsets.append(np.bincount(keys // n, minlength=len(part)))
+    indices = np.concatenate(columns)
+    return sp.csr_matrix((np.ones(len(indices), np.float32), indices, np.cumsum(np.concatenate(offsets))), (m, n))
+
+
+def run_processes(size: int, folder: Path, what: str, repeats: int) -> list[dict]:
+    """Start processes with one thread each, pinned to a core each when there are enough, and collect their answers."""
+    with tempfile.TemporaryDirectory() as store:
+        command = [
+            sys.executable,
+            __file__,
+            "child",
+            "--folder",
+            str(folder),
+            "--work",
+            what,
+            "--repeats",
+            str(repeats),
+        ]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD": str(size), "STORE": f"file://{store}/store"}
+        started = [
+            subprocess.Popen(command, env={**environment, "MEMBER": str(rank)}, stdout=subprocess.PIPE, text=True)
+            for rank in range(size)
+        ]
+        outputs = [process.communicate()[0] for process in started]
+    if any(process.returncode for process in started):
+        raise SystemExit("a process failed")
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def child(folder: Path, what: str, repeats: int) -> None:
+    rank, size = int(os.environ["MEMBER"]), int(os.environ["WORLD"])
+    cores = sorted(os.sched_getaffinity(0))
+    if what == "time" and size <= len(cores):
+        os.sched_setaffinity(0, {cores[rank]})
+    torch.set_num_threads(1)
+    if size > 1:
+        torch.distributed.init_process_group("gloo", init_method=os.environ["STORE"], rank=rank, world_size=size)
+    group = current_group()
+    before = _status("VmRSS")
+    part = read_part(folder, group)
+    shards = None if group.size == 1 else part.shards
+    problem = gt.Problem(part.matrix, omega=2.0**-8, l2=1.0, shards=shards, memory_budget="10GB")
+    towers = gt.mlp_towers(problem, HIDDEN, DIM)
+    point = problem.at(towers)
+    value = point.value
+    gradient = point.gradient()
+    G, out = point.gauss_newton(), gradient.empty()
+    G.product(gradient, out)
+    times: dict[str, list[float]] = {"gradient": [], "product": []}
+    busy: dict[str, list[float]] = {"gradient": [], "product": []}  # the same in CPU seconds of this process
+    for _ in range(repeats):
+        for name, run in (("gradient", point.gradient), ("product", lambda: G.product(gradient, out))):
+            group.barrier()
+            start, cpu = time.perf_counter(), time.process_time()
+            run()
+            busy[name].append(time.process_time() - cpu)
+            group.barrier()
+            times[name].append(time.perf_counter() - start)
+    answer = {
+        "value": value, "norm": out.norm(), "rows": problem.left.rows + problem.right.rows, "pairs": len(problem.pairs),
+        "times": times, "busy": busy, "bytes": group.product_bytes, "peak": _status("VmHWM"), "start": before,
+        "gather_s": _gather_seconds(problem, point),
+    }  # fmt: skip
+    print(json.dumps(answer))
+    if size > 1:
+        torch.distributed.destroy_process_group()
+
+
+def _gather_seconds(problem: gt.Problem, point) -> float:
+    """Shortest time of gathering all right rows: what one byte costs between processes."""
+    if problem.shards.single:
+        return 0.0
+    found = []
+    for _ in range(7):
+        start = time.perf_counter()
+        problem.shards.gather(point.Q).wait()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def measure_time(place: Path) -> None:
+    folder = make_folder("ml10m", place)
+    found: dict[int, list[dict]] = {1: [], 2: []}
+    for _ in range(2):
+        for size in found:
+            found[size] += run_processes(size, folder, "time", 3)
+
+    def medians(clock: str) -> dict[str, dict[int, float]]:
+        return {
+            name: {size: statistics.median(t for run in runs for t in run[clock][name]) for size, runs in found.items()}
+            for name in ("gradient", "product")
+        }
+
+    seconds, busy = medians("times"), medians("busy")
+    ratios = {name: both[2] / both[1] for name, both in seconds.items()}
+    busy_ratios = {name: both[2] / both[1] for name, both in busy.items()}
+    for name, both in seconds.items():
+        print(
+            f"{name}: one process {both[1]:.3f} s, two {both[2]:.3f} s: ratio {ratios[name]:.3f} (<= 0.62); "
+            f"CPU seconds of a process: ratio {busy_ratios[name]:.3f}"
+        )
+    worst = max(abs(run["value"] / found[1][0]["value"] - 1) for run in found[2])
+    print(f"largest relative difference of the objective {worst:.1e}, {found[2][0]['bytes'] / 1e6:.1f} MB per G·d")
+    write_result(
+        "distributed_time",
+        {
+            "shape": "ml10m",
+            "seconds": seconds,
+            "ratios": ratios,
+            "cpu_seconds": busy,
+            "cpu_ratios": busy_ratios,
+            "value_difference": worst,
+        },
+    )
+
+
+def measure_memory(place: Path, shape: str) -> None:
+    folder = make_folder(shape, place, planted=False)
+    found = {size: run_processes(size, folder, "memory", 0) for size in (4, 1)}
+    peaks = {size: max(answer["peak"] for answer in answers) for size, answers in found.items()}
+    ratio = peaks[4] / peaks[1]
+    start = found[1][0]["start"]
+    print(
+        f"{shape}: peak of one process {peaks[1] / 1e9:.2f} GB, largest of four {peaks[4] / 1e9:.2f} GB: "
+        f"ratio {ratio:.3f} (<= 0.35); {start / 1e9:.2f} GB of each are libraries"
+    )
+    pairs = found[1][0]["pairs"]
+    write_result(
+        "distributed_memory", {"shape": shape, "pairs": pairs, "peaks": peaks, "ratio": ratio, "libraries": start}
+    )
+
+
+def measure_model(place: Path) -> None:
+    runs = {}
+    for shape in ("ml1m", "many rows", "many pairs"):
+        folder = make_folder(shape, place)
+        for size in (1, 2):
+            answers = run_processes(size, folder, "time", 3)
+            runs[shape, size] = {
+                "seconds": max(statistics.median(answer["busy"]["product"]) for answer in answers),
+                "wall_s": statistics.median(answers[0]["times"]["product"]),
+                "pairs": max(answer["pairs"] for answer in answers),
+                "rows": max(answer["rows"] for answer in answers),
+                "bytes": max(answer["bytes"] for answer in answers),
+                "gather_s": answers[0]["gather_s"],
+            }
+    known = [runs["many pairs", 1], runs["many rows", 1]]
+    table = np.array([[run["pairs"], run["rows"]] for run in known], dtype=float)
+    pair_s, row_s = np.linalg.solve(table, [run["seconds"] for run in known])
+    byte_s = runs["many rows", 2]["gather_s"] / (SHAPES["many rows"][1] / 2 * DIM * 4)
+    print(f"a pair {1e9 * pair_s:.1f} ns, a row {1e6 * row_s:.2f} µs, a byte {1e9 * byte_s:.3f} ns of waiting")
+    rows = []
+    for (shape, size), run in runs.items():
+        predicted = pair_s * run["pairs"] + row_s * run["rows"]
+        rows.append({"shape": shape, "processes": size, "predicted_s": predicted, **run})
+        print(
+            f"{shape}, {size}: predicted {predicted:.3f} CPU seconds, measured {run['seconds']:.3f}, "
+            f"ratio {predicted / run['seconds']:.2f}; {run['bytes'] / 1e6:.1f} MB"
+        )
+    write_result("distributed_model", {"pair_s": pair_s, "row_s": row_s, "byte_s": byte_s, "rows": rows})
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", default="all", choices=["time", "memory", "model", "all", "child"])
+    parser.add_argument("--place", type=Path, help="folder to keep the generated data in; otherwise a temporary one")
+    parser.add_argument("--shape", default="netflix", choices=list(PAPER_SHAPES), help="for memory")
+    for hidden in ("--folder", "--work"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    parser.add_argument("--repeats", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.what == "child":
+        child(Path(arguments.folder), arguments.work, arguments.repeats)
+    else:
+        with tempfile.TemporaryDirectory() as temporary:
+            place = arguments.place or Path(temporary)
+            if arguments.what in ("time", "all"):
+                measure_time(place)
+            if arguments.what in ("memory", "all"):
+                measure_memory(place, arguments.shape)
+            if arguments.what in ("model", "all"):
+                measure_model(place)

@@ -1,0 +1,64 @@
+"""``gramtower partition``: pairs cut into parts, of which each process of a fit reads its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from gramtower import _checks as check
+from gramtower.cli.config import settle
+from gramtower.cli.options import Common, DataOptions
+from gramtower.cli.output import print_facts, print_json
+from gramtower.cli.reading import read_pairs, split_validation
+from gramtower.data.partition import write_partition
+
+
+def partition(
+    path: Path,
+    /,
+    *,
+    out: Annotated[Path | None, Parameter(required=True)] = None,
+    parts: int = 64,
+    seed: int = 0,
+    config: Path | None = None,
+    data: DataOptions | None = None,
+    common: Common | None = None,
+) -> int:
+    """Cut pairs into parts of about equal work, by left entity, for a fit by several processes.
+
+    ``torchrun --nproc-per-node 4 -m gramtower fit FOLDER --out RUN`` then reads each part in one process alone.
+    Held-out pairs are chosen here: the same as fit would choose with the same --validation and --seed.
+
+    Args:
+        path: Pairs, as for fit.
+        out: Folder for the parts, new or empty.
+        parts: How many; at least as many as there will ever be processes.
+        seed: For --validation.
+        config: TOML file whose table [data] says how the pairs are read.
+        data: Data.
+        common: Output.
+    """
+    common = common or Common()
+    if out is None or out.is_file():
+        check.fail("out", out, "a folder")
+    options = settle(config, data).data
+    pairs, held_out = split_validation(read_pairs(path, options), options, seed)
+    manifest = write_partition(pairs, out, parts, held_out)
+    sizes = [part["pairs"] for part in manifest["parts"]]
+    facts = {
+        "folder": str(out),
+        "left": manifest["shape"][0],
+        "right": manifest["shape"][1],
+        "pairs": manifest["pairs"],
+        "validation_pairs": manifest["held_out"],
+        "parts": len(sizes),
+        "fewest_pairs": min(sizes),
+        "most_pairs": max(sizes),
+    }
+    if common.json:
+        print_json(facts)
+    else:
+        print_facts(facts)
+    return 0

@@ -1,0 +1,85 @@
+"""What must be the same in every process, compared before anything is computed.
+
+:func:`agree` compares named facts and says in which process one differs. :class:`Digest` is a number that stands for
+rows spread over processes, the same however they are spread: a sum, modulo 2⁶⁴, of one hashed number for each entry.
+Checked by tests/test_distributed.py and tests/test_failures.py.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gramtower import _checks as check
+from gramtower.distributed.group import Group
+
+_CHUNK = 1 << 20
+
+
+def agree(group: Group, facts: Mapping[str, Any]) -> None:
+    """Refuse processes that differ in a fact.
+
+    Raises:
+        ValueError: in every process, naming the fact, the process and both values.
+    """
+    said = group.gather_json(dict(facts))
+    for name, value in said[0].items():
+        for rank, other in enumerate(said):
+            if other.get(name) != value:
+                check.fail(name, f"{other.get(name)!r} in process {rank} of {group.size}", f"{value!r} as in process 0")
+
+
+def versions() -> dict[str, str]:
+    """Versions that must be the same in every process."""
+    from importlib.metadata import version
+
+    torch_version = str(torch.__version__).split("+")[0]
+    return {
+        "version of gramtower": version("gramtower"),
+        "version of torch": torch_version,
+        "version of numpy": np.__version__,
+        "version of python": platform.python_version(),
+    }
+
+
+class Digest:
+    """Entries (key, value) in any order, as two 64-bit sums."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(2, dtype=np.uint64)
+
+    def add(self, keys: NDArray[Any], values: NDArray[Any]) -> Digest:
+        """Add entries: a distinct integer and a number each."""
+        with np.errstate(over="ignore"):
+            for start in range(0, len(keys), _CHUNK):
+                part = slice(start, start + _CHUNK)
+                bits = np.ascontiguousarray(values[part], dtype=np.float64).view(np.uint64)
+                mixed = _mix(keys[part].astype(np.uint64) + _mix(bits))
+                self._sums += np.array([mixed.sum(), _mix(mixed).sum()], dtype=np.uint64)
+        return self
+
+    def add_rows(self, array: Any, first: int) -> Digest:
+        """Add an array whose first row is row ``first`` of all processes' rows; None adds nothing."""
+        if array is not None:
+            plain = np.asarray(array, dtype=np.float64)
+            width = plain[:1].size or 1
+            self.add(np.arange(plain.size) + first * width, plain.reshape(-1))
+        return self
+
+    def text(self, group: Group) -> str:
+        """The sums over all processes, in hexadecimal."""
+        parts = group.gather_json([int(x) for x in self._sums])
+        return "".join(f"{sum(part[lane] for part in parts) % 2**64:016x}" for lane in range(2))
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finishing steps of splitmix64: every bit of the result depends on every bit of x."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: NDArray[np.uint64] = (x ^ (x >> np.uint64(31))) + np.uint64(0x9E3779B97F4A7C15)
+    return mixed

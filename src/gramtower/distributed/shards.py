@@ -1,0 +1,143 @@
+"""Which process holds which rows: contiguous ranges of the left and of the right entities.
+
+Process r holds its left entities with their features and all their pairs (own left rows × all right columns), and its
+right entities with their features. Rows of id tables live only with their owner. What the formulas need of other
+processes' right rows comes through ``gather`` and goes back through ``add_right_sum``; with one process both do
+nothing.
+
+Ranges are chosen by :func:`balanced` so that work is even. Checked by tests/test_distributed.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gramtower import _checks as check
+from gramtower.distributed.group import SINGLE, Group, Pending
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One side's entities cut into ranges; process r holds ``bounds[r]:bounds[r + 1]``."""
+
+    bounds: tuple[int, ...]
+    rank: int = 0
+
+    @property
+    def first(self) -> int:
+        """The first row held here."""
+        return self.bounds[self.rank]
+
+    @property
+    def stop(self) -> int:
+        """The row after the last one held here."""
+        return self.bounds[self.rank + 1]
+
+    @property
+    def count(self) -> int:
+        """Rows held here."""
+        return self.stop - self.first
+
+    @property
+    def total(self) -> int:
+        """Rows of all processes."""
+        return self.bounds[-1]
+
+    @property
+    def counts(self) -> list[int]:
+        """Rows of each process."""
+        return [b - a for a, b in itertools.pairwise(self.bounds)]
+
+    def own(self, rows: Tensor) -> Tensor:
+        """Of row numbers over all processes, increasing, those held here, counted from the first row here."""
+        return rows if len(self.bounds) == 2 else rows[(rows >= self.first) & (rows < self.stop)] - self.first
+
+    def take(self, rows: Tensor) -> Rows:
+        """The ranges that some rows (increasing) fall into, numbered anew."""
+        cuts = torch.searchsorted(rows, torch.tensor(self.bounds, device=rows.device))
+        return Rows(tuple(cuts.tolist()), self.rank)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The ranges of both sides and the group they are spread over."""
+
+    group: Group
+    left: Rows
+    right: Rows
+
+    @property
+    def single(self) -> bool:
+        """Whether one process holds everything."""
+        return self.group.size == 1
+
+    def gather(self, rows: Tensor, out: Tensor | None = None) -> Pending:
+        """All right rows from each process's own."""
+        return self.group.gather_rows(rows, self.right.counts, out)
+
+    def add_right_sum(self, out: Tensor, add: Callable[[Tensor], None]) -> Pending:
+        """Add to the own right rows ``out`` what all processes' ``add`` adds to a matrix of all right rows."""
+        if self.single:
+            add(out)
+            return Pending(lambda: out)
+        partial = out.new_zeros(self.right.total, *out.shape[1:])
+        add(partial)
+        pending = self.group.scatter_rows(partial, self.right.counts)
+        return Pending(lambda: out.add_(pending.wait()))
+
+
+def whole(shape: tuple[int, int]) -> Shards:
+    """All rows in one process."""
+    return Shards(SINGLE, Rows((0, shape[0])), Rows((0, shape[1])))
+
+
+def spread(group: Group, left_costs: Any, right_costs: Any) -> Shards:
+    """Ranges of about equal cost, one for each process.
+
+    Args:
+        group: the processes.
+        left_costs: a cost for each left entity, such as its pairs plus its share of tower work.
+        right_costs: a cost for each right entity.
+    """
+    left, right = (balanced(costs, group.size) for costs in (left_costs, right_costs))
+    return Shards(group, Rows(left, group.rank), Rows(right, group.rank))
+
+
+def balanced(costs: Any, parts: int) -> tuple[int, ...]:
+    """Bounds of ``parts`` contiguous ranges whose costs differ by no more than about one entity's cost."""
+    costs = np.asarray(costs, dtype=np.float64)
+    if costs.ndim != 1 or (costs < 0).any():
+        check.fail("costs", f"shape {costs.shape}", "one number >= 0 for each entity")
+    ends = np.cumsum(costs)
+    total = float(ends[-1]) if len(ends) else 0.0
+    wanted = total * np.arange(1, parts) / parts
+    after = np.searchsorted(ends, wanted)
+    # cut before or after the entity in which the wanted sum falls, whichever is nearer
+    before = np.where(after > 0, ends[np.maximum(after - 1, 0)], 0.0) if len(ends) else wanted
+    nearer = (wanted - before) > (np.append(ends, total)[after] - wanted)
+    cuts = np.minimum(after + nearer, len(costs))
+    return (0, *np.maximum.accumulate(cuts).tolist(), len(costs))
+
+
+def row_work(dim: int, hidden: Sequence[int] = ()) -> float:
+    """Tower work of one entity in a G·d, in units of one observed pair's work.
+
+    A layer of a × b weights takes 8ab operations in jvp and vjp, a pair 8k in the two passes; a pair's operations take
+    about four times as long, because each gathers its rows from memory.
+    """
+    widths = [*hidden, check.count("dim", dim)]
+    weights = sum(a * b for a, b in itertools.pairwise(widths))
+    return max(1.0, weights / (4.0 * dim))
+
+
+def entity_costs(pair_counts: NDArray[Any], work: float) -> NDArray[np.float64]:
+    """Cost of each left entity: its pairs plus its tower work."""
+    return np.asarray(pair_counts, dtype=np.float64) + work

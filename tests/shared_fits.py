@@ -1,0 +1,231 @@
+"""Fits that tests run in one process and in several: called by tests/processes.py in each process."""
+
+from __future__ import annotations
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from torch import nn
+
+import gramtower as gt
+from gramtower.data.synthetic import planted_pairs
+from gramtower.distributed.group import current_group
+from gramtower.distributed.shards import Rows, Shards
+from gramtower.objective.sharded import sharded_problem
+
+SAMPLED = dict(ratio=0.1, steps=4, step_size=2**-13)
+METHODS = {"gd-diag": {}, "newton": {}, "newton-kron": {}, "sogram": SAMPLED}
+#: name → (method, options, features, dtype)
+FITS = {
+    **{name: (name, options, "ids", torch.float64) for name, options in METHODS.items()},
+    **{f"{name} float32": (name, options, "ids", torch.float32) for name, options in METHODS.items()},
+}
+#: more of the library, on three processes only
+MORE = {
+    "sampling": ("sampling", SAMPLED, "mixed", torch.float64),
+    "sogram, searched step": ("sogram", {"ratio": 0.2, "steps": 2}, "mixed", torch.float64),
+    "lbfgs": ("lbfgs", {}, "mixed", torch.float64),
+    "newton-kron, weights by degree": ("newton-kron", {}, "degrees", torch.float64),
+    "newton-kron, features": ("newton-kron", {}, "mixed", torch.float64),
+    "lbfgs, own modules": ("lbfgs", {}, "custom", torch.float64),
+}
+
+
+def group():
+    return current_group()
+
+
+def uneven(processes, shape):
+    """The first process holds no left row, the last no right row (with one process, everything)."""
+    size, rank = processes.size, processes.rank
+    if size == 1:
+        return None
+    left = [0, *np.linspace(0, shape[0], size).astype(int).tolist()]
+    right = [*np.linspace(0, shape[1], size).astype(int).tolist(), shape[1]]
+    right[1] = min(right[1], 3) if size > 2 else right[1]
+    return Shards(processes, Rows(tuple(left), rank), Rows(tuple(right), rank))
+
+
+class Custom(nn.Module):
+    """No written-out form: differentiated by autodiff."""
+
+    def __init__(self, rows, dim):
+        super().__init__()
+        self.table, self.norm, self.last = nn.Embedding(rows, 5), nn.LayerNorm(5), nn.Linear(5, dim)
+
+    def forward(self, ids):
+        return self.last(torch.tanh(self.norm(self.table(ids))))
+
+
+def custom_towers(problem, dtype):
+    """Towers of a user's own; tables filled so that a row depends on its entity alone."""
+    torch.manual_seed(0)
+    modules = [Custom(side.rows, 4) for side in (problem.left, problem.right)]
+    shared = torch.Generator().manual_seed(1)
+    for module, side in zip(modules, (problem.left, problem.right), strict=True):
+        with torch.no_grad():
+            module.last.weight.normal_(std=0.3, generator=shared)
+            module.last.bias.zero_()
+            whole = torch.randn(side.total, 5, generator=torch.Generator().manual_seed(side.total))
+            module.table.weight.copy_(whole[side.first : side.first + side.rows])
+        module.to(dtype)
+    return gt.Towers(*modules)
+
+
+def problem_of(processes, features="ids", cut="even", m=61, n=47, observed=500):
+    rng = np.random.default_rng(0)
+    pairs = planted_pairs(m, n, observed, groups=4, seed=1)
+    left = right = None
+    options = dict(omega=2**-3, l2=0.5, embedding_l2=0.01)
+    if features == "mixed":
+        left = sp.random(m, 30, 0.2, random_state=1, format="csr")
+        right = rng.normal(size=(n, 6))
+        options |= dict(
+            left_weights=rng.random(m) + 0.5, right_weights=rng.random(n) + 0.5, pair_weights=rng.random(observed),
+            imputed=(rng.normal(size=(m, 2)), rng.normal(size=(n, 2))),
+        )  # fmt: skip
+    if features == "degrees":
+        options |= dict(left_weights="degree^0.5", right_weights="degree^-0.5")
+    if processes.size == 1:
+        return gt.Problem(pairs, left, right, **options)
+    shards = uneven(processes, pairs.shape) if cut == "uneven" else None
+    return sharded_problem(processes, pairs, left, right, row_work=3.0, shards=shards, **options)
+
+
+def towers_of(problem, features, dtype):
+    if features == "custom":
+        return custom_towers(problem, dtype)
+    return gt.mlp_towers(problem, hidden=(6,), dim=4, dtype=dtype)
+
+
+def trajectory(name, cut):
+    method, options, features, dtype = (FITS | MORE)[name]
+    problem = problem_of(group(), features, cut)
+    towers = towers_of(problem, features, dtype)
+    result = gt.minimize(problem, towers, method, max_iterations=4, seed=3, **options)
+    return [record.value for record in result.history]
+
+
+def trajectories(folder, cut, *more):
+    return {name: trajectory(name, cut) for name in (FITS | MORE if more else FITS)}
+
+
+def product_bytes(folder):
+    """Bytes of one G·d as counted, and the sizes in the formula of docs/scale.md."""
+    found = []
+    for cut in ("even", "uneven"):
+        problem = problem_of(group(), "ids", cut)
+        towers = towers_of(problem, "ids", torch.float32)
+        point = problem.at(towers)
+        G, d = point.gauss_newton(), point.gradient()
+        before = problem.shards.group.bytes.copy()
+        G.product(d)
+        counted = problem.shards.group.bytes - before
+        layout, rows = point.parameters.layout, problem.shards.right
+        shared = sum(part.numel() for part in layout.replicated(point.parameters.vector))
+        sizes = dict(n=rows.total, own=rows.count, largest=max(rows.counts), k=4, s=4, shared=shared)
+        found.append(dict(counted=dict(counted), said=problem.shards.group.product_bytes, **sizes))
+    return found
+
+
+#: name → (features, options)
+HALVES = {
+    "gd-diag": ("ids", {}),
+    "newton-kron": ("ids", {}),
+    "sogram-diag": ("mixed", dict(ratio=0.1, steps=4)),
+}
+
+
+def half(folder, iterations, path, cut="even"):
+    """Continue, or begin, checkpointed runs up to an iteration."""
+    values = {}
+    for name, (features, options) in HALVES.items():
+        problem = problem_of(group(), features, cut)
+        towers = towers_of(problem, features, torch.float64)
+        checkpoint = f"{path}/{name}.safetensors"
+        common = dict(seed=3, checkpoint=checkpoint, checkpoint_every=2, validation=lambda point: -point.value)
+        result = gt.minimize(problem, towers, name, max_iterations=int(iterations), **common, **options)
+        values[name] = [record.value for record in result.history]
+    return values
+
+
+def interactions():
+    rng = np.random.default_rng(0)
+    rows = [
+        (f"u{u:02d}", f"i{i}") for u in range(40) for i in range(30) if rng.random() < (0.5 if u % 3 == i % 3 else 0.1)
+    ]
+    return gt.Interactions.from_arrays(*zip(*rows, strict=True), weight=rng.random(len(rows)) + 0.5)
+
+
+def estimator_fit(folder, partition):
+    """Fit, evaluate and save by the estimator: from whole data and from a folder of parts."""
+    from gramtower.data.partition import read_part
+    from gramtower.data.splits import random_pairs
+
+    split = random_pairs(interactions(), 0.2, seed=0)
+    found = {}
+    seen = {"whole": (None,), "history": ("history",), "beside": (["id", "history"], [np.eye(30, 5), "id"])}
+    for kind in ("whole", "history", "beside", "parts"):
+        weights = dict(left_weights="degree^0.5", right_weights=np.linspace(0.5, 1.5, 30)) if kind == "beside" else {}
+        model = gt.TwoTower(dim=4, hidden=(8,), max_iterations=4, device="cpu", metric="recall@5", **weights)
+        if kind == "parts":
+            model.fit(read_part(partition, group()))
+        else:
+            model.fit(split.train, *seen[kind], validation=split.test)
+        metrics = ("map@5", "recall@5", "ndcg@5", "auc", "coverage@5")
+        scores = model.evaluate(split.test, metrics, by="popularity")
+        again = model.evaluate(split.test, metrics, by="activity")
+        model.save(folder / f"{kind}.gramtower")
+        found[kind] = dict(
+            values=[r.value for r in model.history_], best=model.best_metric_, scores={**scores, **again},
+            users=scores.users, pairs=scores.pairs, groups=again.groups,
+        )  # fmt: skip
+    return found
+
+
+def disagreements(folder):
+    """What is said when process 1 was given something else; the same in every process."""
+    processes = group()
+    odd = processes.rank == 1
+    said = {}
+
+    def attempt(name, run):
+        try:
+            run()
+        except ValueError as error:
+            said[name] = str(error)
+
+    def fit(**changes):
+        problem = problem_of(processes)
+        problem.omega = changes.pop("omega", problem.omega)
+        gt.minimize(problem, towers_of(problem, "ids", torch.float64), max_iterations=1, **changes)
+
+    attempt("omega", lambda: fit(omega=0.25 if odd else 0.125))
+    attempt("seed", lambda: fit(seed=int(odd)))
+    attempt("options", lambda: fit(damping=2.0 if odd else 1.0))
+    attempt("pairs", lambda: gt.TwoTower(dim=3, device="cpu").fit(planted_pairs(30, 20, 90, seed=int(odd))))
+    attempt("broken", lambda: gt.TwoTower(dim=3, device="cpu").fit("pairs" if odd else planted_pairs(30, 20, 90)))
+    import gramtower.distributed.agreement as agreement
+
+    real = agreement.np.__version__
+    agreement.np.__version__ = "9.9" if odd else real
+    attempt("version", fit)
+    agreement.np.__version__ = real
+    attempt("table", lambda: problem_of(processes).at(gt.Towers(nn.Embedding(61, 3), nn.Embedding(47, 3))))
+    return said
+
+
+def misbehave(folder, how):
+    """Process 1 dies or hangs in the third iteration."""
+    import os
+    import signal
+    import time
+
+    def callback(record, point):
+        if record.iteration == 3 and group().rank == 1:
+            if how == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(600)
+
+    problem = problem_of(group())
+    gt.minimize(problem, towers_of(problem, "ids", torch.float64), "gd", max_iterations=50, callbacks=[callback])

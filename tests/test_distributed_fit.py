@@ -1,0 +1,129 @@
+"""Estimator, checkpoints, evaluation, models and partitions over several processes, against one process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import shared_fits
+import torch
+from processes import HERE, run_group
+
+import gramtower as gt
+from gramtower.data.partition import read_part, write_partition
+from gramtower.data.splits import random_pairs
+from gramtower.training import shards_file
+
+
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
+    whole = shared_fits.half(None, 6, tmp_path / "uninterrupted")
+    run_group("shared_fits:half", 3, tmp_path / "three", 3, tmp_path / "by-three", "uneven")
+    shutil.copytree(tmp_path / "by-three", tmp_path / "by-three-then-one")
+    shared_fits.half(None, 3, tmp_path / "by-one")
+    found = {
+        "3 then 1": shared_fits.half(None, 6, tmp_path / "by-three-then-one"),
+        "3 then 2": run_group("shared_fits:half", 2, tmp_path / "two", 6, tmp_path / "by-three")[0],
+        "1 then 2": run_group("shared_fits:half", 2, tmp_path / "two", 6, tmp_path / "by-one", "uneven")[0],
+    }
+    for change, values in found.items():
+        for name in whole:
+            assert values[name] == pytest.approx(whole[name], rel=1e-9), (change, name)
+    names = [path.name for path in (tmp_path / "by-three").iterdir()]
+    assert len(names) == 2 * len(whole)  # the main file and one shard each; those of three processes are gone
+    assert len(list((tmp_path / "by-three-then-one").iterdir())) == len(whole)
+
+
+def test_a_checkpoint_without_one_of_its_files_is_refused(tmp_path):
+    run_group("shared_fits:half", 2, tmp_path / "two", 2, tmp_path / "run")
+    for other in shards_file.others(tmp_path / "run" / "gd-diag.safetensors"):
+        other.unlink()
+    with pytest.raises(ValueError, match=r"damaged or not a checkpoint.*delete it to start anew"):
+        shared_fits.half(None, 4, tmp_path / "run")
+
+
+def test_the_estimator_learns_evaluates_and_saves_the_same_model(tmp_path):
+    split = random_pairs(shared_fits.interactions(), 0.2, seed=0)
+    write_partition(split.train, tmp_path / "parts", 5, split.test, row_work=3.0)
+    (tmp_path / "alone").mkdir()
+    alone = shared_fits.estimator_fit(tmp_path / "alone", tmp_path / "parts")
+    many = run_group("shared_fits:estimator_fit", 3, tmp_path / "many", tmp_path / "parts")
+    assert all(one == many[0] for one in many)
+    for kind, expected in alone.items():
+        found = many[0][kind]
+        assert found["values"] == pytest.approx(expected["values"], rel=1e-4)
+        assert found["scores"] == pytest.approx(expected["scores"], abs=1e-9)
+        assert found["best"] == pytest.approx(expected["best"])
+        assert (found["users"], found["pairs"]) == (expected["users"], expected["pairs"])
+        assert found["groups"] == expected["groups"]
+        one, saved = (gt.load(tmp_path / where / f"{kind}.gramtower") for where in ("alone", "many"))
+        ids = sorted(one.left_.ids)
+        np.testing.assert_allclose(saved.embed(ids), one.embed(ids), rtol=0, atol=2e-3)
+        assert saved.recommend(ids[:5], k=3)[0].tolist() == one.recommend(ids[:5], k=3)[0].tolist()
+        assert (saved.seen_ != one.seen_).nnz == 0
+    histories = [["i3", "i6"], ["i1"]]  # new entities go through the towers that were put together
+    kind = "history.gramtower"
+    expected, found = (gt.load(tmp_path / w / kind).recommend(histories=histories, k=2)[1] for w in ("alone", "many"))
+    np.testing.assert_allclose(found, expected, atol=2e-3)
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def test_torchrun_fits_a_partition_and_restarts_from_the_checkpoint_when_a_process_is_killed(tmp_path):
+    pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
+    write_partition(shared_fits.interactions(), tmp_path / "parts", 4)
+    path = os.pathsep.join([str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")])
+    fit = ["-m", "gramtower", "fit", str(tmp_path / "parts"), "--dim", "3", "--hidden", "4", "--device", "cpu"]
+    run = [*fit, "--optimizer", "gd", "--max-iterations", "120", "--out", str(tmp_path / "run")]
+    history = tmp_path / "run" / "history.jsonl"
+    with subprocess.Popen(
+        [*TORCHRUN, "--max-restarts", "1", *run],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        while process.poll() is None and (not history.exists() or history.read_text().count("\n") < 12):
+            time.sleep(0.02)
+        os.kill(_worker(process.pid, rank=1), signal.SIGKILL)
+        try:
+            errors = process.communicate(timeout=400)[1]
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            raise
+    assert process.returncode == 0, errors
+    assert "going on from" in errors
+    assert "2 processes; each sent and received about" in errors
+    records = gt.read_history(history)
+    assert [record.iteration for record in records] == list(range(121))
+    alone = gt.TwoTower(dim=3, hidden=(4,), device="cpu", optimizer="gd", max_iterations=120)
+    alone.fit(read_part(tmp_path / "parts"))
+    values, expected = ([record.value for record in h] for h in (records, alone.history_))
+    assert values[:41] == pytest.approx(expected[:41], rel=1e-5)
+    # later a line search may halve a step once more: float32 is rounded otherwise in two processes
+    assert values[-1] == pytest.approx(expected[-1], rel=1e-2)
+
+
+def _worker(launcher, rank):
+    """The process of a rank that torchrun started."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                if parent == launcher and f"RANK={rank}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    return int(entry.name)
+            except OSError:
+                continue
+    raise AssertionError("no such process")
+
+
+def test_torch_is_not_asked_for_a_group_when_there_is_none():
+    assert not torch.distributed.is_initialized()
+    problem = shared_fits.problem_of(shared_fits.group())
+    assert problem.shards.single
+    point = problem.at(shared_fits.towers_of(problem, "ids", torch.float64))
+    assert point.right_rows is point.Q
