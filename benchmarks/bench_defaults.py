@@ -4,7 +4,7 @@ On ml1m (given the ratings file) and on the bundled thesaurus, one pair in ten h
 Recall@20, NDCG@20 and fit time of `gramtower.TwoTower()` without any option, of the most popular items, and of
 `implicit.als.AlternatingLeastSquares(factors=128)` as it comes and with alpha=40 (needs: pip install implicit==0.7.3).
 Targets: MAP@5 at least 0.22 on ml1m in at most 60 s. The defaults were chosen on split 0
-(bench_penalties.py); split 1 is another draw of the same data. Writes benchmarks/results/defaults_split<seed>.json.
+(quality/grid.py); split 1 is another draw of the same data. Writes benchmarks/results/defaults_split<seed>.json.
 """
 
 from __future__ import annotations
