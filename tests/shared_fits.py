@@ -27,6 +27,7 @@ MORE = {
     "lbfgs": ("lbfgs", {}, "mixed", torch.float64),
     "newton-kron, weights by degree": ("newton-kron", {}, "degrees", torch.float64),
     "newton-kron, features": ("newton-kron", {}, "mixed", torch.float64),
+    "newton-kron, linear": ("newton-kron", {}, "linear", torch.float64),  # tables alone: nothing is held alike by all
     "lbfgs, own modules": ("lbfgs", {}, "custom", torch.float64),
 }
 
@@ -95,7 +96,7 @@ def problem_of(processes, features="ids", cut="even", m=61, n=47, observed=500):
 def towers_of(problem, features, dtype):
     if features == "custom":
         return custom_towers(problem, dtype)
-    return gt.mlp_towers(problem, hidden=(6,), dim=4, dtype=dtype)
+    return gt.mlp_towers(problem, hidden=() if features == "linear" else (6,), dim=4, dtype=dtype)
 
 
 def trajectory(name, cut):

@@ -143,6 +143,8 @@ class ProcessGroup(Group):
 
     def sum_all(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """See Group."""
+        if not tensors:  # towers of tables alone have nothing that all processes hold alike
+            return ()
         flat = self.sum_(torch.cat([tensor.reshape(-1) for tensor in tensors]))
         parts = torch.split(flat, [tensor.numel() for tensor in tensors])
         return tuple(part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True))
