@@ -122,7 +122,7 @@ class Case:
         P, Q, out = point.P, point.Q, self.theta.empty()
         both = torch.cat([P, Q])
         square = gram(Q, Q).to(Q.dtype)
-        slopes = point.slopes()
+        slopes = point.observed.slopes
         kernels, pairs = point.kernels, point.setting.pairs
 
         def backward() -> None:
@@ -131,7 +131,7 @@ class Case:
 
         def pair_work() -> None:
             kernels.dots(pairs, P, Q)
-            point.slopes()
+            _ = point.observed.slopes
             kernels.left_sum(pairs, slopes, Q, torch.zeros_like(P))
             kernels.right_sum(pairs, slopes, P, torch.zeros_like(Q))
 

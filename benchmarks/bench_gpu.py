@@ -118,10 +118,11 @@ def measure_parts(problem: gt.Problem, towers: gt.Towers) -> dict[str, Any]:
     point = problem.at(towers)
     assert np.isfinite(point.value)
     g = point.gradient()
+    gradient = median_ms(point.gradient)
     G, M, out = point.gauss_newton(), point.preconditioner(), g.empty()
     return {
         "product": median_ms(lambda: G.product(g, out)),
-        "gradient": median_ms(point.gradient),
+        "gradient": gradient,
         "value": value,
         "preconditioner": median_ms(point.preconditioner, 7),
         "preconditioner apply": median_ms(lambda: M.product(g, out)),

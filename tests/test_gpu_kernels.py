@@ -15,7 +15,7 @@ from test_kernels import TOLERANCE, assert_same, make_operands, make_pairs, run,
 import gramtower as gt
 from gramtower.data.pairs import from_sparse
 from gramtower.kernels import LossTerms, gpu, layout, reference
-from gramtower.model.ops import by_output, slope_from_output
+from gramtower.model.slopes import by_output, slope_from_output
 from gramtower.objective.losses import LOSSES
 
 GPU = torch.cuda.is_available()  # conftest.py asks for the interpreter where there is none

@@ -14,7 +14,8 @@ from test_engine import compare, relative
 from torch import nn
 
 import gramtower as gt
-from gramtower.model.ops import Affine, Elementwise, InputAffine, Opaque
+from gramtower.model.opaque import Opaque
+from gramtower.model.ops import Affine, Elementwise, InputAffine
 from gramtower.model.towers import clone
 
 RNG = np.random.default_rng(0)

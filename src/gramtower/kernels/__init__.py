@@ -10,11 +10,12 @@ Every implementation is a module with these functions, same names, same signatur
     column_sums(x, weight, dtype)           Σ_i weight_i x_i over the rows of a matrix
 
 ``reference`` (plain torch) is their definition and works on every device; ``numba`` is for the CPU, ``triton`` for
-NVIDIA GPUs. ``triton`` has three more, which save passes over memory:
+NVIDIA GPUs. ``triton`` has more, which save passes over memory:
 
     losses(pairs, P, Q, terms)              Σ_O ℓ⁺, ∂ℓ⁺/∂ŷ, ∂²ℓ⁺/∂ŷ²           for the losses it knows
     slope_product(g, bias, y, φ, out, …)    (g + bias) ∘ φ′                    φ′ from the activation's output y
     shifted_elu(x, bias, α)                 elu(x + bias)
+    take_order(pairs), give_order(…)        the order of the pairs, to be kept in host memory and brought back
 
 The agreement of all of them is tests/test_kernels.py and tests/test_gpu_kernels.py. Each costs O(|O| k) and makes
 nothing larger than its result, a fixed-size buffer and a few lines for rows that several programs share.

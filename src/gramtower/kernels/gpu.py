@@ -10,6 +10,7 @@ benchmarks/bench_gpu.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from gramtower.data.pairs import Pairs
 from gramtower.kernels import LossTerms
 from gramtower.kernels import programs as p
-from gramtower.kernels.layout import Pieces, left_order, right_order
+from gramtower.kernels.layout import Pieces, left_order, remember, right_order
 
 # Numbers gathered by a program at a time, as measured on an H200 with rows of 128.
 _TILE, _DOT_TILE, _TWO_TILES, _TWO_HALF_TILES = 2048, 1024, 512, 1024
@@ -137,9 +138,11 @@ def column_sums(x: Tensor, weight: Tensor | None = None, dtype: torch.dtype | No
     x, dtype = x.contiguous(), dtype or x.dtype
     while x.shape[0] > 1:
         rows, columns = x.shape
-        width = _columns(columns, 256)
-        step = max(1, 2048 // width)
+        width, step = _columns(columns, 256), max(1, 2048 // _columns(columns, 256))
         height = step * _repeats(rows, step)
+        if step * 8 < rows <= 1024:  # a narrow program for all rows, in the place of a second launch
+            width, step = _columns(columns, 32), 64
+            height = int(triton.next_power_of_2(rows))
         lines = torch.empty(triton.cdiv(rows, height), columns, dtype=dtype, device=x.device)
         p.column_sums_program[(lines.shape[0], triton.cdiv(columns, width))](
             x, x if weight is None else weight, lines, rows, columns,
@@ -166,6 +169,24 @@ def shifted_elu(x: Tensor, bias: Tensor, alpha: float) -> Tensor:
         x.contiguous(), bias, out, rows, columns, ALPHA=alpha, ROWS=step, COLUMNS=width, num_warps=4
     )
     return out
+
+
+def take_order(pairs: Pairs) -> tuple[Any, dict[str, Tensor]]:
+    """The order in which these pairs are visited, and by name those of its tensors that are as long as the pairs."""
+    left, right, none = left_order(pairs), right_order(pairs), pairs.columns[:0].clone()
+    assert right.entries is not None
+    short = replace(left, gathered=none), replace(right, entries=none, gathered=none)
+    return short, {"entries": right.entries, "rows": right.gathered}
+
+
+def give_order(pairs: Pairs, order: Any, long: dict[str, Tensor]) -> None:
+    """An order taken before, for a copy of the same pairs whose long tensors came from elsewhere."""
+    left, right = order
+    remember(
+        pairs,
+        replace(left, gathered=pairs.columns),
+        replace(right, entries=long["entries"], gathered=long["rows"]),
+    )
 
 
 def _sum_into(order: Pieces, x: Tensor, B: Tensor, out: Tensor) -> None:

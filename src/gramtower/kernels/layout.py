@@ -93,6 +93,11 @@ def right_order(pairs: Pairs) -> Pieces:
     return _right[pairs]
 
 
+def remember(pairs: Pairs, left: Pieces, right: Pieces) -> None:
+    """Orders made elsewhere, for pairs that have just been put together."""
+    _left[pairs], _right[pairs] = left, right
+
+
 def _cut(
     targets: NDArray[np.int64], counts: NDArray[np.int64], rows: int, entries: Tensor | None, gathered: Tensor
 ) -> Pieces:

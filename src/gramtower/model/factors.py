@@ -29,7 +29,8 @@ from gramtower.data.features import IdBlock, SparseBlock
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.model.layers import InputLinear
 from gramtower.model.linearization import Linearization
-from gramtower.model.ops import Affine, Elementwise, InputAffine, Op, Opaque
+from gramtower.model.opaque import Opaque
+from gramtower.model.ops import Affine, Elementwise, InputAffine, Op
 from gramtower.model.sparse import SparseRows
 
 _CHUNK = 512  # rows of drawn vectors that share a seed

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from gramtower.data.features import Features
+from gramtower.model.deferred import Shifted, settled
 from gramtower.model.memory import BlockPlan
-from gramtower.model.ops import Elementwise, InputAffine, Named, Op, Shifted, Values, settled
+from gramtower.model.ops import Elementwise, InputAffine, Named, Op, Values
 
 
 @dataclass
@@ -58,8 +59,8 @@ class Work:
 class Linearization:
     """A tower at θ over all rows of its features.
 
-    Attributes:
-        outputs: the embeddings, rows × k.
+    ``jvp`` and ``vjp`` are over all rows; ``run``, ``push`` and ``pull`` are the same for one block, for callers that
+    go through the rows block by block themselves and count what they did.
     """
 
     def __init__(
@@ -75,21 +76,31 @@ class Linearization:
         self.side, self.steps, self.features, self.values, self.plan = side, steps, features, values, plan
         self.work = work
         self._share = 1 if features.whole is None else features.rows / max(1, features.whole.rows)
+        self._check_output = check_output
         self._kept: list[list[Any]] = []
+        self._outputs: Tensor | None = None
+        if plan.outputs:
+            self._outputs = self._run_all()
+
+    @property
+    def outputs(self) -> Tensor:
+        """The embeddings, rows × k; where the plan does not keep them, a forward each time they are asked for."""
+        return self._run_all() if self._outputs is None else self._outputs
+
+    def _run_all(self) -> Tensor:
         outputs: Tensor | None = None
+        rows = self.features.rows
         for start, stop in self.blocks():
-            y, saved = self._run(start, stop)
+            y, saved = self.run(start, stop)
             if outputs is None:
-                check_output(y, stop - start)
-                outputs = y if stop == features.rows else y.new_empty(features.rows, y.shape[1])
+                outputs = y if stop == rows else y.new_empty(rows, y.shape[1])
             if outputs is not y:
-                check_output(y, stop - start)
                 outputs[start:stop] = y
-            if plan.keep:
+            if self.plan.keep:
                 self._kept.append(saved)
         assert outputs is not None
-        self.outputs = outputs.contiguous()
-        work.add(side, "forwards", self._share)
+        self.work.add(self.side, "forwards", self._share)
+        return outputs.contiguous()
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """Row ranges, in order; one empty range if this process has no rows."""
@@ -99,7 +110,7 @@ class Linearization:
     def saved_blocks(self) -> Iterator[tuple[int, int, list[Any]]]:
         """Row ranges with what each step kept, recomputed block by block if it was not kept."""
         for index, (start, stop) in enumerate(self.blocks()):
-            yield start, stop, self._kept[index] if self.plan.keep else self._run(start, stop)[1]
+            yield start, stop, self._kept[index] if self.plan.keep else self.run(start, stop)[1]
         if not self.plan.keep:
             self.work.add(self.side, "forwards", self._share)
 
@@ -108,16 +119,19 @@ class Linearization:
         """The change of every output along a direction of this tower's parameters: rows × k, in ``out`` if given."""
         out = torch.empty_like(self.outputs) if out is None else out
         for start, stop, saved in self.saved_blocks():
-            dy: Any = None
-            rows = out[start:stop]
-            for step, kept in zip(self.steps, saved, strict=True):
-                dy = step.jvp(kept, dy, self.values, tangent, rows if step is self.steps[-1] else None)
-            if isinstance(dy, Shifted):
-                dy.own(rows)
-            elif dy.data_ptr() != rows.data_ptr():
-                rows.copy_(dy)
+            self.push(saved, tangent, out[start:stop])
         self.work.add(self.side, "jvps", self._share)
         return out
+
+    def push(self, saved: list[Any], tangent: Named, rows: Tensor) -> None:
+        """The jvp of one block, written to ``rows``."""
+        dy: Any = None
+        for step, kept in zip(self.steps, saved, strict=True):
+            dy = step.jvp(kept, dy, self.values, tangent, rows if step is self.steps[-1] else None)
+        if isinstance(dy, Shifted):
+            dy.own(rows)
+        elif dy.data_ptr() != rows.data_ptr():
+            rows.copy_(dy)
 
     @property
     def whole_table(self) -> str | None:
@@ -147,25 +161,34 @@ class Linearization:
         With ``base`` the tensor :attr:`whole_table` of ``out`` is written, not added to: base[0] · base[1] + its part.
         """
         for start, stop, saved in self.saved_blocks():
-            g: Any = cotangent[start:stop]
-            if isinstance(self.steps[-1], Elementwise):
-                g = g.clone()  # the step works in place, the cotangent is the caller's
-            for index in range(len(self.steps) - 1, -1, -1):
-                step, first = self.steps[index], self.steps[0]
-                if index == 1 and base is not None:
-                    assert isinstance(step, Elementwise)
-                    assert isinstance(first, InputAffine)
-                    rows = first.rows_of(saved[0], out)
-                    g = step.vjp_into(saved[1], g, self.values, rows, base[0][start:stop], base[1])
-                else:
-                    g = step.vjp(saved[index], g, self.values, out, index > 0)
+            self.pull(start, stop, saved, cotangent[start:stop], out, base)
         self.work.add(self.side, "vjps", self._share)
 
+    def pull(
+        self, start: int, stop: int, saved: list[Any], cotangent: Tensor, out: Named, base: tuple[Tensor, float] | None
+    ) -> None:
+        """The vjp of one block, added to ``out``; see ``vjp`` for ``base``."""
+        g: Any = cotangent
+        if isinstance(self.steps[-1], Elementwise):
+            g = g.clone()  # the step works in place, the cotangent is the caller's
+        for index in range(len(self.steps) - 1, -1, -1):
+            step, first = self.steps[index], self.steps[0]
+            if index == 1 and base is not None:
+                assert isinstance(step, Elementwise)
+                assert isinstance(first, InputAffine)
+                rows = first.rows_of(saved[0], out)
+                g = step.vjp_into(saved[1], g, self.values, rows, base[0][start:stop], base[1])
+            else:
+                g = step.vjp(saved[index], g, self.values, out, index > 0)
+
     @torch.no_grad()
-    def _run(self, start: int, stop: int) -> tuple[Tensor, list[Any]]:
+    def run(self, start: int, stop: int) -> tuple[Tensor, list[Any]]:
+        """Outputs of one block, and what each step keeps for the derivatives."""
         x: Any = self.features.block(start, stop, self.values.dtype, self.values.device)
         saved = []
         for step in self.steps:
             x, kept = step.forward(x, self.values)
             saved.append(kept)
-        return settled(x), saved
+        y = settled(x)
+        self._check_output(y, stop - start)
+        return y, saved

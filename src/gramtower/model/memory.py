@@ -13,16 +13,17 @@ from dataclasses import dataclass
 
 import torch
 
-_CPU_BLOCK, _GPU_BLOCK = 2048, 1 << 18  # rows; on a CPU one block's activations stay in cache
+_CPU_BLOCK, _GPU_BLOCK = 2048, 3 << 15  # rows; on a CPU one block's activations stay in cache
 _SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Rows per block, and whether activations are kept between forward, jvp and vjp."""
+    """Rows per block, whether activations are kept between forward, jvp and vjp, and whether outputs are."""
 
     rows: int
     keep: bool
+    outputs: bool = True
 
 
 def default_budget(device: torch.device) -> int:

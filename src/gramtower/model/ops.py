@@ -5,9 +5,8 @@
     vjp       g ↦ gᵀ∂y/∂x, gᵀ∂y/∂θ       the tensor-matrix product of eq:ten-mat, reverse mode
 
 Neither jvp nor vjp runs ``forward`` again. Both may overwrite the tensor handed to them (dx, g) and return one that
-may be overwritten, or a :class:`Shifted` one, which may not. :class:`InputAffine`, :class:`Affine` and
-:class:`Elementwise` are written out; :class:`Opaque` wraps any other module by autodiff: its vjp is back-propagation,
-its jvp the derivative of that back-propagation with respect to the vector it is fed, which is linear.
+may be overwritten, or something of deferred.py. Here are the steps that are written out; opaque.py wraps any other
+module by autodiff.
 
 Agreement of the written-out steps with Opaque is tests/test_towers.py; of both with the dense twin,
 tests/test_engine.py.
@@ -19,17 +18,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gramtower.data.features import Block, IdBlock, SparseBlock
+from gramtower.data.features import Block, IdBlock
 from gramtower.kernels import Kernels
-from gramtower.model.sparse import SparseRows
+from gramtower.model.deferred import Shifted, Summed, pulled, settled
+from gramtower.model.slopes import FromInput, FromOutput
 
 Named = dict[str, Tensor]
 Scratch = dict[tuple[int, int], Tensor]
-ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,14 @@ class Values:
     kernels: Kernels
     dtype: torch.dtype
     device: torch.device
-    transposed: Named = field(default_factory=dict)  # made once, for nn.Linear over sparse rows
+    transposed: Named = field(default_factory=dict)
     scratch: Scratch = field(default_factory=dict)
+
+    def transpose(self, name: str) -> Tensor:
+        """A matrix transposed, made once."""
+        if name not in self.transposed:
+            self.transposed[name] = self.tensors[name].t().contiguous()
+        return self.transposed[name]
 
     def room(self, owner: Op, like: Tensor, columns: int) -> Tensor:
         """A rows × columns buffer for a step's result; the same memory in every block and every product.
@@ -52,33 +56,6 @@ class Values:
         if key not in self.scratch or self.scratch[key].shape[0] < rows:
             self.scratch[key] = like.new_empty(rows, columns)
         return self.scratch[key][:rows]
-
-
-@dataclass(frozen=True)
-class Shifted:
-    """A tensor of somebody else's plus a bias, not yet added: saves a pass where the next step can add it."""
-
-    tensor: Tensor
-    bias: Tensor | None
-
-    def own(self, room: Tensor | None = None) -> Tensor:
-        """The sum, in memory of its own."""
-        if self.bias is None:
-            return self.tensor.clone() if room is None else room.copy_(self.tensor)
-        return torch.add(self.tensor, self.bias, out=room)
-
-
-@dataclass(frozen=True)
-class Summed:
-    """What a vjp hands on together with its column sums; no tensor if it was added to its place already."""
-
-    tensor: Tensor | None
-    sums: Tensor
-
-
-def settled(x: Any) -> Any:
-    """x with its bias added, if it has one to add."""
-    return x.own() if isinstance(x, Shifted) else x
 
 
 class Op:
@@ -145,7 +122,7 @@ class InputAffine(Op):
         """XᵀG and the column sums of G."""
         if self.bias is not None and self.bias in out:
             out[self.bias] += _column_sums(g, values)
-        g = g.tensor if isinstance(g, Summed) else g
+        g = pulled(g)
         if self.weight in out and g is not None:
             total = out[self.weight]
             if isinstance(saved, IdBlock):
@@ -171,10 +148,7 @@ class InputAffine(Op):
         if isinstance(x, Tensor):
             return x @ (matrix if self.inputs_first else matrix.t())
         if not self.inputs_first:
-            if is_weight:
-                matrix = values.transposed.setdefault(self.weight, matrix.t().contiguous())
-            else:
-                matrix = matrix.t().contiguous()
+            matrix = values.transpose(self.weight) if is_weight else matrix.t().contiguous()
         y = matrix.new_zeros(x.shape[0], matrix.shape[1])
         values.kernels.left_sum(x.pattern, x.values, matrix, y)
         return y
@@ -195,10 +169,10 @@ class Affine(Op):
 
     def jvp(self, saved: Tensor, dx: Any, values: Values, tangent: Named, out: Tensor | None = None) -> Any:
         """DX Wᵀ + X dWᵀ + db."""
-        dx = settled(dx)
         weight = values.tensors[self.weight]
-        out = values.room(self, dx, weight.shape[0]) if out is None else out
+        out = values.room(self, saved, weight.shape[0]) if out is None else out
         bias = None if self.bias is None else tangent.get(self.bias)
+        dx = settled(dx)
         dy = torch.mm(dx, weight.t(), out=out) if bias is None else torch.addmm(bias, dx, weight.t(), out=out)
         return dy.addmm_(saved, tangent[self.weight].t()) if self.weight in tangent else dy
 
@@ -206,11 +180,13 @@ class Affine(Op):
         """GᵀX, column sums of G, and G W."""
         if self.bias is not None and self.bias in out:
             out[self.bias] += _column_sums(g, values)
-        g = g.tensor if isinstance(g, Summed) else g
+        g = pulled(g)
         if self.weight in out:
             out[self.weight].addmm_(g.t(), saved)
+        if not need_input:
+            return None
         weight = values.tensors[self.weight]
-        return torch.mm(g, weight, out=values.room(self, g, weight.shape[1])) if need_input else None
+        return torch.mm(g, weight, out=values.room(self, g, weight.shape[1]))
 
 
 def _column_sums(g: Any, values: Values) -> Tensor:
@@ -220,35 +196,6 @@ def _column_sums(g: Any, values: Values) -> Tensor:
     kernel: Any = getattr(values.kernels, "column_sums", None)
     result: Tensor = g.sum(0) if kernel is None else kernel(g)
     return result
-
-
-class _Slope:
-    """A pre-activation z that turns into φ′(z) when first asked for."""
-
-    def __init__(self, z: Tensor) -> None:
-        self.z: Tensor | None = z
-        self.slope: Tensor | None = None
-
-    def of(self, function: Callable[[Tensor], Tensor], rows: slice = ALL) -> Tensor:
-        """φ′, of some rows."""
-        if self.slope is None:
-            assert self.z is not None
-            z = self.z.detach().requires_grad_()
-            with torch.enable_grad():
-                (self.slope,) = torch.autograd.grad(function(z).sum(), z)
-            self.z = None
-        return self.slope[rows]
-
-
-class _FromOutput:
-    """An activation's output y, from which φ′ is worked out wherever it is needed."""
-
-    def __init__(self, y: Tensor, activation: tuple[int, float]) -> None:
-        self.y, self.activation = y, activation
-
-    def of(self, function: Callable[[Tensor], Tensor], rows: slice = ALL) -> Tensor:
-        """φ′, of some rows."""
-        return slope_from_output(self.activation, self.y[rows])
 
 
 @dataclass
@@ -274,8 +221,8 @@ class Elementwise(Op):
             x = settled(x)
             y = self.function(x)
         if self.activation is not None and hasattr(kernels, "slope_product"):
-            return y, _FromOutput(y, self.activation)
-        return y, _Slope(x)
+            return y, FromOutput(y, self.activation)
+        return y, FromInput(x)
 
     def _is_elu(self) -> bool:
         return self.activation is not None and self.activation[0] == 0
@@ -283,7 +230,7 @@ class Elementwise(Op):
     def jvp(self, saved: Any, dx: Any, values: Values, tangent: Named, out: Tensor | None = None) -> Any:
         """φ′ ∘ dx."""
         given = dx if isinstance(dx, Shifted) else Shifted(dx, None)
-        if isinstance(saved, _FromOutput):
+        if isinstance(saved, FromOutput):
             room = values.room(self, given.tensor, saved.y.shape[1]) if given is dx else given.tensor
             kernels: Any = values.kernels
             kernels.slope_product(given.tensor, given.bias, saved.y, saved.activation, room)
@@ -293,120 +240,14 @@ class Elementwise(Op):
 
     def vjp(self, saved: Any, g: Any, values: Values, out: Named, need_input: bool) -> Any:
         """φ′ ∘ g."""
-        g = g.tensor if isinstance(g, Summed) else g
-        if isinstance(saved, _FromOutput):
-            kernels: Any = values.kernels
+        kernels: Any = values.kernels
+        g = pulled(g)
+        if isinstance(saved, FromOutput):
             return Summed(g, kernels.slope_product(g, None, saved.y, saved.activation, g, sums=True))
         return g.mul_(saved.of(self.function))
 
-    def vjp_into(self, saved: _FromOutput, g: Any, values: Values, rows: Tensor, base: Tensor, scale: float) -> Any:
+    def vjp_into(self, saved: FromOutput, g: Any, values: Values, rows: Tensor, base: Tensor, scale: float) -> Any:
         """φ′ ∘ g + scale·base, written to ``rows``."""
-        g = g.tensor if isinstance(g, Summed) else g
         kernels: Any = values.kernels
+        g = pulled(g)
         return Summed(None, kernels.slope_product(g, None, saved.y, saved.activation, rows, base, scale, sums=True))
-
-
-def by_output(module: nn.Module) -> tuple[int, float] | None:
-    """The number and constant under which kernels know an activation whose slope follows from its output."""
-    if type(module) is nn.ELU and module.alpha > 0:
-        return 0, module.alpha
-    if type(module) is nn.ReLU:
-        return 1, 0.0
-    if type(module) is nn.LeakyReLU and module.negative_slope == float(np.float32(module.negative_slope)) > 0:
-        return 1, module.negative_slope
-    return {nn.Tanh: (2, 0.0), nn.Sigmoid: (3, 0.0)}.get(type(module))
-
-
-def slope_from_output(activation: tuple[int, float], y: Tensor) -> Tensor:
-    """φ′(z) from y = φ(z)."""
-    kind, alpha = activation
-    if kind == 0:
-        return torch.where(y > 0, 1.0, y + alpha)
-    if kind == 1:
-        return torch.where(y > 0, 1.0, alpha).to(y.dtype)
-    return 1 - y.square() if kind == 2 else y * (1 - y)
-
-
-@dataclass
-class _Graph:
-    """What Opaque keeps: the graph of y, and, once a jvp was asked for, the graph of v ↦ Jᵀv."""
-
-    x: Any  # the input as the module was given it
-    y: Tensor
-    leaves: list[Tensor]
-    names: list[str | None]  # None for the input
-    v: Tensor | None = None
-    pulled: tuple[Tensor | None, ...] = ()
-
-
-@dataclass
-class Opaque(Op):
-    """Any other module, by autodiff.
-
-    Attributes:
-        module: called with its parameters replaced by those of θ.
-        names: the module's trainable parameters: local name → name within the tower.
-    """
-
-    module: nn.Module
-    names: dict[str, str]
-
-    def forward(self, x: Any, values: Values) -> tuple[Tensor, _Graph]:
-        """module(x), keeping the graph."""
-        x = settled(x)
-        leaves = {local: values.tensors[name].detach().requires_grad_() for local, name in self.names.items()}
-        inputs: list[Tensor] = []
-        if isinstance(x, SparseBlock):
-            x = SparseRows(x, values.kernels)
-        elif isinstance(x, IdBlock):
-            x = x.tensor(values.device)
-        elif x.is_floating_point():
-            x = x.detach().requires_grad_()
-            inputs = [x]
-        with torch.enable_grad():
-            y = torch.func.functional_call(self.module, leaves, (x,))
-        if not isinstance(y, Tensor):
-            raise ValueError(f"{type(self.module).__name__} returned {type(y).__name__}, expected a tensor")
-        names = [None] * len(inputs) + list(self.names.values())
-        return y.detach(), _Graph(x, y, inputs + list(leaves.values()), names)
-
-    def jvp(self, saved: _Graph, dx: Any, values: Values, tangent: Named, out: Tensor | None = None) -> Any:
-        """∂(Jᵀv)/∂v applied to the direction, which is J d."""
-        if not len(saved.y):  # a process without rows; some modules cannot be differentiated twice there
-            return torch.zeros_like(saved.y)
-        dx = settled(dx)
-        if saved.v is None:
-            saved.v = torch.zeros_like(saved.y, requires_grad=True)
-            if saved.y.requires_grad:
-                saved.pulled = torch.autograd.grad(saved.y, saved.leaves, saved.v, create_graph=True, allow_unused=True)
-        pulled, along = [], []
-        for name, part in zip(saved.names, saved.pulled, strict=False):
-            direction = dx if name is None else tangent.get(name)
-            if part is not None and part.requires_grad and direction is not None:
-                pulled.append(part)
-                along.append(direction)
-        if not pulled:
-            return torch.zeros_like(saved.y)
-        (dy,) = torch.autograd.grad(pulled, saved.v, along, retain_graph=True, allow_unused=True)
-        return torch.zeros_like(saved.y) if dy is None else _own(dy, along)
-
-    def vjp(self, saved: _Graph, g: Any, values: Values, out: Named, need_input: bool) -> Any:
-        """Back-propagation of g."""
-        g = g.tensor if isinstance(g, Summed) else g
-        pulled: tuple[Tensor | None, ...] = (None,) * len(saved.leaves)
-        if saved.y.requires_grad and len(saved.y):
-            pulled = torch.autograd.grad(saved.y, saved.leaves, g, retain_graph=True, allow_unused=True)
-        dx = None
-        for name, leaf, part in zip(saved.names, saved.leaves, pulled, strict=True):
-            if name is None:
-                dx = torch.zeros_like(leaf) if part is None else _own(part, [g])
-            elif part is not None:
-                out[name] += part
-        return dx if need_input else None
-
-
-def _own(result: Tensor, given: list[Tensor]) -> Tensor:
-    """The result in memory of its own: autodiff may hand back what it was given, or one row standing for many."""
-    storage = result.untyped_storage().data_ptr()
-    shared = any(storage == t.untyped_storage().data_ptr() for t in given)
-    return result.clone(memory_format=torch.contiguous_format) if shared or 0 in result.stride() else result

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from torch import nn
 
 from gramtower.model.layers import InputLinear
-from gramtower.model.ops import Affine, Elementwise, InputAffine, Op, Opaque, by_output
+from gramtower.model.opaque import Opaque
+from gramtower.model.ops import Affine, Elementwise, InputAffine, Op
+from gramtower.model.slopes import by_output
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "elu": nn.ELU, "relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh, "silu": nn.SiLU,

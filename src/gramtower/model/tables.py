@@ -15,7 +15,8 @@ from gramtower import _checks as check
 from gramtower.data.features import Features
 from gramtower.distributed.shards import Shards
 from gramtower.model.layers import InputLinear
-from gramtower.model.ops import InputAffine, Opaque
+from gramtower.model.opaque import Opaque
+from gramtower.model.ops import InputAffine
 from gramtower.model.stack import steps
 
 _BLOCK = 1 << 15  # rows drawn at a time; a multiple of 16, see draw_rows_

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,16 +19,29 @@ from gramtower import _checks as check
 from gramtower.data.features import Features, SparseBlock
 from gramtower.distributed.shards import Shards
 from gramtower.kernels import Kernels, select
+from gramtower.model.deferred import settled
 from gramtower.model.layers import InputLinear
 from gramtower.model.linearization import Linearization, Work
 from gramtower.model.memory import BlockPlan, plan_blocks
-from gramtower.model.ops import Affine, Elementwise, InputAffine, Named, Op, Opaque, Scratch, Values, settled
+from gramtower.model.opaque import Opaque
+from gramtower.model.ops import Affine, Elementwise, InputAffine, Named, Op, Scratch, Values
 from gramtower.model.parameters import Layout, Parameters, as_parameters
 from gramtower.model.sparse import FIRST_LAYER
 from gramtower.model.stack import ACTIVATIONS, refuse_unfit, steps
 from gramtower.model.tables import draw_rows_, join
 
 _PROBE = 3  # rows tried before the first evaluation
+
+
+_Prepared = tuple[str, Features, list[Op], Values, int, int]  # side, features, steps, tensors, columns, bytes of a row
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Columns of both towers, and bytes that an entity's activations take on each side."""
+
+    columns: int
+    row_bytes: tuple[int, int]
 
 
 class TwoSided(Protocol):
@@ -135,13 +149,44 @@ class Towers:
         budget: int,
         work: Work,
         scratch: Scratch | None = None,
+        plans: tuple[BlockPlan, BlockPlan] | None = None,
     ) -> tuple[Linearization, Linearization]:
         """Both towers evaluated at ``parameters`` over all their entities, within ``budget`` bytes of activations.
 
-        Room for the steps' results is shared by all evaluations of these towers, unless ``scratch`` is given.
+        Room for the steps' results is shared by all evaluations of these towers, unless ``scratch`` is given. Blocks
+        follow from the budget unless ``plans`` says them.
         """
-        scratch = self._scratch if scratch is None else scratch
-        prepared = []
+        prepared = self._prepare(parameters, left, right, kernels, self._scratch if scratch is None else scratch)
+        if plans is None:
+            plans = plan_blocks(
+                budget,
+                (left.rows, right.rows),
+                (prepared[0][5], prepared[1][5]),
+                (_least_block(prepared[0][2], left), _least_block(prepared[1][2], right)),
+                self.device,
+            )
+        side_plans = plans
+
+        def run(item: _Prepared, index: int) -> Linearization:
+            side, features, ops, values, width, _ = item
+
+            def check_output(y: Tensor, rows: int) -> None:
+                _check_shape(side, y, rows, width)
+
+            return Linearization(side, ops, features, values, side_plans[index], work, check_output)
+
+        return run(prepared[0], 0), run(prepared[1], 1)
+
+    def sizes(self, parameters: Parameters, left: Features, right: Features, kernels: Kernels) -> Sizes:
+        """Columns of the towers and bytes that an entity's activations take on each side."""
+        prepared = self._prepare(parameters, left, right, kernels, self._scratch)
+        return Sizes(prepared[0][4], (prepared[0][5], prepared[1][5]))
+
+    def _prepare(
+        self, parameters: Parameters, left: Features, right: Features, kernels: Kernels, scratch: Scratch
+    ) -> list[_Prepared]:
+        """Both towers' steps, tensors and sizes; refuses what cannot be a tower."""
+        prepared: list[_Prepared] = []
         for side, features in (("left", left), ("right", right)):
             module = self.left if side == "left" else self.right
             refuse_unfit(side, module)
@@ -153,23 +198,7 @@ class Towers:
         widths = [item[4] for item in prepared]
         if widths[0] != widths[1]:
             check.fail("towers", f"{widths[0]} columns left and {widths[1]} right", "the same number of columns")
-        plans = plan_blocks(
-            budget,
-            (left.rows, right.rows),
-            (prepared[0][5], prepared[1][5]),
-            (_least_block(prepared[0][2], left), _least_block(prepared[1][2], right)),
-            self.device,
-        )
-
-        def run(item: tuple[str, Features, list[Op], Values, int, int], index: int) -> Linearization:
-            side, features, ops, values, width, _ = item
-
-            def check_output(y: Tensor, rows: int) -> None:
-                _check_shape(side, y, rows, width)
-
-            return Linearization(side, ops, features, values, plans[index], work, check_output)
-
-        return run(prepared[0], 0), run(prepared[1], 1)
+        return prepared
 
     def embed(self, side: str, features: Features) -> Tensor:
         """Embeddings of any entities with the present parameters, in row blocks; nothing is kept for derivatives."""

@@ -36,7 +36,7 @@ class GaussNewton:
         # Results of a product's steps, the same memory in every product: fresh pages would cost as much as a layer.
         self._W, self._U = torch.empty_like(point.P), torch.empty_like(point.P)
         self._H, self._V = torch.empty_like(point.Q), torch.empty_like(point.Q)
-        self._gathered = point.gathered(point.P), point.gathered(point.right_rows)
+        self._each_P, (self._each_Q, self._each_H) = point.gathered(point.P), _beside(point)
         self._every = None if point.setting.shards.single else torch.empty_like(point.right_rows)
 
     @property
@@ -67,9 +67,9 @@ class GaussNewton:
             Wc, Hc = ((s.omega * g).to(P.dtype) for g in sums)  # ω Wᵀ A P, ω Hᵀ B Q
             U = self._all_pairs(0, W, self._Qc, P, Hc, self._U)  # ωA (W Q_c + P H_c)
             V = self._all_pairs(1, H, self._Pc, Q, Wc, self._V)  # ωB (H P_c + Q W_c)
-        each_P, each_Q = self._gathered
-        z = at.kernels.curvature_left(s.pairs, self._c, P, W, each_Q, at.gathered(every.wait()), U)  # + Z Q
-        right = at.add_right_sum(z, each_P, V)  # + Zᵀ P, travels during the left tower's vjp
+        H = every.wait() if self._each_H is None else self._each_H.copy_(every.wait())
+        z = at.kernels.curvature_left(s.pairs, self._c, P, W, self._each_Q, H, U)  # + Z Q
+        right = at.add_right_sum(z, self._each_P, V)  # + Zᵀ P, travels during the left tower's vjp
         at.work.pair_passes += 2
         at.work.data_passes += 1
         product = at.pull_back(U, right, d, self.damping, out)
@@ -79,3 +79,13 @@ class GaussNewton:
     def _all_pairs(self, side: int, moved: Tensor, gramian: Tensor, own: Tensor, cross: Tensor, out: Tensor) -> Tensor:
         torch.mm(moved, gramian, out=out).addmm_(own, cross)
         return self.point.weigh(side, out, moved)
+
+
+def _beside(point: Point) -> tuple[Tensor, Tensor | None]:
+    """Q as products gather it and, where that is in another precision, room for H: both rows of an entity together."""
+    Q = point.right_rows
+    if not point.gathers_halves:
+        return Q, None
+    both = torch.empty(len(Q), 2 * Q.shape[1], dtype=torch.bfloat16, device=Q.device)
+    each_Q, each_H = both.tensor_split(2, dim=1)
+    return each_Q.copy_(Q), each_H

@@ -20,57 +20,19 @@ import torch
 from torch import Tensor
 
 from gramtower import _checks as check
-from gramtower.data.pairs import Pairs
 from gramtower.distributed.group import Pending
-from gramtower.distributed.shards import Shards
-from gramtower.kernels import Kernels, LossTerms
+from gramtower.kernels import Kernels
 from gramtower.kernels.precision import products_in
 from gramtower.model.linearization import Linearization, Work
 from gramtower.model.parameters import Parameters, as_parameters
 from gramtower.model.towers import Towers
 from gramtower.objective.gramians import gram, square_norms
-from gramtower.objective.imputation import Imputed
-from gramtower.objective.losses import Loss
 from gramtower.objective.observed import Observed, observe
+from gramtower.objective.setting import Setting
 
 if TYPE_CHECKING:
     from gramtower.objective.curvature import GaussNewton
     from gramtower.objective.kronecker import Kronecker
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The constants of the objective in one dtype on one device (see problem.py for the formula)."""
-
-    pairs: Pairs
-    labels: Tensor
-    loss: Loss
-    omega: float
-    l2: float
-    weights: tuple[Tensor | None, Tensor | None]  # a, b
-    pair_weight: Tensor | None  # a_i b_j on O, None for ones
-    loss_weight: Tensor | None  # weight of each observed pair's loss, None for ones
-    imputed: Imputed
-    pair_imputed: Tensor | float  # ỹ on O
-    imputed_square: float  # ⟨P̃_c, Q̃_c⟩
-    penalties: tuple[Tensor | None, Tensor | None]  # μ c_i, μ c_j
-    constants: Tensor  # ω, and ỹ where it is one number
-    precision: str  # of matrix products on a GPU
-    pair_precision: str  # of what Gauss-Newton products gather on a GPU
-    shards: Shards  # which process holds which rows; all tensors above are of this process's own rows
-
-    @property
-    def loss_terms(self) -> LossTerms:
-        """What ℓ⁺ needs besides the scores."""
-        return LossTerms(
-            self.loss.name,
-            self.labels,
-            self.omega,
-            self.pair_imputed,
-            self.pair_weight,
-            self.loss_weight,
-            self.constants,
-        )
 
 
 @dataclass(frozen=True)
@@ -92,8 +54,21 @@ class Terms:
         return [name for name, value in asdict(self).items() if not math.isfinite(value)]
 
 
+@dataclass(frozen=True)
+class Moments:
+    """Sums over the observed pairs of ∂²ℓ⁺, for the preconditioner.
+
+    Attributes:
+        sums: for each left entity Σ_j ∂²ℓ⁺_ij (1, ‖q_j‖²), and likewise for each right one.
+        squares: Pᵀ diag(c) P with c_i = Σ_j ∂²ℓ⁺_ij, and Qᵀ diag(c) Q with c_j = Σ_i ∂²ℓ⁺_ij, in float64.
+    """
+
+    sums: tuple[Tensor, Tensor]
+    squares: tuple[Tensor, Tensor]
+
+
 class Recorded(Protocol):
-    """An evaluation whose steps are replayed; see captured.py."""
+    """An evaluation with gradient and products of its own: replayed (captured.py) or block by block (swept.py)."""
 
     def gradient_now(self) -> Parameters:
         """∇L."""
@@ -109,11 +84,11 @@ class Point:
 
     Attributes:
         parameters: θ, this object's own copy.
-        P: left embeddings, m × k.
-        Q: right embeddings, n × k.
 
     Over several processes P and Q are this process's own rows; values, Gramians and dot products are those of all.
     """
+
+    slot: Recorded | None = None  # what has gradient and products of its own, if something does
 
     def __init__(
         self,
@@ -129,9 +104,17 @@ class Point:
     ) -> None:
         self.setting, self.towers, self.parameters = setting, towers, parameters
         self.left, self.right, self.kernels, self.work, self._at = left, right, kernels, work, at
-        self.P, self.Q = left.outputs, right.outputs
         self.share = share  # of the observed pairs, and of all pairs, that this evaluation covers
-        self.slot: Recorded | None = None  # where this evaluation is replayed, if it is
+
+    @property
+    def P(self) -> Tensor:
+        """The left embeddings, m × k."""
+        return self.left.outputs
+
+    @property
+    def Q(self) -> Tensor:
+        """The right embeddings, n × k."""
+        return self.right.outputs
 
     @property
     def value(self) -> float:
@@ -244,7 +227,7 @@ class Point:
         s = self.setting
         sums = 0.5 * s.omega * (s.imputed_square + abs(self._sums[2]))
         sums += sum(abs(term) for term in asdict(self.terms).values())
-        return float(torch.finfo(self.P.dtype).eps * sums)
+        return float(torch.finfo(self.parameters.vector.dtype).eps * sums)
 
     def along(self, direction: Parameters) -> Callable[[float], Point]:
         """The problem along a line: ``point.along(d)(δ)`` is the point at θ + δ d."""
@@ -256,32 +239,37 @@ class Point:
         own = (self.left if side == "left" else self.right).whole_table
         return self.towers.own_names(side).get(own) if own is not None else None
 
+    @property
+    def gathers_halves(self) -> bool:
+        """Whether Gauss-Newton products gather embeddings in bfloat16."""
+        return self.setting.pair_precision == "bfloat16" and hasattr(self.kernels, "losses")
+
     def gathered(self, embeddings: Tensor) -> Tensor:
         """Embeddings as Gauss-Newton products gather them for each pair."""
-        return embeddings.bfloat16() if self.setting.pair_precision == "bfloat16" and self._fused else embeddings
-
-    @property
-    def _fused(self) -> bool:
-        """Whether the kernels take gathered rows of another dtype."""
-        return hasattr(self.kernels, "losses")
+        return embeddings.bfloat16() if self.gathers_halves else embeddings
 
     def add_right_sum(self, x: Tensor, P: Tensor, V: Tensor) -> Pending:
         """V += Xᵀ P, over the pairs of all processes; under way until waited for."""
         return self.setting.shards.add_right_sum(V, lambda out: self.kernels.right_sum(self.setting.pairs, x, P, out))
 
     def weigh(self, side: int, U: Tensor, embeddings: Tensor) -> Tensor:
-        """diag(a) U + diag(μ c) embeddings: how a side's weights and penalty enter gradient and G·d alike."""
-        weight, penalty = self.setting.weights[side], self.setting.penalties[side]
-        if weight is not None:
-            U *= weight[:, None]
-        if penalty is not None:
-            U.addcmul_(embeddings, penalty[:, None])
-        return U
+        """See the function of that name."""
+        return weigh(self.setting, side, U, embeddings)
 
     def pull_back(
         self, U: Tensor, V: Tensor | Pending, regularised: Parameters, extra: float = 0.0, out: Parameters | None = None
     ) -> Parameters:
         """(⟨Jᵘ, U⟩, ⟨Jᵛ, V⟩) + (λ + extra) · regularised, written over ``out`` if given."""
+        out, bases = self.begin_pull(regularised, extra, out)
+        with products_in(self.setting.precision):
+            self.left.vjp(U, self.towers.own("left", out), bases[0])
+            self.right.vjp(V.wait() if isinstance(V, Pending) else V, self.towers.own("right", out), bases[1])
+        return out.end_sum_()
+
+    def begin_pull(
+        self, regularised: Parameters, extra: float, out: Parameters | None
+    ) -> tuple[Parameters, list[tuple[Tensor, float] | None]]:
+        """(λ + extra) · regularised in ``out``, but for tables that a vjp writes whole: those as its ``base``."""
         out = regularised.empty() if out is None else out
         scale = self.setting.l2 + extra
         names = [self._table(side) for side in ("left", "right")]
@@ -290,8 +278,27 @@ class Point:
         for part in regularised.layout.without({name for name in names if name is not None}):
             torch.mul(regularised.vector[part], scale, out=out.vector[part])
         out.begin_sum_()  # leaves tables alone: over several processes each row of them has one owner
-        bases = [None if name is None else (regularised[name], scale) for name in names]
-        with products_in(self.setting.precision):
-            self.left.vjp(U, self.towers.own("left", out), bases[0])
-            self.right.vjp(V.wait() if isinstance(V, Pending) else V, self.towers.own("right", out), bases[1])
-        return out.end_sum_()
+        return out, [None if name is None else (regularised[name], scale) for name in names]
+
+    def curvature_moments(self) -> Moments:
+        """What the preconditioner needs of the observed pairs. Two passes over O with two columns."""
+        s, c = self.setting, self.observed.curvatures
+        norms = square_norms(self.P), square_norms(self.right_rows)
+        left, right = (torch.stack([torch.ones_like(n), n], 1) for n in norms)
+        sums = torch.zeros_like(left), self.Q.new_zeros(len(self.Q), 2)
+        self.kernels.left_sum(s.pairs, c, right, sums[0])
+        s.shards.add_right_sum(sums[1], lambda out: self.kernels.right_sum(s.pairs, c, left, out)).wait()
+        self.work.pair_passes += 4 / self.Q.shape[1]
+        grams = gram(self.P, self.P, sums[0][:, 0]), gram(self.Q, self.Q, sums[1][:, 0])
+        P_square, Q_square = s.shards.group.sum_all(*grams)
+        return Moments(sums, (P_square, Q_square))
+
+
+def weigh(setting: Setting, side: int, U: Tensor, embeddings: Tensor) -> Tensor:
+    """diag(a) U + diag(μ c) embeddings: how a side's weights and penalty enter gradient and G·d alike."""
+    weight, penalty = setting.weights[side], setting.penalties[side]
+    if weight is not None:
+        U *= weight[:, None]
+    if penalty is not None:
+        U.addcmul_(embeddings, penalty[:, None])
+    return U

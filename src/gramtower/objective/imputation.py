@@ -35,6 +35,10 @@ class Imputed:
         """The labels of some left and right entities."""
         return self if self.factors is None else Imputed(0.0, (self.factors[0][left], self.factors[1][right]))
 
+    def left_rows(self, rows: slice) -> Imputed:
+        """The labels of a range of left entities with all right ones."""
+        return self if self.factors is None else Imputed(0.0, (self.factors[0][rows], self.factors[1]))
+
     def cross_gram(self, side: int, weight: Tensor | None, embeddings: Tensor) -> Tensor:
         """P̂_c = P̃ᵀAP (side 0) or Q̂_c = Q̃ᵀBQ (side 1), r × k in float64 (eq:gramian)."""
         if self.factors is not None:

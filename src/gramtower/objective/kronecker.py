@@ -24,8 +24,7 @@ from torch import Tensor
 
 from gramtower.model.factors import Factor, Factors, tower_factors
 from gramtower.model.parameters import Parameters, as_parameters
-from gramtower.objective.evaluation import Point
-from gramtower.objective.gramians import gram, square_norms
+from gramtower.objective.evaluation import Moments, Point
 
 _DRAWS = 4
 _TINY = 1e-12
@@ -88,13 +87,13 @@ class _Block:
 def kronecker(point: Point, damping: float, seed: int = 0) -> Kronecker:
     """Build the preconditioner at a point."""
     s, towers = point.setting, point.towers
-    sums = _pair_sums(point)
+    moments = point.curvature_moments()
     shift = max(s.l2 + damping, _TINY)
     merged: dict[str, list[Factor]] = {}
     squares: dict[str, Tensor] = {}
     extra: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for index, (side, tower) in enumerate((("left", point.left), ("right", point.right))):
-        H, weight = _output_curvature(point, index, sums)
+        H, weight = _output_curvature(point, index, moments)
         names = towers.own_names(side)
         owned = {own for own, name in names.items() if name in point.parameters.layout.owned}
         factors = tower_factors(tower, H, weight, set(names), _DRAWS, seed + index, s.shards.group, owned)
@@ -111,7 +110,7 @@ def kronecker(point: Point, damping: float, seed: int = 0) -> Kronecker:
         _collect(factors, names, extra)
         for name, square in factors.diagonals.items():
             squares[names[name]] = squares[names[name]] + square if names[name] in squares else square
-    dtype = point.P.dtype
+    dtype = point.Q.dtype
     inverses = _Inverses()
     pending = [_invert(_merge(parts), shift, inverses) for parts in merged.values()]
     biases = {name: inverses.ask(_bias_curvature(parts), shift) for name, parts in extra.items()}
@@ -132,27 +131,14 @@ def _collect(factors: Factors, names: dict[str, str], extra: dict[str, list[tupl
         extra.setdefault(names[name], []).append(pair)
 
 
-def _pair_sums(point: Point) -> tuple[Tensor, Tensor]:
-    """For each left entity Σ_j ∂²ℓ⁺_ij (1, ‖q_j‖²), and likewise for each right one."""
-    pairs, c = point.setting.pairs, point.observed.curvatures
-    norms = square_norms(point.P), square_norms(point.right_rows)
-    left, right = (torch.stack([torch.ones_like(n), n], 1) for n in norms)
-    sums = torch.zeros_like(left), point.Q.new_zeros(len(point.Q), 2)
-    point.kernels.left_sum(pairs, c, right, sums[0])
-    point.setting.shards.add_right_sum(sums[1], lambda out: point.kernels.right_sum(pairs, c, left, out)).wait()
-    point.work.pair_passes += 4 / point.P.shape[1]
-    return sums
-
-
-def _output_curvature(point: Point, side: int, sums: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _output_curvature(point: Point, side: int, moments: Moments) -> tuple[Tensor, Tensor]:
     """H of one side, and each entity's share of it: r_i = tr H_i / mean tr H."""
     s = point.setting
-    group, rows, k = s.shards.group, (s.shards.left, s.shards.right)[side].total, point.P.shape[1]
-    other = (point.Q, point.P)[side]
-    column_sum, own_trace = sums[1 - side][:, 0], sums[side][:, 1]  # c_j = Σ_i ∂²ℓ⁺_ij and Σ_j ∂²ℓ⁺_ij ‖q_j‖²
+    group, rows, k = s.shards.group, (s.shards.left, s.shards.right)[side].total, point.Q.shape[1]
+    own_trace = moments.sums[side][:, 1]  # Σ_j ∂²ℓ⁺_ij ‖q_j‖²
     weight, penalty, gramian = s.weights[side], s.penalties[side], s.omega * point.gramians[1 - side]
     mean_weight = 1.0 if weight is None else group.sum_(weight.sum(dtype=torch.float64)) / rows
-    H = mean_weight * gramian + group.sum_(gram(other, other, column_sum)) / rows
+    H = mean_weight * gramian + moments.squares[1 - side] / rows
     trace = own_trace.double() + gramian.trace() * (1.0 if weight is None else weight.double())
     if penalty is not None:
         mean_penalty = group.sum_(penalty.sum(dtype=torch.float64)) / rows
@@ -161,7 +147,7 @@ def _output_curvature(point: Point, side: int, sums: tuple[Tensor, Tensor]) -> t
     trace = trace.clamp_min(0)
     mean = group.sum_(trace.sum()) / rows
     share = torch.where(mean > 0, trace / mean, torch.ones_like(trace))
-    return _semidefinite(H), share.to(other.dtype)
+    return _semidefinite(H), share.to(point.Q.dtype)
 
 
 def _semidefinite(H: Tensor) -> Tensor:

@@ -10,7 +10,9 @@ evaluation.py and curvature.py; the errors in tests/test_problem.py.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -25,14 +27,18 @@ from gramtower.distributed.shards import Shards, whole
 from gramtower.kernels import BACKENDS, select
 from gramtower.kernels.precision import PAIR_PRECISIONS, PRECISIONS, products_in
 from gramtower.model.linearization import Work
-from gramtower.model.memory import default_budget, explained
+from gramtower.model.memory import BlockPlan, default_budget, explained
 from gramtower.model.ops import Scratch
 from gramtower.model.parameters import Parameters, as_parameters
 from gramtower.model.towers import Towers
 from gramtower.objective.captured import LARGEST, Slots
-from gramtower.objective.evaluation import Point, Setting
+from gramtower.objective.evaluation import Point
+from gramtower.objective.footprint import Footprint, Sweep, plan_sweep
 from gramtower.objective.imputation import as_imputed
 from gramtower.objective.losses import Loss, as_loss
+from gramtower.objective.row_blocks import RowBlocks
+from gramtower.objective.setting import Setting, make_setting
+from gramtower.objective.swept import Swept
 from gramtower.objective.weights import entity_weights
 
 
@@ -56,7 +62,8 @@ class Problem:
         pair_weights: weights ≥ 0 of the observed pairs' losses, one for each stored entry in row order (that of a
             sorted CSR matrix); None for ones.
         memory_budget: bytes that one evaluation may keep, such as "512MB"; None for half of what is free. Above
-            it towers run in row blocks and recompute.
+            it towers run in row blocks and recompute; on a GPU left entities then go block by block through the whole
+            evaluation, and pairs are sent from host memory, as far as it takes.
         kernels: "auto", or a pair-kernel backend by name ("numba", "triton", "reference").
         precision: of matrix products on a GPU: "float32", or "tf32", which is faster and rounds their inputs to ten
             bits.
@@ -100,7 +107,7 @@ class Problem:
         self.left, self.right = as_features("left", left, m), as_features("right", right, n)
         self.omega = check.number("omega", omega, minimum=0.0)
         self.l2 = check.number("l2", l2, minimum=0.0)
-        self._imputed = as_imputed(imputed, (m, n))
+        self.imputed = as_imputed(imputed, (m, n))
         self.observed, self.first_entry, self._column_counts = self._place_rows()
         group = self.shards.group
         self._weights = (
@@ -117,7 +124,11 @@ class Problem:
         self.pair_precision = check.choice("pair_precision", pair_precision, PAIR_PRECISIONS)
         self.work = Work()
         self.graphs = True  # small problems on a GPU run from CUDA graphs
+        self._needs: Footprint | None = None
         self._slots: tuple[tuple[Any, ...], Slots | None] | None = None
+        self.sweep: Sweep | None = None  # asks for left rows block by block; otherwise the budget decides, on a GPU
+        self._sweeps: WeakKeyDictionary[Towers, Sweep | None] = WeakKeyDictionary()
+        self._row_blocks: dict[tuple[torch.dtype, torch.device, Sweep], tuple[Setting, RowBlocks]] = {}
         self._settings: dict[tuple[torch.dtype, torch.device], Setting] = {}
 
     @property
@@ -146,9 +157,47 @@ class Problem:
 
     def _evaluate(self, towers: Towers, own: Parameters) -> Point:
         """The point at parameters that nobody else will change."""
+        if (sweep := self._planned(towers, own)) is not None:
+            return self._evaluate_swept(towers, own, sweep)
         if (slots := self._replayed(towers, own)) is not None:
             return slots.point(own)
         return self._evaluate_now(towers, own)
+
+    def _planned(self, towers: Towers, own: Parameters) -> Sweep | None:
+        """Whether left rows must go block by block for the memory budget; found out once for a pair of towers."""
+        if self.sweep is not None or not self.shards.single or towers.device.type != "cuda":
+            return self.sweep
+        if towers not in self._sweeps:
+            kernels = select(towers.device, self.kernels)
+            sizes = towers.sizes(own, self.left, self.right, kernels)
+            present = (self._weights[0], self._weights[1], self.pair_weights)
+            weights = (present[0] is not None or present[1] is not None) + (present[2] is not None)
+            needs = Footprint(
+                len(own), self.shape, sizes.columns, sizes.row_bytes, len(self.pairs),
+                weights + (self.imputed.factors is not None) + int(not self._same_labels),
+                torch.finfo(towers.dtype).bits // 8,
+            )  # fmt: skip
+            self._needs = needs
+            self._sweeps[towers] = plan_sweep(self._budget(towers), needs)
+        return self._sweeps[towers]
+
+    def _evaluate_swept(self, towers: Towers, own: Parameters, sweep: Sweep) -> Point:
+        dtype, device = towers.dtype, towers.device
+        kernels = select(device, self.kernels)
+        key = (dtype, device, sweep)
+        if key not in self._row_blocks:
+            constants = make_setting(self, dtype, device, with_pairs=False)
+            blocks = RowBlocks(
+                lambda rows: make_setting(self, dtype, device, rows), self.shape[0], sweep.rows, sweep.streamed, kernels
+            )
+            self._row_blocks[key] = constants, blocks
+        plans = BlockPlan(sweep.rows, keep=False, outputs=False), BlockPlan(sweep.rows, keep=False)
+        with products_in(self.precision):
+            sides = towers.linearize(own, self.left, self.right, kernels, 0, self.work, plans=plans)
+        constants, blocks = self._row_blocks[key]
+        return Swept(
+            constants, blocks, towers, own, *sides, kernels, self.work, lambda p: self._evaluate(towers, p)
+        )  # fmt: skip
 
     def _replayed(self, towers: Towers, own: Parameters) -> Slots | None:
         """The CUDA graphs of this problem with these towers, where there is something to gain from them."""
@@ -186,41 +235,18 @@ class Problem:
     @property
     def imputed_arrays(self) -> tuple[Any, ...]:
         """The imputed labels as arrays: the constant, or P̃ and Q̃."""
-        return self._imputed.factors or (np.array(self._imputed.constant),)
+        return self.imputed.factors or (np.array(self.imputed.constant),)
+
+    @property
+    def penalty_arrays(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
+        """μ c of the left and of the right entities, None without a penalty."""
+        return self._penalty
 
     def setting(self, dtype: torch.dtype, device: torch.device) -> Setting:
         """The constants of the objective in a dtype on a device; made once."""
         key = (dtype, device)
         if key not in self._settings:
-            kernels = select(device, self.kernels)
-            pairs = self.pairs.to(device)
-            a, b = (_tensor(w, dtype, device) for w in self._weights)
-            imputed = self._imputed.to(dtype, device)
-            pair_weight = None
-            if a is not None or b is not None:
-                pair_weight = torch.ones(len(pairs), dtype=dtype, device=device)
-                if a is not None:
-                    pair_weight *= a[pairs.rows]
-                if b is not None:
-                    pair_weight *= self.shards.gather(b).wait()[pairs.columns]
-            self._settings[key] = Setting(
-                pairs=pairs,
-                labels=_labels(self._labels, dtype, device),
-                loss=self.loss,
-                omega=self.omega,
-                l2=self.l2,
-                weights=(a, b),
-                pair_weight=pair_weight,
-                loss_weight=_tensor(self.pair_weights, dtype, device),
-                imputed=imputed,
-                pair_imputed=imputed.at_pairs(pairs, kernels, self.shards),
-                imputed_square=imputed.square_sum(a, b, self.shards),
-                penalties=(_tensor(self._penalty[0], dtype, device), _tensor(self._penalty[1], dtype, device)),
-                constants=torch.tensor([self.omega, imputed.constant], dtype=dtype, device=device),
-                precision=self.precision,
-                pair_precision=self.pair_precision,
-                shards=self.shards,
-            )
+            self._settings[key] = make_setting(self, dtype, device)
         return self._settings[key]
 
     @property
@@ -267,26 +293,26 @@ class Problem:
         return left, right
 
     def activation_budget(self, towers: Towers) -> int:
-        """Bytes left for activations: the budget less three vectors over the pairs, which every evaluation holds.
+        """Bytes left for activations: the budget less what every evaluation holds.
 
-        What is free is looked up once, so that all evaluations of a problem run in the same blocks.
+        On a CPU that is three vectors over the pairs; on a GPU all that footprint.py counts.
         """
+        fixed = 3 * len(self.pairs) * torch.finfo(towers.dtype).bits // 8
+        if towers.device.type == "cuda" and self._needs is not None:
+            fixed = self._needs.whole
+        budget = self._budget(towers)
+        return max(budget - fixed, budget // 8)
+
+    def _budget(self, towers: Towers) -> int:
+        """The memory budget. What is free is looked up once, so that all evaluations run in the same blocks."""
         if self.memory_budget is None:
             sharing = self.shards.group.local_size if towers.device.type == "cpu" else 1
             self.memory_budget = default_budget(towers.device) // sharing
-        fixed = 3 * len(self.pairs) * torch.finfo(towers.dtype).bits // 8
-        return max(self.memory_budget - fixed, self.memory_budget // 8)
+        return self.memory_budget
 
-
-def _tensor(array: NDArray[Any] | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    return None if array is None else torch.tensor(array, dtype=dtype, device=device)
-
-
-def _labels(array: NDArray[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """R on O; one number standing for all where they are equal, as for plain implicit feedback."""
-    if len(array) and (array == array[0]).all():
-        return torch.tensor([array[0]], dtype=dtype, device=device).expand(len(array))
-    return torch.tensor(array, dtype=dtype, device=device)
+    @cached_property
+    def _same_labels(self) -> bool:
+        return bool(len(self._labels)) and bool((self._labels == self._labels[0]).all())
 
 
 def _check_labels(loss: Loss, labels: NDArray[Any], pairs: Pairs) -> None:

@@ -31,6 +31,7 @@ class Solved:
         residual: b − G s.
         steps: products with G that were made.
         model: ½ sᵀGs − bᵀs, the value of the quadratic model; never positive.
+        slope: −bᵀs.
         converged: whether the tolerance was met, as opposed to running out of steps.
     """
 
@@ -38,6 +39,7 @@ class Solved:
     residual: Parameters
     steps: int
     model: float
+    slope: float
     converged: bool
 
 
@@ -86,8 +88,15 @@ def conjugate_gradient(
             break
         depths.append(depths[-1] - drop)  # each step lowers the model by tγ/2
         if now <= tolerance**2 * first:
-            return Solved(s, r, steps, depths[-1], True)
+            break
         if progress and steps >= 5 and depths[-6] - depths[-1] < progress * -depths[-1]:
-            return Solved(s, r, steps, depths[-1], True)
+            break
         torch.addcmul(z.vector, d.vector, (gamma / before).to(d.vector.dtype), out=d.vector)
-    return Solved(s, r, steps, depths[-1], False)
+    else:
+        return _solved(s, r, steps, depths[-1], False)
+    return _solved(s, r, steps, depths[-1], bend > 0)
+
+
+def _solved(s: Parameters, r: Parameters, steps: int, model: float, converged: bool) -> Solved:
+    """With bᵀs from the residual, as b itself is gone: bᵀs = rᵀs + sᵀGs and model = ½ sᵀGs − bᵀs."""
+    return Solved(s, r, steps, model, 2 * model + r.dot(s), converged)

@@ -69,8 +69,10 @@ class NewtonCG(Direction):
     def find(self, gradient: Parameters, point: Point | None) -> Found:
         """G s ≈ −∇L."""
         assert point is not None
-        solved = conjugate_gradient(point.gauss_newton(), -gradient, tolerance=self.tolerance, max_steps=self.max_steps)
-        return Found(solved.s, solved.steps, solved.model)
+        solved = conjugate_gradient(
+            point.gauss_newton(), gradient.scale_(-1.0), tolerance=self.tolerance, max_steps=self.max_steps
+        )
+        return Found(solved.s, solved.steps, solved.model, slope=solved.slope)
 
 
 class LBFGS(Direction):

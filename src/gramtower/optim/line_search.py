@@ -35,9 +35,9 @@ class Backtracking(StepRule):
         )  # fmt: skip
         self.last, self.iterations = initial_step, 0
 
-    def take(self, point: Point, gradient: Parameters, s: Parameters) -> Taken:
-        """See the class."""
-        slope, line, first = gradient.dot(s), point.along(s), -math.inf
+    def take(self, point: Point, slope: float, s: Parameters) -> Taken:
+        """See the class; ``slope`` is sᵀ∇L."""
+        line, first = point.along(s), -math.inf
         step = self._start()
         for trial in range(1, self.max_trials + 1):
             if not -slope * step > point.rounding * _NOISE:
@@ -51,6 +51,7 @@ class Backtracking(StepRule):
                 self.iterations += 1
                 return Taken(there, step, trial, first)
             step /= 2
+            del there  # before the next one is made: each is as large as an evaluation
         return Taken(None, step, self.max_trials, first)
 
     def _start(self) -> float:

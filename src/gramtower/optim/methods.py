@@ -72,10 +72,13 @@ class Descent(Method):
             return Moved(None, norm)
         while True:
             found = self.direction.find(gradient, point)
-            taken = self.rule.take(point, gradient, found.s)
+            slope = gradient.dot(found.s) if found.slope is None else found.slope
+            del gradient
+            taken = self.rule.take(point, slope, found.s)
             self.direction.learn(found, taken)
             if taken.point is not None or not self.direction.retry():
                 return Moved(taken.point, norm, found.cg_steps, taken.size, found.damping, taken.trials)
+            gradient = point.gradient()
 
     def state(self) -> State:
         """The parts' states."""

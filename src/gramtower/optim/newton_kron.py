@@ -54,14 +54,14 @@ class KroneckerNewton(Direction):
         assert point is not None
         solved = conjugate_gradient(
             point.gauss_newton(self.damping),
-            -gradient,
+            gradient.scale_(-1.0),
             tolerance=self.tolerance,
             max_steps=self.steps,
             preconditioner=point.preconditioner("kronecker", self.damping),
             progress=self.progress,
         )
         self.converged = solved.converged
-        return Found(solved.s, solved.steps, solved.model, self.damping)
+        return Found(solved.s, solved.steps, solved.model, self.damping, solved.slope)
 
     def learn(self, found: Found, taken: Taken) -> None:
         """Move the damping and the number of steps by how well the model predicted the full step."""

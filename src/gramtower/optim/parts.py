@@ -39,12 +39,14 @@ class Found:
         cg_steps: conjugate gradient steps it took.
         model: the decrease that a quadratic model promises for the full step (negative), or None without a model.
         damping: damping in force, or None.
+        slope: sᵀ∇L where the gradient's memory was used for the direction; None where the gradient is still there.
     """
 
     s: Parameters
     cg_steps: int = 0
     model: float | None = None
     damping: float | None = None
+    slope: float | None = None
 
 
 @dataclass
@@ -68,7 +70,10 @@ class Direction(Part):
     """Which way to go."""
 
     def find(self, gradient: Parameters, point: Point | None) -> Found:
-        """The direction for this gradient. ``point`` is None for gradients from samples."""
+        """The direction for this gradient. ``point`` is None for gradients from samples.
+
+        A direction that uses the gradient's memory says so by giving the slope.
+        """
         raise NotImplementedError
 
     def learn(self, found: Found, taken: Taken) -> None:
@@ -82,7 +87,7 @@ class Direction(Part):
 class StepRule(Part):
     """How far to go."""
 
-    def take(self, point: Point, gradient: Parameters, s: Parameters) -> Taken:
+    def take(self, point: Point, slope: float, s: Parameters) -> Taken:
         """The step from a point along s."""
         raise NotImplementedError
 

@@ -1,0 +1,94 @@
+"""What an evaluation on a GPU takes, and how it is made to fit the memory budget.
+
+Counted is what one G·d needs: θ as the towers hold it, the point's copy, the direction and the result; the pairs with
+the orders in which they are visited; slopes, curvatures and products on the pairs; outputs and directions of both
+sides; activations. If all that, with activations recomputed, exceeds the budget, left rows go block by block
+(swept.py), and if that does not leave room for the pairs, those are sent from host memory (row_blocks.py). Checked by
+tests/test_swept.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_LARGEST, _SMALLEST = 1 << 16, 1 << 10  # rows of a block: small ones are launches more than work
+_ORDERS = 12  # bytes of a pair: its column, its row and its place in the order by columns
+_SENT = 3  # blocks of pairs on the device at a time, one of them on the way
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Sizes that the memory of an evaluation follows from.
+
+    Attributes:
+        parameters: numbers in θ.
+        rows: m and n.
+        columns: k.
+        row_bytes: bytes of an entity's activations on each side.
+        pairs: |O|.
+        per_pair: numbers kept for each pair besides its place, such as weights.
+        item: bytes of a number.
+    """
+
+    parameters: int
+    rows: tuple[int, int]
+    columns: int
+    row_bytes: tuple[int, int]
+    pairs: int
+    per_pair: int
+    item: int
+
+    @property
+    def vectors(self) -> int:
+        """Four vectors of θ's size, and the right side's outputs, direction and results."""
+        return self.item * (4 * self.parameters + 5 * self.rows[1] * self.columns)
+
+    @property
+    def stored_pairs(self) -> int:
+        """The pairs, their orders and their weights."""
+        return self.pairs * (_ORDERS + self.item * self.per_pair)
+
+    @property
+    def whole(self) -> int:
+        """All but activations, when everything is done at once."""
+        left = 3 * self.rows[0] * self.columns
+        return self.vectors + self.stored_pairs + self.item * (3 * self.pairs + left)
+
+    def block(self, rows: int, sent: bool) -> int:
+        """A block of left rows: activations and room for their changes, P, W, U, and its pairs' values."""
+        own = 1.25 * self.row_bytes[0] + 3 * self.item * self.columns
+        pairs = 3 * self.item + (_SENT * (_ORDERS + self.item * self.per_pair) if sent else 0)
+        return int(rows * (own + pairs * self.pairs / max(1, self.rows[0])))
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Left rows go block by block.
+
+    Attributes:
+        rows: of a block.
+        streamed: whether pairs are sent from host memory.
+    """
+
+    rows: int
+    streamed: bool
+
+
+def plan_sweep(budget: int, needs: Footprint) -> Sweep | None:
+    """How to stay within ``budget`` bytes; None if there is no need to go block by block."""
+    recomputed = 3 * _SMALLEST * 16 * max(needs.row_bytes)
+    if needs.whole + recomputed <= budget:
+        return None
+    kept, sent = (
+        _rows(budget - needs.vectors - pairs, needs, streamed)
+        for pairs, streamed in ((needs.stored_pairs, False), (0, True))
+    )
+    return Sweep(max(kept, sent, _SMALLEST), streamed=sent > kept or kept < _SMALLEST)
+
+
+def _rows(room: int, needs: Footprint, streamed: bool) -> int:
+    """Rows of the largest block that fits, a power of two; half the smallest sensible number if none does."""
+    rows = _LARGEST
+    while rows >= _SMALLEST and needs.block(rows, streamed) > room:
+        rows //= 2
+    return rows

@@ -1,0 +1,218 @@
+"""The objective at a point when the memory budget is small: one block of left rows after the other, nothing kept of it.
+
+Everything that the formulas of evaluation.py and curvature.py need of a left row is made while its block is worked on
+and forgotten afterwards: activations, embeddings, directions, the pairs' slopes. A block adds to the sums over left
+rows (Gramians, the right side's pairs) and finishes its own rows of the result. The right side is as elsewhere; its
+rows are what pairs gather. Differs from one pass over everything by rounding alone.
+
+Cost beyond evaluation.py and curvature.py: a forward of the left tower and a pass over O in each gradient and product.
+Memory: θ's vectors, the right side, one block, and the pairs or two blocks of them (row_blocks.py). Compared with the
+dense twin in tests/test_swept.py; timed by benchmarks/bench_gpu.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gramtower.kernels import Kernels
+from gramtower.kernels.precision import products_in
+from gramtower.model.linearization import Linearization, Work
+from gramtower.model.parameters import Parameters
+from gramtower.model.towers import Towers
+from gramtower.objective.evaluation import Moments, Point, Recorded, weigh
+from gramtower.objective.gramians import gram, square_norms
+from gramtower.objective.observed import Observed, observe
+from gramtower.objective.row_blocks import RowBlocks
+from gramtower.objective.setting import Setting
+
+
+@dataclass
+class _Block:
+    """A block of left rows at θ."""
+
+    start: int
+    stop: int
+    setting: Setting
+    P: Tensor
+    saved: list[Any]
+
+
+@dataclass
+class _Sums:
+    """What the value needs of all left rows, in float64."""
+
+    gramian: Tensor  # P_c
+    cross: Tensor  # P̂_c
+    observed: Tensor  # Σ_O ℓ⁺
+    penalty: Tensor  # ½ Σ μ c_i ‖p_i‖²
+
+
+class Swept(Point):
+    """A point whose left rows are visited block by block; see the module's first lines.
+
+    ``P`` is computed each time it is asked for.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        blocks: RowBlocks,
+        towers: Towers,
+        parameters: Parameters,
+        left: Linearization,
+        right: Linearization,
+        kernels: Kernels,
+        work: Work,
+        at: Callable[[Parameters], Point],
+    ) -> None:
+        super().__init__(setting, towers, parameters, left, right, kernels, work, at)
+        self._blocks = blocks
+
+    @property
+    def slot(self) -> Recorded:  # type: ignore[override]
+        """This point itself; not kept as an attribute, which would keep it alive."""
+        return self
+
+    def _visit(self) -> Iterator[_Block]:
+        """The blocks of left rows with their embeddings; counted as a forward."""
+        for start, stop, setting in self._blocks:
+            yield _Block(start, stop, setting, *self.left.run(start, stop))
+        self.work.add("left", "forwards")
+
+    def _observe(self, block: _Block) -> Observed:
+        s = block.setting
+        return observe(self.kernels, s.pairs, block.P, self.Q, s.loss, s.loss_terms)
+
+    @cached_property
+    @torch.no_grad()
+    def _left_sums(self) -> _Sums:
+        k, zero = self.Q.shape[1], torch.zeros((), dtype=torch.float64, device=self.Q.device)
+        sums = _Sums(zero.new_zeros(k, k), zero.new_zeros(1, k), zero.clone(), zero.clone())
+        with products_in(self.setting.precision):
+            for block in self._visit():
+                s, a = block.setting, block.setting.weights[0]
+                sums.gramian += gram(block.P, block.P, a)
+                sums.cross = sums.cross + s.imputed.cross_gram(0, a, block.P)
+                sums.observed += self._observe(block).value
+                if s.penalties[0] is not None:
+                    sums.penalty += 0.5 * (s.penalties[0] * square_norms(block.P)).sum(dtype=torch.float64)
+                del block, s, a  # before the next one is made
+        self.work.pair_passes += 1
+        return sums
+
+    @cached_property
+    def gramians(self) -> tuple[Tensor, Tensor]:
+        """See Point."""
+        with products_in(self.setting.precision):
+            return self._left_sums.gramian, gram(self.Q, self.Q, self.setting.weights[1])
+
+    @cached_property
+    def cross_gramians(self) -> tuple[Tensor, Tensor]:
+        """See Point."""
+        s = self.setting
+        return self._left_sums.cross, s.imputed.cross_gram(1, s.weights[1], self.Q)
+
+    @cached_property
+    def sums(self) -> Tensor:
+        """See Point."""
+        (Pc, Qc), (hPc, hQc), left = self.gramians, self.cross_gramians, self._left_sums
+        penalty, weight = left.penalty, self.setting.penalties[1]
+        if weight is not None:
+            penalty = penalty + 0.5 * (weight * square_norms(self.Q)).sum(dtype=torch.float64)
+        square = self.parameters.inner(self.parameters)
+        return torch.stack([left.observed, (hPc * hQc).sum(), (Pc * Qc).sum(), penalty, square])
+
+    @torch.no_grad()
+    def gradient_now(self) -> Parameters:
+        """∇L by eq:final_grad: a forward and a vjp of the left tower, three passes over O."""
+        s, Q, omega = self.setting, self.Q, self.setting.omega
+        (Pc, Qc), (hPc, hQc) = (
+            ((omega * g).to(Q.dtype) for g in pair) for pair in (self.gramians, self.cross_gramians)
+        )
+        out, bases = self.begin_pull(self.parameters, 0.0, None)
+        pairs_V = torch.zeros_like(Q)  # Xᵀ P
+        with products_in(s.precision):
+            for block in self._visit():
+                own, x = block.setting, self._observe(block).slopes
+                U = block.P @ Qc
+                own.imputed.subtract_product(0, hQc, U)
+                weigh(own, 0, U, block.P)
+                self._add_pairs(block, x, U, pairs_V)
+                self._pull_block(block, U, out, bases[0])
+                del block, own, x, U  # before the next one is made
+            V = Q @ Pc
+            s.imputed.subtract_product(1, hPc, V)
+            self.right.vjp(weigh(s, 1, V, Q).add_(pairs_V), self.towers.own("right", out), bases[1])
+        self._count(3)
+        return out
+
+    @torch.no_grad()
+    def product_now(self, d: Parameters, damping: float, out: Parameters) -> Parameters:
+        """(G + damping·I) d by eq:final_Gd: a forward, a jvp and a vjp of the left tower, three passes over O."""
+        s, Q, omega = self.setting, self.Q, self.setting.omega
+        dtype = Q.dtype
+        Pc, Qc = ((omega * g).to(dtype) for g in self.gramians)
+        out, bases = self.begin_pull(d, damping, out)
+        tangent, pairs_V, Wc = self.towers.own("left", d), torch.zeros_like(Q), torch.zeros_like(self.gramians[0])
+        with products_in(s.precision):
+            H = self.right.jvp(self.towers.own("right", d))
+            Hc = (omega * gram(H, Q, s.weights[1])).to(dtype)
+            each_Q, each_H = self.gathered(Q), self.gathered(H)
+            for block in self._visit():
+                own, P = block.setting, block.P
+                c = self._observe(block).curvatures
+                W, U = torch.empty_like(P), torch.empty_like(P)
+                self.left.push(block.saved, tangent, W)
+                Wc += gram(W, P, own.weights[0])
+                weigh(own, 0, torch.mm(W, Qc, out=U).addmm_(P, Hc), W)
+                z = self.kernels.curvature_left(own.pairs, c, P, W, each_Q, each_H, U)
+                self.kernels.right_sum(own.pairs, z, self.gathered(P), pairs_V)
+                self._pull_block(block, U, out, bases[0])
+                del block, own, P, W, U, c, z  # before the next one is made
+            V = (H @ Pc).addmm_(Q, (omega * Wc).to(dtype))
+            self.right.vjp(weigh(s, 1, V, H).add_(pairs_V), self.towers.own("right", out), bases[1])
+        self.work.add("left", "jvps")
+        self._count(3)
+        return out
+
+    @torch.no_grad()
+    def curvature_moments(self) -> Moments:
+        """See Point. A forward of the left tower and a pass over O more."""
+        Q = self.Q
+        left, right = Q.new_zeros(self.left.features.rows, 2), Q.new_zeros(len(Q), 2)
+        square = torch.zeros(Q.shape[1], Q.shape[1], dtype=torch.float64, device=Q.device)
+        each_Q = _with_ones(Q)
+        for block in self._visit():
+            pairs, c = block.setting.pairs, self._observe(block).curvatures
+            rows = left[block.start : block.stop]
+            self.kernels.left_sum(pairs, c, each_Q, rows)
+            self.kernels.right_sum(pairs, c, _with_ones(block.P), right)
+            square += gram(block.P, block.P, rows[:, 0])
+            del block, pairs, c, rows  # before the next one is made
+        self.work.pair_passes += 1 + 4 / Q.shape[1]
+        return Moments((left, right), (square, gram(Q, Q, right[:, 0])))
+
+    def _add_pairs(self, block: _Block, x: Tensor, U: Tensor, V: Tensor) -> None:
+        """U += X Q and V += Xᵀ P over the pairs of a block."""
+        self.kernels.left_sum(block.setting.pairs, x, self.Q, U)
+        self.kernels.right_sum(block.setting.pairs, x, block.P, V)
+
+    def _pull_block(self, block: _Block, U: Tensor, out: Parameters, base: tuple[Tensor, float] | None) -> None:
+        self.left.pull(block.start, block.stop, block.saved, U, self.towers.own("left", out), base)
+
+    def _count(self, pair_passes: float) -> None:
+        self.work.add("left", "vjps")
+        self.work.pair_passes += pair_passes
+        self.work.data_passes += 1
+
+
+def _with_ones(embeddings: Tensor) -> Tensor:
+    """(1, ‖·‖²) of each row."""
+    norms = square_norms(embeddings)
+    return torch.stack([torch.ones_like(norms), norms], 1)

@@ -1,0 +1,170 @@
+"""Left rows block by block, and pairs sent from host memory: the same results, with less in memory."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from cases import FEATURES, LOSSES, TOWERS, make_case
+from test_engine import compare, relative
+
+import gramtower as gt
+from gramtower.data.synthetic import planted_pairs
+from gramtower.objective.footprint import Footprint, Sweep, plan_sweep
+from gramtower.objective.swept import Swept
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: pairs are sent to one")
+
+
+def swept(rows=3, **options):
+    case = make_case(**options)
+    case.problem.sweep = Sweep(rows, streamed=False)
+    return case
+
+
+@pytest.mark.parametrize("kernels", ["numba", "reference"])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("imputed", [-1.0, "low-rank"])
+@pytest.mark.parametrize("weights", [False, True])
+def test_agrees_with_the_dense_twin(loss, imputed, weights, kernels):
+    case = swept(loss=loss, imputed=imputed, weights=weights, kernels=kernels, embedding_l2=0.2, pair_weights=weights)
+    assert isinstance(compare(case), Swept)
+
+
+@pytest.mark.parametrize("kind", FEATURES)
+@pytest.mark.parametrize("tower", TOWERS)
+@pytest.mark.parametrize("shared", [False, True])
+def test_towers_and_features(tower, kind, shared):
+    compare(swept(tower=tower, kinds=(kind, kind), shared=shared, weights=True, seed=2))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 100])
+def test_blocks_of_any_size(rows):
+    compare(swept(rows, weights=True, embedding_l2=0.1, seed=3))
+
+
+@pytest.mark.parametrize("tower", ["elu", "linear", "residual"])
+def test_the_preconditioner_is_the_same(tower):
+    products = []
+    for sweep in (None, Sweep(4, streamed=False)):
+        case = make_case(tower=tower, weights=True, embedding_l2=0.1, seed=4)
+        case.problem.sweep = sweep
+        point = case.problem.at(case.towers)
+        products.append((point.preconditioner("kronecker", 0.1) @ point.gradient()).vector)
+    assert relative(products[1], products[0]) < 1e-10
+
+
+def test_training_takes_the_same_path():
+    ends = []
+    for sweep in (None, Sweep(5, streamed=False)):
+        case = make_case(weights=True, embedding_l2=0.1, seed=5)
+        case.problem.sweep = sweep
+        ends.append([r.value for r in gt.minimize(case.problem, case.towers, max_iterations=6).history])
+    assert ends[1] == pytest.approx(ends[0], rel=1e-9)
+
+
+def test_work_is_counted():
+    case = swept(tower="elu")
+    point = case.problem.at(case.towers)
+    assert point.value
+    g, before = point.gradient(), point.work.copy()
+    point.gauss_newton() @ g
+    once = point.work.since(before)
+    assert (once.left_forwards, once.left_jvps, once.left_vjps) == (1, 1, 1)
+    assert (once.right_jvps, once.right_vjps) == (1, 1)
+    assert once.pair_passes == 3
+    assert once.data_passes == 1
+
+
+def test_nothing_of_the_left_side_is_kept():
+    case = swept(tower="elu", m=30)
+    point = case.problem.at(case.towers)
+    assert point.value
+    point.gauss_newton() @ point.gradient()
+    kept = [t for t in vars(point.left).values() if isinstance(t, torch.Tensor)]
+    assert not kept
+    assert not point.left._kept
+    assert point.P.shape[0] == 30  # on demand
+
+
+NETFLIX = Footprint(
+    parameters=127_235_072, rows=(478_251, 17_768), columns=128, row_bytes=(4608, 4608), pairs=51_228_351, per_pair=0,
+    item=4,
+)  # fmt: skip
+
+
+def test_what_fits_is_done_at_once():
+    assert plan_sweep(8_000_000_000, NETFLIX) is None
+
+
+def test_a_smaller_budget_goes_block_by_block_and_a_still_smaller_one_sends_the_pairs():
+    kept, sent = plan_sweep(3_500_000_000, NETFLIX), plan_sweep(2_500_000_000, NETFLIX)
+    assert kept is not None
+    assert sent is not None
+    assert not kept.streamed
+    assert sent.streamed
+    for sweep, budget in ((kept, 3_500_000_000), (sent, 2_500_000_000)):
+        pairs = 0 if sweep.streamed else NETFLIX.stored_pairs
+        assert NETFLIX.vectors + pairs + NETFLIX.block(sweep.rows, sweep.streamed) <= budget
+        larger = NETFLIX.vectors + pairs + NETFLIX.block(2 * sweep.rows, sweep.streamed)
+        assert sweep.rows == 1 << 16 or larger > budget
+
+
+def test_a_budget_below_the_vectors_still_runs_in_the_smallest_blocks():
+    assert plan_sweep(1, NETFLIX) == Sweep(1 << 10, streamed=True)
+
+
+@needs_gpu
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_on_a_gpu_results_agree_with_the_cpu(streamed, weighted):
+    pairs = planted_pairs(700, 300, 9000)
+    options = {"embedding_l2": 0.01}
+    if weighted:
+        options |= {"left_weights": "degree^0.5", "pair_weights": torch.linspace(0.5, 2, pairs.nnz).numpy()}
+    results = []
+    for device, sweep in (("cpu", None), ("cuda", Sweep(128, streamed))):
+        problem = gt.Problem(pairs, **options)
+        problem.sweep = sweep
+        made = gt.mlp_towers(problem, hidden=(24,), dim=12)
+        point = problem.at(gt.Towers(made.left.to(device), made.right.to(device)))
+        g = point.gradient()
+        product = (point.gauss_newton() @ g).vector
+        preconditioned = (point.preconditioner() @ g).vector
+        results.append((torch.tensor(point.value), g.vector.cpu(), product.cpu(), preconditioned.cpu()))
+    for cpu, cuda in zip(*results, strict=True):
+        assert relative(cuda, cpu) < 2e-4
+
+
+@needs_gpu
+def test_a_small_budget_is_kept_on_a_gpu():
+    pairs = planted_pairs(60_000, 2000, 2_000_000)
+    peaks = {}
+    for budget in ("4GB", "160MB", "130MB"):
+        problem = gt.Problem(pairs, memory_budget=budget)
+        made = gt.mlp_towers(problem, hidden=(128,), dim=64)
+        towers = gt.Towers(made.left.cuda(), made.right.cuda())
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        theta = 4 * len(towers.parameters())
+        torch.cuda.reset_peak_memory_stats()
+        point = problem.at(towers)
+        assert point.value
+        g = point.gradient()
+        out = g.empty()
+        point.gauss_newton().product(g, out)
+        peaks[budget] = torch.cuda.max_memory_allocated() - before + theta
+        del point, g, out, towers, made, problem
+    assert peaks["160MB"] < 160e6 * 1.1
+    assert peaks["130MB"] < peaks["160MB"] < peaks["4GB"]
+
+
+def test_a_point_is_gone_when_nobody_holds_it():
+    case = swept(tower="elu")
+    point = case.problem.at(case.towers)
+    assert point.value
+    gone = weakref.ref(point)
+    del point
+    assert gone() is None  # by counting references, not when the collector comes along: a point holds a copy of θ
