@@ -215,7 +215,7 @@ def test_towers_of_ones_own_and_what_a_file_cannot_hold(tmp_path):
 
 
 def test_defaults_scale_with_the_data():
-    assert defaults.default_omega((1000, 1000), 10_000) == pytest.approx(2 * 10_000 / 990_000)
+    assert defaults.default_omega((1000, 1000), 10_000) == pytest.approx(3 * 10_000 / 990_000)
     sparse, dense = (defaults.default_embedding_l2((1000, 1000), n) for n in (1000, 100_000))
     assert sparse < dense < 2 * sparse
     assert defaults.default_embedding_l2((1000, 1000), 500_000) == dense
@@ -223,7 +223,7 @@ def test_defaults_scale_with_the_data():
     assert sizes == [10, 64, 128, 256, 256]
     assert defaults.default_dim((100_000, 50_000), torch.device("cuda")) == 1024
     fitted = small(max_iterations=1).fit(checkerboard())
-    assert fitted.omega_ == pytest.approx(2 * 180 / 220)
+    assert fitted.omega_ == pytest.approx(3 * 180 / 220)
 
 
 def test_an_interrupted_fit_goes_on_from_its_checkpoint(tmp_path):

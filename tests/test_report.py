@@ -92,6 +92,13 @@ def test_the_lead_is_over_the_next_and_not_over_one_that_diverged(folder):
     assert first["0.1"] == {"method": "newton-kron", "seconds": 2.0, "next": None, "times": 15.0, "bound": ">"}
 
 
+def test_the_lead_is_not_over_one_that_stopped_by_itself(folder):
+    manifest = json.loads((folder / "comparison.json").read_text())
+    manifest["settings"]["limits"]["time_limit"] = 40.0  # gd's last record is at 30 s: it gave up
+    (folder / "comparison.json").write_text(json.dumps(manifest))
+    assert summarise(read_comparison(folder))["first"]["0.1"]["times"] is None
+
+
 class Elements(HTMLParser):
     """Opened tags with their attributes, and the text of scripts by id."""
 

@@ -1,6 +1,6 @@
 """Defaults that scale with the data: ω, the embedding penalty μ, the dimension k, and the device.
 
-    ω = 2 |O| / (mn − |O|)                    unobserved pairs weigh twice as much in all as observed ones
+    ω = 3 |O| / (mn − |O|)                    unobserved pairs weigh three times as much in all as observed ones
     μ = 0.0065 · clamp(d / 0.014, 1, 1.7)     with d = |O| / mn: dense data can bear, and need, a stronger penalty
     k = the power of two nearest min(m, n)/20, at least 64, at most 256 on a CPU and 1024 on a GPU
 
@@ -16,7 +16,7 @@ import torch
 from gramtower import _checks as check
 
 HIDDEN = (256, 256)
-UNOBSERVED_SHARE = 2.0
+UNOBSERVED_SHARE = 3.0
 L2 = 2.0**-5
 IMPUTED = -0.5
 _PENALTY, _DENSE, _MOST = 0.0065, 0.014, 1.7

@@ -68,7 +68,7 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
                 a.name: {b.name: speed_up(a.history, b.history, lowest, level) for b in ran if b is not a} for a in ran
             }
             found["speed_up"][f"{level:g}"] = table
-            found["first"][f"{level:g}"] = _first(ran, lowest, level)
+            found["first"][f"{level:g}"] = _first(ran, lowest, level, _time_limit(comparison))
     return found
 
 
@@ -97,8 +97,17 @@ def _to(history: list[Record], lowest: float, what: Callable[[Record], float]) -
     return {level: None if record is None else what(record) for level, record in records.items()}
 
 
-def _first(ran: list[Method], lowest: float, level: float) -> dict[str, Any] | None:
-    """Who reached a level first, and how many times sooner than the next (at least so many if no other did)."""
+def _time_limit(comparison: Comparison) -> float:
+    """The seconds that every method had, 0 if nothing is known of a limit in time alone."""
+    limits = comparison.about.get("settings", {}).get("limits", {})
+    return float(limits.get("time_limit") or 0.0) if limits.get("max_iterations") is None else 0.0
+
+
+def _first(ran: list[Method], lowest: float, level: float, limit: float) -> dict[str, Any] | None:
+    """Who reached a level first, and how many times sooner than the next (at least so many if no other did).
+
+    A method that stopped by itself without getting there says nothing of how long it would take.
+    """
     there = [(record.seconds, m) for m in ran if (record := reached(m.history, lowest, level)) is not None]
     if not there:
         return None
@@ -108,5 +117,6 @@ def _first(ran: list[Method], lowest: float, level: float) -> dict[str, Any] | N
     if others:
         time, second = min(others, key=lambda pair: pair[0])
         return found | {"next": second.name, "times": time / seconds, "bound": ""}
-    ends = [m.history[-1].seconds for m in ran if m is not winner and m.outcome["status"] not in ("diverged", "failed")]
+    going = [m for m in ran if m is not winner and m.outcome["status"] not in ("diverged", "failed")]
+    ends = [m.history[-1].seconds for m in going if m.history[-1].seconds >= limit]
     return found | {"next": None, "times": min(ends) / seconds if ends else None, "bound": ">"}
