@@ -20,7 +20,7 @@ from gramtower.tuning.warm import Solutions, distance
 
 pytest.importorskip("optuna", reason="tuning needs optuna")
 
-SPACE = {"omega": [1e-4, 1.0], "penalty": [1e-4, 1.0], "dim": [2, 6]}
+SPACE = {"omega": [1e-4, 4.0], "penalty": [1e-4, 1.0], "dim": [2, 6]}
 
 
 def data():
