@@ -1,6 +1,6 @@
 # make demo   learns a thesaurus and shows what it found
 # make test   lint, types and tests
-# make reproduce ML1M=path/to/ml-1m   the paper's comparison on MovieLens 1M and on the bundled thesaurus, about 25 minutes
+# make reproduce ML1M=path/to/ml-1m   the paper's comparison on MovieLens 1M and on the bundled thesaurus, about 26 minutes
 # Each does its own set-up in .venv.
 
 PYTHON ?= python3

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -73,3 +74,18 @@ class Side:
 def normalised(embeddings: Tensor) -> Tensor:
     """Rows scaled to length one; zero rows stay zero."""
     return torch.nn.functional.normalize(embeddings, dim=1)
+
+
+def history_matrix(right: Side, histories: Any) -> sp.csr_matrix:
+    """What new left entities have seen, as a matrix of ones: from lists of right ids, or from a sparse matrix."""
+    if sp.issparse(histories):
+        if histories.shape[1] != len(right):
+            check.fail("histories", f"shape {histories.shape}", f"{len(right)} columns, one for each right entity")
+        return sp.csr_matrix(histories, dtype=np.float32)
+    columns = [right.rows(list(history)) for history in histories]
+    offsets = np.cumsum([0, *map(len, columns)])
+    indices = np.concatenate(columns) if columns else np.empty(0, dtype=np.int64)
+    matrix = sp.csr_matrix((np.ones(len(indices), np.float32), indices, offsets), (len(columns), len(right)))
+    matrix.sum_duplicates()
+    matrix.data[:] = 1.0
+    return matrix

@@ -25,10 +25,11 @@ from gramtower.distributed.group import SINGLE, current_group
 from gramtower.distributed.shards import row_work
 from gramtower.estimator import defaults, model_file, sharded_model
 from gramtower.estimator.given import Given, own_weights, take_up
-from gramtower.estimator.inputs import Inputs, ids_alone
+from gramtower.estimator.inputs import ids_alone
 from gramtower.estimator.matrices import aligned, matrix_and_ids
-from gramtower.estimator.side import Side, normalised
+from gramtower.estimator.side import Side, history_matrix, normalised
 from gramtower.estimator.validation import ranking_validator
+from gramtower.estimator.warm_start import carry_over
 from gramtower.metrics import evaluate_embeddings
 from gramtower.model.towers import Towers, mlp_towers
 from gramtower.objective.evaluation import Point
@@ -191,7 +192,7 @@ class TwoTower:
         self._check_fitted()  # its towers stay as large as they are, whatever the default for more data
         same = TwoTower(**(self.get_params() | {"dim": self.dim_, "hidden": self.hidden_}))
         towers = same.make_towers(problem)
-        self._carry_over(towers, given.inputs, given.ids)
+        carry_over(self.towers_, (self.left_, self.right_), towers, given.inputs, given.ids)
         return problem, towers, given
 
     def tune(
@@ -277,7 +278,7 @@ class TwoTower:
             given = "None" if left is None else "ids, and features or histories"
             check.fail("left", given, "ids of left entities; or, for new ones, left_features, histories or both")
         if new:
-            seen = None if histories is None else self._history_matrix(histories)
+            seen = None if histories is None else history_matrix(self.right_, histories)
             P = self._embed_new("left", left_features, seen)
         else:
             rows = self.left_.rows(left)
@@ -324,7 +325,7 @@ class TwoTower:
         """
         self._check_fitted()
         if left_features is not None or histories is not None:
-            history = None if histories is None else self._history_matrix(histories)
+            history = None if histories is None else history_matrix(self.right_, histories)
             return np.asarray(self._embed_new("left", left_features, history).numpy())
         if right_features is not None:
             return np.asarray(self._embed_new("right", right_features).numpy())
@@ -358,7 +359,7 @@ class TwoTower:
                 histories = aligned(
                     "histories", histories, (rows, self.right_.ids), (matrix.shape[0], len(self.right_))
                 )
-            seen = None if histories is None else self._history_matrix(histories)
+            seen = None if histories is None else history_matrix(self.right_, histories)
             P = self._embed_new("left", left_features, seen)
             truth = aligned("test", test, (rows, self.right_.ids), (len(P), len(self.right_)))
             processes = SINGLE  # every process knows all new entities
@@ -452,37 +453,13 @@ class TwoTower:
         self.left_ = Side("left", given.ids[0], point.P.cpu(), given.inputs[0])
         self.right_ = Side("right", given.ids[1], point.right_rows.cpu(), given.inputs[1])
         self.seen_, self.towers_, self.omega_, self.shards_ = given.matrix, towers, problem.omega, problem.shards
-        self.dim_, self.hidden_ = point.P.shape[1], () if self.towers is not None else tuple(self.layers(problem)[0])
+        self.dim_, self.hidden_ = point.Q.shape[1], () if self.towers is not None else tuple(self.layers(problem)[0])
         self.history_: list[Record] = result.history
         self.reason_, self.message_, self.best_metric_ = result.reason, result.message, result.best_metric
 
     def make_validation(self, given: Given) -> Callable[[Point], float] | None:
         """The metric of a point on held-out pairs, None without them."""
         return None if given.test is None else ranking_validator(self.metric, given.test, given.matrix)
-
-    def _carry_over(
-        self, towers: Towers, inputs: tuple[Inputs, Inputs], ids: tuple[NDArray[Any] | None, NDArray[Any] | None]
-    ) -> None:
-        """Copy this model's weights into fresh towers: first layers feature by feature, everything else as it is."""
-        before, after = self.towers_.parameters(), towers.parameters()
-        for name, fresh in after.items():
-            if name not in before.layout.shapes:
-                check.fail("warm_start", f"towers with a new parameter {name}", "the same architecture as before")
-            old = before[name].cpu()
-            index = 0 if name.startswith("left.") else 1
-            known, new = (self.left_, self.right_)[index].inputs, inputs[index]
-            if name.endswith(".0.weight") and (len(old), len(fresh)) == (known.width, new.width):
-                turned = (ids, (self.left_.ids, self.right_.ids))  # of this side, and of the other
-                for here, there, places in new.columns_in(known, *((t[index], t[1 - index]) for t in turned)):
-                    rows, part = fresh[here], old[there]
-                    rows.mul_(0.1).add_(part.mean(0))  # a newcomer starts near the average of those known
-                    rows[places >= 0] = part[places[places >= 0]]
-            elif old.shape == fresh.shape:
-                fresh.copy_(old)
-            else:
-                given = f"{name} of shape {tuple(fresh.shape)}"
-                check.fail("warm_start", given, f"the shape {tuple(old.shape)} it had before")
-        towers.load(after)
 
     def _embed_new(self, name: str, features: Any, history: sp.csr_matrix | None = None) -> Tensor:
         """New entities through their tower."""
@@ -496,20 +473,6 @@ class TwoTower:
         empty = sp.csr_matrix((rows, 1) if name == "left" else (1, rows), dtype=np.float32)
         problem = Problem(empty, **{name: given})
         return self.towers_.embed(name, problem.left if name == "left" else problem.right).cpu()
-
-    def _history_matrix(self, histories: Any) -> sp.csr_matrix:
-        if sp.issparse(histories):
-            if histories.shape[1] != len(self.right_):
-                expected = f"{len(self.right_)} columns, one for each right entity"
-                check.fail("histories", f"shape {histories.shape}", expected)
-            return sp.csr_matrix(histories, dtype=np.float32)
-        columns = [self.right_.rows(list(history)) for history in histories]
-        offsets = np.cumsum([0, *map(len, columns)])
-        indices = np.concatenate(columns) if columns else np.empty(0, dtype=np.int64)
-        matrix = sp.csr_matrix((np.ones(len(indices), np.float32), indices, offsets), (len(columns), len(self.right_)))
-        matrix.sum_duplicates()
-        matrix.data[:] = 1.0
-        return matrix
 
     def _align(self, test: Any) -> sp.csr_matrix:
         """Held-out pairs of the left entities that this process knows."""

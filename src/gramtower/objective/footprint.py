@@ -10,6 +10,14 @@ tests/test_swept.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from gramtower.model.towers import Sizes
+
+if TYPE_CHECKING:
+    from gramtower.objective.problem import Problem
 
 _LARGEST, _SMALLEST = 1 << 16, 1 << 10  # rows of a block: small ones are launches more than work
 _ORDERS = 12  # bytes of a pair: its column, its row and its place in the order by columns
@@ -59,6 +67,22 @@ class Footprint:
         own = 1.25 * self.row_bytes[0] + 3 * self.item * self.columns
         pairs = 3 * self.item + (_SENT * (_ORDERS + self.item * self.per_pair) if sent else 0)
         return int(rows * (own + pairs * self.pairs / max(1, self.rows[0])))
+
+
+def footprint(problem: Problem, parameters: int, sizes: Sizes, dtype: torch.dtype) -> Footprint:
+    """What evaluations of a problem take with towers of these sizes."""
+    a, b = problem.weight_arrays
+    labels = problem.labels
+    kept = (
+        a is not None or b is not None,
+        problem.pair_weights is not None,
+        problem.imputed.factors is not None,
+        bool(len(labels)) and bool((labels != labels[0]).any()),  # one number stands for labels that are all alike
+    )
+    item = torch.finfo(dtype).bits // 8
+    return Footprint(
+        parameters, problem.shape, sizes.columns, sizes.row_bytes, len(problem.pairs), sum(kept), item
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

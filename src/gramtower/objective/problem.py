@@ -10,7 +10,6 @@ evaluation.py and curvature.py; the errors in tests/test_problem.py.
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -33,7 +32,7 @@ from gramtower.model.parameters import Parameters, as_parameters
 from gramtower.model.towers import Towers
 from gramtower.objective.captured import LARGEST, Slots
 from gramtower.objective.evaluation import Point
-from gramtower.objective.footprint import Footprint, Sweep, plan_sweep
+from gramtower.objective.footprint import Footprint, Sweep, footprint, plan_sweep
 from gramtower.objective.imputation import as_imputed
 from gramtower.objective.losses import Loss, as_loss
 from gramtower.objective.row_blocks import RowBlocks
@@ -168,17 +167,9 @@ class Problem:
         if self.sweep is not None or not self.shards.single or towers.device.type != "cuda":
             return self.sweep
         if towers not in self._sweeps:
-            kernels = select(towers.device, self.kernels)
-            sizes = towers.sizes(own, self.left, self.right, kernels)
-            present = (self._weights[0], self._weights[1], self.pair_weights)
-            weights = (present[0] is not None or present[1] is not None) + (present[2] is not None)
-            needs = Footprint(
-                len(own), self.shape, sizes.columns, sizes.row_bytes, len(self.pairs),
-                weights + (self.imputed.factors is not None) + int(not self._same_labels),
-                torch.finfo(towers.dtype).bits // 8,
-            )  # fmt: skip
-            self._needs = needs
-            self._sweeps[towers] = plan_sweep(self._budget(towers), needs)
+            sizes = towers.sizes(own, self.left, self.right, select(towers.device, self.kernels))
+            self._needs = footprint(self, len(own), sizes, towers.dtype)
+            self._sweeps[towers] = plan_sweep(self._budget(towers), self._needs)
         return self._sweeps[towers]
 
     def _evaluate_swept(self, towers: Towers, own: Parameters, sweep: Sweep) -> Point:
@@ -309,10 +300,6 @@ class Problem:
             sharing = self.shards.group.local_size if towers.device.type == "cpu" else 1
             self.memory_budget = default_budget(towers.device) // sharing
         return self.memory_budget
-
-    @cached_property
-    def _same_labels(self) -> bool:
-        return bool(len(self._labels)) and bool((self._labels == self._labels[0]).all())
 
 
 def _check_labels(loss: Loss, labels: NDArray[Any], pairs: Pairs) -> None:

@@ -1,0 +1,44 @@
+"""A fitted model's weights in fresh towers: first layers feature by feature, everything else as it is.
+
+Entities and features that are new start near the average of those known. Checked by tests/test_estimator.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numpy.typing import NDArray
+
+from gramtower import _checks as check
+from gramtower.estimator.inputs import Inputs
+from gramtower.estimator.side import Side
+from gramtower.model.towers import Towers
+
+
+def carry_over(
+    fitted: Towers,
+    sides: tuple[Side, Side],
+    towers: Towers,
+    inputs: tuple[Inputs, Inputs],
+    ids: tuple[NDArray[Any] | None, NDArray[Any] | None],
+) -> None:
+    """Copy the weights of ``fitted``, whose entities are ``sides``, into fresh towers over ``inputs`` and ``ids``."""
+    before, after = fitted.parameters(), towers.parameters()
+    for name, fresh in after.items():
+        if name not in before.layout.shapes:
+            check.fail("warm_start", f"towers with a new parameter {name}", "the same architecture as before")
+        old = before[name].cpu()
+        index = 0 if name.startswith("left.") else 1
+        known, new = sides[index].inputs, inputs[index]
+        if name.endswith(".0.weight") and (len(old), len(fresh)) == (known.width, new.width):
+            turned = (ids, (sides[0].ids, sides[1].ids))  # of this side, and of the other
+            for here, there, places in new.columns_in(known, *((t[index], t[1 - index]) for t in turned)):
+                rows, part = fresh[here], old[there]
+                rows.mul_(0.1).add_(part.mean(0))
+                rows[places >= 0] = part[places[places >= 0]]
+        elif old.shape == fresh.shape:
+            fresh.copy_(old)
+        else:
+            given = f"{name} of shape {tuple(fresh.shape)}"
+            check.fail("warm_start", given, f"the shape {tuple(old.shape)} it had before")
+    towers.load(after)
