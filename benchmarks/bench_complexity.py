@@ -219,6 +219,9 @@ def draw(rows: dict[str, list[dict[str, float]]], folder: Path) -> None:
             axes.plot(x, [p[f"{method}_counted"] for p in points], ":", linewidth=1.4, **style)
             axes.plot(x, [p[method] for p in points], "o", markersize=5, label=LABELS[method], **style)
         axes.set(xscale="log", yscale="log", xlabel=names[axis])
+        if axis == "ratio":
+            axes.set_xticks(x, [f"{value:g}" for value in x])
+            axes.minorticks_off()
         axes.grid(True, which="major", alpha=0.35)
     figure.axes[0].set_ylabel("seconds of a data pass")
     handles, labels = figure.axes[0].get_legend_handles_labels()

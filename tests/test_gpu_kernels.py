@@ -14,6 +14,7 @@ from test_kernels import TOLERANCE, assert_same, make_operands, make_pairs, run,
 
 import gramtower as gt
 from gramtower.data.pairs import from_sparse
+from gramtower.data.synthetic import planted_pairs
 from gramtower.kernels import LossTerms, gpu, layout, reference
 from gramtower.model.slopes import by_output, slope_from_output
 from gramtower.objective.losses import LOSSES
@@ -203,3 +204,19 @@ def test_elu_of_a_sum_keeps_its_digits():
     x, bias = z.view(-1, 2).to(DEVICE), torch.zeros(2, device=DEVICE)
     exact = torch.nn.functional.elu(x.double())
     torch.testing.assert_close(gpu.shifted_elu(x, bias, 1.0).double(), exact, rtol=4e-7, atol=1e-12)
+
+
+def test_a_table_of_both_towers_gets_both_parts():
+    """With fewer left than right entities one tower's table is whole and the other's is not."""
+    pairs = planted_pairs(5, 9, 12)
+    results = []
+    for kernels in ("triton", "reference"):
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(gt.InputLinear(9, 4), torch.nn.ELU(), torch.nn.Linear(4, 3)).to(DEVICE)
+        problem = gt.Problem(pairs, kernels=kernels)
+        problem.graphs = False
+        point = problem.at(gt.Towers(module, module))
+        g = point.gradient()
+        results.append((g.vector, (point.gauss_newton() @ g).vector))
+    for mine, wanted in zip(*results, strict=True):
+        assert float((mine - wanted).norm()) <= 2e-4 * float(wanted.norm())

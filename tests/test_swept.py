@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,8 +90,8 @@ def test_nothing_of_the_left_side_is_kept():
 
 
 NETFLIX = Footprint(
-    parameters=127_235_072, rows=(478_251, 17_768), columns=128, row_bytes=(4608, 4608), pairs=51_228_351, per_pair=0,
-    item=4,
+    parameters=127_235_072, rows=(478_251, 17_768), columns=128, row_bytes=(4608, 4608), pairs=51_228_351,
+    most_pairs=lambda rows: 51_228_351 * rows // 478_251, per_pair=0, item=4,
 )  # fmt: skip
 
 
@@ -111,8 +112,44 @@ def test_a_smaller_budget_goes_block_by_block_and_a_still_smaller_one_sends_the_
         assert sweep.rows == 1 << 16 or larger > budget
 
 
+def test_a_busy_block_of_rows_counts():
+    busy = replace(NETFLIX, most_pairs=lambda rows: 51_228_351)  # all pairs in one block
+    assert plan_sweep(3_500_000_000, busy).rows < plan_sweep(3_500_000_000, NETFLIX).rows
+
+
 def test_a_budget_below_the_vectors_still_runs_in_the_smallest_blocks():
     assert plan_sweep(1, NETFLIX) == Sweep(1 << 10, streamed=True)
+
+
+def test_a_sweep_that_cannot_be_is_refused():
+    case = make_case()
+    case.problem.sweep = Sweep(4, streamed=True)
+    with pytest.raises(ValueError, match=r"^sweep: got .*, expected streamed=False without a GPU"):
+        case.problem.at(case.towers)
+
+
+def test_single_pairs_are_not_to_be_had():
+    case = swept()
+    with pytest.raises(RuntimeError, match="keeps nothing of single pairs"):
+        _ = case.problem.at(case.towers).observed
+
+
+def test_right_entities_share_their_constants():
+    case = swept(weights=True, imputed="low-rank", embedding_l2=0.1)
+    point = case.problem.at(case.towers)
+    assert point.value
+    for _, _, setting in point._blocks.visit(point._make):
+        assert setting.weights[1] is point.setting.weights[1]
+        assert setting.penalties[1] is point.setting.penalties[1]
+        assert setting.imputed.factors[1] is point.setting.imputed.factors[1]
+
+
+def test_a_problem_is_gone_when_nobody_holds_it():
+    case = swept()
+    case.problem.at(case.towers).gradient()
+    gone = weakref.ref(case.problem)
+    del case
+    assert gone() is None
 
 
 @needs_gpu
@@ -122,7 +159,11 @@ def test_on_a_gpu_results_agree_with_the_cpu(streamed, weighted):
     pairs = planted_pairs(700, 300, 9000)
     options = {"embedding_l2": 0.01}
     if weighted:
-        options |= {"left_weights": "degree^0.5", "pair_weights": torch.linspace(0.5, 2, pairs.nnz).numpy()}
+        options |= {
+            "left_weights": "degree^0.5",
+            "right_weights": "degree^0.3",
+            "pair_weights": torch.linspace(0.5, 2, pairs.nnz).numpy(),
+        }
     results = []
     for device, sweep in (("cpu", None), ("cuda", Sweep(128, streamed))):
         problem = gt.Problem(pairs, **options)

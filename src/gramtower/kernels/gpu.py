@@ -116,8 +116,8 @@ def slope_product(
 ) -> Tensor | None:
     """scale·base + (g + bias) ∘ φ′ written to ``out``, φ′ worked out from the activation's output y.
 
-    All matrices are rows × columns; ``activation`` is as model.ops.by_output gives it. ``base`` may be ``out``; a scale
-    other than 1 is for float32. Returns the column sums of the second term if asked.
+    All matrices are rows × columns; ``activation`` is as model.slopes.by_output gives it. ``base`` may be ``out``; a
+    scale other than 1 is for float32. Returns the column sums of the second term if asked.
     """
     rows, columns = y.shape
     width = _columns(columns, 512)

@@ -120,6 +120,7 @@ class Linearization:
         out = torch.empty_like(self.outputs) if out is None else out
         for start, stop, saved in self.saved_blocks():
             self.push(saved, tangent, out[start:stop])
+            del saved  # before the next block's are made
         self.work.add(self.side, "jvps", self._share)
         return out
 
@@ -162,6 +163,7 @@ class Linearization:
         """
         for start, stop, saved in self.saved_blocks():
             self.pull(start, stop, saved, cotangent[start:stop], out, base)
+            del saved  # before the next block's are made
         self.work.add(self.side, "vjps", self._share)
 
     def pull(

@@ -204,7 +204,7 @@ class Elementwise(Op):
 
     Attributes:
         function: φ.
-        activation: φ by number (see :func:`by_output`), if φ′ follows from φ's output; then kernels that can save
+        activation: φ by number (see slopes.by_output), if φ′ follows from φ's output; then kernels that can save
             themselves from keeping it.
     """
 

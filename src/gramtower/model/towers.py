@@ -38,10 +38,11 @@ _Prepared = tuple[str, Features, list[Op], Values, int, int]  # side, features, 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Columns of both towers, and bytes that an entity's activations take on each side."""
+    """Columns of both towers, bytes of an entity's activations on each side, the least sensible block on the left."""
 
     columns: int
     row_bytes: tuple[int, int]
+    least_block: int
 
 
 class TwoSided(Protocol):
@@ -180,7 +181,7 @@ class Towers:
     def sizes(self, parameters: Parameters, left: Features, right: Features, kernels: Kernels) -> Sizes:
         """Columns of the towers and bytes that an entity's activations take on each side."""
         prepared = self._prepare(parameters, left, right, kernels, self._scratch)
-        return Sizes(prepared[0][4], (prepared[0][5], prepared[1][5]))
+        return Sizes(prepared[0][4], (prepared[0][5], prepared[1][5]), _least_block(prepared[0][2], left))
 
     def _prepare(
         self, parameters: Parameters, left: Features, right: Features, kernels: Kernels, scratch: Scratch

@@ -234,10 +234,11 @@ class Point:
         direction = as_parameters("direction", direction, self.parameters)
         return lambda step: self._at(self.parameters.clone().axpy_(step, direction))
 
-    def _table(self, side: str) -> str | None:
-        """The name in Parameters of a tower's table that its vjp writes whole."""
+    def _table(self, side: str, other: str) -> str | None:
+        """The name in Parameters of a tower's table that its vjp writes whole; none that the other tower adds to."""
         own = (self.left if side == "left" else self.right).whole_table
-        return self.towers.own_names(side).get(own) if own is not None else None
+        name = self.towers.own_names(side).get(own) if own is not None else None
+        return None if name in self.towers.own_names(other).values() else name
 
     @property
     def gathers_halves(self) -> bool:
@@ -272,9 +273,7 @@ class Point:
         """(λ + extra) · regularised in ``out``, but for tables that a vjp writes whole: those as its ``base``."""
         out = regularised.empty() if out is None else out
         scale = self.setting.l2 + extra
-        names = [self._table(side) for side in ("left", "right")]
-        if names[0] == names[1]:  # one table for both sides, or none
-            names = [None, None]
+        names = [self._table(side, other) for side, other in (("left", "right"), ("right", "left"))]
         for part in regularised.layout.without({name for name in names if name is not None}):
             torch.mul(regularised.vector[part], scale, out=out.vector[part])
         out.begin_sum_()  # leaves tables alone: over several processes each row of them has one owner

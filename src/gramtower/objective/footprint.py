@@ -3,15 +3,17 @@
 Counted is what one G·d needs: θ as the towers hold it, the point's copy, the direction and the result; the pairs with
 the orders in which they are visited; slopes, curvatures and products on the pairs; outputs and directions of both
 sides; activations. If all that, with activations recomputed, exceeds the budget, left rows go block by block
-(swept.py), and if that does not leave room for the pairs, those are sent from host memory (row_blocks.py). Checked by
-tests/test_swept.py.
+(swept.py). Where it makes larger blocks possible, the pairs are sent from host memory (row_blocks.py): a GPU waits for
+many small launches longer than for the pairs. Features of entities are not counted. Checked by tests/test_swept.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from gramtower.model.towers import Sizes
@@ -34,6 +36,7 @@ class Footprint:
         columns: k.
         row_bytes: bytes of an entity's activations on each side.
         pairs: |O|.
+        most_pairs: the most pairs in a block of so many left rows.
         per_pair: numbers kept for each pair besides its place, such as weights.
         item: bytes of a number.
     """
@@ -43,6 +46,7 @@ class Footprint:
     columns: int
     row_bytes: tuple[int, int]
     pairs: int
+    most_pairs: Callable[[int], int]
     per_pair: int
     item: int
 
@@ -64,9 +68,9 @@ class Footprint:
 
     def block(self, rows: int, sent: bool) -> int:
         """A block of left rows: activations and room for their changes, P, W, U, and its pairs' values."""
-        own = 1.25 * self.row_bytes[0] + 3 * self.item * self.columns
-        pairs = 3 * self.item + (_SENT * (_ORDERS + self.item * self.per_pair) if sent else 0)
-        return int(rows * (own + pairs * self.pairs / max(1, self.rows[0])))
+        own = 1.25 * max(self.row_bytes) + 3 * self.item * self.columns
+        pair = 3 * self.item + (_SENT * (_ORDERS + self.item * self.per_pair) if sent else 0)
+        return int(rows * own + pair * self.most_pairs(rows))
 
 
 def footprint(problem: Problem, parameters: int, sizes: Sizes, dtype: torch.dtype) -> Footprint:
@@ -79,10 +83,14 @@ def footprint(problem: Problem, parameters: int, sizes: Sizes, dtype: torch.dtyp
         problem.imputed.factors is not None,
         bool(len(labels)) and bool((labels != labels[0]).any()),  # one number stands for labels that are all alike
     )
-    item = torch.finfo(dtype).bits // 8
+    offsets, item = problem.pairs.offsets.cpu().numpy(), torch.finfo(dtype).bits // 8
+
+    def most_pairs(rows: int) -> int:
+        return int(np.diff(np.append(offsets[:-1:rows], offsets[-1])).max(initial=0))
+
     return Footprint(
-        parameters, problem.shape, sizes.columns, sizes.row_bytes, len(problem.pairs), sum(kept), item
-    )  # fmt: skip
+        parameters, problem.shape, sizes.columns, sizes.row_bytes, len(problem.pairs), most_pairs, sum(kept), item
+    )
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ class Sweep:
 
 def plan_sweep(budget: int, needs: Footprint) -> Sweep | None:
     """How to stay within ``budget`` bytes; None if there is no need to go block by block."""
-    recomputed = 3 * _SMALLEST * 16 * max(needs.row_bytes)
+    recomputed = 3 * min(16 * _SMALLEST, max(needs.rows)) * max(needs.row_bytes)
     if needs.whole + recomputed <= budget:
         return None
     kept, sent = (
@@ -112,7 +120,7 @@ def plan_sweep(budget: int, needs: Footprint) -> Sweep | None:
 
 def _rows(room: int, needs: Footprint, streamed: bool) -> int:
     """Rows of the largest block that fits, a power of two; half the smallest sensible number if none does."""
-    rows = _LARGEST
+    rows = min(_LARGEST, 1 << max(0, needs.rows[0] - 1).bit_length())  # no more than it takes for all of them
     while rows >= _SMALLEST and needs.block(rows, streamed) > room:
         rows //= 2
     return rows

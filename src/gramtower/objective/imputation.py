@@ -25,11 +25,12 @@ class Imputed:
     def __init__(self, constant: float, factors: tuple[Tensor, Tensor] | None) -> None:
         self.constant, self.factors = constant, factors
 
-    def to(self, dtype: torch.dtype, device: torch.device) -> Imputed:
-        """The same labels in another dtype or on another device."""
+    def to(self, dtype: torch.dtype, device: torch.device, shared: Imputed | None = None) -> Imputed:
+        """The same labels in another dtype or on another device; Q̃ is that of ``shared`` where given."""
         if self.factors is None:
             return self
-        return Imputed(0.0, (self.factors[0].to(device, dtype), self.factors[1].to(device, dtype)))
+        right = self.factors[1].to(device, dtype) if shared is None or shared.factors is None else shared.factors[1]
+        return Imputed(0.0, (self.factors[0].to(device, dtype), right))
 
     def take(self, left: Tensor, right: Tensor) -> Imputed:
         """The labels of some left and right entities."""

@@ -10,6 +10,8 @@ evaluation.py and curvature.py; the errors in tests/test_problem.py.
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -123,10 +125,9 @@ class Problem:
         self.pair_precision = check.choice("pair_precision", pair_precision, PAIR_PRECISIONS)
         self.work = Work()
         self.graphs = True  # small problems on a GPU run from CUDA graphs
-        self._needs: Footprint | None = None
         self._slots: tuple[tuple[Any, ...], Slots | None] | None = None
         self.sweep: Sweep | None = None  # asks for left rows block by block; otherwise the budget decides, on a GPU
-        self._sweeps: WeakKeyDictionary[Towers, Sweep | None] = WeakKeyDictionary()
+        self._plans: WeakKeyDictionary[Towers, tuple[int, Footprint, Sweep | None]] = WeakKeyDictionary()
         self._row_blocks: dict[tuple[torch.dtype, torch.device, Sweep], tuple[Setting, RowBlocks]] = {}
         self._settings: dict[tuple[torch.dtype, torch.device], Setting] = {}
 
@@ -163,31 +164,40 @@ class Problem:
         return self._evaluate_now(towers, own)
 
     def _planned(self, towers: Towers, own: Parameters) -> Sweep | None:
-        """Whether left rows must go block by block for the memory budget; found out once for a pair of towers."""
-        if self.sweep is not None or not self.shards.single or towers.device.type != "cuda":
+        """Whether left rows must go block by block for the memory budget; found out once for towers and a budget."""
+        if self.sweep is not None:
+            if not self.shards.single:
+                check.fail("sweep", self.sweep, "None with several processes: each holds a part of the rows already")
+            if self.sweep.streamed and towers.device.type != "cuda":
+                check.fail("sweep", self.sweep, "streamed=False without a GPU to send pairs to")
             return self.sweep
-        if towers not in self._sweeps:
+        if not self.shards.single or towers.device.type != "cuda":
+            return None
+        budget = self._budget(towers)
+        known = self._plans.get(towers)
+        if known is None or known[0] != budget:
             sizes = towers.sizes(own, self.left, self.right, select(towers.device, self.kernels))
-            self._needs = footprint(self, len(own), sizes, towers.dtype)
-            self._sweeps[towers] = plan_sweep(self._budget(towers), self._needs)
-        return self._sweeps[towers]
+            needs = footprint(self, len(own), sizes, towers.dtype)
+            sweep = plan_sweep(budget, needs)
+            if sweep is not None:
+                sweep = replace(sweep, rows=max(sweep.rows, sizes.least_block))
+            self._plans[towers] = known = budget, needs, sweep
+        return known[2]
 
     def _evaluate_swept(self, towers: Towers, own: Parameters, sweep: Sweep) -> Point:
         dtype, device = towers.dtype, towers.device
         kernels = select(device, self.kernels)
         key = (dtype, device, sweep)
         if key not in self._row_blocks:
-            constants = make_setting(self, dtype, device, with_pairs=False)
-            blocks = RowBlocks(
-                lambda rows: make_setting(self, dtype, device, rows), self.shape[0], sweep.rows, sweep.streamed, kernels
-            )
-            self._row_blocks[key] = constants, blocks
+            blocks = RowBlocks(self.shape[0], sweep.rows, sweep.streamed, kernels)
+            self._row_blocks[key] = make_setting(self, dtype, device, with_pairs=False), blocks
+        constants, blocks = self._row_blocks[key]
         plans = BlockPlan(sweep.rows, keep=False, outputs=False), BlockPlan(sweep.rows, keep=False)
         with products_in(self.precision):
             sides = towers.linearize(own, self.left, self.right, kernels, 0, self.work, plans=plans)
-        constants, blocks = self._row_blocks[key]
         return Swept(
-            constants, blocks, towers, own, *sides, kernels, self.work, lambda p: self._evaluate(towers, p)
+            constants, blocks, lambda rows: make_setting(self, dtype, device, rows, constants), towers, own, *sides,
+            kernels, self.work, lambda p: self._evaluate(towers, p),
         )  # fmt: skip
 
     def _replayed(self, towers: Towers, own: Parameters) -> Slots | None:
@@ -202,7 +212,8 @@ class Problem:
             size *= torch.finfo(towers.dtype).bits // 8
             plain = widths is not None and self.left.kind == self.right.kind == "ids"
             fits = plain and size < LARGEST and 4 * size < self.activation_budget(towers)
-            self._slots = signature, Slots(lambda p: self._evaluate_now(towers, p, {})) if fits else None
+            here = weakref.proxy(self)  # the slots are this object's own: no circle
+            self._slots = signature, Slots(lambda p: here._evaluate_now(towers, p, {})) if fits else None
         return self._slots[1]
 
     def _evaluate_now(self, towers: Towers, own: Parameters, scratch: Scratch | None = None) -> Point:
@@ -286,12 +297,14 @@ class Problem:
     def activation_budget(self, towers: Towers) -> int:
         """Bytes left for activations: the budget less what every evaluation holds.
 
-        On a CPU that is three vectors over the pairs; on a GPU all that footprint.py counts.
+        On a GPU that is all that footprint.py counts; on a CPU, or over several processes, three vectors over the
+        pairs.
         """
-        fixed = 3 * len(self.pairs) * torch.finfo(towers.dtype).bits // 8
-        if towers.device.type == "cuda" and self._needs is not None:
-            fixed = self._needs.whole
         budget = self._budget(towers)
+        if towers in self._plans:
+            fixed = self._plans[towers][1].whole
+            return budget - fixed if budget > fixed else budget // 8
+        fixed = 3 * len(self.pairs) * torch.finfo(towers.dtype).bits // 8
         return max(budget - fixed, budget // 8)
 
     def _budget(self, towers: Towers) -> int:

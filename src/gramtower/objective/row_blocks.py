@@ -19,6 +19,7 @@ from torch import Tensor
 from gramtower.data.pairs import Pairs
 from gramtower.objective.setting import Setting
 
+Make = Callable[[tuple[int, int]], Setting]
 _PER_PAIR = ("labels", "pair_weight", "loss_weight", "pair_imputed")
 
 
@@ -26,36 +27,39 @@ class RowBlocks:
     """Blocks of ``rows`` left rows, made when they are first visited.
 
     Args:
-        make: the constants of a range of left rows.
         total: left rows.
         rows: of a block.
         streamed: whether what belongs to single pairs stays in host memory.
         kernels: whose order of the pairs is kept with them.
     """
 
-    def __init__(
-        self, make: Callable[[tuple[int, int]], Setting], total: int, rows: int, streamed: bool, kernels: Any
-    ) -> None:
-        self.make, self.streamed, self.kernels = make, streamed, kernels
+    def __init__(self, total: int, rows: int, streamed: bool, kernels: Any) -> None:
+        self.streamed, self.kernels = streamed, kernels
+        self._road: Any = None  # one for all passes: memory that was used on a stream is kept for that stream
         self.bounds = [(start, min(total, start + rows)) for start in range(0, total, rows)]
         self._made: list[Setting | _Stored] = []
 
-    def __iter__(self) -> Iterator[tuple[int, int, Setting]]:
-        """Ranges of rows with their constants, in order; each is valid until the next one is asked for."""
+    def visit(self, make: Make) -> Iterator[tuple[int, int, Setting]]:
+        """Ranges of rows with their constants, in order; each is valid until the next one is asked for.
+
+        ``make`` gives the constants of a range the first time.
+        """
         if self.streamed:
-            yield from self._sent()
+            yield from self._sent(make)
             return
         for index, (start, stop) in enumerate(self.bounds):
             if index == len(self._made):
-                self._made.append(self.make((start, stop)))
+                self._made.append(make((start, stop)))
             setting = self._made[index]
             assert isinstance(setting, Setting)
             yield start, stop, setting
 
-    def _sent(self) -> Iterator[tuple[int, int, Setting]]:
+    def _sent(self, make: Make) -> Iterator[tuple[int, int, Setting]]:
         for index in range(len(self._made), len(self.bounds)):
-            self._made.append(_Stored.of(self.make(self.bounds[index]), self.kernels))
-        road: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._made.append(_Stored.of(make(self.bounds[index]), self.kernels))
+        if self._road is None:
+            self._road = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        road = self._road
         worked: list[torch.cuda.Event] = []
         coming = deque(self._send(index, road) for index in range(min(2, len(self.bounds))))
         for index, (start, stop) in enumerate(self.bounds):
@@ -112,7 +116,7 @@ class _Stored:
             order, long = kernels.take_order(setting.pairs)
             per_pair |= long
         pinned = {name: tensor.cpu().pin_memory() for name, tensor in per_pair.items()}
-        empty = Pairs(setting.pairs.shape, setting.pairs.offsets, setting.pairs.columns[:0])
+        empty = Pairs(setting.pairs.shape, setting.pairs.offsets, setting.pairs.columns[:0].clone())
         missing: dict[str, Any] = {name: None for name in per_pair if name in _PER_PAIR}
         return _Stored(replace(setting, pairs=empty, **missing), setting.pairs.offsets, pinned, (kernels, order))
 

@@ -62,11 +62,13 @@ def make_setting(
     dtype: torch.dtype,
     device: torch.device,
     rows: tuple[int, int] | None = None,
+    shared: Setting | None = None,
     with_pairs: bool = True,
 ) -> Setting:
     """The constants of ``problem``; with ``rows`` those of its left entities in that range and of their pairs alone.
 
-    Without pairs, their place is taken by an empty pattern: for what is about entities and all pairs together.
+    What belongs to right entities is taken from ``shared`` where given. Without pairs, their place is taken by an empty
+    pattern: for what is about entities and all pairs together.
     """
     m, n = problem.pairs.shape
     start, stop = (0, m) if rows is None else rows
@@ -78,8 +80,9 @@ def make_setting(
         pairs, where = problem.pairs.row_range(start, stop)
     pairs, kernels = pairs.to(device), select(device, problem.kernels)
     own = slice(start, stop)
-    a, b = (_tensor(w, dtype, device) for w in (_some(problem.weight_arrays[0], own), problem.weight_arrays[1]))
-    imputed = problem.imputed.left_rows(own).to(dtype, device)
+    a = _tensor(_some(problem.weight_arrays[0], own), dtype, device)
+    b = _tensor(problem.weight_arrays[1], dtype, device) if shared is None else shared.weights[1]
+    imputed = problem.imputed.left_rows(own).to(dtype, device, None if shared is None else shared.imputed)
     pair_weight = None
     if a is not None or b is not None:
         pair_weight = torch.ones(len(pairs), dtype=dtype, device=device)
@@ -87,7 +90,9 @@ def make_setting(
             pair_weight *= a[pairs.rows]
         if b is not None:
             pair_weight *= problem.shards.gather(b).wait()[pairs.columns]
-    penalties = problem.penalty_arrays
+    left_penalty = _tensor(_some(problem.penalty_arrays[0], own), dtype, device)
+    right_penalty = _tensor(problem.penalty_arrays[1], dtype, device) if shared is None else shared.penalties[1]
+    square = imputed.square_sum(a, b, problem.shards) if rows is None else 0.0
     return Setting(
         pairs=pairs,
         labels=_labels(problem.labels[where], dtype, device),
@@ -97,10 +102,10 @@ def make_setting(
         weights=(a, b),
         pair_weight=pair_weight,
         loss_weight=_tensor(_some(problem.pair_weights, where), dtype, device),
-        imputed=imputed,
+        imputed=imputed if with_pairs else imputed.left_rows(slice(0, 0)),
         pair_imputed=imputed.at_pairs(pairs, kernels, problem.shards),
-        imputed_square=imputed.square_sum(a, b, problem.shards) if rows is None else 0.0,
-        penalties=(_tensor(_some(penalties[0], own), dtype, device), _tensor(penalties[1], dtype, device)),
+        imputed_square=square,
+        penalties=(left_penalty, right_penalty),
         constants=torch.tensor([problem.omega, imputed.constant], dtype=dtype, device=device),
         precision=problem.precision,
         pair_precision=problem.pair_precision,

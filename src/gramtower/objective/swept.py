@@ -5,8 +5,9 @@ and forgotten afterwards: activations, embeddings, directions, the pairs' slopes
 rows (Gramians, the right side's pairs) and finishes its own rows of the result. The right side is as elsewhere; its
 rows are what pairs gather. Differs from one pass over everything by rounding alone.
 
-Cost beyond evaluation.py and curvature.py: a forward of the left tower and a pass over O in each gradient and product.
-Memory: θ's vectors, the right side, one block, and the pairs or two blocks of them (row_blocks.py). Compared with the
+Cost beyond evaluation.py and curvature.py: a forward of both towers (two of the right one in a product) and a pass over
+O in each gradient and product.
+Memory: θ's vectors, the right side, one block, and the pairs or three blocks of them (row_blocks.py). Compared with the
 dense twin in tests/test_swept.py; timed by benchmarks/bench_gpu.py.
 """
 
@@ -28,7 +29,7 @@ from gramtower.model.towers import Towers
 from gramtower.objective.evaluation import Moments, Point, Recorded, weigh
 from gramtower.objective.gramians import gram, square_norms
 from gramtower.objective.observed import Observed, observe
-from gramtower.objective.row_blocks import RowBlocks
+from gramtower.objective.row_blocks import Make, RowBlocks
 from gramtower.objective.setting import Setting
 
 
@@ -63,6 +64,7 @@ class Swept(Point):
         self,
         setting: Setting,
         blocks: RowBlocks,
+        make: Make,
         towers: Towers,
         parameters: Parameters,
         left: Linearization,
@@ -72,7 +74,7 @@ class Swept(Point):
         at: Callable[[Parameters], Point],
     ) -> None:
         super().__init__(setting, towers, parameters, left, right, kernels, work, at)
-        self._blocks = blocks
+        self._blocks, self._make = blocks, make
 
     @property
     def slot(self) -> Recorded:  # type: ignore[override]
@@ -81,13 +83,29 @@ class Swept(Point):
 
     def _visit(self) -> Iterator[_Block]:
         """The blocks of left rows with their embeddings; counted as a forward."""
-        for start, stop, setting in self._blocks:
-            yield _Block(start, stop, setting, *self.left.run(start, stop))
+        for start, stop, setting in self._blocks.visit(self._make):
+            yield _Block(start, stop, setting, *self._run(start, stop))
+            del setting  # before the next one is made
         self.work.add("left", "forwards")
+
+    def _run(self, start: int, stop: int) -> tuple[Tensor, list[Any]]:
+        with products_in(self.setting.precision):
+            return self.left.run(start, stop)
 
     def _observe(self, block: _Block) -> Observed:
         s = block.setting
         return observe(self.kernels, s.pairs, block.P, self.Q, s.loss, s.loss_terms)
+
+    @property
+    def P(self) -> Tensor:
+        """See Point; a forward of the left tower."""
+        with products_in(self.setting.precision):
+            return self.left.outputs
+
+    @property
+    def observed(self) -> Observed:
+        """Not here."""
+        raise RuntimeError("a point that goes block by block keeps nothing of single pairs")
 
     @cached_property
     @torch.no_grad()

@@ -7,6 +7,7 @@ tests/test_conjugate_gradient.py.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -99,4 +100,5 @@ def conjugate_gradient(
 
 def _solved(s: Parameters, r: Parameters, steps: int, model: float, converged: bool) -> Solved:
     """With bᵀs from the residual, as b itself is gone: bᵀs = rᵀs + sᵀGs and model = ½ sᵀGs − bᵀs."""
-    return Solved(s, r, steps, model, 2 * model + r.dot(s), converged)
+    rest = r.dot(s)  # zero but for rounding; not a number where G was not one along some direction
+    return Solved(s, r, steps, model, 2 * model + (rest if math.isfinite(rest) else 0.0), converged)

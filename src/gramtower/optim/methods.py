@@ -73,12 +73,13 @@ class Descent(Method):
         while True:
             found = self.direction.find(gradient, point)
             slope = gradient.dot(found.s) if found.slope is None else found.slope
+            kept = gradient if found.slope is None else None  # otherwise its memory was used for the direction
             del gradient
             taken = self.rule.take(point, slope, found.s)
             self.direction.learn(found, taken)
             if taken.point is not None or not self.direction.retry():
                 return Moved(taken.point, norm, found.cg_steps, taken.size, found.damping, taken.trials)
-            gradient = point.gradient()
+            gradient = point.gradient() if kept is None else kept
 
     def state(self) -> State:
         """The parts' states."""

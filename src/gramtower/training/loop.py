@@ -165,7 +165,7 @@ class _Run:
             self.marks = fingerprint(problem, towers, *self._identity)
         if path is not None and self.group.from_first(path.exists()):
             saved = read_checkpoint(path, self.marks, towers.parameters(), problem.shards, towers.device)
-            problem.memory_budget = saved.memory_budget  # the same blocks, hence the same rounding
+            problem.memory_budget = saved.memory_budget or problem.memory_budget  # the same blocks and rounding
             self.work = Work(**saved.work)
             self.point = problem.at(towers, as_parameters_like(saved.parameters, towers.parameters()))
             _ = self.point.terms
