@@ -42,7 +42,7 @@ class TwoTower:
         self,
         factors: int = 128,
         regularization: float | None = None,
-        iterations: int = 30,
+        iterations: int = 20,
         random_state: int | None = None,
         history: bool = False,
         **options: Any,

@@ -93,7 +93,7 @@ class TwoTower:
         right_weights: Any = None,
         optimizer: str = "newton-kron",
         optimizer_options: dict[str, Any] | None = None,
-        max_iterations: int = 30,
+        max_iterations: int = 20,
         time_limit: float | None = None,
         patience: int = 5,
         metric: str = "map@5",
