@@ -22,26 +22,12 @@ import gramtower
 
 def median_seconds(function: Callable[[], Any], repeats: int = 9, warmup: int = 2) -> float:
     """Median wall time of a call."""
-    for _ in range(warmup):
-        function()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return statistics.median(side_by_side({"": function}, repeats, warmup)[""])
 
 
 def best_seconds(function: Callable[[], Any], repeats: int = 9, warmup: int = 1) -> float:
     """Least wall time of a call."""
-    for _ in range(warmup):
-        function()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return min(side_by_side({"": function}, repeats, warmup)[""])
 
 
 def side_by_side(functions: dict[str, Callable[[], Any]], repeats: int = 25, warmup: int = 3) -> dict[str, list[float]]:

@@ -17,7 +17,7 @@ from gramtower.cli.options import Common, DataOptions
 from gramtower.cli.output import note, print_facts, print_json, print_table
 from gramtower.cli.reading import read_pairs
 from gramtower.data.interactions import Interactions
-from gramtower.estimator.two_tower import METRICS, TwoTower
+from gramtower.estimator.fitted import METRICS, Fitted
 
 Ids = Annotated[list[str] | None, Parameter(negative=())]
 Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
@@ -147,7 +147,7 @@ def similar(
     return 0
 
 
-def known_pairs(model: TwoTower, pairs: Interactions, new: bool = False) -> int:
+def known_pairs(model: Fitted, pairs: Interactions, new: bool = False) -> int:
     """How many pairs have both ids in the model; the right one is enough where left entities are new."""
     if model.left_.ids is None or model.right_.ids is None:
         return len(pairs)
@@ -166,7 +166,7 @@ def _test_options(settings: Settings, test: Path, given: DataOptions | None) -> 
     return over(options, given)
 
 
-def _keys(model: TwoTower, side: str, ids: list[str]) -> list[Any]:
+def _keys(model: Fitted, side: str, ids: list[str]) -> list[Any]:
     """Ids as the model knows them: text, or row numbers for a model that was fitted on a matrix."""
     known = model.left_.ids if side == "left" else model.right_.ids
     return [int(key) if known is None and key.isdecimal() else key for key in ids]

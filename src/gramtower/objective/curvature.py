@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gramtower.kernels.precision import products_in
 from gramtower.model.parameters import Parameters, as_parameters
-from gramtower.objective.evaluation import Point
+from gramtower.objective.evaluation import Point, weigh
 from gramtower.objective.gramians import gram
 
 
@@ -78,7 +78,7 @@ class GaussNewton:
 
     def _all_pairs(self, side: int, moved: Tensor, gramian: Tensor, own: Tensor, cross: Tensor, out: Tensor) -> Tensor:
         torch.mm(moved, gramian, out=out).addmm_(own, cross)
-        return self.point.weigh(side, out, moved)
+        return weigh(self.point.setting, side, out, moved)
 
 
 def _beside(point: Point) -> tuple[Tensor, Tensor | None]:

@@ -201,7 +201,7 @@ class Point:
             for side, own in enumerate((self.P, self.Q)):
                 U = own @ (s.omega * gramians[1 - side]).to(own.dtype)  # ω P Q_c
                 s.imputed.subtract_product(side, (s.omega * cross_gramians[1 - side]).to(own.dtype), U)  # − ω P̃ Q̂_c
-                outputs.append(self.weigh(side, U, own))
+                outputs.append(weigh(s, side, U, own))
         self.kernels.left_sum(s.pairs, x, self.right_rows, outputs[0])  # + X Q
         self.add_right_sum(x, self.P, outputs[1]).wait()  # + Xᵀ P
         self.work.pair_passes += self.share[0] * 2
@@ -252,10 +252,6 @@ class Point:
     def add_right_sum(self, x: Tensor, P: Tensor, V: Tensor) -> Pending:
         """V += Xᵀ P, over the pairs of all processes; under way until waited for."""
         return self.setting.shards.add_right_sum(V, lambda out: self.kernels.right_sum(self.setting.pairs, x, P, out))
-
-    def weigh(self, side: int, U: Tensor, embeddings: Tensor) -> Tensor:
-        """See the function of that name."""
-        return weigh(self.setting, side, U, embeddings)
 
     def pull_back(
         self, U: Tensor, V: Tensor | Pending, regularised: Parameters, extra: float = 0.0, out: Parameters | None = None

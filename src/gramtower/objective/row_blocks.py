@@ -94,14 +94,12 @@ class _Stored:
     """The constants of a block, those of single pairs in host memory.
 
     Attributes:
-        setting: with what belongs to entities; the rest is missing.
-        offsets: of the pattern's rows, on the device.
+        setting: with what belongs to entities, and the offsets of the pattern's rows; the rest is missing.
         per_pair: what belongs to single pairs, pinned.
         order: how kernels visit the pairs, its short parts on the device and its long ones in ``per_pair``.
     """
 
     setting: Setting
-    offsets: Tensor
     per_pair: dict[str, Tensor]
     order: Any
 
@@ -118,15 +116,15 @@ class _Stored:
         pinned = {name: tensor.cpu().pin_memory() for name, tensor in per_pair.items()}
         empty = Pairs(setting.pairs.shape, setting.pairs.offsets, setting.pairs.columns[:0].clone())
         missing: dict[str, Any] = {name: None for name in per_pair if name in _PER_PAIR}
-        return _Stored(replace(setting, pairs=empty, **missing), setting.pairs.offsets, pinned, (kernels, order))
+        return _Stored(replace(setting, pairs=empty, **missing), pinned, (kernels, order))
 
     def send(self, user: torch.cuda.Stream) -> Setting:
         """The whole of it on the device, for ``user`` to read."""
-        device = self.offsets.device
-        here = {name: tensor.to(device, non_blocking=True) for name, tensor in self.per_pair.items()}
+        empty = self.setting.pairs
+        here = {name: tensor.to(empty.device, non_blocking=True) for name, tensor in self.per_pair.items()}
         for tensor in here.values():
             tensor.record_stream(user)
-        pairs = Pairs(self.setting.pairs.shape, self.offsets, here.pop("columns"))
+        pairs = Pairs(empty.shape, empty.offsets, here.pop("columns"))
         kernels, order = self.order
         if order is not None:
             kernels.give_order(pairs, order, here)

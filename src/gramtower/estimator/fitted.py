@@ -1,0 +1,200 @@
+"""What a fitted model answers: recommendations, neighbours, scores, embeddings, metrics. Its subclass learns it.
+
+Exact: lists come from all scores, in blocks. Checked by tests/test_estimator.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gramtower import _checks as check
+from gramtower.data.interactions import Interactions
+from gramtower.distributed.group import SINGLE
+from gramtower.distributed.shards import Shards
+from gramtower.estimator.matrices import aligned, matrix_and_ids
+from gramtower.estimator.side import Side, history_matrix, normalised
+from gramtower.metrics import evaluate_embeddings
+from gramtower.model.towers import Towers
+from gramtower.objective.problem import Problem
+from gramtower.retrieval.topk import top_k
+
+METRICS = ("map@5", "recall@20", "ndcg@20")
+
+
+class Fitted:
+    """The questions to a fitted model.
+
+    Attributes:
+        left_: ids, inputs and embeddings of the left entities.
+        right_: those of the right entities.
+        seen_: the pairs of training.
+        towers_: what embeds new entities; None if loaded without towers of its own.
+        shards_: which rows this process holds.
+    """
+
+    left_: Side
+    right_: Side
+    seen_: sp.csr_matrix
+    towers_: Towers
+    shards_: Shards
+
+    def recommend(
+        self,
+        left: Any = None,
+        k: int = 10,
+        *,
+        exclude_seen: bool = True,
+        allow: Sequence[Any] | None = None,
+        deny: Sequence[Any] | None = None,
+        left_features: Any = None,
+        histories: Any = None,
+    ) -> tuple[NDArray[Any], NDArray[np.float32]]:
+        """The k best right entities for each left one.
+
+        Args:
+            left: ids of left entities; None with ``left_features``, ``histories`` or both for entities not seen in
+                training.
+            k: how many.
+            exclude_seen: leave out right entities observed with the left one in training (or listed in its history).
+            allow: only these right ids.
+            deny: never these right ids.
+            left_features: features of new entities: rows of a matrix, or for a model fitted with a FeatureTable a frame
+                or file with the same columns.
+            histories: for models whose left features have a "history": a list of right ids for each new entity, or a
+                scipy.sparse matrix with one column for each right entity.
+
+        Returns:
+            Ids and scores, one row for each left entity. Places without an answer hold None (−1 for numbers) and −inf.
+        """
+        self._check_fitted()
+        check.count("k", k)
+        new = left_features is not None or histories is not None
+        if (left is None) != new:
+            given = "None" if left is None else "ids, and features or histories"
+            check.fail("left", given, "ids of left entities; or, for new ones, left_features, histories or both")
+        if new:
+            seen = None if histories is None else history_matrix(self.right_, histories)
+            P = self._embed_new("left", left_features, seen)
+        else:
+            rows = self.left_.rows(left)
+            P, seen = self.left_.embeddings[torch.from_numpy(rows)], self.seen_[rows]
+        found, scores = top_k(
+            P, self.right_.embeddings, min(k, len(self.right_)),
+            exclude=seen if exclude_seen else None,
+            allow=None if allow is None else self.right_.rows(allow),
+            deny=None if deny is None else self.right_.rows(deny),
+        )  # fmt: skip
+        return self.right_.names(found), scores
+
+    def similar(self, ids: Any, side: str = "right", k: int = 10) -> tuple[NDArray[Any], NDArray[np.float32]]:
+        """The k entities of the same side whose embeddings point most alike (cosine), the entity itself left out."""
+        self._check_fitted()
+        this = self._side(side)
+        rows = this.rows(ids)
+        unit = normalised(this.embeddings)
+        own = sp.csr_matrix((np.ones(len(rows)), (np.arange(len(rows)), rows)), shape=(len(rows), len(this)))
+        found, scores = top_k(unit[torch.from_numpy(rows)], unit, min(check.count("k", k), len(this)), exclude=own)
+        return this.names(found), scores
+
+    def score(self, left: Any, right: Any) -> NDArray[np.float32]:
+        """p_iᵀq_j for pairs of ids, element by element."""
+        self._check_fitted()
+        rows, columns = self.left_.rows(left), self.right_.rows(right)
+        if len(rows) != len(columns):
+            check.fail("left, right", f"{len(rows)} and {len(columns)} ids", "as many left as right ids")
+        P, Q = self.left_.embeddings[torch.from_numpy(rows)], self.right_.embeddings[torch.from_numpy(columns)]
+        return np.asarray((P * Q).sum(1).numpy(), dtype=np.float32)
+
+    def embed(
+        self,
+        ids: Any = None,
+        side: str = "left",
+        *,
+        left_features: Any = None,
+        right_features: Any = None,
+        histories: Any = None,
+    ) -> NDArray[np.float32]:
+        """Embeddings of entities by id, or of new ones by what the towers see; all of a side when nothing is given.
+
+        Features and histories of new entities are those of :meth:`recommend`.
+        """
+        self._check_fitted()
+        if left_features is not None or histories is not None:
+            history = None if histories is None else history_matrix(self.right_, histories)
+            return np.asarray(self._embed_new("left", left_features, history).numpy())
+        if right_features is not None:
+            return np.asarray(self._embed_new("right", right_features).numpy())
+        this = self._side(side)
+        rows = slice(None) if ids is None else torch.from_numpy(this.rows(ids))
+        return np.asarray(this.embeddings[rows].numpy())
+
+    def evaluate(
+        self,
+        test: Any,
+        metrics: Sequence[str] = METRICS,
+        *,
+        exclude_seen: bool = True,
+        by: str | None = None,
+        left_features: Any = None,
+        histories: Any = None,
+    ) -> dict[str, float]:
+        """Ranking metrics on held-out pairs; see docs/metrics.md for the definitions.
+
+        With ``left_features``, ``histories`` or both, the left entities of ``test`` are taken as new ones, described as
+        for :meth:`recommend`, one row for each row of ``test``; histories may be Interactions, such as those of
+        :func:`gramtower.data.splits.held_out_users`, and are what counts as seen.
+        """
+        self._check_fitted()
+        P, seen, processes = self.left_.embeddings, self.seen_, self.shards_.group
+        if left_features is not None or histories is not None:
+            if by is not None:
+                check.fail("by", repr(by), "None for new entities, whose training pairs there are none of")
+            matrix, (rows, _) = matrix_and_ids(test)
+            if isinstance(histories, Interactions):
+                histories = aligned(
+                    "histories", histories, (rows, self.right_.ids), (matrix.shape[0], len(self.right_))
+                )
+            seen = None if histories is None else history_matrix(self.right_, histories)
+            P = self._embed_new("left", left_features, seen)
+            truth = aligned("test", test, (rows, self.right_.ids), (len(P), len(self.right_)))
+            processes = SINGLE  # every process knows all new entities
+        else:
+            truth = self._align(test)
+        return evaluate_embeddings(
+            P, self.right_.embeddings, truth,
+            train=seen, metrics=tuple(metrics), exclude_train=exclude_seen, by=by, processes=processes,
+        )  # fmt: skip
+
+    def _embed_new(self, name: str, features: Any, history: sp.csr_matrix | None = None) -> Tensor:
+        """New entities through their tower."""
+        side = self._side(name)
+        given = side.inputs.new(name, features, history)
+        if self.towers_ is None:
+            check.fail(
+                "model", "loaded without its own towers", "gramtower.load(path, towers=...) to embed new entities"
+            )
+        rows = given.shape[0]
+        empty = sp.csr_matrix((rows, 1) if name == "left" else (1, rows), dtype=np.float32)
+        problem = Problem(empty, **{name: given})
+        return self.towers_.embed(name, problem.left if name == "left" else problem.right).cpu()
+
+    def _align(self, test: Any) -> sp.csr_matrix:
+        """Held-out pairs of the left entities that this process knows."""
+        rows, ids = self.shards_.left, (self.left_.ids, self.right_.ids)
+        if ids[0] is not None or rows.count == rows.total:
+            return aligned("test", test, ids, self.seen_.shape)
+        return aligned("test", test, ids, (rows.total, self.shards_.right.total))[rows.first : rows.stop]
+
+    def _side(self, side: str) -> Side:
+        return self.left_ if check.choice("side", side, ("left", "right")) == "left" else self.right_
+
+    def _check_fitted(self) -> None:
+        if not hasattr(self, "left_"):
+            raise ValueError("model: not fitted yet; call fit first")
