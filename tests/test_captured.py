@@ -61,7 +61,7 @@ def test_training_takes_the_same_path(optimizer):
     for graphs in (True, False):
         problem, towers = make(graphs)
         values.append([r.value for r in gt.minimize(problem, towers, optimizer, max_iterations=5).history])
-    assert values[0] == pytest.approx(values[1], rel=1e-5)
+    assert values[0] == pytest.approx(values[1], rel=1e-4)  # damping is added at another moment: the last bit differs
 
 
 def test_two_runs_give_the_same_bits():
@@ -86,3 +86,29 @@ def test_float64_agrees_with_the_cpu():
     wanted = problem.at(cpu)
     assert point.value == pytest.approx(wanted.value, rel=1e-12)
     torch.testing.assert_close(point.gradient().vector.cpu(), wanted.gradient().vector, rtol=1e-9, atol=1e-9)
+
+
+def test_preconditioners_alive_at_the_same_time_do_not_disturb_each_other():
+    problem, towers = make(True)
+    plain, same = make(False)
+    theta = towers.parameters()
+    first, second = (problem.at(towers, theta * scale).preconditioner(damping=0.1) for scale in (1.0, 0.5))
+    wanted = [plain.at(same, theta * scale).preconditioner(damping=0.1) @ theta for scale in (1.0, 0.5)]
+    for M, expected in ((first, wanted[0]), (second, wanted[1]), (first, wanted[0])):
+        torch.testing.assert_close((M @ theta).vector, expected.vector, rtol=1e-6, atol=1e-9)
+    assert first.replay is not None
+
+
+def test_both_sides_at_once_do_not_race():
+    """Whatever one side lets go of while the other still reads it would show now and then."""
+    for seed in range(20):
+        results = []
+        for graphs in (True, False):
+            problem = gt.Problem(planted_pairs(300, 200, 5000, seed=seed), embedding_l2=2**-8)
+            problem.graphs = graphs
+            towers = gt.mlp_towers(problem, hidden=(24, 16), dim=12, dtype=torch.float64, seed=seed)
+            point = problem.at(gt.Towers(towers.left.cuda(), towers.right.cuda()))
+            g = point.gradient()
+            results.append((g.vector, (point.gauss_newton() @ g).vector))
+        for mine, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-9)

@@ -58,7 +58,7 @@ def test_rows_in_one_piece_and_in_many_give_the_same(monkeypatch):
 
 
 def test_rows_longer_than_a_program_holds(monkeypatch):
-    monkeypatch.setattr(gpu, "_LONGEST", 4)
+    monkeypatch.setattr(gpu, "LONGEST", 4)
     pairs = make_pairs("holes").to(DEVICE)
     operands = there(*make_operands(pairs, 9, torch.float64))
     assert_same(run(gpu, pairs, operands), run_dense(pairs, operands), torch.float64)
@@ -115,6 +115,43 @@ def test_loss_pass_agrees_with_the_loss_functions(loss, dtype, weighted, monkeyp
     exact = (lw * f.value(labels, scores) - 0.15 * ab * (scores - imputed).square()).double().sum()
     assert value.dtype == torch.float64
     torch.testing.assert_close(value, exact, rtol=1e-6 if dtype == torch.float32 else 1e-13, atol=0)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("k", [1, 7, 130])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loss_and_sum_in_one_pass_agree_with_two(loss, k, weighted, monkeypatch):
+    pieces_of(monkeypatch)
+    pairs = make_pairs("holes").to(DEVICE)
+    P, W, Q, H, _, out, _ = there(*make_operands(pairs, k, torch.float64))
+    labels = torch.where(torch.rand(len(pairs), device=DEVICE) < 0.5, -1.0, 1.0).double()
+    imputed, a, w = (torch.rand(len(pairs), dtype=torch.float64, device=DEVICE) if weighted else None for _ in range(3))
+    constants = torch.tensor([0.3, -0.7], dtype=torch.float64, device=DEVICE)
+    terms = LossTerms(loss, labels, 0.3, -0.7 if imputed is None else imputed, a, w, constants)
+    _, first, second = gpu.losses(pairs, P, Q, terms)
+    wanted, wanted_curved = out.clone(), out.clone()
+    reference.left_sum(pairs, first, Q, wanted)
+    z = reference.curvature_left(pairs, second, P, W, Q, H, wanted_curved)
+    mine, curved = out.clone(), out.clone()
+    exact = {"rtol": 1e-11, "atol": 1e-11}
+    torch.testing.assert_close(gpu.loss_left(pairs, P, Q, terms, mine), first, **exact)
+    torch.testing.assert_close(mine, wanted, **exact)
+    torch.testing.assert_close(gpu.loss_left(pairs, P, Q, terms, curved, (W, H)), z, **exact)
+    torch.testing.assert_close(curved, wanted_curved, **exact)
+
+
+def test_an_order_given_back_is_the_order_taken(monkeypatch):
+    pieces_of(monkeypatch, 3, 5)
+    pairs = make_pairs("holes").to(DEVICE)
+    wanted = layout.left_order(pairs), layout.right_order(pairs)
+    short, long = gpu.take_order(pairs)
+    assert all(len(order.gathered) == 0 for order in short)
+    copy = type(pairs)(pairs.shape, pairs.offsets, pairs.columns.clone())
+    gpu.give_order(copy, short, long)
+    for mine, order in zip((layout.left_order(copy), layout.right_order(copy)), wanted, strict=True):
+        assert torch.equal(mine.gathered, order.gathered)
+        assert mine.entries is order.entries is None or torch.equal(mine.entries, order.entries)
+        assert torch.equal(mine.starts, order.starts)
 
 
 def test_logistic_loss_far_out():
@@ -194,7 +231,7 @@ def test_slopes_from_outputs_are_those_of_autograd(activation, dtype):
     assert gpu.slope_product(g, bias, y.detach(), code, out) is None
     torch.testing.assert_close(out, wanted, **tolerance)
     torch.testing.assert_close(slope_from_output(code, y.detach()) * (g + bias), wanted, **tolerance)
-    sums = gpu.slope_product(g + bias, None, y.detach(), code, out, base, 0.5, sums=True)
+    sums = gpu.slope_product(g + bias, None, y.detach(), code, out, base, 0.5, sums=True).sum(0)
     torch.testing.assert_close(sums, wanted.sum(0), **tolerance)
     torch.testing.assert_close(out, 0.5 * base + wanted, **tolerance)
 

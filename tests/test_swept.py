@@ -33,6 +33,18 @@ def test_agrees_with_the_dense_twin(loss, imputed, weights, kernels):
     assert isinstance(compare(case), Swept)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("weights", [False, True])
+def test_losses_worked_out_on_the_way_agree_with_the_dense_twin(loss, weights):
+    pytest.importorskip("triton", reason="triton is not installed")
+    case = swept(loss=loss, weights=weights, kernels="triton", embedding_l2=0.2, pair_weights=weights)
+    point = compare(case)
+    before = point.work.copy()
+    point.gauss_newton() @ point.gradient()
+    assert point.work.since(before).pair_passes == (6 if loss == "cosh" else 4)  # one of a user is worked out by itself
+
+
 @pytest.mark.parametrize("kind", FEATURES)
 @pytest.mark.parametrize("tower", TOWERS)
 @pytest.mark.parametrize("shared", [False, True])

@@ -13,7 +13,9 @@ Every implementation is a module with these functions, same names, same signatur
 NVIDIA GPUs. ``triton`` has more, which save passes over memory:
 
     losses(pairs, P, Q, terms)              Σ_O ℓ⁺, ∂ℓ⁺/∂ŷ, ∂²ℓ⁺/∂ŷ²           for the losses it knows
+    loss_left(pairs, P, Q, terms, out, …)   X = ∂ℓ⁺/∂ŷ, or ∂²ℓ⁺ (w·q + p·h); out += X Q; returns x
     slope_product(g, bias, y, φ, out, …)    (g + bias) ∘ φ′                    φ′ from the activation's output y
+    column_lines(x, weight, dtype)          fewer rows with the same column sums
     shifted_elu(x, bias, α)                 elu(x + bias)
     take_order(pairs), give_order(…)        the order of the pairs, to be kept in host memory and brought back
 

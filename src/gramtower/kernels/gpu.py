@@ -24,7 +24,7 @@ from gramtower.kernels.layout import Pieces, left_order, remember, right_order
 
 # Numbers gathered by a program at a time, as measured on an H200 with rows of 128.
 _TILE, _DOT_TILE, _TWO_TILES, _TWO_HALF_TILES = 2048, 1024, 512, 1024
-_LONGEST = 2048  # the longest row that a program holds whole
+LONGEST = 2048  # the longest row that a program holds whole
 _COLUMNS = 128  # columns of a sum made by one program
 _RUN = 1 << 14  # elements of a dot product added up by one program
 LOSSES = {"logistic": 0, "squared": 1, "squared_hinge": 2}
@@ -57,7 +57,7 @@ def right_sum(pairs: Pairs, x: Tensor, A: Tensor, out: Tensor) -> None:
 def curvature_left(pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: Tensor, out: Tensor) -> Tensor:
     """See reference.curvature_left; one pass does both halves."""
     k, order = P.shape[1], left_order(pairs)
-    if k > _LONGEST:
+    if k > LONGEST:
         z = dots(pairs, W, Q).add_(dots(pairs, P, H)).mul_(c)
         left_sum(pairs, z, Q, out)
         return z
@@ -70,7 +70,7 @@ def curvature_left(pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: 
         p.curvature_program[(len(order),)](
             order.targets, order.starts, order.lines, order.gathered, c, P.contiguous(), W.contiguous(), Q, H,
             z, out, partial, k, Q.stride(0), H.stride(0),
-            PAIRS=_pairs(width, tile), K=width, num_warps=_warps(width),
+            PAIRS=_pairs(width, tile), K=width, num_warps=_warps(width), maxnreg=64 if width <= 128 else None,
         )  # fmt: skip
         _gather_lines(order, partial, out)
     return z
@@ -80,20 +80,53 @@ def losses(pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms) -> tuple[Tensor
     """Σ_O ℓ⁺ in float64, ∂ℓ⁺/∂ŷ and ∂²ℓ⁺/∂ŷ² on O, for the losses named in ``LOSSES``."""
     scores = dots(pairs, P, Q)
     first, second = scores, torch.empty_like(scores)  # a program reads its scores before it writes over them
-    at_pairs = isinstance(terms.imputed, Tensor)
     programs = triton.cdiv(len(pairs), 1024)
     values = torch.empty(programs, dtype=torch.float64, device=P.device)
     if programs:
+        tensors, kinds = _terms(terms, scores)
         p.loss_program[(programs,)](
-            scores, terms.labels, terms.labels.stride(0),
-            terms.constants, terms.imputed if at_pairs else scores,
-            scores if terms.pair_weight is None else terms.pair_weight,
-            scores if terms.loss_weight is None else terms.loss_weight,
-            first, second, values, len(pairs),
-            LOSS=LOSSES[terms.loss], IMPUTED=at_pairs, PAIR_WEIGHT=terms.pair_weight is not None,
-            LOSS_WEIGHT=terms.loss_weight is not None, BLOCK=1024, num_warps=4,
-        )  # fmt: skip
+            scores, *tensors, first, second, values, len(pairs), **kinds, BLOCK=1024, num_warps=4
+        )
     return values.sum(), first, second
+
+
+def loss_left(
+    pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms, out: Tensor, moved: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """x_e = ∂ℓ⁺/∂ŷ, or with ``moved`` = (W, H) ∂²ℓ⁺/∂ŷ² (w_i·q_j + p_i·h_j), returned; out += X Q. One pass, no scores.
+
+    All matrices are of one dtype, with at most ``LONGEST`` columns.
+    """
+    k, order = P.shape[1], left_order(pairs)
+    x = torch.empty(len(pairs), dtype=P.dtype, device=P.device)
+    if len(order):
+        partial = out.new_empty(order.partial_lines, k)
+        P, Q = P.contiguous(), _rows(Q)
+        W, H = (P, Q) if moved is None else (moved[0].contiguous(), _rows(moved[1]))
+        width = triton.next_power_of_2(k)
+        tensors, kinds = _terms(terms, x)
+        p.loss_left_program[(len(order),)](
+            order.targets, order.starts, order.lines, order.gathered, *tensors, P, W, Q, H, x, out, partial, k,
+            Q.stride(0), H.stride(0), **kinds, CURVED=moved is not None,
+            PAIRS=_pairs(width, _TWO_TILES), K=width, num_warps=_warps(width),
+        )  # fmt: skip
+        _gather_lines(order, partial, out)
+    return x
+
+
+def _terms(terms: LossTerms, absent: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A loss as arguments of a program: its tensors, ``absent`` in the place of those it has not, and its kinds."""
+    at_pairs = isinstance(terms.imputed, Tensor)
+    tensors = (
+        terms.labels, terms.labels.stride(0), terms.constants,
+        terms.imputed if at_pairs else absent,
+        absent if terms.pair_weight is None else terms.pair_weight,
+        absent if terms.loss_weight is None else terms.loss_weight,
+    )  # fmt: skip
+    return tensors, {
+        "LOSS": LOSSES[terms.loss], "IMPUTED": at_pairs,
+        "PAIR_WEIGHT": terms.pair_weight is not None, "LOSS_WEIGHT": terms.loss_weight is not None,
+    }  # fmt: skip
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
@@ -117,46 +150,52 @@ def slope_product(
     """scale·base + (g + bias) ∘ φ′ written to ``out``, φ′ worked out from the activation's output y.
 
     All matrices are rows × columns; ``activation`` is as model.slopes.by_output gives it. ``base`` may be ``out``; a
-    scale other than 1 is for float32. Returns the column sums of the second term if asked.
+    scale other than 1 is for float32. Returns lines that add up to the column sums of the second term if asked.
     """
     rows, columns = y.shape
     width = _columns(columns, 512)
-    step = max(1, 4096 // width)
-    height = step * (_repeats(rows, step) if sums else 1)
+    step = max(1, (1024 if sums else 2048) // width)
+    height = step * (_repeats(rows, step, 32) if sums else 1)
     grid = triton.cdiv(rows, height), triton.cdiv(columns, width)
     lines = out.new_empty(grid[0] if sums else 1, columns)
     p.slope_program[grid](
         g.contiguous(), g if bias is None else bias, y, out if base is None else base, out, lines, rows, columns,
         float(scale), ALPHA=activation[1], ACTIVATION=activation[0], BIAS=bias is not None, BASE=base is not None,
-        SUMS=sums, HEIGHT=height, ROWS=step, COLUMNS=width, num_warps=4,
+        SUMS=sums, HEIGHT=height, ROWS=step, COLUMNS=width, num_warps=2 if sums else 8,
     )  # fmt: skip
-    return column_sums(lines) if sums else None
+    return lines if sums else None
 
 
 def column_sums(x: Tensor, weight: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """See reference.column_sums; all rows in ``dtype``."""
-    x, dtype = x.contiguous(), dtype or x.dtype
+    dtype = dtype or x.dtype
     while x.shape[0] > 1:
-        rows, columns = x.shape
-        width, step = _columns(columns, 256), max(1, 2048 // _columns(columns, 256))
-        height = step * _repeats(rows, step)
-        if step * 8 < rows <= 1024:  # a narrow program for all rows, in the place of a second launch
-            width, step = _columns(columns, 32), 64
-            height = int(triton.next_power_of_2(rows))
-        lines = torch.empty(triton.cdiv(rows, height), columns, dtype=dtype, device=x.device)
-        p.column_sums_program[(lines.shape[0], triton.cdiv(columns, width))](
-            x, x if weight is None else weight, lines, rows, columns,
-            WEIGHT=weight is not None, HEIGHT=height, ROWS=step, COLUMNS=width, num_warps=4,
-        )  # fmt: skip
-        x, weight = lines, None
+        x, weight = column_lines(x, weight, dtype), None
     if x.shape[0] == 1 and weight is None:
         return x[0].to(dtype)
     return x.sum(0, dtype=dtype) if weight is None else weight.to(dtype) @ x.to(dtype)
 
 
-def _repeats(rows: int, step: int) -> int:
+def column_lines(x: Tensor, weight: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Fewer lines with the same column sums: those of a run of rows each. One launch."""
+    x, (rows, columns) = x.contiguous(), x.shape
+    width, step = _columns(columns, 256), max(1, 2048 // _columns(columns, 256))
+    height = step * _repeats(rows, step)
+    if step * 8 < rows <= 1024:  # a narrow program for all rows, in the place of a second launch
+        width, step = _columns(columns, 32), 64
+        height = int(triton.next_power_of_2(rows))
+    lines = torch.empty(triton.cdiv(rows, height), columns, dtype=dtype or x.dtype, device=x.device)
+    if rows:
+        p.column_sums_program[(lines.shape[0], triton.cdiv(columns, width))](
+            x, x if weight is None else weight, lines, rows, columns,
+            WEIGHT=weight is not None, HEIGHT=height, ROWS=step, COLUMNS=width, num_warps=4,
+        )  # fmt: skip
+    return lines
+
+
+def _repeats(rows: int, step: int, most: int = 8) -> int:
     """How many times a program goes on by ``step`` rows, such that several hundred programs share the rows."""
-    return int(min(8, max(1, 1 << (rows // (512 * step)).bit_length() >> 1))) if rows > 64 * step else 8
+    return int(min(most, max(1, 1 << (rows // (512 * step)).bit_length() >> 1))) if rows > 64 * step else 8
 
 
 def shifted_elu(x: Tensor, bias: Tensor, alpha: float) -> Tensor:
@@ -172,21 +211,18 @@ def shifted_elu(x: Tensor, bias: Tensor, alpha: float) -> Tensor:
 
 
 def take_order(pairs: Pairs) -> tuple[Any, dict[str, Tensor]]:
-    """The order in which these pairs are visited, and by name those of its tensors that are as long as the pairs."""
+    """The order in which these pairs are visited, and by name what of its part by columns is as long as the pairs."""
     left, right, none = left_order(pairs), right_order(pairs), pairs.columns[:0].clone()
     assert right.entries is not None
     short = replace(left, gathered=none), replace(right, entries=none, gathered=none)
     return short, {"entries": right.entries, "rows": right.gathered}
 
 
-def give_order(pairs: Pairs, order: Any, long: dict[str, Tensor]) -> None:
-    """An order taken before, for a copy of the same pairs whose long tensors came from elsewhere."""
+def give_order(pairs: Pairs, order: Any, long: dict[str, Tensor] | None) -> None:
+    """An order taken before, for a copy of the same pairs whose long tensors came from elsewhere; or by rows alone."""
     left, right = order
-    remember(
-        pairs,
-        replace(left, gathered=pairs.columns),
-        replace(right, entries=long["entries"], gathered=long["rows"]),
-    )
+    by_columns = None if long is None else replace(right, entries=long["entries"], gathered=long["rows"])
+    remember(pairs, replace(left, gathered=pairs.columns), by_columns)
 
 
 def _sum_into(order: Pieces, x: Tensor, B: Tensor, out: Tensor) -> None:

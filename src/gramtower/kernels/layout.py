@@ -93,9 +93,11 @@ def right_order(pairs: Pairs) -> Pieces:
     return _right[pairs]
 
 
-def remember(pairs: Pairs, left: Pieces, right: Pieces) -> None:
+def remember(pairs: Pairs, left: Pieces, right: Pieces | None) -> None:
     """Orders made elsewhere, for pairs that have just been put together."""
-    _left[pairs], _right[pairs] = left, right
+    _left[pairs] = left
+    if right is not None:
+        _right[pairs] = right
 
 
 def _cut(

@@ -18,9 +18,11 @@ def _softplus(x):
 
 
 @triton.jit
-def _sigmoid(x):
+def _sigmoids(x):
+    """σ(−x) and σ(x) σ(−x)."""
     e = tl.exp(-tl.abs(x))
-    return tl.where(x >= 0, 1.0, e) / (1.0 + e)
+    large = 1.0 / (1.0 + e)
+    return tl.where(x >= 0, e, 1.0) * large, e * large * large
 
 
 @triton.jit
@@ -117,6 +119,42 @@ def gather_lines_program(several, bounds, partial, out, k, stride_out, LINES: tl
 
 
 @triton.jit
+def _terms(s, e, inside, labels, stride_label, constants, imputed_at, pair_weight, loss_weight,
+           LOSS: tl.constexpr, IMPUTED: tl.constexpr, PAIR_WEIGHT: tl.constexpr,
+           LOSS_WEIGHT: tl.constexpr):  # fmt: skip
+    """ℓ⁺ in float64, ∂ℓ⁺/∂ŷ and ∂²ℓ⁺/∂ŷ² at the scores s of the pairs e."""
+    omega, imputed = tl.load(constants), tl.load(constants + 1)  # an argument would arrive in float32
+    y = tl.load(labels + e * stride_label, mask=inside, other=1.0)
+    one = tl.full(s.shape, 1.0, dtype=s.dtype)
+    if LOSS == 0:
+        value = _softplus(-y * s)
+        wrong, curve = _sigmoids(y * s)  # labels are ±1, and the curvature is even
+        slope = -y * wrong
+    elif LOSS == 1:
+        value = 0.5 * (y - s) * (y - s)
+        slope = s - y
+        curve = one
+    else:
+        short = tl.maximum(1.0 - y * s, 0.0)
+        value = 0.5 * short * short
+        slope = -y * short
+        curve = tl.where(y * s < 1.0, 1.0, 0.0).to(s.dtype)
+    if LOSS_WEIGHT:
+        weight = tl.load(loss_weight + e, mask=inside, other=0.0)
+        value, slope, curve = value * weight, slope * weight, curve * weight
+    if IMPUTED:
+        imputed = tl.load(imputed_at + e, mask=inside, other=0.0)
+    gap = s - imputed
+    pull = gap * omega
+    bend = one * omega
+    if PAIR_WEIGHT:
+        weight = tl.load(pair_weight + e, mask=inside, other=0.0)
+        pull, bend = pull * weight, bend * weight
+    both = value.to(tl.float64) - 0.5 * pull.to(tl.float64) * gap.to(tl.float64)
+    return both, (slope - pull).to(s.dtype), (curve - bend).to(s.dtype)
+
+
+@triton.jit
 def loss_program(scores, labels, stride_label, constants, imputed_at, pair_weight, loss_weight,
                  first_out, second_out, value_out, size,
                  LOSS: tl.constexpr, IMPUTED: tl.constexpr, PAIR_WEIGHT: tl.constexpr, LOSS_WEIGHT: tl.constexpr,
@@ -125,37 +163,53 @@ def loss_program(scores, labels, stride_label, constants, imputed_at, pair_weigh
     run = tl.program_id(0)
     e = run.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = e < size
-    omega, imputed = tl.load(constants), tl.load(constants + 1)  # an argument would arrive in float32
     s = tl.load(scores + e, mask=inside, other=0.0)
-    y = tl.load(labels + e * stride_label, mask=inside, other=1.0)
-    if LOSS == 0:
-        value = _softplus(-y * s)
-        slope = -y * _sigmoid(-y * s)
-        curve = _sigmoid(s) * _sigmoid(-s)
-    elif LOSS == 1:
-        value = 0.5 * (y - s) * (y - s)
-        slope = s - y
-        curve = tl.full((BLOCK,), 1.0, dtype=s.dtype)
+    value, first, second = _terms(
+        s, e, inside, labels, stride_label, constants, imputed_at, pair_weight, loss_weight,
+        LOSS, IMPUTED, PAIR_WEIGHT, LOSS_WEIGHT,
+    )  # fmt: skip
+    tl.store(value_out + run, tl.sum(tl.where(inside, value, 0.0), 0))
+    tl.store(first_out + e, first, mask=inside)
+    tl.store(second_out + e, second, mask=inside)
+
+
+@triton.jit
+def loss_left_program(targets, starts, lines, gathered, labels, stride_label, constants, imputed_at, pair_weight,
+                      loss_weight, P, W, Q, H, x, out, partial, k, stride_q, stride_h,
+                      LOSS: tl.constexpr, IMPUTED: tl.constexpr, PAIR_WEIGHT: tl.constexpr, LOSS_WEIGHT: tl.constexpr,
+                      CURVED: tl.constexpr, PAIRS: tl.constexpr, K: tl.constexpr):  # fmt: skip
+    """x_e = ∂ℓ⁺/∂ŷ, or ∂²ℓ⁺/∂ŷ² (w_i·q_j + p_i·h_j), from the scores p_i·q_j, and out_i += Σ x_e q_j, over a piece."""
+    piece = tl.program_id(0)
+    f = tl.arange(0, K)
+    row = tl.load(targets + piece).to(tl.int64)
+    line = tl.load(lines + piece).to(tl.int64)
+    first, last = tl.load(starts + piece), tl.load(starts + piece + 1)
+    p = tl.load(P + row * k + f, mask=f < k, other=0.0)
+    if CURVED:
+        w = tl.load(W + row * k + f, mask=f < k, other=0.0)
+    total = tl.zeros((K,), dtype=out.dtype.element_ty)
+    for e0 in range(first, last, PAIRS):
+        e = e0 + tl.arange(0, PAIRS)
+        inside = e < last
+        j = tl.load(gathered + e, mask=inside, other=0).to(tl.int64)
+        here = inside[:, None] & (f < k)[None, :]
+        q = tl.load(Q + j[:, None] * stride_q + f[None, :], mask=here, other=0.0)
+        _, slope, curve = _terms(
+            tl.sum(p[None, :] * q, 1), e, inside, labels, stride_label, constants, imputed_at, pair_weight, loss_weight,
+            LOSS, IMPUTED, PAIR_WEIGHT, LOSS_WEIGHT,
+        )  # fmt: skip
+        weight = slope
+        if CURVED:
+            h = tl.load(H + j[:, None] * stride_h + f[None, :], mask=here, other=0.0)
+            weight = curve * tl.sum(w[None, :] * q + p[None, :] * h, 1)
+        weight = tl.where(inside, weight, 0.0)
+        tl.store(x + e, weight, mask=inside)
+        total += tl.sum(weight[:, None] * q, 0)
+    if line < 0:
+        place = out + row * k + f
+        tl.store(place, tl.load(place, mask=f < k, other=0.0) + total, mask=f < k)
     else:
-        short = tl.maximum(1.0 - y * s, 0.0)
-        value = 0.5 * short * short
-        slope = -y * short
-        curve = tl.where(y * s < 1.0, 1.0, 0.0)
-    if LOSS_WEIGHT:
-        weight = tl.load(loss_weight + e, mask=inside, other=0.0)
-        value, slope, curve = value * weight, slope * weight, curve * weight
-    if IMPUTED:
-        imputed = tl.load(imputed_at + e, mask=inside, other=0.0)
-    gap = s - imputed
-    pull = gap * omega
-    bend = tl.full((BLOCK,), 1.0, dtype=s.dtype) * omega
-    if PAIR_WEIGHT:
-        weight = tl.load(pair_weight + e, mask=inside, other=0.0)
-        pull, bend = pull * weight, bend * weight
-    both = value.to(tl.float64) - 0.5 * pull.to(tl.float64) * gap.to(tl.float64)
-    tl.store(value_out + run, tl.sum(tl.where(inside, both, 0.0), 0))
-    tl.store(first_out + e, (slope - pull).to(s.dtype), mask=inside)
-    tl.store(second_out + e, (curve - bend).to(s.dtype), mask=inside)
+        tl.store(partial + line * k + f, total, mask=f < k)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Results that a tower's steps hand to each other before they are worked out, so that the next step can join in.
 
     Shifted   a tensor plus a bias            the next step adds it while it reads the tensor
-    Summed    a tensor with its column sums   the layer before needs them for its bias
+    Summed    a tensor and lines that add up to its column sums   for the bias of the layer before
 
 Each saves a pass over a rows × width matrix. Used by ops.py; checked by tests/test_towers.py.
 """
@@ -31,10 +31,10 @@ class Shifted:
 
 @dataclass(frozen=True)
 class Summed:
-    """What a vjp hands on together with its column sums; no tensor if it was added to its place already."""
+    """What a vjp hands on with its column sums, not yet added up; no tensor if it was added to its place already."""
 
     tensor: Tensor | None
-    sums: Tensor
+    lines: Tensor
 
 
 def settled(x: Any) -> Any:

@@ -164,12 +164,13 @@ class Linearization:
         for start, stop, saved in self.saved_blocks():
             self.pull(start, stop, saved, cotangent[start:stop], out, base)
             del saved  # before the next block's are made
+        self.settle(out)
         self.work.add(self.side, "vjps", self._share)
 
     def pull(
         self, start: int, stop: int, saved: list[Any], cotangent: Tensor, out: Named, base: tuple[Tensor, float] | None
     ) -> None:
-        """The vjp of one block, added to ``out``; see ``vjp`` for ``base``."""
+        """The vjp of one block, added to ``out``; see ``vjp`` for ``base``. ``settle`` must follow the last block."""
         g: Any = cotangent
         if isinstance(self.steps[-1], Elementwise):
             g = g.clone()  # the step works in place, the cotangent is the caller's
@@ -182,6 +183,10 @@ class Linearization:
                 g = step.vjp_into(saved[1], g, self.values, rows, base[0][start:stop], base[1])
             else:
                 g = step.vjp(saved[index], g, self.values, out, index > 0)
+
+    def settle(self, out: Named) -> None:
+        """Add the sums over all blocks that ``pull`` put off."""
+        self.values.settle(out)
 
     @torch.no_grad()
     def run(self, start: int, stop: int) -> tuple[Tensor, list[Any]]:

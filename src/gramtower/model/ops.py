@@ -27,7 +27,7 @@ from gramtower.model.deferred import Shifted, Summed, pulled, settled
 from gramtower.model.slopes import FromInput, FromOutput
 
 Named = dict[str, Tensor]
-Scratch = dict[tuple[int, int], Tensor]
+Scratch = dict[tuple[int, int], Tensor]  # of one tower
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Values:
     device: torch.device
     transposed: Named = field(default_factory=dict)
     scratch: Scratch = field(default_factory=dict)
+    owed: dict[str, list[Tensor]] = field(default_factory=dict)  # lines whose sums belong to a bias, block after block
 
     def transpose(self, name: str) -> Tensor:
         """A matrix transposed, made once."""
@@ -57,6 +58,23 @@ class Values:
             self.scratch[key] = like.new_empty(rows, columns)
         return self.scratch[key][:rows]
 
+    def owe(self, bias: str | None, g: Any, out: Named) -> None:
+        """Remember the column sums of g for a bias in ``out``; ``settle`` adds them when all blocks are done."""
+        if bias is None or bias not in out:
+            return
+        kernels: Any = self.kernels
+        if isinstance(g, Summed):
+            lines = g.lines
+        else:
+            lines = kernels.column_lines(g) if hasattr(kernels, "column_lines") else g.sum(0, keepdim=True)
+        self.owed.setdefault(bias, []).append(lines)
+
+    def settle(self, out: Named) -> None:
+        """Add to ``out`` what is owed: once for all blocks, as each launch costs a GPU as much as a block's lines."""
+        for bias, lines in self.owed.items():
+            out[bias] += self.kernels.column_sums(lines[0] if len(lines) == 1 else torch.cat(lines))
+        self.owed.clear()
+
 
 class Op:
     """One step of a tower; see the module's first lines. ``Saved`` is whatever forward keeps."""
@@ -72,7 +90,7 @@ class Op:
         raise NotImplementedError
 
     def vjp(self, saved: Any, g: Any, values: Values, out: Named, need_input: bool) -> Any:
-        """Add gᵀ∂y/∂θ to ``out``; return gᵀ∂y/∂x if asked, a tensor or Summed."""
+        """Add gᵀ∂y/∂θ to ``out``, biases by ``Values.owe``; return gᵀ∂y/∂x if asked, a tensor or Summed."""
         raise NotImplementedError
 
 
@@ -120,8 +138,7 @@ class InputAffine(Op):
 
     def vjp(self, saved: Block, g: Any, values: Values, out: Named, need_input: bool) -> Any:
         """XᵀG and the column sums of G."""
-        if self.bias is not None and self.bias in out:
-            out[self.bias] += _column_sums(g, values)
+        values.owe(self.bias, g, out)
         g = pulled(g)
         if self.weight in out and g is not None:
             total = out[self.weight]
@@ -178,8 +195,7 @@ class Affine(Op):
 
     def vjp(self, saved: Tensor, g: Any, values: Values, out: Named, need_input: bool) -> Any:
         """GᵀX, column sums of G, and G W."""
-        if self.bias is not None and self.bias in out:
-            out[self.bias] += _column_sums(g, values)
+        values.owe(self.bias, g, out)
         g = pulled(g)
         if self.weight in out:
             out[self.weight].addmm_(g.t(), saved)
@@ -187,15 +203,6 @@ class Affine(Op):
             return None
         weight = values.tensors[self.weight]
         return torch.mm(g, weight, out=values.room(self, g, weight.shape[1]))
-
-
-def _column_sums(g: Any, values: Values) -> Tensor:
-    """Column sums of g, unless they came with it."""
-    if isinstance(g, Summed):
-        return g.sums
-    kernel: Any = getattr(values.kernels, "column_sums", None)
-    result: Tensor = g.sum(0) if kernel is None else kernel(g)
-    return result
 
 
 @dataclass

@@ -93,11 +93,12 @@ class Towers:
         ((self.dtype, self.device),) = kinds
         self._layout = Layout.of({name: tuple(p.shape) for name, p in self._owners.items()})
         self._probes: dict[tuple[str, int, str], tuple[Features, int, int]] = {}
-        self._scratch: Scratch = {}
+        self._scratch: dict[str, Scratch] = {}
 
     def parameters(self) -> Parameters:
         """A copy of the present trainable parameters."""
-        return Parameters(self._layout, torch.cat([p.detach().reshape(-1) for p in self._owners.values()]))
+        with torch.no_grad():
+            return Parameters(self._layout, torch.cat([p.reshape(-1) for p in self._owners.values()]))
 
     @torch.no_grad()
     def load(self, parameters: Parameters) -> None:
@@ -121,13 +122,17 @@ class Towers:
         """Trainable parameters of one tower: the module's own name → the name in Parameters."""
         return dict(self._names[side])
 
+    @property
+    def share_parameters(self) -> bool:
+        """Whether both towers have some parameter in common."""
+        return not set(self._names["left"].values()).isdisjoint(self._names["right"].values())
+
     def signature(self) -> tuple[Any, ...]:
         """What an evaluation depends on besides the trainable parameters; equal when nothing was exchanged."""
-        modules = tuple((id(part), part.training) for side in (self.left, self.right) for part in side.modules())
-        frozen = tuple(
-            p.data_ptr() for side in (self.left, self.right) for p in side.parameters() if not p.requires_grad
-        )
-        return modules, frozen
+        modules = [part for side in (self.left, self.right) for part in side.modules()]
+        tensors = (p for part in modules for p in part._parameters.values())
+        frozen = tuple(p.data_ptr() for p in tensors if p is not None and not p.requires_grad)
+        return tuple((id(part), part.training) for part in modules), frozen
 
     def layer_widths(self) -> tuple[list[int], list[int]] | None:
         """Output widths of both towers' layers over ids, or None if some part is not written out step by step."""
@@ -149,7 +154,7 @@ class Towers:
         kernels: Kernels,
         budget: int,
         work: Work,
-        scratch: Scratch | None = None,
+        scratch: dict[str, Scratch] | None = None,
         plans: tuple[BlockPlan, BlockPlan] | None = None,
     ) -> tuple[Linearization, Linearization]:
         """Both towers evaluated at ``parameters`` over all their entities, within ``budget`` bytes of activations.
@@ -184,7 +189,7 @@ class Towers:
         return Sizes(prepared[0][4], (prepared[0][5], prepared[1][5]), _least_block(prepared[0][2], left))
 
     def _prepare(
-        self, parameters: Parameters, left: Features, right: Features, kernels: Kernels, scratch: Scratch
+        self, parameters: Parameters, left: Features, right: Features, kernels: Kernels, scratch: dict[str, Scratch]
     ) -> list[_Prepared]:
         """Both towers' steps, tensors and sizes; refuses what cannot be a tower."""
         prepared: list[_Prepared] = []
@@ -194,7 +199,7 @@ class Towers:
             ops = steps(module, features.kind)
             frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
             tensors = {**frozen, **self.own(side, parameters)}
-            values = Values(tensors, kernels, self.dtype, self.device, scratch=scratch)
+            values = Values(tensors, kernels, self.dtype, self.device, scratch=scratch.setdefault(side, {}))
             prepared.append((side, features, ops, values, *self._probe(side, module, ops, features, values)))
         widths = [item[4] for item in prepared]
         if widths[0] != widths[1]:

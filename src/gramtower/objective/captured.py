@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 
+from gramtower.kernels.lanes import lane
 from gramtower.model.linearization import Work
 from gramtower.model.parameters import Parameters
 from gramtower.objective.curvature import GaussNewton
 from gramtower.objective.evaluation import Point
+from gramtower.objective.kronecker import Kronecker
 
 LARGEST = 1 << 30  # bytes of parameters, activations and pairs above which launches no longer matter
 _SLOTS = 3
@@ -41,6 +43,7 @@ class Slots:
         self.evaluate = evaluate
         self._free: list[_Slot] = []
         self._made = 0
+        self._applied = _Applied()
 
     def point(self, parameters: Parameters) -> Point:
         """The problem at ``parameters``, which nobody else will change."""
@@ -48,7 +51,7 @@ class Slots:
             slot = self._free.pop()
         elif self._made < _SLOTS:
             self._made += 1
-            slot = _Slot(self.evaluate, parameters)
+            slot = _Slot(self.evaluate, parameters, self._applied)
         else:  # somebody keeps points: these are not bound to a slot
             return self.evaluate(parameters)
         point = slot.at(parameters)
@@ -59,7 +62,7 @@ class Slots:
 class _Recording:
     """Some work captured once and replayed, counted each time."""
 
-    def __init__(self, work: Work, pool: Any, action: Callable[[], None]) -> None:
+    def __init__(self, work: Work, pool: Any, action: Callable[[], object]) -> None:
         before = work.copy()
         self.graph = torch.cuda.CUDAGraph()
         stream = _beside()
@@ -94,10 +97,40 @@ def _beside() -> torch.cuda.Stream:
     return stream
 
 
+class _Applied:
+    """M r over fixed memory, into which the preconditioner that is applied is copied first."""
+
+    def __init__(self) -> None:
+        self._held: Kronecker | None = None
+        self._holds: weakref.ref[Kronecker] | None = None
+
+    def product_now(self, M: Kronecker, r: Parameters, out: Parameters) -> Parameters:
+        """M r, written to ``out``."""
+        if self._held is None:
+            self._record(M, r)
+        assert self._held is not None
+        if self._holds is None or self._holds() is not M:
+            torch._foreach_copy_(self._held.tensors(), M.tensors())
+            self._holds = weakref.ref(M)
+        self._r.vector.copy_(r.vector)
+        self._replay()
+        out.vector.copy_(self._out.vector)
+        return out
+
+    def _record(self, M: Kronecker, r: Parameters) -> None:
+        self._held, self._r, self._out = held, own, room = M.copy(), r.clone(), r.empty()
+        stream = _beside()
+        with torch.cuda.stream(stream):
+            held.apply(own, room)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._replay = _Recording(Work(), torch.cuda.graph_pool_handle(), lambda: held.apply(own, room))
+
+
 class _Slot:
     """One evaluation over fixed memory."""
 
-    def __init__(self, evaluate: Evaluate, parameters: Parameters) -> None:
+    def __init__(self, evaluate: Evaluate, parameters: Parameters, applied: _Applied) -> None:
+        self.applied = applied
         self.theta, self.direction = parameters.clone(), parameters.clone()
         self.gradient, self.product = parameters.empty(), parameters.empty()
         work = self._try_out(evaluate)
@@ -126,11 +159,17 @@ class _Slot:
         torch.add(self.product.vector, self.direction.vector, alpha=damping, out=out.vector)
         return out
 
+    def preconditioner_now(self, M: Kronecker) -> Kronecker:
+        """The same, applied from a graph."""
+        M.replay = self.applied
+        return M
+
     def _try_out(self, evaluate: Evaluate) -> Work:
         """Compile kernels and make what is made once, outside of the recording; not counted."""
         stream = _beside()
         with torch.cuda.stream(stream):
             point = evaluate(self.theta)
+            point.lane = lane(point.towers.device)
             work = point.work
             before = work.copy()
             _ = point.sums
@@ -145,6 +184,7 @@ class _Slot:
 
     def _evaluate(self, evaluate: Evaluate) -> None:
         self.template = evaluate(self.theta)
+        self.template.lane = lane(self.template.towers.device)
         _ = self.template.sums
 
     def _slope(self) -> None:

@@ -60,16 +60,22 @@ class GaussNewton:
         group, P, Q = s.shards.group, at.P, at.Q
         sent = group.total_bytes
         with products_in(s.precision):
-            H = at.right.jvp(at.towers.own("right", d), self._H)  # d → J_g d
-            every = s.shards.gather(H, self._every)  # travels during the left tower's jvp
+            at.lane.fork()
+            with at.lane.within():
+                H = at.right.jvp(at.towers.own("right", d), self._H)  # d → J_g d
+                every = s.shards.gather(H, self._every)  # travels during the left tower's jvp
+                gram_H = gram(H, Q, s.weights[1])
             W = at.left.jvp(at.towers.own("left", d), self._W)  # d → J_f d
-            sums = group.sum_all(gram(W, P, s.weights[0]), gram(H, Q, s.weights[1]))
-            Wc, Hc = ((s.omega * g).to(P.dtype) for g in sums)  # ω Wᵀ A P, ω Hᵀ B Q
+            gram_W = gram(W, P, s.weights[0])
+            at.lane.join()
+            Wc, Hc = ((s.omega * g).to(P.dtype) for g in group.sum_all(gram_W, gram_H))  # ω Wᵀ A P, ω Hᵀ B Q
             U = self._all_pairs(0, W, self._Qc, P, Hc, self._U)  # ωA (W Q_c + P H_c)
-            V = self._all_pairs(1, H, self._Pc, Q, Wc, self._V)  # ωB (H P_c + Q W_c)
-        H = every.wait() if self._each_H is None else self._each_H.copy_(every.wait())
-        z = at.kernels.curvature_left(s.pairs, self._c, P, W, self._each_Q, H, U)  # + Z Q
-        right = at.add_right_sum(z, self._each_P, V)  # + Zᵀ P, travels during the left tower's vjp
+            gathered = every.wait() if self._each_H is None else self._each_H.copy_(every.wait())
+            z = at.kernels.curvature_left(s.pairs, self._c, P, W, self._each_Q, gathered, U)  # + Z Q
+            at.lane.fork()
+            with at.lane.within():
+                V = self._all_pairs(1, H, self._Pc, Q, Wc, self._V)  # ωB (H P_c + Q W_c)
+                right = at.add_right_sum(z, self._each_P, V)  # + Zᵀ P, travels during the left tower's vjp
         at.work.pair_passes += 2
         at.work.data_passes += 1
         product = at.pull_back(U, right, d, self.damping, out)

@@ -22,6 +22,7 @@ from torch import Tensor
 from gramtower import _checks as check
 from gramtower.distributed.group import Pending
 from gramtower.kernels import Kernels
+from gramtower.kernels.lanes import Lane
 from gramtower.kernels.precision import products_in
 from gramtower.model.linearization import Linearization, Work
 from gramtower.model.parameters import Parameters, as_parameters
@@ -76,6 +77,9 @@ class Recorded(Protocol):
     def product_now(self, d: Parameters, damping: float, out: Parameters) -> Parameters:
         """(G + damping·I) d, written to ``out``."""
 
+    def preconditioner_now(self, M: Kronecker) -> Kronecker:
+        """A preconditioner made here, to be applied in the best way."""
+
 
 class Point:
     """The problem evaluated at parameters θ. Made by :meth:`gramtower.Problem.at`.
@@ -89,6 +93,7 @@ class Point:
     """
 
     slot: Recorded | None = None  # what has gradient and products of its own, if something does
+    lane = Lane()  # where the right side's work goes on beside the left one's
 
     def __init__(
         self,
@@ -192,21 +197,26 @@ class Point:
 
     def output_gradients(
         self, gramians: tuple[Tensor, Tensor], cross_gramians: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Pending]:
         """∂L/∂P and ∂L/∂Q, the brackets of eq:final_grad, with these (P_c, Q_c) and (P̂_c, Q̂_c)."""
         s = self.setting
         x = self.observed.slopes
-        outputs = []
+        P, Q, right_rows = self.P, self.Q, self.right_rows
+
+        def all_pairs(side: int, own: Tensor) -> Tensor:
+            U = own @ (s.omega * gramians[1 - side]).to(own.dtype)  # ω P Q_c
+            s.imputed.subtract_product(side, (s.omega * cross_gramians[1 - side]).to(own.dtype), U)  # − ω P̃ Q̂_c
+            return weigh(s, side, U, own)
+
         with products_in(s.precision):
-            for side, own in enumerate((self.P, self.Q)):
-                U = own @ (s.omega * gramians[1 - side]).to(own.dtype)  # ω P Q_c
-                s.imputed.subtract_product(side, (s.omega * cross_gramians[1 - side]).to(own.dtype), U)  # − ω P̃ Q̂_c
-                outputs.append(weigh(s, side, U, own))
-        self.kernels.left_sum(s.pairs, x, self.right_rows, outputs[0])  # + X Q
-        self.add_right_sum(x, self.P, outputs[1]).wait()  # + Xᵀ P
+            U = all_pairs(0, P)
+            self.kernels.left_sum(s.pairs, x, right_rows, U)  # + X Q
+            self.lane.fork()
+            with self.lane.within():
+                V = self.add_right_sum(x, P, all_pairs(1, Q))  # + Xᵀ P
         self.work.pair_passes += self.share[0] * 2
         self.work.data_passes += self.share[1]
-        return outputs[0], outputs[1]
+        return U, V
 
     def gauss_newton(self, damping: float = 0.0) -> GaussNewton:
         """G of eq:general_G as a linear operator; ``G @ d`` by eq:final_Gd. ``damping`` is added to λ in G alone."""
@@ -219,7 +229,8 @@ class Point:
         from gramtower.objective.kronecker import kronecker
 
         check.choice("kind", kind, ("kronecker",))
-        return kronecker(self, check.number("damping", damping, minimum=0.0))
+        M = kronecker(self, check.number("damping", damping, minimum=0.0))
+        return M if self.slot is None else self.slot.preconditioner_now(M)
 
     @property
     def rounding(self) -> float:
@@ -250,17 +261,28 @@ class Point:
         return embeddings.bfloat16() if self.gathers_halves else embeddings
 
     def add_right_sum(self, x: Tensor, P: Tensor, V: Tensor) -> Pending:
-        """V += Xᵀ P, over the pairs of all processes; under way until waited for."""
-        return self.setting.shards.add_right_sum(V, lambda out: self.kernels.right_sum(self.setting.pairs, x, P, out))
+        """V += Xᵀ P, over the pairs of all processes; under way, in the lane it is asked for, until waited for."""
+        s = self.setting
+        pending = s.shards.add_right_sum(V, lambda out: self.kernels.right_sum(s.pairs, x, P, out))
+
+        def finish(_: object = (x, P)) -> Tensor:  # which nobody may let go of while they are read in the lane
+            self.lane.join()
+            return pending.wait()
+
+        return Pending(finish)
 
     def pull_back(
-        self, U: Tensor, V: Tensor | Pending, regularised: Parameters, extra: float = 0.0, out: Parameters | None = None
+        self, U: Tensor, V: Pending, regularised: Parameters, extra: float = 0.0, out: Parameters | None = None
     ) -> Parameters:
         """(⟨Jᵘ, U⟩, ⟨Jᵛ, V⟩) + (λ + extra) · regularised, written over ``out`` if given."""
         out, bases = self.begin_pull(regularised, extra, out)
         with products_in(self.setting.precision):
+            road = Lane() if self.towers.share_parameters else self.lane  # who adds to the same tensors takes turns
+            road.fork()
             self.left.vjp(U, self.towers.own("left", out), bases[0])
-            self.right.vjp(V.wait() if isinstance(V, Pending) else V, self.towers.own("right", out), bases[1])
+            with road.within():
+                self.right.vjp(V.wait(), self.towers.own("right", out), bases[1])
+            road.join()
         return out.end_sum_()
 
     def begin_pull(

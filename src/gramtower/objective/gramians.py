@@ -29,7 +29,7 @@ def gram(A: Tensor, B: Tensor, weight: Tensor | None = None) -> Tensor:
         left = A[:done] if weight is None else A[:done] * weight[:done, None]
         left, right = left.view(blocks, height, -1), B[:done].view(blocks, height, -1)
         products = torch.bmm(left.transpose(1, 2), right)
-        total += select(A.device).column_sums(products.view(blocks, -1), dtype=torch.float64).view_as(total)
+        total = select(A.device).column_sums(products.view(blocks, -1), dtype=torch.float64).view_as(total)
     for start in range(done, A.shape[0], _ROWS):
         rows = slice(start, start + _ROWS)
         left = A[rows] if weight is None else A[rows] * weight[rows, None]

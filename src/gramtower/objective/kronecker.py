@@ -14,9 +14,10 @@ matrix with factors of its width. Not in the paper. Checked by tests/test_kronec
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +33,8 @@ _TINY = 1e-12
 
 class Kronecker:
     """M ≈ (G + damping·I)⁻¹: symmetric, positive definite, applied block by block. Made by Point.preconditioner."""
+
+    replay: Applied | None = None  # what applies it in the place of single kernels, if something does
 
     def __init__(self, like: Parameters, blocks: list[_Block], diagonal: dict[str, Tensor]) -> None:
         self._like, self._blocks, self._diagonal = like, blocks, diagonal
@@ -52,11 +55,33 @@ class Kronecker:
     def product(self, r: Parameters, out: Parameters | None = None) -> Parameters:
         """M r, written over ``out`` if given."""
         out = r.empty() if out is None else out
+        return self.apply(r, out) if self.replay is None else self.replay.product_now(self, r, out)
+
+    def apply(self, r: Parameters, out: Parameters) -> Parameters:
+        """M r written over ``out``, kernel by kernel."""
         for block in self._blocks:
             block.apply(r, out)
         for name, inverse in self._diagonal.items():
             torch.mul(r[name], inverse, out=out[name])
         return out
+
+    def tensors(self) -> list[Tensor]:
+        """What it is made of, always in the same order."""
+        return [t for block in self._blocks for t in (block.A, block.S)] + list(self._diagonal.values())
+
+    def copy(self) -> Kronecker:
+        """The same in memory of its own."""
+        blocks = [copy.copy(block) for block in self._blocks]
+        for block in blocks:
+            block.A, block.S = block.A.clone(), block.S.clone()
+        return Kronecker(self._like, blocks, {name: t.clone() for name, t in self._diagonal.items()})
+
+
+class Applied(Protocol):
+    """A replayed application (captured.py)."""
+
+    def product_now(self, M: Kronecker, r: Parameters, out: Parameters) -> Parameters:
+        """M r, written to ``out``."""
 
 
 class _Block:

@@ -48,6 +48,43 @@ def observe(kernels: Kernels, pairs: Pairs, P: Tensor, Q: Tensor, loss: Loss, te
     return _Scored(loss, terms, kernels.dots(pairs, P, Q))
 
 
+def add_slopes(
+    kernels: Kernels, pairs: Pairs, P: Tensor, Q: Tensor, loss: Loss, terms: LossTerms, out: Tensor
+) -> tuple[Tensor, int]:
+    """X of eq:Xij, and out += X Q; and in how many passes over O."""
+    if _in_one_pass(kernels, loss, P, Q):
+        fused: Any = kernels
+        return fused.loss_left(pairs, P, Q, terms, out), 1
+    x = observe(kernels, pairs, P, Q, loss, terms).slopes
+    kernels.left_sum(pairs, x, Q, out)
+    return x, 2
+
+
+def add_curved(
+    kernels: Kernels,
+    pairs: Pairs,
+    P: Tensor,
+    W: Tensor,
+    Q: Tensor,
+    gathered: tuple[Tensor, Tensor],
+    loss: Loss,
+    terms: LossTerms,
+    out: Tensor,
+) -> tuple[Tensor, int]:
+    """Z of eq:final_Gd with (Q, H) as ``gathered``, and out += Z Q; and in how many passes over O."""
+    if gathered[0] is Q and _in_one_pass(kernels, loss, P, Q):
+        fused: Any = kernels
+        return fused.loss_left(pairs, P, Q, terms, out, (W, gathered[1])), 1
+    c = observe(kernels, pairs, P, Q, loss, terms).curvatures
+    return kernels.curvature_left(pairs, c, P, W, *gathered, out), 2
+
+
+def _in_one_pass(kernels: Kernels, loss: Loss, P: Tensor, Q: Tensor) -> bool:
+    """Whether kernels can do without the scores."""
+    fits = P.shape[1] <= getattr(kernels, "LONGEST", 0) and P.dtype == Q.dtype
+    return fits and loss is LOSSES.get(loss.name)
+
+
 class _Fused:
     """All three from one kernel."""
 

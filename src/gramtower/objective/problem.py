@@ -216,7 +216,7 @@ class Problem:
             self._slots = signature, Slots(lambda p: here._evaluate_now(towers, p, {})) if fits else None
         return self._slots[1]
 
-    def _evaluate_now(self, towers: Towers, own: Parameters, scratch: Scratch | None = None) -> Point:
+    def _evaluate_now(self, towers: Towers, own: Parameters, scratch: dict[str, Scratch] | None = None) -> Point:
         setting = self.setting(towers.dtype, towers.device)
         kernels = select(towers.device, self.kernels)
         budget = self.activation_budget(towers)

@@ -20,6 +20,7 @@ from gramtower.data.pairs import Pairs
 from gramtower.objective.setting import Setting
 
 Make = Callable[[tuple[int, int]], Setting]
+_HALF = 1 << 15
 _PER_PAIR = ("labels", "pair_weight", "loss_weight", "pair_imputed")
 
 
@@ -39,13 +40,14 @@ class RowBlocks:
         self.bounds = [(start, min(total, start + rows)) for start in range(0, total, rows)]
         self._made: list[Setting | _Stored] = []
 
-    def visit(self, make: Make) -> Iterator[tuple[int, int, Setting]]:
+    def visit(self, make: Make, by_columns: bool = True) -> Iterator[tuple[int, int, Setting]]:
         """Ranges of rows with their constants, in order; each is valid until the next one is asked for.
 
-        ``make`` gives the constants of a range the first time.
+        ``make`` gives the constants of a range the first time. Who only sums over rows can do without the order
+        ``by_columns``.
         """
         if self.streamed:
-            yield from self._sent(make)
+            yield from self._sent(make, by_columns)
             return
         for index, (start, stop) in enumerate(self.bounds):
             if index == len(self._made):
@@ -54,14 +56,14 @@ class RowBlocks:
             assert isinstance(setting, Setting)
             yield start, stop, setting
 
-    def _sent(self, make: Make) -> Iterator[tuple[int, int, Setting]]:
+    def _sent(self, make: Make, by_columns: bool) -> Iterator[tuple[int, int, Setting]]:
         for index in range(len(self._made), len(self.bounds)):
             self._made.append(_Stored.of(make(self.bounds[index]), self.kernels))
         if self._road is None:
             self._road = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         road = self._road
         worked: list[torch.cuda.Event] = []
-        coming = deque(self._send(index, road) for index in range(min(2, len(self.bounds))))
+        coming = deque(self._send(index, road, by_columns) for index in range(min(2, len(self.bounds))))
         for index, (start, stop) in enumerate(self.bounds):
             setting, arrived = coming.popleft()
             torch.cuda.current_stream().wait_event(arrived)
@@ -71,14 +73,14 @@ class RowBlocks:
             if index + 2 < len(self.bounds):
                 if index:
                     worked[index - 1].synchronize()  # the device is busy with this block meanwhile
-                coming.append(self._send(index + 2, road))
+                coming.append(self._send(index + 2, road, by_columns))
 
-    def _send(self, index: int, road: torch.cuda.Stream) -> tuple[Setting, torch.cuda.Event]:
+    def _send(self, index: int, road: torch.cuda.Stream, by_columns: bool) -> tuple[Setting, torch.cuda.Event]:
         stored = self._made[index]
         assert isinstance(stored, _Stored)
         user = torch.cuda.current_stream()
         with torch.cuda.stream(road):
-            setting = stored.send(user)
+            setting = stored.send(user, by_columns)
             return setting, _mark()
 
 
@@ -95,38 +97,74 @@ class _Stored:
 
     Attributes:
         setting: with what belongs to entities, and the offsets of the pattern's rows; the rest is missing.
-        per_pair: what belongs to single pairs, pinned.
-        order: how kernels visit the pairs, its short parts on the device and its long ones in ``per_pair``.
+        per_pair: what belongs to single pairs.
+        columns: of the pairs.
+        kernels: which visit the pairs.
+        order: how they do, as far as it is short.
+        by_columns: what of the order by columns is as long as the pairs.
     """
 
     setting: Setting
-    per_pair: dict[str, Tensor]
-    order: Any
+    per_pair: dict[str, _Sent]
+    columns: _Sent
+    kernels: Any
+    order: Any = None
+    by_columns: dict[str, _Sent] | None = None
 
     @staticmethod
     def of(setting: Setting, kernels: Any) -> _Stored:
         """Move what belongs to single pairs to host memory."""
         values = {name: getattr(setting, name) for name in _PER_PAIR}
         per_pair = {k: v for k, v in values.items() if isinstance(v, Tensor) and v.dim() and 0 not in v.stride()}
-        per_pair["columns"] = setting.pairs.columns
-        order = None
+        pairs = setting.pairs
+        empty = Pairs(pairs.shape, pairs.offsets, pairs.columns[:0].clone())
+        missing: dict[str, Any] = dict.fromkeys(per_pair)
+        sent = {name: _Sent.of(tensor) for name, tensor in per_pair.items()}
+        columns = _Sent.of(pairs.columns, pairs.shape[1])
+        stored = _Stored(replace(setting, pairs=empty, **missing), sent, columns, kernels)
         if hasattr(kernels, "take_order"):
-            order, long = kernels.take_order(setting.pairs)
-            per_pair |= long
-        pinned = {name: tensor.cpu().pin_memory() for name, tensor in per_pair.items()}
-        empty = Pairs(setting.pairs.shape, setting.pairs.offsets, setting.pairs.columns[:0].clone())
-        missing: dict[str, Any] = {name: None for name in per_pair if name in _PER_PAIR}
-        return _Stored(replace(setting, pairs=empty, **missing), pinned, (kernels, order))
+            stored.order, long = kernels.take_order(pairs)
+            limits = {"rows": pairs.shape[0]}
+            stored.by_columns = {name: _Sent.of(tensor, limits.get(name)) for name, tensor in long.items()}
+        return stored
 
-    def send(self, user: torch.cuda.Stream) -> Setting:
+    def send(self, user: torch.cuda.Stream, by_columns: bool) -> Setting:
         """The whole of it on the device, for ``user`` to read."""
         empty = self.setting.pairs
-        here = {name: tensor.to(empty.device, non_blocking=True) for name, tensor in self.per_pair.items()}
-        for tensor in here.values():
-            tensor.record_stream(user)
-        pairs = Pairs(empty.shape, empty.offsets, here.pop("columns"))
-        kernels, order = self.order
-        if order is not None:
-            kernels.give_order(pairs, order, here)
-        values: dict[str, Any] = {name: here[name] for name in _PER_PAIR if name in here}
+        pairs = Pairs(empty.shape, empty.offsets, self.columns.bring(user))
+        if self.by_columns is not None:
+            long = {name: sent.bring(user) for name, sent in self.by_columns.items()} if by_columns else None
+            self.kernels.give_order(pairs, self.order, long)
+        values: dict[str, Any] = {name: sent.bring(user) for name, sent in self.per_pair.items()}
         return replace(self.setting, pairs=pairs, **values)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A tensor in pinned memory; numbers below 65,536 travel in 16 bits, 32,768 less.
+
+    Attributes:
+        tensor: as it travels.
+        device: where to.
+        half: 32,768 as an int32 on the device, or None where the tensor travels as it is.
+    """
+
+    tensor: Tensor
+    device: torch.device
+    half: Tensor | None
+
+    @staticmethod
+    def of(tensor: Tensor, limit: int | None = None) -> _Sent:
+        """Move a tensor to host memory; its numbers are below ``limit``."""
+        half = None
+        if limit is not None and limit <= 2 * _HALF and tensor.dtype == torch.int32:
+            half = tensor.new_full((1,), _HALF)
+        short = tensor if half is None else (tensor - half).to(torch.int16)
+        return _Sent(short.cpu().pin_memory(), tensor.device, half)
+
+    def bring(self, user: torch.cuda.Stream) -> Tensor:
+        """The tensor on the device, for ``user`` to read."""
+        here = self.tensor.to(self.device, non_blocking=True)
+        here = here if self.half is None else here + self.half
+        here.record_stream(user)
+        return here

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gramtower.data.pairs import Pairs
+from gramtower.distributed.group import Pending
 from gramtower.distributed.shards import Shards
 from gramtower.kernels import select
 from gramtower.model.parameters import Parameters
@@ -160,9 +161,9 @@ def _restrict(
     return Point(setting, towers, parameters, *sides, kernels, problem.work, _nowhere, share)
 
 
-def _scaled(point: Point, U: Tensor, V: Tensor, scale: float) -> Parameters:
+def _scaled(point: Point, U: Tensor, V: Pending, scale: float) -> Parameters:
     """The pull-back scale · (⟨Jᵘ, U⟩, ⟨Jᵛ, V⟩) + λθ."""
-    return point.pull_back(U.mul_(scale), V.mul_(scale), point.parameters)
+    return point.pull_back(U.mul_(scale), Pending(lambda: V.wait().mul_(scale)), point.parameters)
 
 
 def _nowhere(_: Parameters) -> Point:

@@ -6,7 +6,7 @@ rows (Gramians, the right side's pairs) and finishes its own rows of the result.
 rows are what pairs gather. Differs from one pass over everything by rounding alone.
 
 Cost beyond evaluation.py and curvature.py: a forward of both towers (two of the right one in a product) and a pass over
-O in each gradient and product.
+O in each gradient and product, unless kernels work out the loss in the pass that sums over rows.
 Memory: θ's vectors, the right side, one block, and the pairs or three blocks of them (row_blocks.py). Compared with the
 dense twin in tests/test_swept.py; timed by benchmarks/bench_gpu.py.
 """
@@ -28,7 +28,8 @@ from gramtower.model.parameters import Parameters
 from gramtower.model.towers import Towers
 from gramtower.objective.evaluation import Moments, Point, Recorded, weigh
 from gramtower.objective.gramians import gram, square_norms
-from gramtower.objective.observed import Observed, observe
+from gramtower.objective.kronecker import Kronecker
+from gramtower.objective.observed import Observed, add_curved, add_slopes, observe
 from gramtower.objective.row_blocks import Make, RowBlocks
 from gramtower.objective.setting import Setting
 
@@ -81,9 +82,9 @@ class Swept(Point):
         """This point itself; not kept as an attribute, which would keep it alive."""
         return self
 
-    def _visit(self) -> Iterator[_Block]:
+    def _visit(self, by_columns: bool = True) -> Iterator[_Block]:
         """The blocks of left rows with their embeddings; counted as a forward."""
-        for start, stop, setting in self._blocks.visit(self._make):
+        for start, stop, setting in self._blocks.visit(self._make, by_columns):
             yield _Block(start, stop, setting, *self._run(start, stop))
             del setting  # before the next one is made
         self.work.add("left", "forwards")
@@ -113,7 +114,7 @@ class Swept(Point):
         k, zero = self.Q.shape[1], torch.zeros((), dtype=torch.float64, device=self.Q.device)
         sums = _Sums(zero.new_zeros(k, k), zero.new_zeros(1, k), zero.clone(), zero.clone())
         with products_in(self.setting.precision):
-            for block in self._visit():
+            for block in self._visit(by_columns=False):
                 s, a = block.setting, block.setting.weights[0]
                 sums.gramian += gram(block.P, block.P, a)
                 sums.cross = sums.cross + s.imputed.cross_gram(0, a, block.P)
@@ -148,56 +149,64 @@ class Swept(Point):
 
     @torch.no_grad()
     def gradient_now(self) -> Parameters:
-        """∇L by eq:final_grad: a forward and a vjp of the left tower, three passes over O."""
+        """∇L by eq:final_grad: a forward and a vjp of the left tower, two or three passes over O."""
         s, Q, omega = self.setting, self.Q, self.setting.omega
         (Pc, Qc), (hPc, hQc) = (
             ((omega * g).to(Q.dtype) for g in pair) for pair in (self.gramians, self.cross_gramians)
         )
         out, bases = self.begin_pull(self.parameters, 0.0, None)
-        pairs_V = torch.zeros_like(Q)  # Xᵀ P
+        pairs_V, passes = torch.zeros_like(Q), 0  # Xᵀ P
         with products_in(s.precision):
             for block in self._visit():
-                own, x = block.setting, self._observe(block).slopes
-                U = block.P @ Qc
+                own, P = block.setting, block.P
+                U = P @ Qc
                 own.imputed.subtract_product(0, hQc, U)
-                weigh(own, 0, U, block.P)
-                self._add_pairs(block, x, U, pairs_V)
+                weigh(own, 0, U, P)
+                x, passes = add_slopes(self.kernels, own.pairs, P, Q, own.loss, own.loss_terms, U)
+                self.kernels.right_sum(own.pairs, x, P, pairs_V)
                 self._pull_block(block, U, out, bases[0])
-                del block, own, x, U  # before the next one is made
+                del block, own, P, x, U  # before the next one is made
+            self.left.settle(self.towers.own("left", out))
             V = Q @ Pc
             s.imputed.subtract_product(1, hPc, V)
             self.right.vjp(weigh(s, 1, V, Q).add_(pairs_V), self.towers.own("right", out), bases[1])
-        self._count(3)
+        self._count(passes + 1)
         return out
 
     @torch.no_grad()
     def product_now(self, d: Parameters, damping: float, out: Parameters) -> Parameters:
-        """(G + damping·I) d by eq:final_Gd: a forward, a jvp and a vjp of the left tower, three passes over O."""
+        """(G + damping·I) d by eq:final_Gd: a forward, jvp and vjp of the left tower, two or three passes over O."""
         s, Q, omega = self.setting, self.Q, self.setting.omega
         dtype = Q.dtype
         Pc, Qc = ((omega * g).to(dtype) for g in self.gramians)
         out, bases = self.begin_pull(d, damping, out)
         tangent, pairs_V, Wc = self.towers.own("left", d), torch.zeros_like(Q), torch.zeros_like(self.gramians[0])
+        passes = 0
         with products_in(s.precision):
             H = self.right.jvp(self.towers.own("right", d))
             Hc = (omega * gram(H, Q, s.weights[1])).to(dtype)
-            each_Q, each_H = self.gathered(Q), self.gathered(H)
+            gathered = self.gathered(Q), self.gathered(H)
             for block in self._visit():
                 own, P = block.setting, block.P
-                c = self._observe(block).curvatures
                 W, U = torch.empty_like(P), torch.empty_like(P)
                 self.left.push(block.saved, tangent, W)
                 Wc += gram(W, P, own.weights[0])
                 weigh(own, 0, torch.mm(W, Qc, out=U).addmm_(P, Hc), W)
-                z = self.kernels.curvature_left(own.pairs, c, P, W, each_Q, each_H, U)
+                terms = own.loss_terms
+                z, passes = add_curved(self.kernels, own.pairs, P, W, Q, gathered, own.loss, terms, U)
                 self.kernels.right_sum(own.pairs, z, self.gathered(P), pairs_V)
                 self._pull_block(block, U, out, bases[0])
-                del block, own, P, W, U, c, z  # before the next one is made
+                del block, own, P, W, U, z, terms  # before the next one is made
+            self.left.settle(self.towers.own("left", out))
             V = (H @ Pc).addmm_(Q, (omega * Wc).to(dtype))
             self.right.vjp(weigh(s, 1, V, H).add_(pairs_V), self.towers.own("right", out), bases[1])
         self.work.add("left", "jvps")
-        self._count(3)
+        self._count(passes + 1)
         return out
+
+    def preconditioner_now(self, M: Kronecker) -> Kronecker:
+        """The same: nothing is recorded."""
+        return M
 
     @torch.no_grad()
     def curvature_moments(self) -> Moments:
@@ -215,11 +224,6 @@ class Swept(Point):
             del block, pairs, c, rows  # before the next one is made
         self.work.pair_passes += 1 + 4 / Q.shape[1]
         return Moments((left, right), (square, gram(Q, Q, right[:, 0])))
-
-    def _add_pairs(self, block: _Block, x: Tensor, U: Tensor, V: Tensor) -> None:
-        """U += X Q and V += Xᵀ P over the pairs of a block."""
-        self.kernels.left_sum(block.setting.pairs, x, self.Q, U)
-        self.kernels.right_sum(block.setting.pairs, x, block.P, V)
 
     def _pull_block(self, block: _Block, U: Tensor, out: Parameters, base: tuple[Tensor, float] | None) -> None:
         self.left.pull(block.start, block.stop, block.saved, U, self.towers.own("left", out), base)
