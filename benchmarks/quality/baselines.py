@@ -82,30 +82,32 @@ def softmax(
     torch.manual_seed(seed)
     place = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
     left, right = (_tower(rows, hidden, dim).to(place) for rows in train.shape)
-    optimizer = torch.optim.AdamW(
-        [*left.parameters(), *right.parameters()], lr=learning_rate, weight_decay=weight_decay, betas=(0.9, 0.99)
-    )
     coo = train.tocoo()
     users, items = (torch.from_numpy(x.astype(np.int64)).to(place) for x in (coo.row, coo.col))
     log_q = torch.from_numpy(np.log(np.maximum(np.bincount(coo.col, minlength=train.shape[1]), 1) / train.nnz))
     log_q = log_q.to(place, torch.float32)
-    steps = epochs * math.ceil(len(users) / batch)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    batch = min(batch, len(users))
+    own = torch.arange(batch, device=place)
+
+    def loss(part: Tensor) -> Tensor:
+        i, j = users[part], items[part]
+        p, q = nn.functional.normalize(left(i), dim=1), nn.functional.normalize(right(j), dim=1)
+        same = (j[:, None] == j[None, :]) & (own[:, None] != own[None, :])
+        logits = (p @ q.t() / temperature - log_q[j]).masked_fill(same, -torch.inf)
+        return nn.functional.cross_entropy(logits, own)
+
+    step = _Steps([*left.parameters(), *right.parameters()], loss, batch, weight_decay, place)
+    each = len(users) // batch  # what is left over joins other batches in other epochs
     generator = torch.Generator().manual_seed(seed)
     spent = 0.0
     for epoch in range(epochs):
         start = time.perf_counter()
-        for part in torch.randperm(len(users), generator=generator).to(place).split(batch):
-            i, j = users[part], items[part]
-            p, q = nn.functional.normalize(left(i), dim=1), nn.functional.normalize(right(j), dim=1)
-            logits = p @ q.t() / temperature - log_q[j]
-            same = j[:, None] == j[None, :]
-            same.fill_diagonal_(False)
-            loss = nn.functional.cross_entropy(logits.masked_fill(same, -torch.inf), torch.arange(len(i), device=place))
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            optimizer.step()
-            schedule.step()
+        order = torch.randperm(len(users), generator=generator).to(place)
+        for number in range(each):
+            done = (epoch * each + number) / (epochs * each)
+            step(order[number * batch : (number + 1) * batch], learning_rate * 0.5 * (1 + math.cos(math.pi * done)))
+        if place.type == "cuda":
+            torch.cuda.synchronize()
         spent += time.perf_counter() - start
         if look is not None:
             look(epoch + 1, spent, *_embed(left, right, train.shape, place))
@@ -114,11 +116,72 @@ def softmax(
     return _embed(left, right, train.shape, place)
 
 
+class _Steps:
+    """Steps of AdamW on a loss of batches of one size; on a GPU all of a step is one CUDA graph."""
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        loss: Callable[[Tensor], Tensor],
+        batch: int,
+        weight_decay: float,
+        place: torch.device,
+    ) -> None:
+        self.loss, self.graph = loss, None
+        self.part = torch.arange(batch, device=place)
+        self.rate = torch.zeros((), device=place)
+        on_gpu = place.type == "cuda"
+        options = {"fused": True, "capturable": True} if on_gpu else {}
+        self.optimizer = torch.optim.AdamW(
+            parameters, lr=self.rate if on_gpu else 0.0, weight_decay=weight_decay, betas=(0.9, 0.99), **options
+        )
+        if on_gpu:
+            self._record()
+
+    def __call__(self, part: Tensor, rate: float) -> None:
+        self.part.copy_(part)
+        if self.graph is not None:
+            self.rate.fill_(rate)
+            self.graph.replay()
+            return
+        self.optimizer.param_groups[0]["lr"] = rate
+        self._step()
+
+    def _step(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loss(self.part).backward()
+        self.optimizer.step()
+
+    def _record(self) -> None:
+        """The rate is zero meanwhile: weights stay as they are, and the moments are put back to nothing."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._step()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._step()
+        for state in self.optimizer.state.values():
+            for tensor in state.values():
+                tensor.zero_()
+
+
+class _Table(nn.Module):
+    """Rows by number; unlike nn.Embedding, its derivative can be recorded."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.1 * torch.randn(rows, width))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.weight.index_select(0, ids)
+
+
 def _tower(rows: int, hidden: Sequence[int], dim: int) -> nn.Sequential:
     widths = [*hidden, dim]
-    table = nn.Embedding(rows, widths[0])
-    nn.init.normal_(table.weight, std=0.1)
-    layers: list[nn.Module] = [table]
+    layers: list[nn.Module] = [_Table(rows, widths[0])]
     for before, after in itertools.pairwise(widths):
         layers += [nn.ELU(), nn.Linear(before, after)]
     return nn.Sequential(*layers)

@@ -4,7 +4,7 @@
 
 Settings are drawn from the space below with a seed; each is trained on nine tenths of every user's training pairs and
 ranked on the rest, ours at several iterations, so that their number is part of what is chosen; the peers' numbers of
-iterations and epochs are drawn. One JSON line a trial goes to logs/NAME-ROW.jsonl, which a repeated command continues,
+iterations and epochs are drawn. One JSON line a trial goes to LOGS/NAME-ROW.jsonl, which a repeated command continues,
 and the best so far is printed with it.
 Plain random search because it runs wherever the library does, without further packages, and treats all rows alike;
 `gramtower tune` is the better tool for one's own data.
@@ -47,9 +47,9 @@ def space(row: str, dims: list[int]) -> dict[str, Draw]:
         }  # fmt: skip
     if row == "softmax":
         return {
-            "dim": among(*dims), "hidden": among([], [256], [256, 256]), "learning_rate": log_uniform(3e-4, 3e-2),
-            "temperature": log_uniform(0.03, 0.3), "weight_decay": log_uniform(1e-6, 1e-1),
-            "batch": among(512, 2048, 8192), "epochs": among(5, 10, 20, 40),
+            "dim": among(*dims), "hidden": among([], [], [], [256]), "learning_rate": log_uniform(1e-3, 3e-2),
+            "temperature": log_uniform(0.05, 0.3), "weight_decay": log_uniform(1e-6, 1e-1),
+            "batch": among(2048, 8192), "epochs": among(5, 10, 20),
         }  # fmt: skip
     common = {
         "dim": among(*dims), "share": log_uniform(0.25, 8.0), "l2": log_uniform(2.0**-10, 1.0),
@@ -78,8 +78,8 @@ def settings_of(row: str, drawn: dict[str, Any], pairs: Any, iterations: int) ->
 
 def main(arguments: argparse.Namespace) -> None:
     pairs, held = inner_split(load(arguments.data, arguments.folder).train)
-    log = HERE / "logs" / f"{arguments.data}-{arguments.row}.jsonl"
-    log.parent.mkdir(exist_ok=True)
+    log = arguments.logs / f"{arguments.data}-{arguments.row}.jsonl"
+    log.parent.mkdir(parents=True, exist_ok=True)
     done = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     rng = np.random.default_rng(arguments.seed)
     drawn = space(arguments.row, arguments.dims)
@@ -130,6 +130,7 @@ if __name__ == "__main__":
     parser.add_argument("--iterations", type=int, default=20, help="outer iterations, or epochs")
     parser.add_argument("--every", type=int, default=2, help="iterations between looks at the validation part")
     parser.add_argument("--metric", choices=METRICS, default="recall@20")
+    parser.add_argument("--logs", type=Path, default=HERE / "logs")
     parser.add_argument("--folder", type=Path, default=Path(".local-data"))
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--seed", type=int, default=0)

@@ -93,7 +93,7 @@ class Towers:
         ((self.dtype, self.device),) = kinds
         self._layout = Layout.of({name: tuple(p.shape) for name, p in self._owners.items()})
         self._probes: dict[tuple[str, int, str], tuple[Features, int, int]] = {}
-        self._scratch: dict[str, Scratch] = {}
+        self._scratch: dict[str, Scratch] = dict.fromkeys(("left", "right"), {})  # the towers take turns
 
     def parameters(self) -> Parameters:
         """A copy of the present trainable parameters."""
@@ -159,8 +159,9 @@ class Towers:
     ) -> tuple[Linearization, Linearization]:
         """Both towers evaluated at ``parameters`` over all their entities, within ``budget`` bytes of activations.
 
-        Room for the steps' results is shared by all evaluations of these towers, unless ``scratch`` is given. Blocks
-        follow from the budget unless ``plans`` says them.
+        Room for the steps' results is shared by all evaluations of these towers, unless ``scratch`` is given: a place
+        for each side, so that both can be at work at the same time. Blocks follow from the budget unless ``plans`` says
+        them.
         """
         prepared = self._prepare(parameters, left, right, kernels, self._scratch if scratch is None else scratch)
         if plans is None:
