@@ -93,7 +93,8 @@ class Towers:
         ((self.dtype, self.device),) = kinds
         self._layout = Layout.of({name: tuple(p.shape) for name, p in self._owners.items()})
         self._probes: dict[tuple[str, int, str], tuple[Features, int, int]] = {}
-        self._scratch: dict[str, Scratch] = dict.fromkeys(("left", "right"), {})  # the towers take turns
+        room: Scratch = {}
+        self._scratch = {"left": room, "right": room}  # the towers take turns
 
     def parameters(self) -> Parameters:
         """A copy of the present trainable parameters."""
