@@ -17,7 +17,7 @@ from torch import Tensor
 from gramtower.data.features import Features
 from gramtower.model.deferred import Shifted, settled
 from gramtower.model.memory import BlockPlan
-from gramtower.model.ops import Elementwise, InputAffine, Named, Op, Values
+from gramtower.model.ops import Affine, Elementwise, InputAffine, Named, Op, Values
 
 
 @dataclass
@@ -91,10 +91,10 @@ class Linearization:
         outputs: Tensor | None = None
         rows = self.features.rows
         for start, stop in self.blocks():
-            y, saved = self.run(start, stop)
+            y, saved = self.run(start, stop, None if outputs is None else outputs[start:stop])
             if outputs is None:
                 outputs = y if stop == rows else y.new_empty(rows, y.shape[1])
-            if outputs is not y:
+            if y.data_ptr() != outputs[start:stop].data_ptr():
                 outputs[start:stop] = y
             if self.plan.keep:
                 self._kept.append(saved)
@@ -189,12 +189,15 @@ class Linearization:
         self.values.settle(out)
 
     @torch.no_grad()
-    def run(self, start: int, stop: int) -> tuple[Tensor, list[Any]]:
-        """Outputs of one block, and what each step keeps for the derivatives."""
+    def run(self, start: int, stop: int, out: Tensor | None = None) -> tuple[Tensor, list[Any]]:
+        """Outputs of one block, in ``out`` if the last layer can write there, and what the steps keep."""
         x: Any = self.features.block(start, stop, self.values.dtype, self.values.device)
         saved = []
         for step in self.steps:
-            x, kept = step.forward(x, self.values)
+            if step is self.steps[-1] and isinstance(step, Affine):
+                x, kept = step.forward(x, self.values, out)
+            else:
+                x, kept = step.forward(x, self.values)
             saved.append(kept)
         y = settled(x)
         self._check_output(y, stop - start)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gramtower.data.features import Block, IdBlock
 from gramtower.kernels import Kernels
@@ -178,11 +178,12 @@ class Affine(Op):
     weight: str
     bias: str | None
 
-    def forward(self, x: Any, values: Values) -> tuple[Tensor, Tensor]:
-        """XWᵀ + b."""
-        x = settled(x)
-        bias = values.tensors[self.bias] if self.bias is not None else None
-        return nn.functional.linear(x, values.tensors[self.weight], bias), x
+    def forward(self, x: Any, values: Values, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """XWᵀ + b, in ``out`` where given."""
+        x, weight = settled(x), values.tensors[self.weight]
+        if self.bias is None:
+            return torch.mm(x, weight.t(), out=out), x
+        return torch.addmm(values.tensors[self.bias], x, weight.t(), out=out), x
 
     def jvp(self, saved: Tensor, dx: Any, values: Values, tangent: Named, out: Tensor | None = None) -> Any:
         """DX Wᵀ + X dWᵀ + db."""
