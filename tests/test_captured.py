@@ -13,10 +13,10 @@ from gramtower.data.synthetic import planted_pairs
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 
 
-def make(graphs, dtype=torch.float32, **options):
+def make(graphs, dtype=torch.float32, activation="elu", **options):
     problem = gt.Problem(planted_pairs(300, 200, 5000), embedding_l2=2**-8, **options)
     problem.graphs = graphs
-    towers = gt.mlp_towers(problem, hidden=(24, 16), dim=12, dtype=dtype)
+    towers = gt.mlp_towers(problem, hidden=(24, 16), dim=12, dtype=dtype, activation=activation)
     return problem, gt.Towers(towers.left.cuda(), towers.right.cuda())
 
 
@@ -61,7 +61,8 @@ def test_training_takes_the_same_path(optimizer):
     for graphs in (True, False):
         problem, towers = make(graphs)
         values.append([r.value for r in gt.minimize(problem, towers, optimizer, max_iterations=5).history])
-    assert values[0] == pytest.approx(values[1], rel=1e-4)  # damping is added at another moment: the last bit differs
+    damped = optimizer == "newton-kron"  # whose damping is added at another moment: the last bit differs, and grows
+    assert values[0] == pytest.approx(values[1], rel=1e-4 if damped else 1e-5)
 
 
 def test_two_runs_give_the_same_bits():
@@ -88,9 +89,21 @@ def test_float64_agrees_with_the_cpu():
     torch.testing.assert_close(point.gradient().vector.cpu(), wanted.gradient().vector, rtol=1e-9, atol=1e-9)
 
 
-def test_preconditioners_alive_at_the_same_time_do_not_disturb_each_other():
-    problem, towers = make(True)
-    plain, same = make(False)
+@pytest.mark.parametrize("activation", ["elu", "gelu"])
+def test_a_product_may_come_before_a_gradient(activation):
+    problem, towers = make(True, activation=activation)
+    plain, same = make(False, activation=activation)
+    theta = towers.parameters()
+    for scale in (1.0, 0.5):
+        point, wanted = problem.at(towers, theta * scale), plain.at(same, theta * scale)
+        mine, expected = (p.gauss_newton() @ theta for p in (point, wanted))
+        torch.testing.assert_close(mine.vector, expected.vector, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("activation", ["elu", "gelu"])
+def test_preconditioners_alive_at_the_same_time_do_not_disturb_each_other(activation):
+    problem, towers = make(True, activation=activation)
+    plain, same = make(False, activation=activation)
     theta = towers.parameters()
     first, second = (problem.at(towers, theta * scale).preconditioner(damping=0.1) for scale in (1.0, 0.5))
     wanted = [plain.at(same, theta * scale).preconditioner(damping=0.1) @ theta for scale in (1.0, 0.5)]

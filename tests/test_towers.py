@@ -14,8 +14,10 @@ from test_engine import compare, relative
 from torch import nn
 
 import gramtower as gt
+from gramtower.data.synthetic import planted_pairs
+from gramtower.model import memory, ops
 from gramtower.model.opaque import Opaque
-from gramtower.model.ops import Affine, Elementwise, InputAffine
+from gramtower.model.ops import Affine, Elementwise, InputAffine, Values
 from gramtower.model.towers import clone
 
 RNG = np.random.default_rng(0)
@@ -277,3 +279,40 @@ def test_input_linear_is_a_table_for_ids_and_a_product_for_rows():
     layer = gt.InputLinear(4, 3)
     nn.init.normal_(layer.bias)
     assert torch.equal(layer(torch.tensor([2, 0])), layer(torch.eye(4)[[2, 0]]))
+
+
+def test_a_vjp_that_broke_off_leaves_nothing_behind(monkeypatch):
+    problem = gt.Problem(planted_pairs(5000, 300, 20_000), memory_budget=10_000_000)
+    towers = gt.mlp_towers(problem, hidden=(8,), dim=4, dtype=torch.float64)
+    point = problem.at(towers)
+    wanted = point.gradient()
+    real, calls = InputAffine.vjp, []
+
+    def breaking(self, *arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(self, *arguments)
+
+    monkeypatch.setattr(InputAffine, "vjp", breaking)
+    with pytest.raises(KeyboardInterrupt):
+        point.gradient()
+    assert torch.equal(point.gradient().vector, wanted.vector)
+
+
+def test_sums_put_off_are_added_up_before_they_grow(monkeypatch):
+    monkeypatch.setattr(memory, "_CPU_BLOCK", 2)
+    problem = gt.Problem(planted_pairs(60, 30, 300))
+    towers = gt.mlp_towers(problem, hidden=(8,), dim=4, dtype=torch.float64)
+    wanted = problem.at(towers).gradient()
+    monkeypatch.setattr(ops, "_LINES", 3)
+    kept = []
+    real = Values.owe
+
+    def watched(self, *arguments):
+        real(self, *arguments)
+        kept.append(max((sum(map(len, lines)) for lines in self.owed.values()), default=0))
+
+    monkeypatch.setattr(Values, "owe", watched)
+    torch.testing.assert_close(problem.at(towers).gradient().vector, wanted.vector, rtol=1e-12, atol=1e-12)
+    assert 0 < max(kept) <= 4

@@ -1,8 +1,8 @@
 """The pair operations on a GPU, in Triton: fused, without atomics, the same bits in every run.
 
 Programs are in programs.py, the order they work in is layout.py. A gathered matrix may be bfloat16 where the others
-are float32: sums stay in float32. Any k works; the fused curvature pass takes rows of up to 2048 numbers at once and
-longer ones go through three plain passes.
+are float32: sums stay in float32. Any k works; the fused passes take rows of up to 2048 numbers at once, longer ones go
+through plain passes.
 
 Compared with kernels/reference.py in tests/test_gpu_kernels.py, without a GPU under Triton's interpreter; timed by
 benchmarks/bench_gpu.py.

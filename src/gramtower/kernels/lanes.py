@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import torch
 
@@ -42,9 +41,3 @@ class Lane:
         """What comes after waits for all that was done within."""
         if self.stream is not None and self.stream != torch.cuda.current_stream():
             torch.cuda.current_stream().wait_stream(self.stream)
-
-
-@cache
-def lane(device: torch.device) -> Lane:
-    """The lane of a device."""
-    return Lane(torch.cuda.Stream(device)) if device.type == "cuda" else Lane()  # type: ignore[no-untyped-call]

@@ -18,6 +18,7 @@ from gramtower.data.features import Features
 from gramtower.model.deferred import Shifted, settled
 from gramtower.model.memory import BlockPlan
 from gramtower.model.ops import Affine, Elementwise, InputAffine, Named, Op, Values
+from gramtower.model.slopes import FromInput
 
 
 @dataclass
@@ -161,6 +162,7 @@ class Linearization:
 
         With ``base`` the tensor :attr:`whole_table` of ``out`` is written, not added to: base[0] · base[1] + its part.
         """
+        self.begin()
         for start, stop, saved in self.saved_blocks():
             self.pull(start, stop, saved, cotangent[start:stop], out, base)
             del saved  # before the next block's are made
@@ -170,7 +172,7 @@ class Linearization:
     def pull(
         self, start: int, stop: int, saved: list[Any], cotangent: Tensor, out: Named, base: tuple[Tensor, float] | None
     ) -> None:
-        """The vjp of one block, added to ``out``; see ``vjp`` for ``base``. ``settle`` must follow the last block."""
+        """The vjp of one block, added to ``out``; see ``vjp`` for ``base``. After ``begin``, and before ``settle``."""
         g: Any = cotangent
         if isinstance(self.steps[-1], Elementwise):
             g = g.clone()  # the step works in place, the cotangent is the caller's
@@ -183,6 +185,17 @@ class Linearization:
                 g = step.vjp_into(saved[1], g, self.values, rows, base[0][start:stop], base[1])
             else:
                 g = step.vjp(saved[index], g, self.values, out, index > 0)
+
+    def work_out_slopes(self) -> None:
+        """φ′ of all activations whose slope does not follow from their output, now and not when first asked for."""
+        for saved in self._kept:
+            for step, kept in zip(self.steps, saved, strict=True):
+                if isinstance(step, Elementwise) and isinstance(kept, FromInput):
+                    kept.of(step.function)
+
+    def begin(self) -> None:
+        """Forget what a vjp that did not come to its end has put off."""
+        self.values.owed.clear()
 
     def settle(self, out: Named) -> None:
         """Add the sums over all blocks that ``pull`` put off."""

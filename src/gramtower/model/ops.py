@@ -27,7 +27,8 @@ from gramtower.model.deferred import Shifted, Summed, pulled, settled
 from gramtower.model.slopes import FromInput, FromOutput
 
 Named = dict[str, Tensor]
-Scratch = dict[tuple[int, int], Tensor]  # of one tower
+_LINES = 1 << 13  # lines kept before they are added up: a few megabytes
+Scratch = dict[tuple[int, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,10 @@ class Values:
             lines = g.lines
         else:
             lines = kernels.column_lines(g) if hasattr(kernels, "column_lines") else g.sum(0, keepdim=True)
-        self.owed.setdefault(bias, []).append(lines)
+        owed = self.owed.setdefault(bias, [])
+        owed.append(lines)
+        if sum(map(len, owed)) > _LINES:
+            owed[:] = [self.kernels.column_sums(torch.cat(owed))[None]]
 
     def settle(self, out: Named) -> None:
         """Add to ``out`` what is owed: once for all blocks, as each launch costs a GPU as much as a block's lines."""
@@ -90,7 +94,7 @@ class Op:
         raise NotImplementedError
 
     def vjp(self, saved: Any, g: Any, values: Values, out: Named, need_input: bool) -> Any:
-        """Add gᵀ∂y/∂θ to ``out``, biases by ``Values.owe``; return gᵀ∂y/∂x if asked, a tensor or Summed."""
+        """Add gᵀ∂y/∂θ to ``out``, at once or by ``Values.owe``; return gᵀ∂y/∂x if asked, a tensor or Summed."""
         raise NotImplementedError
 
 

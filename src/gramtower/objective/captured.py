@@ -1,9 +1,10 @@
 """Evaluations of small problems on a GPU as CUDA graphs: one launch in the place of a hundred.
 
 A slot is one evaluation over fixed memory: θ is copied in, and the value, the gradient and Gauss-Newton products are
-replayed. The work is the same as without graphs, kernel by kernel. A slot belongs to the point that was made from it
-until that point is gone; a line search needs two. Where there is nothing to gain (large problems), or where the steps
-are not the written-out ones over ids, problems are evaluated kernel by kernel.
+replayed, the right side's kernels beside the left side's (kernels/lanes.py); so is the preconditioner, whose factors
+are copied in. The work is the same as without graphs, kernel by kernel. A slot belongs to the point that was made from
+it until that point is gone; a line search needs two. Where there is nothing to gain (large problems), or where the
+steps are not the written-out ones over ids, problems are evaluated kernel by kernel.
 
 Checked on a GPU by tests/test_captured.py; timed by benchmarks/bench_gpu.py.
 """
@@ -14,12 +15,13 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from gramtower.kernels.lanes import lane
+from gramtower.kernels.lanes import Lane
 from gramtower.model.linearization import Work
 from gramtower.model.parameters import Parameters
 from gramtower.objective.curvature import GaussNewton
@@ -73,8 +75,11 @@ class _Recording:
                 self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     action()
-                finally:
-                    self.graph.capture_end()
+                except BaseException:
+                    with suppress(RuntimeError):  # what went wrong first is what matters
+                        self.graph.capture_end()
+                    raise
+                self.graph.capture_end()
         finally:
             if collecting:
                 gc.enable()
@@ -104,7 +109,7 @@ class _Applied:
         self._held: Kronecker | None = None
         self._holds: weakref.ref[Kronecker] | None = None
 
-    def product_now(self, M: Kronecker, r: Parameters, out: Parameters) -> Parameters:
+    def apply_now(self, M: Kronecker, r: Parameters, out: Parameters) -> Parameters:
         """M r, written to ``out``."""
         if self._held is None:
             self._record(M, r)
@@ -118,19 +123,20 @@ class _Applied:
         return out
 
     def _record(self, M: Kronecker, r: Parameters) -> None:
-        self._held, self._r, self._out = held, own, room = M.copy(), r.clone(), r.empty()
+        held, own, room = M.copy(), r.clone(), r.empty()
         stream = _beside()
         with torch.cuda.stream(stream):
             held.apply(own, room)
         torch.cuda.current_stream().wait_stream(stream)
         self._replay = _Recording(Work(), torch.cuda.graph_pool_handle(), lambda: held.apply(own, room))
+        self._held, self._r, self._out = held, own, room
 
 
 class _Slot:
     """One evaluation over fixed memory."""
 
     def __init__(self, evaluate: Evaluate, parameters: Parameters, applied: _Applied) -> None:
-        self.applied = applied
+        self.applied, self.lane = applied, Lane(torch.cuda.Stream(parameters.vector.device))  # type: ignore[no-untyped-call]
         self.theta, self.direction = parameters.clone(), parameters.clone()
         self.gradient, self.product = parameters.empty(), parameters.empty()
         work = self._try_out(evaluate)
@@ -159,7 +165,7 @@ class _Slot:
         torch.add(self.product.vector, self.direction.vector, alpha=damping, out=out.vector)
         return out
 
-    def preconditioner_now(self, M: Kronecker) -> Kronecker:
+    def attach(self, M: Kronecker) -> Kronecker:
         """The same, applied from a graph."""
         M.replay = self.applied
         return M
@@ -169,7 +175,7 @@ class _Slot:
         stream = _beside()
         with torch.cuda.stream(stream):
             point = evaluate(self.theta)
-            point.lane = lane(point.towers.device)
+            point.lane = self.lane
             work = point.work
             before = work.copy()
             _ = point.sums
@@ -184,8 +190,10 @@ class _Slot:
 
     def _evaluate(self, evaluate: Evaluate) -> None:
         self.template = evaluate(self.theta)
-        self.template.lane = lane(self.template.towers.device)
+        self.template.lane = self.lane
         _ = self.template.sums
+        for tower in (self.template.left, self.template.right):
+            tower.work_out_slopes()  # here, as a product or a preconditioner may come before a gradient
 
     def _slope(self) -> None:
         self.template.pull_gradient(self.gradient)

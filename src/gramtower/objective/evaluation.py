@@ -77,8 +77,8 @@ class Recorded(Protocol):
     def product_now(self, d: Parameters, damping: float, out: Parameters) -> Parameters:
         """(G + damping·I) d, written to ``out``."""
 
-    def preconditioner_now(self, M: Kronecker) -> Kronecker:
-        """A preconditioner made here, to be applied in the best way."""
+    def attach(self, M: Kronecker) -> Kronecker:
+        """A preconditioner made here, made to be applied in the best way."""
 
 
 class Point:
@@ -230,7 +230,7 @@ class Point:
 
         check.choice("kind", kind, ("kronecker",))
         M = kronecker(self, check.number("damping", damping, minimum=0.0))
-        return M if self.slot is None else self.slot.preconditioner_now(M)
+        return M if self.slot is None else self.slot.attach(M)
 
     @property
     def rounding(self) -> float:
@@ -265,7 +265,9 @@ class Point:
         s = self.setting
         pending = s.shards.add_right_sum(V, lambda out: self.kernels.right_sum(s.pairs, x, P, out))
 
-        def finish(_: object = (x, P)) -> Tensor:  # which nobody may let go of while they are read in the lane
+        read = None if self.lane.stream is None else (x, P)
+
+        def finish(_: object = read) -> Tensor:  # nobody may let go of what is read in a lane
             self.lane.join()
             return pending.wait()
 
@@ -277,12 +279,12 @@ class Point:
         """(⟨Jᵘ, U⟩, ⟨Jᵛ, V⟩) + (λ + extra) · regularised, written over ``out`` if given."""
         out, bases = self.begin_pull(regularised, extra, out)
         with products_in(self.setting.precision):
-            road = Lane() if self.towers.share_parameters else self.lane  # who adds to the same tensors takes turns
-            road.fork()
+            lane = Lane() if self.towers.share_parameters else self.lane  # who adds to the same tensors takes turns
+            lane.fork()
             self.left.vjp(U, self.towers.own("left", out), bases[0])
-            with road.within():
+            with lane.within():
                 self.right.vjp(V.wait(), self.towers.own("right", out), bases[1])
-            road.join()
+            lane.join()
         return out.end_sum_()
 
     def begin_pull(

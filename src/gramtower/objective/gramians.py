@@ -20,16 +20,18 @@ def gram(A: Tensor, B: Tensor, weight: Tensor | None = None) -> Tensor:
     """Σ_i weight_i a_i b_iᵀ in float64."""
     if A.shape[0] <= _ROWS:
         return ((A if weight is None else A * weight[:, None]).t() @ B).double()
-    total = torch.zeros(A.shape[1], B.shape[1], dtype=torch.float64, device=A.device)
+    shape = A.shape[1], B.shape[1]
     done = 0
     if A.is_cuda:
-        height = max(_GPU_ROWS, A.shape[0] * total.numel() // _GPU_ROOM)
+        height = max(_GPU_ROWS, A.shape[0] * shape[0] * shape[1] // _GPU_ROOM)
         blocks = A.shape[0] // height
         done = blocks * height
         left = A[:done] if weight is None else A[:done] * weight[:done, None]
         left, right = left.view(blocks, height, -1), B[:done].view(blocks, height, -1)
         products = torch.bmm(left.transpose(1, 2), right)
-        total = select(A.device).column_sums(products.view(blocks, -1), dtype=torch.float64).view_as(total)
+        total = select(A.device).column_sums(products.view(blocks, -1), dtype=torch.float64).view(shape)
+    else:
+        total = torch.zeros(shape, dtype=torch.float64, device=A.device)
     for start in range(done, A.shape[0], _ROWS):
         rows = slice(start, start + _ROWS)
         left = A[rows] if weight is None else A[rows] * weight[rows, None]

@@ -55,7 +55,7 @@ class Kronecker:
     def product(self, r: Parameters, out: Parameters | None = None) -> Parameters:
         """M r, written over ``out`` if given."""
         out = r.empty() if out is None else out
-        return self.apply(r, out) if self.replay is None else self.replay.product_now(self, r, out)
+        return self.apply(r, out) if self.replay is None else self.replay.apply_now(self, r, out)
 
     def apply(self, r: Parameters, out: Parameters) -> Parameters:
         """M r written over ``out``, kernel by kernel."""
@@ -80,7 +80,7 @@ class Kronecker:
 class Applied(Protocol):
     """A replayed application (captured.py)."""
 
-    def product_now(self, M: Kronecker, r: Parameters, out: Parameters) -> Parameters:
+    def apply_now(self, M: Kronecker, r: Parameters, out: Parameters) -> Parameters:
         """M r, written to ``out``."""
 
 

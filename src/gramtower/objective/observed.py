@@ -4,9 +4,10 @@
     ∂ℓ⁺  = w ℓ′ − ω a_i b_j (ŷ − ỹ)
     ∂²ℓ⁺ = w ℓ″ − ω a_i b_j
 
-Kernels that can, do all three in the pass over O that makes the scores; otherwise each is worked out from the scores
-when it is asked for, in torch, for any loss. O(|O| k) for the scores, O(|O|) for the rest. Checked by
-tests/test_engine.py and tests/test_gpu_kernels.py.
+Kernels that can, do all three in the pass over O that makes the scores, or work out X or Z in the pass that sums over
+rows, without scores; otherwise each is worked out from the scores when it is asked for, in torch, for any loss.
+O(|O| k) for the scores, O(|O|) for the rest. Checked by tests/test_engine.py, tests/test_swept.py and
+tests/test_gpu_kernels.py.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def add_curved(
     out: Tensor,
 ) -> tuple[Tensor, int]:
     """Z of eq:final_Gd with (Q, H) as ``gathered``, and out += Z Q; and in how many passes over O."""
-    if gathered[0] is Q and _in_one_pass(kernels, loss, P, Q):
+    if gathered[0].dtype == Q.dtype and _in_one_pass(kernels, loss, P, Q):
         fused: Any = kernels
         return fused.loss_left(pairs, P, Q, terms, out, (W, gathered[1])), 1
     c = observe(kernels, pairs, P, Q, loss, terms).curvatures

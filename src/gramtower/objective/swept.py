@@ -156,6 +156,7 @@ class Swept(Point):
         )
         out, bases = self.begin_pull(self.parameters, 0.0, None)
         pairs_V, passes = torch.zeros_like(Q), 0  # Xᵀ P
+        self.left.begin()
         with products_in(s.precision):
             for block in self._visit():
                 own, P = block.setting, block.P
@@ -182,6 +183,7 @@ class Swept(Point):
         out, bases = self.begin_pull(d, damping, out)
         tangent, pairs_V, Wc = self.towers.own("left", d), torch.zeros_like(Q), torch.zeros_like(self.gramians[0])
         passes = 0
+        self.left.begin()
         with products_in(s.precision):
             H = self.right.jvp(self.towers.own("right", d))
             Hc = (omega * gram(H, Q, s.weights[1])).to(dtype)
@@ -204,7 +206,7 @@ class Swept(Point):
         self._count(passes + 1)
         return out
 
-    def preconditioner_now(self, M: Kronecker) -> Kronecker:
+    def attach(self, M: Kronecker) -> Kronecker:
         """The same: nothing is recorded."""
         return M
 
