@@ -46,14 +46,29 @@ def dots_program(targets, starts, gathered, A, B, x, k, stride_a, stride_b,
 
 
 @triton.jit
+def _piece(targets, starts, lines):
+    """The row of this program's piece, its line of the partial result, and the range of its entries."""
+    piece = tl.program_id(0)
+    row, line = tl.load(targets + piece).to(tl.int64), tl.load(lines + piece).to(tl.int64)
+    return row, line, tl.load(starts + piece), tl.load(starts + piece + 1)
+
+
+@triton.jit
+def _add(total, out, partial, row, line, f, k, stride_out):
+    """out_row += total; into a line of the partial result if other pieces share the row."""
+    if line < 0:
+        place = out + row * stride_out + f
+        tl.store(place, tl.load(place, mask=f < k, other=0.0) + total, mask=f < k)
+    else:
+        tl.store(partial + line * k + f, total, mask=f < k)
+
+
+@triton.jit
 def sum_program(targets, starts, lines, gathered, entries, x, B, out, partial, k, stride_b, stride_out,
                 PAIRS: tl.constexpr, K: tl.constexpr, PERMUTED: tl.constexpr):  # fmt: skip
     """out_row += Σ_e x_e b_j over a piece, for K columns; into a line of the partial result if others share the row."""
-    piece = tl.program_id(0)
     f = tl.program_id(1) * K + tl.arange(0, K)
-    row = tl.load(targets + piece).to(tl.int64)
-    line = tl.load(lines + piece).to(tl.int64)
-    first, last = tl.load(starts + piece), tl.load(starts + piece + 1)
+    row, line, first, last = _piece(targets, starts, lines)
     total = tl.zeros((K,), dtype=out.dtype.element_ty)
     for e0 in range(first, last, PAIRS):
         e = e0 + tl.arange(0, PAIRS)
@@ -65,22 +80,15 @@ def sum_program(targets, starts, lines, gathered, entries, x, B, out, partial, k
         weight = tl.load(x + at, mask=inside, other=0.0)
         b = tl.load(B + j[:, None] * stride_b + f[None, :], mask=inside[:, None] & (f < k)[None, :], other=0.0)
         total += tl.sum(weight[:, None] * b.to(out.dtype.element_ty), 0)
-    if line < 0:
-        place = out + row * stride_out + f
-        tl.store(place, tl.load(place, mask=f < k, other=0.0) + total, mask=f < k)
-    else:
-        tl.store(partial + line * k + f, total, mask=f < k)
+    _add(total, out, partial, row, line, f, k, stride_out)
 
 
 @triton.jit
 def curvature_program(targets, starts, lines, gathered, c, P, W, Q, H, z, out, partial, k, stride_q, stride_h,
                       PAIRS: tl.constexpr, K: tl.constexpr):  # fmt: skip
     """z_e = c_e (w_i·q_j + p_i·h_j), and out_i += Σ z_e q_j, over a piece; K covers a whole row."""
-    piece = tl.program_id(0)
     f = tl.arange(0, K)
-    row = tl.load(targets + piece).to(tl.int64)
-    line = tl.load(lines + piece).to(tl.int64)
-    first, last = tl.load(starts + piece), tl.load(starts + piece + 1)
+    row, line, first, last = _piece(targets, starts, lines)
     p = tl.load(P + row * k + f, mask=f < k, other=0.0)
     w = tl.load(W + row * k + f, mask=f < k, other=0.0)
     total = tl.zeros((K,), dtype=out.dtype.element_ty)
@@ -95,11 +103,7 @@ def curvature_program(targets, starts, lines, gathered, c, P, W, Q, H, z, out, p
         weight = change * tl.load(c + e, mask=inside, other=0.0)
         tl.store(z + e, weight, mask=inside)
         total += tl.sum(weight[:, None] * q, 0)
-    if line < 0:
-        place = out + row * k + f
-        tl.store(place, tl.load(place, mask=f < k, other=0.0) + total, mask=f < k)
-    else:
-        tl.store(partial + line * k + f, total, mask=f < k)
+    _add(total, out, partial, row, line, f, k, k)
 
 
 @triton.jit
@@ -179,11 +183,8 @@ def loss_left_program(targets, starts, lines, gathered, labels, stride_label, co
                       LOSS: tl.constexpr, IMPUTED: tl.constexpr, PAIR_WEIGHT: tl.constexpr, LOSS_WEIGHT: tl.constexpr,
                       CURVED: tl.constexpr, PAIRS: tl.constexpr, K: tl.constexpr):  # fmt: skip
     """x_e = ∂ℓ⁺/∂ŷ, or ∂²ℓ⁺/∂ŷ² (w_i·q_j + p_i·h_j), from the scores p_i·q_j, and out_i += Σ x_e q_j, over a piece."""
-    piece = tl.program_id(0)
     f = tl.arange(0, K)
-    row = tl.load(targets + piece).to(tl.int64)
-    line = tl.load(lines + piece).to(tl.int64)
-    first, last = tl.load(starts + piece), tl.load(starts + piece + 1)
+    row, line, first, last = _piece(targets, starts, lines)
     p = tl.load(P + row * k + f, mask=f < k, other=0.0)
     if CURVED:
         w = tl.load(W + row * k + f, mask=f < k, other=0.0)
@@ -205,11 +206,7 @@ def loss_left_program(targets, starts, lines, gathered, labels, stride_label, co
         weight = tl.where(inside, weight, 0.0)
         tl.store(x + e, weight, mask=inside)
         total += tl.sum(weight[:, None] * q, 0)
-    if line < 0:
-        place = out + row * k + f
-        tl.store(place, tl.load(place, mask=f < k, other=0.0) + total, mask=f < k)
-    else:
-        tl.store(partial + line * k + f, total, mask=f < k)
+    _add(total, out, partial, row, line, f, k, k)
 
 
 @triton.jit

@@ -27,7 +27,7 @@ from gramtower.model.deferred import Shifted, Summed, pulled, settled
 from gramtower.model.slopes import FromInput, FromOutput
 
 Named = dict[str, Tensor]
-_LINES = 1 << 13  # lines kept before they are added up: a few megabytes
+_BLOCKS, _LINES = 64, 1 << 13  # blocks and lines of them that are kept before they are added up: a few megabytes
 Scratch = dict[tuple[int, int], Tensor]
 
 
@@ -70,7 +70,7 @@ class Values:
             lines = kernels.column_lines(g) if hasattr(kernels, "column_lines") else g.sum(0, keepdim=True)
         owed = self.owed.setdefault(bias, [])
         owed.append(lines)
-        if sum(map(len, owed)) > _LINES:
+        if len(owed) > _BLOCKS or sum(map(len, owed)) > _LINES:
             owed[:] = [self.kernels.column_sums(torch.cat(owed))[None]]
 
     def settle(self, out: Named) -> None:
