@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from cases import COSH
 
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
@@ -13,8 +14,8 @@ from gramtower.data.synthetic import planted_pairs
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 
 
-def make(graphs, dtype=torch.float32, activation="elu", **options):
-    problem = gt.Problem(planted_pairs(300, 200, 5000), embedding_l2=2**-8, **options)
+def make(graphs, dtype=torch.float32, activation="elu", shape=(300, 200, 5000), **options):
+    problem = gt.Problem(planted_pairs(*shape), embedding_l2=2**-8, **options)
     problem.graphs = graphs
     towers = gt.mlp_towers(problem, hidden=(24, 16), dim=12, dtype=dtype, activation=activation)
     return problem, gt.Towers(towers.left.cuda(), towers.right.cuda())
@@ -125,3 +126,42 @@ def test_both_sides_at_once_do_not_race():
             results.append((g.vector, (point.gauss_newton() @ g).vector))
         for mine, wanted in zip(*results, strict=True):
             torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-9)
+
+
+def compare(towers_of, tolerance, repeats=5, **options):
+    """Gradient and product with and without graphs, several times over."""
+    for _ in range(repeats):
+        results = []
+        for graphs in (True, False):
+            problem, made = make(graphs, torch.float64, **options)
+            towers = towers_of(made)
+            point = problem.at(towers)
+            assert (point.slot is not None) == graphs
+            g = point.gradient()
+            results.append((torch.tensor(point.value), g.vector, (point.gauss_newton(0.1) @ g).vector))
+        for mine, wanted in zip(*results, strict=True):
+            assert float((mine - wanted).norm()) <= tolerance * float(wanted.norm())
+
+
+def test_towers_with_a_tensor_in_common():
+    def joined(towers):
+        towers.right[2].weight = towers.left[2].weight
+        return gt.Towers(towers.left, towers.right)
+
+    compare(joined, 1e-12)
+
+
+def test_one_module_for_both_sides():
+    compare(lambda towers: gt.Towers(towers.left, towers.left), 1e-12, shape=(300, 300, 5000))
+
+
+def test_a_loss_of_a_user():
+    compare(lambda towers: towers, 1e-12, loss=COSH)
+
+
+def test_more_rows_than_a_block_of_sums():
+    compare(lambda towers: towers, 1e-12, repeats=2, shape=(30_000, 9000, 100_000))
+
+
+def test_bfloat16_gathers():
+    compare(lambda towers: towers, 1e-6, pair_precision="bfloat16")

@@ -154,6 +154,25 @@ def test_an_order_given_back_is_the_order_taken(monkeypatch):
         assert torch.equal(mine.starts, order.starts)
 
 
+def test_columns_and_rows_of_sixteen_bits():
+    pairs = make_pairs("holes").to(DEVICE)
+    (m, n), k = pairs.shape, 7
+    generator = torch.Generator().manual_seed(0)
+    P, Q = (torch.randn(rows, k, dtype=torch.float64, generator=generator).to(DEVICE) for rows in (m, n))
+    x = torch.randn(len(pairs), dtype=torch.float64, generator=generator).to(DEVICE)
+    short, long = gpu.take_order(pairs)
+    few = type(pairs)(pairs.shape, pairs.offsets, pairs.columns.cpu().to(torch.uint16).to(DEVICE))
+    gpu.give_order(few, short, {**long, "rows": long["rows"].cpu().to(torch.uint16).to(DEVICE)})
+    results = []
+    for which in (pairs, few):
+        left, right = torch.zeros_like(P), torch.zeros_like(Q)
+        gpu.left_sum(which, x, Q, left)
+        gpu.right_sum(which, x, P, right)
+        results.append((gpu.dots(which, P, Q), gpu.curvature_left(which, x, P, P, Q, Q, left.clone()), left, right))
+    for wide, narrow in zip(*results, strict=True):
+        assert torch.equal(wide, narrow)
+
+
 def test_logistic_loss_far_out():
     pairs = make_pairs("one").to(DEVICE)
     for score in (-200.0, -90.0, 90.0, 200.0):

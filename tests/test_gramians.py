@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_engine import relative
 
+from gramtower.objective import gramians
 from gramtower.objective.gramians import _ROWS, column_sums, gram, square_norms
 
 
@@ -35,3 +36,11 @@ def test_many_float32_rows_keep_seven_digits():
     A = torch.rand(300_000, 2) + 1
     assert relative(gram(A, A), A.double().T @ A.double()) < 2e-7
     assert relative(column_sums(A), A.double().sum(0)) < 2e-7
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: blocks are made at once on one")
+@pytest.mark.parametrize("room", [1 << 24, 4096, 1])
+def test_on_a_gpu_whatever_room_there_is(room, monkeypatch):
+    monkeypatch.setattr(gramians, "_GPU_ROOM", room)  # 1: so many columns that not one block has room
+    A, B = (torch.randn(3 * _ROWS + 5, columns, dtype=torch.float64, device="cuda") for columns in (3, 5))
+    assert relative(gram(A, B), A.t() @ B) < 1e-13

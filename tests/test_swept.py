@@ -12,6 +12,7 @@ from test_engine import compare, relative
 
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
+from gramtower.model import factors
 from gramtower.objective.footprint import Footprint, Sweep, plan_sweep
 from gramtower.objective.swept import Swept
 
@@ -68,6 +69,23 @@ def test_the_preconditioner_is_the_same(tower):
     assert relative(products[1], products[0]) < 1e-10
 
 
+@pytest.mark.parametrize("kind", FEATURES)
+@pytest.mark.parametrize("tower", ["elu", "linear", "gelu-relu"])
+def test_the_preconditioner_runs_again_what_it_is_estimated_from(tower, kind, monkeypatch):
+    monkeypatch.setattr(factors, "_ROWS", 5)
+    products, forwards = [], []
+    for sweep in (None, Sweep(7, streamed=False)):
+        case = make_case(m=30, n=11, tower=tower, kinds=(kind, kind), weights=True, seed=4)
+        case.problem.sweep = sweep
+        point = case.problem.at(case.towers)
+        g, _ = point.gradient(), point.curvature_moments()
+        before = point.work.copy()
+        products.append((point.preconditioner("kronecker", 0.1) @ g).vector)
+        forwards.append(point.work.since(before).left_forwards)
+    assert relative(products[1], products[0]) < 1e-10
+    assert forwards == pytest.approx([0, 1 + 5 / 30])  # of which 1 for the moments of the pairs
+
+
 def test_training_takes_the_same_path():
     ends = []
     for sweep in (None, Sweep(5, streamed=False)):
@@ -112,21 +130,23 @@ def test_what_fits_is_done_at_once():
 
 
 def test_a_smaller_budget_goes_block_by_block_and_a_still_smaller_one_sends_the_pairs():
-    kept, sent = plan_sweep(3_500_000_000, NETFLIX), plan_sweep(2_500_000_000, NETFLIX)
+    kept, sent = plan_sweep(4_000_000_000, NETFLIX), plan_sweep(3_000_000_000, NETFLIX)
     assert kept is not None
     assert sent is not None
     assert not kept.streamed
     assert sent.streamed
-    for sweep, budget in ((kept, 3_500_000_000), (sent, 2_500_000_000)):
+    for sweep, budget in ((kept, 4_000_000_000), (sent, 3_000_000_000)):
         pairs = 0 if sweep.streamed else NETFLIX.stored_pairs
         assert NETFLIX.vectors + pairs + NETFLIX.block(sweep.rows, sweep.streamed) <= budget
-        larger = NETFLIX.vectors + pairs + NETFLIX.block(2 * sweep.rows, sweep.streamed)
-        assert sweep.rows == 1 << 16 or larger > budget
+        larger = NETFLIX.vectors + pairs + NETFLIX.block(sweep.rows * 8 // 7, sweep.streamed)
+        assert sweep.rows * 8 > 7 << 16 or larger > budget
+        last = 478_251 % sweep.rows  # blocks of about one size: the last is not a remnant
+        assert last == 0 or last > sweep.rows // 2
 
 
 def test_a_busy_block_of_rows_counts():
     busy = replace(NETFLIX, most_pairs=lambda rows: 51_228_351)  # all pairs in one block
-    assert plan_sweep(3_500_000_000, busy).rows < plan_sweep(3_500_000_000, NETFLIX).rows
+    assert plan_sweep(3_000_000_000, busy).rows < plan_sweep(3_000_000_000, NETFLIX).rows
 
 
 def test_a_budget_below_the_vectors_still_runs_in_the_smallest_blocks():
@@ -191,10 +211,25 @@ def test_on_a_gpu_results_agree_with_the_cpu(streamed, weighted):
 
 
 @needs_gpu
+def test_pairs_with_numbers_of_more_than_sixteen_bits_are_sent_whole():
+    pairs = planted_pairs(500, 70_000, 200_000)  # right entities beyond 65,536
+    results = []
+    for sweep in (None, Sweep(128, streamed=True)):
+        problem = gt.Problem(pairs)
+        problem.sweep = sweep
+        made = gt.mlp_towers(problem, hidden=(), dim=8, dtype=torch.float64)
+        point = problem.at(gt.Towers(made.left.cuda(), made.right.cuda()))
+        g = point.gradient()
+        results.append((torch.tensor(point.value), g.vector, (point.gauss_newton() @ g).vector))
+    for whole, sent in zip(*results, strict=True):
+        assert relative(sent, whole) < 1e-10
+
+
+@needs_gpu
 def test_a_small_budget_is_kept_on_a_gpu():
     pairs = planted_pairs(60_000, 2000, 2_000_000)
     peaks = {}
-    for budget in ("4GB", "160MB", "130MB"):
+    for budget in ("4GB", "200MB", "180MB"):
         problem = gt.Problem(pairs, memory_budget=budget)
         made = gt.mlp_towers(problem, hidden=(128,), dim=64)
         towers = gt.Towers(made.left.cuda(), made.right.cuda())
@@ -210,8 +245,8 @@ def test_a_small_budget_is_kept_on_a_gpu():
         point.gauss_newton().product(g, out)
         peaks[budget] = torch.cuda.max_memory_allocated() - before + theta
         del point, g, out, towers, made, problem
-    assert peaks["160MB"] < 160e6 * 1.1
-    assert peaks["130MB"] < peaks["160MB"] < peaks["4GB"]
+    assert peaks["200MB"] < 200e6
+    assert peaks["180MB"] < peaks["200MB"] < peaks["4GB"]
 
 
 def test_a_point_is_gone_when_nobody_holds_it():

@@ -37,6 +37,37 @@ def test_the_towers_end_at_the_reported_value():
     assert problem.at(towers).value == result.value == result.history[-1].value
 
 
+def test_there_is_one_copy_of_the_parameters_while_they_are_trained_and_the_towers_have_their_own_afterwards():
+    problem, towers = planted()
+    seen = []
+
+    def look(_, point):
+        theta = point.parameters.vector.untyped_storage().data_ptr()
+        seen.append({p.untyped_storage().data_ptr() for p in towers.left.parameters()} == {theta})
+        assert problem.at(towers).value == point.value
+
+    result = gt.minimize(problem, towers, max_iterations=3, callbacks=[look])
+    assert seen == [True, True, True]
+    value = result.value
+    with torch.no_grad():
+        towers.left[0].weight.zero_()
+    assert problem.at(towers, result.parameters).value == value
+
+
+def test_an_error_on_the_way_leaves_the_towers_at_the_last_point():
+    problem, towers = planted()
+    values = []
+
+    def fail(record, _):
+        values.append(record.value)
+        if record.iteration == 2:
+            raise RuntimeError("of the callback")
+
+    with pytest.raises(RuntimeError, match="of the callback"):
+        gt.minimize(problem, towers, max_iterations=5, callbacks=[fail])
+    assert problem.at(towers).value == values[-1]
+
+
 def test_time_limit_stops_after_the_iteration_that_passes_it():
     problem, towers = planted()
     result = gt.minimize(problem, towers, "gd", max_iterations=10**6, time_limit=0.05)

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from gramtower.data.pairs import Pairs
@@ -65,7 +64,7 @@ def curvature_left(pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: 
     if len(order):
         partial = out.new_empty(order.partial_lines, k)
         Q, H = _rows(Q), _rows(H)
-        width = triton.next_power_of_2(k)
+        width = _power(k)
         tile = _TWO_HALF_TILES if Q.dtype == torch.bfloat16 else _TWO_TILES
         p.curvature_program[(len(order),)](
             order.targets, order.starts, order.lines, order.gathered, c, P.contiguous(), W.contiguous(), Q, H,
@@ -80,7 +79,7 @@ def losses(pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms) -> tuple[Tensor
     """Σ_O ℓ⁺ in float64, ∂ℓ⁺/∂ŷ and ∂²ℓ⁺/∂ŷ² on O, for the losses named in ``LOSSES``."""
     scores = dots(pairs, P, Q)
     first, second = scores, torch.empty_like(scores)  # a program reads its scores before it writes over them
-    programs = triton.cdiv(len(pairs), 1024)
+    programs = _ceil(len(pairs), 1024)
     values = torch.empty(programs, dtype=torch.float64, device=P.device)
     if programs:
         tensors, kinds = _terms(terms, scores)
@@ -103,7 +102,7 @@ def loss_left(
         partial = out.new_empty(order.partial_lines, k)
         P, Q = P.contiguous(), _rows(Q)
         W, H = (P, Q) if moved is None else (moved[0].contiguous(), _rows(moved[1]))
-        width = triton.next_power_of_2(k)
+        width = _power(k)
         tensors, kinds = _terms(terms, x)
         p.loss_left_program[(len(order),)](
             order.targets, order.starts, order.lines, order.gathered, *tensors, P, W, Q, H, x, out, partial, k,
@@ -131,7 +130,7 @@ def _terms(terms: LossTerms, absent: Tensor) -> tuple[tuple[Any, ...], dict[str,
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
     """See reference.inner."""
-    programs = max(1, triton.cdiv(a.numel(), _RUN))
+    programs = max(1, _ceil(a.numel(), _RUN))
     sums = torch.empty(programs, dtype=torch.float64, device=a.device)
     p.dot_program[(programs,)](a, b, sums, a.numel(), RUN=_RUN, BLOCK=2048, num_warps=8)
     return sums.sum()
@@ -156,7 +155,7 @@ def slope_product(
     width = _columns(columns, 512)
     step = max(1, (1024 if sums else 2048) // width)
     height = step * (_repeats(rows, step, 32) if sums else 1)
-    grid = triton.cdiv(rows, height), triton.cdiv(columns, width)
+    grid = _ceil(rows, height), _ceil(columns, width)
     lines = out.new_empty(grid[0] if sums else 1, columns)
     p.slope_program[grid](
         g.contiguous(), g if bias is None else bias, y, out if base is None else base, out, lines, rows, columns,
@@ -183,10 +182,10 @@ def column_lines(x: Tensor, weight: Tensor | None = None, dtype: torch.dtype | N
     height = step * _repeats(rows, step)
     if step * 8 < rows <= 1024:  # a narrow program for all rows, in the place of a second launch
         width, step = _columns(columns, 32), 64
-        height = int(triton.next_power_of_2(rows))
-    lines = torch.empty(triton.cdiv(rows, height), columns, dtype=dtype or x.dtype, device=x.device)
+        height = _power(rows)
+    lines = torch.empty(_ceil(rows, height), columns, dtype=dtype or x.dtype, device=x.device)
     if rows:
-        p.column_sums_program[(lines.shape[0], triton.cdiv(columns, width))](
+        p.column_sums_program[(lines.shape[0], _ceil(columns, width))](
             x, x if weight is None else weight, lines, rows, columns,
             WEIGHT=weight is not None, HEIGHT=height, ROWS=step, COLUMNS=width, num_warps=4,
         )  # fmt: skip
@@ -204,7 +203,7 @@ def shifted_elu(x: Tensor, bias: Tensor, alpha: float) -> Tensor:
     out = torch.empty_like(x)
     width = _columns(columns, 512)
     step = max(1, 4096 // width)
-    p.shifted_elu_program[(triton.cdiv(rows, step), triton.cdiv(columns, width))](
+    p.shifted_elu_program[(_ceil(rows, step), _ceil(columns, width))](
         x.contiguous(), bias, out, rows, columns, ALPHA=alpha, ROWS=step, COLUMNS=width, num_warps=4
     )
     return out
@@ -232,7 +231,7 @@ def _sum_into(order: Pieces, x: Tensor, B: Tensor, out: Tensor) -> None:
     k, B = B.shape[1], _rows(B)
     width = _columns(k, _COLUMNS)
     partial = out.new_empty(order.partial_lines, k)
-    p.sum_program[(len(order), triton.cdiv(k, width))](
+    p.sum_program[(len(order), _ceil(k, width))](
         order.targets, order.starts, order.lines, order.gathered, order.gathered if order.entries is None else
         order.entries, x, B, out, partial, k, B.stride(0), out.stride(0),
         PAIRS=_pairs(width), K=width, PERMUTED=order.entries is not None, num_warps=_warps(width),
@@ -244,9 +243,19 @@ def _gather_lines(order: Pieces, partial: Tensor, out: Tensor) -> None:
     if len(order.several):
         k = partial.shape[1]
         width = _columns(k, _COLUMNS)
-        p.gather_lines_program[(len(order.several), triton.cdiv(k, width))](
+        p.gather_lines_program[(len(order.several), _ceil(k, width))](
             order.several, order.bounds, partial, out, k, out.stride(0), LINES=16, K=width, num_warps=2
         )
+
+
+def _ceil(a: int, b: int) -> int:
+    """⌈a / b⌉; Triton's own takes as long as a small launch."""
+    return -(-a // b)
+
+
+def _power(k: int) -> int:
+    """The least power of two that is not below k; 1 for 0."""
+    return 1 << max(0, k - 1).bit_length()
 
 
 def _rows(matrix: Tensor) -> Tensor:
@@ -256,7 +265,7 @@ def _rows(matrix: Tensor) -> Tensor:
 
 def _columns(k: int, most: int) -> int:
     """Columns a program works on at a time: a power of two that covers k, or ``most``."""
-    return int(min(max(1, triton.next_power_of_2(k)), most))
+    return min(_power(k), most)
 
 
 def _pairs(width: int, tile: int = _TILE) -> int:

@@ -5,8 +5,8 @@ there would be too few pieces to keep a GPU busy. A row
 of one piece is written by its program; a row of several gets one line of a partial result for each, and a second
 kernel adds the lines in order. Results are the same bits in every run.
 
-In the right order the entries are grouped by blocks of ``ROW_BLOCK`` rows before they are grouped by column: programs
-that run at the same time then gather from a part of the left embeddings that stays in the second-level cache.
+In the right order the entries are grouped by blocks of about ``ROW_BLOCK`` rows before they are grouped by column:
+programs that run at the same time then gather from a part of the left embeddings that stays in the second-level cache.
 
 O(|O|) once for a pattern. Checked through kernels/gpu.py by tests/test_gpu_kernels.py.
 """
@@ -78,17 +78,18 @@ def right_order(pairs: Pairs) -> Pieces:
         rows = torch.empty(len(pairs), dtype=torch.int32, device=device)
         offsets = pairs.offsets.cpu().numpy()
         targets, counts = [], []
-        for start in range(0, m, ROW_BLOCK):
-            stop = min(m, start + ROW_BLOCK)
+        block = max(1, -(-m // max(1, round(m / ROW_BLOCK))))  # no remnant of few rows, whose pieces would be as many
+        for start in range(0, m, block):
+            stop = min(m, start + block)
             first, last = int(offsets[start]), int(offsets[stop])
             order = torch.argsort(pairs.columns[first:last], stable=True)
             entries[first:last] = order + first
             own = torch.arange(start, stop, dtype=torch.int32, device=device)
             rows[first:last] = torch.repeat_interleave(own, pairs.offsets[start : stop + 1].diff())[order]
-            block = torch.bincount(pairs.columns[first:last], minlength=n).cpu().numpy()
-            found = np.flatnonzero(block)
+            each = torch.bincount(pairs.columns[first:last], minlength=n).cpu().numpy()
+            found = np.flatnonzero(each)
             targets.append(found)
-            counts.append(block[found])
+            counts.append(each[found])
         _right[pairs] = _cut(np.concatenate(targets), np.concatenate(counts), n, entries, rows)
     return _right[pairs]
 

@@ -17,7 +17,7 @@ backward passes for modules without a written-out form. Checked by tests/test_kr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,10 +95,9 @@ def tower_factors(
     moments: list[Any] = [None] * len(steps)
     stride = max(1, tower.features.total // _ROWS)
     opaque = [i for i, step in enumerate(steps) if isinstance(step, Opaque)]
-    for start, stop, saved in tower.saved_blocks():
+    for where, saved, some in _seen(tower, stride, bool(opaque)):
         for index, (step, kept) in enumerate(zip(steps, saved, strict=True)):
-            skipped = -(tower.features.first + start) % stride  # the same rows, however they are cut and spread
-            moment = _moment(step, kept, weight[start:stop], stride, skipped)
+            moment = None if kept is None else _moment(step, kept, weight[where], some, stride)
             if moment is not None:
                 moments[index] = moment if moments[index] is None else moments[index] + moment
     for index, step in enumerate(steps):
@@ -131,12 +130,34 @@ def tower_factors(
     return factors
 
 
-def _moment(step: Op, kept: Any, r: Tensor, stride: int, skipped: int) -> Tensor | None:
+def _seen(tower: Linearization, stride: int, opaque: bool) -> Iterator[tuple[slice, list[Any], slice]]:
+    """Ranges of rows, what each step kept of them, and which of them matrices are estimated from.
+
+    Those are every ``stride``-th of all processes' rows, however they are cut and spread. Where nothing is kept, the
+    steps run again over them alone, if they are written out; all rows' inputs come first, for the diagonals, with None
+    for what later steps would have kept.
+    """
+    features = tower.features
+    skipped = -features.first % stride
+    if tower.plan.keep or opaque or skipped >= features.rows:
+        for start, stop, saved in tower.saved_blocks():
+            yield slice(start, stop), saved, slice(-(features.first + start) % stride, None, stride)
+        return
+    by_diagonal = features.kind != "dense"
+    if by_diagonal:
+        later = [None] * (len(tower.steps) - 1)
+        for start, stop in tower.blocks():
+            yield slice(start, stop), [tower.inputs(start, stop), *later], slice(0)
+    some = slice(skipped, None, stride)
+    saved = tower.run_some(some)
+    yield some, [None if by_diagonal else saved[0], *saved[1:]], slice(None)
+
+
+def _moment(step: Op, kept: Any, r: Tensor, some: slice, stride: int) -> Tensor | None:
     """A block's part of Σ r x xᵀ (linear steps, bias included) or of Σ r φ′φ′ᵀ (activations), in float64.
 
-    Matrices are estimated from every ``stride``-th row after the first ``skipped``; diagonals come from all rows.
+    Matrices are estimated from ``some`` rows of it, one in ``stride``; diagonals come from all rows.
     """
-    some = slice(skipped, None, stride)
     if isinstance(step, Elementwise):
         slope: Tensor = kept.of(step.function, some)
         return ((slope * (stride * r[some, None])).t() @ slope).double()

@@ -204,7 +204,23 @@ class Linearization:
     @torch.no_grad()
     def run(self, start: int, stop: int, out: Tensor | None = None) -> tuple[Tensor, list[Any]]:
         """Outputs of one block, in ``out`` if the last layer can write there, and what the steps keep."""
-        x: Any = self.features.block(start, stop, self.values.dtype, self.values.device)
+        y, saved = self._forward(self.inputs(start, stop), out)
+        self._check_output(y, stop - start)
+        return y, saved
+
+    @torch.no_grad()
+    def run_some(self, rows: slice) -> list[Any]:
+        """What the steps keep of some rows; counted as the share of a forward that it is."""
+        values, chosen = self.values, torch.arange(self.features.rows)[rows]
+        some = self.features.take(chosen, values.dtype, values.device)
+        self.work.add(self.side, "forwards", self._share * len(chosen) / self.features.rows)
+        return self._forward(some.block(0, len(chosen), values.dtype, values.device))[1]
+
+    def inputs(self, start: int, stop: int) -> Any:
+        """The features of one block."""
+        return self.features.block(start, stop, self.values.dtype, self.values.device)
+
+    def _forward(self, x: Any, out: Tensor | None = None) -> tuple[Tensor, list[Any]]:
         saved = []
         for step in self.steps:
             if step is self.steps[-1] and isinstance(step, Affine):
@@ -212,6 +228,4 @@ class Linearization:
             else:
                 x, kept = step.forward(x, self.values)
             saved.append(kept)
-        y = settled(x)
-        self._check_output(y, stop - start)
-        return y, saved
+        return settled(x), saved

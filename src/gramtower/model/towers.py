@@ -108,6 +108,16 @@ class Towers:
         for name, owner in self._owners.items():
             owner.copy_(parameters[name])
 
+    def lend(self, parameters: Parameters) -> None:
+        """Let the modules' tensors be views of ``parameters``: one copy of θ in memory while it is trained."""
+        for name, owner in self._owners.items():
+            owner.data = parameters[name]
+
+    def keep(self, parameters: Parameters) -> None:
+        """Give the modules tensors of their own again, equal to ``parameters``."""
+        for name, owner in self._owners.items():
+            owner.data = parameters[name].clone()
+
     def join(self, shards: Shards, left: Features, right: Features) -> None:
         """Before the first evaluation over several processes: tell own table rows from what all hold alike."""
         if self._layout.group is not shards.group:

@@ -141,6 +141,7 @@ class Point:
 
         Over several processes they are the sums over all of them.
         """
+        fit = self.observed.value  # the longest pass first: what is short is launched while a GPU is busy with it
         Pc, Qc = self.gramians
         hPc, hQc = self.cross_gramians
         penalty = torch.zeros((), dtype=torch.float64, device=self.P.device)
@@ -148,7 +149,7 @@ class Point:
             if weight is not None:
                 penalty += 0.5 * (weight * square_norms(embeddings)).sum(dtype=torch.float64)
         square = self.parameters.inner(self.parameters)
-        observed, penalty = self.setting.shards.group.sum_all(self.observed.value, penalty)
+        observed, penalty = self.setting.shards.group.sum_all(fit, penalty)
         return torch.stack([observed, (hPc * hQc).sum(), (Pc * Qc).sum(), penalty, square])
 
     @cached_property

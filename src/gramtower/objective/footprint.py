@@ -1,8 +1,8 @@
 """What an evaluation on a GPU takes, and how it is made to fit the memory budget.
 
-Counted is what one G·d needs: θ as the towers hold it, the point's copy, the direction and the result; the pairs with
-the orders in which they are visited; slopes, curvatures and products on the pairs; outputs and directions of both
-sides; activations. If all that, with activations recomputed, exceeds the budget, left rows go block by block
+Counted is what training by newton-kron needs: θ and the four vectors of conjugate gradient; the pairs with the orders
+in which they are visited; slopes, curvatures and products on the pairs; outputs and directions of both sides;
+activations. If all that, with activations recomputed, exceeds the budget, left rows go block by block
 (swept.py). Where it makes larger blocks possible, the pairs are sent from host memory (row_blocks.py): a GPU waits for
 many small launches longer than for the pairs. Features of entities are not counted. Checked by tests/test_swept.py.
 """
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from gramtower.objective.problem import Problem
 
 _LARGEST, _SMALLEST = 1 << 16, 1 << 10  # rows of a block: small ones are launches more than work
+_VECTORS = 5  # of θ's size: θ itself, the solution, the residual, the direction and its product
 _ORDERS = 12  # bytes of a pair: its column, its row and its place in the order by columns
-_SENT = 3  # blocks of pairs on the device at a time, one of them on the way
+_SENT = 2  # blocks of pairs on the device at a time, one of them on the way
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class Footprint:
 
     @property
     def vectors(self) -> int:
-        """Four vectors of θ's size, and the right side's outputs, direction and results."""
-        return self.item * (4 * self.parameters + 5 * self.rows[1] * self.columns)
+        """Vectors of θ's size, and the right side's outputs, direction and results."""
+        return self.item * (_VECTORS * self.parameters + 5 * self.rows[1] * self.columns)
 
     @property
     def stored_pairs(self) -> int:
@@ -68,8 +69,9 @@ class Footprint:
 
     def block(self, rows: int, sent: bool) -> int:
         """A block of left rows: activations and room for their changes, P, W, U, and its pairs' values."""
-        own = 1.25 * max(self.row_bytes) + 3 * self.item * self.columns
-        pair = 3 * self.item + (_SENT * (_ORDERS + self.item * self.per_pair) if sent else 0)
+        own = max(self.row_bytes) + 3 * self.item * self.columns
+        orders = _ORDERS - (4 if self.rows[1] <= _LARGEST else 2)  # rows, and few columns, in 16 bits
+        pair = 3 * self.item + (_SENT * (orders + self.item * self.per_pair) if sent else 0)
         return int(rows * own + pair * self.most_pairs(rows))
 
 
@@ -119,8 +121,12 @@ def plan_sweep(budget: int, needs: Footprint) -> Sweep | None:
 
 
 def _rows(room: int, needs: Footprint, streamed: bool) -> int:
-    """Rows of the largest block that fits, a power of two; half the smallest sensible number if none does."""
-    rows = min(_LARGEST, 1 << max(0, needs.rows[0] - 1).bit_length())  # no more than it takes for all of them
-    while rows >= _SMALLEST and needs.block(rows, streamed) > room:
-        rows //= 2
-    return rows
+    """Rows of the largest blocks that fit, all about as large; half the smallest sensible number if none do."""
+    rows = _LARGEST
+    while rows >= _SMALLEST:
+        blocks = -(-needs.rows[0] // rows)
+        even = -(-needs.rows[0] // (blocks * _SMALLEST)) * _SMALLEST
+        if needs.block(even, streamed) <= room:
+            return even
+        rows = min(rows * 7 // 8, even - 1)
+    return _SMALLEST // 2

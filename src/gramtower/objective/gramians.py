@@ -21,10 +21,10 @@ def gram(A: Tensor, B: Tensor, weight: Tensor | None = None) -> Tensor:
     if A.shape[0] <= _ROWS:
         return ((A if weight is None else A * weight[:, None]).t() @ B).double()
     shape = A.shape[1], B.shape[1]
+    height = max(_GPU_ROWS, A.shape[0] * shape[0] * shape[1] // _GPU_ROOM)
+    blocks = A.shape[0] // height
     done = 0
-    if A.is_cuda:
-        height = max(_GPU_ROWS, A.shape[0] * shape[0] * shape[1] // _GPU_ROOM)
-        blocks = A.shape[0] // height
+    if A.is_cuda and blocks:
         done = blocks * height
         left = A[:done] if weight is None else A[:done] * weight[:done, None]
         left, right = left.view(blocks, height, -1), B[:done].view(blocks, height, -1)

@@ -1,14 +1,13 @@
 """The left rows in blocks, each with the constants of its pairs on the device: kept there, or sent when needed.
 
 When the pairs do not fit the memory budget they stay in pinned host memory and a block's columns, weights and orders
-travel on a stream of their own while the blocks before it are worked on. Three blocks are on the device at a time: the
-one being worked on, the next, and one on its way, for which the block before the first must have made room. Checked by
+travel on a stream of their own while the block before it is worked on. Two blocks are on the device at a time, the one
+being worked on and the next: it is sent as soon as the block before both has made room. Checked by
 tests/test_swept.py.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +19,6 @@ from gramtower.data.pairs import Pairs
 from gramtower.objective.setting import Setting
 
 Make = Callable[[tuple[int, int]], Setting]
-_HALF = 1 << 15
 _PER_PAIR = ("labels", "pair_weight", "loss_weight", "pair_imputed")
 
 
@@ -62,18 +60,23 @@ class RowBlocks:
         if self._road is None:
             self._road = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         road = self._road
-        worked: list[torch.cuda.Event] = []
-        coming = deque(self._send(index, road, by_columns) for index in range(min(2, len(self.bounds))))
+        before: torch.cuda.Event | None = None  # the end of the work on the block before
+        coming = self._send(0, road, by_columns)
         for index, (start, stop) in enumerate(self.bounds):
-            setting, arrived = coming.popleft()
+            setting, arrived = coming
             torch.cuda.current_stream().wait_event(arrived)
+            there_is_more = index + 1 < len(self.bounds)
+            early = there_is_more and (before is None or before.query())  # type: ignore[no-untyped-call]
+            if early:
+                coming = self._send(index + 1, road, by_columns)
             yield start, stop, setting
             del setting
-            worked.append(_mark())
-            if index + 2 < len(self.bounds):
-                if index:
-                    worked[index - 1].synchronize()  # the device is busy with this block meanwhile
-                coming.append(self._send(index + 2, road, by_columns))
+            worked = _mark()
+            if there_is_more and not early:
+                assert before is not None
+                before.synchronize()  # the device is busy with this block meanwhile
+                coming = self._send(index + 1, road, by_columns)
+            before = worked
 
     def _send(self, index: int, road: torch.cuda.Stream, by_columns: bool) -> tuple[Setting, torch.cuda.Event]:
         stored = self._made[index]
@@ -141,30 +144,26 @@ class _Stored:
 
 @dataclass(frozen=True)
 class _Sent:
-    """A tensor in pinned memory; numbers below 65,536 travel in 16 bits, 32,768 less.
+    """A tensor in pinned memory; numbers below 65,536 travel, and are read, in 16 bits.
 
     Attributes:
         tensor: as it travels.
         device: where to.
-        half: 32,768 as an int32 on the device, or None where the tensor travels as it is.
     """
 
     tensor: Tensor
     device: torch.device
-    half: Tensor | None
 
     @staticmethod
     def of(tensor: Tensor, limit: int | None = None) -> _Sent:
         """Move a tensor to host memory; its numbers are below ``limit``."""
-        half = None
-        if limit is not None and limit <= 2 * _HALF and tensor.dtype == torch.int32:
-            half = tensor.new_full((1,), _HALF)
-        short = tensor if half is None else (tensor - half).to(torch.int16)
-        return _Sent(short.cpu().pin_memory(), tensor.device, half)
+        short = tensor.cpu()
+        if limit is not None and limit <= 1 << 16:
+            short = short.to(torch.uint16)
+        return _Sent(short.pin_memory(), tensor.device)
 
     def bring(self, user: torch.cuda.Stream) -> Tensor:
         """The tensor on the device, for ``user`` to read."""
         here = self.tensor.to(self.device, non_blocking=True)
-        here = here if self.half is None else here + self.half
         here.record_stream(user)
         return here

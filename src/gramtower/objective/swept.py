@@ -111,17 +111,18 @@ class Swept(Point):
     @cached_property
     @torch.no_grad()
     def _left_sums(self) -> _Sums:
-        k, zero = self.Q.shape[1], torch.zeros((), dtype=torch.float64, device=self.Q.device)
-        sums = _Sums(zero.new_zeros(k, k), zero.new_zeros(1, k), zero.clone(), zero.clone())
+        gramian = torch.zeros(2 * self.Q.shape[1:], dtype=torch.float64, device=self.Q.device)
+        crosses, values, penalties = [], [], [gramian.new_zeros(())]
         with products_in(self.setting.precision):
             for block in self._visit(by_columns=False):
                 s, a = block.setting, block.setting.weights[0]
-                sums.gramian += gram(block.P, block.P, a)
-                sums.cross = sums.cross + s.imputed.cross_gram(0, a, block.P)
-                sums.observed += self._observe(block).value
+                gramian += gram(block.P, block.P, a)
+                crosses.append(s.imputed.cross_gram(0, a, block.P))
+                values.append(self._observe(block).value)
                 if s.penalties[0] is not None:
-                    sums.penalty += 0.5 * (s.penalties[0] * square_norms(block.P)).sum(dtype=torch.float64)
+                    penalties.append(0.5 * (s.penalties[0] * square_norms(block.P)).sum(dtype=torch.float64))
                 del block, s, a  # before the next one is made
+        sums = _Sums(gramian, *(torch.stack(parts).sum(0) for parts in (crosses, values, penalties)))
         self.work.pair_passes += 1
         return sums
 

@@ -52,7 +52,9 @@ def minimize(
     verbose: bool = False,
     **options: Any,
 ) -> Result:
-    """Minimise the problem over the towers' parameters, which are updated in place.
+    """Minimise the problem over the towers' parameters, which are updated.
+
+    While it runs, the modules' tensors are those of the present point: to be looked at, not to be changed.
 
     Args:
         problem: what is minimised.
@@ -167,7 +169,7 @@ class _Run:
             saved = read_checkpoint(path, self.marks, towers.parameters(), problem.shards, towers.device)
             problem.memory_budget = saved.memory_budget or problem.memory_budget  # the same blocks and rounding
             self.work = Work(**saved.work)
-            self.point = problem.at(towers, as_parameters_like(saved.parameters, towers.parameters()))
+            self._go_on(problem.at(towers, as_parameters_like(saved.parameters, towers.parameters())))
             _ = self.point.terms
             self.method.restore(saved.method)
             self.seconds, self.waited, self.first_norm = saved.seconds, saved.waited, saved.first_norm
@@ -178,7 +180,7 @@ class _Run:
             records.begin(saved.history)
             return
         earlier, start = problem.work.copy(), time.perf_counter()
-        self.point = problem.at(towers)
+        self._go_on(problem.at(towers))
         _ = self.point.terms
         self.seconds = self._first(time.perf_counter() - start)
         self.work = problem.work.since(earlier)
@@ -211,7 +213,7 @@ class _Run:
                 if (stop := self._failed(moved)) is not None:
                     break
                 assert moved.point is not None
-                self.point = moved.point
+                self._go_on(moved.point)
                 self.iteration += 1
                 if self.first_norm is None:
                     self.first_norm = moved.gradient_norm
@@ -238,13 +240,18 @@ class _Run:
         assert stop is not None
         return stop
 
+    def _go_on(self, point: Point) -> None:
+        """The point to go on from; the towers need no copy of its parameters."""
+        self.point = point
+        self.towers.lend(point.parameters)
+
     def finish(self, reason: Reason, message: str, records: History) -> Result:
         """Leave the towers at the best point."""
         parameters, value = self.point.parameters, self.point.value
         if self.best is not None:
             parameters = self.best
             value = next(r.value for r in reversed(records.records) if r.metric == self.best_metric)
-        self.towers.load(parameters)
+        self.towers.keep(parameters)
         return Result(reason, message, records.records, parameters, value, self.best_metric)
 
     def _failed(self, moved: Moved) -> tuple[Reason, str] | None:
@@ -267,7 +274,7 @@ class _Run:
             return None
         metric = self._first(float(self.validation(self.point)))
         if self.best_metric is None or metric > self.best_metric:
-            self.best_metric, self.best, self.waited = metric, self.point.parameters.clone(), 0
+            self.best_metric, self.best, self.waited = metric, self.point.parameters, 0
         else:
             self.waited += 1
         return metric
