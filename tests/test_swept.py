@@ -12,6 +12,7 @@ from test_engine import compare, relative
 
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
+from gramtower.kernels import select
 from gramtower.model import factors
 from gramtower.objective.footprint import Footprint, Sweep, plan_sweep
 from gramtower.objective.swept import Swept
@@ -147,6 +148,22 @@ def test_a_smaller_budget_goes_block_by_block_and_a_still_smaller_one_sends_the_
 def test_a_busy_block_of_rows_counts():
     busy = replace(NETFLIX, most_pairs=lambda rows: 51_228_351)  # all pairs in one block
     assert plan_sweep(3_000_000_000, busy).rows < plan_sweep(3_000_000_000, NETFLIX).rows
+
+
+@pytest.mark.parametrize("m", [1, 700, 1025, 66_000, 478_251])
+def test_the_smallest_blocks_are_tried_too(m):
+    small = replace(NETFLIX, rows=(m, 17_768), most_pairs=lambda rows: 100 * rows)
+    room = small.block(1024, sent=True)
+    assert plan_sweep(small.vectors + room, small) == Sweep(1024, streamed=True)
+
+
+def test_slopes_that_do_not_follow_from_outputs_count():
+    problem = gt.Problem(planted_pairs(20, 10, 60))
+    sizes = [
+        made.sizes(made.parameters(), problem.left, problem.right, select(made.device)).row_bytes
+        for made in (gt.mlp_towers(problem, hidden=(8,), dim=4, activation=name) for name in ("elu", "gelu"))
+    ]
+    assert sizes[1] > sizes[0]
 
 
 def test_a_budget_below_the_vectors_still_runs_in_the_smallest_blocks():

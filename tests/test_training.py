@@ -56,16 +56,37 @@ def test_there_is_one_copy_of_the_parameters_while_they_are_trained_and_the_towe
 
 def test_an_error_on_the_way_leaves_the_towers_at_the_last_point():
     problem, towers = planted()
-    values = []
+    values, points = [], []
 
-    def fail(record, _):
+    def fail(record, point):
         values.append(record.value)
+        points.append(point)
         if record.iteration == 2:
             raise RuntimeError("of the callback")
 
+    start = towers.parameters()
     with pytest.raises(RuntimeError, match="of the callback"):
         gt.minimize(problem, towers, max_iterations=5, callbacks=[fail])
     assert problem.at(towers).value == values[-1]
+    kept = points[-1].parameters.clone()
+    towers.load(start)
+    assert torch.equal(points[-1].parameters.vector, kept.vector)  # the towers' tensors are theirs again
+
+
+def test_other_parameters_may_be_loaded_on_the_way():
+    values = []
+    for load in (False, True):
+        problem, towers = planted()
+        start = towers.parameters()
+
+        def look(_, __, load=load, towers=towers, start=start):
+            if load:
+                towers.load(start)
+
+        result = gt.minimize(problem, towers, max_iterations=4, callbacks=[look])
+        values.append([r.value for r in result.history])
+        assert problem.at(towers).value == result.value
+    assert values[0] == values[1]
 
 
 def test_time_limit_stops_after_the_iteration_that_passes_it():

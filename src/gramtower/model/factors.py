@@ -148,9 +148,11 @@ def _seen(tower: Linearization, stride: int, opaque: bool) -> Iterator[tuple[sli
         later = [None] * (len(tower.steps) - 1)
         for start, stop in tower.blocks():
             yield slice(start, stop), [tower.inputs(start, stop), *later], slice(0)
-    some = slice(skipped, None, stride)
-    saved = tower.run_some(some)
-    yield some, [None if by_diagonal else saved[0], *saved[1:]], slice(None)
+    step = stride * tower.plan.rows
+    for start in range(skipped, features.rows, step):
+        some = slice(start, start + step, stride)
+        saved = tower.run_some(some)
+        yield some, [None if by_diagonal else saved[0], *saved[1:]], slice(None)
 
 
 def _moment(step: Op, kept: Any, r: Tensor, some: slice, stride: int) -> Tensor | None:

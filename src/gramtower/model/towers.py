@@ -95,6 +95,7 @@ class Towers:
         self._probes: dict[tuple[str, int, str], tuple[Features, int, int]] = {}
         room: Scratch = {}
         self._scratch = {"left": room, "right": room}  # the towers take turns
+        self._lent = False  # whether the modules' tensors are views of a point's parameters
 
     def parameters(self) -> Parameters:
         """A copy of the present trainable parameters."""
@@ -105,18 +106,22 @@ class Towers:
     def load(self, parameters: Parameters) -> None:
         """Write parameters into the modules."""
         parameters = as_parameters("parameters", parameters, self.parameters())
+        self.keep()
         for name, owner in self._owners.items():
             owner.copy_(parameters[name])
 
     def lend(self, parameters: Parameters) -> None:
         """Let the modules' tensors be views of ``parameters``: one copy of θ in memory while it is trained."""
+        self._lent = True
         for name, owner in self._owners.items():
             owner.data = parameters[name]
 
-    def keep(self, parameters: Parameters) -> None:
-        """Give the modules tensors of their own again, equal to ``parameters``."""
-        for name, owner in self._owners.items():
-            owner.data = parameters[name].clone()
+    def keep(self) -> None:
+        """Give the modules tensors of their own again, if theirs were lent."""
+        if self._lent:
+            for owner in self._owners.values():
+                owner.data = owner.data.clone()
+        self._lent = False
 
     def join(self, shards: Shards, left: Features, right: Features) -> None:
         """Before the first evaluation over several processes: tell own table rows from what all hold alike."""
@@ -198,7 +203,8 @@ class Towers:
     def sizes(self, parameters: Parameters, left: Features, right: Features, kernels: Kernels) -> Sizes:
         """Columns of the towers and bytes that an entity's activations take on each side."""
         prepared = self._prepare(parameters, left, right, kernels, self._scratch)
-        return Sizes(prepared[0][4], (prepared[0][5], prepared[1][5]), _least_block(prepared[0][2], left))
+        row_bytes = [round(size * _worked_on(ops)) for _, _, ops, _, _, size in prepared]
+        return Sizes(prepared[0][4], (row_bytes[0], row_bytes[1]), _least_block(prepared[0][2], left))
 
     def _prepare(
         self, parameters: Parameters, left: Features, right: Features, kernels: Kernels, scratch: dict[str, Scratch]
@@ -305,6 +311,15 @@ def _check_shape(side: str, y: Tensor, rows: int, width: int | None) -> None:
     if y.dim() != 2 or y.shape[0] != rows or (width is not None and y.shape[1] != width):
         columns = "k" if width is None else width
         check.fail(f"{side} tower", f"an output of shape {tuple(y.shape)} for {rows} rows", f"({rows}, {columns})")
+
+
+def _worked_on(ops: list[Op]) -> float:
+    """Memory that a row takes while it is worked on, as a multiple of all steps' results.
+
+    Half of these are kept, and the others' room is used for their changes, where slopes follow from outputs; otherwise
+    slopes are kept too, and it takes room to find them.
+    """
+    return 1.75 if any(isinstance(op, Elementwise) and op.activation is None for op in ops) else 1.0
 
 
 def _least_block(ops: list[Op], features: Features) -> int:

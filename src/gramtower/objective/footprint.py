@@ -123,10 +123,11 @@ def plan_sweep(budget: int, needs: Footprint) -> Sweep | None:
 def _rows(room: int, needs: Footprint, streamed: bool) -> int:
     """Rows of the largest blocks that fit, all about as large; half the smallest sensible number if none do."""
     rows = _LARGEST
-    while rows >= _SMALLEST:
+    while True:
         blocks = -(-needs.rows[0] // rows)
         even = -(-needs.rows[0] // (blocks * _SMALLEST)) * _SMALLEST
         if needs.block(even, streamed) <= room:
             return even
-        rows = min(rows * 7 // 8, even - 1)
-    return _SMALLEST // 2
+        if even <= _SMALLEST:
+            return _SMALLEST // 2
+        rows = max(_SMALLEST, min(rows * 7 // 8, even - 1))

@@ -61,18 +61,18 @@ class RowBlocks:
             self._road = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         road = self._road
         before: torch.cuda.Event | None = None  # the end of the work on the block before
-        coming = self._send(0, road, by_columns)
+        coming: tuple[Setting, torch.cuda.Event] | None = self._send(0, road, by_columns)
         for index, (start, stop) in enumerate(self.bounds):
-            setting, arrived = coming
+            assert coming is not None
+            (setting, arrived), coming = coming, None
             torch.cuda.current_stream().wait_event(arrived)
             there_is_more = index + 1 < len(self.bounds)
-            early = there_is_more and (before is None or before.query())  # type: ignore[no-untyped-call]
-            if early:
+            if there_is_more and (before is None or before.query()):  # type: ignore[no-untyped-call]
                 coming = self._send(index + 1, road, by_columns)
             yield start, stop, setting
             del setting
             worked = _mark()
-            if there_is_more and not early:
+            if there_is_more and coming is None:
                 assert before is not None
                 before.synchronize()  # the device is busy with this block meanwhile
                 coming = self._send(index + 1, road, by_columns)

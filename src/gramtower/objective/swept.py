@@ -7,7 +7,7 @@ rows are what pairs gather. Differs from one pass over everything by rounding al
 
 Cost beyond evaluation.py and curvature.py: a forward of both towers (two of the right one in a product) and a pass over
 O in each gradient and product, unless kernels work out the loss in the pass that sums over rows.
-Memory: θ's vectors, the right side, one block, and the pairs or three blocks of them (row_blocks.py). Compared with the
+Memory: θ's vectors, the right side, one block, and the pairs or two blocks of them (row_blocks.py). Compared with the
 dense twin in tests/test_swept.py; timed by benchmarks/bench_gpu.py.
 """
 
@@ -112,17 +112,17 @@ class Swept(Point):
     @torch.no_grad()
     def _left_sums(self) -> _Sums:
         gramian = torch.zeros(2 * self.Q.shape[1:], dtype=torch.float64, device=self.Q.device)
-        crosses, values, penalties = [], [], [gramian.new_zeros(())]
+        cross, values, penalties = gramian.new_zeros(1, gramian.shape[1]), [], [gramian.new_zeros(())]
         with products_in(self.setting.precision):
             for block in self._visit(by_columns=False):
                 s, a = block.setting, block.setting.weights[0]
                 gramian += gram(block.P, block.P, a)
-                crosses.append(s.imputed.cross_gram(0, a, block.P))
+                cross = cross + s.imputed.cross_gram(0, a, block.P)
                 values.append(self._observe(block).value)
                 if s.penalties[0] is not None:
                     penalties.append(0.5 * (s.penalties[0] * square_norms(block.P)).sum(dtype=torch.float64))
                 del block, s, a  # before the next one is made
-        sums = _Sums(gramian, *(torch.stack(parts).sum(0) for parts in (crosses, values, penalties)))
+        sums = _Sums(gramian, cross, torch.stack(values).sum(), torch.stack(penalties).sum())
         self.work.pair_passes += 1
         return sums
 

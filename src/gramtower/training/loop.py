@@ -11,9 +11,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from gramtower import _checks as check
 from gramtower.distributed.agreement import agree, versions
@@ -54,7 +57,8 @@ def minimize(
 ) -> Result:
     """Minimise the problem over the towers' parameters, which are updated.
 
-    While it runs, the modules' tensors are those of the present point: to be looked at, not to be changed.
+    While it runs, the modules' tensors are those of the present point: to be looked at, not to be changed. Afterwards
+    they are new ones.
 
     Args:
         problem: what is minimised.
@@ -91,14 +95,18 @@ def minimize(
     watchers = list(callbacks)
     run.agree(path, limits)
     with locked(path, group):
-        run.begin(path, records)
-        if log is not None:
-            for record in records.records:
-                log(record)
-        reason, message = run.loop(limits, records, watchers, log, path, spacing)
-        if log is not None:
-            log.end(message)
-        return run.finish(reason, message, records)
+        try:
+            run.begin(path, records)
+            if log is not None:
+                for record in records.records:
+                    log(record)
+            reason, message = run.loop(limits, records, watchers, log, path, spacing)
+            if log is not None:
+                log.end(message)
+            return run.finish(reason, message, records)
+        finally:
+            with suppress(torch.OutOfMemoryError):  # views of the last point serve as well
+                towers.keep()
 
 
 class _Limits:
@@ -251,7 +259,7 @@ class _Run:
         if self.best is not None:
             parameters = self.best
             value = next(r.value for r in reversed(records.records) if r.metric == self.best_metric)
-        self.towers.keep(parameters)
+        self.towers.lend(parameters)
         return Result(reason, message, records.records, parameters, value, self.best_metric)
 
     def _failed(self, moved: Moved) -> tuple[Reason, str] | None:
