@@ -249,7 +249,7 @@ def _gather_lines(order: Pieces, partial: Tensor, out: Tensor) -> None:
 
 
 def _ceil(a: int, b: int) -> int:
-    """⌈a / b⌉; Triton's own takes as long as a small launch."""
+    """⌈a / b⌉; Triton's own takes several microseconds."""
     return -(-a // b)
 
 

@@ -63,8 +63,9 @@ class Problem:
         pair_weights: weights ≥ 0 of the observed pairs' losses, one for each stored entry in row order (that of a
             sorted CSR matrix); None for ones.
         memory_budget: bytes that one evaluation may keep, such as "512MB"; None for half of what is free. Above
-            it towers run in row blocks and recompute; on a GPU left entities then go block by block through the whole
-            evaluation, and pairs are sent from host memory, as far as it takes.
+            it towers run in row blocks and recompute. On a GPU the vectors that newton-kron holds count as well; left
+            entities go block by block through the whole evaluation, and pairs are sent from host memory, as far as it
+            takes.
         kernels: "auto", or a pair-kernel backend by name ("numba", "triton", "reference").
         precision: of matrix products on a GPU: "float32", or "tf32", which is faster and rounds their inputs to ten
             bits.
