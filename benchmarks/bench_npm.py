@@ -64,9 +64,8 @@ def main() -> None:
     device = pick_device(arguments.device)
     train, held = split(read(arguments.pairs), 20_000)
     size = train.shape, train.nnz
-    problem = gt.Problem(
-        train, omega=default_omega(*size), l2=2.0**-4, embedding_l2=default_embedding_l2(*size), precision="tf32"
-    )
+    mu = default_embedding_l2(*size, arguments.dim)
+    problem = gt.Problem(train, omega=default_omega(*size), l2=2.0**-4, embedding_l2=mu, precision="tf32")
     made = gt.mlp_towers(problem, hidden=arguments.hidden, dim=arguments.dim)
     curve: list[dict[str, Any]] = []
 

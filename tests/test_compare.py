@@ -25,7 +25,8 @@ from gramtower.training import loop
 from gramtower.training.result import read_history
 
 SMALL = ["--left", "user", "--right", "item", "--dim", "4", "--hidden", "8", "--device", "cpu", "--quiet"]
-SMALL += ["--imputed", "-1", "--embedding-l2", "0.004", "--l2", "0.0625"]  # fixed steps of sampled methods suit these
+# fixed steps of sampled methods suit these
+SMALL += ["--omega", "0.5", "--right-weights", "degree^0", "--imputed", "-1", "--embedding-l2", "0.004", "--l2", "0.06"]
 SAMPLED = ["--option", "sogram.ratio=0.1", "--option", "sampling-diag.ratio=0.1"]
 
 

@@ -164,7 +164,7 @@ def test_warm_start_keeps_known_entities_and_adds_new_ones():
 def test_size_and_layers_follow_the_data_unless_given(tmp_path):
     ids = gt.TwoTower(max_iterations=2, device="cpu").fit(named(16))
     assert ids.hidden_ == ()
-    assert ids.dim_ == defaults.default_dim((16, 16), CPU) == ids.embed().shape[1] <= 16
+    assert ids.dim_ == defaults.default_dim((16, 16), (), CPU, 10**9) == ids.embed().shape[1] <= 16
     features = gt.TwoTower(max_iterations=1, device="cpu").fit(named(16), right_features=np.eye(16))
     assert features.hidden_ == defaults.HIDDEN
     given = gt.TwoTower(dim=3, hidden=(5,), max_iterations=1, device="cpu").fit(named(16))
@@ -180,7 +180,7 @@ def test_size_and_layers_follow_the_data_unless_given(tmp_path):
 def test_a_warm_start_keeps_the_size_that_more_data_would_change():
     model = gt.TwoTower(max_iterations=4, device="cpu").fit(named(16))
     before = model.dim_
-    assert defaults.default_dim((20, 20), CPU) != before
+    assert defaults.default_dim((20, 20), (), CPU, 10**9) != before
     assert model.fit(named(20), warm_start=True).dim_ == before
     assert model.dim is None
 
@@ -215,15 +215,30 @@ def test_towers_of_ones_own_and_what_a_file_cannot_hold(tmp_path):
 
 
 def test_defaults_scale_with_the_data():
-    assert defaults.default_omega((1000, 1000), 10_000) == pytest.approx(3 * 10_000 / 990_000)
-    sparse, dense = (defaults.default_embedding_l2((1000, 1000), n) for n in (1000, 100_000))
-    assert sparse < dense < 2 * sparse
-    assert defaults.default_embedding_l2((1000, 1000), 500_000) == dense
-    sizes = [defaults.default_dim((n, 10 * n), CPU) for n in (10, 1000, 3000, 9000, 100_000)]
+    assert defaults.default_omega((1000, 1000), 10_000) == pytest.approx(4 * 10_000 / 990_000)
+    sparse, dense = (defaults.default_embedding_l2((1000, 1000), n, 64) for n in (1000, 100_000))
+    assert sparse < dense <= 2 * sparse
+    assert defaults.default_embedding_l2((1000, 1000), 500_000, 1024) == dense
+    assert defaults.default_embedding_l2((1000, 1000), 1000, 4096) == pytest.approx(2 * sparse)
+    sizes = [defaults.default_dim((n, 10 * n), (), CPU, 10**11) for n in (10, 500, 1000, 3000, 100_000)]
     assert sizes == [10, 64, 128, 256, 256]
-    assert defaults.default_dim((100_000, 50_000), torch.device("cuda")) == 1024
+    assert defaults.default_dim((100_000, 50_000), (), torch.device("cuda"), 10**11) == 2048
+    assert defaults.default_dim((100_000, 50_000), (512, 256), torch.device("cuda"), 10**11) == 256
     fitted = small(max_iterations=1).fit(checkerboard())
-    assert fitted.omega_ == pytest.approx(3 * 180 / 220)
+    assert fitted.omega_ == pytest.approx(4 * 180 / 220)
+
+
+def test_embeddings_are_smaller_where_training_would_not_fit_the_memory(monkeypatch):
+    many = (3_000_000, 1_000_000)
+    assert defaults.default_dim(many, (), CPU, 2 * 40 * 4_000_000 * 256) == 256
+    assert defaults.default_dim(many, (), CPU, 2 * 40 * 4_000_000 * 256 - 1) == 128
+    assert defaults.default_dim(many, (), CPU, 1) == 1
+    # four processes hold a quarter of the entities each, and five vectors of all right ones
+    assert defaults.default_dim(many, (), CPU, 2 * (10 + 20) * 1_000_000 * 256, processes=4) == 128
+    assert defaults.default_dim(many, (), CPU, 2 * (40 + 20) * 1_000_000 * 256, processes=4) == 256
+    monkeypatch.setattr(defaults, "total_memory", lambda device: 2 * 40 * (20 + 20) * 7)
+    fitted = gt.TwoTower(max_iterations=1, device="cpu").fit(checkerboard())
+    assert fitted.dim_ == 4  # 64, halved until 7 would do
 
 
 def test_an_interrupted_fit_goes_on_from_its_checkpoint(tmp_path):

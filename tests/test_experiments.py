@@ -75,6 +75,9 @@ def test_the_model_is_the_papers(name):
     assert arguments["hidden"] == (256, 256)
     assert (arguments["dim"], arguments["activation"], arguments["loss"]) == (128, "elu", "logistic")
     assert (arguments["imputed"], arguments["embedding_l2"]) == (-1.0, 0.0)
+    pairs = replace(paper(name), shape=(20, 15, 60)).synthetic_pairs()
+    estimator = gt.TwoTower(**arguments | {"device": "cpu"})
+    assert estimator.make_problem(estimator.take_up(pairs)).weight_arrays == (None, None)
     assert arguments["metric"] == "map@5"
     assert paper(name).settings.data.validation == "0.1"
 

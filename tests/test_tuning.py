@@ -127,6 +127,19 @@ def test_what_the_model_was_given_is_not_searched():
     assert named.trials[0].settings == {"omega": pytest.approx(0.1)}
 
 
+def test_powers_of_weights_start_at_the_models_own_and_zero_is_kept_apart_from_the_default():
+    space = {"left_power": True, "right_power": True}
+    found = small(left_weights="degree^0.3").tune(data(), trials=1, space=space, refit=False)
+    assert found.trials[0].settings == {"left_power": 0.3, "right_power": 0.1}
+    assert small().right_weights == "degree^0.1"
+    none = small().tune(data(), trials=1, space={"right_power": 0.0, "omega": True}, refit=False)
+    given = small(right_weights=None).tune(data(), trials=1, space={"omega": True}, refit=False)
+    assert none.best.value == given.best.value
+    for search in (none, given):  # a config file without the key would mean the default
+        text = tomllib.loads(search.config())["model"]["right-weights"]
+        assert gt.Problem(data(), right_weights=text).weight_arrays[1] is None
+
+
 def test_the_time_limit_ends_a_search():
     found = small().tune(data(), trials=10_000, time_limit=0.5, space=SPACE, refit=False)
     assert 1 <= len(found.trials) < 200

@@ -32,8 +32,8 @@ def test_a_problem_by_name_equals_the_one_with_arrays(power):
     given = gt.Problem(matrix, left_weights=rows, right_weights=columns, **options)
     towers = gt.mlp_towers(named, hidden=(4,), dim=3, dtype=torch.float64)
     for a, b in zip(named.weight_arrays, (rows, columns), strict=True):
-        assert a == pytest.approx(b, rel=1e-14)
-        assert a.mean() == pytest.approx(1.0)
+        assert (np.ones(len(b)) if a is None else a) == pytest.approx(b, rel=1e-14)
+        assert b.mean() == pytest.approx(1.0)
     assert named.at(towers).value == pytest.approx(given.at(towers).value, rel=1e-13)
 
 
@@ -47,6 +47,11 @@ def test_entities_without_pairs_weigh_as_those_with_one():
 )
 def test_powers_are_read(text, power):
     assert degree_power("left_weights", text) == power
+
+
+def test_the_power_zero_is_no_weights_at_all():
+    assert entity_weights("left_weights", "degree^0", np.array([0, 1, 4])) is None
+    assert entity_weights("left_weights", "degree^-0.0", np.array([0, 1, 4])) is None
 
 
 @pytest.mark.parametrize("text", ["", "degrees^1", "degree^", "degree^x", "degree^inf", "degree^nan", "degree 2"])

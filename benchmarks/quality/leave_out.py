@@ -24,7 +24,6 @@ import scipy.sparse as sp
 from data import FILES, inner_split, load, write_result
 
 import gramtower as gt
-from gramtower.estimator.defaults import default_omega
 from gramtower.estimator.matrices import history_features
 from gramtower.metrics import evaluate_embeddings
 
@@ -56,7 +55,7 @@ def quality(
     train: sp.csr_matrix = parts["train"]
     features, pairs, weights = folded(train, folds)
     problem = gt.Problem(
-        pairs, features, omega=default_omega(train.shape, train.nnz), l2=l2, imputed=-0.5,
+        pairs, features, omega=3 * train.nnz / (train.shape[0] * train.shape[1] - train.nnz), l2=l2, imputed=-0.5,
         embedding_l2=mu,
         left_weights=None if folds == 1 else np.full(pairs.shape[0], 1 / folds),
         pair_weights=None if folds == 1 else weights,

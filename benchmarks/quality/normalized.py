@@ -18,7 +18,6 @@ from data import FILES, inner_split, load, write_result
 from torch import Tensor, nn
 
 import gramtower as gt
-from gramtower.estimator.defaults import default_omega
 from gramtower.metrics import evaluate_embeddings
 
 METRICS = ("recall@20", "ndcg@20", "map@5")
@@ -43,7 +42,7 @@ class Normalized(nn.Module):
 
 def quality(train: sp.csr_matrix, held: sp.csr_matrix, tried: dict[str, Any], dim: int, iterations: int) -> Any:
     """The best validation figures along one training."""
-    omega = default_omega(train.shape, train.nnz)
+    omega = 2 * train.nnz / (train.shape[0] * train.shape[1] - train.nnz)
     problem = gt.Problem(train, omega=omega, l2=tried["l2"], embedding_l2=tried["mu"])
     towers = gt.mlp_towers(problem, (), dim)
     left, right = (

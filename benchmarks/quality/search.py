@@ -67,11 +67,7 @@ def settings_of(row: str, drawn: dict[str, Any], pairs: Any, iterations: int) ->
     m, n = pairs.shape
     omega = drawn["share"] * pairs.nnz / (m * n - pairs.nnz)
     mu = rescaled_penalty(drawn["penalty"], drawn["frequency_power"], pairs, omega)
-    weights = {
-        f"{side}_weights": f"degree^{drawn[f'{side}_power']}"
-        for side in ("left", "right")
-        if drawn[f"{side}_power"]
-    }  # fmt: skip
+    weights = {f"{side}_weights": f"degree^{drawn[f'{side}_power']}" for side in ("left", "right")}
     kept = {k: drawn[k] for k in ("dim", "hidden", "l2", "frequency_power", "imputed", "loss")}
     return {**kept, **weights, "omega": omega, "embedding_l2": mu, "max_iterations": iterations}
 

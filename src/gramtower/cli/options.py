@@ -107,11 +107,9 @@ class ModelOptions:
     frequency_power: Annotated[float | None, _flag("frequency_power", "How it grows with frequency.")] = None
     imputed: Annotated[float | None, _flag("imputed", "Label of unobserved pairs.")] = None
     left_weights: Annotated[
-        str | None, _flag("left_weights", "Weights of unobserved pairs by left entity, such as degree^0.5.", "none")
+        str | None, _flag("left_weights", "Weights of unobserved pairs by left entity, such as degree^0.5.", "degree^0")
     ] = None
-    right_weights: Annotated[
-        str | None, _flag("right_weights", "The same by right entity, such as degree^-0.5.", "none")
-    ] = None
+    right_weights: Annotated[str | None, _flag("right_weights", "The same by right entity; degree^0 for none.")] = None
     history: Annotated[
         bool | None,
         Parameter(help="Describe each left entity by its right ones, so that new ones can be embedded.", negative=()),

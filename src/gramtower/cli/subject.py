@@ -100,6 +100,8 @@ class Subject:
                     "imputed": estimator.imputed,
                     "embedding_l2": problem.embedding_l2,
                     "frequency_power": problem.frequency_power,
+                    "left_weights": estimator.left_weights,
+                    "right_weights": estimator.right_weights,
                 },
                 "towers": {
                     "features": features,

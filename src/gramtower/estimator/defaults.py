@@ -1,8 +1,11 @@
 """Defaults that scale with the data: ω, the embedding penalty μ, the dimension k, and the device.
 
-    ω = 3 |O| / (mn − |O|)                    unobserved pairs weigh three times as much in all as observed ones
-    μ = 0.0065 · clamp(d / 0.014, 1, 1.7)     with d = |O| / mn: dense data can bear, and need, a stronger penalty
-    k = the power of two nearest min(m, n)/20, at least 64, at most 256 on a CPU and 1024 on a GPU
+    ω = 4 |O| / (mn − |O|)                    unobserved pairs weigh four times as much in all as observed ones
+    b = degree^0.1                            among them those of frequent right entities a little more
+    k = the power of two nearest min(m, n)/10, at least 64, at most 256 on a CPU and 2048 on a GPU;
+        halved while training would take more than half of the memory that is there: ten vectors of (m + n) k numbers
+    μ = 0.0065 · clamp(d / 0.011, 1, 2) · max(1, √(k/1024)), d = |O| / mn: dense data and many dimensions need a
+        stronger penalty
 
 The figures behind them are in docs/choosing.md. Checked by tests/test_estimator.py.
 """
@@ -10,23 +13,53 @@ The figures behind them are in docs/choosing.md. Checked by tests/test_estimator
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from gramtower import _checks as check
+from gramtower.distributed.group import Group
+from gramtower.model.memory import total_memory
 
 HIDDEN = (256, 256)
-UNOBSERVED_SHARE = 3.0
+UNOBSERVED_SHARE = 4.0
 L2 = 2.0**-5
 IMPUTED = -0.5
-_PENALTY, _DENSE, _MOST = 0.0065, 0.014, 1.7
-_LEAST_DIM, _MOST_DIM = 64, {"cpu": 256, "cuda": 1024}
+RIGHT_WEIGHTS = "degree^0.1"
+_PENALTY, _DENSE, _MOST, _LARGE = 0.0065, 0.011, 2.0, 1024
+_LEAST_DIM, _MOST_DIM = 64, {"cpu": 256, "cuda": 2048}
+_VECTORS, _ALL_RIGHT = 10, 5  # vectors of the size of P and Q in training (on a CPU 8.5 were measured), and of Q alone
 
 
-def default_dim(shape: tuple[int, int], device: torch.device) -> int:
-    """k from the size of the data and what the device can bear; never more than there are entities on a side."""
-    nearest = 1 << round(math.log2(max(1.0, min(shape) / 20)))
-    return max(1, min(*shape, max(_LEAST_DIM, nearest), _MOST_DIM.get(device.type, 256)))
+def default_dim(
+    shape: tuple[int, int], hidden: Sequence[int], device: torch.device, memory: int, processes: int = 1
+) -> int:
+    """k from the size of the data and what the device can bear.
+
+    Never more than there are entities on a side, or than the last hidden layer is wide: outputs have no more rank.
+
+    Args:
+        shape: m and n.
+        hidden: widths of hidden layers.
+        device: where it is trained.
+        memory: bytes that a process has, :func:`memory_of_each`.
+        processes: how many share the entities; each also holds outputs of all right ones.
+    """
+    nearest = 1 << round(math.log2(max(1.0, min(shape) / 10)))
+    dim = min(max(_LEAST_DIM, nearest), _MOST_DIM.get(device.type, 256))
+    numbers = _VECTORS * sum(shape) / processes + (_ALL_RIGHT * shape[1] if processes > 1 else 0)
+    while dim > 1 and 4 * numbers * dim > memory / 2:
+        dim //= 2
+    return max(1, min(*shape, *hidden[-1:], dim))
+
+
+def memory_of_each(device: torch.device, group: Group) -> int:
+    """Bytes that the poorest process has: of its GPU, or its share of the host's memory.
+
+    All processes must call it, and get the same number.
+    """
+    own = total_memory(device) // (1 if device.type == "cuda" else group.local_size)
+    return int(min(group.gather_json(own)))
 
 
 def default_hidden(with_features: bool) -> tuple[int, ...]:
@@ -40,10 +73,10 @@ def default_omega(shape: tuple[int, int], observed: int) -> float:
     return UNOBSERVED_SHARE * max(1, observed) / max(1, m * n - observed)
 
 
-def default_embedding_l2(shape: tuple[int, int], observed: int) -> float:
-    """μ from the share of pairs that were observed."""
+def default_embedding_l2(shape: tuple[int, int], observed: int, dim: int) -> float:
+    """μ from the share of pairs that were observed, and from the size of the embeddings."""
     density = observed / (shape[0] * shape[1])
-    return _PENALTY * min(_MOST, max(1.0, density / _DENSE))
+    return _PENALTY * min(_MOST, max(1.0, density / _DENSE)) * max(1.0, math.sqrt(dim / _LARGE))
 
 
 def pick_device(device: str) -> torch.device:

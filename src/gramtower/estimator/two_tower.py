@@ -17,7 +17,7 @@ import torch
 
 from gramtower import _checks as check
 from gramtower.data.packing import pack_ids
-from gramtower.distributed.group import current_group
+from gramtower.distributed.group import Group, current_group
 from gramtower.distributed.shards import row_work
 from gramtower.estimator import defaults, model_file, sharded_model
 from gramtower.estimator.fitted import Fitted
@@ -53,7 +53,7 @@ class TwoTower(Fitted):
         frequency_power: ν, how fast it grows.
         imputed: the label of unobserved pairs.
         left_weights: a, how much a left entity's unobserved pairs count: text such as "degree^0.5", an array, or None.
-        right_weights: b, likewise for right entities.
+        right_weights: b, likewise for right entities; by default those of frequent ones count a little more.
         optimizer: see docs/choosing.md.
         optimizer_options: the method's own constants.
         max_iterations: stops after this many.
@@ -82,7 +82,7 @@ class TwoTower(Fitted):
         frequency_power: float = 1.0,
         imputed: float = defaults.IMPUTED,
         left_weights: Any = None,
-        right_weights: Any = None,
+        right_weights: Any = defaults.RIGHT_WEIGHTS,
         optimizer: str = "newton-kron",
         optimizer_options: dict[str, Any] | None = None,
         max_iterations: int = 20,
@@ -275,24 +275,30 @@ class TwoTower(Fitted):
         self, pairs: Any, left_features: Any = None, right_features: Any = None, validation: Any = None
     ) -> Given:
         """The arguments of :meth:`fit` as this process holds them: everything, or its share among several."""
+        group = current_group()
+        room = self._memory(group)
 
         def work(shape: tuple[int, int]) -> float:
-            hidden, dim = self._widths(shape, not (ids_alone(left_features) and ids_alone(right_features)))
+            features = not (ids_alone(left_features) and ids_alone(right_features))
+            hidden, dim = self._widths(shape, features, room, group.size)
             return row_work(dim, hidden)
 
-        return take_up(current_group(), pairs, left_features, right_features, validation, work)
+        return take_up(group, pairs, left_features, right_features, validation, work)
 
     def make_problem(self, given: Given) -> Problem:
         """What :meth:`fit` minimises, ω and μ set by the data where they were left out."""
-        size, shards = (given.shape, given.pairs), given.shards
+        size, shards, mu = (given.shape, given.pairs), given.shards, self.embedding_l2
+        if mu is None:
+            features, group = any(side.kind != "id" for side in given.inputs), shards.group
+            _, dim = self._widths(given.shape, features, self._memory(group), group.size)
+            mu = defaults.default_embedding_l2(*size, 1 if self.towers is not None else dim)  # theirs is not known yet
         return Problem(
             given.matrix, *given.features, loss=self.loss,
             omega=defaults.default_omega(*size) if self.omega is None else self.omega,
             l2=self.l2, imputed=self.imputed,
             left_weights=own_weights("left_weights", self.left_weights, shards.left),
             right_weights=own_weights("right_weights", self.right_weights, shards.right),
-            embedding_l2=defaults.default_embedding_l2(*size) if self.embedding_l2 is None else self.embedding_l2,
-            frequency_power=self.frequency_power, memory_budget=self.memory_budget,
+            embedding_l2=mu, frequency_power=self.frequency_power, memory_budget=self.memory_budget,
             precision=self.precision, pair_precision=self.pair_precision,
             pair_weights=given.weights, shards=None if shards.single else shards,
         )  # fmt: skip
@@ -306,12 +312,20 @@ class TwoTower(Fitted):
 
     def layers(self, problem: Problem) -> tuple[Sequence[int], int]:
         """Widths of hidden layers and of the embeddings: as given, or by the data."""
-        return self._widths(problem.shape, problem.left.kind != "ids" or problem.right.kind != "ids")
+        features, group = problem.left.kind != "ids" or problem.right.kind != "ids", problem.shards.group
+        return self._widths(problem.shape, features, self._memory(group), group.size)
 
-    def _widths(self, shape: tuple[int, int], with_features: bool) -> tuple[Sequence[int], int]:
+    def _widths(
+        self, shape: tuple[int, int], with_features: bool, memory: int, processes: int
+    ) -> tuple[Sequence[int], int]:
         hidden = defaults.default_hidden(with_features) if self.hidden is None else self.hidden
-        dim = defaults.default_dim(shape, defaults.pick_device(self.device)) if self.dim is None else self.dim
-        return hidden, dim
+        if self.dim is not None:
+            return hidden, self.dim
+        return hidden, defaults.default_dim(shape, hidden, defaults.pick_device(self.device), memory, processes)
+
+    def _memory(self, group: Group) -> int:
+        """What each process has, where the size of the embeddings depends on it; all of them must ask."""
+        return 0 if self.dim is not None else defaults.memory_of_each(defaults.pick_device(self.device), group)
 
     def _finish(self, problem: Problem, towers: Towers, given: Given, result: Result) -> None:
         point = problem.at(towers)

@@ -38,6 +38,13 @@ def default_budget(device: torch.device) -> int:
     return int(free * _SHARE)
 
 
+def total_memory(device: torch.device) -> int:
+    """Bytes that a device has, whoever uses them now."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 @contextmanager
 def explained(budget: int | None) -> Iterator[None]:
     """Turns a GPU's "out of memory" into an error that names the budget to set."""

@@ -1,6 +1,6 @@
 """Entity weights a and b of eq:loss: as given, or by name from how often an entity is observed.
 
-    "degree^s"   a_i = max(|O_i|, 1)^s / mean over i,      and b_j likewise
+    "degree^s"   a_i = max(|O_i|, 1)^s / mean over i,      and b_j likewise; "degree^0" is None: ones, and no work
 
 The mean is 1, so that Σ_ij a_i b_j = mn and ω keeps its meaning whatever the powers. An entity without pairs counts as
 one with a single pair: its weight stays finite for s < 0 and does not vanish for s > 0, where a weight of zero would
@@ -30,6 +30,8 @@ def entity_weights(name: str, value: Any, degrees: NDArray[Any], group: Group = 
     if not isinstance(value, str):
         return check.weights(name, value, len(degrees))
     power = degree_power(name, value)
+    if power == 0:
+        return None
     with np.errstate(over="ignore", invalid="ignore"):  # refused by name below
         weights: NDArray[Any] = np.maximum(degrees, 1).astype(np.float64) ** power
         total, count = group.totals(float(weights.sum()), len(weights))

@@ -116,7 +116,10 @@ class Search:
     def tables(self) -> dict[str, dict[str, Any]]:
         """The settings as tables of a config file, which holds no arrays and no functions."""
         plain = (str, int, float, tuple, list, dict)
-        known = {k: v for k, v in (self.base | self.arguments).items() if isinstance(v, plain)}
+        settings = self.base | self.arguments
+        if settings.get("right_weights", "") is None:  # in a file, what is left out is the default, not None
+            settings["right_weights"] = "degree^0"
+        known = {k: v for k, v in settings.items() if isinstance(v, plain)}
         model: dict[str, Any] = {k: v for k, v in known.items() if k not in (*TRAIN, *SKIPPED)}
         train = {k: known[k] for k in TRAIN if k in known} | {"option": known.get("optimizer_options")}
         tables: dict[str, dict[str, Any]] = {"model": model, "train": train}

@@ -94,7 +94,7 @@ def default_space(start: Mapping[str, Value], *, labels: bool, given_features: b
         "omega": Range(float(start["omega"]) / 16, float(start["omega"]) * 8, True),
         "l2": Range(2.0**-10, 1.0, True),
         "penalty": Range(float(start["penalty"]) / 8, float(start["penalty"]) * 8, True),
-        "frequency_power": Range(0.25, 1.25, False),
+        "frequency_power": Range(0.25, 1.5, False),
         "left_power": Range(0.0, 1.0, False),
         "right_power": Range(-0.5, 0.75, False),
         "imputed": Choices(tuple(dict.fromkeys((float(start["imputed"]), 0.0, -1.0)))),

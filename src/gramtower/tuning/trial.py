@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,14 @@ from torch import Tensor
 from gramtower import _checks as check
 from gramtower.data.interactions import Interactions
 from gramtower.data.splits import per_user
+from gramtower.distributed.group import SINGLE
 from gramtower.estimator import defaults
 from gramtower.estimator.matrices import aligned, matrix_and_ids
 from gramtower.estimator.two_tower import TwoTower
 from gramtower.estimator.validation import ranking_validator
 from gramtower.model.towers import Towers
 from gramtower.objective.evaluation import Point
+from gramtower.objective.weights import degree_power
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Record
 from gramtower.tuning import curve as curves
@@ -120,19 +122,31 @@ def start_values(model: TwoTower, parts: Parts) -> dict[str, Value]:
     size = (parts.matrix.shape, parts.matrix.nnz)
     given_features = any(features is not None for features in parts.features)
     hidden = defaults.default_hidden(given_features) if model.hidden is None else model.hidden
+    dim = model_dim(model, size[0], hidden)
     return {
         "omega": defaults.default_omega(*size) if model.omega is None else model.omega,
         "l2": model.l2,
-        "penalty": defaults.default_embedding_l2(*size) if model.embedding_l2 is None else model.embedding_l2,
+        "penalty": defaults.default_embedding_l2(*size, dim) if model.embedding_l2 is None else model.embedding_l2,
         "frequency_power": model.frequency_power,
-        "left_power": 0.0,
-        "right_power": 0.0,
+        "left_power": weights_power("left_weights", model.left_weights),
+        "right_power": weights_power("right_weights", model.right_weights),
         "imputed": model.imputed,
-        "dim": defaults.default_dim(size[0], defaults.pick_device(model.device)) if model.dim is None else model.dim,
+        "dim": dim,
         "hidden": widths_text(hidden),
         "loss": model.loss if isinstance(model.loss, str) else model.loss.name,
         "features": "given" if given_features else "ids",
     }
+
+
+def model_dim(model: TwoTower, shape: tuple[int, int], hidden: Sequence[int]) -> int:
+    """The size of a model's embeddings: its own, or by the data."""
+    device = defaults.pick_device(model.device)
+    return model.dim or defaults.default_dim(shape, hidden, device, defaults.memory_of_each(device, SINGLE))
+
+
+def weights_power(name: str, weights: Any) -> float:
+    """s of weights by name, ``"degree^s"``; 0 for none, and for an array, which no power stands for."""
+    return degree_power(name, weights) if isinstance(weights, str) else 0.0
 
 
 def model_arguments(settings: dict[str, Value], model: TwoTower, matrix: sp.csr_matrix) -> dict[str, Any]:
@@ -146,13 +160,13 @@ def model_arguments(settings: dict[str, Value], model: TwoTower, matrix: sp.csr_
         arguments["hidden"] = widths(settings["hidden"])
     for side in ("left", "right"):
         if f"{side}_power" in settings:
-            power = float(settings[f"{side}_power"])
-            arguments[f"{side}_weights"] = f"degree^{power!r}" if power else None
+            arguments[f"{side}_weights"] = f"degree^{float(settings[f'{side}_power'])!r}"
     size = (matrix.shape, matrix.nnz)
     if "penalty" in settings or ("frequency_power" in settings and model.embedding_l2 is None):
         omega = arguments.get("omega", model.omega)
         omega = defaults.default_omega(*size) if omega is None else float(omega)
-        penalty = float(settings.get("penalty", defaults.default_embedding_l2(*size)))
+        dim = int(settings.get("dim", model_dim(model, matrix.shape, arguments.get("hidden", model.hidden) or ())))
+        penalty = float(settings.get("penalty", defaults.default_embedding_l2(*size, dim)))
         power = float(arguments.get("frequency_power", model.frequency_power))
         arguments["embedding_l2"] = rescaled_penalty(penalty, power, matrix, omega)
     return arguments
