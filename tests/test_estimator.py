@@ -287,7 +287,7 @@ def test_damaged_foreign_and_later_files_are_refused(damage, model, tmp_path):
     changed = {
         "cut": whole[:200],
         "foreign": b"PK\x03\x04" + bytes(100),
-        "later": whole.replace(b'version\\": 2', b'version\\": 9'),
+        "later": whole.replace(b'version\\": 3', b'version\\": 9'),
     }
     path.write_bytes(changed[damage])
     with pytest.raises(ValueError, match="later version" if damage == "later" else "damaged or not a gramtower model"):
@@ -309,6 +309,32 @@ def test_a_full_disk_leaves_the_old_file_whole(model, tmp_path, monkeypatch):
         small(max_iterations=1).fit(checkerboard()).save(path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["m"]
+
+
+def test_a_file_of_version_2_still_answers():
+    old = gt.load(Path(__file__).parent / "files" / "model-version-2.gramtower")
+    ids, scores = old.recommend(["user 0", "user 3"], k=3, exclude_seen=False)
+    assert ids.tolist() == [["item 2", "item 0", "item 4"], ["item 3", "item 1", "item 5"]]  # as when it was written
+    assert scores[0] == pytest.approx([1.3630419, 1.3540126, 1.3517015])
+    assert old.right_weights is None  # the default of then, not the one of now
+
+
+def test_tables_that_are_the_embeddings_are_stored_once(tmp_path):
+    pairs = sp.random(400, 300, density=0.05, format="csr", random_state=0, data_rvs=np.ones)
+    model = gt.TwoTower(dim=64, hidden=(), max_iterations=2, device="cpu").fit(pairs)
+    model.save(tmp_path / "m")
+    table = 4 * 64 * (400 + 300)
+    assert table < (tmp_path / "m").stat().st_size < 1.4 * table
+    loaded = gt.load(tmp_path / "m")
+    for side in ("left", "right"):
+        assert np.array_equal(loaded.embed(side=side), model.embed(side=side))
+    again = loaded.fit(pairs, warm_start=True)
+    assert again.history_[0].value == pytest.approx(model.history_[-1].value, rel=1e-6)
+    half = gt.TwoTower(dim=64, hidden=(), max_iterations=2, device="cpu").fit(pairs, right_features=np.eye(300, 4))
+    half.save(tmp_path / "m")  # a table on one side, features on the other
+    loaded = gt.load(tmp_path / "m")
+    for side in ("left", "right"):
+        assert np.array_equal(loaded.embed(side=side), half.embed(side=side))
 
 
 def test_a_file_of_version_1_still_answers():

@@ -265,12 +265,14 @@ def test_no_hidden_layer_means_linear_towers_without_bias():
     }
 
 
-def test_mlp_towers_depend_on_their_seed_alone():
+def test_mlp_towers_depend_on_their_seed_alone_and_leave_chance_elsewhere_alone():
     problem = gt.Problem(PAIRS)
     vectors = []
     for seed in (0, 0, 1):
         torch.rand(7)  # chance elsewhere
+        before = torch.get_rng_state()
         vectors.append(gt.mlp_towers(problem, hidden=(4,), dim=3, seed=seed).parameters().vector)
+        assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(vectors[0], vectors[1])
     assert not torch.equal(vectors[0], vectors[2])
 

@@ -20,6 +20,7 @@ from gramtower.estimator import model_file
 from gramtower.estimator.inputs import Inputs, Part
 from gramtower.estimator.side import Side
 from gramtower.estimator.two_tower import TwoTower
+from gramtower.model.mlp import undrawn_towers
 from gramtower.model.towers import Towers
 from gramtower.objective.problem import Problem
 from gramtower.training.result import Reason, Record
@@ -39,18 +40,21 @@ def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None) ->
         name: tensors[name].numpy() for name in ("left_weights", "right_weights") if name in tensors
     }
     model = TwoTower(**params, **arrays, towers=towers)
-    sides = {
-        name: Side(
+    before = header["params"]  # version 1 had no sizes that depend on the data
+    model.dim_, model.hidden_ = header.get("dim", before["dim"]), tuple(header.get("hidden", before["hidden"]))
+    inputs = {name: _inputs(name, header, tensors) for name in ("left", "right")}
+    shape = (_rows("left", inputs, tensors), _rows("right", inputs, tensors))
+    model.towers_ = _rebuild(model, header, tensors["parameters"], inputs, shape)
+    model.left_, model.right_ = (
+        Side(
             name,
             unpack_ids(tensors.get(f"{name}_text"), tensors.get(f"{name}_offsets")),
-            tensors[name],
-            _inputs(name, header, tensors),
+            tensors[name] if name in tensors else getattr(model.towers_, name)[0].weight.detach(),
+            inputs[name],
         )
         for name in ("left", "right")
-    }
-    model.left_, model.right_ = sides["left"], sides["right"]
-    model.shards_ = whole((len(model.left_), len(model.right_)))
-    shape = (len(model.left_), len(model.right_))
+    )
+    model.shards_ = whole(shape)
     columns = tensors["seen_columns"].numpy()
     ones = np.ones(len(columns), dtype=np.float32)
     model.seen_ = sp.csr_matrix((ones, columns, tensors["seen_offsets"].numpy()), shape=shape)
@@ -58,22 +62,29 @@ def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None) ->
     model.best_metric_, model.omega_ = header["best_metric"], header["omega"]
     model.message_ = header.get("message", header["reason"])  # version 1 had the message alone
     model.reason_ = Reason[header["reason"]] if "message" in header else Reason.of_message(model.message_)
-    before = header["params"]  # version 1 had no sizes that depend on the data
-    model.dim_, model.hidden_ = header.get("dim", before["dim"]), tuple(header.get("hidden", before["hidden"]))
-    model.towers_ = _rebuild(model, header, tensors["parameters"])
     return model
 
 
-def _rebuild(model: TwoTower, header: dict[str, Any], vector: Tensor) -> Any:
+def _rows(name: str, inputs: dict[str, Inputs], tensors: dict[str, Tensor]) -> int:
+    """Entities of a side: of its embeddings, or of the table that they are, with a row for each id."""
+    return len(tensors[name]) if name in tensors else inputs[name].width
+
+
+def _rebuild(
+    model: TwoTower, header: dict[str, Any], vector: Tensor, inputs: dict[str, Inputs], shape: tuple[int, int]
+) -> Any:
     """The towers from the stored architecture and parameters, or None if they are the caller's and were not given."""
     if header["own_towers"] and model.towers is None:
         return None
     problem = Problem(
-        sp.csr_matrix((len(model.left_), len(model.right_)), dtype=np.float32),
-        **{side.name: side.inputs.placeholder(len(side)) for side in (model.left_, model.right_)},
+        sp.csr_matrix(shape, dtype=np.float32),
+        left=inputs["left"].placeholder(shape[0]),
+        right=inputs["right"].placeholder(shape[1]),
     )
-    layers = {"dim": model.dim_, "hidden": model.hidden_}  # what was in force: the default needs the pairs to know
-    towers = TwoTower(**{**model.get_params(), **layers}).make_towers(problem)
+    if model.towers is None:
+        towers = undrawn_towers(problem, model.hidden_, model.dim_, model.activation)
+    else:
+        towers = model.towers(problem)
     fresh = towers.parameters()
     if len(fresh) != len(vector):
         check.fail("towers", f"{len(fresh)} parameters", f"the {len(vector)} that the model was saved with")

@@ -17,7 +17,7 @@ from torch import Tensor
 from gramtower._files import replacing
 
 FORMAT, KEY = "gramtower-model", "model"
-VERSION = 2  # version 1 had no inputs (what becomes of features), and a reason without its name
+VERSION = 3  # 2 had embeddings beside the tables they are; 1 no inputs (what becomes of features), no reason's name
 
 
 def write_model(path: Path, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:

@@ -33,8 +33,9 @@ def write_shards(
         shards: who holds what.
     """
     stored = dict(tensors)
-    rows = {"left": "left", "right": "right"}
-    stored["right"] = tensors["right"][shards.right.first : shards.right.stop]
+    rows: dict[str, str] = {name: name for name in ("left", "right") if name in tensors}
+    if "right" in tensors:
+        stored["right"] = tensors["right"][shards.right.first : shards.right.stop]
     del stored["parameters"]
     for name, part in parameters.items():
         stored[f"parameters|{name}"] = part.cpu()

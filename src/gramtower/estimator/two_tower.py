@@ -26,7 +26,8 @@ from gramtower.estimator.inputs import ids_alone
 from gramtower.estimator.side import Side
 from gramtower.estimator.validation import ranking_validator
 from gramtower.estimator.warm_start import carry_over
-from gramtower.model.towers import Towers, mlp_towers
+from gramtower.model.mlp import mlp_towers
+from gramtower.model.towers import Towers
 from gramtower.objective.evaluation import Point
 from gramtower.objective.losses import Loss
 from gramtower.objective.problem import Problem
@@ -258,12 +259,12 @@ class TwoTower(Fitted):
         }
         tensors = arrays | {
             "parameters": self.towers_.parameters().vector.cpu(),
-            "left": self.left_.embeddings,
-            "right": self.right_.embeddings,
             "seen_offsets": torch.from_numpy(self.seen_.indptr.astype(np.int64)),
             "seen_columns": torch.from_numpy(self.seen_.indices.astype(np.int32)),
         }
         for side in (self.left_, self.right_):
+            if self.towers is not None or self.hidden_ or side.inputs.kind != "id":
+                tensors[side.name] = side.embeddings  # otherwise they are the tower's table, one of its parameters
             tensors |= {f"{side.name}_{k}": t for k, t in pack_ids(side.ids).items()}
             tensors[f"{side.name}_inputs"] = model_file.pack_text(side.inputs.to_json())
         if self.shards_.single:

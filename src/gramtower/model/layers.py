@@ -17,14 +17,16 @@ class InputLinear(nn.Module):
         in_features: number of features, or of entities when they come as ids.
         out_features: number of columns made.
         bias: whether to add a learned row to every output.
+        draw: whether weights start as normal numbers from torch's generator; if not, they are what the memory holds.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, draw: bool = True) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(in_features, out_features))
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
-        nn.init.normal_(self.weight, std=0.1)
+        if draw:
+            nn.init.normal_(self.weight, std=0.1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Rows of the table for ids (LongTensor, one dimension); x W otherwise."""

@@ -1,4 +1,4 @@
-"""The two towers f and g: any two torch modules, and the paper's network ready made.
+"""The two towers f and g: any two torch modules (mlp.py has the paper's network ready made).
 
 A :class:`Towers` holds the modules, knows which parameters are trainable and shared, and linearises both sides at
 given parameters. Checked by tests/test_towers.py.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,15 +19,14 @@ from gramtower.data.features import Features, SparseBlock
 from gramtower.distributed.shards import Shards
 from gramtower.kernels import Kernels, select
 from gramtower.model.deferred import settled
-from gramtower.model.layers import InputLinear
 from gramtower.model.linearization import Linearization, Work
 from gramtower.model.memory import BlockPlan, plan_blocks
 from gramtower.model.opaque import Opaque
 from gramtower.model.ops import Affine, Elementwise, InputAffine, Named, Op, Scratch, Values
 from gramtower.model.parameters import Layout, Parameters, as_parameters
 from gramtower.model.sparse import FIRST_LAYER
-from gramtower.model.stack import ACTIVATIONS, refuse_unfit, steps
-from gramtower.model.tables import draw_rows_, join
+from gramtower.model.stack import refuse_unfit, steps
+from gramtower.model.tables import join
 
 _PROBE = 3  # rows tried before the first evaluation
 
@@ -327,52 +325,6 @@ def _least_block(ops: list[Op], features: Features) -> int:
     if features.kind == "sparse":
         return int(features.rows * min(1.0, features.width / (4.0 * max(1, features.entries))))
     return features.rows if features.kind == "ids" and isinstance(ops[0], Opaque) else 1
-
-
-def mlp_towers(
-    problem: TwoSided,
-    hidden: Sequence[int] = (256, 256),
-    dim: int = 128,
-    activation: str = "elu",
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-) -> Towers:
-    """The paper's network (Section "Model and Hyper-parameters"): fully connected layers, none active at the end.
-
-    First-layer weights are drawn so that pre-activations have standard deviation 0.1 whatever the features; layers
-    above by He's rule; biases start at zero. Scaling a one-hot first layer by its fan-in instead would start at a
-    saddle, P ≈ Q ≈ 0.
-
-    Args:
-        problem: says which features each side has.
-        hidden: widths of the hidden layers; ``()`` gives linear towers without bias.
-        dim: k, the number of columns of the embeddings.
-        activation: one of elu, relu, gelu, tanh, silu, sigmoid, softplus, leaky_relu, selu, mish.
-        seed: for the random draws.
-        dtype: torch.float32 or torch.float64.
-    """
-    check.choice("activation", activation, tuple(ACTIVATIONS))
-    check.count("dim", dim)
-    if not isinstance(hidden, Iterable):
-        check.fail("hidden", repr(hidden), "a sequence of layer widths, such as (256, 256) or ()")
-    if dtype not in (torch.float32, torch.float64):
-        check.fail("dtype", dtype, "torch.float32 or torch.float64")
-    widths = [check.count("hidden", width) for width in hidden]
-    generator = torch.Generator().manual_seed(check.count("seed", seed, minimum=0))
-
-    def tower(features: Features) -> nn.Sequential:
-        first = InputLinear(features.width, [*widths, dim][0], bias=bool(widths))
-        scale = 0.1 / math.sqrt(max(features.mean_square_norm(), 1e-12))
-        draw_rows_(first.weight, features, scale, generator)
-        layers: list[nn.Module] = [first]
-        for fan_in, fan_out in zip(widths, [*widths[1:], dim], strict=False):
-            linear = nn.Linear(fan_in, fan_out)
-            nn.init.normal_(linear.weight, std=math.sqrt(2.0 / fan_in), generator=generator)
-            nn.init.zeros_(linear.bias)
-            layers += [ACTIVATIONS[activation](), linear]
-        return nn.Sequential(*layers).to(dtype)
-
-    return Towers(tower(problem.left), tower(problem.right))
 
 
 def clone(towers: Towers) -> Towers:

@@ -1,0 +1,79 @@
+"""The paper's network (Section "Model and Hyper-parameters"), drawn from a seed or left for stored numbers.
+
+Torch's global generator is left as it was. Checked by tests/test_towers.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from gramtower import _checks as check
+from gramtower.data.features import Features
+from gramtower.model.layers import InputLinear
+from gramtower.model.stack import ACTIVATIONS
+from gramtower.model.tables import draw_rows_
+from gramtower.model.towers import Towers, TwoSided
+
+
+def mlp_towers(
+    problem: TwoSided,
+    hidden: Sequence[int] = (256, 256),
+    dim: int = 128,
+    activation: str = "elu",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Towers:
+    """The paper's network: fully connected layers, none active at the end.
+
+    First-layer weights are drawn so that pre-activations have standard deviation 0.1 whatever the features; layers
+    above by He's rule; biases start at zero. Scaling a one-hot first layer by its fan-in instead would start at a
+    saddle, P ≈ Q ≈ 0.
+
+    Args:
+        problem: says which features each side has.
+        hidden: widths of the hidden layers; ``()`` gives linear towers without bias.
+        dim: k, the number of columns of the embeddings.
+        activation: one of elu, relu, gelu, tanh, silu, sigmoid, softplus, leaky_relu, selu, mish.
+        seed: for the random draws.
+        dtype: torch.float32 or torch.float64.
+    """
+    if dtype not in (torch.float32, torch.float64):
+        check.fail("dtype", dtype, "torch.float32 or torch.float64")
+    towers = undrawn_towers(problem, hidden, dim, activation)
+    generator = torch.Generator().manual_seed(check.count("seed", seed, minimum=0))
+    for tower, features in ((towers.left, problem.left), (towers.right, problem.right)):
+        _draw_(tower, features, generator)
+    return Towers(towers.left.to(dtype), towers.right.to(dtype))
+
+
+def undrawn_towers(problem: TwoSided, hidden: Sequence[int], dim: int, activation: str) -> Towers:
+    """The same network without its first numbers, for parameters that are loaded next."""
+    check.choice("activation", activation, tuple(ACTIVATIONS))
+    check.count("dim", dim)
+    if not isinstance(hidden, Iterable):
+        check.fail("hidden", repr(hidden), "a sequence of layer widths, such as (256, 256) or ()")
+    widths = [*(check.count("hidden", width) for width in hidden), dim]
+
+    def tower(features: Features) -> nn.Module:
+        layers: list[nn.Module] = [InputLinear(features.width, widths[0], bias=len(widths) > 1, draw=False)]
+        for fan_in, fan_out in pairwise(widths):
+            layers += [ACTIVATIONS[activation](), nn.Linear(fan_in, fan_out)]
+        return nn.Sequential(*layers)
+
+    with torch.random.fork_rng(devices=[]):  # nn.Linear draws; those numbers are not used
+        return Towers(tower(problem.left), tower(problem.right))
+
+
+def _draw_(tower: nn.Module, features: Features, generator: torch.Generator) -> None:
+    for layer in tower.modules():
+        if isinstance(layer, InputLinear):
+            draw_rows_(layer.weight, features, 0.1 / math.sqrt(max(features.mean_square_norm(), 1e-12)), generator)
+        elif isinstance(layer, nn.Linear):
+            nn.init.normal_(layer.weight, std=math.sqrt(2.0 / layer.in_features), generator=generator)
+        if isinstance(layer, (InputLinear, nn.Linear)) and layer.bias is not None:
+            nn.init.zeros_(layer.bias)
