@@ -20,7 +20,7 @@ import torch
 from common import write_result
 
 import gramtower as gt
-from gramtower.estimator.defaults import default_embedding_l2, default_omega, pick_device
+from gramtower.estimator.defaults import pick_device
 from gramtower.metrics import evaluate_embeddings
 
 
@@ -63,9 +63,8 @@ def main() -> None:
     arguments = parser.parse_args()
     device = pick_device(arguments.device)
     train, held = split(read(arguments.pairs), 20_000)
-    size = train.shape, train.nnz
-    mu = default_embedding_l2(*size, arguments.dim)
-    problem = gt.Problem(train, omega=default_omega(*size), l2=2.0**-4, embedding_l2=mu, precision="tf32")
+    omega = 2 * train.nnz / (train.shape[0] * train.shape[1] - train.nnz)
+    problem = gt.Problem(train, omega=omega, l2=2.0**-4, embedding_l2=2.0**-8, precision="tf32")
     made = gt.mlp_towers(problem, hidden=arguments.hidden, dim=arguments.dim)
     curve: list[dict[str, Any]] = []
 
@@ -87,6 +86,7 @@ def main() -> None:
     print(f"({time.perf_counter() - start:.1f} s with validation)")
     if device.type == "cuda":
         print(f"peak memory {torch.cuda.max_memory_allocated() / 1e9:.2f} GB")
+    size = train.shape, train.nnz
     print(write_result("npm", {"shape": size, "dim": arguments.dim, "hidden": arguments.hidden, "flat": flat,
                                "seconds": seconds, "curve": curve}))  # fmt: skip
 

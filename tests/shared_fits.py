@@ -206,8 +206,17 @@ def disagreements(folder):
     attempt("options", lambda: fit(damping=2.0 if odd else 1.0))
     attempt("pairs", lambda: gt.TwoTower(dim=3, device="cpu").fit(planted_pairs(30, 20, 90, seed=int(odd))))
     attempt("broken", lambda: gt.TwoTower(dim=3, device="cpu").fit("pairs" if odd else planted_pairs(30, 20, 90)))
+    pairs, options = planted_pairs(30, 20, 90), {"device": "cpu", "max_iterations": 1}
+    attempt("dim", lambda: gt.TwoTower(dim=8 if odd else None, **options).fit(pairs))
+    attempt("embedding_l2", lambda: gt.TwoTower(embedding_l2=0.004 if odd else None, **options).fit(pairs))
+    attempt("hidden", lambda: gt.TwoTower(hidden="8" if odd else (8,), **options).fit(pairs))
     import gramtower.distributed.agreement as agreement
+    from gramtower.estimator import defaults
 
+    real_memory = defaults.total_memory
+    defaults.total_memory = lambda device: 2 * 2 * 4 * (10 * 50 // 2 + 5 * 20) * 9 if odd else 10**12
+    said["dim of the poorest"] = gt.TwoTower(**options).fit(pairs).dim_
+    defaults.total_memory = real_memory
     real = agreement.np.__version__
     agreement.np.__version__ = "9.9" if odd else real
     attempt("version", fit)

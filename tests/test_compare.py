@@ -82,6 +82,15 @@ def test_all_methods_start_alike_and_everything_is_written(pairs, tmp_path, caps
     assert "report.html" in capsys.readouterr().out
 
 
+def test_a_comparison_in_which_every_method_diverges_still_has_its_report(pairs, tmp_path, capsys):
+    steps = ["--option", "sogram.step_size=1e9", "--option", "sampling.step_size=1e9"]
+    more = ["--optimizers", "sogram,sampling", "--max-iterations", "3", *steps]
+    found = answer(capsys, command(pairs, tmp_path, *more), code=1)
+    assert {method["status"] for method in found["methods"].values()} == {"diverged"}
+    assert (tmp_path / "time.svg").stat().st_size > 1000
+    assert (tmp_path / "report.html").exists()
+
+
 def test_only_the_methods_that_have_not_ended_run(pairs, tmp_path, capsys, monkeypatch):
     started = []
     minimize = contest.minimize

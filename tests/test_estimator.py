@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,10 @@ import torch
 from torch import nn
 
 import gramtower as gt
+from gramtower.distributed.group import SINGLE
 from gramtower.estimator import defaults
 from gramtower.estimator.matrices import history_features
+from gramtower.model import memory
 
 CPU = torch.device("cpu")
 
@@ -164,7 +167,7 @@ def test_warm_start_keeps_known_entities_and_adds_new_ones():
 def test_size_and_layers_follow_the_data_unless_given(tmp_path):
     ids = gt.TwoTower(max_iterations=2, device="cpu").fit(named(16))
     assert ids.hidden_ == ()
-    assert ids.dim_ == defaults.default_dim((16, 16), (), CPU, 10**9) == ids.embed().shape[1] <= 16
+    assert ids.dim_ == ids.embed().shape[1] == 16
     features = gt.TwoTower(max_iterations=1, device="cpu").fit(named(16), right_features=np.eye(16))
     assert features.hidden_ == defaults.HIDDEN
     given = gt.TwoTower(dim=3, hidden=(5,), max_iterations=1, device="cpu").fit(named(16))
@@ -180,7 +183,7 @@ def test_size_and_layers_follow_the_data_unless_given(tmp_path):
 def test_a_warm_start_keeps_the_size_that_more_data_would_change():
     model = gt.TwoTower(max_iterations=4, device="cpu").fit(named(16))
     before = model.dim_
-    assert defaults.default_dim((20, 20), (), CPU, 10**9) != before
+    assert gt.TwoTower(max_iterations=1, device="cpu").fit(named(20)).dim_ == 20 != before
     assert model.fit(named(20), warm_start=True).dim_ == before
     assert model.dim is None
 
@@ -230,15 +233,74 @@ def test_defaults_scale_with_the_data():
 
 def test_embeddings_are_smaller_where_training_would_not_fit_the_memory(monkeypatch):
     many = (3_000_000, 1_000_000)
-    assert defaults.default_dim(many, (), CPU, 2 * 40 * 4_000_000 * 256) == 256
-    assert defaults.default_dim(many, (), CPU, 2 * 40 * 4_000_000 * 256 - 1) == 128
+    assert defaults.default_dim(many, (), CPU, 40 * 4_000_000 * 256) == 256
+    assert defaults.default_dim(many, (), CPU, 40 * 4_000_000 * 256 - 1) == 128
     assert defaults.default_dim(many, (), CPU, 1) == 1
     # four processes hold a quarter of the entities each, and five vectors of all right ones
-    assert defaults.default_dim(many, (), CPU, 2 * (10 + 20) * 1_000_000 * 256, processes=4) == 128
-    assert defaults.default_dim(many, (), CPU, 2 * (40 + 20) * 1_000_000 * 256, processes=4) == 256
+    assert defaults.default_dim(many, (), CPU, (40 + 20) * 1_000_000 * 256, processes=4) == 256
+    assert defaults.default_dim(many, (), CPU, (40 + 20) * 1_000_000 * 256 - 1, processes=4) == 128
     monkeypatch.setattr(defaults, "total_memory", lambda device: 2 * 40 * (20 + 20) * 7)
     fitted = gt.TwoTower(max_iterations=1, device="cpu").fit(checkerboard())
     assert fitted.dim_ == 4  # 64, halved until 7 would do
+    room = [defaults.room_for_training(torch.device("cuda"), SINGLE, budget) for budget in (None, "1kB", "1GB")]
+    assert room == [40 * 40 * 7, 1000, 40 * 40 * 7]
+
+
+def test_what_a_container_may_have_counts(monkeypatch, tmp_path):
+    assert memory.total_memory(CPU) > 10**8
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "limit").write_text("123456\n")
+    monkeypatch.setattr(memory, "_CONTAINER", (str(tmp_path / "memory.max"), str(tmp_path / "none")))
+    whole = memory.total_memory(CPU)
+    monkeypatch.setattr(memory, "_CONTAINER", (str(tmp_path / "limit"), str(tmp_path / "memory.max")))
+    assert memory.total_memory(CPU) == 123456 < whole
+
+
+def test_a_default_fit_has_the_penalty_of_its_size_and_weights_of_right_entities():
+    counts = np.array([1, 2, 4, 8, 16])
+    pairs = sp.csr_matrix((np.arange(40)[:, None] < counts).astype(np.float32))
+
+    def made(**options):
+        model = gt.TwoTower(device="cpu", **options)
+        given = model.take_up(pairs)
+        return model.make_problem(given)
+
+    dense = 2 * 0.0065
+    assert made().embedding_l2 == pytest.approx(dense)
+    assert made(dim=4096).embedding_l2 == pytest.approx(2 * dense)
+    assert made(dim=4096, embedding_l2=0.1).embedding_l2 == 0.1
+    own = lambda problem: gt.mlp_towers(problem, dim=2)  # noqa: E731
+    assert [made(towers=own, **given).embedding_l2 for given in ({}, {"dim": 4096})] == pytest.approx(
+        [dense, 2 * dense]
+    )
+    left, right = made().weight_arrays
+    assert left is None
+    assert right == pytest.approx(counts**0.1 / (counts**0.1).mean())
+
+
+def test_a_warm_start_keeps_the_penalty_of_its_size():
+    model = small(dim=4096, hidden=(), max_iterations=1).fit(checkerboard())
+    assert model.set_params(dim=None).prepare(checkerboard(), warm_start=True)[0].embedding_l2 == pytest.approx(0.026)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dim": -5}, "dim: got -5, expected an integer >= 1"),
+        ({"dim": "64"}, "dim: got '64', expected an integer >= 1"),
+        ({"hidden": 256}, "hidden: got 256, expected a sequence"),
+        ({"hidden": "256"}, "hidden: got '256', expected a sequence"),
+        ({"hidden": ("a",)}, "hidden: got 'a', expected an integer >= 1"),
+    ],
+)
+def test_sizes_that_cannot_be_are_named(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        gt.TwoTower(device="cpu", **options).fit(checkerboard())
+
+
+def test_no_entities_is_an_error_with_a_name():
+    with pytest.raises(ValueError, match=r"pairs: got shape \(0, 5\)"):
+        gt.TwoTower(device="cpu").fit(sp.csr_matrix((0, 5)))
 
 
 def test_an_interrupted_fit_goes_on_from_its_checkpoint(tmp_path):
@@ -348,6 +410,7 @@ def test_a_file_of_version_1_still_answers():
     assert old.embed(right_features=np.ones((1, 3)))[0] == pytest.approx([-2.4006853, 1.2269219])
     assert old.reason_ is gt.Reason.MAX_ITERATIONS
     assert old.message_.startswith("max_iterations was reached")
+    assert old.right_weights is None  # there were none then
 
 
 def test_history_features_have_length_one():

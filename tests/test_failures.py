@@ -20,11 +20,16 @@ def test_processes_that_were_given_different_things_are_named(tmp_path):
         "version": "version of numpy: got '9.9' in process 1 of 2",
         "pairs": "pairs: got '30 × 20, 90 pairs, digest",
         "table": "tower: got a table of",
+        "dim": "dim: got 8 in process 1 of 2, expected None as in process 0",
+        "embedding_l2": "embedding_l2: got 0.004 in process 1 of 2, expected 0.013 as in process 0",
     }
     for said in both:
         assert {name: text in said[name] for name, text in expected.items()} == dict.fromkeys(expected, True)
     assert both[0]["broken"] == f"process 1 of 2: {both[1]['broken']}"
     assert both[1]["broken"].startswith("pairs: got str, expected")
+    assert both[1]["hidden"].startswith("hidden: got '8', expected a sequence")
+    assert both[0]["hidden"] == f"process 1 of 2: {both[1]['hidden']}"
+    assert [said["dim of the poorest"] for said in both] == [8, 8]  # 16 would need 1.8 times the memory of process 1
 
 
 @pytest.mark.parametrize(("how", "what"), [("die", "is gone"), ("hang", "is hung: it lives but has begun")])

@@ -131,13 +131,24 @@ def test_powers_of_weights_start_at_the_models_own_and_zero_is_kept_apart_from_t
     space = {"left_power": True, "right_power": True}
     found = small(left_weights="degree^0.3").tune(data(), trials=1, space=space, refit=False)
     assert found.trials[0].settings == {"left_power": 0.3, "right_power": 0.1}
-    assert small().right_weights == "degree^0.1"
     none = small().tune(data(), trials=1, space={"right_power": 0.0, "omega": True}, refit=False)
     given = small(right_weights=None).tune(data(), trials=1, space={"omega": True}, refit=False)
     assert none.best.value == given.best.value
     for search in (none, given):  # a config file without the key would mean the default
         text = tomllib.loads(search.config())["model"]["right-weights"]
         assert gt.Problem(data(), right_weights=text).weight_arrays[1] is None
+
+
+def test_weights_that_are_arrays_are_not_in_the_config_which_says_so():
+    search = small(right_weights=list(np.ones(40))).tune(data(), trials=1, space={"omega": True}, refit=False)
+    assert "right_weights were arrays" in search.config().splitlines()[0]
+    assert tomllib.loads(search.config())["model"]["right-weights"] == "degree^0"
+
+
+def test_a_penalty_that_is_not_searched_is_that_of_the_models_size():
+    space = {"frequency_power": [0.9, 1.1]}
+    small_one, large = (small(dim=dim).tune(data(), trials=1, space=space, refit=False) for dim in (2, 4096))
+    assert large.arguments["embedding_l2"] == pytest.approx(2 * small_one.arguments["embedding_l2"])
 
 
 def test_the_time_limit_ends_a_search():

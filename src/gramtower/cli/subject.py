@@ -18,6 +18,7 @@ from gramtower.cli.options import DataOptions, FeatureOptions, ModelOptions, Tra
 from gramtower.cli.reading import read_pairs, split_validation
 from gramtower.data.interactions import Interactions
 from gramtower.estimator.defaults import pick_device
+from gramtower.estimator.given import Given
 from gramtower.estimator.two_tower import TwoTower
 from gramtower.model.towers import Towers
 from gramtower.optim.methods import OPTIMIZERS
@@ -62,7 +63,7 @@ class Subject:
         problem = estimator.make_problem(given)
 
         def start() -> Towers:
-            towers = estimator.make_towers(problem)
+            towers = estimator.make_towers(problem, given)
             return Towers(towers.left.to(device), towers.right.to(device))
 
         limit = _SECONDS if estimator.time_limit is None else estimator.time_limit
@@ -74,9 +75,9 @@ class Subject:
             check.number("time_limit", limit, above=0.0), iterations, check.count("seed", estimator.seed, minimum=0),
             out, self.methods, verbose,
         )  # fmt: skip
-        return contest, self._about(contest, estimator, {"left": given.inputs[0].kind, "right": given.inputs[1].kind})
+        return contest, self._about(contest, estimator, given)
 
-    def _about(self, contest: Contest, estimator: TwoTower, features: dict[str, str]) -> dict[str, Any]:
+    def _about(self, contest: Contest, estimator: TwoTower, given: Given) -> dict[str, Any]:
         problem, data = contest.problem, self.settings.data
         marks = fingerprint(problem, contest.start(), "", {}, contest.seed)
         return {
@@ -104,9 +105,9 @@ class Subject:
                     "right_weights": estimator.right_weights,
                 },
                 "towers": {
-                    "features": features,
-                    "hidden": list(estimator.layers(problem)[0]),
-                    "dim": estimator.layers(problem)[1],
+                    "features": {"left": given.inputs[0].kind, "right": given.inputs[1].kind},
+                    "hidden": list(given.hidden),
+                    "dim": given.dim,
                     "activation": estimator.activation,
                     "seed": contest.seed,
                     "device": estimator.device,

@@ -32,7 +32,7 @@ _VECTORS, _ALL_RIGHT = 10, 5  # vectors of the size of P and Q in training (on a
 
 
 def default_dim(
-    shape: tuple[int, int], hidden: Sequence[int], device: torch.device, memory: int, processes: int = 1
+    shape: tuple[int, int], hidden: Sequence[int], device: torch.device, room: int, processes: int = 1
 ) -> int:
     """k from the size of the data and what the device can bear.
 
@@ -42,23 +42,27 @@ def default_dim(
         shape: m and n.
         hidden: widths of hidden layers.
         device: where it is trained.
-        memory: bytes that a process has, :func:`memory_of_each`.
+        room: bytes that training may take in each process, :func:`room_for_training`.
         processes: how many share the entities; each also holds outputs of all right ones.
     """
     nearest = 1 << round(math.log2(max(1.0, min(shape) / 10)))
     dim = min(max(_LEAST_DIM, nearest), _MOST_DIM.get(device.type, 256))
     numbers = _VECTORS * sum(shape) / processes + (_ALL_RIGHT * shape[1] if processes > 1 else 0)
-    while dim > 1 and 4 * numbers * dim > memory / 2:
+    while dim > 1 and 4 * numbers * dim > room:
         dim //= 2
     return max(1, min(*shape, *hidden[-1:], dim))
 
 
-def memory_of_each(device: torch.device, group: Group) -> int:
-    """Bytes that the poorest process has: of its GPU, or its share of the host's memory.
+def room_for_training(device: torch.device, group: Group, budget: int | str | None) -> int:
+    """Bytes that training may take in each process: half of what the poorest has, or the memory budget of a GPU.
 
-    All processes must call it, and get the same number.
+    Processes on a host's CPU share its memory. All processes must call it, and get the same number.
     """
-    own = total_memory(device) // (1 if device.type == "cuda" else group.local_size)
+    own = total_memory(device) // 2
+    if device.type != "cuda":
+        own //= group.local_size
+    elif budget is not None:
+        own = min(own, check.memory_size("memory_budget", budget))
     return int(min(group.gather_json(own)))
 
 
@@ -75,7 +79,7 @@ def default_omega(shape: tuple[int, int], observed: int) -> float:
 
 def default_embedding_l2(shape: tuple[int, int], observed: int, dim: int) -> float:
     """μ from the share of pairs that were observed, and from the size of the embeddings."""
-    density = observed / (shape[0] * shape[1])
+    density = observed / max(1, shape[0] * shape[1])
     return _PENALTY * min(_MOST, max(1.0, density / _DENSE)) * max(1.0, math.sqrt(dim / _LARGE))
 
 

@@ -39,6 +39,8 @@ class Given:
         inputs: what each tower sees.
         features: that of the own entities of both sides.
         test: own held-out pairs, or None.
+        hidden: widths of the towers' hidden layers.
+        dim: size of the embeddings.
     """
 
     matrix: sp.csr_matrix
@@ -50,6 +52,8 @@ class Given:
     inputs: tuple[Inputs, Inputs] = (Inputs(()), Inputs(()))
     features: tuple[Any, Any] = (None, None)
     test: sp.csr_matrix | None = None
+    hidden: tuple[int, ...] = ()
+    dim: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:

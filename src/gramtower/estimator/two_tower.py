@@ -17,7 +17,8 @@ import torch
 
 from gramtower import _checks as check
 from gramtower.data.packing import pack_ids
-from gramtower.distributed.group import Group, current_group
+from gramtower.distributed.agreement import agree
+from gramtower.distributed.group import current_group
 from gramtower.distributed.shards import row_work
 from gramtower.estimator import defaults, model_file, sharded_model
 from gramtower.estimator.fitted import Fitted
@@ -26,7 +27,7 @@ from gramtower.estimator.inputs import ids_alone
 from gramtower.estimator.side import Side
 from gramtower.estimator.validation import ranking_validator
 from gramtower.estimator.warm_start import carry_over
-from gramtower.model.mlp import mlp_towers
+from gramtower.model.mlp import check_hidden, mlp_towers
 from gramtower.model.towers import Towers
 from gramtower.objective.evaluation import Point
 from gramtower.objective.losses import Loss
@@ -179,13 +180,13 @@ class TwoTower(Fitted):
         processes = given.shards.group.size
         if warm_start and processes > 1:
             check.fail("warm_start", f"True in {processes} processes", "False, or a fit in one process")
+        if warm_start:
+            self._check_fitted()  # its towers stay as large as they are, whatever the default for more data
+            given.hidden, given.dim = self.hidden_, self.dim_
         problem = self.make_problem(given)
-        if not warm_start:
-            return problem, self.make_towers(problem), given
-        self._check_fitted()  # its towers stay as large as they are, whatever the default for more data
-        same = TwoTower(**(self.get_params() | {"dim": self.dim_, "hidden": self.hidden_}))
-        towers = same.make_towers(problem)
-        carry_over(self.towers_, (self.left_, self.right_), towers, given.inputs, given.ids)
+        towers = self.make_towers(problem, given)
+        if warm_start:
+            carry_over(self.towers_, (self.left_, self.right_), towers, given.inputs, given.ids)
         return problem, towers, given
 
     def tune(
@@ -275,24 +276,31 @@ class TwoTower(Fitted):
     def take_up(
         self, pairs: Any, left_features: Any = None, right_features: Any = None, validation: Any = None
     ) -> Given:
-        """The arguments of :meth:`fit` as this process holds them: everything, or its share among several."""
+        """The arguments of :meth:`fit` as this process holds them, and the sizes of the towers for so much data."""
         group = current_group()
-        room = self._memory(group)
+        with group.together():
+            device = defaults.pick_device(self.device)
+            hidden = defaults.default_hidden(not (ids_alone(left_features) and ids_alone(right_features)))
+            if self.hidden is not None and self.towers is None:
+                hidden = check_hidden(self.hidden)
+            given_dim = None if self.dim is None else check.count("dim", self.dim)
+        agree(group, {"dim": given_dim, "hidden": hidden})
+        room = defaults.room_for_training(device, group, self.memory_budget)
 
-        def work(shape: tuple[int, int]) -> float:
-            features = not (ids_alone(left_features) and ids_alone(right_features))
-            hidden, dim = self._widths(shape, features, room, group.size)
-            return row_work(dim, hidden)
+        def dim(shape: tuple[int, int]) -> int:
+            return given_dim or defaults.default_dim(shape, hidden, device, room, group.size)
 
-        return take_up(group, pairs, left_features, right_features, validation, work)
+        given = take_up(
+            group, pairs, left_features, right_features, validation, lambda shape: row_work(dim(shape), hidden)
+        )
+        given.hidden, given.dim = hidden, dim(given.shape)
+        return given
 
     def make_problem(self, given: Given) -> Problem:
         """What :meth:`fit` minimises, ω and μ set by the data where they were left out."""
         size, shards, mu = (given.shape, given.pairs), given.shards, self.embedding_l2
-        if mu is None:
-            features, group = any(side.kind != "id" for side in given.inputs), shards.group
-            _, dim = self._widths(given.shape, features, self._memory(group), group.size)
-            mu = defaults.default_embedding_l2(*size, 1 if self.towers is not None else dim)  # theirs is not known yet
+        if mu is None:  # of towers of one's own the size is not known yet
+            mu = defaults.default_embedding_l2(*size, given.dim if self.towers is None else self.dim or 1)
         return Problem(
             given.matrix, *given.features, loss=self.loss,
             omega=defaults.default_omega(*size) if self.omega is None else self.omega,
@@ -304,36 +312,18 @@ class TwoTower(Fitted):
             pair_weights=given.weights, shards=None if shards.single else shards,
         )  # fmt: skip
 
-    def make_towers(self, problem: Problem) -> Towers:
+    def make_towers(self, problem: Problem, given: Given) -> Towers:
         """Fresh towers for a problem, as the constructor's arguments say."""
         if self.towers is not None:
             return self.towers(problem)
-        hidden, dim = self.layers(problem)
-        return mlp_towers(problem, hidden, dim, self.activation, self.seed)
-
-    def layers(self, problem: Problem) -> tuple[Sequence[int], int]:
-        """Widths of hidden layers and of the embeddings: as given, or by the data."""
-        features, group = problem.left.kind != "ids" or problem.right.kind != "ids", problem.shards.group
-        return self._widths(problem.shape, features, self._memory(group), group.size)
-
-    def _widths(
-        self, shape: tuple[int, int], with_features: bool, memory: int, processes: int
-    ) -> tuple[Sequence[int], int]:
-        hidden = defaults.default_hidden(with_features) if self.hidden is None else self.hidden
-        if self.dim is not None:
-            return hidden, self.dim
-        return hidden, defaults.default_dim(shape, hidden, defaults.pick_device(self.device), memory, processes)
-
-    def _memory(self, group: Group) -> int:
-        """What each process has, where the size of the embeddings depends on it; all of them must ask."""
-        return 0 if self.dim is not None else defaults.memory_of_each(defaults.pick_device(self.device), group)
+        return mlp_towers(problem, given.hidden, given.dim, self.activation, self.seed)
 
     def _finish(self, problem: Problem, towers: Towers, given: Given, result: Result) -> None:
         point = problem.at(towers)
         self.left_ = Side("left", given.ids[0], point.P.cpu(), given.inputs[0])
         self.right_ = Side("right", given.ids[1], point.right_rows.cpu(), given.inputs[1])
         self.seen_, self.towers_, self.omega_, self.shards_ = given.matrix, towers, problem.omega, problem.shards
-        self.dim_, self.hidden_ = point.Q.shape[1], () if self.towers is not None else tuple(self.layers(problem)[0])
+        self.dim_, self.hidden_ = point.Q.shape[1], () if self.towers is not None else given.hidden
         self.history_: list[Record] = result.history
         self.reason_, self.message_, self.best_metric_ = result.reason, result.message, result.best_metric
 

@@ -10,11 +10,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 _CPU_BLOCK, _GPU_BLOCK = 2048, 3 << 15  # rows; on a CPU one block's activations stay in cache
 _SHARE = 0.5
+_CONTAINER = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,16 @@ def default_budget(device: torch.device) -> int:
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes that a device has, whoever uses them now."""
+    """Bytes that a device has, whoever uses them now; of a host what a container may have of it."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in _CONTAINER:
+        try:
+            limits.append(int(Path(path).read_text()))
+        except (OSError, ValueError):  # no such control, or "max"
+            continue
+    return min(limits)
 
 
 @contextmanager

@@ -54,10 +54,7 @@ def mlp_towers(
 def undrawn_towers(problem: TwoSided, hidden: Sequence[int], dim: int, activation: str) -> Towers:
     """The same network without its first numbers, for parameters that are loaded next."""
     check.choice("activation", activation, tuple(ACTIVATIONS))
-    check.count("dim", dim)
-    if not isinstance(hidden, Iterable):
-        check.fail("hidden", repr(hidden), "a sequence of layer widths, such as (256, 256) or ()")
-    widths = [*(check.count("hidden", width) for width in hidden), dim]
+    widths = [*check_hidden(hidden), check.count("dim", dim)]
 
     def tower(features: Features) -> nn.Module:
         layers: list[nn.Module] = [InputLinear(features.width, widths[0], bias=len(widths) > 1, draw=False)]
@@ -67,6 +64,17 @@ def undrawn_towers(problem: TwoSided, hidden: Sequence[int], dim: int, activatio
 
     with torch.random.fork_rng(devices=[]):  # nn.Linear draws; those numbers are not used
         return Towers(tower(problem.left), tower(problem.right))
+
+
+def check_hidden(hidden: object) -> tuple[int, ...]:
+    """Widths of hidden layers.
+
+    Raises:
+        ValueError: if they are not positive integers.
+    """
+    if not isinstance(hidden, Iterable) or isinstance(hidden, str):
+        check.fail("hidden", repr(hidden), "a sequence of layer widths, such as (256, 256) or ()")
+    return tuple(check.count("hidden", width) for width in hidden)
 
 
 def _draw_(tower: nn.Module, features: Features, generator: torch.Generator) -> None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from gramtower import _checks as check
 from gramtower.distributed.group import SINGLE, Group
 
-EXPECTED = 'an array of weights, or text such as "degree^0.5" or "degree^-0.5"'
+EXPECTED = 'an array of weights, or text such as "degree^0.5", "degree^-0.5", or "degree^0" for none'
 
 
 def entity_weights(name: str, value: Any, degrees: NDArray[Any], group: Group = SINGLE) -> NDArray[Any] | None:

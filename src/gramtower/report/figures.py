@@ -80,7 +80,8 @@ def _fill(figure: Figure, comparison: Comparison, axis: str) -> None:
         axes.set_ylabel(str(comparison.metric).upper())
     for axes in (left, *rest):
         axes.set_xlabel(label)
-        axes.set_xscale("log")
+        if any(x > 0 for line in axes.lines for x in line.get_xdata()):  # starts alone are no axis
+            axes.set_xscale("log")
         axes.grid(True, which="major", alpha=0.35)
         axes.grid(True, which="minor", alpha=0.12)
     marks = "SYNTHETIC DATA: " if comparison.about.get("synthetic") else ""

@@ -186,9 +186,10 @@ def read_checkpoint(path: Path, marks: dict[str, str], like: Parameters, shards:
 def _refuse_another_run(path: Path, header: dict[str, Any], marks: dict[str, str]) -> None:
     differing = [key for key in marks if header["fingerprint"].get(key) != marks[key]]
     if differing:
+        hint = "; without dim, the size of the embeddings follows the machine" if "towers" in differing else ""
         raise ValueError(
             f"checkpoint: {path} belongs to another run, which differs in {', '.join(differing)}; give this run "
-            "another path, or delete the file to start anew"
+            f"another path, or delete the file to start anew{hint}"
         )
 
 

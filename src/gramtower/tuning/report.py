@@ -23,6 +23,7 @@ CONFIG, REPORT, TABLE = "config.toml", "report.json", "report.md"
 TRAIN = ("optimizer", "max_iterations", "device", "seed", "memory_budget", "precision", "pair_precision")
 #: And those of a search, which a fit of all pairs has no use for.
 SKIPPED = ("time_limit", "patience", "metric", "optimizer_options")
+WEIGHTS = ("left_weights", "right_weights")
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,8 @@ class Search:
     def tables(self) -> dict[str, dict[str, Any]]:
         """The settings as tables of a config file, which holds no arrays and no functions."""
         plain = (str, int, float, tuple, list, dict)
-        settings = self.base | self.arguments
-        if settings.get("right_weights", "") is None:  # in a file, what is left out is the default, not None
-            settings["right_weights"] = "degree^0"
-        known = {k: v for k, v in settings.items() if isinstance(v, plain)}
+        known = {k: v for k, v in (self.base | self.arguments).items() if isinstance(v, plain) and k not in WEIGHTS}
+        known |= {k: _weights_text(v) for k, v in (self.base | self.arguments).items() if k in WEIGHTS}
         model: dict[str, Any] = {k: v for k, v in known.items() if k not in (*TRAIN, *SKIPPED)}
         train = {k: known[k] for k in TRAIN if k in known} | {"option": known.get("optimizer_options")}
         tables: dict[str, dict[str, Any]] = {"model": model, "train": train}
@@ -137,6 +136,10 @@ class Search:
         comment = (
             f"found by tuning: {self.metric} {self.best.value:.4f} on the validation part, trial {self.best.number}"
         )
+        settings = self.base | self.arguments
+        arrays = [name for name in WEIGHTS if not isinstance(settings.get(name), (str, type(None)))]
+        if arrays:
+            comment += f"; {' and '.join(arrays)} were arrays, which this file cannot hold"
         tables = dict(given or {})
         features = tables.pop("features", {})
         found = self.tables()
@@ -203,3 +206,8 @@ class Search:
 
 def _shown(value: Value) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _weights_text(weights: Any) -> str:
+    """Weights as a config file has them: what is left out there would be the default, not none."""
+    return weights if isinstance(weights, str) else "degree^0"

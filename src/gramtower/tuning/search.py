@@ -66,8 +66,8 @@ def tune(
     with tempfile.TemporaryDirectory(prefix="gramtower-tune-") as scratch:
         log = studies.open_study(storage, _identity(parts, chosen, metric, seed, model), seed)
         folder = Path(scratch) if storage is None else Path(str(storage) + ".weights")
-        run = _Run(model, parts, chosen, metric, log, Solutions(folder, _WARM_BYTES), limit, began)
-        run.search(start, count, progress)
+        run = _Run(model, parts, start, chosen, metric, log, Solutions(folder, _WARM_BYTES), limit, began)
+        run.search(count, progress)
         found = run.confirm()
     if progress is not None:
         progress(found)
@@ -116,6 +116,7 @@ class _Run:
         self,
         model: TwoTower,
         parts: Parts,
+        start: Mapping[str, Value],
         space: Space,
         metric: str,
         log: studies.Log,
@@ -123,16 +124,16 @@ class _Run:
         limit: float | None,
         began: float,
     ) -> None:
-        self.model, self.parts, self.space, self.metric = model, parts, space, metric
+        self.model, self.parts, self.start, self.space, self.metric = model, parts, start, space, metric
         self.log, self.solutions, self.limit, self.began = log, solutions, limit, began
         self.fixed: dict[str, Value] = {
             name: part.values[0] for name, part in space.items() if isinstance(part, Choices) and len(part.values) == 1
         }
         self.interrupted = False
 
-    def search(self, start: Mapping[str, Value], trials: int, progress: Callable[[Search], None] | None) -> None:
+    def search(self, trials: int, progress: Callable[[Search], None] | None) -> None:
         """Run trials until there are enough of them or time is up."""
-        self.log.begin(first_settings(self.space, start))
+        self.log.begin(first_settings(self.space, self.start))
         while self.log.ended() < trials and not self._late() and not self.interrupted:
             self._trial()
             if progress is not None and not self.interrupted:
@@ -155,7 +156,7 @@ class _Run:
         if not tried:
             raise KeyboardInterrupt
         best = pick([t for t in tried if t.started_cold or not cold_only])
-        arguments = model_arguments(best.settings, self.model, self.parts.matrix)
+        arguments = model_arguments(best.settings, self.model, self.parts.matrix, self.start)
         return Search(
             metric=self.metric,
             trials=tried,
@@ -207,7 +208,7 @@ class _Run:
         report: Callable[[int, float], None],
         confirming: bool = False,
     ) -> Outcome:
-        arguments = model_arguments(settings, self.model, self.parts.matrix)
+        arguments = model_arguments(settings, self.model, self.parts.matrix, self.start)
         estimator = TwoTower(**{**self.model.get_params(), **arguments, "metric": self.metric})
         return run_trial(
             estimator, settings, self.parts, warm=None if near is None else self.solutions.load(near),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Tensor
 from gramtower import _checks as check
 from gramtower.data.interactions import Interactions
 from gramtower.data.splits import per_user
-from gramtower.distributed.group import SINGLE
 from gramtower.estimator import defaults
 from gramtower.estimator.matrices import aligned, matrix_and_ids
 from gramtower.estimator.two_tower import TwoTower
@@ -121,27 +120,21 @@ def start_values(model: TwoTower, parts: Parts) -> dict[str, Value]:
     """The settings that a model has without tuning, by the names of the search space."""
     size = (parts.matrix.shape, parts.matrix.nnz)
     given_features = any(features is not None for features in parts.features)
-    hidden = defaults.default_hidden(given_features) if model.hidden is None else model.hidden
-    dim = model_dim(model, size[0], hidden)
+    given = model.take_up(parts.train, *parts.features)
+    mu = model.embedding_l2
     return {
         "omega": defaults.default_omega(*size) if model.omega is None else model.omega,
         "l2": model.l2,
-        "penalty": defaults.default_embedding_l2(*size, dim) if model.embedding_l2 is None else model.embedding_l2,
+        "penalty": defaults.default_embedding_l2(*size, given.dim) if mu is None else mu,
         "frequency_power": model.frequency_power,
         "left_power": weights_power("left_weights", model.left_weights),
         "right_power": weights_power("right_weights", model.right_weights),
         "imputed": model.imputed,
-        "dim": dim,
-        "hidden": widths_text(hidden),
+        "dim": given.dim,
+        "hidden": widths_text(given.hidden),
         "loss": model.loss if isinstance(model.loss, str) else model.loss.name,
         "features": "given" if given_features else "ids",
     }
-
-
-def model_dim(model: TwoTower, shape: tuple[int, int], hidden: Sequence[int]) -> int:
-    """The size of a model's embeddings: its own, or by the data."""
-    device = defaults.pick_device(model.device)
-    return model.dim or defaults.default_dim(shape, hidden, device, defaults.memory_of_each(device, SINGLE))
 
 
 def weights_power(name: str, weights: Any) -> float:
@@ -149,8 +142,17 @@ def weights_power(name: str, weights: Any) -> float:
     return degree_power(name, weights) if isinstance(weights, str) else 0.0
 
 
-def model_arguments(settings: dict[str, Value], model: TwoTower, matrix: sp.csr_matrix) -> dict[str, Any]:
-    """Arguments of TwoTower from settings of the search space; what is not among them stays the model's."""
+def model_arguments(
+    settings: dict[str, Value], model: TwoTower, matrix: sp.csr_matrix, start: Mapping[str, Value]
+) -> dict[str, Any]:
+    """Arguments of TwoTower from settings of the search space; what is not among them stays the model's.
+
+    Args:
+        settings: of a trial.
+        model: what it is a trial of.
+        matrix: the inner training part.
+        start: :func:`start_values`, for the penalty where ν is searched and it is not.
+    """
     arguments: dict[str, Any] = {
         name: settings[name]
         for name in ("omega", "l2", "frequency_power", "imputed", "dim", "loss")
@@ -161,12 +163,8 @@ def model_arguments(settings: dict[str, Value], model: TwoTower, matrix: sp.csr_
     for side in ("left", "right"):
         if f"{side}_power" in settings:
             arguments[f"{side}_weights"] = f"degree^{float(settings[f'{side}_power'])!r}"
-    size = (matrix.shape, matrix.nnz)
     if "penalty" in settings or ("frequency_power" in settings and model.embedding_l2 is None):
-        omega = arguments.get("omega", model.omega)
-        omega = defaults.default_omega(*size) if omega is None else float(omega)
-        dim = int(settings.get("dim", model_dim(model, matrix.shape, arguments.get("hidden", model.hidden) or ())))
-        penalty = float(settings.get("penalty", defaults.default_embedding_l2(*size, dim)))
+        omega, penalty = (float(settings.get(name, start[name])) for name in ("omega", "penalty"))
         power = float(arguments.get("frequency_power", model.frequency_power))
         arguments["embedding_l2"] = rescaled_penalty(penalty, power, matrix, omega)
     return arguments
