@@ -36,7 +36,9 @@ def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None) ->
     """
     header, tensors = model_file.read_model(Path(path))
     params: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in header["params"].items()}
-    arrays: dict[str, Any] = {name: tensors[name].numpy() for name in ("left_weights", "right_weights") if name in tensors}
+    arrays: dict[str, Any] = {
+        name: tensors[name].numpy() for name in ("left_weights", "right_weights") if name in tensors
+    }
     model = TwoTower(**{"right_weights": None, **params, **arrays}, towers=towers)  # version 1 knew of no weights
     before = header["params"]  # version 1 had no sizes that depend on the data
     model.dim_, model.hidden_ = header.get("dim", before["dim"]), tuple(header.get("hidden", before["hidden"]))
