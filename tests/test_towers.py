@@ -228,6 +228,16 @@ def test_a_clone_has_tensors_of_its_own_and_keeps_sharing():
     assert float(module.weight.detach().abs().sum()) > 0
 
 
+def test_a_flat_vector_is_loaded_like_parameters():
+    problem = gt.Problem(PAIRS)
+    towers, other = (gt.mlp_towers(problem, hidden=(4,), dim=3, seed=seed) for seed in (0, 1))
+    towers.load(other.parameters().vector.double())
+    assert torch.equal(towers.parameters().vector, other.parameters().vector)
+    assert towers.size == len(towers.parameters())
+    with pytest.raises(ValueError, match=rf"parameters: got shape \(2,\), expected .*\({towers.size},\)"):
+        towers.load(torch.zeros(2))
+
+
 def test_mlp_towers_are_the_papers_network():
     towers = gt.mlp_towers(gt.Problem(PAIRS))
     assert [repr(layer) for layer in towers.left] == [

@@ -85,10 +85,9 @@ def _rebuild(
         towers = undrawn_towers(problem, model.hidden_, model.dim_, model.activation)
     else:
         towers = model.towers(problem)
-    fresh = towers.parameters()
-    if len(fresh) != len(vector):
-        check.fail("towers", f"{len(fresh)} parameters", f"the {len(vector)} that the model was saved with")
-    towers.load(fresh.from_vector(vector))
+    if towers.size != len(vector):
+        check.fail("towers", f"{towers.size} parameters", f"the {len(vector)} that the model was saved with")
+    towers.load(vector)
     return towers
 
 

@@ -100,13 +100,20 @@ class Towers:
         with torch.no_grad():
             return Parameters(self._layout, torch.cat([p.reshape(-1) for p in self._owners.values()]))
 
+    @property
+    def size(self) -> int:
+        """Numbers in θ."""
+        return self._layout.size
+
     @torch.no_grad()
-    def load(self, parameters: Parameters) -> None:
-        """Write parameters into the modules."""
-        parameters = as_parameters("parameters", parameters, self.parameters())
+    def load(self, parameters: Parameters | Tensor) -> None:
+        """Write parameters, or a flat vector of them, into the modules; no other copy is made."""
+        one = next(iter(self._owners.values())).new_empty(1)
+        like = Parameters(self._layout, one.expand(self.size))  # its kind and length, without the room for it
+        written = as_parameters("parameters", parameters, like)
         self.keep()
         for name, owner in self._owners.items():
-            owner.copy_(parameters[name])
+            owner.copy_(written[name])
 
     def lend(self, parameters: Parameters) -> None:
         """Let the modules' tensors be views of ``parameters``: one copy of θ in memory while it is trained."""

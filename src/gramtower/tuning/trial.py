@@ -200,7 +200,7 @@ def run_trial(
     """
     problem, towers, given = estimator.prepare(parts.train, *chosen_features(settings, parts.features))
     if warm is not None:
-        towers.load(towers.parameters().from_vector(warm))
+        towers.load(warm)
     device = defaults.pick_device(estimator.device)
     towers = Towers(towers.left.to(device), towers.right.to(device))
     measure = ranking_validator(estimator.metric, parts.held_out, given.matrix)
