@@ -108,6 +108,22 @@ def test_torchrun_fits_a_partition_and_restarts_from_the_checkpoint_when_a_proce
     assert values[-1] == pytest.approx(expected[-1], rel=1e-2)
 
 
+def test_an_end_of_the_interpreter_that_aborts_is_no_failure_of_a_run(tmp_path):
+    pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
+    write_partition(shared_fits.interactions(), tmp_path / "parts", 2)
+    program = tmp_path / "program.py"  # gloo's threads do so now and then
+    program.write_text("import atexit, os\natexit.register(os.abort)\nfrom gramtower.cli import main\nmain()\n")
+    path = os.pathsep.join([str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")])
+    run = ["fit", str(tmp_path / "parts"), "--dim", "3", "--device", "cpu", "--max-iterations", "1"]
+    ended = subprocess.run(
+        [*TORCHRUN, str(program), *run, "--out", str(tmp_path / "run")], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert "iterations     1" in ended.stdout
+    assert gt.load(tmp_path / "run" / "model.gramtower").history_[-1].iteration == 1
+
+
 def _worker(launcher, rank):
     """The process of a rank that torchrun started."""
     for entry in Path("/proc").iterdir():

@@ -14,5 +14,6 @@ def main() -> None:
         print(f'error: the command line needs {error.name}: pip install "gramtower[cli]"', file=sys.stderr)
         raise SystemExit(1) from None
     from gramtower.cli.app import run
+    from gramtower.cli.processes import leave
 
-    raise SystemExit(run(sys.argv[1:]))
+    leave(run(sys.argv[1:]))

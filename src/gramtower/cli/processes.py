@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -15,6 +16,7 @@ from gramtower.distributed.group import Group, current_group
 from gramtower.estimator.defaults import pick_device
 
 TIMEOUT = "GRAMTOWER_TIMEOUT"  # seconds after which a process that does not answer ends the run
+_groups = 0  # process groups that this process has joined
 
 
 @contextmanager
@@ -28,6 +30,7 @@ def joined(device: str | None) -> Iterator[Group]:
         return
     import torch.distributed as dist
 
+    global _groups
     seconds = os.environ.get(TIMEOUT, "600")
     if not seconds.replace(".", "", 1).isdigit() or float(seconds) <= 0:
         check.fail(TIMEOUT, repr(seconds), "a number of seconds above 0")
@@ -44,8 +47,22 @@ def joined(device: str | None) -> Iterator[Group]:
     dist.init_process_group(
         "nccl" if cuda else "gloo", timeout=timeout, store=_store(rank, timeout), rank=rank, world_size=size
     )
+    _groups += 1
     yield current_group()
     dist.destroy_process_group()  # not after an error: the others may wait elsewhere
+
+
+def leave(code: int) -> NoReturn:
+    """End the program.
+
+    One that was among several ends without the interpreter's own end: threads of gloo that still let go of tensors then
+    abort it now and then (pytorch issue 190489), and torchrun would call a run failed whose model is written.
+    """
+    if _groups:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise SystemExit(code)
 
 
 def _store(rank: int, timeout: timedelta) -> Any:
