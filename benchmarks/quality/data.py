@@ -105,6 +105,12 @@ def inner_split(train: sp.csr_matrix, share: float = 0.1, seed: int = 0) -> tupl
     return _parts(train, rank < np.repeat(out, counts))
 
 
+def omega_of_share(train: sp.csr_matrix, share: float) -> float:
+    """ω that gives unobserved pairs this much weight in all, where observed ones have 1."""
+    m, n = train.shape
+    return share * train.nnz / (m * n - train.nnz)
+
+
 def _parts(matrix: sp.csr_matrix, held: np.ndarray) -> tuple[sp.csr_matrix, sp.csr_matrix]:
     coo = matrix.tocoo()
     return tuple(

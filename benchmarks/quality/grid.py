@@ -32,14 +32,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import scipy.sparse as sp
 import torch
-from data import FILES, inner_split, load
+from data import FILES, inner_split, load, omega_of_share
 
 import gramtower as gt
 from gramtower.estimator.inputs import training_inputs
 from gramtower.metrics import evaluate_embeddings
+from gramtower.tuning.space import rescaled_penalty
 from gramtower.tuning.trial import chosen_features
 
 METRICS = ("recall@20", "ndcg@20", "map@5")
@@ -53,12 +53,11 @@ DEFAULTS: dict[str, Any] = {
 
 def problem_of(train: sp.csr_matrix, config: dict[str, Any]) -> gt.Problem:
     """The objective that a config asks for."""
-    m, n = train.shape
-    omega = config["share"] * train.nnz / (m * n - train.nnz) if config["omega"] is None else config["omega"]
-    weights = [f"degree^{config[f'{side}_power']}" if config[f"{side}_power"] else None for side in ("left", "right")]
+    omega = omega_of_share(train, config["share"]) if config["omega"] is None else config["omega"]
+    weights = [f"degree^{config[f'{side}_power']}" for side in ("left", "right")]
     mu = config["embedding_l2"]
     if mu is None:
-        mu = config["penalty"] * rescale(train, omega, config["frequency_power"])
+        mu = rescaled_penalty(config["penalty"], config["frequency_power"], train, omega)
     seen, _ = chosen_features({"features": config["features"]}, (None, None))
     features = training_inputs("left", seen, None, train)[1]
     return gt.Problem(
@@ -66,13 +65,6 @@ def problem_of(train: sp.csr_matrix, config: dict[str, Any]) -> gt.Problem:
         frequency_power=config["frequency_power"], left_weights=weights[0], right_weights=weights[1],
         precision=config["precision"], pair_precision=config["pair_precision"],
     )  # fmt: skip
-
-
-def rescale(train: sp.csr_matrix, omega: float, power: float) -> float:
-    """Σ c / Σ c^ν over all entities, c = |O_i| + ω n on the left and |O_j| + ω m on the right."""
-    m, n = train.shape
-    counts = np.diff(train.indptr) + omega * n, np.bincount(train.indices, minlength=n) + omega * m
-    return float(sum(c.sum() for c in counts) / sum((c**power).sum() for c in counts))
 
 
 def run(config: dict[str, Any], train: sp.csr_matrix, held: sp.csr_matrix, device: torch.device) -> dict[str, Any]:

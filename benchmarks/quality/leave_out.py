@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
-from data import FILES, inner_split, load, write_result
+from data import FILES, inner_split, load, omega_of_share, write_result
 
 import gramtower as gt
 from gramtower.estimator.matrices import history_features
@@ -55,7 +55,7 @@ def quality(
     train: sp.csr_matrix = parts["train"]
     features, pairs, weights = folded(train, folds)
     problem = gt.Problem(
-        pairs, features, omega=3 * train.nnz / (train.shape[0] * train.shape[1] - train.nnz), l2=l2, imputed=-0.5,
+        pairs, features, omega=omega_of_share(train, 3), l2=l2, imputed=-0.5,
         embedding_l2=mu,
         left_weights=None if folds == 1 else np.full(pairs.shape[0], 1 / folds),
         pair_weights=None if folds == 1 else weights,

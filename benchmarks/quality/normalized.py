@@ -14,7 +14,7 @@ from typing import Any
 
 import scipy.sparse as sp
 import torch
-from data import FILES, inner_split, load, write_result
+from data import FILES, inner_split, load, omega_of_share, write_result
 from torch import Tensor, nn
 
 import gramtower as gt
@@ -42,8 +42,7 @@ class Normalized(nn.Module):
 
 def quality(train: sp.csr_matrix, held: sp.csr_matrix, tried: dict[str, Any], dim: int, iterations: int) -> Any:
     """The best validation figures along one training."""
-    omega = 2 * train.nnz / (train.shape[0] * train.shape[1] - train.nnz)
-    problem = gt.Problem(train, omega=omega, l2=tried["l2"], embedding_l2=tried["mu"])
+    problem = gt.Problem(train, omega=omega_of_share(train, 2), l2=tried["l2"], embedding_l2=tried["mu"])
     towers = gt.mlp_towers(problem, (), dim)
     left, right = (
         nn.Sequential(module, Normalized(2.0)) if tried["sides"] in ("both", side) else module

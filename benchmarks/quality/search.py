@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from data import FILES, inner_split, load
+from data import FILES, inner_split, load, omega_of_share
 from rows import HERE, METRICS, train
 from torch import Tensor
 
@@ -64,8 +64,7 @@ def settings_of(row: str, drawn: dict[str, Any], pairs: Any, iterations: int) ->
     """Arguments of the row from what was drawn."""
     if row in ("als", "softmax"):
         return drawn
-    m, n = pairs.shape
-    omega = drawn["share"] * pairs.nnz / (m * n - pairs.nnz)
+    omega = omega_of_share(pairs, drawn["share"])
     mu = rescaled_penalty(drawn["penalty"], drawn["frequency_power"], pairs, omega)
     weights = {f"{side}_weights": f"degree^{drawn[f'{side}_power']}" for side in ("left", "right")}
     kept = {k: drawn[k] for k in ("dim", "hidden", "l2", "frequency_power", "imputed", "loss")}

@@ -16,7 +16,6 @@ from gramtower.distributed.group import Group, current_group
 from gramtower.estimator.defaults import pick_device
 
 TIMEOUT = "GRAMTOWER_TIMEOUT"  # seconds after which a process that does not answer ends the run
-_groups = 0  # process groups that this process has joined
 
 
 @contextmanager
@@ -25,12 +24,11 @@ def joined(device: str | None) -> Iterator[Group]:
 
     NCCL when the model is on GPUs, one for each process of a machine, and gloo otherwise.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
+    if not _started_among_several():
         yield current_group()
         return
     import torch.distributed as dist
 
-    global _groups
     seconds = os.environ.get(TIMEOUT, "600")
     if not seconds.replace(".", "", 1).isdigit() or float(seconds) <= 0:
         check.fail(TIMEOUT, repr(seconds), "a number of seconds above 0")
@@ -47,7 +45,6 @@ def joined(device: str | None) -> Iterator[Group]:
     dist.init_process_group(
         "nccl" if cuda else "gloo", timeout=timeout, store=_store(rank, timeout), rank=rank, world_size=size
     )
-    _groups += 1
     yield current_group()
     dist.destroy_process_group()  # not after an error: the others may wait elsewhere
 
@@ -58,11 +55,15 @@ def leave(code: int) -> NoReturn:
     One that was among several ends without the interpreter's own end: threads of gloo that still let go of tensors then
     abort it now and then (pytorch issue 190489), and torchrun would call a run failed whose model is written.
     """
-    if _groups:
+    if _started_among_several():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     raise SystemExit(code)
+
+
+def _started_among_several() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
 def _store(rank: int, timeout: timedelta) -> Any:

@@ -117,8 +117,9 @@ class Search:
     def tables(self) -> dict[str, dict[str, Any]]:
         """The settings as tables of a config file, which holds no arrays and no functions."""
         plain = (str, int, float, tuple, list, dict)
-        known = {k: v for k, v in (self.base | self.arguments).items() if isinstance(v, plain) and k not in WEIGHTS}
-        known |= {k: _weights_text(v) for k, v in (self.base | self.arguments).items() if k in WEIGHTS}
+        settings = self.base | self.arguments
+        settings |= {name: _weights_text(settings[name]) for name in WEIGHTS if name in settings}
+        known = {k: v for k, v in settings.items() if isinstance(v, plain)}
         model: dict[str, Any] = {k: v for k, v in known.items() if k not in (*TRAIN, *SKIPPED)}
         train = {k: known[k] for k in TRAIN if k in known} | {"option": known.get("optimizer_options")}
         tables: dict[str, dict[str, Any]] = {"model": model, "train": train}

@@ -118,14 +118,13 @@ def make_parts(pairs: Any, validation: Any, features: tuple[Any, Any], seed: int
 
 def start_values(model: TwoTower, parts: Parts) -> dict[str, Value]:
     """The settings that a model has without tuning, by the names of the search space."""
-    size = (parts.matrix.shape, parts.matrix.nnz)
     given_features = any(features is not None for features in parts.features)
     given = model.take_up(parts.train, *parts.features)
-    mu = model.embedding_l2
+    problem = model.make_problem(given)
     return {
-        "omega": defaults.default_omega(*size) if model.omega is None else model.omega,
+        "omega": problem.omega,
         "l2": model.l2,
-        "penalty": defaults.default_embedding_l2(*size, given.dim) if mu is None else mu,
+        "penalty": problem.embedding_l2,
         "frequency_power": model.frequency_power,
         "left_power": weights_power("left_weights", model.left_weights),
         "right_power": weights_power("right_weights", model.right_weights),
