@@ -1,6 +1,7 @@
 # make demo   learns a thesaurus and shows what it found
 # make test   lint, types and tests
 # make reproduce ML1M=path/to/ml-1m   the paper's comparison on MovieLens 1M and on the bundled thesaurus, about 26 minutes
+# make fuzz MINUTES=30   hostile input: every fuzz test has its share of the time, from a new seed
 # Each does its own set-up in .venv.
 
 PYTHON ?= python3
@@ -8,14 +9,22 @@ BIN := .venv/bin
 READY := .venv/.ready
 ML1M ?= ml-1m
 RUNS ?= runs
+MINUTES ?= 30
+FUZZ_SEED ?= $(shell date +%s)
 
-.PHONY: demo test lint types reproduce clean
+.PHONY: demo test fuzz lint types reproduce clean
 
 demo: $(READY)
 	$(BIN)/gramtower demo
 
 test: lint types
 	$(BIN)/python -m pytest -n 2
+
+# Two fuzz tests run at a time.
+fuzz: $(READY)
+	@echo "FUZZ_SEED=$(FUZZ_SEED)"
+	FUZZ_SEED=$(FUZZ_SEED) FUZZ_MINUTES=$$(cat tests/fuzz/test_fuzz_*.py | grep -c '^def test_' | \
+	  xargs -I{} $(BIN)/python -c 'print(2 * $(MINUTES) / {})') $(BIN)/python -m pytest -n 2 tests/fuzz/test_fuzz_*.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
