@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
+import string
+from collections.abc import Collection, Iterator, Mapping, Set
 from typing import Any, NoReturn
 
 import numpy as np
@@ -12,6 +15,8 @@ from numpy.typing import NDArray
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_COMPARED = 500  # names that a wrong one is compared with letter by letter; among more, only those one edit away
+_LONGEST = 64  # letters of a name whose edits are tried
 
 
 def fail(name: str, given: object, expected: str) -> NoReturn:
@@ -45,6 +50,34 @@ def choice(name: str, value: object, options: tuple[str, ...]) -> str:
     if not isinstance(value, str) or value not in options:
         fail(name, repr(value), "one of " + ", ".join(repr(o) for o in options))
     return value
+
+
+def near(name: str, known: Collection[str], count: int = 3, cutoff: float = 0.6) -> list[str]:
+    """Known names like a wrong one, the most alike first.
+
+    Few names are all compared. Of many, those one edit away are looked up, which takes milliseconds however many there
+    are if they come as a set or as the keys of a mapping.
+    """
+    if len(known) <= _COMPARED:
+        return difflib.get_close_matches(name, list(known), count, cutoff)
+    known = known if isinstance(known, (Set, Mapping)) else set(known)
+    found = dict.fromkeys(edit for edit in _edits(name) if edit in known and edit != name)
+    return difflib.get_close_matches(name, list(found), count, 0.0)
+
+
+def _edits(name: str) -> Iterator[str]:
+    """A name in other case and without blanks around it; if it is not long, with one letter out, in, changed, moved."""
+    yield from (name.strip(), name.lower(), name.upper(), name.title())
+    if len(name) > _LONGEST:
+        return
+    letters = {*string.ascii_letters, *string.digits, *" -_.:/", *name}
+    for place in range(len(name) + 1):
+        before, after = name[:place], name[place:]
+        yield before + after[1:]
+        yield before + after[1:2] + after[:1] + after[2:]
+        for letter in letters:
+            yield before + letter + after
+            yield before + letter + after[1:]
 
 
 def as_float_array(name: str, value: Any) -> NDArray[Any]:

@@ -5,7 +5,6 @@ A flag wins over the file. A key nobody knows is an error that names the nearest
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 import types
 from collections.abc import Iterable
@@ -101,7 +100,7 @@ def read_tables(path: Path, content: dict[str, Any], known: dict[str, dict[str, 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known name most like a wrong one."""
-    return difflib.get_close_matches(name, list(known), 1, 0.0)[0]
+    return check.near(name, list(known), 1, 0.0)[0]
 
 
 def parse_widths(text: str) -> tuple[int, ...]:

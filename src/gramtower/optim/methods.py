@@ -7,7 +7,6 @@ each function below are the options that :func:`gramtower.minimize` takes for it
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -248,7 +247,7 @@ def make_method(name: str, seed: int, options: dict[str, Any]) -> Method:
     known = [option for option in inspect.signature(OPTIMIZERS[name]).parameters if option != "seed"]
     for option, value in options.items():
         if option not in known:
-            near = difflib.get_close_matches(option, known, 1)
+            near = check.near(option, known, 1)
             hint = f" (did you mean {near[0]}?)" if near else ""
             check.fail(f"option of {name}", f"{option!r}{hint}", "one of " + ", ".join(known))
         _check_option(option, value)

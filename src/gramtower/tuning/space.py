@@ -13,7 +13,6 @@ Ranges are centred on the defaults for the size of the data. Checked by tests/te
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -130,7 +129,7 @@ def as_space(given: Mapping[str, Any], whole: Space) -> Space:
     for name, value in given.items():
         plain = name.replace("-", "_")
         if plain not in NAMES:
-            near = difflib.get_close_matches(plain, NAMES, 1, 0.0)[0]
+            near = check.near(plain, NAMES, 1, 0.0)[0]
             check.fail("space", f"the unknown name {name!r}", f"{near!r}, or another of {', '.join(NAMES)}")
         if value is True:
             space[plain] = whole[plain]
