@@ -37,7 +37,7 @@ BAD = [
     (dict(pairs=pairs(-INF), loss="squared"), r"^pairs: got -inf at 1 .*expected finite"),
     (
         dict(pairs=pairs(0.0)),
-        r"^pairs: got label 0 at row 1, column 0 .*expected labels -1 or \+1 for the logistic loss",
+        r"^pairs: got label 0 at row 1, column 0 .*expected labels -1 or \+1 for the logistic loss: \(matrix > 0\)",
     ),
     (dict(pairs=pairs(2.0, 2), loss="squared_hinge"), r"^pairs: got label 2 at row 3, column 1 .*squared_hinge"),
     (dict(pairs=pairs().astype(complex)), r"^pairs: got dtype complex128, expected an array of real numbers"),

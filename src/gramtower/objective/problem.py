@@ -327,5 +327,6 @@ def _check_labels(loss: Loss, labels: NDArray[Any], pairs: Pairs) -> None:
             check.fail(
                 "pairs",
                 f"label {labels[e]:g} at row {i}, column {int(pairs.columns[e])} ({int(wrong.sum())} such labels)",
-                f"labels {allowed} for the {loss.name} loss",
+                f"labels {allowed} for the {loss.name} loss: (matrix > 0) for counts, pairs read with a threshold for "
+                'ratings, or loss="squared", which takes any label',
             )
