@@ -314,10 +314,10 @@ def test_an_interrupted_fit_goes_on_from_its_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: m.recommend("user 0O5"), "1 unknown, such as 'user 0O5'; nearest known: 'user"),
+        (lambda m: m.recommend("user 0O5"), r"unknown ids 'user 0O5' \(nearest: 'user"),
         (lambda m: m.recommend(), "left: got None"),
         (lambda m: m.recommend("user 001", k=0), "k: got 0"),
-        (lambda m: m.recommend("user 001", deny=["x"]), "right ids: got 1 unknown"),
+        (lambda m: m.recommend("user 001", deny=["x"]), "right ids: got unknown ids 'x'"),
         (lambda m: m.recommend(left_features=np.ones((1, 3))), "knows left ids only"),
         (lambda m: m.recommend(histories=[["001"]]), 'fitted with left_features="history"'),
         (lambda m: m.similar("001", side="top"), "side: got 'top'"),

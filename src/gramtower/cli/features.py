@@ -12,7 +12,9 @@ from gramtower import _checks as check
 from gramtower.cli.config import Settings, parse_option
 from gramtower.cli.output import note
 from gramtower.data import frames, readers
+from gramtower.data.ids import as_objects, id_series
 from gramtower.data.interactions import Interactions
+from gramtower.data.lookup import index_of, join
 from gramtower.data.partition import Part
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import SINGLE, Group
@@ -91,15 +93,15 @@ def new_rows(model: TwoTower, path: Path, chosen: list[str] | None, quiet: bool)
         if chosen is not None:
             check.fail("--left", ", ".join(chosen), f"a column {table.id!r} in {path} to find them by")
         return frame, [f"row {number + 1}" for number in range(len(frame))]
-    ids = frames.texts(frame[table.id]).fill_null("(no id)").to_list()
+    found = id_series("id", frame[table.id])
+    ids = found.cast(frames.polars().String).fill_null("(no id)").to_list()
     if chosen is not None:
         unknown = [name for name in chosen if name not in set(ids)]
         if unknown:
             check.fail("--left", unknown[0], f"ids of column {table.id!r} of {path}")
         frame = frame[[ids.index(name) for name in chosen]]
         ids = chosen
-    trained = set() if model.left_.ids is None else set(model.left_.ids.tolist())
-    known = sum(name in trained for name in ids)
+    known = 0 if model.left_.ids is None else int((join(as_objects(ids), index_of(model.left_.ids)) >= 0).sum())
     if known and not quiet:
         note(f"{known:,} of {len(ids):,} ids were in the training data; here only their features count")
     return frame, ids
@@ -110,14 +112,14 @@ def rows_of(model: TwoTower, path: Path, ids: Any, quiet: bool) -> Any:
     pl = frames.polars()
     table, frame = _table_of(model, path), read_frame("left_features", path)
     name = frames.pick(f"id column of {path}", table.id, frame.columns)
-    frame = frame.with_columns(frames.texts(frame[name]).alias(name))
-    if frame[name].drop_nulls().is_duplicated().any():
+    keys = id_series("id", frame[name])
+    if keys.drop_nulls().is_duplicated().any():
         check.fail(f"id column of {path}", "an id in several rows", "each id in one row")
-    found = pl.DataFrame({name: pl.Series(ids.tolist(), dtype=pl.String)}).join(frame, on=name, how="left")
-    without = len(ids) - int(found[name].is_in(frame[name].drop_nulls().to_list()).sum())
+    rows = join(ids, {key: row for row, key in enumerate(keys.to_list()) if key is not None})
+    without = int((rows < 0).sum())
     if without and not quiet:
         note(f"{without:,} of {len(ids):,} left entities have no features")
-    return found
+    return frame.select(pl.all().gather(pl.Series(rows).replace(-1, None)))
 
 
 def _table_of(model: TwoTower, path: Path) -> FeatureTable:

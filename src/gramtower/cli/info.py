@@ -111,5 +111,5 @@ def _degrees(matrix: sp.csr_matrix) -> dict[str, dict[str, float]]:
     }
 
 
-def _example(ids: Any) -> str | None:
-    return None if ids is None or not len(ids) else str(ids[0])
+def _example(ids: Any) -> Any:
+    return None if ids is None or not len(ids) else ids[:1].tolist()[0]

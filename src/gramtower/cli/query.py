@@ -14,10 +14,11 @@ from gramtower.cli.config import Settings, over
 from gramtower.cli.features import new_rows, rows_of
 from gramtower.cli.folder import open_model
 from gramtower.cli.options import Common, DataOptions
-from gramtower.cli.output import note, print_facts, print_json, print_table
+from gramtower.cli.output import print_facts, print_json, print_table
 from gramtower.cli.reading import read_pairs
-from gramtower.data.interactions import Interactions
+from gramtower.data.lookup import as_known
 from gramtower.estimator.fitted import METRICS, Fitted
+from gramtower.estimator.matrices import known_pairs
 
 Ids = Annotated[list[str] | None, Parameter(negative=())]
 Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
@@ -61,17 +62,13 @@ def evaluate(
         new["left_features"] = rows_of(model, left_features, pairs.left_ids, common.quiet)
     if histories is not None:
         new["histories"] = read_pairs(histories, _test_options(settings, histories, data))
-    known = known_pairs(model, pairs, new=bool(new))
-    if known == 0:
-        check.fail("test", f"{len(pairs):,} pairs, none of them with two known ids", "pairs of entities of the model")
+    known = known_pairs((None if new else model.left_.ids, model.right_.ids), pairs)
     found = model.evaluate(pairs, names, exclude_seen=exclude_seen, by=by, **new)
     counts = {"pairs": len(pairs), "pairs_left_out": len(pairs) - known, "exclude_seen": exclude_seen}
     if common.json:
         print_json({"metrics": found, **counts})
         return 0
     print_facts(dict(found))
-    if known < len(pairs) and not common.quiet:
-        note(f"{len(pairs) - known:,} of {len(pairs):,} pairs have an id that the model does not know: left out")
     return 0
 
 
@@ -106,16 +103,17 @@ def recommend(
         given = "both" if left else "none"
         check.fail("--left, --left-features, --history", given, "--left alone, or what describes a new entity")
     model, _ = open_model(run)
-    options: dict[str, Any] = {"exclude_seen": not include_seen, "deny": deny, "allow": allow}
+    options: dict[str, Any] = {"exclude_seen": not include_seen}
+    options |= {"deny": _keys(model, "right", deny), "allow": _keys(model, "right", allow)}
     if left_features is not None:
         options["left_features"], asked = new_rows(model, left_features, left, common.quiet)
     else:
         asked = left or ["(new)"]
     if history is not None:
-        options["histories"] = [history]
+        options["histories"] = [_keys(model, "right", history)]
     known = None if left_features is not None or history is not None else _keys(model, "left", asked)
     found, scores = model.recommend(known, k, **options)
-    _show("left", asked, "right", found, scores, common)
+    _show("left", asked if known is None else known, "right", found, scores, common)
     return 0
 
 
@@ -142,20 +140,10 @@ def similar(
         check.fail("--left, --right", "both" if left else "neither", "one of them")
     model, _ = open_model(run)
     side, asked = ("left", left) if left is not None else ("right", right or [])
-    found, scores = model.similar(_keys(model, side, asked), side, k)
-    _show(side, asked, "similar", found, scores, common)
+    keys = _keys(model, side, asked)
+    found, scores = model.similar(keys, side, k)
+    _show(side, keys, "similar", found, scores, common)
     return 0
-
-
-def known_pairs(model: Fitted, pairs: Interactions, new: bool = False) -> int:
-    """How many pairs have both ids in the model; the right one is enough where left entities are new."""
-    if model.left_.ids is None or model.right_.ids is None:
-        return len(pairs)
-    lefts, rights = set(model.left_.ids.tolist()), set(model.right_.ids.tolist())
-    rows = np.array([new or key in lefts for key in pairs.left_ids.tolist()], dtype=bool)
-    columns = np.array([key in rights for key in pairs.right_ids.tolist()], dtype=bool)
-    coo = pairs.matrix.tocoo()
-    return int((rows[coo.row] & columns[coo.col]).sum())
 
 
 def _test_options(settings: Settings, test: Path, given: DataOptions | None) -> DataOptions:
@@ -166,18 +154,17 @@ def _test_options(settings: Settings, test: Path, given: DataOptions | None) -> 
     return over(options, given)
 
 
-def _keys(model: Fitted, side: str, ids: list[str]) -> list[Any]:
-    """Ids as the model knows them: text, or row numbers for a model that was fitted on a matrix."""
-    known = model.left_.ids if side == "left" else model.right_.ids
-    return [int(key) if known is None and key.isdecimal() else key for key in ids]
+def _keys(model: Fitted, side: str, ids: list[str] | None) -> Any:
+    """Ids as the model knows them: text, whole numbers, or row numbers for a model that was fitted on a matrix."""
+    return None if ids is None else as_known(ids, model.left_.ids if side == "left" else model.right_.ids)
 
 
 def _show(
-    asked_name: str, asked: list[str], found_name: str, found: NDArray[Any], scores: NDArray[np.float32], common: Common
+    asked_name: str, asked: list[Any], found_name: str, found: NDArray[Any], scores: NDArray[np.float32], common: Common
 ) -> None:
     """One list for each entity asked about; places without an answer are left out."""
     lists = [
-        [(str(key), float(score)) for key, score in zip(row, values, strict=True) if np.isfinite(score)]
+        [(key, float(score)) for key, score in zip(row, values, strict=True) if np.isfinite(score)]
         for row, values in zip(found.tolist(), scores.tolist(), strict=True)
     ]
     if common.json:
@@ -188,7 +175,7 @@ def _show(
         print_json({"answers": answers})
         return
     rows = [
-        (key if rank == 0 else "", rank + 1, name, score)
+        (str(key) if rank == 0 else "", rank + 1, str(name), score)
         for key, answer in zip(asked, lists, strict=True)
         for rank, (name, score) in enumerate(answer)
     ]

@@ -13,7 +13,8 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
-from gramtower.data.ids import Coded, as_objects, by_appearance
+from gramtower.data.ids import Coded, by_appearance
+from gramtower.data.left_out import warn_of_rows
 from gramtower.data.merging import RULES, merge
 
 
@@ -50,8 +51,8 @@ class Fields:
     """What assemble makes; the fields of Interactions."""
 
     matrix: sp.csr_matrix
-    left_ids: NDArray[np.object_]
-    right_ids: NDArray[np.object_]
+    left_ids: NDArray[Any]
+    right_ids: NDArray[Any]
     times: NDArray[np.float64] | None
     weights: NDArray[np.float32] | None
     report: dict[str, int]
@@ -82,6 +83,7 @@ def assemble(left: Coded, right: Coded, numbers: dict[str, NDArray[Any]], rule: 
     if total == 0 or (kept is not None and not kept.any()):
         counts = ", ".join(f"{name} {count}" for name, count in report.items())
         check.fail("rows", f"none to keep ({counts})", "at least one observed pair")
+    warn_of_rows(report)
     rows, left_ids = _numbered(left, kept)
     columns, right_ids = _numbered(right, kept)
     del left, right
@@ -114,10 +116,10 @@ def _narrow(
     return both, before - (total if both is None else int(both.sum()))
 
 
-def _numbered(side: Coded, kept: NDArray[np.bool_] | None) -> tuple[NDArray[Any], NDArray[np.object_]]:
+def _numbered(side: Coded, kept: NDArray[np.bool_] | None) -> tuple[NDArray[Any], NDArray[Any]]:
     if kept is None:
         codes, places = by_appearance(side.codes)
     else:
         codes, places = by_appearance(side.codes[kept])
         places = np.flatnonzero(kept)[places]
-    return codes, as_objects(side.names(places))
+    return codes, side.names(places)

@@ -188,7 +188,7 @@ def from_plain(plain: dict[str, Any]) -> Encoder:
 def _places(column: Series, values: Sequence[str]) -> NDArray[np.int64]:
     """Place of each cell among the values; -1 where missing or not among them."""
     known = {value: place for place, value in enumerate(values)}
-    (coded,) = code_series(column)
+    (coded,) = code_series(frames.texts(column))
     distinct, first, inverse = np.unique(coded.codes, return_index=True, return_inverse=True)
     there = np.flatnonzero(distinct.astype(np.int64) >= 0)
     table = np.full(len(distinct), -1, dtype=np.int64)

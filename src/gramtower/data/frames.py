@@ -10,7 +10,7 @@ import lzma
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from gramtower import _checks as check
 
@@ -202,7 +202,9 @@ def as_frame(name: str, value: Any, columns: Sequence[str] | None = None) -> Dat
         return _from_pandas(value, columns)
     if isinstance(value, Mapping):
         kept = {str(k): v for k, v in value.items() if columns is None or str(k) in columns}
-        made: DataFrame = pl.DataFrame(kept, strict=False)
+        made: DataFrame = pl.DataFrame(
+            {k: _from_cells(k, v) if isinstance(v, list) else v for k, v in kept.items()}, strict=False
+        )
         return made
     if hasattr(value, "__arrow_c_stream__"):
         return as_frame(name, pl.DataFrame(value), columns)
@@ -216,13 +218,38 @@ def _from_pandas(value: Any, columns: Sequence[str] | None) -> DataFrame:
     for column in value.columns:
         if columns is not None and str(column) not in columns:
             continue
+        cells = value[column]
         try:
-            made.append(pl.from_pandas(value[column]).alias(str(column)))
-        except ImportError:
-            cells = [None if cell is None or cell != cell else cell for cell in value[column].tolist()]
-            made.append(pl.Series(str(column), cells, strict=False))
+            if cells.dtype == object:  # pyarrow would take some for others, such as UUIDs for bytes
+                raise TypeError
+            made.append(pl.from_pandas(cells).alias(str(column)))
+        except (ImportError, TypeError, ValueError):
+            pairs = zip(cells.tolist(), cells.isna().tolist(), strict=True)
+            made.append(_from_cells(str(column), [None if missing else cell for cell, missing in pairs]))
     table: DataFrame = pl.DataFrame(made)
     return table
+
+
+def _from_cells(name: str, cells: list[Any]) -> Series:
+    """A column from Python's values; of Objects where these are of several types, or of one that polars has not."""
+    pl = polars()
+    if len({type(cell) for cell in cells if cell is not None}) > 1:
+        return cast("Series", pl.Series(name, cells, dtype=pl.Object))
+    try:
+        return cast("Series", pl.Series(name, cells, strict=False))
+    except (TypeError, ValueError, OverflowError, pl.exceptions.PolarsError):
+        return cast("Series", pl.Series(name, cells, dtype=pl.Object))
+
+
+def _plain(column: Series) -> Series:
+    """A column of Objects as what polars makes of them together, such as numbers of integers and floats."""
+    pl = polars()
+    if column.dtype != pl.Object:
+        return column
+    try:
+        return cast("Series", pl.Series(column.name, column.to_list(), strict=False))
+    except (TypeError, ValueError, OverflowError, pl.exceptions.PolarsError):
+        check.fail("frame", f"column {column.name!r} of several types", "cells of one type")
 
 
 def column_names(name: str, value: Any) -> list[str]:
@@ -240,8 +267,9 @@ def column_names(name: str, value: Any) -> list[str]:
 
 
 def texts(column: Series) -> Series:
-    """Ids as text; whole numbers that a missing value turned into floats are written as whole numbers."""
+    """Cells as text; whole numbers that a missing value turned into floats are written as whole numbers."""
     pl = polars()
+    column = _plain(column)
     if column.dtype == pl.String:
         return column
     if column.dtype.is_float():
@@ -255,6 +283,7 @@ def texts(column: Series) -> Series:
 def numbers(name: str, column: Series) -> Series:
     """Float64 values; text that is not a number is an error that shows it, NaN is a missing value."""
     pl = polars()
+    column = _plain(column)
     if not (column.dtype.is_numeric() or column.dtype in (pl.Boolean, pl.String, pl.Null)):
         check.fail(name, f"column {column.name!r} of {column.dtype}", "numbers")
     stripped = column.str.strip_chars() if column.dtype == pl.String else column
@@ -269,8 +298,9 @@ def numbers(name: str, column: Series) -> Series:
 
 
 def seconds(name: str, column: Series) -> Series:
-    """Float64 times: numbers as they are, dates and times as seconds since 1970 (UTC)."""
+    """Float64 times: numbers as they are, dates and times as seconds since 1970 (UTC unless they have a zone)."""
     pl = polars()
+    column = _plain(column)
     if column.dtype == pl.String:
         sample = column.drop_nulls()
         if len(sample) and sample.head(1).cast(pl.Float64, strict=False).null_count():

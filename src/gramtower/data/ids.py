@@ -1,13 +1,23 @@
-"""Ids ↔ row numbers: numbering by first appearance, look-up, and the nearest known ids for those that are unknown.
+"""What an id is, and columns of ids as numbers.
 
-Checked by tests/test_interactions.py.
+The ids of a side are whole numbers (an int64 array) or text (an object array of str):
+
+    text files                          text, whatever it looks like: "007" stays "007"
+    integers of frames, Parquet, arrays whole numbers
+    floats that are whole numbers       whole numbers: what a missing value makes of integers elsewhere
+    text and whole numbers in one list  text, the numbers in digits
+    uuid.UUID                           text
+    bool, bytes, other floats, dates,   refused; so are whole numbers beyond 64 bits with sign, and floats beyond 2⁵³,
+    lists and everything else           which are no longer exact
+
+None, NaN and pandas' NA are missing. Codes do not depend on how polars cuts a column into chunks. Cost: O(rows) for
+text, a sort for numbers that are far apart. Checked by tests/test_ids.py and tests/fuzz/test_fuzz_ids.py.
 """
 
 from __future__ import annotations
 
-import difflib
-import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +30,11 @@ from gramtower.data import frames
 if TYPE_CHECKING:
     import polars as pl
 
+Key = int | str
 _CHUNK = 1 << 16  # codes renumbered at a time, so that what numpy makes of them on the way stays in cache
-_CANDIDATES = 2000  # ids compared letter by letter for one unknown id
+_EXACT = 2**53  # floats beyond are not all the whole numbers there are
+_SPARE = 4  # numbers are their own codes where they span at most this many times their count
+_EXPECTED = "ids that are text or whole numbers"
 
 
 @dataclass(frozen=True)
@@ -30,11 +43,11 @@ class Coded:
 
     Attributes:
         codes: one integer for each row, equal where the ids are equal; -1 where the id is missing.
-        names: the ids at some places of the column, as text.
+        names: the ids at some places of the column.
     """
 
     codes: NDArray[Any]
-    names: Callable[[NDArray[Any]], list[str]]
+    names: Callable[[NDArray[Any]], NDArray[Any]]
 
 
 def by_appearance(codes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -65,99 +78,184 @@ def by_appearance(codes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def code_series(*columns: pl.Series) -> list[Coded]:
-    """Codes of polars columns of one length, found side by side.
+    """Codes of polars columns of one length, as id_series returns them; those of text are found side by side.
 
-    They are Categorical codes, which serve as keys within one call only: another process numbers differently.
+    The code of a text is its place in a list of the distinct ones, which is what an Enum is.
     """
     pl = frames.polars()
-    given = [frames.texts(column).alias(str(place)) for place, column in enumerate(columns)]
-    coded = pl.DataFrame(given).select(pl.all().cast(pl.Categorical).to_physical())
-    return [_coded(text, codes) for text, codes in zip(given, coded, strict=True)]
+    named = [column.alias(str(place)) for place, column in enumerate(columns)]
+    table = pl.DataFrame([column for column in named if column.dtype == pl.String])
+    distinct = table.lazy().select(pl.all().unique().drop_nulls().implode()).collect()
+    enums = [pl.col(name).cast(pl.Enum(distinct[name][0])).to_physical() for name in table.columns]
+    coded = table.select(enums)
+    return [_coded_text(c, coded[c.name]) if c.name in coded.columns else _coded_numbers(*_parts(c)) for c in named]
 
 
-def _coded(text: pl.Series, codes: pl.Series) -> Coded:
+def _coded_text(text: pl.Series, codes: pl.Series) -> Coded:
     pl = frames.polars()
-    missing = codes.null_count() > 0
-    array = (codes.cast(pl.Int64).fill_null(-1) if missing else codes).to_numpy()
-    return Coded(array, lambda places: text.gather(pl.Series(places, dtype=pl.UInt32)).to_list())
+    array = (codes.cast(pl.Int64).fill_null(-1) if codes.null_count() else codes).to_numpy()
+    return Coded(array, lambda places: as_objects(text.gather(pl.Series(places, dtype=pl.UInt32)).to_list()))
+
+
+def _parts(column: pl.Series) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
+    """Numbers, 0 where they are missing, and where that is."""
+    if not column.null_count():
+        return column.to_numpy(), None
+    return column.fill_null(0).to_numpy(), column.is_null().to_numpy()
+
+
+def _coded_numbers(values: NDArray[np.int64], missing: NDArray[np.bool_] | None) -> Coded:
+    there = values if missing is None else values[~missing]
+    low, high = (int(there.min()), int(there.max())) if len(there) else (0, 0)
+    codes: NDArray[Any]
+    if high - low < _SPARE * len(there):
+        codes = (values - low).astype(np.int32 if high - low < 2**31 else np.int64)
+    else:
+        codes = np.unique(values, return_inverse=True)[1]
+    if missing is not None:
+        codes[missing] = -1
+    return Coded(codes, lambda places: values[places])
 
 
 def code_values(name: str, values: Any) -> Coded:
-    """Codes of any sequence of text or whole numbers; None and NaN are missing."""
+    """Codes of any sequence of ids."""
+    ids, missing = id_array(name, values)
+    if ids.dtype != object:
+        return _coded_numbers(ids, missing)
+    known: dict[str, int] = {}
+    numbered = (-1 if text is None else known.setdefault(text, len(known)) for text in ids.tolist())
+    codes = np.fromiter(numbered, dtype=np.int64, count=len(ids))
+    _check_unicode(name, known)
+    return Coded(codes, lambda places: ids[places])
+
+
+def id_series(name: str, column: pl.Series) -> pl.Series:
+    """A polars column of ids as String or Int64."""
+    polars = frames.polars()
+    kind, shown = column.dtype, f"column {column.name!r} of {column.dtype}"
+    if kind in (polars.String, polars.Int64):
+        return column
+    if kind in (polars.Categorical, polars.Enum, polars.Null):
+        return column.cast(polars.String)
+    if kind == polars.Object:
+        return _from_objects(name, column)
+    if not (kind.is_float() or kind.is_integer()):
+        check.fail(name, shown, _EXPECTED)
+    if kind.is_float():
+        column = column.fill_nan(None)
+        if (column.abs() > _EXACT).any():
+            check.fail(name, f"{shown} with numbers beyond 2^53", "integers or text: such floats are not exact")
+    whole = column.cast(polars.Int64, strict=False)
+    wrong = whole.is_null() & column.is_not_null() if kind.is_integer() else whole.cast(kind) != column
+    if wrong.any():
+        check.fail(name, f"{column.filter(wrong)[0]!r} in {shown}", f"{_EXPECTED} below 2^63")
+    return whole
+
+
+def _from_objects(name: str, column: pl.Series) -> pl.Series:
+    polars = frames.polars()
+    ids, missing = id_array(name, column.to_list())
+    cells = ids.tolist()
+    for place in [] if missing is None else np.flatnonzero(missing).tolist():
+        cells[place] = None
+    if ids.dtype == object:
+        _check_unicode(name, {text for text in cells if text is not None})
+    made: pl.Series = polars.Series(column.name, cells, dtype=polars.String if ids.dtype == object else polars.Int64)
+    return made
+
+
+def id_array(name: str, values: Any) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
+    """Ids of any sequence as an int64 array or an object array of text, and where they are missing (None: nowhere)."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         check.fail(name, type(values).__name__, "a sequence of ids")
+    if type(values).__module__.startswith("polars"):
+        column = id_series(name, values)  # type: ignore[arg-type]
+        if column.dtype == frames.polars().Int64:
+            return _parts(column)
+        return as_objects(column.to_list()), column.is_null().to_numpy() if column.null_count() else None
+    if isinstance(values, range):
+        values = np.arange(values.start, values.stop, values.step)
+    elif hasattr(values, "__array__") and not isinstance(values, np.ma.MaskedArray):
+        values = np.asarray(values)
     if isinstance(values, np.ndarray) and values.ndim != 1:
         check.fail(name, f"shape {values.shape}", "one dimension")
-    if isinstance(values, np.ndarray) and values.dtype.kind in "iu":
-        _, codes = np.unique(values, return_inverse=True)
-        return Coded(codes, lambda places: [str(x) for x in values[places].tolist()])
+    if isinstance(values, np.ndarray) and values.dtype.kind not in "iufUOT":
+        check.fail(name, f"an array of {values.dtype}", _EXPECTED)
+    if isinstance(values, np.ndarray) and values.dtype.kind in "iuf" and not isinstance(values, np.ma.MaskedArray):
+        return _whole(name, values)
     cells = values.tolist() if isinstance(values, np.ndarray) else list(values)
-    known: dict[str, int] = {}
-    numbered = (known.setdefault(text_of(name, cell), len(known)) if _present(cell) else -1 for cell in cells)
-    codes = np.fromiter(numbered, dtype=np.int64, count=len(cells))
-    texts = list(known)
-    return Coded(codes, lambda places: [texts[code] for code in codes[places]])
+    keys = [None if is_missing(cell) else key_of(name, cell) for cell in cells]
+    absent = np.fromiter((key is None for key in keys), dtype=bool, count=len(keys))
+    missing = absent if absent.any() else None
+    if any(isinstance(key, str) for key in keys) or not keys:
+        return as_objects([key if key is None else str(key) for key in keys]), missing
+    return np.array([_in_range(name, key or 0) for key in keys], dtype=np.int64), missing
 
 
-def _present(cell: Any) -> bool:
-    return cell is not None and bool(cell == cell)
+def _whole(name: str, values: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
+    if values.dtype.kind != "f":
+        if values.dtype == np.uint64 and len(values):
+            _in_range(name, int(values.max()))
+        return values.astype(np.int64), None
+    missing = np.isnan(values)
+    there = np.where(missing, 0.0, values)
+    wrong = (there != np.floor(there)) | (np.abs(there) > _EXACT)
+    if wrong.any():
+        key_of(name, float(values[np.argmax(wrong)]))
+    return there.astype(np.int64), missing if missing.any() else None
 
 
-def text_of(name: str, cell: Any) -> str:
-    """One id as text: text as it is, whole numbers in digits (7.0 is "7")."""
+def is_missing(cell: Any) -> bool:
+    """None, NaN, and pandas' NA and NaT."""
+    if isinstance(cell, (float, np.floating)):
+        return bool(cell != cell)
+    return cell is None or type(cell).__name__ in ("NAType", "NaTType")
+
+
+def key_of(name: str, cell: Any) -> Key:
+    """One id: text, or a whole number (7.0 is 7)."""
     if isinstance(cell, str):
         return str(cell)
+    if isinstance(cell, uuid.UUID):
+        return str(cell)
     if isinstance(cell, (int, np.integer)) and not isinstance(cell, bool):
-        return str(int(cell))
-    if isinstance(cell, (float, np.floating)) and float(cell).is_integer():
-        return str(int(cell))
-    check.fail(name, repr(cell), "ids that are text or whole numbers")
+        return int(cell)
+    if isinstance(cell, (float, np.floating)):
+        if float(cell).is_integer() and abs(float(cell)) <= _EXACT:
+            return int(cell)
+        check.fail(name, repr(cell), f"{_EXPECTED} (floats up to 2^53)")
+    check.fail(name, repr(cell), _EXPECTED)
 
 
-def as_ids(name: str, values: Any) -> NDArray[np.object_]:
-    """Distinct ids as a one-dimensional object array of text."""
-    texts = [text_of(name, value) for value in values]
-    if len(set(texts)) != len(texts):
-        seen: set[str] = set()
-        twice = next(text for text in texts if text in seen or seen.add(text))  # type: ignore[func-returns-value]
+def _in_range(name: str, key: Key) -> int:
+    if not -(2**63) <= int(key) < 2**63:
+        check.fail(name, key, "whole numbers from -2^63 to 2^63 - 1, or text: str(id)")
+    return int(key)
+
+
+def _check_unicode(name: str, texts: Iterable[str]) -> None:
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            check.fail(name, ascii(text), "text that UTF-8 can write")
+
+
+def as_ids(name: str, values: Any) -> NDArray[Any]:
+    """Distinct ids, none missing."""
+    ids, missing = id_array(name, values)
+    if missing is not None:
+        check.fail(name, f"no id at place {int(np.argmax(missing))}", "an id at every place")
+    if ids.dtype == object:
+        _check_unicode(name, ids)
+    if len(distinct := set(ids.tolist())) != len(ids):
+        twice = next(key for key in ids.tolist() if key not in distinct or distinct.remove(key))  # type: ignore[func-returns-value]
         check.fail(name, f"{twice!r} twice", "distinct ids")
-    return as_objects(texts)
+    return ids
 
 
-def as_objects(texts: list[str]) -> NDArray[np.object_]:
+def as_objects(texts: list[Any]) -> NDArray[np.object_]:
     """A one-dimensional object array."""
     result = np.empty(len(texts), dtype=object)
     result[:] = texts
     return result
-
-
-def rows_of(name: str, ids: Any, index: Mapping[str, int]) -> NDArray[np.int64]:
-    """Row numbers of ids; unknown ones are an error that names the first few and the nearest known ids."""
-    asked = [ids] if isinstance(ids, (str, int, np.integer)) else list(ids)
-    texts = [text_of(name, value) for value in asked]
-    unknown = [text for text in texts if text not in index]
-    if unknown:
-        named = "; ".join(f"{text!r}{_hint(text, index)}" for text in dict.fromkeys(unknown[:3]))
-        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
-        check.fail(name, f"unknown ids {named}{more}", f"ids among the {len(index)} known")
-    return np.fromiter((index[text] for text in texts), dtype=np.int64, count=len(texts))
-
-
-def _hint(text: str, known: Iterable[str]) -> str:
-    close = nearest(text, known)
-    return f" (nearest: {', '.join(repr(c) for c in close)})" if close else ""
-
-
-def nearest(text: str, known: Iterable[str], count: int = 3) -> Sequence[str]:
-    """Known ids that look like ``text``: ranked by difflib among those that begin and end most alike."""
-    names = [name for name in known if abs(len(name) - len(text)) <= 2 + len(text) // 2]
-    if len(names) > _CANDIDATES:
-        names = heapq.nlargest(_CANDIDATES, names, key=lambda name: _alike(text, name) + _alike(text[::-1], name[::-1]))
-    return difflib.get_close_matches(text, names, n=count, cutoff=0.6)
-
-
-def _alike(one: str, other: str) -> int:
-    """How many letters two texts begin with in common."""
-    return next(
-        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from gramtower import _checks as check
 from gramtower.data import frames
-from gramtower.data.ids import nearest
 
 if TYPE_CHECKING:
     from polars import DataFrame, Series
@@ -30,7 +29,7 @@ def infer_kinds(table: DataFrame, id: str, given: Mapping[str, str], separator: 
     present = [name for name in table.columns if name != id]
     for name, kind in given.items():
         if name not in present:
-            close = nearest(name, present, 1) or present
+            close = check.near(name, present, 1) or present
             check.fail("kinds", repr(name), f"a column besides the id, such as {', '.join(map(repr, close)) or 'none'}")
         check.choice(f"kinds[{name!r}]", kind, KINDS)
     return {name: given[name] if name in given else infer_kind(table[name], separator) for name in present}

@@ -1,6 +1,7 @@
 """Observed pairs with the ids, weights and times they came with: from files, frames or arrays to one CSR matrix.
 
-Ids are text, always ("007" stays "007"), and rows are numbered in order of first appearance among the rows kept.
+Ids are whole numbers or text, as the source has them (data/ids.py says when); rows are numbered in order of first
+appearance among the rows kept.
 Cost: O(rows) time and memory beyond reading the file; see data/merging.py for the order of entries.
 Checked by tests/test_interactions.py; benchmarks/bench_reading.py compares time and memory with polars alone.
 """
@@ -20,7 +21,9 @@ from gramtower import _checks as check
 from gramtower.data import frames
 from gramtower.data.assembly import Rule, assemble
 from gramtower.data.frames import Choice, Column, PathLike
-from gramtower.data.ids import as_ids, code_series, code_values, rows_of
+from gramtower.data.ids import Key, as_ids, code_series, code_values, id_series
+from gramtower.data.lookup import index_of, rows_of
+from gramtower.data.times import moments
 
 if TYPE_CHECKING:
     import polars as pl
@@ -32,8 +35,8 @@ class Interactions:
 
     What the constructors share. ``threshold=4`` keeps rows whose value is at least 4 and labels them 1; without a
     threshold the value is the label when ``labels=True``, otherwise every row is a pair labelled 1. Rows without an id,
-    or without a value, weight or time that was asked for, are left out and counted. Then rows of the same pair are
-    merged by ``duplicates``:
+    or without a value, weight or time that was asked for, are left out and counted, and more than one in a hundred of
+    them are a warning. Then rows of the same pair are merged by ``duplicates``:
 
     - ``"max"`` (default, whatever the order of rows): largest label, largest weight, latest time
     - ``"sum"``: labels and weights added, latest time
@@ -43,7 +46,8 @@ class Interactions:
     Attributes:
         matrix: scipy.sparse CSR, m × n, float32. Stored entries are the observed pairs, values the labels; the columns
             of a row increase and none occurs twice.
-        left_ids: m distinct ids (object array of str); row i of the matrix belongs to ``left_ids[i]``.
+        left_ids: m distinct ids, an int64 array or an object array of str; row i of the matrix belongs to
+            ``left_ids[i]``. Text files give text ("007" stays "007"), integers stay integers; see data/ids.py.
         right_ids: n distinct ids.
         times: float64, aligned with ``matrix.data``, or None. Seconds since 1970 where the source had dates.
         weights: float32, aligned with ``matrix.data``, or None.
@@ -53,8 +57,8 @@ class Interactions:
     """
 
     matrix: sp.csr_matrix
-    left_ids: NDArray[np.object_]
-    right_ids: NDArray[np.object_]
+    left_ids: NDArray[Any]
+    right_ids: NDArray[Any]
     times: NDArray[np.float64] | None = None
     weights: NDArray[np.float32] | None = None
     left_name: str = "left"
@@ -65,6 +69,9 @@ class Interactions:
         if self.matrix.shape != (len(self.left_ids), len(self.right_ids)):
             given = f"shape {self.matrix.shape} with {len(self.left_ids)} and {len(self.right_ids)} ids"
             check.fail("matrix", given, "one row for each left id and one column for each right id")
+        for name in ("left_ids", "right_ids"):
+            if getattr(self, name).dtype not in (np.int64, object):
+                object.__setattr__(self, name, as_ids(name, getattr(self, name)))
         for name, values in (("times", self.times), ("weights", self.weights)):
             if values is not None and len(values) != self.matrix.nnz:
                 check.fail(name, f"{len(values)} values", f"{self.matrix.nnz}, one for each pair")
@@ -96,7 +103,8 @@ class Interactions:
             right: column of right ids.
             value: column of ratings, counts or labels.
             weight: column of pair weights.
-            time: column of times: numbers, or dates.
+            time: column of times: numbers, or dates and datetimes, which become seconds since 1970 (those without a
+                zone are taken as UTC).
             threshold: smallest value that makes a pair; see the class.
             labels: whether values are the labels; see the class.
             duplicates: how rows of the same pair are merged; see the class.
@@ -169,11 +177,14 @@ class Interactions:
     ) -> Interactions:
         """Pairs from sequences of equal length: ids (text or whole numbers; None is missing) and numbers.
 
-        Needs no polars. The other arguments are those of :meth:`from_csv`.
+        Times are numbers, or dates, datetimes, datetime64 or ISO 8601 text, UTC unless they have a zone. Needs no
+        polars. The other arguments are those of :meth:`from_csv`.
         """
         rule = _rule(threshold, labels, duplicates, value)
-        given = {"value": value if rule.reads_value else None, "weight": weight, "time": time}
+        given = {"value": value if rule.reads_value else None, "weight": weight}
         numbers = {name: check.as_float_array(name, x) for name, x in given.items() if x is not None}
+        if time is not None:
+            numbers["time"] = moments("time", time)
         fields = assemble(code_values("left", left), code_values("right", right), numbers, rule)
         return cls(**vars(fields), left_name=left_name, right_name=right_name)
 
@@ -187,7 +198,7 @@ class Interactions:
         left_name: str = "left",
         right_name: str = "right",
     ) -> Interactions:
-        """Pairs from any scipy.sparse matrix; ids default to row and column numbers as text. Duplicates are added."""
+        """Pairs from any scipy.sparse matrix; ids default to row and column numbers. Duplicates are added."""
         if not sp.issparse(matrix):
             check.fail("matrix", type(matrix).__name__, "a scipy.sparse matrix")
         rows = as_ids("left_ids", range(matrix.shape[0]) if left_ids is None else left_ids)
@@ -205,7 +216,7 @@ class Interactions:
                 read = frames.seconds if name == "time" else frames.numbers
                 numbers[name] = read(name, column).to_numpy()  # a missing number is NaN from here on
         left_name, right_name = columns[0].name, columns[1].name
-        left, right = code_series(*columns)
+        left, right = code_series(id_series("left", columns.pop(0)), id_series("right", columns.pop(0)))
         fields = assemble(left, right, numbers, rule)
         return cls(**vars(fields), left_name=left_name, right_name=right_name)
 
@@ -222,12 +233,12 @@ class Interactions:
         return f"Interactions({len(self):,} pairs of {m:,} {self.left_name!r} and {n:,} {self.right_name!r})"
 
     @cached_property
-    def _left_index(self) -> dict[str, int]:
-        return {text: row for row, text in enumerate(self.left_ids)}
+    def _left_index(self) -> dict[Key, int]:
+        return index_of(self.left_ids)
 
     @cached_property
-    def _right_index(self) -> dict[str, int]:
-        return {text: row for row, text in enumerate(self.right_ids)}
+    def _right_index(self) -> dict[Key, int]:
+        return index_of(self.right_ids)
 
     def left_rows(self, ids: Any) -> NDArray[np.int64]:
         """Rows of left ids; unknown ids are an error that names the first ones and the nearest known."""

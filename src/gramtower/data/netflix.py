@@ -22,7 +22,7 @@ from gramtower import _checks as check
 from gramtower.data import frames, streams
 from gramtower.data.assembly import Rule, assemble
 from gramtower.data.frames import PathLike
-from gramtower.data.ids import Coded
+from gramtower.data.ids import Coded, as_objects
 from gramtower.data.interactions import Interactions
 
 _COMBINED = re.compile(r"combined_data_\d+\.txt(\.gz|\.xz|\.bz2)?")
@@ -127,4 +127,4 @@ def _ratings(
 
 def _coded(numbers: NDArray[np.int32]) -> Coded:
     """Ids as they are, the only reference to them, so that assemble can free them."""
-    return Coded(numbers, lambda places: [str(number) for number in numbers[places].tolist()])
+    return Coded(numbers, lambda places: as_objects([str(number) for number in numbers[places].tolist()]))

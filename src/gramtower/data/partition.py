@@ -70,12 +70,9 @@ class Part:
         """Ids of all right entities, or of the own ones."""
         rows = self.shards.right
         tensors = _read(self.folder / _RIGHT)
-        offsets = tensors["offsets"]
-        if own:
-            offsets = offsets[rows.first : rows.stop + 1]
-        ids = unpack_ids(tensors["text"], offsets)
+        ids = unpack_ids(tensors)
         assert ids is not None
-        return ids
+        return ids[rows.first : rows.stop] if own else ids
 
 
 def write_partition(
@@ -175,13 +172,12 @@ def read_part(folder: str | Path, group: Group = SINGLE) -> Part:
         right = Rows(balanced(np.ones(manifest["shape"][1]), group.size), group.rank)
         tensors = [_read(folder / part["file"]) for part in own]
         n = manifest["shape"][1]
-        ids = [unpack_ids(t["left_text"], t["left_offsets"]) for t in tensors]
-        empty = np.empty(0, dtype=object)
+        ids = [unpack_ids(t, "left_") for t in tensors or [_read(folder / listed[0]["file"])]]
         part = Part(
             _stack(tensors, "", n, left.count),
             np.concatenate([t["weights"].numpy() for t in tensors]) if manifest["weights"] and tensors else None,
             None if manifest["held_out"] is None else _stack(tensors, "held_out_", n, left.count),
-            np.concatenate([empty, *(x for x in ids if x is not None)]),
+            np.concatenate([x for x in ids if x is not None])[: left.count],  # of no part, none of the first's
             folder,
             Shards(group, left, right),
             manifest["pairs"],

@@ -219,7 +219,7 @@ class Extreme:
     """A multi-label data set.
 
     Attributes:
-        pairs: points × labels; ids are row numbers as text, and points without labels have an empty row.
+        pairs: points × labels; ids are row numbers, and points without labels have an empty row.
         features: points × features, float32, in the same order of points.
     """
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from gramtower import _checks as check
 from gramtower.data.interactions import Interactions
+from gramtower.data.times import moment
 
 
 @dataclass(frozen=True)
@@ -87,14 +88,15 @@ def leave_one_out(pairs: Interactions, *, minimum: int = 1, seed: int = 0) -> Sp
     return _split(pairs, (rank == 0) & np.repeat(enough, counts))
 
 
-def by_time(pairs: Interactions, test: float | None = None, *, cut: float | None = None, seed: int = 0) -> Split:
+def by_time(pairs: Interactions, test: float | None = None, *, cut: Any = None, seed: int = 0) -> Split:
     """Training before, test from a moment on.
 
     Args:
         pairs: what to split; must have times.
         test: share of pairs to hold out, the latest ones; pairs of the same moment as the earliest of them are drawn.
             0.1 unless ``cut`` is given.
-        cut: the moment, instead: pairs at or after it are held out.
+        cut: the moment, instead: pairs at or after it are held out. A number in the unit of the times, or a date,
+            datetime, datetime64 or ISO 8601 text, UTC unless it has a zone.
         seed: of the draw.
     """
     generator = _generator(seed)
@@ -103,7 +105,7 @@ def by_time(pairs: Interactions, test: float | None = None, *, cut: float | None
     if cut is not None:
         if test is not None:
             check.fail("cut", f"{cut} and test={test}", "one of them")
-        return _split(pairs, pairs.times >= check.number("cut", cut))
+        return _split(pairs, pairs.times >= moment("cut", cut))
     share = _share("test", 0.1 if test is None else test)
     order = np.lexsort((generator.random(len(pairs)), pairs.times))
     chosen = np.zeros(len(pairs), dtype=bool)

@@ -20,8 +20,9 @@ from gramtower import _checks as check
 from gramtower.data import frames
 from gramtower.data.encoders import Categorical, Elements, Encoder, Numeric, Text, from_plain, to_plain
 from gramtower.data.frames import Choice, Column
-from gramtower.data.ids import text_of
+from gramtower.data.ids import Key, id_array, id_series
 from gramtower.data.inference import KINDS, infer_kinds
+from gramtower.data.lookup import index_of, join
 
 if TYPE_CHECKING:
     from polars import Series
@@ -34,7 +35,8 @@ class FeatureTable:
 
     Args:
         frame: a polars, pandas or pyarrow table, a mapping of columns, or the path of a CSV or Parquet file.
-        id: column of ids, read as text. Rows without an id are left out and counted; an id twice is an error.
+        id: column of ids: whole numbers or text, of a CSV file text. Rows without an id are left out and counted; an id
+            twice is an error. In a join a whole number and the text that writes it are the same id.
         numeric: columns of numbers.
         categorical: columns with one value of a set.
         lists: columns of lists, or of text with ``separator`` between elements.
@@ -88,7 +90,7 @@ class FeatureTable:
         kind = [kind for (kind, _), _ in columns]
         self.encoders = [_fit(k, column, separator, hash_bits, ngrams) for k, column in zip(kind, kept, strict=True)]
         self.report["missing"] = {column.name: int(column.null_count()) for column in kept if column.null_count()}
-        self._row: dict[str, int] | None = {name: row for row, name in enumerate(named.to_list())}
+        self._row: dict[Key, int] | None = index_of(np.array(named.to_list(), dtype=object))
         self._matrix = self._encoded(kept)[0]
 
     @classmethod
@@ -153,12 +155,13 @@ class FeatureTable:
         """The table's row of each id, one beyond the last for ids without features; counts both kinds of strangers."""
         if self._row is None:
             check.fail("ids", "a call on an encoder read from JSON, which has no rows", "encode_frame(frame)")
-        if isinstance(ids, str):
-            check.fail("ids", repr(ids), "a sequence of ids")
-        asked = [text_of("ids", value) for value in ids]
+        asked, missing = id_array("ids", ids)
+        if missing is not None:
+            check.fail("ids", f"no id at place {int(np.argmax(missing))}", "an id at every place")
         last = len(self._row)
-        rows = np.fromiter((self._row.get(name, last) for name in asked), dtype=np.int64, count=len(asked))
-        without = [name for name, row in zip(asked, rows, strict=True) if row == last]
+        rows = join(asked, self._row)
+        rows[rows < 0] = last
+        without = asked[rows == last].tolist()
         unused = last - len(set(rows.tolist()) - {last})
         self.report |= {"ids_without_features": len(without), "features_without_ids": unused}
         if self.strict and without:
@@ -227,11 +230,11 @@ def _fit(kind: str, column: Series, separator: str, bits: int, ngrams: str) -> E
 def _identified(
     frame: Any, id: str, choices: list[tuple[str, str]], numeric: int
 ) -> tuple[Series, list[tuple[tuple[str, str], Series]]]:
-    """The ids as text, and each chosen column with the argument that chose it; numeric ones come first."""
+    """The ids, and each chosen column with the argument that chose it; numeric ones come first."""
     texts: list[Choice] = [("id", id), *choices[numeric:]]
     found = _read(frame, texts, list(choices[:numeric]))
     ordered = found[len(texts) :] + found[1 : len(texts)]
-    return frames.texts(found[0]), list(zip(choices, ordered, strict=True))
+    return id_series("id", found[0]), list(zip(choices, ordered, strict=True))
 
 
 def _read(frame: Any, texts: Sequence[tuple[str, Column]], others: Sequence[tuple[str, Column]]) -> list[Series]:

@@ -71,7 +71,8 @@ class Fitted:
                 scipy.sparse matrix with one column for each right entity.
 
         Returns:
-            Ids and scores, one row for each left entity. Places without an answer hold None (−1 for numbers) and −inf.
+            Ids, of the type that the training data has, and scores, one row for each left entity. A score of −inf marks
+            a place without an answer; its id is None, or −1 where ids are numbers.
         """
         self._check_fitted()
         check.count("k", k)
@@ -189,7 +190,7 @@ class Fitted:
         """Held-out pairs of the left entities that this process knows."""
         rows, ids = self.shards_.left, (self.left_.ids, self.right_.ids)
         if ids[0] is not None or rows.count == rows.total:
-            return aligned("test", test, ids, self.seen_.shape)
+            return aligned("test", test, ids, self.seen_.shape, every=self.shards_.single)
         return aligned("test", test, ids, (rows.total, self.shards_.right.total))[rows.first : rows.stop]
 
     def _side(self, side: str) -> Side:

@@ -48,7 +48,7 @@ def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None) ->
     model.left_, model.right_ = (
         Side(
             name,
-            unpack_ids(tensors.get(f"{name}_text"), tensors.get(f"{name}_offsets")),
+            unpack_ids(tensors, f"{name}_"),
             tensors[name] if name in tensors else getattr(model.towers_, name)[0].weight.detach(),
             inputs[name],
         )

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from gramtower import _checks as check
 from gramtower.data.interactions import Interactions
+from gramtower.data.left_out import warn_of_pairs
+from gramtower.data.lookup import index_of, join
 
 
 def history_features(matrix: sp.csr_matrix) -> sp.csr_matrix:
@@ -29,9 +31,22 @@ def matrix_and_ids(pairs: Any) -> tuple[sp.csr_matrix, tuple[NDArray[Any] | None
 
 
 def aligned(
-    name: str, test: Any, ids: tuple[NDArray[Any] | None, NDArray[Any] | None], shape: tuple[int, int]
+    name: str,
+    test: Any,
+    ids: tuple[NDArray[Any] | None, NDArray[Any] | None],
+    shape: tuple[int, int],
+    every: bool = True,
 ) -> sp.csr_matrix:
-    """Held-out pairs in the model's row numbers; pairs of unknown entities cannot be ranked and are left out."""
+    """Held-out pairs in the model's row numbers; pairs of unknown entities cannot be ranked and are left out.
+
+    Args:
+        name: of the argument, for errors and warnings.
+        test: the pairs.
+        ids: of the model.
+        shape: of the model.
+        every: whether ``ids`` are those of all processes; then pairs that are left out are warned of, and it is an
+            error if all are.
+    """
     matrix, test_ids = matrix_and_ids(test)
     if ids[0] is None or ids[1] is None:
         if matrix.shape != shape:
@@ -39,13 +54,33 @@ def aligned(
         return matrix
     if test_ids[0] is None or test_ids[1] is None:
         check.fail(name, "a matrix without ids", "gramtower.Interactions, as in training")
-    rows, columns = (
-        row_map(known, new, len(known), len(new)) for known, new in ((ids[0], test_ids[0]), (ids[1], test_ids[1]))
-    )
+    known, given = (ids[0], ids[1]), (test_ids[0], test_ids[1])
+    rows, columns = join(given[0], index_of(known[0])), join(given[1], index_of(known[1]))
     coo = matrix.tocoo()
     i, j = rows[coo.row], columns[coo.col]
     keep = (i >= 0) & (j >= 0)
+    lost = int(len(keep) - keep.sum())
+    if every and lost:
+        entry = int(np.argmin(keep))
+        side, place = (0, coo.row[entry]) if i[entry] < 0 else (1, coo.col[entry])
+        example = given[side].tolist()[place]
+        if lost == len(keep):
+            shown = f"{lost:,} pairs, none of them with two known ids ({example!r} is not known)"
+            such = f", with ids such as {known[side].tolist()[0]!r}" if len(known[side]) else ""
+            check.fail(name, shown, f"pairs of entities of the model{such}")
+        warn_of_pairs(name, lost, len(keep), example)
     return sp.csr_matrix((coo.data[keep], (i[keep], j[keep])), shape=shape)
+
+
+def known_pairs(ids: tuple[NDArray[Any] | None, NDArray[Any] | None], pairs: Interactions) -> int:
+    """How many pairs have both ids among those known; None for a side whose every id will do."""
+    given = (pairs.left_ids, pairs.right_ids)
+    there = [
+        np.ones(len(new), dtype=bool) if known is None else join(new, index_of(known)) >= 0
+        for known, new in zip(ids, given, strict=True)
+    ]
+    coo = pairs.matrix.tocoo()
+    return int((there[0][coo.row] & there[1][coo.col]).sum())
 
 
 def row_map(known: NDArray[Any] | None, new: NDArray[Any] | None, known_rows: int, new_rows: int) -> NDArray[np.int64]:
@@ -53,5 +88,4 @@ def row_map(known: NDArray[Any] | None, new: NDArray[Any] | None, known_rows: in
     if known is None or new is None:
         numbers = np.arange(new_rows)
         return np.where(numbers < known_rows, numbers, -1)
-    places = {key: row for row, key in enumerate(known.tolist())}
-    return np.array([places.get(key, -1) for key in new.tolist()], dtype=np.int64)
+    return join(new, index_of(known))

@@ -34,6 +34,7 @@ def write_shards(
     """
     stored = dict(tensors)
     rows: dict[str, str] = {name: name for name in ("left", "right") if name in tensors}
+    rows |= {name: "left" for name in ("left_numbers",) if name in tensors}
     if "right" in tensors:
         stored["right"] = tensors["right"][shards.right.first : shards.right.stop]
     del stored["parameters"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower import _checks as check
+from gramtower.data.ids import Key
+from gramtower.data.lookup import index_of, listed, rows_of
 from gramtower.estimator.inputs import Inputs
 
 
@@ -23,7 +24,7 @@ class Side:
 
     Attributes:
         name: "left" or "right".
-        ids: one id for each row: text, or None when rows are known by number.
+        ids: one id for each row, int64 or text (objects); None when rows are known by number.
         embeddings: rows × k.
         inputs: what its tower sees of them.
     """
@@ -33,40 +34,32 @@ class Side:
     embeddings: Tensor
     inputs: Inputs
 
-    def __post_init__(self) -> None:
-        self._rows = None if self.ids is None else {key: row for row, key in enumerate(self.ids.tolist())}
+    @cached_property
+    def _index(self) -> dict[Key, int]:
+        return {} if self.ids is None else index_of(self.ids)
 
     def __len__(self) -> int:
         return len(self.embeddings)
 
     def rows(self, ids: Any) -> NDArray[np.int64]:
         """Row numbers of ids; unknown ones are named with the nearest known."""
-        wanted = [ids] if isinstance(ids, (str, int, np.integer)) else list(ids)
-        if self._rows is None:
-            return self._numbers(wanted)
-        unknown = [key for key in wanted if key not in self._rows]
-        if unknown:
-            near = difflib.get_close_matches(str(unknown[0]), list(self._rows)[:200_000], 1, 0.0)
-            hint = f"; nearest known: {near[0]!r}" if near else ""
-            check.fail(
-                f"{self.name} ids",
-                f"{len(unknown)} unknown, such as {unknown[0]!r}{hint}",
-                f"ids seen in training, or {self.name}_features for new entities",
-            )
-        return np.array([self._rows[key] for key in wanted], dtype=np.int64)
+        if self.ids is None:
+            return self._numbers(listed(f"{self.name} ids", ids))
+        expected = f"ids seen in training, or {self.name}_features for new entities"
+        return rows_of(f"{self.name} ids", ids, self._index, expected)
 
-    def _numbers(self, wanted: Sequence[Any]) -> NDArray[np.int64]:
-        if not all(isinstance(key, (int, np.integer)) and 0 <= key < len(self) for key in wanted):
-            bad = next(k for k in wanted if not (isinstance(k, (int, np.integer)) and 0 <= k < len(self)))
-            check.fail(f"{self.name} ids", repr(bad), f"row numbers from 0 to {len(self) - 1}")
+    def _numbers(self, wanted: list[Any]) -> NDArray[np.int64]:
+        for key in wanted:
+            if isinstance(key, bool) or not isinstance(key, (int, np.integer)) or not 0 <= key < len(self):
+                check.fail(f"{self.name} ids", repr(key), f"row numbers from 0 to {len(self) - 1}")
         return np.array(wanted, dtype=np.int64)
 
     def names(self, rows: NDArray[np.int64]) -> NDArray[Any]:
-        """Ids of row numbers; −1 becomes None (text ids) or −1 (row numbers)."""
+        """Ids of row numbers; −1, for no answer, becomes None (text) or −1 (numbers)."""
         if self.ids is None:
             return rows
-        padded = np.empty(len(self.ids) + 1, dtype=object)  # the last place, reached by −1, stays None
-        padded[:-1] = self.ids
+        padded = np.empty(len(self.ids) + 1, dtype=self.ids.dtype)  # the last place is reached by −1
+        padded[:-1], padded[-1] = self.ids, -1 if self.ids.dtype.kind == "i" else None
         named: NDArray[Any] = padded[rows]
         return named
 

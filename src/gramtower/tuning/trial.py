@@ -103,7 +103,7 @@ def make_parts(pairs: Any, validation: Any, features: tuple[Any, Any], seed: int
         if not held_out.nnz:
             check.fail("validation", "no pair of known entities", "pairs of entities that are in the training data")
         if len(lost):
-            name = repr(lost[0].item() if ids[0] is None else ids[0][lost[0]])
+            name = repr(lost[0].item() if ids[0] is None else ids[0][lost[:1]].tolist()[0])
             given = f"{len(lost)} users without a training pair, such as {name}"
             check.fail("validation", given, "users with pairs to learn from; or a share, which keeps one for each")
     users = np.flatnonzero(np.diff(held_out.indptr))

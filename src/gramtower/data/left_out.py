@@ -1,0 +1,39 @@
+"""What was left out of the data, said aloud: rows that make no pair, and pairs of entities that are not known.
+
+Checked by tests/test_interactions.py and tests/test_estimator.py.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+_REASONS = {"rows_without_id": "without an id", "rows_without_number": "without a value, weight or time"}
+_SHARE = 0.01  # of the rows; more are worth a warning
+
+
+class LeftOutWarning(UserWarning):
+    """Some of the data was left out."""
+
+
+def rows_left_out(report: Mapping[str, int]) -> int:
+    """How many rows of a report are left out because something is missing in them."""
+    return sum(report.get(name, 0) for name in _REASONS)
+
+
+def warn_of_rows(report: Mapping[str, int]) -> None:
+    """Warn if more than a hundredth of the rows miss something; those below a threshold are meant to be left out."""
+    if (lost := rows_left_out(report)) > _SHARE * report["rows"]:
+        why = ", ".join(f"{report[name]:,} {reason}" for name, reason in _REASONS.items() if report.get(name))
+        _warn("rows", lost, report["rows"], why)
+
+
+def warn_of_pairs(name: str, lost: int, total: int, example: object) -> None:
+    """Warn of pairs with an id that is not known."""
+    if lost:
+        _warn(f"pairs of {name}", lost, total, f"an id is not in the training data, such as {example!r}")
+
+
+def _warn(what: str, lost: int, total: int, why: str) -> None:
+    most = "more than half: " if 2 * lost > total else ""
+    warnings.warn(f"{most}{lost:,} of {total:,} {what} are left out ({why})", LeftOutWarning, stacklevel=4)
