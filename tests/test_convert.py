@@ -60,3 +60,15 @@ def test_an_ending_that_is_no_table_is_refused_before_reading(tmp_path, capsys):
         assert "expected .csv, .tsv" in capsys.readouterr().err
     assert run(["convert", str(tmp_path / "nothing.csv"), "--out", str(tmp_path / "a.csv")]) == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ids_in_columns_called_value_weight_or_time_are_kept(tmp_path):
+    given = Interactions.from_arrays(
+        [7, 7, 8], ["x", "y", "x"], value=[5, 1, 2], weight=[1, 2, 3], labels=True, left_name="value", right_name="time"
+    )
+    assert module.columns(given) == ["value", "time", "pair_value", "weight"]
+    module.write_pairs(given, tmp_path / "t.parquet")
+    options = {"value": "pair_value", "weight": "weight", "labels": True}
+    again = Interactions.from_parquet(tmp_path / "t.parquet", "value", "time", **options)
+    assert (again.left_ids.tolist(), again.right_ids.tolist()) == ([7, 8], ["x", "y"])
+    assert np.array_equal(again.matrix.toarray(), given.matrix.toarray())

@@ -8,6 +8,7 @@ from typing import IO, Annotated, Any
 
 import numpy as np
 from cyclopts import Parameter
+from numpy.typing import NDArray
 
 from gramtower import _checks as check
 from gramtower._files import replacing
@@ -57,11 +58,16 @@ def convert(
 
 
 def columns(pairs: Interactions) -> list[str]:
-    """The columns of the table: ids, and value, weight and time where there are any."""
+    """The columns of the table: ids, and value, weight and time where there are any.
+
+    Where ids have such a name, that column is called pair_value, pair_weight or pair_time.
+    """
     names = [pairs.left_name, pairs.right_name] if pairs.left_name != pairs.right_name else ["left", "right"]
-    extra = {"value": bool((pairs.matrix.data != 1).any()), "weight": pairs.weights is not None}
-    extra["time"] = pairs.times is not None
-    return [*names, *(name for name, there in extra.items() if there)]
+    for name in _numbers(pairs):
+        while name in names:
+            name = f"pair_{name}"
+        names.append(name)
+    return names
 
 
 def write_pairs(pairs: Interactions, out: Path) -> None:
@@ -84,9 +90,15 @@ def _table(pairs: Interactions, start: int, stop: int) -> Any:
     pl = frames.polars()
     offsets, names = pairs.matrix.indptr, columns(pairs)
     rows = np.searchsorted(offsets, np.arange(start, stop), side="right") - 1
-    extra = {"value": pairs.matrix.data, "weight": pairs.weights, "time": pairs.times}
-    cells: dict[str, Any] = {
-        names[0]: pl.Series(pairs.left_ids[rows].tolist(), dtype=pl.String),
-        names[1]: pl.Series(pairs.right_ids[pairs.matrix.indices[start:stop]].tolist(), dtype=pl.String),
-    }
-    return pl.DataFrame(cells | {name: extra[name][start:stop] for name in names[2:]})
+    ids = [pairs.left_ids[rows], pairs.right_ids[pairs.matrix.indices[start:stop]]]
+    cells = [pl.Series(one.tolist(), dtype=pl.String) if one.dtype == object else pl.Series(one) for one in ids]
+    cells += [pl.Series(numbers[start:stop]) for numbers in _numbers(pairs).values()]
+    return pl.DataFrame([column.alias(name) for name, column in zip(names, cells, strict=True)])
+
+
+def _numbers(pairs: Interactions) -> dict[str, NDArray[Any]]:
+    """The numbers of the pairs by name: values unless all are 1, weights and times if there are any."""
+    every = {"value": pairs.matrix.data, "weight": pairs.weights, "time": pairs.times}
+    if not (pairs.matrix.data != 1).any():
+        del every["value"]
+    return {name: numbers for name, numbers in every.items() if numbers is not None}
