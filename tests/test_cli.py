@@ -101,6 +101,47 @@ def test_unknown_test_ids_are_left_out_and_counted(fitted, tmp_path, capsys):
     assert "none of them" in refusal(capsys, *tokens)
 
 
+def test_what_is_left_out_of_a_fit_is_said_and_counted(tmp_path, capsys):
+    rows = [f"{u},{i}" for u in range(8) for i in range(5) if (u + i) % 2]
+    (tmp_path / "p.csv").write_text("\n".join(["user,item", *rows, *["9,"] * 60]) + "\n")
+    (tmp_path / "v.csv").write_text("user,item\n0,2\n70,2\n0,71\n")
+    tokens = ["fit", str(tmp_path / "p.csv"), *COLUMNS, *SMALL, "--max-iterations", "1", "--out", str(tmp_path / "run")]
+    assert run([*tokens, "--validation", str(tmp_path / "v.csv"), "--json"]) == 0
+    printed = capsys.readouterr()
+    facts = json.loads(printed.out)
+    assert (facts["rows_left_out"], facts["validation_pairs"], facts["validation_pairs_left_out"]) == (60, 1, 2)
+    assert facts["pairs"] == len(rows)
+    assert "warning: more than half: 60 of 80 rows are left out (60 without an id)\n" in printed.err
+    assert "warning: more than half: 2 of 3 pairs of validation are left out" in printed.err
+
+
+def test_the_shell_asks_in_the_type_of_the_models_ids(tmp_path, capsys):
+    import polars as pl
+
+    rows = [(u, i) for u in range(8) for i in range(5) if (u + i) % 2]
+    frame = pl.DataFrame(rows, schema=["user", "item"], orient="row")
+    frame.write_parquet(tmp_path / "p.parquet")
+    frame.head(3).write_csv(tmp_path / "t.csv")
+    fit = [
+        "fit",
+        str(tmp_path / "p.parquet"),
+        *COLUMNS,
+        *SMALL,
+        "--max-iterations",
+        "1",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    assert run(fit) == 0
+    found = answer(capsys, "recommend", tmp_path / "run", "--left", "7", "--deny", "1", "-k", "5")["answers"][0]
+    assert found["left"] == 7
+    assert {hit["id"] for hit in found["results"]} == {3}
+    assert answer(capsys, "similar", tmp_path / "run", "--right", "2", "-k", "1")["answers"][0]["right"] == 2
+    assert "ids are whole numbers here" in refusal(capsys, "recommend", tmp_path / "run", "--left", "007")
+    evaluated = answer(capsys, "evaluate", tmp_path / "run", "--test", tmp_path / "t.csv", "--no-exclude-seen")
+    assert (evaluated["pairs"], evaluated["pairs_left_out"]) == (3, 0)
+
+
 def test_recommendations_are_new_items_of_the_users_group(fitted, capsys):
     found = answer(capsys, "recommend", fitted, "--left", "007", "--left", "010", "-k", "2")["answers"]
     assert [entry["left"] for entry in found] == ["007", "010"]

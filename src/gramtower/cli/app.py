@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -21,10 +22,12 @@ from gramtower.cli.convert import convert
 from gramtower.cli.fit import fit
 from gramtower.cli.info import info
 from gramtower.cli.options import Common
+from gramtower.cli.output import note
 from gramtower.cli.partition import partition
 from gramtower.cli.query import evaluate, recommend, similar
 from gramtower.cli.report import report
 from gramtower.cli.tune import tune
+from gramtower.data.left_out import LeftOutWarning
 
 BAD_INPUT = (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
@@ -68,7 +71,10 @@ def run(tokens: Sequence[str]) -> int:
     try:
         if common.threads is not None:
             torch.set_num_threads(check.count("threads", common.threads))
-        return int(command(*bound.args, **bound.kwargs) or 0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", LeftOutWarning)
+            warnings.showwarning = lambda message, *_, **__: _warn(message)
+            return int(command(*bound.args, **bound.kwargs) or 0)
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 1
@@ -81,6 +87,12 @@ def run(tokens: Sequence[str]) -> int:
         return _error(error, 1, common.debug)
     except Exception as error:
         return _error(error, 1, common.debug, f"{type(error).__name__}: ")
+
+
+def _warn(message: Warning | str) -> None:
+    """One line on standard error, of the first process only where there are several."""
+    if os.environ.get("RANK", "0") == "0":
+        note(f"warning: {' '.join(str(message).split())}")
 
 
 def _error(error: Exception, code: int, debug: bool = False, kind: str = "") -> int:

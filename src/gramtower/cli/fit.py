@@ -17,9 +17,11 @@ from gramtower.cli.output import note, print_facts, print_json
 from gramtower.cli.processes import joined
 from gramtower.cli.reading import read_pairs, split_validation
 from gramtower.data.interactions import Interactions
+from gramtower.data.left_out import rows_left_out
 from gramtower.data.partition import Part, is_partition, read_part
 from gramtower.distributed.group import Group
 from gramtower.estimator.config_file import write_config
+from gramtower.estimator.matrices import known_pairs
 from gramtower.estimator.two_tower import TwoTower
 from gramtower.training.result import Reason, Record
 from gramtower.training.shards_file import remove
@@ -84,6 +86,7 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
     loud, source = not common.quiet and group.rank == 0, Path(settings.data.path or "")
     estimator = TwoTower(**settings.estimator_arguments(), verbose=not common.quiet)
     observed: Interactions | Part
+    left_out: dict[str, int] = {}
     if is_partition(source):
         if settings.data.validation is not None:
             check.fail("validation", settings.data.validation, "nothing: gramtower partition chooses held-out pairs")
@@ -93,7 +96,10 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
         with group.together():
             pairs = read_pairs(source, settings.data)
             observed, held_out = split_validation(pairs, settings.data, estimator.seed)
-        validation_pairs = None if held_out is None else len(held_out)
+        validation_pairs = None if held_out is None else known_pairs((pairs.left_ids, pairs.right_ids), held_out)
+        left_out = {"rows_left_out": rows_left_out(pairs.report)}
+        if held_out is not None and validation_pairs is not None:
+            left_out["validation_pairs_left_out"] = len(held_out) - validation_pairs
         if loud and group.size > 1:
             note(f"each of {group.size} processes reads all of {source}; gramtower partition makes a folder of parts")
     if loud:
@@ -122,7 +128,7 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
     if estimator.reason_ not in (Reason.MAX_ITERATIONS, Reason.TIME_LIMIT, Reason.INTERRUPTED):
         remove(checkpoint)
     facts = summary(estimator, observed, validation_pairs)
-    facts |= {"features": matched} if matched else {}
+    facts |= left_out | ({"features": matched} if matched else {})
     facts |= {"resumed": resumed, "model": str(out / folder.MODEL)}
     folder.write_json(out / folder.SUMMARY, facts | {"environment": folder.environment()})
     return _report(facts, common)
