@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _COMPARED = 500  # names that a wrong one is compared with letter by letter; among more, only those one edit away
-_LONGEST = 64  # letters of a name whose edits are tried
+_LONGEST = 32  # letters of a name whose edits are tried
 
 
 def fail(name: str, given: object, expected: str) -> NoReturn:
