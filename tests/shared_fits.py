@@ -150,11 +150,9 @@ def half(folder, iterations, path, cut="even"):
     return values
 
 
-def interactions():
+def interactions(user="u{:02d}".format):
     rng = np.random.default_rng(0)
-    rows = [
-        (f"u{u:02d}", f"i{i}") for u in range(40) for i in range(30) if rng.random() < (0.5 if u % 3 == i % 3 else 0.1)
-    ]
+    rows = [(user(u), f"i{i}") for u in range(40) for i in range(30) if rng.random() < (0.5 if u % 3 == i % 3 else 0.1)]
     return gt.Interactions.from_arrays(*zip(*rows, strict=True), weight=rng.random(len(rows)) + 0.5)
 
 
@@ -163,7 +161,7 @@ def estimator_fit(folder, partition):
     from gramtower.data.partition import read_part
     from gramtower.data.splits import random_pairs
 
-    split = random_pairs(interactions(), 0.2, seed=0)
+    split = random_pairs(interactions(int), 0.2, seed=0)
     found = {}
     seen = {"whole": (None,), "history": ("history",), "beside": (["id", "history"], [np.eye(30, 5), "id"])}
     for kind in ("whole", "history", "beside", "parts"):

@@ -12,13 +12,15 @@ from gramtower.data.partition import read_part, write_partition
 from gramtower.data.splits import random_pairs
 
 
-def test_a_partition_gives_back_what_was_written(tmp_path):
-    split = random_pairs(shared_fits.interactions(), 0.2, seed=0)
+@pytest.mark.parametrize("user", [str, int])
+def test_a_partition_gives_back_what_was_written(user, tmp_path):
+    split = random_pairs(shared_fits.interactions(user), 0.2, seed=0)
     manifest = write_partition(split.train, tmp_path, 4, split.test)
     part = read_part(tmp_path)
     assert (part.matrix != split.train.matrix).nnz == 0
     assert (part.held_out != split.test.matrix).nnz == 0
     assert part.left_ids.tolist() == split.train.left_ids.tolist()
+    assert part.left_ids.dtype == split.train.left_ids.dtype
     assert part.right_ids().tolist() == split.train.right_ids.tolist()
     np.testing.assert_array_equal(part.weights, split.train.weights)
     assert len(manifest["parts"]) == 4
