@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,30 @@ def test_score_embed_and_recommend_agree(model):
     assert model.score(["user 005"] * 2, ids[0]) == pytest.approx(scores[0], rel=1e-5)
     product = model.embed(["user 005"]) @ model.embed(ids[0], side="right").T
     assert product[0] == pytest.approx(scores[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("hidden", [(), (4,)])
+def test_changing_an_answer_changes_nothing_in_the_model(hidden):
+    pairs = checkerboard()
+    fitted = small(hidden=hidden, max_iterations=2).fit(pairs)
+
+    def answers():
+        lists = (*fitted.recommend([0, 1], k=3), *fitted.similar([0, 1], k=3), fitted.score([0, 1], [1, 0]))
+        return (*lists, *(fitted.embed(ids, side=side) for ids in (None, [0, 1]) for side in ("left", "right")))
+
+    before = answers()
+    for answer in answers():
+        answer[:] = 0
+    pairs.indices[:] = 0  # what it was fitted on is the caller's
+    assert all(np.array_equal(a, b) for a, b in zip(before, answers(), strict=True))
+
+
+def test_an_answer_outlives_the_models_way_to_another_process():
+    fitted = small(max_iterations=2).fit(checkerboard())
+    taken = fitted.embed(side="right")
+    ForkingPickler.dumps(fitted)  # what multiprocessing.Pool.map does with it; torch moves tensors to shared memory
+    assert not np.shares_memory(taken, fitted.right_.embeddings.numpy())
+    assert np.array_equal(taken, fitted.embed(side="right"))
 
 
 def test_evaluate_on_held_out_pairs(model):

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from gramtower.estimator.loading import load as load_estimator
+from gramtower.estimator.side import normalised
 from gramtower.estimator.two_tower import TwoTower as Estimator
 from gramtower.retrieval.topk import top_k
 
@@ -106,9 +107,9 @@ class TwoTower:
                 raise NotImplementedError("recalculate_user needs a model made with history=True")
             P = torch.from_numpy(self.model.embed(histories=user_items))
         else:
-            P = torch.from_numpy(self.user_factors[self._known(users, len(self.model.left_), "userid")])
+            P = self.model.left_.embeddings[self._known(users, len(self.model.left_), "userid")]
         return self._ranked(
-            P, self.item_factors, N, np.isscalar(userid),
+            P, self.model.right_.embeddings, N, np.isscalar(userid),
             exclude=user_items if filter_already_liked_items else None,
             allow=self._chosen(items), deny=filter_items,
         )  # fmt: skip
@@ -125,7 +126,7 @@ class TwoTower:
         """The N items most alike by cosine, the item itself first."""
         if recalculate_item:
             raise NotImplementedError("recalculate_item isn't supported with this model")
-        return self._similar(itemid, self.item_factors, "itemid", N, filter_items, items)
+        return self._similar(itemid, self.model.right_.embeddings, "itemid", N, filter_items, items)
 
     def similar_users(
         self,
@@ -135,7 +136,7 @@ class TwoTower:
         users: Sequence[int] | None = None,
     ) -> Answer:
         """The N users most alike by cosine, the user itself first."""
-        return self._similar(userid, self.user_factors, "userid", N, filter_users, users)
+        return self._similar(userid, self.model.left_.embeddings, "userid", N, filter_users, users)
 
     def save(self, file: str | Path) -> None:
         """Write the model to a file."""
@@ -149,23 +150,23 @@ class TwoTower:
         made.model = model
         return made
 
-    def _similar(self, which: Any, factors: NDArray[np.float32], name: str, N: int, deny: Any, allow: Any) -> Answer:
+    def _similar(self, which: Any, factors: torch.Tensor, name: str, N: int, deny: Any, allow: Any) -> Answer:
         if allow is not None and deny is not None:
             raise ValueError("Can't specify both a list to choose from and a filter")
-        unit = factors / np.maximum(np.linalg.norm(factors, axis=1, keepdims=True), 1e-30)
+        unit = normalised(factors)
         rows = self._known(np.atleast_1d(np.asarray(which)), len(factors), name)
-        return self._ranked(torch.from_numpy(unit[rows]), unit, N, np.isscalar(which), None, allow, deny)
+        return self._ranked(unit[rows], unit, N, np.isscalar(which), None, allow, deny)
 
     @staticmethod
     def _ranked(
-        P: torch.Tensor, factors: NDArray[np.float32], N: int, single: bool, exclude: Any, allow: Any, deny: Any
+        P: torch.Tensor, factors: torch.Tensor, N: int, single: bool, exclude: Any, allow: Any, deny: Any
     ) -> Answer:
         for chosen in (allow, deny):
             if chosen is not None and len(chosen) and (np.max(chosen) >= len(factors) or np.min(chosen) < 0):
                 raise IndexError("Some itemids in the items parameter in are not in the model")
         limit = len(factors) if allow is None else len(allow)
         found, scores = top_k(
-            P, torch.from_numpy(factors), min(N, limit), exclude=exclude,
+            P, factors, min(N, limit), exclude=exclude,
             allow=None if allow is None else np.asarray(allow), deny=None if deny is None else np.asarray(deny),
         )  # fmt: skip
         return (found[0], scores[0]) if single else (found, scores)

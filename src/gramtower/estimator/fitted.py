@@ -1,6 +1,7 @@
 """What a fitted model answers: recommendations, neighbours, scores, embeddings, metrics. Its subclass learns it.
 
-Exact: lists come from all scores, in blocks. Checked by tests/test_estimator.py.
+Exact: lists come from all scores, in blocks. Answers are copies: changing one changes nothing in the model. Checked by
+tests/test_estimator.py.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class Fitted:
     """The questions to a fitted model.
 
     Attributes:
-        left_: ids, inputs and embeddings of the left entities.
+        left_: ids, inputs and embeddings of the left entities: the model's own memory, as all attributes are.
         right_: those of the right entities.
-        seen_: the pairs of training.
+        seen_: the pairs of training, as ones.
         towers_: what embeds new entities; None if loaded without towers of its own.
         shards_: which rows this process holds.
     """
@@ -133,8 +134,9 @@ class Fitted:
         if right_features is not None:
             return np.asarray(self._embed_new("right", right_features).numpy())
         this = self._side(side)
-        rows = slice(None) if ids is None else torch.from_numpy(this.rows(ids))
-        return np.asarray(this.embeddings[rows].numpy())
+        if ids is None:
+            return np.asarray(this.embeddings.numpy().copy())
+        return np.asarray(this.embeddings[torch.from_numpy(this.rows(ids))].numpy())
 
     def evaluate(
         self,

@@ -21,6 +21,12 @@ def history_features(matrix: sp.csr_matrix) -> sp.csr_matrix:
     return sp.csr_matrix((values, matrix.indices, matrix.indptr), shape=matrix.shape)
 
 
+def pattern_of(matrix: sp.csr_matrix) -> sp.csr_matrix:
+    """A copy of a matrix's pattern, with ones for values."""
+    ones = np.ones(len(matrix.indices), dtype=np.float32)
+    return sp.csr_matrix((ones, matrix.indices.copy(), matrix.indptr.copy()), shape=matrix.shape)
+
+
 def matrix_and_ids(pairs: Any) -> tuple[sp.csr_matrix, tuple[NDArray[Any] | None, NDArray[Any] | None]]:
     """The matrix of Interactions or of a sparse matrix, and the ids of its rows and columns if it has any."""
     if isinstance(pairs, Interactions):

@@ -24,6 +24,7 @@ from gramtower.estimator import defaults, model_file, sharded_model
 from gramtower.estimator.fitted import Fitted
 from gramtower.estimator.given import Given, own_weights, take_up
 from gramtower.estimator.inputs import ids_alone
+from gramtower.estimator.matrices import pattern_of
 from gramtower.estimator.side import Side
 from gramtower.estimator.validation import ranking_validator
 from gramtower.estimator.warm_start import carry_over
@@ -322,7 +323,8 @@ class TwoTower(Fitted):
         point = problem.at(towers)
         self.left_ = Side("left", given.ids[0], point.P.cpu(), given.inputs[0])
         self.right_ = Side("right", given.ids[1], point.right_rows.cpu(), given.inputs[1])
-        self.seen_, self.towers_, self.omega_, self.shards_ = given.matrix, towers, problem.omega, problem.shards
+        self.seen_ = pattern_of(given.matrix)
+        self.towers_, self.omega_, self.shards_ = towers, problem.omega, problem.shards
         self.dim_, self.hidden_ = point.Q.shape[1], () if self.towers is not None else given.hidden
         self.history_: list[Record] = result.history
         self.reason_, self.message_, self.best_metric_ = result.reason, result.message, result.best_metric
