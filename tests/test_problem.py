@@ -43,7 +43,7 @@ BAD = [
     (dict(pairs=pairs().astype(complex)), r"^pairs: got dtype complex128, expected an array of real numbers"),
     (dict(pairs=sp.csr_matrix((0, N))), r"^pairs: got shape \(0, 3\), expected at least one row and one column"),
     (dict(pairs=sp.csr_matrix((M, 0))), r"^pairs: got shape \(4, 0\), expected at least one row and one column"),
-    (dict(pairs=sp.coo_array(np.ones(3))), r"^pairs: got shape \(3,\), expected at least one row and one column"),
+    (dict(pairs=sp.coo_array(np.ones(3))), r"^pairs: got shape \(3,\), expected two dimensions"),
     (dict(pairs=sp.coo_matrix(([1.0, 1], ([2, 2], [1, 1])))), r"^pairs: got 1 duplicate pairs.*row 2, column 1"),
     (dict(pairs=sp.csr_matrix(([1.0, 1], [1, 1], [0, 2]))), r"^pairs: got 1 duplicate pairs.*row 0, column 1"),
     # features

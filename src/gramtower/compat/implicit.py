@@ -18,6 +18,7 @@ import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
 
+from gramtower.data.matrices import canonical
 from gramtower.estimator.loading import load as load_estimator
 from gramtower.estimator.side import normalised
 from gramtower.estimator.two_tower import TwoTower as Estimator
@@ -73,7 +74,7 @@ class TwoTower:
 
         ``callback`` is called with the iteration and the seconds it took, once training has ended.
         """
-        matrix = sp.csr_matrix(user_items, dtype=np.float32, copy=True)
+        matrix = sp.csr_matrix(canonical("user_items", user_items), dtype=np.float32, copy=True)
         matrix.eliminate_zeros()
         matrix.data[:] = 1.0
         self.model.set_params(verbose=show_progress)

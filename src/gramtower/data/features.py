@@ -157,7 +157,6 @@ def as_features(name: str, value: Any, rows: int) -> Features:
     if sp.issparse(value):
         _check_rows(name, value.shape, rows)
         pattern, stored = from_sparse(name, value, least_rows=min(1, rows))
-        check.finite(name, stored)
         return Features("sparse", rows, pattern.shape[1], SparseBlock(pattern, torch.from_numpy(stored)))
     if isinstance(value, Tensor) and value.dtype == torch.int64:
         _check_rows(name, tuple(value.shape), rows)

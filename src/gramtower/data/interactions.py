@@ -23,6 +23,7 @@ from gramtower.data.assembly import Rule, assemble
 from gramtower.data.frames import Choice, Column, PathLike
 from gramtower.data.ids import Key, as_ids, code_series, code_values, id_series
 from gramtower.data.lookup import index_of, rows_of
+from gramtower.data.matrices import canonical, checked
 from gramtower.data.times import moments
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class Interactions:
     report: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.matrix.shape != (len(self.left_ids), len(self.right_ids)):
+        if checked("matrix", self.matrix).shape != (len(self.left_ids), len(self.right_ids)):
             given = f"shape {self.matrix.shape} with {len(self.left_ids)} and {len(self.right_ids)} ids"
             check.fail("matrix", given, "one row for each left id and one column for each right id")
         for name in ("left_ids", "right_ids"):
@@ -199,11 +200,9 @@ class Interactions:
         right_name: str = "right",
     ) -> Interactions:
         """Pairs from any scipy.sparse matrix; ids default to row and column numbers. Duplicates are added."""
-        if not sp.issparse(matrix):
-            check.fail("matrix", type(matrix).__name__, "a scipy.sparse matrix")
-        rows = as_ids("left_ids", range(matrix.shape[0]) if left_ids is None else left_ids)
-        columns = as_ids("right_ids", range(matrix.shape[1]) if right_ids is None else right_ids)
         own = _canonical(matrix)
+        rows = as_ids("left_ids", range(own.shape[0]) if left_ids is None else left_ids)
+        columns = as_ids("right_ids", range(own.shape[1]) if right_ids is None else right_ids)
         return cls(own, rows, columns, left_name=left_name, right_name=right_name, report=_counts(own))
 
     @classmethod
@@ -277,9 +276,7 @@ class Interactions:
 
     def with_matrix(self, matrix: Any) -> Interactions:
         """Other pairs of the same entities. Times and weights are those of the old pairs and are not kept."""
-        if not sp.issparse(matrix) or matrix.shape != self.shape:
-            check.fail("matrix", getattr(matrix, "shape", type(matrix).__name__), f"scipy.sparse of shape {self.shape}")
-        own = _canonical(matrix)
+        own = _canonical(matrix, self.shape)
         return replace(self, matrix=own, times=None, weights=None, report=_counts(own))
 
     def renamed(self, left_name: str, right_name: str, **counts: int) -> Interactions:
@@ -287,10 +284,9 @@ class Interactions:
         return replace(self, left_name=left_name, right_name=right_name, report={**self.report, **counts})
 
 
-def _canonical(matrix: Any) -> sp.csr_matrix:
-    own = sp.csr_matrix(matrix, dtype=np.float32, copy=True)
-    own.sum_duplicates()
-    check.finite("matrix", own.data)
+def _canonical(matrix: Any, shape: tuple[int, int] | None = None) -> sp.csr_matrix:
+    own = sp.csr_matrix(canonical("matrix", matrix, shape), dtype=np.float32, copy=True)
+    check.finite("matrix", own.data)  # float64 may be too large for float32, and added duplicates too
     return own
 
 

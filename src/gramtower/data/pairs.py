@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower import _checks as check
+from gramtower.data.matrices import checked, rows_increase
 
 SEGMENT = 4096  # entries of a row worked on as one piece
 
@@ -188,15 +189,11 @@ def from_sparse(name: str, matrix: Any, least_rows: int = 1) -> tuple[Pairs, NDA
     Every stored entry counts, explicit zeros too. Duplicates are refused rather than summed. One process of many may
     hold no row at all: ``least_rows=0``.
     """
-    if not sp.issparse(matrix):
-        fail_type = type(matrix).__name__
-        check.fail(name, fail_type, "a scipy.sparse matrix or array of shape (m, n) whose stored entries are pairs")
-    if len(matrix.shape) != 2 or matrix.shape[0] < least_rows or matrix.shape[1] == 0:
+    matrix = checked(name, matrix)
+    if matrix.shape[0] < least_rows or matrix.shape[1] == 0:
         check.fail(name, f"shape {matrix.shape}", "at least one row and one column")
     m, n = (int(x) for x in matrix.shape)
-    if max(m, n) >= 2**31:
-        check.fail(name, f"shape {matrix.shape}", "fewer than 2**31 rows and columns")
-    if matrix.format == "csr" and _rows_increase(matrix.indptr, matrix.indices):
+    if matrix.format == "csr" and rows_increase(matrix.indptr, matrix.indices):
         offsets, columns, values = matrix.indptr, matrix.indices, matrix.data
     else:
         coo = matrix.tocoo()
@@ -219,13 +216,3 @@ def from_sparse(name: str, matrix: Any, least_rows: int = 1) -> tuple[Pairs, NDA
         torch.from_numpy(np.array(columns, dtype=np.int32)),
     )
     return pairs, np.array(data)
-
-
-def _rows_increase(offsets: NDArray[Any], columns: NDArray[Any]) -> bool:
-    """Whether columns strictly increase within every row: sorted and free of duplicates."""
-    if len(columns) < 2:
-        return True
-    rising = columns[1:] > columns[:-1]
-    starts = offsets[1:-1]
-    rising[starts[(starts > 0) & (starts < len(columns))] - 1] = True  # a new row may start lower
-    return bool(rising.all())

@@ -159,7 +159,7 @@ class Fitted:
         if left_features is not None or histories is not None:
             if by is not None:
                 check.fail("by", repr(by), "None for new entities, whose training pairs there are none of")
-            matrix, (rows, _) = matrix_and_ids(test)
+            matrix, (rows, _) = matrix_and_ids(test, "test")
             if isinstance(histories, Interactions):
                 histories = aligned(
                     "histories", histories, (rows, self.right_.ids), (matrix.shape[0], len(self.right_))

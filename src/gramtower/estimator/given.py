@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from gramtower import _checks as check
 from gramtower.data.interactions import Interactions
+from gramtower.data.matrices import checked
 from gramtower.data.partition import Part
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.agreement import Digest, agree
@@ -127,7 +128,7 @@ def _own_rows(name: str, features: Any, rows: Rows, own: bool) -> Any:
         return [_own_rows(name, part, rows, own) for part in features]
     if isinstance(features, FeatureTable) or not hasattr(features, "shape") or rows.count == rows.total:
         return features
-    features = features.tocsr() if sp.issparse(features) else features
+    features = checked(name, features).tocsr() if sp.issparse(features) else features
     expected = rows.count if own else rows.total
     if features.shape[0] != expected:
         whose = "this process's own entities" if own else "all entities"

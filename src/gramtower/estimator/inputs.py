@@ -21,6 +21,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
+from gramtower.data.matrices import checked
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.shards import Rows
 from gramtower.estimator.matrices import history_features, row_map
@@ -192,7 +193,9 @@ def _training_part(
         shape = f" of shape {tuple(one.shape)}" if hasattr(one, "shape") else ""
         expected = f'scipy.sparse, numpy or torch with {rows} rows, a FeatureTable, "id", "history", or a list of these'
         check.fail(f"{side}_features", type(one).__name__ + shape, expected)
-    return Part("sparse" if sp.issparse(one) else "dense", int(one.shape[1])), one
+    if sp.issparse(one):
+        return Part("sparse", int(one.shape[1])), checked(f"{side}_features", one)
+    return Part("dense", int(one.shape[1])), one
 
 
 def _new_part(side: str, part: Part, rows: Any) -> Any:
@@ -204,7 +207,7 @@ def _new_part(side: str, part: Part, rows: Any) -> Any:
     if not hasattr(rows, "shape") or len(rows.shape) != 2 or rows.shape[1] != part.width:
         shape = f" of shape {tuple(rows.shape)}" if hasattr(rows, "shape") else ""
         check.fail(f"{side}_features", type(rows).__name__ + shape, f"{part.width} columns, as in training")
-    return rows
+    return checked(f"{side}_features", rows) if sp.issparse(rows) else rows
 
 
 def _missing(side: str, part: Part, rows: int) -> sp.csr_matrix:

@@ -12,6 +12,7 @@ from gramtower import _checks as check
 from gramtower.data.interactions import Interactions
 from gramtower.data.left_out import warn_of_pairs
 from gramtower.data.lookup import index_of, join
+from gramtower.data.matrices import checked
 
 
 def history_features(matrix: sp.csr_matrix) -> sp.csr_matrix:
@@ -27,13 +28,15 @@ def pattern_of(matrix: sp.csr_matrix) -> sp.csr_matrix:
     return sp.csr_matrix((ones, matrix.indices.copy(), matrix.indptr.copy()), shape=matrix.shape)
 
 
-def matrix_and_ids(pairs: Any) -> tuple[sp.csr_matrix, tuple[NDArray[Any] | None, NDArray[Any] | None]]:
+def matrix_and_ids(
+    pairs: Any, name: str = "pairs"
+) -> tuple[sp.csr_matrix, tuple[NDArray[Any] | None, NDArray[Any] | None]]:
     """The matrix of Interactions or of a sparse matrix, and the ids of its rows and columns if it has any."""
     if isinstance(pairs, Interactions):
         return pairs.matrix, (pairs.left_ids, pairs.right_ids)
     if sp.issparse(pairs):
-        return sp.csr_matrix(pairs), (None, None)
-    check.fail("pairs", type(pairs).__name__, "gramtower.Interactions or a scipy.sparse matrix")
+        return sp.csr_matrix(checked(name, pairs)), (None, None)
+    check.fail(name, type(pairs).__name__, "gramtower.Interactions or a scipy.sparse matrix")
 
 
 def aligned(
@@ -53,7 +56,7 @@ def aligned(
         every: whether ``ids`` are those of all processes; then pairs that are left out are warned of, and it is an
             error if all are.
     """
-    matrix, test_ids = matrix_and_ids(test)
+    matrix, test_ids = matrix_and_ids(test, name)
     if ids[0] is None or ids[1] is None:
         if matrix.shape != shape:
             check.fail(name, f"shape {matrix.shape}", f"shape {shape}, as in training")

@@ -15,6 +15,7 @@ from torch import Tensor
 from gramtower import _checks as check
 from gramtower.data.ids import Key
 from gramtower.data.lookup import index_of, listed, rows_of
+from gramtower.data.matrices import canonical
 from gramtower.estimator.inputs import Inputs
 
 
@@ -72,9 +73,9 @@ def normalised(embeddings: Tensor) -> Tensor:
 def history_matrix(right: Side, histories: Any) -> sp.csr_matrix:
     """What new left entities have seen, as a matrix of ones: from lists of right ids, or from a sparse matrix."""
     if sp.issparse(histories):
-        if histories.shape[1] != len(right):
+        if histories.shape[-1] != len(right):
             check.fail("histories", f"shape {histories.shape}", f"{len(right)} columns, one for each right entity")
-        return sp.csr_matrix(histories, dtype=np.float32)
+        return sp.csr_matrix(canonical("histories", histories), dtype=np.float32)
     columns = [right.rows(list(history)) for history in histories]
     offsets = np.cumsum([0, *map(len, columns)])
     indices = np.concatenate(columns) if columns else np.empty(0, dtype=np.int64)

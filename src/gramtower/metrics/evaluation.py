@@ -14,11 +14,12 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
+from gramtower.data.matrices import canonical
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.metrics.definitions import DEFAULT, parse
 from gramtower.metrics.tally import Scores, Tally
 from gramtower.retrieval.ranks import above
-from gramtower.retrieval.scores import embeddings, pair_matrix, score_blocks
+from gramtower.retrieval.scores import embeddings, score_blocks
 from gramtower.retrieval.select import best
 from gramtower.retrieval.tiles import best_lists
 
@@ -40,9 +41,9 @@ def ranking_metrics(recommended: Any, relevant: Any, metrics: str | Sequence[str
     lists = np.asarray(recommended)
     if lists.ndim != 2 or lists.dtype.kind not in "iu":
         check.fail("recommended", f"shape {lists.shape} of {lists.dtype}", "integers, users × K")
-    if not sp.issparse(relevant):
-        check.fail("relevant", type(relevant).__name__, "a scipy.sparse matrix, users × items")
-    truth = _positives(pair_matrix("relevant", relevant, (len(lists), relevant.shape[1])))
+    truth = _positives(canonical("relevant", relevant))
+    if truth.shape[0] != len(lists):
+        check.fail("relevant", f"shape {truth.shape}", f"{len(lists)} rows, one for each list")
     _check_lists(lists, truth.shape[1], max(metric.k for metric in wanted))
     users = np.flatnonzero(np.diff(truth.indptr))
     if not len(users):
@@ -85,8 +86,8 @@ def evaluate_embeddings(
     wanted = parse(metrics)
     P, Q = embeddings(P, Q)
     shape = (len(P), len(Q))
-    truth = _positives(pair_matrix("test", test, shape))
-    seen = None if train is None else pair_matrix("train", train, shape)
+    truth = _positives(canonical("test", test, shape))
+    seen = None if train is None else canonical("train", train, shape)
     if by is not None:
         check.choice("by", by, ("popularity", "activity"))
         if seen is None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from gramtower import _checks as check
 from gramtower.data.interactions import Interactions
+from gramtower.data.matrices import checked
 from gramtower.data.pairs import from_sparse
 from gramtower.distributed.group import Group
 from gramtower.distributed.shards import Rows, Shards, entity_costs, spread
@@ -70,7 +71,7 @@ def sharded_problem(
 def _cut(rows: Any, side: Rows) -> NDArray[Any] | Any:
     if rows is None:
         return None
-    rows = rows.tocsr() if sp.issparse(rows) else rows
+    rows = checked("features", rows).tocsr() if sp.issparse(rows) else rows
     if rows.shape[0] != side.total:
         check.fail("features", f"shape {tuple(rows.shape)}", f"{side.total} rows, one for each entity of that side")
     return rows[side.first : side.stop]

@@ -44,19 +44,6 @@ def embeddings(P: Any, Q: Any) -> tuple[Tensor, Tensor]:
     return left, right
 
 
-def pair_matrix(name: str, value: Any, shape: tuple[int, int]) -> sp.csr_matrix:
-    """A scipy.sparse matrix of pairs in CSR form, of the given shape; each pair is stored once, rows are in order."""
-    if not sp.issparse(value):
-        check.fail(name, type(value).__name__, f"a scipy.sparse matrix of shape {shape}")
-    if value.shape != shape:
-        check.fail(name, f"shape {value.shape}", f"shape {shape}, rows for P and columns for Q")
-    matrix = sp.csr_matrix(value)
-    if not matrix.has_canonical_format:
-        matrix = matrix.copy()
-        matrix.sum_duplicates()
-    return matrix
-
-
 def score_blocks(
     P: Tensor,
     Q: Tensor,

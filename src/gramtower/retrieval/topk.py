@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
-from gramtower.retrieval.scores import embeddings, pair_matrix
+from gramtower.data.matrices import canonical
+from gramtower.retrieval.scores import embeddings
 from gramtower.retrieval.tiles import best_lists
 
 
@@ -46,7 +47,7 @@ def top_k(
     P, Q = embeddings(P, Q)
     rows, n = len(P), len(Q)
     if exclude is not None:
-        exclude = pair_matrix("exclude", exclude, (rows, n))
+        exclude = canonical("exclude", exclude, (rows, n))
     denied = None if deny is None else _columns("deny", deny, n)
     chosen = None
     if allow is not None:  # few columns: leave out the others before the product

@@ -1,0 +1,140 @@
+"""Sparse matrices from outside, checked before compiled code follows their indices.
+
+scipy checks little of what a matrix holds, and its own conversions read beyond their arrays when offsets fall or
+columns are out of range. Everything that takes a matrix calls :func:`checked` or :func:`canonical` first; patterns that
+were stored go through :func:`pattern`. Cost: O(entries), by numpy alone. Checked by tests/test_matrices.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from gramtower import _checks as check
+
+
+def checked(name: str, value: Any, shape: tuple[int, int] | None = None) -> Any:
+    """A scipy.sparse matrix or array of any format whose every index can be followed and every value is finite.
+
+    Args:
+        name: of the argument.
+        value: the matrix, which is left as it is.
+        shape: what it must be, or None.
+
+    Returns:
+        The same matrix; entries beyond the last offset are dropped.
+    """
+    if not sp.issparse(value):
+        check.fail(name, type(value).__name__, "a scipy.sparse matrix or array")
+    if len(value.shape) != 2:
+        check.fail(name, f"shape {value.shape}", "two dimensions")
+    if shape is not None and value.shape != shape:
+        check.fail(name, f"shape {value.shape}", f"shape {shape}")
+    if max(value.shape) >= 2**31:
+        check.fail(name, f"shape {value.shape}", "fewer than 2**31 rows and columns")
+    if value.format in ("csr", "csc", "bsr"):
+        return _compressed(name, value)
+    return _coordinates(name, value if value.format == "coo" else _as_coordinates(name, value))
+
+
+def canonical(name: str, value: Any, shape: tuple[int, int] | None = None) -> sp.csr_matrix:
+    """A checked matrix as CSR whose columns increase within a row; duplicates are added. Shares memory if it can."""
+    matrix = sp.csr_matrix(checked(name, value, shape))
+    if not rows_increase(matrix.indptr, matrix.indices):
+        matrix = matrix.copy()
+        matrix.has_sorted_indices = matrix.has_canonical_format = False  # whatever the caller's matrix said of itself
+        matrix.sum_duplicates()
+    return matrix
+
+
+def pattern(name: str, columns: NDArray[Any], offsets: NDArray[Any], shape: tuple[int, int]) -> None:
+    """Refuse a stored CSR pattern that does not fit its shape, or whose columns do not increase within each row."""
+    _offsets(name, offsets, shape[0], len(columns))
+    if int(offsets[-1]) != len(columns):
+        check.fail(name, f"offsets that end at {int(offsets[-1])}", f"{len(columns)}, the number of columns stored")
+    _indices(name, columns, shape[1], "columns")
+    if not rows_increase(offsets, columns):
+        check.fail(name, "columns out of order or twice in a row", "columns that increase within each row")
+
+
+def rows_increase(offsets: NDArray[Any], columns: NDArray[Any]) -> bool:
+    """Whether columns strictly increase within every row: sorted and free of duplicates."""
+    if len(columns) < 2:
+        return True
+    rising = columns[1:] > columns[:-1]
+    starts = offsets[1:-1]
+    rising[starts[(starts > 0) & (starts < len(columns))] - 1] = True  # a new row may start lower
+    return bool(rising.all())
+
+
+def _compressed(name: str, value: Any) -> Any:
+    blocks = value.blocksize if value.format == "bsr" else (1, 1)
+    sizes = [size // block for size, block in zip(value.shape, blocks, strict=True)]
+    rows, columns = reversed(sizes) if value.format == "csc" else sizes
+    offsets, indices, data = (_array(name, value, part) for part in ("indptr", "indices", "data"))
+    _offsets(name, offsets, rows, min(len(indices), len(data)))
+    stored = int(offsets[-1])
+    _indices(name, indices[:stored], columns, "rows" if value.format == "csc" else "columns")
+    _values(name, data[:stored])
+    if stored == len(indices) == len(data):
+        return value
+    return type(value)((data[:stored], indices[:stored], offsets), shape=value.shape)
+
+
+def _coordinates(name: str, value: Any) -> Any:
+    rows, columns, data = (_array(name, value, part) for part in ("row", "col", "data"))
+    if not len(rows) == len(columns) == len(data):
+        check.fail(name, f"{len(rows)} rows, {len(columns)} columns and {len(data)} values", "as many of each")
+    _indices(name, rows, value.shape[0], "rows")
+    _indices(name, columns, value.shape[1], "columns")
+    _values(name, data)
+    return value
+
+
+def _as_coordinates(name: str, value: Any) -> Any:
+    """A matrix of lists, of diagonals or from a dictionary."""
+    if value.format == "lil" and [len(row) for row in value.rows] != [len(row) for row in value.data]:
+        check.fail(name, "lists of columns and of values that differ in length", "a value for each column")
+    if value.format == "dia" and (value.data.ndim != 2 or np.shape(value.offsets) != value.data.shape[:1]):
+        given = f"{np.size(value.offsets)} diagonals with values of shape {value.data.shape}"
+        check.fail(name, given, "a row of values for each diagonal")
+    try:
+        return value.tocoo()
+    except (TypeError, ValueError, OverflowError, IndexError) as error:
+        check.fail(name, f"a damaged {type(value).__name__} ({error})", "columns and values that fit its shape")
+
+
+def _array(name: str, value: Any, part: str) -> NDArray[Any]:
+    array = np.asarray(getattr(value, part))
+    if part != "data" and (array.ndim != 1 or array.dtype.kind not in "iu"):
+        check.fail(name, f"{part} of shape {array.shape} and {array.dtype}", "integers in one dimension")
+    if array.ndim != (3 if part == "data" and value.format == "bsr" else 1):
+        check.fail(name, f"{part} of shape {array.shape}", "a value for each index")
+    return array
+
+
+def _offsets(name: str, offsets: NDArray[Any], rows: int, stored: int) -> None:
+    if len(offsets) != rows + 1 or offsets[0] != 0:
+        first = f", the first {int(offsets[0])}" if len(offsets) else ""
+        check.fail(name, f"{len(offsets)} offsets{first}", f"{rows + 1}, the first 0")
+    if (falling := offsets[1:] < offsets[:-1]).any():
+        at = int(np.argmax(falling))
+        check.fail(name, f"offsets that fall from {offsets[at]} to {offsets[at + 1]} at row {at}", "offsets that rise")
+    if int(offsets[-1]) > stored:
+        check.fail(name, f"offsets up to {offsets[-1]} with {stored} entries", "offsets that end at the last entry")
+
+
+def _indices(name: str, indices: NDArray[Any], size: int, kind: str) -> None:
+    if len(indices) and (indices.min() < 0 or indices.max() >= size):
+        at = int(np.argmax((indices < 0) | (indices >= size)))
+        check.fail(name, f"{kind} such as {indices[at]} (entry {at})", f"{kind} from 0 to {size - 1}")
+
+
+def _values(name: str, data: NDArray[Any]) -> None:
+    if data.dtype.kind not in "biuf":
+        check.fail(name, f"dtype {data.dtype}", "an array of real numbers")
+    if data.dtype.kind == "f":
+        check.finite(name, data.reshape(-1))
