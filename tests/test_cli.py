@@ -21,7 +21,7 @@ import gramtower.training.log
 from gramtower.cli.app import run
 from gramtower.cli.config import TABLES
 from gramtower.estimator.config_file import toml
-from gramtower.estimator.loading import load
+from gramtower.estimator.model_file import load
 from gramtower.estimator.two_tower import TwoTower
 
 SMALL = ["--dim", "4", "--hidden", "8", "--device", "cpu", "--quiet"]

@@ -15,7 +15,7 @@ pytest.importorskip("optuna", reason="tuning needs optuna")
 
 from gramtower.cli.app import run
 from gramtower.cli.options import ModelOptions, TrainOptions
-from gramtower.estimator.loading import load
+from gramtower.estimator.model_file import load
 from gramtower.estimator.two_tower import TwoTower
 from gramtower.tuning.report import SKIPPED, TRAIN
 

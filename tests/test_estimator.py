@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -366,23 +365,6 @@ def test_cuda_without_a_gpu_says_so():
         small(device="cuda").fit(checkerboard())
 
 
-@pytest.mark.parametrize("damage", ["cut", "foreign", "later"])
-def test_damaged_foreign_and_later_files_are_refused(damage, model, tmp_path):
-    path = tmp_path / "m"
-    model.save(path)
-    whole = path.read_bytes()
-    changed = {
-        "cut": whole[:200],
-        "foreign": b"PK\x03\x04" + bytes(100),
-        "later": whole.replace(b'version\\": 3', b'version\\": 9'),
-    }
-    path.write_bytes(changed[damage])
-    with pytest.raises(ValueError, match="later version" if damage == "later" else "damaged or not a gramtower model"):
-        gt.load(path)
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        gt.load(tmp_path / "nothing")
-
-
 def test_a_full_disk_leaves_the_old_file_whole(model, tmp_path, monkeypatch):
     path = tmp_path / "m"
     model.save(path)
@@ -396,14 +378,6 @@ def test_a_full_disk_leaves_the_old_file_whole(model, tmp_path, monkeypatch):
         small(max_iterations=1).fit(checkerboard()).save(path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["m"]
-
-
-def test_a_file_of_version_2_still_answers():
-    old = gt.load(Path(__file__).parent / "files" / "model-version-2.gramtower")
-    ids, scores = old.recommend(["user 0", "user 3"], k=3, exclude_seen=False)
-    assert ids.tolist() == [["item 2", "item 0", "item 4"], ["item 3", "item 1", "item 5"]]  # as when it was written
-    assert scores[0] == pytest.approx([1.3630419, 1.3540126, 1.3517015])
-    assert old.right_weights is None  # the default of then, not the one of now
 
 
 def test_tables_that_are_the_embeddings_are_stored_once(tmp_path):
@@ -422,20 +396,6 @@ def test_tables_that_are_the_embeddings_are_stored_once(tmp_path):
     loaded = gt.load(tmp_path / "m")
     for side in ("left", "right"):
         assert np.array_equal(loaded.embed(side=side), half.embed(side=side))
-
-
-def test_a_file_of_version_1_still_answers():
-    old = gt.load(Path(__file__).parent / "files" / "model-version-1.gramtower")
-    assert (old.left_.inputs.kind, old.right_.inputs.kind) == ("history", "dense")
-    ids, scores = old.recommend("user 1", k=2, exclude_seen=False)
-    assert ids[0].tolist() == ["item 1", "item 3"]  # what it answered when it was written, by version 0.1.0
-    assert scores[0] == pytest.approx([1.8600765, 1.6304905])
-    ids, scores = old.recommend(histories=[["item 1"]], k=1)
-    assert (ids[0, 0], scores[0, 0]) == ("item 3", pytest.approx(1.3080893))
-    assert old.embed(right_features=np.ones((1, 3)))[0] == pytest.approx([-2.4006853, 1.2269219])
-    assert old.reason_ is gt.Reason.MAX_ITERATIONS
-    assert old.message_.startswith("max_iterations was reached")
-    assert old.right_weights is None  # there were none then
 
 
 def test_history_features_have_length_one():

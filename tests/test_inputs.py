@@ -98,7 +98,7 @@ def test_new_users_get_the_items_of_their_group_before_and_after_saving(parts, t
     for given in (new, table([21, 22])):  # a table stands for the frame it was made from
         assert np.array_equal(loaded.embed(left_features=given), fitted.embed(left_features=new))
     assert loaded.left_.inputs.kind == " + ".join(parts)
-    assert loaded.left_.inputs.to_json() == fitted.left_.inputs.to_json()
+    assert loaded.left_.inputs.to_plain() == fitted.left_.inputs.to_plain()
 
 
 def test_new_rows_are_encoded_as_in_training_and_not_by_their_own_mean():
@@ -175,10 +175,10 @@ def model():
 def test_inputs_survive_json():
     observed = pairs()
     inputs, _ = training_inputs("left", ["id", "history", table()], observed.left_ids, observed.matrix)
-    again = Inputs.from_json(inputs.to_json())
+    again = Inputs.from_plain(inputs.to_plain())
     new = frame([5, 40]) | {"group": ["odd", "unheard of"]}
     assert (again.new("left", new, None) != inputs.new("left", new, None)).nnz == 0
-    assert again.to_json() == inputs.to_json()
+    assert again.to_plain() == inputs.to_plain()
 
 
 def test_held_out_users_are_evaluated_by_their_histories_and_features():

@@ -189,7 +189,7 @@ def test_foreign_json_is_refused():
         ("[1]", "gramtower.features"),
         (json.dumps({**good, "version": 99}), "version 99"),
         (json.dumps({**good, "columns": kinds}), "kind: got 'magic'"),
-        (json.dumps({**good, "columns": [{"kind": "numeric", "x": 1}]}), "fields: got x"),
+        (json.dumps({**good, "columns": [{"kind": "numeric", "x": 1}]}), "a numeric column: got a field 'x'"),
     ]:
         with pytest.raises(ValueError, match=message):
             FeatureTable.encoder_from_json(text)

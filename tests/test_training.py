@@ -281,11 +281,3 @@ def test_bad_arguments_are_refused(options, message):
     problem, towers = planted()
     with pytest.raises(ValueError, match=message):
         gt.minimize(problem, towers, **options)
-
-
-def test_a_message_with_particulars_tells_its_reason():
-    for reason in gt.Reason:
-        message = reason.value.format(dtype="float32", what="the value", patience=5)
-        assert gt.Reason.of_message(message) is reason
-    with pytest.raises(ValueError, match="message: got 'tired'"):
-        gt.Reason.of_message("tired")

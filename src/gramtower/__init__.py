@@ -6,7 +6,7 @@ point = problem.at(towers)                      value, gradient() and gauss_newt
 """
 
 from gramtower.data.interactions import Interactions as Interactions
-from gramtower.estimator.loading import load as load
+from gramtower.estimator.model_file import load as load
 from gramtower.estimator.two_tower import TwoTower as TwoTower
 from gramtower.model.layers import InputLinear as InputLinear
 from gramtower.model.mlp import mlp_towers as mlp_towers

@@ -17,7 +17,7 @@ from gramtower._files import write_text
 from gramtower.cli.config import Settings, read_config
 from gramtower.cli.machine import commit
 from gramtower.cli.output import clean
-from gramtower.estimator.loading import load
+from gramtower.estimator.model_file import load
 from gramtower.estimator.two_tower import TwoTower
 
 MODEL, CONFIG, HISTORY, SUMMARY = "model.gramtower", "config.toml", "history.jsonl", "summary.json"

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from gramtower.data.matrices import canonical
-from gramtower.estimator.loading import load as load_estimator
+from gramtower.estimator.model_file import load as load_estimator
 from gramtower.estimator.side import normalised
 from gramtower.estimator.two_tower import TwoTower as Estimator
 from gramtower.retrieval.topk import top_k

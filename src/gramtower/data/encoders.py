@@ -11,11 +11,12 @@ counted. Each ``transform`` costs O(entries). Checked by tests/test_tables.py.
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
+from gramtower._schema import build
 from gramtower.data import frames
 from gramtower.data.ids import code_series
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from polars import Series
 
 MISSING = " (missing)"
+MOST_BITS = 24  # of a text column: 2^24 columns
 _WORD_LENGTHS, _CHARACTER_LENGTHS = (1, 2), (3, 4, 5)
 
 
@@ -55,6 +58,11 @@ class Numeric:
     def names(self) -> list[str]:
         """Names of the columns made."""
         return [self.column, self.column + MISSING] if self.indicator else [self.column]
+
+    @property
+    def width(self) -> int:
+        """Number of columns made."""
+        return 1 + self.indicator
 
     def transform(self, column: Series) -> tuple[sp.csr_matrix, int]:
         """The columns made, and how many entries were unseen."""
@@ -84,6 +92,11 @@ class Categorical:
         """Names of the columns made."""
         return [f"{self.column}={value}" for value in self.values] + [self.column + MISSING] * self.indicator
 
+    @property
+    def width(self) -> int:
+        """Number of columns made."""
+        return len(self.values) + self.indicator
+
     def transform(self, column: Series) -> tuple[sp.csr_matrix, int]:
         """The columns made, and how many entries were unseen."""
         missing = np.asarray(frames.texts(column).is_null().to_numpy())
@@ -112,6 +125,11 @@ class Elements:
         """Names of the columns made."""
         return [f"{self.column}={value}" for value in self.values]
 
+    @property
+    def width(self) -> int:
+        """Number of columns made."""
+        return len(self.values)
+
     def transform(self, column: Series) -> tuple[sp.csr_matrix, int]:
         """The columns made, and how many entries were unseen."""
         rows, elements = _exploded(column, self.separator)
@@ -135,6 +153,11 @@ class Text:
     def names(self) -> list[str]:
         """Names of the columns made."""
         return [f"{self.column}#{place}" for place in range(1 << self.bits)]
+
+    @property
+    def width(self) -> int:
+        """Number of columns made."""
+        return 1 << self.bits
 
     def transform(self, column: Series) -> tuple[sp.csr_matrix, int]:
         """The columns made, and how many entries were unseen."""
@@ -173,15 +196,24 @@ def to_plain(encoder: Encoder) -> dict[str, Any]:
 
 
 def from_plain(plain: dict[str, Any]) -> Encoder:
-    """The encoder that :func:`to_plain` wrote."""
+    """The encoder that :func:`to_plain` wrote.
+
+    Raises:
+        ValueError: if it is anything else.
+    """
     fields = dict(plain)
     kind = check.choice("kind", fields.pop("kind", None), tuple(_KINDS))
-    if "values" in fields:
-        fields["values"] = tuple(fields["values"])
-    try:
-        made: Encoder = _KINDS[kind](**fields)
-    except TypeError:
-        check.fail("fields", ", ".join(fields), f"those of a {kind} column")
+    made: Encoder = build(f"a {kind} column", _KINDS[kind], fields)
+    if isinstance(made, Numeric) and not (math.isfinite(made.mean) and 0 < made.deviation < math.inf):
+        check.fail("mean, deviation", f"{made.mean}, {made.deviation}", "finite numbers, the deviation positive")
+    if isinstance(made, Text) and (not 1 <= made.bits <= MOST_BITS or made.ngrams not in ("word", "char")):
+        check.fail("bits, ngrams", f"{made.bits}, {made.ngrams[:20]!r}", f"1 to {MOST_BITS}, word or char")
+    if isinstance(made, (Categorical, Elements)):
+        made = replace(made, values=tuple(made.values))
+        if len(set(made.values)) < len(made.values):
+            check.fail("values", "one of them twice", "each value once")
+    if isinstance(made, Elements) and not made.separator:
+        check.fail("separator", "''", "text between the elements of a list")
     return made
 
 

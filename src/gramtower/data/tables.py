@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,9 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
+from gramtower._schema import build
 from gramtower.data import frames
-from gramtower.data.encoders import Categorical, Elements, Encoder, Numeric, Text, from_plain, to_plain
+from gramtower.data.encoders import MOST_BITS, Categorical, Elements, Encoder, Numeric, Text, from_plain, to_plain
 from gramtower.data.frames import Choice, Column
 from gramtower.data.ids import Key, id_array, id_series
 from gramtower.data.inference import KINDS, infer_kinds
@@ -28,6 +30,16 @@ if TYPE_CHECKING:
     from polars import Series
 
 _FORMAT, _VERSION = "gramtower.features", 1
+
+
+@dataclass
+class _Form:
+    """An encoding as it is stored."""
+
+    format: str
+    version: int
+    id: str
+    columns: list[dict[str, Any]]
 
 
 class FeatureTable:
@@ -74,8 +86,8 @@ class FeatureTable:
             check.fail("columns", "none", expected)
         if not isinstance(separator, str) or not separator:
             check.fail("separator", repr(separator), "text between the elements of a list")
-        if check.count("hash_bits", hash_bits) > 24:
-            check.fail("hash_bits", hash_bits, "at most 24")
+        if check.count("hash_bits", hash_bits) > MOST_BITS:
+            check.fail("hash_bits", hash_bits, f"at most {MOST_BITS}")
         check.choice("ngrams", ngrams, ("word", "char"))
         self.id, self.strict, self._source = id, strict, frame
         choices = [(name, column) for name, chosen in kinds.items() for column in chosen]
@@ -137,6 +149,11 @@ class FeatureTable:
         return [name for encoder in self.encoders for name in encoder.names]
 
     @property
+    def width(self) -> int:
+        """Number of columns of the encoded matrix."""
+        return sum(encoder.width for encoder in self.encoders)
+
+    @property
     def columns(self) -> list[str]:
         """Columns of the table that are encoded."""
         return [encoder.column for encoder in self.encoders]
@@ -194,16 +211,17 @@ class FeatureTable:
         """A table without rows that encodes frames as the one that wrote ``text``."""
         try:
             plain = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             check.fail("text", f"no JSON ({error})", "what to_json() returned")
         if not isinstance(plain, dict) or plain.get("format") != _FORMAT:
             check.fail("text", f"JSON that begins {text[:40]!r}", f"a {_FORMAT} object")
         if plain.get("version") != _VERSION:
             check.fail("text", f"version {plain.get('version')!r}", f"version {_VERSION}")
+        form = build("text", _Form, plain)
         table = cls.__new__(cls)
-        table.id, table.strict, table.report, table._row, table._source = plain["id"], False, {}, None, None
-        table.encoders = [from_plain(column) for column in plain["columns"]]
-        table._matrix = sp.csr_matrix((0, len(table.feature_names)), dtype=np.float32)
+        table.id, table.strict, table.report, table._row, table._source = form.id, False, {}, None, None
+        table.encoders = [from_plain(column) for column in form.columns]
+        table._matrix = sp.csr_matrix((0, table.width), dtype=np.float32)
         return table
 
     def _encoded(self, columns: list[Series]) -> tuple[sp.csr_matrix, dict[str, int]]:

@@ -21,6 +21,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
+from gramtower._schema import build
 from gramtower.data.matrices import checked
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.shards import Rows
@@ -38,6 +39,15 @@ class Part:
     kind: str
     width: int
     table: FeatureTable | None = None
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A part as it is stored."""
+
+    kind: str
+    width: int
+    table: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -128,23 +138,41 @@ class Inputs:
             start, old_start = here.stop, there.stop
         return found
 
-    def to_json(self) -> str:
-        """The parts without their rows."""
-        plain = [
+    def to_plain(self) -> list[dict[str, Any]]:
+        """The parts without their rows, as JSON has them."""
+        return [
             {"kind": p.kind, "width": p.width} | ({} if p.table is None else {"table": json.loads(p.table.to_json())})
             for p in self.parts
         ]
-        return json.dumps(plain, ensure_ascii=False)
 
     @classmethod
-    def from_json(cls, text: str) -> Inputs:
-        """What :meth:`to_json` wrote."""
+    def from_plain(cls, plain: Sequence[object]) -> Inputs:
+        """What :meth:`to_plain` gave.
+
+        Raises:
+            ValueError: if it is anything else.
+        """
         parts = []
-        for plain in json.loads(text):
-            table = plain.get("table")
-            encoder = None if table is None else FeatureTable.encoder_from_json(json.dumps(table))
-            parts.append(Part(plain["kind"], plain["width"], encoder))
+        for one in plain:
+            form = build("inputs", _Form, one)
+            kind = check.choice("inputs.kind", form.kind, (*_NAMES, *_GIVEN))
+            if (kind == "table") != (form.table is not None):
+                check.fail("inputs", f"{kind} with {type(form.table).__name__}", "a table for the kind table alone")
+            table = None if form.table is None else FeatureTable.encoder_from_json(json.dumps(form.table))
+            if not 0 < form.width < 2**31 or (table is not None and table.width != form.width):
+                check.fail("inputs.width", form.width, "a positive number" if table is None else f"{table.width}")
+            parts.append(Part(kind, form.width, table))
+        kinds = [part.kind for part in parts if part.kind in _NAMES]
+        if not parts or len(set(kinds)) < len(kinds):
+            check.fail("inputs", " + ".join(kinds) or "nothing", "parts, id and history once each")
         return cls(tuple(parts))
+
+    def check_sizes(self, side: str, rows: int, right: int) -> None:
+        """Refuse an id for each of other than ``rows`` entities, and a history over other than all right ones."""
+        for part in self.parts:
+            wanted = {"id": rows, "history": right}.get(part.kind, part.width)
+            if part.width != wanted or (part.kind == "history" and side == "right"):
+                check.fail(f"inputs.{side}", f"{part.width} columns of {part.kind}", f"{wanted}")
 
 
 def ids_alone(given: Any) -> bool:

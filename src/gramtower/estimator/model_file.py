@@ -1,71 +1,322 @@
-"""A fitted model as one safetensors file with JSON in its header: no code runs when it is read.
+"""A fitted model as a file: written by :meth:`TwoTower.save`, read by :func:`load`. No code runs when it is read.
 
-Ids are stored as one block of UTF-8 text with offsets (data/packing.py). Written under another name and renamed.
-Several processes write one file each (sharded_model.py). Checked by tests/test_estimator.py.
+    header                    :class:`Header`, as JSON
+    parameters|NAME           the tensors of the towers
+    left, right               embeddings, where they are not the tower's table itself
+    seen_counts, seen_columns the training pairs: columns row after row, and how many each row has
+    SIDE_text, SIDE_lengths   ids that are text, as one block of UTF-8 and the bytes of each; or
+    SIDE_numbers              ids that are numbers; neither where rows are known by number
+    left_weights, …           weights that were given as arrays
+
+One process writes one file, several one each (training/shards_file.py); either is read by one process. Every tensor has
+checksums. All of it is checked against :class:`Header` before anything is allocated: what is read is a valid model, or
+an error names the file and the field. Checked by tests/test_model_file.py and tests/fuzz/test_fuzz_models.py.
 """
 
 from __future__ import annotations
 
-import json
+import math
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from gramtower._files import replacing
+from gramtower import _checks as check
+from gramtower._schema import build, fits
+from gramtower.data.features import Features
+from gramtower.data.matrices import pattern
+from gramtower.data.packing import pack_ids, unpack_ids
+from gramtower.distributed.shards import whole
+from gramtower.estimator.inputs import Inputs
+from gramtower.estimator.matrices import pattern_of
+from gramtower.estimator.side import Side
+from gramtower.estimator.two_tower import TwoTower
+from gramtower.model.mlp import mlp_shapes, undrawn_towers
+from gramtower.model.stack import ACTIVATIONS
+from gramtower.model.towers import Towers
+from gramtower.objective.problem import Problem
+from gramtower.training import shards_file
+from gramtower.training.result import Reason, Record
 
-FORMAT, KEY = "gramtower-model", "model"
-VERSION = 3  # 2 had embeddings beside the tables they are; 1 no inputs (what becomes of features), no reason's name
+KIND = ("gramtower-model", 4)
+_ARRAYS = ("left_weights", "right_weights")
+_PARAMS = {k: v for k, v in typing.get_type_hints(TwoTower.__init__).items() if k not in ("towers", "return")}
+_FLOATS, _LIMIT = (torch.float32, torch.float64), 2**31
+_Shape = tuple[int | None, ...]  # None for a length that the content says
 
 
-def write_model(path: Path, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Save a model; the file at ``path`` is replaced in one step and stays whole if anything fails."""
-    from safetensors.torch import save_file
+@dataclass
+class Header:
+    """What a file says of its model beside its tensors.
 
-    head = {"format": FORMAT, "version": VERSION, **header}
-    with replacing(path) as partial:
-        save_file({k: t.contiguous() for k, t in tensors.items()}, partial, {KEY: json.dumps(head)})
+    Attributes:
+        params: the constructor's arguments, without towers and arrays.
+        own_towers: whether the towers are the caller's own, whose architecture is not stored.
+        shape: numbers of left and right entities.
+        dim: size of the embeddings.
+        hidden: widths of the hidden layers.
+        inputs: what each tower sees, by side.
+        reason: name of the reason why training stopped.
+        message: the same with particulars.
+        omega: ω of the training.
+        best_metric: of the validation, or None.
+        history: records of the training.
+    """
+
+    params: dict[str, Any]
+    own_towers: bool
+    shape: list[int]
+    dim: int
+    hidden: list[int]
+    inputs: dict[str, list[dict[str, Any]]]
+    reason: str
+    message: str
+    omega: float
+    best_metric: float | None
+    history: list[dict[str, Any]]
 
 
-def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Load a model's header and tensors.
+def write_model(model: TwoTower, path: Path) -> None:
+    """Save a fitted model; the file at ``path`` is replaced in one step and stays whole if anything fails."""
+    shards = model.shards_
+    with shards.group.together():
+        if model.towers_ is None:
+            check.fail("model", "loaded without its own towers", "gramtower.load(path, towers=...) to save it again")
+        header, arrays = _header(model)
+        tensors = _tensors_of(model)
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not _finite(tensor):
+                check.fail("model", f"{name} with NaN or infinity", "a model of finite numbers")
+    rows: dict[str, str] = {}
+    if not shards.single:
+        rows |= {name: "left" for name in ("left", "left_lengths", "left_numbers", "seen_counts") if name in tensors}
+        rows |= {name: "left ragged" for name in ("left_text", "seen_columns") if name in tensors}
+        for name in model.towers_.parameters().layout.owned:
+            rows[f"parameters|{name}"] = "left" if name.startswith("left.") else "right"
+        if "right" in tensors:
+            rows["right"] = "right"
+            tensors["right"] = tensors["right"][shards.right.first : shards.right.stop]
+    shards_file.write(path, KIND, vars(header), tensors | arrays, rows, shards)
+
+
+def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None) -> TwoTower:
+    """A model that :meth:`TwoTower.save` wrote.
+
+    Args:
+        path: the file.
+        towers: for a model with towers of your own, the function it was made with; without it the model recommends but
+            cannot embed new entities.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if the file is not a model, damaged, or of a later version.
+        ValueError: if the file is not a model, is damaged, or does not hold together.
     """
-    from safetensors import SafetensorError, safe_open
-
+    path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"model: {path} does not exist")
     try:
-        with safe_open(path, framework="pt") as file:
-            texts = file.metadata() or {}
-            header: dict[str, Any] = json.loads(texts[KEY])
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        if "index" in texts:
-            from gramtower.estimator.sharded_model import read_shards
-
-            header, tensors = read_shards(path)
-        if header.get("format") != FORMAT:
-            raise KeyError(str(header.get("format")))
-    except (SafetensorError, KeyError, ValueError, OSError) as error:
+        file = shards_file.Reader(path, KIND)
+        header = _checked_header(file)
+        inputs = {side: Inputs.from_plain(header.inputs[side]) for side in ("left", "right")}
+        _check_tensors(file, header, inputs)
+        tensors = {name: file.read(name) for name in file.shapes}
+        file.close()
+        seen = _seen(header, tensors)
+        ids = {side: _ids(side, tensors) for side in ("left", "right")}
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not _finite(tensor):
+                check.fail(name, "NaN or infinity", "finite numbers")
+    except (ValueError, OSError) as error:
         raise ValueError(f"model: {path} is damaged or not a gramtower model ({error})") from error
-    if header["version"] > VERSION:
-        raise ValueError(
-            f"model: {path} was written by a later version (format {header['version']}, this reads up to {VERSION}); "
-            "upgrade gramtower"
-        )
-    return header, tensors
+    params: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in header.params.items()}
+    params |= {name: tensors[name].numpy() for name in _ARRAYS if name in tensors}
+    model = TwoTower(**params, towers=towers)
+    model.dim_, model.hidden_, model.omega_ = header.dim, tuple(header.hidden), header.omega
+    model.towers_ = _towers(model, header, inputs, tensors)
+    tables = {side: tensors.get(side) for side in ("left", "right")}
+    model.left_, model.right_ = (
+        Side(side, ids[side], _table(model.towers_, side) if table is None else table, inputs[side])
+        for side, table in tables.items()
+    )
+    model.shards_, model.seen_ = whole((header.shape[0], header.shape[1])), seen
+    model.history_ = [Record(**record) for record in header.history]
+    model.best_metric_, model.reason_, model.message_ = header.best_metric, Reason[header.reason], header.message
+    return model
 
 
-def pack_text(text: str) -> Tensor:
-    """Text as UTF-8 bytes."""
-    return torch.from_numpy(np.frombuffer(text.encode(), dtype=np.uint8).copy())
+def _header(model: TwoTower) -> tuple[Header, dict[str, Tensor]]:
+    """The header, and those of the constructor's arguments that are arrays."""
+    params: dict[str, Any] = {}
+    arrays: dict[str, Tensor] = {}
+    for name, value in model.get_params().items():
+        if name in _ARRAYS and value is not None and not isinstance(value, str):
+            arrays[name] = torch.from_numpy(check.as_float_array(name, value))
+        elif name in _PARAMS:
+            value = value.name if name == "loss" and not isinstance(value, str) else value
+            params[name] = _plain(list(value) if name == "hidden" and value is not None else value)
+            if not fits(_PARAMS[name], params[name]):
+                check.fail(name, f"a {type(value).__name__}", "a value that a file can hold")
+    header = Header(
+        params, model.towers is not None, [model.shards_.left.total, model.shards_.right.total], model.dim_,
+        list(model.hidden_), {side.name: side.inputs.to_plain() for side in (model.left_, model.right_)},
+        model.reason_.name, model.message_, model.omega_, model.best_metric_,
+        [vars(record) for record in model.history_],
+    )  # fmt: skip
+    return header, arrays
 
 
-def unpack_text(data: Tensor) -> str:
-    """Text from UTF-8 bytes."""
-    return data.numpy().tobytes().decode()
+def _plain(value: Any) -> Any:
+    """Numbers of numpy as Python's, tuples as lists, as JSON has them."""
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _tensors_of(model: TwoTower) -> dict[str, Tensor]:
+    seen = model.seen_
+    tensors = {
+        "seen_counts": torch.from_numpy(np.diff(seen.indptr).astype(np.int64)),
+        "seen_columns": torch.from_numpy(seen.indices.astype(np.int32)),
+    }
+    for side in (model.left_, model.right_):
+        if not _is_table(model.towers is not None, model.hidden_, side.inputs):
+            tensors[side.name] = side.embeddings
+        packed = pack_ids(side.ids)
+        if "offsets" in packed:
+            packed["lengths"] = packed.pop("offsets").diff()
+        tensors |= {f"{side.name}_{key}": tensor for key, tensor in packed.items()}
+    parameters = model.towers_.parameters()
+    return tensors | {f"parameters|{name}": part for name, part in parameters.items()}
+
+
+def _is_table(own: bool, hidden: typing.Sequence[int], inputs: Inputs) -> bool:
+    """Whether a side's embeddings are its tower's table, and need not be stored beside it."""
+    return not own and not hidden and inputs.kind == "id"
+
+
+def _checked_header(file: shards_file.Reader) -> Header:
+    """The header, every field of its type and in its range."""
+    header = build("header", Header, file.header)
+    given = {name for name in _ARRAYS if name in file.shapes}
+    for name in (*header.params, *_PARAMS):
+        if (name in header.params) == (name in given) or name not in _PARAMS:
+            check.fail("params", f"{'no ' * (name in _PARAMS)}{name[:40]!r}", "the arguments of TwoTower")
+        if name not in given and not fits(_PARAMS[name], header.params[name]):
+            check.fail(f"params.{name}", f"{header.params[name]!r}"[:60], f"{_PARAMS[name]}")
+    for name in set(_ARRAYS) - given:
+        if not fits(str | None, header.params[name]):
+            check.fail(f"params.{name}", type(header.params[name]).__name__, "text, nothing or a tensor")
+    check.choice("params.activation", header.params["activation"], tuple(ACTIVATIONS))
+    if len(header.shape) != 2 or not all(1 <= size < _LIMIT for size in header.shape):
+        check.fail("shape", header.shape[:4], "two numbers of entities")
+    if not all(1 <= size < _LIMIT for size in (header.dim, *header.hidden)):
+        check.fail("dim, hidden", f"{header.dim}, {header.hidden[:8]}", "positive sizes")
+    if set(header.inputs) != {"left", "right"}:
+        check.fail("inputs", ", ".join(header.inputs)[:60], "left and right")
+    check.choice("reason", header.reason, tuple(Reason.__members__))
+    if not math.isfinite(header.omega) or not math.isfinite(header.best_metric or 0.0):
+        check.fail("omega, best_metric", f"{header.omega}, {header.best_metric}", "finite numbers")
+    if not header.history:
+        check.fail("history", "no record", "at least that of the start")
+    for record in header.history:
+        build("history", Record, record)
+    return header
+
+
+def _check_tensors(file: shards_file.Reader, header: Header, inputs: dict[str, Inputs]) -> None:
+    """Refuse missing and further tensors, and those of another shape or type than the header asks for."""
+    m, n = header.shape
+    expected: dict[str, tuple[_Shape, tuple[torch.dtype, ...]]] = {
+        "seen_counts": ((m,), (torch.int64,)),
+        "seen_columns": ((None,), (torch.int32,)),
+    }
+    for side, rows in (("left", m), ("right", n)):
+        inputs[side].check_sizes(side, rows, n)
+        if not _is_table(header.own_towers, header.hidden, inputs[side]):
+            expected[side] = ((rows, header.dim), _FLOATS)
+        if not header.own_towers:
+            shapes = mlp_shapes(side, inputs[side].width, header.hidden, header.dim)
+            expected |= {f"parameters|{name}": (shape, (torch.float32,)) for name, shape in shapes.items()}
+        if f"{side}_numbers" in file.shapes:
+            expected[f"{side}_numbers"] = ((rows,), (torch.int64,))
+        elif f"{side}_text" in file.shapes:
+            expected |= {f"{side}_text": ((None,), (torch.uint8,)), f"{side}_lengths": ((rows,), (torch.int64,))}
+        if f"{side}_weights" in file.shapes:
+            expected[f"{side}_weights"] = ((rows,), _FLOATS)
+    for name, shape in file.shapes.items():
+        if header.own_towers and name.startswith("parameters|"):
+            expected[name] = (shape, _FLOATS)
+    for name in expected.keys() | file.shapes.keys():
+        if name not in expected or name not in file.shapes:
+            check.fail("tensors", f"{'no ' if name in expected else ''}{name[:60]!r}", f"{', '.join(expected)[:200]}")
+        shape, dtypes = expected[name]
+        found = file.shapes[name]
+        if len(found) != len(shape) or any(a not in (b, None) for b, a in zip(found, shape, strict=True)):
+            check.fail(name, f"shape {found}", f"shape {shape}")
+        if file.dtypes[name] not in dtypes:
+            check.fail(name, file.dtypes[name], " or ".join(map(str, dtypes)))
+
+
+def _seen(header: Header, tensors: dict[str, Tensor]) -> sp.csr_matrix:
+    columns, offsets = tensors["seen_columns"].numpy(), _offsets(tensors["seen_counts"])
+    shape = (header.shape[0], header.shape[1])
+    pattern("seen", columns, offsets, shape)
+    return pattern_of(sp.csr_matrix((columns, columns, offsets), shape=shape))
+
+
+def _ids(side: str, tensors: dict[str, Tensor]) -> NDArray[Any] | None:
+    """The ids of a side in memory of their own; None where rows are known by number."""
+    found = {name: tensors[f"{side}_{name}"] for name in ("numbers", "text", "lengths") if f"{side}_{name}" in tensors}
+    if "lengths" in found:
+        found["offsets"] = torch.from_numpy(_offsets(found.pop("lengths")))
+    ids = unpack_ids(found)
+    return None if ids is None else ids.copy()
+
+
+def _offsets(counts: Tensor) -> NDArray[np.int64]:
+    if len(counts) and int(counts.min()) < 0:
+        check.fail("counts", int(counts.min()), "numbers >= 0")
+    return np.concatenate([[0], np.cumsum(counts.numpy())])
+
+
+def _finite(tensor: Tensor) -> bool:
+    """Whether all numbers are finite; a sum may overflow where nothing is wrong, so look closer then."""
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
+def _table(towers: Towers, side: str) -> Tensor:
+    """The embeddings of entities that are known by id alone: the tower's table."""
+    table: Tensor = getattr(towers, side)[0].weight.detach()
+    return table
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """Features of which only the numbers are known, to build towers with."""
+
+    left: Features
+    right: Features
+
+
+def _towers(model: TwoTower, header: Header, inputs: dict[str, Inputs], tensors: dict[str, Tensor]) -> Any:
+    """The towers from the stored architecture and parameters, or None if they are the caller's and were not given."""
+    if header.own_towers and model.towers is None:
+        return None
+    m, n = header.shape
+    if model.towers is None:
+        sides = _Sides(*(Features("ids", 0, inputs[side].width, None) for side in ("left", "right")))
+        towers = undrawn_towers(sides, model.hidden_, model.dim_, model.activation)
+    else:
+        empty = sp.csr_matrix((m, n), dtype=np.float32)
+        towers = model.towers(Problem(empty, inputs["left"].placeholder(m), inputs["right"].placeholder(n)))
+    towers.load({key.partition("|")[2]: value for key, value in tensors.items() if key.startswith("parameters|")})
+    return towers

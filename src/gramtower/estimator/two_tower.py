@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from gramtower import _checks as check
-from gramtower.data.packing import pack_ids
 from gramtower.distributed.agreement import agree
 from gramtower.distributed.group import current_group
 from gramtower.distributed.shards import row_work
-from gramtower.estimator import defaults, model_file, sharded_model
+from gramtower.estimator import defaults
 from gramtower.estimator.fitted import Fitted
 from gramtower.estimator.given import Given, own_weights, take_up
 from gramtower.estimator.inputs import ids_alone
@@ -239,40 +236,11 @@ class TwoTower(Fitted):
         )  # fmt: skip
 
     def save(self, path: str | Path) -> None:
-        """Write the model to one file; nothing is pickled, and an old file stays whole if writing fails."""
+        """Write the model to one file with checksums; nothing is pickled, an old file stays whole if writing fails."""
+        from gramtower.estimator.model_file import write_model  # which makes models of this class
+
         self._check_fitted()
-        arrays = {
-            name: torch.from_numpy(check.as_float_array(name, value))
-            for name in ("left_weights", "right_weights")
-            if (value := getattr(self, name)) is not None and not isinstance(value, str)
-        }
-        params = {k: v for k, v in self.get_params().items() if k not in ("towers", "loss", *arrays)}
-        params["loss"] = self.loss if isinstance(self.loss, str) else self.loss.name
-        header = {
-            "params": {k: list(v) if isinstance(v, tuple) else v for k, v in params.items()},
-            "own_towers": self.towers is not None,
-            "dim": self.dim_,
-            "hidden": list(self.hidden_),
-            "reason": self.reason_.name,
-            "message": self.message_,
-            "omega": self.omega_,
-            "best_metric": self.best_metric_,
-            "history": [asdict(record) for record in self.history_],
-        }
-        tensors = arrays | {
-            "parameters": self.towers_.parameters().vector.cpu(),
-            "seen_offsets": torch.from_numpy(self.seen_.indptr.astype(np.int64)),
-            "seen_columns": torch.from_numpy(self.seen_.indices.astype(np.int32)),
-        }
-        for side in (self.left_, self.right_):
-            if self.towers is not None or self.hidden_ or side.inputs.kind != "id":
-                tensors[side.name] = side.embeddings  # otherwise they are the tower's table, one of its parameters
-            tensors |= {f"{side.name}_{k}": t for k, t in pack_ids(side.ids).items()}
-            tensors[f"{side.name}_inputs"] = model_file.pack_text(side.inputs.to_json())
-        if self.shards_.single:
-            model_file.write_model(Path(path), header, tensors)
-        else:
-            sharded_model.write_shards(Path(path), header, tensors, self.towers_.parameters(), self.shards_)
+        write_model(self, Path(path))
 
     def take_up(
         self, pairs: Any, left_features: Any = None, right_features: Any = None, validation: Any = None

@@ -66,6 +66,17 @@ def undrawn_towers(problem: TwoSided, hidden: Sequence[int], dim: int, activatio
         return Towers(tower(problem.left), tower(problem.right))
 
 
+def mlp_shapes(side: str, width: int, hidden: Sequence[int], dim: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the parameters of one side's tower, whose features are ``width`` columns."""
+    widths = [*hidden, dim]
+    shapes: dict[str, tuple[int, ...]] = {f"{side}.0.weight": (width, widths[0])}
+    if hidden:
+        shapes[f"{side}.0.bias"] = (widths[0],)
+    for layer, (fan_in, fan_out) in enumerate(pairwise(widths), 1):
+        shapes |= {f"{side}.{2 * layer}.weight": (fan_out, fan_in), f"{side}.{2 * layer}.bias": (fan_out,)}
+    return shapes
+
+
 def check_hidden(hidden: object) -> tuple[int, ...]:
     """Widths of hidden layers.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -106,14 +107,28 @@ class Towers:
         return self._layout.size
 
     @torch.no_grad()
-    def load(self, parameters: Parameters | Tensor) -> None:
-        """Write parameters, or a flat vector of them, into the modules; no other copy is made."""
+    def load(self, parameters: Parameters | Tensor | Mapping[str, Tensor]) -> None:
+        """Write parameters (also as a flat vector, or by name) into the modules; no other copy is made."""
+        if isinstance(parameters, Mapping):
+            self._load_named(parameters)
+            return
         one = next(iter(self._owners.values())).new_empty(1)
         like = Parameters(self._layout, one.expand(self.size))  # its kind and length, without the room for it
         written = as_parameters("parameters", parameters, like)
         self.keep()
         for name, owner in self._owners.items():
             owner.copy_(written[name])
+
+    def _load_named(self, tensors: Mapping[str, Tensor]) -> None:
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if shapes != dict(self._layout.shapes):
+            differing = sorted(name for name, _ in shapes.items() ^ self._layout.shapes.items())
+            given = f"other parameters, such as {differing[0]}; {self.size} numbers"
+            expected = f"those that were saved; {sum(map(math.prod, shapes.values()))} numbers"
+            check.fail("towers", given, expected)
+        self.keep()
+        for name, owner in self._owners.items():
+            owner.copy_(tensors[name])
 
     def lend(self, parameters: Parameters) -> None:
         """Let the modules' tensors be views of ``parameters``: one copy of θ in memory while it is trained."""

@@ -1,4 +1,4 @@
-"""Checkpoints: safetensors with JSON in the header, written under another name and renamed.
+"""Checkpoints: JSON and tensors with checksums (_tensors.py), written under another name and renamed.
 
 A run that is killed at any moment leaves either the old checkpoint or the new one. Nothing is unpickled. The header
 holds a fingerprint of problem, towers, method and options; another run's file, or a damaged one, is refused. Parameters
@@ -9,7 +9,10 @@ number of processes. Checked by tests/test_checkpoint.py and tests/test_distribu
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +20,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gramtower._schema import build
 from gramtower.data.features import Features
 from gramtower.distributed.agreement import Digest
 from gramtower.distributed.group import Group
 from gramtower.distributed.shards import Shards
+from gramtower.model.linearization import Work
 from gramtower.model.parameters import Layout, Parameters
 from gramtower.model.towers import Towers
 from gramtower.objective.problem import Problem
-from gramtower.optim.parts import State, join_state, split_state
+from gramtower.optim.parts import Part, State, join_state, split_state
 from gramtower.training import shards_file
 from gramtower.training.result import Record
 
-_FORMAT, _KEY = "gramtower-checkpoint-2", "run"
+_KIND = ("gramtower-checkpoint", 3)
+
+
+@dataclass
+class _Header:
+    """What a checkpoint holds beside its tensors."""
+
+    fingerprint: dict[str, str]
+    values: dict[str, Any]
+    seconds: float
+    work: dict[str, float]
+    memory_budget: int
+    best_metric: float | None
+    waited: int
+    first_norm: float | None
+    history: list[dict[str, Any]]
 
 
 @dataclass
@@ -132,7 +152,6 @@ def write_checkpoint(path: Path, marks: dict[str, str], saved: Saved, like: Para
             if name in _tables(like.layout, shards):
                 rows[f"{key}|{name}"] = "left" if name.startswith("left.") else "right"
     header = {
-        "format": _FORMAT,
         "fingerprint": marks,
         "values": values,
         "seconds": saved.seconds,
@@ -141,9 +160,9 @@ def write_checkpoint(path: Path, marks: dict[str, str], saved: Saved, like: Para
         "best_metric": saved.best_metric,
         "waited": saved.waited,
         "first_norm": saved.first_norm,
-        "history": [asdict(record) for record in saved.history],
+        "history": [vars(record) for record in saved.history],
     }
-    shards_file.write(path, _KEY, header, stored, rows, shards)
+    shards_file.write(path, _KIND, header, stored, rows, shards)
 
 
 def read_checkpoint(path: Path, marks: dict[str, str], like: Parameters, shards: Shards, device: torch.device) -> Saved:
@@ -152,39 +171,91 @@ def read_checkpoint(path: Path, marks: dict[str, str], like: Parameters, shards:
     Raises:
         ValueError: if a file is damaged or missing, not a checkpoint, or belongs to another run.
     """
-    from safetensors import SafetensorError
-
     with shards.group.together():
-        try:
-            file = shards_file.Reader(path, _KEY, device)
-            header = file.header
-            if header["format"] != _FORMAT:
-                raise KeyError(header["format"])
-            _refuse_another_run(path, header, marks)
+        with _refusing(path):
+            file = shards_file.Reader(path, _KIND, device)
+            header = build("header", _Header, file.header)
+        _refuse_another_run(path, header.fingerprint, marks)
+        with _refusing(path):
             tensors = _read_tensors(file, like, shards)
             file.close()
-        except (SafetensorError, KeyError, json.JSONDecodeError, OSError) as error:
-            raise ValueError(
-                f"checkpoint: {path} is damaged or not a checkpoint of this version ({error}); delete it to start anew"
-            ) from error
-    parameters, best = tensors.pop("parameters"), tensors.pop("best", None)
-    state = join_state(tensors, header["values"])
+            history = [build("history", Record, record) for record in header.history]
+            build("work", Work, header.work)
+            if not history or "parameters" not in tensors:
+                raise ValueError("got neither parameters nor records, expected both")
+            parameters, best = tensors.pop("parameters"), tensors.pop("best", None)
+            state = _joined(tensors, header.values)
     return Saved(
-        parameters,
-        state.get("method", {}),
-        header["seconds"],
-        header["work"],
-        header["memory_budget"],
-        [Record(**record) for record in header["history"]],
-        best,
-        header["best_metric"],
-        header["waited"],
-        header["first_norm"],
-    )
+        parameters, state, header.seconds, header.work, header.memory_budget, history, best, header.best_metric,
+        header.waited, header.first_norm,
+    )  # fmt: skip
 
 
-def _refuse_another_run(path: Path, header: dict[str, Any], marks: dict[str, str]) -> None:
-    differing = [key for key in marks if header["fingerprint"].get(key) != marks[key]]
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Say of which file an error is."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"checkpoint: {path} is damaged or not a checkpoint of this version ({error}); delete it to start anew"
+        ) from error
+
+
+def restore(path: Path, method: Part, state: State) -> None:
+    """Give a method its stored state back.
+
+    Raises:
+        ValueError: if it is not the state of such a method.
+    """
+    with _refusing(path):
+        _check_state("method", state, method.state())
+        try:
+            method.restore(state)
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"got another method's state: {error!r}") from error
+        if _names(method.state()) != _names(state):
+            raise ValueError("got another method's state")
+
+
+def _check_state(name: str, state: Any, like: Any) -> None:
+    """Refuse values of another kind than a fresh method has; tensors may be there that it does not have yet."""
+    if isinstance(like, dict):
+        if not isinstance(state, dict):
+            raise ValueError(f"got {name} of type {type(state).__name__}, expected a part of the method's state")
+        values = {key for key, value in like.items() if not isinstance(value, (Tensor, dict))}
+        extra = [key for key, value in state.items() if key not in like and not isinstance(value, Tensor)]
+        if extra or not values <= set(state):
+            raise ValueError(f"got {name} with {', '.join(map(str, state))[:60]}, expected {', '.join(like)}")
+        for key in state.keys() & like.keys():
+            _check_state(f"{name}.{key}", state[key], like[key])
+    elif not isinstance(like, Tensor):
+        number = (int, float, type(None))
+        kinds = number if isinstance(like, number) and not isinstance(like, bool) else (type(like),)
+        same = isinstance(state, kinds) and isinstance(state, bool) == isinstance(like, bool)
+        if not same or (isinstance(state, float) and not math.isfinite(state)):
+            raise ValueError(f"got {name} {str(state)[:40]!r}, expected {type(like).__name__}")
+
+
+def _names(state: Any) -> Any:
+    """A state without its values; an empty part counts as none."""
+    below = {key: _names(value) for key, value in state.items()} if isinstance(state, dict) else None
+    return {key: value for key, value in below.items() if value != {}} if below is not None else None
+
+
+def _joined(tensors: dict[str, Tensor], values: dict[str, Any]) -> State:
+    """The method's state; every name lies below "method"."""
+    if any(name.split("/")[0] != "method" for name in (*tensors, *values)):
+        raise ValueError(f"got {', '.join((*tensors, *values))[:60]}, expected the state of a method")
+    try:
+        state: State = join_state(tensors, values).get("method", {})
+    except (TypeError, AttributeError) as error:
+        raise ValueError("got a value below a value in the state of the method") from error
+    return state
+
+
+def _refuse_another_run(path: Path, found: dict[str, str], marks: dict[str, str]) -> None:
+    differing = [key for key in marks if found.get(key) != marks[key]]
     if differing:
         hint = "; without dim, the size of the embeddings follows the machine" if "towers" in differing else ""
         raise ValueError(
@@ -203,8 +274,11 @@ def _read_tensors(file: shards_file.Reader, like: Parameters, shards: Shards) ->
     sides = {"left": shards.left, "right": shards.right}
     tensors: dict[str, Tensor] = {}
     vectors: dict[str, dict[str, Tensor]] = {}
-    for stored in file.names:
+    shapes = _global_shapes(like.layout, shards)
+    for stored, shape in file.shapes.items():
         key, _, name = stored.partition("|")
+        if not file.dtypes[stored].is_floating_point or (name and list(shape) != shapes.get(name)):
+            raise ValueError(f"got {stored} of shape {shape} and {file.dtypes[stored]}")
         if not name:
             tensors[key] = file.read(stored)
             continue
@@ -212,6 +286,8 @@ def _read_tensors(file: shards_file.Reader, like: Parameters, shards: Shards) ->
         part = file.read(stored, side if file.spread(stored) or name in like.layout.owned else None)
         vectors.setdefault(key, {})[name] = part
     for key, parts in vectors.items():
+        if key in tensors or set(parts) != set(like.layout.shapes):
+            raise ValueError(f"got {key} without {', '.join(set(like.layout.shapes) - set(parts))}")
         tensors[key] = torch.cat([parts[name].reshape(-1) for name in like.layout.shapes])
     return tensors
 

@@ -27,7 +27,14 @@ from gramtower.model.towers import Towers
 from gramtower.objective.evaluation import Point
 from gramtower.objective.problem import Problem
 from gramtower.optim.methods import Method, Moved, make_method
-from gramtower.training.checkpoint import Saved, as_parameters_like, fingerprint, read_checkpoint, write_checkpoint
+from gramtower.training.checkpoint import (
+    Saved,
+    as_parameters_like,
+    fingerprint,
+    read_checkpoint,
+    restore,
+    write_checkpoint,
+)
 from gramtower.training.lock import locked
 from gramtower.training.log import Log
 from gramtower.training.result import History, Reason, Record, Result
@@ -179,7 +186,7 @@ class _Run:
             self.work = Work(**saved.work)
             self._go_on(problem.at(towers, as_parameters_like(saved.parameters, towers.parameters())))
             _ = self.point.terms
-            self.method.restore(saved.method)
+            restore(path, self.method, saved.method)
             self.seconds, self.waited, self.first_norm = saved.seconds, saved.waited, saved.first_norm
             self.saved_at = saved.seconds
             self.best_metric = saved.best_metric

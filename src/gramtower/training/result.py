@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from gramtower import _checks as check
 from gramtower._files import write_text
 from gramtower.model.parameters import Parameters
 
@@ -31,14 +29,6 @@ class Reason(Enum):
     EARLY_STOP = "the validation metric did not improve for {patience} evaluations; the best point was restored"
     CALLBACK = "a callback asked to stop"
     INTERRUPTED = "interrupted from the keyboard; the best point so far was kept"
-
-    @classmethod
-    def of_message(cls, message: str) -> Reason:
-        """The reason that a message with particulars is of."""
-        for reason in cls:
-            if re.fullmatch(re.sub(r"\\{\w+\\}", ".*", re.escape(reason.value)), message):
-                return reason
-        check.fail("message", repr(message), "the message of a run that stopped")
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""Tensors of a run in safetensors files: one file from one process, one from each of several, with an index.
+"""Tensors of a run on disk: one file from one process, one from each of several, with an index. Nothing is pickled.
 
 The main file holds JSON, what all processes hold alike, and the first process's rows of tables; every other process
 writes its rows beside it. The main file names the others and says which rows are where, so that any number of processes
 can read what any number wrote, each reading its own rows alone. The main file is renamed into place after all others
-are written: whoever is killed at any moment leaves the old set or the new one. Nothing is pickled.
+are written: whoever is killed at any moment leaves the old set or the new one. Each file has checksums (_tensors.py).
 
 Used for checkpoints (training/checkpoint.py) and models (estimator/model_file.py). Checked by tests/test_checkpoint.py
 and tests/test_distributed_fit.py.
@@ -11,28 +11,55 @@ and tests/test_distributed_fit.py.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
+import re
 import secrets
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gramtower._files import replacing
+from gramtower import _tensors
+from gramtower._schema import build
+from gramtower._tensors import Damaged, TensorFile
 from gramtower.distributed.shards import Rows, Shards
+
+_SIDES = ("left", "right", "left ragged")
+
+
+@dataclass
+class Index:
+    """Where the rows are.
+
+    Attributes:
+        rows: tensor → the side whose rows it holds; "left ragged" if rows have lengths of their own.
+        left: first left rows of the processes, and their number.
+        right: the same for right rows.
+        files: names of the files, the main one first.
+    """
+
+    rows: dict[str, str]
+    left: list[int]
+    right: list[int]
+    files: list[str]
 
 
 def write(
-    path: Path, key: str, header: dict[str, Any], tensors: dict[str, Tensor], rows: dict[str, str], shards: Shards
+    path: Path,
+    kind: tuple[str, int],
+    header: dict[str, Any],
+    tensors: dict[str, Tensor],
+    rows: dict[str, str],
+    shards: Shards,
 ) -> None:
     """Write a set of tensors; the set at ``path`` is replaced in one step.
 
     Args:
         path: the main file.
-        key: name of the header in the main file.
+        kind: name and version of the format.
         header: what JSON can hold; the first process's is written.
         tensors: the same names in every process.
         rows: tensor → "left" or "right", for tensors that hold this process's rows of that side; "left ragged" for
@@ -46,21 +73,14 @@ def write(
     with group.together():
         path.parent.mkdir(parents=True, exist_ok=True)
         if group.rank > 0:
-            _save(path.with_name(names[group.rank]), own, {})
+            _tensors.write(path.with_name(names[group.rank]), *kind, {"file": names[group.rank]}, own)
     with group.together():
         if group.rank == 0:
-            index = {"rows": rows, "left": shards.left.bounds, "right": shards.right.bounds, "files": names}
-            _save(path, own, {key: json.dumps(header), "index": json.dumps(index)})
+            index = Index(rows, list(shards.left.bounds), list(shards.right.bounds), names)
+            _tensors.write(path, *kind, {"content": header, "index": asdict(index)}, own)
             for other in others(path):
                 if other.name not in names:
                     other.unlink(missing_ok=True)
-
-
-def _save(path: Path, tensors: dict[str, Tensor], texts: dict[str, str]) -> None:
-    from safetensors.torch import save_file
-
-    with replacing(path) as partial:
-        save_file({k: t.detach().contiguous().clone() for k, t in tensors.items()}, partial, texts)
 
 
 class Reader:
@@ -68,67 +88,104 @@ class Reader:
 
     Attributes:
         header: the JSON that was written.
+        shapes: name → shape, of all processes' rows together; None for the rows of ragged ones.
+        dtypes: name → type.
 
     Raises:
-        SafetensorError, KeyError, ValueError, OSError: if a file is missing, damaged or of another kind.
+        Damaged: if a file is damaged or of another kind.
+        OSError: if one is missing or cannot be read.
     """
 
-    def __init__(self, path: Path, key: str, device: torch.device | str = "cpu") -> None:
-        self._path, self._device = path, str(device)
-        self._stack = contextlib.ExitStack()
-        self._files: dict[int, Any] = {0: self._open(path.name)}
-        texts = self._files[0].metadata() or {}
-        self.header: dict[str, Any] = json.loads(texts[key])
-        index = json.loads(texts["index"])
-        self._names, self._rows = index["files"], index["rows"]
-        self._bounds: dict[str, list[int]] = {side: index[side] for side in ("left", "right")}
-        self.names = list(self._files[0].keys())
+    def __init__(self, path: Path, kind: tuple[str, int], device: torch.device | str = "cpu") -> None:
+        self._path, self._kind, self._device = path, kind, torch.device(device)
+        self._stack = ExitStack()
+        main = TensorFile(path, *kind)
+        self._files = {0: main}
+        self._stack.callback(main.close)
+        if set(main.header) != {"content", "index"} or type(main.header["content"]) is not dict:
+            raise Damaged(f"{path}: got a header of {', '.join(main.header)[:60]}, expected content and index")
+        self.header: dict[str, Any] = main.header["content"]
+        self._index = index = build(f"{path}: index", Index, main.header["index"])
+        self._bounds = {"left": index.left, "right": index.right}
+        self._check_index()
+        self.dtypes = main.dtypes
+        self.shapes: dict[str, tuple[int | None, ...]] = dict(main.shapes)
+        for name, side in index.rows.items():
+            rows = None if side == "left ragged" else self._bounds[side][-1]
+            self.shapes[name] = (rows, *main.shapes[name][1:])
+            self._check_rows(main, 0, name)
 
     def spread(self, name: str) -> bool:
         """Whether several processes wrote rows of a tensor."""
-        return name in self._rows
+        return name in self._index.rows
 
     def read(self, name: str, own: Rows | None = None) -> Tensor:
         """A tensor, whole or the rows ``own`` of it."""
-        if name not in self._rows:
-            if own is None:
-                whole: Tensor = self._files[0].get_tensor(name)
-                return whole
-            part: Tensor = self._files[0].get_slice(name)[own.first : own.stop]
-            return part
-        if self._rows[name].endswith(" ragged"):
-            return torch.cat([self._file(number).get_tensor(name) for number in range(len(self._names))])
-        bounds = self._bounds[self._rows[name]]
-        first, stop = (0, bounds[-1]) if own is None else (own.first, own.stop)
-        parts = [self._file(0).get_slice(name)[0:0]]
-        for file, (a, b) in enumerate(itertools.pairwise(bounds)):
-            low, high = max(a, first), min(b, stop)
-            if low < high:
-                parts.append(self._file(file).get_slice(name)[low - a : high - a])
-        return parts[1] if len(parts) == 2 else torch.cat(parts)
-
-    def total(self, side: str) -> int:
-        """Rows of a side, of all processes."""
-        return self._bounds[side][-1]
+        files = range(len(self._index.files))
+        if not self.spread(name):
+            found = self._file(0).read(name, *(() if own is None else (own.first, own.stop)))
+        elif self._index.rows[name] == "left ragged":
+            found = torch.cat([self._file(number).read(name) for number in files])
+        else:
+            bounds = self._bounds[self._index.rows[name]]
+            first, stop = (0, bounds[-1]) if own is None else (own.first, own.stop)
+            parts = [self._file(0).read(name, 0, 0)]
+            for file, (a, b) in enumerate(itertools.pairwise(bounds)):
+                low, high = max(a, first), min(b, stop)
+                if low < high:
+                    parts.append(self._file(file).read(name, low - a, high - a))
+            found = parts[1] if len(parts) == 2 else torch.cat(parts)
+        return found.to(self._device)
 
     def close(self) -> None:
         """Close the files."""
         self._stack.close()
 
-    def _open(self, name: str) -> Any:
-        from safetensors import safe_open
+    def _check_index(self) -> None:
+        index, names = self._index, self._files[0].shapes
+        for side, bounds in self._bounds.items():
+            rising = all(a <= b for a, b in itertools.pairwise(bounds))
+            if len(bounds) != len(index.files) + 1 or bounds[0] != 0 or not rising:
+                raise Damaged(
+                    f"{self._path}: got {side} rows of the files {bounds[:8]}, expected numbers that rise from 0"
+                )
+        if len(set(index.files)) < len(index.files) or any(not _plain(name) for name in index.files):
+            raise Damaged(f"{self._path}: got files {index.files[:8]}, expected distinct names in the same folder")
+        for name, side in index.rows.items():
+            if name not in names or not names[name] or side not in _SIDES:
+                raise Damaged(f"{self._path}: got rows {side!r} of {name!r}, expected rows of a tensor of the file")
 
-        return self._stack.enter_context(safe_open(self._path.with_name(name), framework="pt", device=self._device))
+    def _check_rows(self, file: TensorFile, number: int, name: str) -> None:
+        shape, whole, side = file.shapes.get(name, ()), self.shapes[name], self._index.rows[name]
+        bounds = self._bounds["left" if side == "left ragged" else side]
+        count = None if side == "left ragged" else bounds[number + 1] - bounds[number]
+        same = len(shape) == len(whole) and shape[1:] == whole[1:] and file.dtypes[name] == self.dtypes[name]
+        if not same or count not in (None, shape[0]):
+            raise Damaged(f"{self._path}: got {name} of shape {shape} in file {number}, expected {(count, *whole[1:])}")
 
-    def _file(self, number: int) -> Any:
+    def _file(self, number: int) -> TensorFile:
         if number not in self._files:
-            self._files[number] = self._open(self._names[number])
+            name = self._index.files[number]
+            file = TensorFile(self._path.with_name(name), *self._kind)
+            self._stack.callback(file.close)
+            if file.header != {"file": name} or set(file.shapes) != set(self._index.rows):
+                raise Damaged(f"{self._path.with_name(name)} does not belong to {self._path}")
+            for tensor in self._index.rows:
+                self._check_rows(file, number, tensor)
+            self._files[number] = file
         return self._files[number]
+
+
+def _plain(name: str) -> bool:
+    return name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def others(path: Path) -> list[Path]:
     """The files beside a main file that other processes wrote."""
-    return sorted(path.parent.glob(f"{path.name}.*-of-*"))
+    name = re.compile(re.escape(path.name) + r"\.[0-9a-f]{8}\.\d+-of-\d+")
+    return (
+        sorted(other for other in path.parent.iterdir() if name.fullmatch(other.name)) if path.parent.is_dir() else []
+    )
 
 
 def remove(path: Path) -> None:

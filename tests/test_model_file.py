@@ -1,0 +1,223 @@
+"""A model file gives the model that was saved, or an error that names the file and what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+
+import gramtower as gt
+from gramtower import _tensors
+from gramtower._tensors import TensorFile
+from gramtower.data.tables import FeatureTable
+from gramtower.estimator.model_file import KIND
+from gramtower.model.mlp import mlp_shapes
+
+
+def fitted(**options):
+    rng = np.random.default_rng(0)
+    matrix = sp.csr_matrix((rng.random((9, 7)) < 0.4).astype(np.float32))
+    pairs = gt.Interactions.from_matrix(matrix, [f"u{i}" for i in range(9)], [f"i{j}" for j in range(7)])
+    features = options.pop("features", {})
+    model = gt.TwoTower(**{"dim": 3, "hidden": (4,), "max_iterations": 2, "device": "cpu", **options})
+    return model.fit(pairs, **features)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A saved model with a table, a history and weights as an array."""
+    frame = {"user": [f"u{i}" for i in range(9)], "age": [float(i) for i in range(9)], "town": list("aabbccdda")}
+    table = FeatureTable(frame, "user", numeric=["age"], categorical=["town"])
+    model = fitted(features={"left_features": ["id", "history", table]}, left_weights=np.arange(1.0, 10))
+    path = tmp_path_factory.mktemp("saved") / "m"
+    model.save(path)
+    return path
+
+
+def rewritten(path, to, change):
+    """A copy whose content was changed by hand, its checksums those of the change."""
+    file = TensorFile(path, *KIND)
+    header, tensors = json.loads(json.dumps(file.header)), {name: file.read(name) for name in file.shapes}
+    change(header["content"], tensors)
+    _tensors.write(to, *KIND, header, tensors)
+    return to
+
+
+def test_a_copy_written_anew_is_the_same_model(saved, tmp_path):
+    one, two = gt.load(saved), gt.load(rewritten(saved, tmp_path / "m", lambda header, tensors: None))
+    asked = [f"u{i}" for i in range(9)]
+    assert all(np.array_equal(a, b) for a, b in zip(one.recommend(asked), two.recommend(asked), strict=True))
+    assert repr(one) == repr(two)
+
+
+HUGE = 10**9
+
+
+def of(key, value):
+    """A change of a field of the header."""
+    return lambda header, tensors: header.update({key: value})
+
+
+def param(key, value):
+    return lambda header, tensors: header["params"].update({key: value})
+
+
+def tensor(name, make):
+    return lambda header, tensors: tensors.update({name: make(tensors.get(name))})
+
+
+def without(name):
+    return lambda header, tensors: tensors.pop(name)
+
+
+def part(key, value, number=0):
+    return lambda header, tensors: header["inputs"]["left"][number].update({key: value})
+
+
+def put(place, value):
+    def change(values):
+        changed = values.clone()
+        changed[place] = value
+        return changed
+
+    return change
+
+
+BAD = {
+    "parameters are a list": (of("params", []), "params"),
+    "an unknown parameter": (param("depth", 3), "depth"),
+    "a parameter of another type": (param("l2", "much"), "params.l2"),
+    "a missing parameter": (lambda header, tensors: header["params"].pop("omega"), "omega"),
+    "an array that is also a parameter": (param("left_weights", "degree"), "left_weights"),
+    "an unknown activation": (param("activation", "step"), "activation"),
+    "no version of a field": (of("message", None), "message"),
+    "a field more": (of("pickle", "x"), "pickle"),
+    "a field less": (lambda header, tensors: header.pop("history"), "history"),
+    "huge hidden layers": (of("hidden", [HUGE]), "parameters"),
+    "hidden layers beyond all bounds": (of("hidden", [2**62]), "hidden"),
+    "no hidden layers": (of("hidden", []), "parameters"),
+    "a negative size": (of("dim", -3), "dim"),
+    "another size": (of("dim", 4), "shape"),
+    "another shape": (of("shape", [8, 7]), "inputs"),
+    "a shape of one": (of("shape", [9]), "shape"),
+    "a huge shape": (of("shape", [HUGE, HUGE]), "inputs"),
+    "an unknown reason": (of("reason", "BORED"), "reason"),
+    "an infinite omega": (of("omega", math.inf), "omega"),
+    "a metric that is no number": (of("best_metric", math.nan), "best_metric"),
+    "no history": (of("history", []), "history"),
+    "a history of numbers": (of("history", [1, 2]), "history"),
+    "a record without a value": (lambda header, tensors: header["history"][0].pop("value"), "value"),
+    "inputs of one side": (lambda header, tensors: header["inputs"].pop("left"), "inputs"),
+    "an unknown input": (part("kind", "image"), "kind"),
+    "an input twice": (part("kind", "history"), "inputs"),
+    "a huge input": (part("width", HUGE), "inputs"),
+    "an input of no width": (part("width", 0), "width"),
+    "a table that is a number": (part("table", 5, 2), "table"),
+    "a table where there is none": (part("table", {}), "table"),
+    "a table of another width": (part("width", 3, 2), "width"),
+    "a huge text column": (
+        lambda header, tensors: header["inputs"]["left"][2]["table"]["columns"].append(
+            {"kind": "text", "column": "x", "bits": 60, "ngrams": "word"}
+        ),
+        "bits",
+    ),
+    "another tensor": (tensor("pickle", lambda _: torch.ones(2)), "pickle"),
+    "no embeddings": (without("right"), "right"),
+    "no ids of one kind": (without("left_lengths"), "left_lengths"),
+    "ids of both kinds": (tensor("left_numbers", lambda _: torch.arange(9)), "left_"),
+    "numbers as ids for some": (
+        lambda header, tensors: (
+            tensors.pop("left_text"), tensors.pop("left_lengths"), tensors.update(left_numbers=torch.arange(8))
+        ),
+        "left_numbers",
+    ),
+    "embeddings of another type": (tensor("right", lambda t: t.to(torch.int32)), "right"),
+    "embeddings of another shape": (tensor("right", lambda t: t.T.contiguous()), "right"),
+    "embeddings that are not finite": (tensor("right", put((0, 0), math.nan)), "right"),
+    "parameters that are not finite": (tensor("parameters|left.0.weight", put((0, 0), math.inf)), "parameters"),
+    "parameters of another shape": (tensor("parameters|left.0.weight", lambda t: t[:-1].clone()), "parameters"),
+    "weights of another length": (tensor("left_weights", lambda t: t[:-1].clone()), "left_weights"),
+    "a negative count": (tensor("seen_counts", put(0, -1)), "counts"),
+    "counts beyond the columns": (tensor("seen_counts", put(0, 2**62)), "seen"),
+    "a column out of range": (tensor("seen_columns", put(0, 7)), "columns"),
+    "a negative column": (tensor("seen_columns", put(0, -1)), "columns"),
+    "columns out of order": (tensor("seen_columns", lambda t: t.flip(0).contiguous()), "columns"),
+    "counts of fractions": (tensor("seen_counts", lambda t: t.double()), "seen_counts"),
+    "ids beyond the text": (tensor("left_lengths", put(0, 99)), "left_text"),
+    "more text than ids": (tensor("left_text", lambda t: torch.cat([t, t])), "left_text"),
+    "ids that are no text": (tensor("left_text", put(0, 0xFF)), "utf-8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_file_that_does_not_hold_together_is_refused_by_file_and_field(what, saved, tmp_path):
+    change, field = BAD[what]
+    path = rewritten(saved, tmp_path / "m", change)
+    with pytest.raises(ValueError, match=rf"model: {path} is damaged or not a gramtower model \(.*{field}"):
+        gt.load(path)
+
+
+def test_a_flipped_byte_anywhere_is_noticed(saved, tmp_path):
+    whole = saved.read_bytes()
+    for place in range(0, len(whole), 61):
+        broken = bytearray(whole)
+        broken[place] ^= 0x10
+        (tmp_path / "m").write_bytes(broken)
+        with pytest.raises(ValueError, match=rf"model: {tmp_path / 'm'} is damaged or not a gramtower model"):
+            gt.load(tmp_path / "m")
+
+
+@pytest.mark.parametrize("damage", ["cut", "foreign", "empty"])
+def test_damaged_and_foreign_files_are_refused(damage, saved, tmp_path):
+    path, whole = tmp_path / "m", saved.read_bytes()
+    path.write_bytes({"cut": whole[:200], "foreign": b"PK\x03\x04" + bytes(100), "empty": b""}[damage])
+    with pytest.raises(ValueError, match="damaged or not a gramtower model"):
+        gt.load(path)
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        gt.load(tmp_path / "nothing")
+
+
+def test_a_file_of_a_later_version_says_so(saved, tmp_path):
+    file = TensorFile(saved, *KIND)
+    tensors = {name: file.read(name) for name in file.shapes}
+    _tensors.write(tmp_path / "m", KIND[0], KIND[1] + 1, file.header, tensors)
+    with pytest.raises(ValueError, match=r"later version \(format 5, this reads 4\); upgrade gramtower"):
+        gt.load(tmp_path / "m")
+
+
+def test_ids_that_are_numbers_are_read(saved, tmp_path):
+    def numbered(_, tensors):
+        del tensors["left_text"], tensors["left_lengths"]
+        tensors["left_numbers"] = torch.arange(100, 109)
+
+    model = gt.load(rewritten(saved, tmp_path / "m", numbered))
+    assert np.array_equal(model.embed([100, 108]), gt.load(saved).embed(["u0", "u8"]))
+
+
+@pytest.mark.parametrize("hidden", [(), (4,), (4, 5)])
+def test_the_shapes_of_the_parameters_are_those_of_the_towers(hidden):
+    model = fitted(hidden=hidden)
+    shapes = mlp_shapes("left", 9, hidden, 3) | mlp_shapes("right", 7, hidden, 3)
+    assert shapes == dict(model.towers_.parameters().layout.shapes)
+
+
+def test_settings_of_numpy_are_saved_and_others_are_named(tmp_path):
+    model = fitted(dim=np.int64(3), l2=np.float32(0.5), hidden=np.array([4]))
+    model.save(tmp_path / "m")
+    assert (gt.load(tmp_path / "m").dim, gt.load(tmp_path / "m").hidden) == (3, (4,))
+    model.metric = object()
+    with pytest.raises(ValueError, match="metric: got a object, expected a value that a file can hold"):
+        model.save(tmp_path / "m")
+
+
+def test_a_model_that_is_not_finite_is_not_saved(tmp_path):
+    model = fitted()
+    model.right_ = replace(model.right_, embeddings=model.right_.embeddings * torch.inf)
+    with pytest.raises(ValueError, match="model: got right with NaN or infinity"):
+        model.save(tmp_path / "m")
+    assert not (tmp_path / "m").exists()
