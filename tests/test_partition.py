@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import zlib
 
 import numpy as np
 import pytest
 import shared_fits
+import torch
 
+from gramtower import _tensors
+from gramtower._tensors import TensorFile
 from gramtower.data.partition import read_part, write_partition
 from gramtower.data.splits import random_pairs
 
@@ -23,30 +27,123 @@ def test_a_partition_gives_back_what_was_written(user, tmp_path):
     assert part.left_ids.dtype == split.train.left_ids.dtype
     assert part.right_ids().tolist() == split.train.right_ids.tolist()
     np.testing.assert_array_equal(part.weights, split.train.weights)
-    assert len(manifest["parts"]) == 4
-    sizes = [p["pairs"] + 200 * (p["rows"][1] - p["rows"][0]) for p in manifest["parts"]]
+    assert len(manifest.parts) == 4
+    sizes = [p["pairs"] + 200 * (p["rows"][1] - p["rows"][0]) for p in manifest.parts]
     assert max(sizes) - min(sizes) <= 2 * (200 + split.train.matrix.getnnz(1).max())
+
+
+def changed(**fields):
+    """A change of the manifest by hand, with the checksum that belongs to it."""
+
+    def change(folder):
+        plain = json.loads((folder / "manifest.json").read_text())
+        del plain["checksum"]
+        plain |= {key: make(plain[key]) if callable(make) else make for key, make in fields.items()}
+        plain["checksum"] = zlib.crc32(json.dumps(plain, sort_keys=True).encode())
+        (folder / "manifest.json").write_text(json.dumps(plain))
+
+    return change
+
+
+def rewritten(**tensors):
+    """A change of the second part by hand, with the checksums that belong to it."""
+
+    def change(folder):
+        path = sorted(folder.glob("part-*"))[1]
+        file = TensorFile(path, "gramtower-part", 2)
+        found = {name: file.read(name).clone() for name in file.shapes}
+        found |= {name: make(found.get(name)) for name, make in tensors.items()}
+        _tensors.write(path, "gramtower-part", 2, file.header, found)
+
+    return change
+
+
+def flip(folder, name):
+    path = sorted(folder.glob(name))[-1]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def swap(folder):
+    one, two = sorted(folder.glob("part-*"))[:2]
+    other = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(other)
 
 
 @pytest.mark.parametrize(
     ("spoil", "match"),
     [
-        (lambda folder: (folder / "part-00001.safetensors").unlink(), "missing or damaged"),
-        (lambda folder: (folder / "manifest.json").write_text("{}"), "gramtower-partition version 1"),
+        (lambda folder: next(folder.glob("part-00001-*")).unlink(), "missing or damaged"),
+        (lambda folder: (folder / "manifest.json").write_text("{}"), "gramtower-partition version 2"),
+        (lambda folder: (folder / "manifest.json").write_text("[" * 9999), "is not a partition"),
+        (lambda folder: (folder / "manifest.json").write_text("7"), "gramtower-partition version 2"),
         (lambda folder: (folder / "manifest.json").unlink(), "is not a partition"),
+        (lambda folder: flip(folder, "part-*"), "does not match its checksum"),
+        (lambda folder: flip(folder, "manifest.json"), "missing or damaged|not a partition"),
+        (swap, "the header of another file"),
+        (changed(pairs="many"), "pairs"),
+        (changed(pairs=3), "pairs in the parts"),
+        (changed(shape=[10**9, 12]), "parts"),
+        (changed(shape=[2**40, 1]), "shape"),
+        (changed(parts=[]), "parts"),
+        (changed(parts=lambda parts: [{**parts[0], "file": "../secret.safetensors"}, *parts[1:]]), "a file"),
+        (changed(parts=lambda parts: [{**parts[0], "file": "/etc/passwd"}, *parts[1:]]), "a file"),
+        (changed(parts=lambda parts: [{**parts[0], "rows": [0, 10**6]}, *parts[1:]]), "rows"),
+        (changed(parts=lambda parts: [5, *parts[1:]]), "parts"),
+        (changed(weights=lambda there: not there), "tensors"),
+        (rewritten(offsets=lambda t: t.flip(0)), "columns"),
+        (rewritten(columns=lambda t: t + 10**6), "columns such as"),
+        (rewritten(columns=lambda t: t.double()), "tensors"),
+        (rewritten(labels=lambda t: t * float("nan")), "labels"),
+        (rewritten(labels=lambda t: t[:-1]), "labels"),
+        (rewritten(left_offsets=lambda t: t * 2), "left_text"),
+        (rewritten(left_offsets=lambda t: t[:-1]), "left_ids"),
+        (rewritten(further=lambda _: torch.ones(2)), "further"),
     ],
 )
 def test_a_damaged_partition_is_refused(spoil, match, tmp_path):
     write_partition(shared_fits.interactions(), tmp_path, 3)
     spoil(tmp_path)
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=f"folder: .*{match}"):
         read_part(tmp_path)
 
 
-def test_a_partition_is_not_written_over_other_files(tmp_path):
-    (tmp_path / "thesis.tex").write_text("x")
+def test_damaged_right_ids_are_refused(tmp_path):
+    write_partition(shared_fits.interactions(), tmp_path, 3)
+    part = read_part(tmp_path)
+    flip(tmp_path, "right-*")
+    with pytest.raises(ValueError, match=f"folder: {tmp_path} is missing or damaged"):
+        part.right_ids()
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", "manifest.json"])
+def test_a_partition_is_not_written_over_other_files(name, tmp_path):
+    (tmp_path / name).write_text('{"name": "web"}')
     with pytest.raises(ValueError, match="which holds other files"):
         write_partition(shared_fits.interactions(), tmp_path, 3)
+    assert (tmp_path / name).read_text() == '{"name": "web"}'
+
+
+@pytest.mark.parametrize("earlier", [True, False])
+def test_a_partition_that_was_killed_can_be_written_again(earlier, tmp_path, monkeypatch):
+    pairs = shared_fits.interactions()
+    if earlier:
+        write_partition(pairs, tmp_path, 2)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gramtower.data.partition.write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_partition(pairs, tmp_path, 3)
+    monkeypatch.undo()
+    if earlier:
+        assert (read_part(tmp_path).matrix != pairs.matrix).nnz == 0  # the old one is whole
+    write_partition(pairs, tmp_path, 4)
+    assert (read_part(tmp_path).matrix != pairs.matrix).nnz == 0
+    assert len(list(tmp_path.iterdir())) == 6  # four parts, right ids and the manifest: nothing of the others
 
 
 def test_fit_learns_from_a_partition_what_it_learns_from_the_file(tmp_path, capsys):

@@ -37,7 +37,7 @@ def info(
         found = describe_model(open_model(path)[0])
     elif is_partition(path):
         part = read_part(path)
-        found = {"kind": "partition", "parts": len(read_manifest(path)["parts"]), **_counts(part.matrix)}
+        found = {"kind": "partition", "parts": len(read_manifest(path).parts), **_counts(part.matrix)}
         found |= {"validation_pairs": part.held_out_pairs, "pairs_per_entity": _degrees(part.matrix)}
     else:
         found = describe_pairs(read_pairs(path, settle(config, data).data))

@@ -33,7 +33,7 @@ def partition(
 
     Args:
         path: Pairs, as for fit.
-        out: Folder for the parts, new or empty.
+        out: Folder for the parts: new, empty, or that of an earlier partition, which is replaced.
         parts: How many; at least as many as there will ever be processes.
         seed: For --validation.
         config: TOML file whose table [data] says how the pairs are read.
@@ -41,18 +41,18 @@ def partition(
         common: Output.
     """
     common = common or Common()
-    if out is None or out.is_file():
+    if out is None or (out.exists() and not out.is_dir()):
         check.fail("out", out, "a folder")
     options = settle(config, data).data
     pairs, held_out = split_validation(read_pairs(path, options), options, seed)
     manifest = write_partition(pairs, out, parts, held_out)
-    sizes = [part["pairs"] for part in manifest["parts"]]
+    sizes = [part["pairs"] for part in manifest.parts]
     facts = {
         "folder": str(out),
-        "left": manifest["shape"][0],
-        "right": manifest["shape"][1],
-        "pairs": manifest["pairs"],
-        "validation_pairs": manifest["held_out"],
+        "left": manifest.shape[0],
+        "right": manifest.shape[1],
+        "pairs": manifest.pairs,
+        "validation_pairs": manifest.held_out,
         "parts": len(sizes),
         "fewest_pairs": min(sizes),
         "most_pairs": max(sizes),

@@ -1,18 +1,27 @@
 """A folder of pairs cut by left entity, from which each process of a fit reads its own part and nothing else.
 
-    manifest.json            shape, counts, and which rows are in which part
-    part-00000.safetensors   offsets, columns and labels of the part's rows, weights and held-out pairs if any, left ids
-    right.safetensors        right ids
+    manifest.json                  shape, counts, which rows are in which part, the names of the files, a checksum
+    part-00000-TOKEN.safetensors   offsets, columns and labels of the part's rows, weights and held-out pairs if any,
+                                   left ids
+    right-TOKEN.safetensors        right ids
 
 Parts hold about equal work: pairs plus tower work. A process of N takes a run of whole parts, so there must be at least
-N. Left rows keep the order of the Interactions that were written, so that a fit is the same for any N. Files are
-written first and the manifest last, by renaming. Checked by tests/test_partition.py.
+N. Left rows keep the order of the Interactions that were written, so that a fit is the same for any N. A partition that
+is written over another gets new names, the manifest is replaced in one step, and then the old files are removed: a kill
+at any moment leaves the old partition or the new one. Files have checksums (_tensors.py) and are checked against the
+manifest. Checked by tests/test_partition.py and tests/fuzz/test_fuzz_models.py.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-from dataclasses import dataclass
+import re
+import secrets
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +32,59 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower import _checks as check
-from gramtower._files import replacing, write_text
+from gramtower import _tensors
+from gramtower._files import write_text
+from gramtower._schema import build
 from gramtower.data.interactions import Interactions
+from gramtower.data.matrices import pattern
 from gramtower.data.packing import pack_ids, unpack_ids
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.distributed.shards import Rows, Shards, balanced, entity_costs
 
-MANIFEST, _RIGHT = "manifest.json", "right.safetensors"
-_FORMAT, _VERSION = "gramtower-partition", 1
+MANIFEST = "manifest.json"
+_FORMAT, _VERSION = "gramtower-partition", 2
+_KIND = ("gramtower-part", _VERSION)
+_OWN = re.compile(r"(part-\d+|right)-[0-9a-f]{8}\.safetensors")
+_TYPES = {"offsets": torch.int64, "columns": torch.int32, "labels": torch.float32}
 _ROW_WORK = 200.0  # tower work of an entity in units of a pair's, for the default towers
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A part as the manifest lists it: its file, its left rows (first, stop) and how many pairs they have."""
+
+    file: str
+    rows: list[int]
+    pairs: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a folder holds.
+
+    Attributes:
+        format: says that it is a partition.
+        version: of the format.
+        shape: numbers of left and right entities.
+        pairs: number of pairs.
+        held_out: number of held-out pairs, or None.
+        weights: whether pairs have weights.
+        left: name of the left column.
+        right: name of the right column.
+        ids: file of the right ids.
+        parts: the parts, in order of their rows.
+    """
+
+    format: str
+    version: int
+    shape: list[int]
+    pairs: int
+    held_out: int | None
+    weights: bool
+    left: str
+    right: str
+    ids: str
+    parts: list[Any]
 
 
 @dataclass(frozen=True)
@@ -69,9 +122,8 @@ class Part:
     def right_ids(self, own: bool = False) -> NDArray[Any]:
         """Ids of all right entities, or of the own ones."""
         rows = self.shards.right
-        tensors = _read(self.folder / _RIGHT)
-        ids = unpack_ids(tensors)
-        assert ids is not None
+        with _refusing(self.folder):
+            ids = _ids(_read(self.folder, read_manifest(self.folder).ids), "", rows.total)
         return ids[rows.first : rows.stop] if own else ids
 
 
@@ -81,7 +133,7 @@ def write_partition(
     parts: int,
     held_out: Interactions | None = None,
     row_work: float = _ROW_WORK,
-) -> dict[str, Any]:
+) -> Manifest:
     """Write pairs as a folder of parts; returns the manifest.
 
     Args:
@@ -95,17 +147,18 @@ def write_partition(
     check.count("parts", parts)
     if held_out is not None and held_out.shape != pairs.shape:
         check.fail("held_out", f"shape {held_out.shape}", f"shape {pairs.shape}: pairs of the same entities")
-    if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).exists():
-        check.fail("folder", f"{folder}, which holds other files", "a new or empty folder, or an earlier partition")
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in (folder / MANIFEST, *folder.glob("part-*.safetensors"), folder / _RIGHT):
-        old.unlink(missing_ok=True)
+    if folder.exists() and not folder.is_dir():
+        check.fail("folder", f"{folder}, which is a file", "a new or empty folder, or an earlier partition")
+    others = [path.name for path in folder.iterdir() if not _is_own(path)] if folder.exists() else []
+    known = _format_of(folder)
+    if known not in (None, _FORMAT) or (others and known != _FORMAT):
+        given = f"{folder}, which holds other files such as {[*others, MANIFEST][0]}"
+        check.fail("folder", given, "a new or empty folder, or an earlier partition")
+    token = secrets.token_hex(4)
     counts = np.diff(pairs.matrix.indptr)
     bounds = balanced(entity_costs(counts, row_work), parts)
     listed = []
-    for number in range(parts):
-        first, stop = bounds[number : number + 2]
-        name = f"part-{number:05d}.safetensors"
+    for number, (first, stop) in enumerate(itertools.pairwise(map(int, bounds))):
         tensors = _rows(pairs.matrix, first, stop, "")
         if pairs.weights is not None:
             span = slice(int(pairs.matrix.indptr[first]), int(pairs.matrix.indptr[stop]))
@@ -113,21 +166,21 @@ def write_partition(
         if held_out is not None:
             tensors |= _rows(held_out.matrix, first, stop, "held_out_")
         tensors |= {f"left_{key}": t for key, t in pack_ids(pairs.left_ids[first:stop]).items()}
-        _write(folder / name, tensors)
-        listed.append({"file": name, "rows": [int(first), int(stop)], "pairs": int(counts[first:stop].sum())})
-    _write(folder / _RIGHT, pack_ids(pairs.right_ids))
-    manifest = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "shape": list(pairs.shape),
-        "pairs": len(pairs),
-        "held_out": None if held_out is None else len(held_out),
-        "weights": pairs.weights is not None,
-        "left": pairs.left_name,
-        "right": pairs.right_name,
-        "parts": listed,
-    }
-    write_text(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+        part = Listed(f"part-{number:05d}-{token}.safetensors", [first, stop], int(counts[first:stop].sum()))
+        _tensors.write(folder / part.file, *_KIND, asdict(part), tensors)
+        listed.append(asdict(part))
+    ids = f"right-{token}.safetensors"
+    _tensors.write(folder / ids, *_KIND, {"file": ids}, pack_ids(pairs.right_ids))
+    held = None if held_out is None else len(held_out)
+    manifest = Manifest(
+        _FORMAT, _VERSION, list(pairs.shape), len(pairs), held, pairs.weights is not None, pairs.left_name,
+        pairs.right_name, ids, listed,
+    )  # fmt: skip
+    text = json.dumps(asdict(manifest) | {"checksum": _checksum(manifest)}, indent=1) + "\n"
+    write_text(folder / MANIFEST, text)
+    for old in folder.iterdir():
+        if _OWN.fullmatch(old.name) and token not in old.name:
+            old.unlink(missing_ok=True)
     return manifest
 
 
@@ -136,19 +189,26 @@ def is_partition(path: Path) -> bool:
     return (path / MANIFEST).is_file()
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> Manifest:
     """The manifest of a folder.
 
     Raises:
-        ValueError: if there is none, or it is of another kind or a later version.
+        ValueError: if there is none, or it is damaged, of another kind or another version.
     """
     try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
+        plain = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"folder: {folder} is not a partition ({error}); gramtower partition makes one") from error
-    if manifest.get("format") != _FORMAT or manifest.get("version") != _VERSION:
-        given = f"{manifest.get('format')} version {manifest.get('version')}"
+    found = plain if isinstance(plain, dict) else {}
+    if (found.get("format"), found.get("version")) != (_FORMAT, _VERSION):
+        given = f"{str(found.get('format'))[:40]} version {str(found.get('version'))[:20]}"
         check.fail("folder", f"{folder} with {given}", f"{_FORMAT} version {_VERSION}")
+    with _refusing(folder):
+        checksum = found.pop("checksum", None)
+        manifest = build(MANIFEST, Manifest, found)
+        if checksum != _checksum(manifest):
+            raise ValueError(f"{MANIFEST} does not match its checksum")
+        _check_manifest(manifest)
     return manifest
 
 
@@ -161,29 +221,75 @@ def read_part(folder: str | Path, group: Group = SINGLE) -> Part:
     folder = Path(folder)
     with group.together():
         manifest = read_manifest(folder)
-        listed = manifest["parts"]
+        listed = [build("parts", Listed, part) for part in manifest.parts]
+        m, n = manifest.shape
         if len(listed) < group.size:
             check.fail("folder", f"{len(listed)} parts in {folder}", f"at least {group.size}, one for each process")
-        costs = [part["pairs"] + _ROW_WORK * (part["rows"][1] - part["rows"][0]) for part in listed]
-        cuts = balanced(costs, group.size)
-        own = listed[cuts[group.rank] : cuts[group.rank + 1]]
-        ends = [*(part["rows"][0] for part in listed), manifest["shape"][0]]
+        cuts = balanced([part.pairs + _ROW_WORK * (part.rows[1] - part.rows[0]) for part in listed], group.size)
+        ends = [*(part.rows[0] for part in listed), m]
         left = Rows(tuple(ends[cut] for cut in cuts), group.rank)
-        right = Rows(balanced(np.ones(manifest["shape"][1]), group.size), group.rank)
-        tensors = [_read(folder / part["file"]) for part in own]
-        n = manifest["shape"][1]
-        ids = [unpack_ids(t, "left_") for t in tensors or [_read(folder / listed[0]["file"])]]
+        right = Rows(balanced(np.ones(n), group.size), group.rank)
+        with _refusing(folder):
+            own = [_read_listed(folder, manifest, part) for part in listed[cuts[group.rank] : cuts[group.rank + 1]]]
+            typed = own or [_read_listed(folder, manifest, listed[0])]  # says of which type ids are
         part = Part(
-            _stack(tensors, "", n, left.count),
-            np.concatenate([t["weights"].numpy() for t in tensors]) if manifest["weights"] and tensors else None,
-            None if manifest["held_out"] is None else _stack(tensors, "held_out_", n, left.count),
-            np.concatenate([x for x in ids if x is not None])[: left.count],  # of no part, none of the first's
+            _stack(own, "", n, left.count),
+            np.concatenate([t["weights"].numpy() for t, _ in own]) if manifest.weights and own else None,
+            None if manifest.held_out is None else _stack(own, "held_out_", n, left.count),
+            np.concatenate([ids for _, ids in typed])[: left.count],
             folder,
             Shards(group, left, right),
-            manifest["pairs"],
-            manifest["held_out"],
+            manifest.pairs,
+            manifest.held_out,
         )
     return part
+
+
+def _check_manifest(manifest: Manifest) -> None:
+    """Refuse counts that do not add up, and files outside the folder."""
+    if len(manifest.shape) != 2 or not all(1 <= size < 2**31 for size in manifest.shape):
+        check.fail("shape", manifest.shape[:4], "two numbers of entities")
+    parts = [build("parts", Listed, part) for part in manifest.parts]
+    names = [manifest.ids, *(part.file for part in parts)]
+    if len(set(names)) < len(names) or not all(_OWN.fullmatch(name) for name in names):
+        wrong = next((name for name in names if not _OWN.fullmatch(name)), names[0])
+        check.fail("parts", f"a file {wrong[:80]!r}", "distinct names such as part-00000-0a1b2c3d.safetensors")
+    at = 0
+    for part in parts:
+        if len(part.rows) != 2 or part.rows[0] != at or part.rows[1] < at or part.pairs < 0:
+            check.fail("parts", f"rows {part.rows[:4]} with {part.pairs} pairs", f"rows from {at} on")
+        at = part.rows[1]
+    if at != manifest.shape[0] or sum(part.pairs for part in parts) != manifest.pairs or (manifest.held_out or 0) < 0:
+        given = f"{at} rows and {sum(part.pairs for part in parts)} pairs in the parts"
+        check.fail("parts", given, f"{manifest.shape[0]} and {manifest.pairs}")
+
+
+def _read_listed(folder: Path, manifest: Manifest, part: Listed) -> tuple[dict[str, Tensor], NDArray[Any]]:
+    """The tensors of a part and the ids of its rows, checked against what the manifest says of it."""
+    tensors = _read(folder, part.file, asdict(part))
+    rows = part.rows[1] - part.rows[0]
+    pairs = ["", *(["held_out_"] if manifest.held_out is not None else [])]
+    dtypes = {f"{p}{name}": dtype for p in pairs for name, dtype in _TYPES.items()}
+    dtypes |= {"weights": torch.float32} if manifest.weights else {}
+    found = {name: tensor for name, tensor in tensors.items() if not name.startswith("left_")}
+    if {name: tensor.dtype for name, tensor in found.items()} != dtypes or any(t.dim() != 1 for t in found.values()):
+        check.fail(part.file, f"tensors {', '.join(found)[:80]}", f"{', '.join(dtypes)} of their types")
+    for p in pairs:
+        offsets, columns, labels = (found[f"{p}{name}"].numpy() for name in _TYPES)
+        pattern(f"{part.file}: {p}columns", columns, offsets, (rows, manifest.shape[1]))
+        if len(labels) != len(columns) or (not p and len(columns) != part.pairs):
+            check.fail(part.file, f"{len(columns)} pairs and {len(labels)} labels", f"{part.pairs} of each")
+        check.finite(f"{part.file}: {p}labels", labels)
+    if manifest.weights:
+        check.weights(f"{part.file}: weights", found["weights"].numpy(), part.pairs)
+    return tensors, _ids(tensors, "left_", rows)
+
+
+def _ids(tensors: dict[str, Tensor], prefix: str, rows: int) -> NDArray[Any]:
+    ids = unpack_ids(tensors, prefix)
+    if ids is None or len(ids) != rows:
+        check.fail(f"{prefix}ids", "none" if ids is None else f"{len(ids)} ids", f"{rows} ids")
+    return ids
 
 
 def _rows(matrix: sp.csr_matrix, first: int, stop: int, prefix: str) -> dict[str, Tensor]:
@@ -196,7 +302,8 @@ def _rows(matrix: sp.csr_matrix, first: int, stop: int, prefix: str) -> dict[str
     }
 
 
-def _stack(tensors: list[dict[str, Tensor]], prefix: str, n: int, rows: int) -> sp.csr_matrix:
+def _stack(parts: list[tuple[dict[str, Tensor], Any]], prefix: str, n: int, rows: int) -> sp.csr_matrix:
+    tensors = [tensor for tensor, _ in parts]
     counts = [np.diff(t[f"{prefix}offsets"].numpy()) for t in tensors]
     offsets = np.concatenate([[0], np.cumsum(np.concatenate([np.empty(0, np.int64), *counts]))])
     columns = [np.empty(0, np.int32), *(t[f"{prefix}columns"].numpy() for t in tensors)]
@@ -204,18 +311,38 @@ def _stack(tensors: list[dict[str, Tensor]], prefix: str, n: int, rows: int) -> 
     return sp.csr_matrix((np.concatenate(labels), np.concatenate(columns), offsets), shape=(rows, n))
 
 
-def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    from safetensors.torch import save_file
+def _read(folder: Path, name: str, header: dict[str, Any] | None = None) -> dict[str, Tensor]:
+    """The tensors of a file, which must say of itself what the manifest does."""
+    file = _tensors.TensorFile(folder / name, *_KIND)
+    if file.header != (header or {"file": name}):
+        check.fail(name, "the header of another file", "that of its place in the manifest")
+    tensors = {key: file.read(key) for key in file.shapes}
+    file.close()
+    return tensors
 
-    with replacing(path) as partial:
-        save_file(tensors, partial)
 
-
-def _read(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
+@contextmanager
+def _refusing(folder: Path) -> Iterator[None]:
+    """Say of which folder an error is."""
     try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"folder: {path} is missing or damaged ({error}); make the partition anew") from error
+        yield
+    except (ValueError, OSError) as error:
+        raise ValueError(f"folder: {folder} is missing or damaged ({error}); make the partition anew") from error
+
+
+def _checksum(manifest: Manifest) -> int:
+    return zlib.crc32(json.dumps(asdict(manifest), sort_keys=True).encode())
+
+
+def _format_of(folder: Path) -> object:
+    """What the manifest of a folder says it is; None without one that can be read."""
+    try:
+        plain = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return plain.get("format", "other") if isinstance(plain, dict) else "other"
+
+
+def _is_own(path: Path) -> bool:
+    """Whether write_partition made a file, or left it unfinished."""
+    return path.name == MANIFEST or bool(_OWN.fullmatch(path.name)) or path.name.endswith(".partial")
