@@ -43,7 +43,7 @@ def write(path: Path, kind: str, version: int, header: Mapping[str, Any], tensor
 
     text = np.frombuffer(json.dumps(header, ensure_ascii=False).encode(), dtype=np.uint8)
     stored = {name: _alone(tensor) for name, tensor in tensors.items()} | {_HEADER: torch.from_numpy(text.copy())}
-    sums = {name: [checksum(part) for part in _chunks(tensor)] for name, tensor in stored.items()}
+    sums = {name: [checksum(chunk) for chunk in _chunks(tensor)] for name, tensor in stored.items()}
     content = {name: [_NAMES[tensor.dtype], list(tensor.shape), sums[name]] for name, tensor in stored.items()}
     facts = {"kind": kind, "version": str(version), "checksums": json.dumps(sums)}
     with replacing(path) as partial:
@@ -99,9 +99,8 @@ class TensorFile:
             row = tensor.element_size() * (tensor.numel() // max(1, len(tensor)) if tensor.dim() else 1)
             span = (0, tensor.numel() * tensor.element_size()) if stop is None else (first * row, stop * row)
             low, high = span[0] // CHUNK, -(-span[1] // CHUNK)
-            for number, chunk in enumerate(_chunks(tensor)[low:high], low):
-                if checksum(chunk) != self._sums[name][number]:
-                    raise Damaged(f"{self._path}: tensor {name!r} does not match its checksum")
+            if [checksum(chunk) for chunk in _chunks(tensor)[low:high]] != self._sums[name][low:high]:
+                raise Damaged(f"{self._path}: tensor {name!r} does not match its checksum")
         return part
 
     def close(self) -> None:

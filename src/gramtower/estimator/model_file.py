@@ -126,10 +126,12 @@ def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None) ->
         header = _checked_header(file)
         inputs = {side: Inputs.from_plain(header.inputs[side]) for side in ("left", "right")}
         _check_tensors(file, header, inputs)
-        tensors = {name: file.read(name) for name in file.shapes}
+        with file.reading() as read:
+            seen = _seen(header, *(read(name) for name in ("seen_columns", "seen_counts")))
+            ids = {side: _ids(side, {name: read(name) for name in file.shapes if name.startswith(f"{side}_")})
+                   for side in ("left", "right")}  # fmt: skip
+            tensors = {name: read(name) for name in file.shapes}
         file.close()
-        seen = _seen(header, tensors)
-        ids = {side: _ids(side, tensors) for side in ("left", "right")}
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not _finite(tensor):
                 check.fail(name, "NaN or infinity", "finite numbers")
@@ -266,8 +268,8 @@ def _check_tensors(file: shards_file.Reader, header: Header, inputs: dict[str, I
             check.fail(name, file.dtypes[name], " or ".join(map(str, dtypes)))
 
 
-def _seen(header: Header, tensors: dict[str, Tensor]) -> sp.csr_matrix:
-    columns, offsets = tensors["seen_columns"].numpy(), _offsets(tensors["seen_counts"])
+def _seen(header: Header, stored: Tensor, counts: Tensor) -> sp.csr_matrix:
+    columns, offsets = stored.numpy(), _offsets(counts)
     shape = (header.shape[0], header.shape[1])
     pattern("seen", columns, offsets, shape)
     return pattern_of(sp.csr_matrix((columns, columns, offsets), shape=shape))

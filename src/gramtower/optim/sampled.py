@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gramtower import _checks as check
 from gramtower.model.parameters import Parameters
 from gramtower.model.towers import Towers
 from gramtower.objective.problem import Problem
@@ -95,6 +96,11 @@ class Subsets(Source):
         """See Part."""
         super().restore(state)
         if "P" in state:
+            own, cross = ([state[name] for name in names] for names in (("P", "Q"), ("hP", "hQ")))
+            k, r = own[0].shape[-1:].numel(), cross[0].shape[:1].numel()
+            fits = all(t.shape == (k, k) for t in own) and all(t.shape == (r, k) for t in cross)
+            if not fits or any(t.dtype != torch.float64 for t in (*own, *cross)):
+                check.fail("running Gramians", [tuple(t.shape) for t in (*own, *cross)], "k × k and r × k in float64")
             self.running = Gramians((state["P"], state["Q"]), (state["hP"], state["hQ"]))
 
 

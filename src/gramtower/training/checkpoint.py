@@ -277,7 +277,8 @@ def _read_tensors(file: shards_file.Reader, like: Parameters, shards: Shards) ->
     shapes = _global_shapes(like.layout, shards)
     for stored, shape in file.shapes.items():
         key, _, name = stored.partition("|")
-        if not file.dtypes[stored].is_floating_point or (name and list(shape) != shapes.get(name)):
+        kinds = (like.vector.dtype,) if name else (torch.float32, torch.float64)
+        if file.dtypes[stored] not in kinds or (name and list(shape) != shapes.get(name)):
             raise ValueError(f"got {stored} of shape {shape} and {file.dtypes[stored]}")
         if not name:
             tensors[key] = file.read(stored)

@@ -12,9 +12,12 @@ and tests/test_distributed_fit.py.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import secrets
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from gramtower._schema import build
 from gramtower._tensors import Damaged, TensorFile
 from gramtower.distributed.shards import Rows, Shards
 
+_THREADS = 2
 _SIDES = ("left", "right", "left ragged")
 
 
@@ -136,6 +140,22 @@ class Reader:
                     parts.append(self._file(file).read(name, low - a, high - a))
             found = parts[1] if len(parts) == 2 else torch.cat(parts)
         return found.to(self._device)
+
+    @contextmanager
+    def reading(self) -> Iterator[Callable[[str], Tensor]]:
+        """All tensors, read whole by a few threads, small ones first, while the block goes on.
+
+        Gives a function that waits for one of them; the end of the block waits for all. Checksums cost little time
+        this way, as numpy and zlib let other threads run.
+        """
+        for number in range(len(self._index.files)):
+            self._file(number)
+        names = sorted(self.shapes, key=lambda name: math.prod(size or 0 for size in self.shapes[name]))
+        with ThreadPoolExecutor(_THREADS) as pool:
+            jobs = {name: pool.submit(self.read, name) for name in names}
+            yield lambda name: jobs[name].result()
+            for job in jobs.values():
+                job.result()
 
     def close(self) -> None:
         """Close the files."""
