@@ -148,9 +148,9 @@ BAD = {
     "a negative column": (tensor("seen_columns", put(0, -1)), "columns"),
     "columns out of order": (tensor("seen_columns", lambda t: t.flip(0).contiguous()), "columns"),
     "counts of fractions": (tensor("seen_counts", lambda t: t.double()), "seen_counts"),
-    "ids beyond the text": (tensor("left_lengths", put(0, 99)), "left_text"),
-    "more text than ids": (tensor("left_text", lambda t: torch.cat([t, t])), "left_text"),
-    "ids that are no text": (tensor("left_text", put(0, 0xFF)), "utf-8"),
+    "ids beyond the text": (tensor("left_lengths", put(0, 99)), "left_offsets"),
+    "more text than ids": (tensor("left_text", lambda t: torch.cat([t, t])), "left_offsets"),
+    "ids that are no text": (tensor("left_text", put(0, 0xFF)), "UTF-8"),
 }  # fmt: skip
 
 

@@ -98,8 +98,8 @@ def swap(folder):
         (rewritten(columns=lambda t: t.double()), "tensors"),
         (rewritten(labels=lambda t: t * float("nan")), "labels"),
         (rewritten(labels=lambda t: t[:-1]), "labels"),
-        (rewritten(left_offsets=lambda t: t * 2), "left_text"),
-        (rewritten(left_offsets=lambda t: t[:-1]), "left_ids"),
+        (rewritten(left_offsets=lambda t: t * 2), "left_offsets"),
+        (rewritten(left_offsets=lambda t: t[:-1]), "left_offsets"),
         (rewritten(further=lambda _: torch.ones(2)), "further"),
     ],
 )

@@ -277,10 +277,10 @@ def _seen(header: Header, stored: Tensor, counts: Tensor) -> sp.csr_matrix:
 
 def _ids(side: str, tensors: dict[str, Tensor]) -> NDArray[Any] | None:
     """The ids of a side in memory of their own; None where rows are known by number."""
-    found = {name: tensors[f"{side}_{name}"] for name in ("numbers", "text", "lengths") if f"{side}_{name}" in tensors}
-    if "lengths" in found:
-        found["offsets"] = torch.from_numpy(_offsets(found.pop("lengths")))
-    ids = unpack_ids(found)
+    found = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{side}_")}
+    if f"{side}_lengths" in found:
+        found[f"{side}_offsets"] = torch.from_numpy(_offsets(found[f"{side}_lengths"]))
+    ids = unpack_ids(found, f"{side}_")
     return None if ids is None else ids.copy()
 
 
