@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from gramtower.data import sqldump, streams
+from gramtower.data import sources, sqldump
 from gramtower.data.mediawiki import is_mediawiki, mediawiki_links
 
 CREATE = {
@@ -105,7 +105,7 @@ def test_what_is_left_out_is_counted(new, tmp_path):
 @pytest.mark.parametrize("new", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 31, 100, 257])
 def test_buffers_may_end_anywhere(new, size, tmp_path, monkeypatch):
-    monkeypatch.setattr(streams, "CHUNK", size)
+    monkeypatch.setattr(sources, "CHUNK", size)
     assert pairs_of(mediawiki_links(write(tmp_path, new, per_insert=1 + size % 6))) == EXPECTED
 
 
@@ -188,3 +188,23 @@ def test_a_wiki_without_links_between_articles_is_refused(tmp_path):
     write(tmp_path, links=[(5, 0, "Pear")])
     with pytest.raises(ValueError, match="no article links to another"):
         mediawiki_links(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("(1,0,'Apple'", "(1e5,0,'Apple'", "'1e5' in a column of ids"),
+        ("(1,0,'Apple'", f"({'9' * 30},0,'Apple'", "in a column of ids"),
+        ("(1,0,'Apple'", f"({'9' * 5000},0,'Apple'", "in a column of ids"),
+        ("(1,0,'Apple'", "(1,0,17", "'17' in a column of text"),
+        ("`page_random`", "`page_id`", "with 6 columns, expected at most 100, each once"),
+        ("(1,0,'Apple'", "(1,0,Apple", r"a row at byte \d+"),
+    ],
+)
+def test_values_that_do_not_fit_their_columns_are_shown(old, new, message, tmp_path):
+    write(tmp_path)
+    path = next(tmp_path.glob("*-page.sql"))
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(ValueError, match=message) as caught:
+        mediawiki_links(tmp_path)
+    assert path.name in str(caught.value)

@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 
-from gramtower.data import streams
+from gramtower.data import sources
 from gramtower.data.netflix import is_netflix, netflix
 
 pytest.importorskip("polars", reason="reading tables needs polars")
@@ -89,7 +89,7 @@ def test_every_layout_gives_the_ratings_of_4_and_5(kind, tmp_path):
 @pytest.mark.parametrize("size", [1, 3, 7, 20, 33, 64, 1000])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_chunks_may_end_anywhere(size, end, tmp_path, monkeypatch):
-    monkeypatch.setattr(streams, "CHUNK", size)
+    monkeypatch.setattr(sources, "CHUNK", size)
     path = layout("combined", tmp_path, end)
     found = netflix(path, times=True)
     assert pairs_of(found) == PAIRS
@@ -111,14 +111,39 @@ def test_ratings_can_be_labels(tmp_path):
         (b"1:\n7,4,2000-01-01\n7,,2001-01-01\n", "a line '7,,2001-01-01'"),
         (b"7,4,2000-01-01\n", "before any line 'movie:'"),
         (b"1:\nx,4,2000-01-01\n", "a line 'x,4,2000-01-01'"),
-        (b"1:\n7,four,2000-01-01\n", "cannot be read"),
+        (b"1:\n7,four,2000-01-01\n", "a line '7,four,2000-01-01' below '1:'"),
         (b"1:\n", "no rating"),
-        (b"one:\n7,4,2000-01-01\n", "before any line 'movie:'"),
+        (b"one:\n7,4,2000-01-01\n", "a line 'one:' before any line 'movie:'"),
+        (b"1:\n7,4,2000-01-01\ntwo:\n8,5,2000-01-01\n", "a line 'two:' below '1:'"),
+        (b"1:\n7,4,2000-01-01\n99999999999:\n8,5,2000-01-01\n", "a line '99999999999:' below '1:'"),
+        (b"1:\n7,inf,2000-01-01\n", "a line '7,inf,2000-01-01' below '1:'"),
+        (b"1:\n7,1e39,2000-01-01\n", "finite rating"),
+        (b"1:\n,5,2000-01-01\n", "a line ',5,2000-01-01'"),
+        (b"1:\n7,5,2000-01-01,x\n", "a line .*7,5,2000-01-01,x"),
+        (b",,\n\n", "no rating"),
+        ("1:\n7,4,2000-01-01\n".encode("utf-16"), "begins like UTF-16"),
     ],
 )
 def test_lines_that_are_no_ratings_are_shown(content, message, tmp_path):
     (tmp_path / "combined_data_1.txt").write_bytes(content)
     with pytest.raises(ValueError, match=message):
+        netflix(tmp_path)
+
+
+def test_marks_of_utf8_and_ratings_that_are_nan(tmp_path):
+    for movie in (1, 2):
+        content = b"\xef\xbb\xbf%d:\n%d,5,2000-01-01\n9,nan,2000-01-01\n" % (movie, movie)
+        (tmp_path / f"mv_000000{movie}.txt").write_bytes(content)
+    found = netflix(tmp_path)
+    assert pairs_of(found) == {("1", "1"), ("2", "2")}
+    counted = {name: found.report[name] for name in ("rows", "rows_without_number", "rows_below_threshold")}
+    assert counted == {"rows": 4, "rows_without_number": 2, "rows_below_threshold": 0}
+
+
+def test_ratings_without_a_movie_do_not_go_to_the_movie_of_the_file_before(tmp_path):
+    (tmp_path / "mv_0000001.txt").write_text("1:\n7,4,2000-01-01\n")
+    (tmp_path / "mv_0000002.txt").write_text("8,5,2000-01-01\n")
+    with pytest.raises(ValueError, match="a line '8,5,2000-01-01' before any line 'movie:'"):
         netflix(tmp_path)
 
 

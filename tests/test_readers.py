@@ -153,6 +153,12 @@ def test_extreme_classification_keeps_points_without_labels(tmp_path):
         ("1 4 5\n0 0:1 x\n", "line 2"),
         ("1 4 5\n5 0:1\n", "labels numbered 5 to 5, expected numbers from 0 to 4"),
         ("1 4 5\n1 4:1\n", "features numbered"),
+        ("1 5 1000000000\n1 4:1\n", "1,000,000,000 labels in a file of 5 characters"),
+        ("1 5 " + "9" * 30 + "\n1 4:1\n", "not three numbers"),
+        ("1 4 5\n0 0:nan\n", "line 2"),
+        ("1 4 5\n0 0:1e300\n", "line 2"),
+        ("1 4 5\n0 1_0:1\n", "line 2"),
+        ("1 4 5\n" + "9" * 40 + " 0:1\n", "line 2"),
     ],
 )
 def test_a_broken_extreme_classification_file_is_named(tmp_path, text, message):

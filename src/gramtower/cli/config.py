@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from gramtower import _checks as check
 from gramtower.cli.options import DataOptions, FeatureOptions, ModelOptions, TrainOptions
+from gramtower.data.sources import read_toml, reading
 from gramtower.estimator.config_file import toml
 
 TABLES: dict[str, type] = {
@@ -65,16 +66,9 @@ def read_config(path: Path) -> Settings:
     Raises:
         ValueError: if it is not TOML, or holds an unknown table or key, or a value of the wrong type.
     """
-    found = read_tables(path, read_toml(path), {name: get_type_hints(table) for name, table in TABLES.items()})
+    known = {name: get_type_hints(table) for name, table in TABLES.items()}
+    found = read_tables(path, read_toml("config", path), known)
     return Settings(**{name: TABLES[name](**values) for name, values in found.items()})
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """The content of a TOML file."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"config: {path} is not a TOML file: {error}") from error
 
 
 def read_tables(path: Path, content: dict[str, Any], known: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -86,16 +80,17 @@ def read_tables(path: Path, content: dict[str, Any], known: dict[str, dict[str, 
         known: the type of each key that a table may have, by table.
     """
     tables: dict[str, dict[str, Any]] = {}
-    for name, table in content.items():
-        if name not in known:
-            home = _home(name.replace("-", "_"), known)
-            hint = f"[{nearest(name, known)}]" if home is None else f"the key below [{home}]"
-            named = ", ".join(f"[{one}]" for one in known)
-            check.fail("config", f"{name!r} at the top of {path}", f"{hint}; tables are {named}")
-        if not isinstance(table, dict):
-            check.fail("config", f"{name} = {table!r}", f"a table [{name}]")
-        tables[name] = _read_table(path, name, table, known)
-    return tables
+    with reading(path, "config"):
+        for name, table in content.items():
+            if name not in known:
+                home = _home(name.replace("-", "_"), known)
+                hint = f"[{nearest(name, known)}]" if home is None else f"the key below [{home}]"
+                named = ", ".join(f"[{one}]" for one in known)
+                check.fail("config", f"{name!r} at the top of {path}", f"{hint}; tables are {named}")
+            if not isinstance(table, dict):
+                check.fail("config", f"{name} = {table!r}", f"a table [{name}]")
+            tables[name] = _read_table(path, name, table, known)
+        return tables
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -108,7 +103,7 @@ def parse_widths(text: str) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     if text.strip() == "none":
         return ()
-    if not all(word.isdecimal() for word in words):
+    if not all(word.isdecimal() and len(word) < 10 for word in words):
         check.fail("hidden", repr(text), "widths such as 256,256, or none")
     return tuple(int(word) for word in words)
 
@@ -120,7 +115,7 @@ def parse_option(text: str) -> tuple[str, Any]:
         check.fail("option", repr(text), "NAME=VALUE")
     try:
         return name.strip(), tomllib.loads(f"x = {value}")["x"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return name.strip(), value
 
 
@@ -156,7 +151,7 @@ def _as_flag(name: str, value: Any, hint: Any) -> Any:
     if kind is str and (number or isinstance(value, list)):
         return ",".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
     if kind is float and number:
-        return float(value)
+        return check.number(f"config: {name}", value) if isinstance(value, int) else value
     if get_args(kind) == (int,):
         if isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value):
             return value

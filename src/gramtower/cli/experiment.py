@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from gramtower import _checks as check
-from gramtower.cli.config import Settings, nearest, read_tables, read_toml
+from gramtower.cli.config import Settings, nearest, read_tables
 from gramtower.cli.options import DataOptions, ModelOptions, TrainOptions
 from gramtower.data.interactions import Interactions
+from gramtower.data.sources import read_toml, reading
 from gramtower.data.synthetic import planted_pairs
 from gramtower.optim.methods import OPTIMIZERS, make_method
 
@@ -79,7 +80,7 @@ class Experiment:
 
 def is_experiment(path: Path) -> bool:
     """Whether a TOML file has a table that only experiments have; otherwise it is a config as for fit."""
-    return any(name in _OWN for name in read_toml(path))
+    return any(name in _OWN for name in read_toml("config", path))
 
 
 def load_experiment(path: Path) -> Experiment:
@@ -96,19 +97,20 @@ def load_experiment(path: Path) -> Experiment:
         "optimizers": dict.fromkeys(OPTIMIZERS),
         "run": {key: kind for key, kind in train.items() if key not in _BY_METHOD},
     }
-    content = read_toml(path)
-    methods = content.pop("optimizers", {})
-    tables = read_tables(path, content, known)
-    data = tables.get("data", {})
-    shape = data.pop("shape", None)
-    if shape is not None and (len(shape) != 3 or not 0 < shape[2] <= 0.8 * shape[0] * shape[1]):
-        check.fail("config: [data] shape", shape, "[m, n, pairs], with at most 80% of the m·n pairs")
-    settings = Settings(
-        DataOptions(**data),
-        ModelOptions(**tables.get("problem", {}), **tables.get("towers", {})),
-        TrainOptions(**tables.get("run", {})),
-    )
-    return Experiment(path, settings, _methods(path, methods), None if shape is None else tuple(shape))
+    with reading(path, "config"):
+        content = read_toml("config", path)
+        methods = content.pop("optimizers", {})
+        tables = read_tables(path, content, known)
+        data = tables.get("data", {})
+        shape = data.pop("shape", None)
+        if shape is not None and (len(shape) != 3 or not 0 < shape[2] <= 0.8 * shape[0] * shape[1]):
+            check.fail("config: [data] shape", shape, "[m, n, pairs], with at most 80% of the m·n pairs")
+        settings = Settings(
+            DataOptions(**data),
+            ModelOptions(**tables.get("problem", {}), **tables.get("towers", {})),
+            TrainOptions(**tables.get("run", {})),
+        )
+        return Experiment(path, settings, _methods(path, methods), None if shape is None else tuple(shape))
 
 
 def _methods(path: Path, given: Any) -> dict[str, dict[str, Any]]:

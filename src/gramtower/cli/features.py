@@ -16,6 +16,7 @@ from gramtower.data.ids import as_objects, id_series
 from gramtower.data.interactions import Interactions
 from gramtower.data.lookup import index_of, join
 from gramtower.data.partition import Part
+from gramtower.data.sources import existing
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.estimator.two_tower import TwoTower
@@ -69,7 +70,7 @@ def read_table(side: str, path: Path, settings: Settings) -> FeatureTable:
 
 def read_frame(name: str, path: Path) -> Any:
     """A table with all columns: CSV as text, Parquet, or ``users.dat`` and ``movies.dat`` of MovieLens."""
-    found = frames.existing(name, path)
+    found = existing(name, path)
     if frames.suffix_of(found) == ".dat":
         return readers.movielens_table(found, found.name.split(".")[0])
     return frames.read_frame(name, found)

@@ -6,20 +6,24 @@ time. Checked by tests/test_interactions.py and tests/test_tables.py.
 
 from __future__ import annotations
 
-import lzma
-import os
-from collections.abc import Mapping, Sequence
+import csv
+import io
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from gramtower import _checks as check
+from gramtower.data import sources, trial
+from gramtower.data.sources import BOM, PACKED, Budget, existing, reading
 
 if TYPE_CHECKING:
     from polars import DataFrame, Series
 
 Column = str | int  # by name, or by position from 0
-_PACKED = (".gz", ".xz", ".zst", ".bz2")
-PathLike = str | os.PathLike[str]
+_LARGEST = float(np.finfo(np.float32).max)  # of a number
+_EXPLAINED = 1 << 26  # bytes of a file that is searched for its first fault
 Choice = tuple[str, Column]  # an argument, for errors, and the column it chose
 
 
@@ -32,20 +36,10 @@ def polars() -> Any:
     return polars
 
 
-def existing(name: str, path: PathLike) -> Path:
-    """A path that exists and is not an empty file."""
-    found = Path(path)
-    if not found.exists():
-        raise FileNotFoundError(f"{name}: no such file: {found}")
-    if found.is_file() and found.stat().st_size == 0:
-        check.fail(name, f"{found}, which is empty", "a file with rows")
-    return found
-
-
 def suffix_of(path: Path) -> str:
     """The ending of a file's name in small letters, without that of a compression."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    while suffixes and suffixes[-1] in _PACKED:
+    while suffixes and suffixes[-1] in PACKED:
         suffixes.pop()
     return suffixes[-1] if suffixes else ""
 
@@ -55,32 +49,55 @@ def separator_of(path: Path) -> str:
     return "\t" if suffix_of(path) == ".tsv" else ","
 
 
-def content(path: Path) -> bytes:
-    """The bytes of a file, decompressed by its ending: .xz, .gz, .bz2 and, where Python or polars can, .zst."""
-    suffix = path.suffix.lower()
-    if suffix == ".xz":
-        with lzma.open(path) as stream:
-            return stream.read()
-    if suffix == ".gz":
-        import gzip
-
-        with gzip.open(path) as stream:
-            return bytes(stream.read())
-    if suffix == ".bz2":
-        import bz2
-
-        with bz2.open(path) as stream:
-            return stream.read()
-    if suffix == ".zst":
-        return _unzstd(path)
-    return path.read_bytes()
+def content(path: Path, encoding: str = "utf8") -> bytes:
+    """The bytes of a file, decompressed: .gz, .xz, .bz2 and, of UTF-8 text, .zst."""
+    return _unzstd(path, encoding) if sources.packing(path) == ".zst" else sources.content(path)
 
 
-def _unzstd(path: Path) -> bytes:
+def text_bytes(path: Path, encoding: str) -> bytes:
+    """The text of a file as UTF-8 without a byte order mark, decompressed."""
+    return _as_utf8(path, content(path, encoding), encoding)
+
+
+def _as_utf8(where: Path | str, data: bytes, encoding: str) -> bytes:
+    """Text as UTF-8 without a byte order mark; what is UTF-8 already is not copied."""
+    if not sources.is_utf8(encoding):
+        return sources.decoded(where, data, encoding).encode()
+    sources.refuse_utf16(where, data)
+    if sources.compression(data):
+        check.fail("path", f"{where}, which is compressed twice", "text")
+    return data.removeprefix(BOM)
+
+
+def _unzstd(path: Path, encoding: str) -> bytes:
     """Decompressed by polars: the file as a table of one column without separator, then lines again."""
-    form = {"has_header": False, "separator": "\x01", "quote_char": None, "infer_schema": False}
-    column = polars().read_csv(path, **form).to_series(0).fill_null("")
-    return ("\n".join(column.to_list()) + "\n").encode()
+    _check_zst(path, encoding)
+    form = {"has_header": False, "separator": "\x01", "quote_char": None, "infer_schema": False, "glob": False}
+    with reading(path):
+        table = polars().read_csv(path.absolute(), **form)
+        if table.width > 1:
+            check.fail("path", f"{path}, which has a byte 1 in it", "text")
+    return ("\n".join(table.to_series(0).fill_null("").to_list()) + "\n").encode()
+
+
+def _check_zst(path: Path, encoding: str) -> None:
+    """Refuses a .zst file that polars, which decompresses it whole, cannot or must not read."""
+    if not sources.is_utf8(encoding):
+        check.fail("encoding", repr(encoding), f"utf8 for a .zst file; decompress {path} first")
+    Budget(path, sources.memory() // 4).take(sources.zst_size(path))
+
+
+def _source(path: Path, encoding: str) -> Path | bytes:
+    """What polars is given: the file itself where it is UTF-8, plain or .zst, otherwise its text."""
+    packed = sources.packing(path)
+    if packed not in ("", ".zst") or not sources.is_utf8(encoding):
+        return text_bytes(path, encoding)
+    if packed:
+        _check_zst(path, encoding)
+    else:
+        with path.open("rb") as stream:
+            sources.refuse_utf16(path, stream.read(2))
+    return path.absolute()  # polars would take a ~ at the beginning for the home folder
 
 
 def pick(name: str, column: Column, present: Sequence[str]) -> str:
@@ -92,6 +109,21 @@ def pick(name: str, column: Column, present: Sequence[str]) -> str:
     if not isinstance(column, str) or column not in present:
         check.fail(name, repr(column), f"one of the columns present: {', '.join(present)}")
     return column
+
+
+def pick_all(choices: Sequence[Choice], present: Sequence[str]) -> list[str]:
+    """:func:`pick` for many columns, in O(columns)."""
+    known = set(present)
+    return [
+        column if isinstance(column, str) and column in known else pick(name, column, present)
+        for name, column in choices
+    ]
+
+
+def _in_order(names: Sequence[str], present: Sequence[str]) -> list[str]:
+    """Each of the names once, in the order of the file."""
+    chosen = set(names)
+    return [name for name in present if name in chosen]
 
 
 def read_csv(
@@ -123,70 +155,115 @@ def read_csv(
         The columns of ``texts``, then those of ``others``, under the file's own names.
     """
     pl = polars()
-    if not isinstance(separator, str) or len(separator.encode()) != 1:
-        check.fail("separator", repr(separator), "one ASCII character")
     where = source if isinstance(source, Path) else "text"
-    if isinstance(source, Path) and source.suffix.lower() in (".xz", ".bz2"):
-        source = content(source)
-    options: dict[str, Any] = {
-        "separator": separator,
-        "has_header": header,
-        "quote_char": quote,
-        "comment_prefix": comment,
-        "encoding": encoding,
-    }
-    try:
-        present = pl.read_csv(source, n_rows=0 if header else 1, infer_schema=False, **options).columns
-        texts = [(label, name) for name in present] if texts is None else texts
-        names = [pick(name, column, present) for name, column in (*texts, *others)]
-        wanted = sorted(set(names), key=present.index)
-        overrides = dict.fromkeys(names[: len(texts)], pl.String)
+    with reading(where, label):
+        options = _options(separator, header, quote, comment)
+        given = _source(source, encoding) if isinstance(source, Path) else _as_utf8(where, source, encoding)
         try:
-            table = pl.read_csv(source, columns=wanted, schema_overrides=overrides, try_parse_dates=True, **options)
-        except pl.exceptions.ComputeError:  # a column that turned out not to be what its first rows look like
-            table = pl.read_csv(source, columns=wanted, infer_schema=False, **options)
-    except pl.exceptions.NoDataError:
-        check.fail(label, f"{where}, which has no rows", "a file with rows")
-    except (pl.exceptions.ComputeError, UnicodeDecodeError) as error:
-        reason = str(error).splitlines()[0]
-        if "utf-8" in reason.lower() or isinstance(error, UnicodeDecodeError):
-            check.fail(label, f"{where}, which is not {encoding} text ({reason})", "UTF-8, or the encoding= it has")
-        check.fail(label, f"{where}, which cannot be read ({reason})", f"lines of fields separated by {separator!r}")
-    if not len(table):
-        check.fail(label, f"{where}, which has no rows", "a file with rows")
-    return [table[name] for name in names]
+            present = pl.read_csv(given, n_rows=0 if header else 1, infer_schema=False, **options).columns
+            texts = [(label, name) for name in present] if texts is None else texts
+            names = pick_all((*texts, *others), present)
+            if header:
+                _refuse_twice(label, where, (*texts, *others), present)
+            form: dict[str, Any] = {"columns": _in_order(names, present), **options}
+            overrides = dict.fromkeys(names[: len(texts)], pl.String)
+            try:
+                table = pl.read_csv(given, schema_overrides=overrides, try_parse_dates=True, **form)
+            except pl.exceptions.ComputeError:  # a column that turned out not to be what its first rows look like
+                table = pl.read_csv(given, infer_schema=False, **form)
+        except pl.exceptions.NoDataError:
+            check.fail(label, f"{where}, which has no rows", "a file with rows")
+        except pl.exceptions.ComputeError as error:
+            fault = _fault(given, separator, quote, comment) or str(error).split("\n\n")[0][:200]
+            expected = f"UTF-8 (or encoding=) lines of fields separated by {separator!r}"
+            check.fail(label, f"{where}, which cannot be read ({fault})", expected)
+        if not len(table):
+            check.fail(label, f"{where}, which has no rows", "a file with rows, ended by \\n")
+        return [table[name] for name in names]
 
 
-def read_parquet(path: Path, choices: Sequence[Choice] | None) -> list[Series]:
+def _options(separator: str, header: bool, quote: str | None, comment: str | None) -> dict[str, Any]:
+    """How polars reads delimited text."""
+    if not isinstance(separator, str) or len(separator.encode(errors="replace")) != 1 or separator in "\r\n":
+        check.fail("separator", repr(separator), "one ASCII character")
+    if quote is not None and (
+        not isinstance(quote, str) or len(quote.encode(errors="replace")) != 1 or quote in f"{separator}\r\n"
+    ):
+        check.fail("quote", repr(quote), "one ASCII character other than the separator, or None")
+    if comment is not None and not (isinstance(comment, str) and comment):
+        check.fail("comment", repr(comment), "what lines to leave out begin with, or None")
+    form = {"separator": separator, "has_header": header, "quote_char": quote, "comment_prefix": comment}
+    return form | {"encoding": "utf8", "glob": False}
+
+
+def _refuse_twice(label: str, where: Path | str, choices: Sequence[Choice], present: Sequence[str]) -> None:
+    """Refuses a column chosen by a name that the header has twice; polars calls the second x_duplicated_0."""
+    renamed = {name.removesuffix("_duplicated_0") for name in present if name.endswith("_duplicated_0")}
+    for _, column in choices:
+        if column in renamed:
+            check.fail(label, f"{where}, whose header has {column!r} twice", "column names that differ, or a position")
+
+
+def _fault(given: Path | bytes, separator: str, quote: str | None, comment: str | None) -> str:
+    """What is wrong with a text that polars refused, and where; "" if that cannot be said."""
+    if isinstance(given, Path) and (given.stat().st_size > _EXPLAINED or sources.packing(given)):
+        return ""
+    data = given if isinstance(given, bytes) else given.read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        return f"not utf8 text at byte {error.start}, in line {data[: error.start].count(10) + 1}"
+    form: dict[str, Any] = {"quoting": csv.QUOTE_NONE} if quote is None else {"quotechar": quote}
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True, **form)
+    width, begin = None, 1
+    try:
+        for row in rows:
+            if row and not (comment is not None and row[0].startswith(comment)):
+                width = len(row) if width is None else width
+                if len(row) > width:
+                    return f"line {begin} has {len(row)} fields, the first line {width}"
+            begin = rows.line_num + 1
+    except csv.Error as error:
+        closed = "unexpected end" not in str(error)
+        return f"in line {begin} {'there is text after a closing quote' if closed else 'a quote is never closed'}"
+    return ""
+
+
+def read_parquet(path: Path, choices: Sequence[Choice] | None, label: str = "path") -> list[Series]:
     """Some columns of a Parquet file; None for all."""
     pl = polars()
-    try:
-        present = list(pl.read_parquet_schema(path))
-        names = present if choices is None else [pick(name, column, present) for name, column in choices]
-        table = pl.read_parquet(path, columns=sorted(set(names), key=present.index))
-    except pl.exceptions.PolarsError as error:
-        check.fail("path", f"{path}, which cannot be read ({str(error).splitlines()[0]})", "a Parquet file")
-    return [table[name] for name in names]
+    with reading(path, label):
+        chosen = None if choices is None else [column for _, column in choices]
+        present, rows = trial.columns_and_rows(label, path, chosen)
+        names = present if choices is None else pick_all(choices, present)
+        if 8 * rows * len(names) > sources.memory():
+            check.fail(label, f"{path} with {rows:,} rows", "a table that fits in memory")
+        wanted = _in_order(names, present)
+        table = pl.read_parquet(path.absolute(), columns=wanted, glob=False, hive_partitioning=False)
+        return [table[name] for name in names]
 
 
 def read_frame(name: str, path: Path) -> DataFrame:
     """A whole Parquet or delimited file; the columns of a text file as text."""
     found = existing(name, path)
-    parquet = suffix_of(found) in (".parquet", ".pq")
-    columns = read_parquet(found, None) if parquet else read_csv(found, None, separator=separator_of(found), label=name)
-    made: DataFrame = polars().DataFrame(columns)
-    return made
+    with reading(found, name):
+        if suffix_of(found) in (".parquet", ".pq"):
+            columns = read_parquet(found, None, name)
+        else:
+            columns = read_csv(found, None, separator=separator_of(found), label=name)
+        made: DataFrame = polars().DataFrame(columns)
+        return made
 
 
 def take(name: str, frame: Any, choices: Sequence[Choice]) -> list[Series]:
     """Some columns of a frame of any of the libraries ``as_frame`` takes."""
     present = column_names(name, frame)
-    names = [pick(argument, column, present) for argument, column in choices]
-    table = as_frame(name, frame, names)
+    names = pick_all(choices, present)
+    table = as_frame(name, frame, set(names))
     return [table[column] for column in names]
 
 
-def as_frame(name: str, value: Any, columns: Sequence[str] | None = None) -> DataFrame:
+def as_frame(name: str, value: Any, columns: Set[str] | None = None) -> DataFrame:
     """A polars DataFrame from polars, pandas or pyarrow, or a mapping of columns; only the given columns if any.
 
     Columns that are not there are left to the caller to miss.
@@ -211,7 +288,7 @@ def as_frame(name: str, value: Any, columns: Sequence[str] | None = None) -> Dat
     check.fail(name, type(value).__name__, "a polars, pandas or pyarrow table, or a mapping of columns")
 
 
-def _from_pandas(value: Any, columns: Sequence[str] | None) -> DataFrame:
+def _from_pandas(value: Any, columns: Set[str] | None) -> DataFrame:
     """Column by column, because polars needs pyarrow for text in pandas and that may be absent."""
     pl = polars()
     made = []
@@ -277,23 +354,28 @@ def texts(column: Series) -> Series:
         whole = column.cast(pl.Int64, strict=False)
         if whole.null_count() == column.null_count() and (whole.cast(column.dtype) == column).all():
             column = whole
-    return column.cast(pl.String)
+    try:
+        return column.cast(pl.String)
+    except pl.exceptions.PolarsError:
+        check.fail(f"column {column.name!r}", f"{column.dtype}", "text or whole numbers")
 
 
 def numbers(name: str, column: Series) -> Series:
-    """Float64 values; text that is not a number is an error that shows it, NaN is a missing value."""
+    """Float64 values; null and NaN are missing values, text that is no number and numbers beyond float32 are errors."""
     pl = polars()
     column = _plain(column)
     if not (column.dtype.is_numeric() or column.dtype in (pl.Boolean, pl.String, pl.Null)):
         check.fail(name, f"column {column.name!r} of {column.dtype}", "numbers")
-    stripped = column.str.strip_chars() if column.dtype == pl.String else column
-    result = stripped.cast(pl.Float64, strict=False)
+    result = column.cast(pl.Float64, strict=False)
+    if result.null_count() > column.null_count() and column.dtype == pl.String:
+        result = column.str.strip_chars().cast(pl.Float64, strict=False)
     if result.null_count() > column.null_count():
         shown = column.filter(result.is_null() & column.is_not_null())
         check.fail(name, f"{shown[0]!r} in column {column.name!r} ({len(shown)} such rows)", "numbers")
-    result = result.fill_nan(None)
-    if result.is_infinite().any():
-        check.fail(name, f"an infinite number in column {column.name!r}", "finite numbers")
+    large = np.abs(result.to_numpy()) > _LARGEST
+    if large.any():
+        shown = column[int(np.argmax(large))]
+        check.fail(name, f"{shown} in column {column.name!r}", f"finite numbers, up to {_LARGEST:.2g}")
     return result
 
 

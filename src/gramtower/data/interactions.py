@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from gramtower import _checks as check
 from gramtower.data import frames
 from gramtower.data.assembly import Rule, assemble
-from gramtower.data.frames import Choice, Column, PathLike
+from gramtower.data.frames import Choice, Column
 from gramtower.data.ids import Key, as_ids, code_series, code_values, id_series
 from gramtower.data.lookup import index_of, rows_of
 from gramtower.data.matrices import canonical, checked
+from gramtower.data.sources import PathLike, existing, reading
 from gramtower.data.times import moments
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class Interactions:
         comment: str | None = None,
         encoding: str = "utf8",
     ) -> Interactions:
-        """Pairs from a delimited text file; .gz, .zst and .xz are decompressed.
+        """Pairs from a delimited text file; .gz, .zst, .xz and .bz2 are decompressed.
 
         Args:
             path: the file, or its content as bytes.
@@ -117,10 +118,11 @@ class Interactions:
         """
         rule = _rule(threshold, labels, duplicates, value)
         texts, others = _choices(left, right, value, weight, time)
-        source = path if isinstance(path, bytes) else frames.existing("path", path)
+        source = path if isinstance(path, bytes) else existing("path", path)
         form: dict[str, Any] = {"separator": separator, "header": header, "quote": quote, "comment": comment}
-        columns = frames.read_csv(source, texts, others, encoding=encoding, **form)
-        return cls._from_columns(columns, others, rule)
+        with reading("text" if isinstance(source, bytes) else source):
+            columns = frames.read_csv(source, texts, others, encoding=encoding, **form)
+            return cls._from_columns(columns, others, rule)
 
     @classmethod
     def from_parquet(
@@ -139,8 +141,9 @@ class Interactions:
         """Pairs from a Parquet file; the arguments are those of :meth:`from_csv`."""
         rule = _rule(threshold, labels, duplicates, value)
         texts, others = _choices(left, right, value, weight, time)
-        source = frames.existing("path", path)
-        return cls._from_columns(frames.read_parquet(source, texts + others), others, rule)
+        source = existing("path", path)
+        with reading(source):
+            return cls._from_columns(frames.read_parquet(source, texts + others), others, rule)
 
     @classmethod
     def from_frame(

@@ -27,11 +27,11 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
-from gramtower.data import frames, streams
-from gramtower.data.frames import PathLike
+from gramtower.data import streams
 from gramtower.data.ids import as_objects
 from gramtower.data.interactions import Interactions
-from gramtower.data.sqldump import columns_of, read_rows, text_of
+from gramtower.data.sources import PathLike, existing, reading
+from gramtower.data.sqldump import columns_of, number_of, read_rows, text_of
 
 _ENDING = r"\.sql(\.gz|\.bz2|\.xz)?"
 _ARTICLES = b"0"
@@ -47,7 +47,7 @@ def mediawiki_links(path: PathLike) -> Interactions:
     Returns:
         Interactions of ``"from"`` and ``"to"``; articles without links are on neither side.
     """
-    folder = frames.existing("path", path)
+    folder = existing("path", path, folder=True)
     pages = _read_pages(folder)
     rows, columns, counts = _read_links(folder, pages)
     left, right = np.unique(rows), np.unique(columns)
@@ -90,20 +90,24 @@ def _read_pages(folder: Path) -> _Pages:
     by_id: dict[int, int] = {}
     is_redirect: list[bool] = []
     wanted = ("page_id", "page_namespace", "page_title", "page_is_redirect")
-    for page, namespace, title, flag in chain.from_iterable(read_rows(_dump(folder, "page"), wanted)):
-        if namespace == _ARTICLES:
-            by_id[int(page)] = len(titles)
-            titles.append(text_of(title))
-            is_redirect.append(flag != b"0")
+    path = _dump(folder, "page")
+    with reading(path):
+        for page, namespace, title, flag in chain.from_iterable(read_rows(path, wanted)):
+            if namespace == _ARTICLES:
+                by_id[number_of(page)] = len(titles)
+                titles.append(text_of(title))
+                is_redirect.append(flag != b"0")
     if not titles:
         check.fail("path", f"{folder}, whose page dump has no page of namespace 0", "a whole page dump")
     numbers = {title: number for number, title in enumerate(titles)}
     leads_to = np.where(is_redirect, -1, np.arange(len(titles)))
     wanted = ("rd_from", "rd_namespace", "rd_title", "rd_interwiki")
-    for source, namespace, title, interwiki in chain.from_iterable(read_rows(_dump(folder, "redirect"), wanted)):
-        number = by_id.get(int(source))
-        if number is not None and is_redirect[number] and namespace == _ARTICLES and not text_of(interwiki):
-            leads_to[number] = numbers.get(text_of(title), -1)
+    path = _dump(folder, "redirect")
+    with reading(path):
+        for source, namespace, title, interwiki in chain.from_iterable(read_rows(path, wanted)):
+            number = by_id.get(number_of(source))
+            if number is not None and is_redirect[number] and namespace == _ARTICLES and not text_of(interwiki):
+                leads_to[number] = numbers.get(text_of(title), -1)
     articles = {page: number for page, number in by_id.items() if not is_redirect[number]}
     return _Pages(titles, numbers, articles, _resolved(leads_to, np.array(is_redirect)), sum(is_redirect))
 
@@ -129,18 +133,19 @@ def _read_links(folder: Path, pages: _Pages) -> tuple[NDArray[np.int64], NDArray
     find = _by_title(pages) if by_title else _by_target(folder, pages)
     size = len(pages.titles)
     kept: list[NDArray[np.int64]] = []
-    for rows in read_rows(path, columns):
-        articles = pages.articles
-        sources = np.array([articles.get(int(row[0]), -1) for row in rows], dtype=np.int64)
-        targets = find(rows)
-        of_articles, to_articles = sources >= 0, targets >= 0
-        linked = of_articles & to_articles
-        other = linked & (sources != targets)
-        counts["rows"] += len(rows)
-        counts["rows_not_from_articles"] += int((~of_articles).sum())
-        counts["rows_to_no_article"] += int((of_articles & ~to_articles).sum())
-        counts["rows_to_itself"] += int((linked & ~other).sum())
-        kept.append(_distinct(sources[other] * size + targets[other]))
+    with reading(path):
+        for rows in read_rows(path, columns):
+            articles = pages.articles
+            sources = np.array([articles.get(number_of(row[0]), -1) for row in rows], dtype=np.int64)
+            targets = find(rows)
+            of_articles, to_articles = sources >= 0, targets >= 0
+            linked = of_articles & to_articles
+            other = linked & (sources != targets)
+            counts["rows"] += len(rows)
+            counts["rows_not_from_articles"] += int((~of_articles).sum())
+            counts["rows_to_no_article"] += int((of_articles & ~to_articles).sum())
+            counts["rows_to_itself"] += int((linked & ~other).sum())
+            kept.append(_distinct(sources[other] * size + targets[other]))
     joined = np.concatenate(kept) if kept else np.empty(0, np.int64)
     del kept
     distinct = _distinct(joined)
@@ -165,21 +170,23 @@ def _by_target(folder: Path, pages: _Pages) -> Callable[[list[tuple[bytes, ...]]
     """Targets of rows (from, target id), which linktarget explains."""
     ids: list[NDArray[np.int64]] = []
     targets: list[NDArray[np.int32]] = []
-    for rows in read_rows(_dump(folder, "linktarget"), ("lt_id", "lt_namespace", "lt_title")):
-        numbers = [
-            (int(key), number)
-            for key, namespace, title in rows
-            if namespace == _ARTICLES and (number := pages.numbers.get(text_of(title))) is not None
-        ]
-        found = np.array(numbers, dtype=np.int64).reshape(-1, 2)
-        ids.append(found[:, 0])
-        targets.append(pages.target[found[:, 1]].astype(np.int32))
+    path = _dump(folder, "linktarget")
+    with reading(path):
+        for rows in read_rows(path, ("lt_id", "lt_namespace", "lt_title")):
+            numbers = [
+                (number_of(key), number)
+                for key, namespace, title in rows
+                if namespace == _ARTICLES and (number := pages.numbers.get(text_of(title))) is not None
+            ]
+            found = np.array(numbers, dtype=np.int64).reshape(-1, 2)
+            ids.append(found[:, 0])
+            targets.append(pages.target[found[:, 1]].astype(np.int32))
     known = np.concatenate([np.empty(0, np.int64), *ids])
     order = np.argsort(known, kind="stable")
     known, meant = known[order], np.concatenate([np.empty(0, np.int32), *targets])[order]
 
     def find(rows: list[tuple[bytes, ...]]) -> NDArray[np.int64]:
-        asked = np.array([int(row[1]) for row in rows], dtype=np.int64)
+        asked = np.array([number_of(row[1]) for row in rows], dtype=np.int64)
         if not len(known):
             return np.full(len(rows), -1)
         place = np.searchsorted(known, asked).clip(max=len(known) - 1)

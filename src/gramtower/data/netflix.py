@@ -4,8 +4,9 @@
     combined_data_1.txt …            the same contents one after the other, in a folder or zip
 
 Both are lines ``movie:`` followed by its ratings ``user,rating,date``. Read once in chunks: besides one chunk 8 bytes
-are held for each rating kept (16 with times), and about 50 while the matrix is put together. Checked by
-tests/test_netflix.py; benchmarks/bench_dumps.py measures time and memory.
+are held for each rating kept (16 with times), and about 50 while the matrix is put together. A rating that is NaN is
+left out and counted; an infinite one and any other line are refused. Checked by tests/test_netflix.py;
+benchmarks/bench_dumps.py measures time and memory.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from numpy.typing import NDArray
 from gramtower import _checks as check
 from gramtower.data import frames, streams
 from gramtower.data.assembly import Rule, assemble
-from gramtower.data.frames import PathLike
 from gramtower.data.ids import Coded, as_objects
 from gramtower.data.interactions import Interactions
+from gramtower.data.sources import PathLike, existing, reading
 
 _COMBINED = re.compile(r"combined_data_\d+\.txt(\.gz|\.xz|\.bz2)?")
 _MOVIES = re.compile(r"mv_\d+\.txt")
 _TARS = re.compile(r"(training_set|nf_prize_dataset)\.(tar|tar\.gz|tgz)")
+_NONE = -1  # the movie of lines before the first 'movie:' of a file
+_FORGET = b"\n:\n"  # between files: what follows belongs to no movie yet
 _EXPECTED = "training_set with mv_*.txt (folder, zip or tar), or combined_data_*.txt (folder, zip or one of them)"
 
 
@@ -46,21 +49,23 @@ def netflix(
         Interactions of ``"user"`` and ``"movie"``.
     """
     rule = Rule(threshold, labels, "max")
-    place = frames.existing("path", path)
-    kept: dict[str, list[NDArray[Any]]] = {"user": [], "movie": [], "value": [], "time": []}
-    total, movie = 0, None
-    for chunk in streams.whole_lines(_content(place)):
-        columns, rows, movie = _ratings(chunk, movie, rule, times)
-        total += rows
-        for name, column in columns.items():
-            kept[name].append(column)
-    if not total:
-        check.fail("path", f"{place}, in which there is no rating", "lines 'movie:' and 'user,rating,date'")
-    counts = {"rows": total, "rows_below_threshold": total - sum(map(len, kept["user"]))}
-    numbers = {name: np.concatenate(kept.pop(name)) for name in ("value", "time") if kept[name]}
-    rule = Rule(None, labels, "max")
-    found = assemble(_coded(np.concatenate(kept.pop("user"))), _coded(np.concatenate(kept.pop("movie"))), numbers, rule)
-    return Interactions(**vars(found)).renamed("user", "movie", **counts)
+    place = existing("path", path, folder=True)
+    with reading(place):
+        kept: dict[str, list[NDArray[Any]]] = {"user": [], "movie": [], "value": [], "time": []}
+        counts = {"rows": 0, "rows_without_number": 0}
+        movie = _NONE
+        for chunk in streams.whole_lines(_content(place)):
+            columns, movie = _ratings(chunk, movie, rule, times, counts)
+            for name, column in columns.items():
+                kept[name].append(column)
+        if not counts["rows"]:
+            check.fail("path", f"{place}, in which there is no rating", "lines 'movie:' and 'user,rating,date'")
+        below = counts["rows"] - counts["rows_without_number"] - sum(map(len, kept["user"]))
+        numbers = {name: np.concatenate(kept.pop(name)) for name in ("value", "time") if kept[name]}
+        users, movies = (_coded(np.concatenate(kept.pop(name))) for name in ("user", "movie"))
+        found = assemble(users, movies, numbers, Rule(None, labels, "max"))
+        counts["rows_without_number"] += found.report["rows_without_number"]  # those without a date
+        return Interactions(**vars(found)).renamed("user", "movie", **counts, rows_below_threshold=below)
 
 
 def is_netflix(path: Path) -> bool:
@@ -71,58 +76,68 @@ def is_netflix(path: Path) -> bool:
 def _content(path: Path) -> Iterator[bytes]:
     """The lines of all files of either layout, one after the other."""
     if streams.is_tar(path):
-        return streams.read_tar(path, _MOVIES)
+        return streams.read_tar(path, _MOVIES, _FORGET)
     combined, movies = streams.members(path, _COMBINED), streams.members(path, _MOVIES)
     tars = [path / name for name in streams.members(path, _TARS)] if path.is_dir() else []
     if sum(map(bool, (combined, movies, tars))) > 1:
         given = f"{path}, which holds the ratings more than once ({(combined + movies)[0]}, ...)"
         check.fail("path", given, "one of the layouts")
     if tars:
-        return streams.read_tar(tars[0], _MOVIES)
+        return streams.read_tar(tars[0], _MOVIES, _FORGET)
     if combined or movies:
-        return streams.read_members(path, combined or movies)
+        return streams.read_members(path, combined or movies, _FORGET)
     if path.is_dir() or not (_COMBINED.fullmatch(path.name) or _MOVIES.fullmatch(path.name)):
         check.fail("path", path, _EXPECTED)
     return streams.read_pieces(path)
 
 
 def _ratings(
-    chunk: bytes, movie: int | None, rule: Rule, times: bool
-) -> tuple[dict[str, NDArray[Any]], int, int | None]:
-    """Columns of the ratings kept of a chunk, how many ratings it has, and the movie that it ends with."""
+    chunk: bytes, movie: int, rule: Rule, times: bool, counts: dict[str, int]
+) -> tuple[dict[str, NDArray[Any]], int]:
+    """Columns of the ratings kept of a chunk, and the movie that it ends with; adds to the counts."""
     pl = frames.polars()
-    kinds = {"user": pl.String, "rating": pl.Float32, "date": pl.String}
-    if not chunk.strip():
-        return {}, 0, movie
-    try:
-        lines = pl.read_csv(b"user,rating,date\n" + chunk, schema_overrides=kinds, quote_char=None).filter(
-            pl.col("user").is_not_null()
-        )
-    except pl.exceptions.PolarsError as error:
-        check.fail("path", f"ratings that cannot be read ({str(error).splitlines()[0]})", "lines 'user,rating,date'")
-    heads = pl.when(pl.col("rating").is_null()).then(pl.col("user").str.extract(r"^(\d+):$").cast(pl.Int32))
-    table = lines.with_columns(
-        pl.coalesce(heads.forward_fill(), pl.lit(movie, dtype=pl.Int32)).alias("movie"),
+    table = _fields(chunk).filter(~pl.all_horizontal(pl.all().is_null()))  # without blank lines
+    if not len(table):
+        return {}, movie
+    bare = pl.col("rating").is_null() & pl.col("date").is_null()
+    heads = pl.when(bare).then(pl.col("user").str.extract(r"^(\d*):[ \t]*$").replace("", str(_NONE)))
+    table = table.with_columns(
+        heads.cast(pl.Int32, strict=False).alias("head"),
         pl.col("user").cast(pl.Int32, strict=False).alias("id"),
+        pl.col("rating").str.strip_chars(" \t").cast(pl.Float32, strict=False).alias("value"),
+    ).with_columns(pl.col("head").forward_fill().fill_null(movie).alias("movie"))
+    ratings = table.filter(pl.col("head").is_null())
+    movie = table["movie"][-1]
+    wrong = ratings.filter(
+        pl.col("id").is_null() | pl.col("value").is_null() | pl.col("value").is_infinite() | (pl.col("movie") == _NONE)
     )
-    head = table["user"].str.ends_with(":") & table["rating"].is_null()
-    wrong = table.filter(~head & (pl.col("id").is_null() | pl.col("rating").is_null() | pl.col("movie").is_null()))
     if len(wrong):
-        cells = ("" if cell is None else f"{cell:g}" if isinstance(cell, float) else cell for cell in wrong.row(0)[:3])
-        line = ",".join(cells).rstrip(",")
-        reason = " before any line 'movie:'" if wrong["id"][0] is not None and wrong["movie"][0] is None else ""
-        check.fail("path", f"a line {line[:60]!r}{reason}", "'movie:' or 'user,rating,date'")
-    last = table["movie"][-1]
-    ratings = table.filter(~head)
-    rows = len(ratings)
+        line = ",".join(cell or "" for cell in wrong.row(0)[:3]).rstrip(",")
+        below = "before any line 'movie:'" if wrong["movie"][0] == _NONE else f"below '{wrong['movie'][0]}:'"
+        check.fail("path", f"a line {line[:60]!r} {below}", "'movie:' or 'user,rating,date' with a finite rating")
+    counts["rows"] += len(ratings)
+    there = ratings.filter(pl.col("value").is_not_nan())
+    counts["rows_without_number"] += len(ratings) - len(there)
     if rule.threshold is not None:
-        ratings = ratings.filter(pl.col("rating") >= rule.threshold)
-    columns = {"user": ratings["id"].to_numpy(), "movie": ratings["movie"].to_numpy()}
+        there = there.filter(pl.col("value") >= rule.threshold)
+    columns = {"user": there["id"].to_numpy(), "movie": there["movie"].to_numpy()}
     if rule.labels:
-        columns["value"] = ratings["rating"].to_numpy()
+        columns["value"] = there["value"].to_numpy()
     if times:
-        columns["time"] = frames.seconds("times", ratings["date"]).to_numpy()
-    return columns, rows, last
+        columns["time"] = frames.seconds("times", there["date"]).to_numpy()
+    return columns, movie
+
+
+def _fields(chunk: bytes) -> Any:
+    """The lines of a chunk as columns of text: user, rating and date."""
+    pl = frames.polars()
+    try:
+        return pl.read_csv(b"user,rating,date\n" + chunk, infer_schema=False, quote_char=None)
+    except pl.exceptions.ComputeError:
+        for line in chunk.splitlines():
+            if line.count(b",") > 2:
+                check.fail("path", f"a line {line[:60]!r}", "'movie:' or 'user,rating,date'")
+        raise
 
 
 def _coded(numbers: NDArray[np.int32]) -> Coded:

@@ -17,20 +17,36 @@ from gramtower.data import streams
 Row = tuple[bytes, ...]
 _END = ord(";")
 _LONGEST = 1 << 20  # bytes of a row; more without an end are not a row
+_LARGEST = 10**18
+_WIDEST = 100  # columns of a table
+_KEYWORD = len(b"CREATE TABLE ")
 _TEXT = rb"'[^'\\]*+(?:(?:\\.|'')[^'\\]*+)*+'"
 _VALUE = rb"(?:NULL|-?[0-9][-+0-9.eE]*+|(?:_binary )?" + _TEXT + rb"|0x[0-9A-Fa-f]*+)"
 _STATEMENT = re.compile(rb"^(CREATE TABLE|INSERT INTO)\b", re.MULTILINE)
 _CREATE = re.compile(rb"CREATE TABLE [^(]*\((.*?)\n\)[^\n]*;", re.DOTALL)
-_COLUMN = re.compile(rb"^\s*`(\w+)`", re.MULTILINE)
-_INSERT = re.compile(rb"INSERT INTO `?\w+`?(?: \(([^)]*)\))? VALUES\s*")
+_COLUMN = re.compile(rb"^[ \t]*+`(\w+)`", re.MULTILINE)
+_INSERT = re.compile(rb"INSERT INTO `?\w+`?(?: \(([^)]*)\))? VALUES\s*+")
 _ESCAPE = re.compile(rb"\\(.)|''", re.DOTALL)
 _ESCAPED = {b"0": b"\0", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"b": b"\b", b"Z": b"\x1a"}
+
+
+def number_of(value: bytes) -> int:
+    """A whole number of at most 18 digits."""
+    try:
+        found = int(value)
+        if -_LARGEST < found < _LARGEST:
+            return found
+    except ValueError:
+        pass
+    check.fail("path", f"{value[:60].decode(errors='replace')!r} in a column of ids", "whole numbers")
 
 
 def text_of(value: bytes) -> bytes:
     """The bytes of a quoted value; NULL is empty."""
     if value == b"NULL":
         return b""
+    if not value.endswith(b"'"):
+        check.fail("path", f"{value[:60].decode(errors='replace')!r} in a column of text", "quoted text or NULL")
     inner = value[1:-1] if value[:1] == b"'" else value[value.index(b"'") + 1 : -1]
     if b"\\" not in inner and b"'" not in inner:
         return inner
@@ -52,10 +68,10 @@ def read_rows(path: Path, columns: Sequence[str]) -> Iterator[list[Row]]:
 
 
 class _Reader:
-    """A dump, its bytes read so far that were not needed yet, and where in them the next ones stand."""
+    """A dump: bytes read and not needed yet, where in them the next ones stand, and how many came before them."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.data, self.at = path, b"", 0
+        self.path, self.data, self.at, self.before = path, b"", 0, 0
         self.pieces = streams.read_pieces(path)
 
     def columns(self) -> list[str]:
@@ -65,7 +81,10 @@ class _Reader:
         while (found := _CREATE.match(self.data, self.at)) is None:
             self._more("CREATE TABLE")
         self.at = found.end()
-        return [name.decode() for name in _COLUMN.findall(found[1])]
+        names = [name.decode() for name in _COLUMN.findall(found[1])]
+        if len(names) > _WIDEST or len(set(names)) < len(names):
+            check.fail("path", f"{self.path} with {len(names)} columns", f"at most {_WIDEST}, each once")
+        return names
 
     def rows(self, wanted: Sequence[str]) -> Iterator[list[Row]]:
         """See read_rows."""
@@ -74,7 +93,7 @@ class _Reader:
             if name not in present:
                 check.fail("path", f"{self.path} with columns {', '.join(present)}", f"a column {name}")
         values = [b"(" + _VALUE + b")" if name in wanted else _VALUE for name in present]
-        row = re.compile(rb"\s*\(" + b",".join(values) + rb"\)\s*[,;]", re.DOTALL)
+        row = re.compile(rb"\s*+\(" + b",".join(values) + rb"\)\s*+[,;]", re.DOTALL)
         captured = [name for name in present if name in wanted]
         order = [captured.index(name) for name in wanted]
         as_written = order == sorted(order)
@@ -83,7 +102,7 @@ class _Reader:
                 check.fail("path", f"{self.path} with two tables", "a MySQL dump of one table")
             while (head := _INSERT.match(self.data, self.at)) is None or head.end() == len(self.data):
                 self._more("INSERT INTO")
-            named = None if head[1] is None else [name.strip(" `") for name in head[1].decode().split(",")]
+            named = None if head[1] is None else [x.strip(" `") for x in head[1].decode(errors="replace").split(",")]
             if named is not None and named != present:
                 given = f"{self.path}, whose rows have columns {', '.join(named)}"
                 check.fail("path", given, f"those of its CREATE TABLE, {', '.join(present)}")
@@ -96,9 +115,7 @@ class _Reader:
         while True:
             batch: list[Row] = []
             data, at, ended = self.data, self.at, False
-            for found in row.finditer(data, at):
-                if found.start() != at:
-                    break  # a row is cut here, or is none
+            while found := row.match(data, at):  # none where a row is cut, or is none
                 at = found.end()
                 batch.append(found.groups())
                 if data[at - 1] == _END:
@@ -114,22 +131,26 @@ class _Reader:
         """Goes to the next CREATE TABLE or INSERT INTO at the beginning of a line; None at the end of the file."""
         while (found := _STATEMENT.search(self.data, self.at)) is None:
             line = max(self.at, self.data.rfind(b"\n") + 1)  # a cut line stays
-            self.at = line
+            inside = len(self.data) - line > _KEYWORD  # of a line that is no statement: its last byte is enough
+            self.at = len(self.data) - 1 if inside else line
             if not self._grow():
                 return None
+            self.at = int(inside)
         self.at = found.start()
         return found[1]
 
     def _more(self, what: str) -> None:
         """Reads another piece because what stands here is not whole; refuses what will not become so."""
+        place = f"{what} at byte {self.before + self.at}"
         if len(self.data) - self.at > _LONGEST:
             shown = self.data[self.at : self.at + 60].decode(errors="replace")
-            check.fail("path", f"{self.path}, where {what} begins {shown!r}", "rows that fit its CREATE TABLE")
+            check.fail("path", f"{self.path}, where {place} begins {shown!r}", "rows that fit its CREATE TABLE")
         if not self._grow():
-            check.fail("path", f"{self.path}, which ends inside {what}", "a whole file")
+            check.fail("path", f"{self.path}, which ends inside {place}", "a whole file")
 
     def _grow(self) -> bool:
         """Forgets what was used and reads another piece; False at the end of the file."""
         piece = next(self.pieces, b"")
+        self.before += self.at
         self.data, self.at = self.data[self.at :] + piece, 0
         return bool(piece)

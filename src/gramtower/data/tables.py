@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +26,13 @@ from gramtower.data.frames import Choice, Column
 from gramtower.data.ids import Key, id_array, id_series
 from gramtower.data.inference import KINDS, infer_kinds
 from gramtower.data.lookup import index_of, join
+from gramtower.data.sources import existing, reading
 
 if TYPE_CHECKING:
     from polars import Series
 
 _FORMAT, _VERSION = "gramtower.features", 1
+_DENSE = 100  # numeric columns side by side
 
 
 @dataclass
@@ -91,19 +94,22 @@ class FeatureTable:
         check.choice("ngrams", ngrams, ("word", "char"))
         self.id, self.strict, self._source = id, strict, frame
         choices = [(name, column) for name, chosen in kinds.items() for column in chosen]
-        ids, columns = _identified(frame, id, choices, len(numeric))
-        self.report: dict[str, Any] = {"rows": len(ids), "rows_without_id": int(ids.null_count())}
-        there = ids.is_not_null()
-        named = ids.filter(there)
-        if named.n_unique() < len(named):
-            twice = named.filter(named.is_duplicated())
-            check.fail("id", f"{twice[0]!r} in {int((named == twice[0]).sum())} rows", "each id in one row")
-        kept = [column.filter(there) for _, column in columns]
-        kind = [kind for (kind, _), _ in columns]
-        self.encoders = [_fit(k, column, separator, hash_bits, ngrams) for k, column in zip(kind, kept, strict=True)]
-        self.report["missing"] = {column.name: int(column.null_count()) for column in kept if column.null_count()}
-        self._row: dict[Key, int] | None = index_of(np.array(named.to_list(), dtype=object))
-        self._matrix = self._encoded(kept)[0]
+        with _named(frame):
+            ids, columns = _identified(frame, id, choices, len(numeric))
+            self.report: dict[str, Any] = {"rows": len(ids), "rows_without_id": int(ids.null_count())}
+            there = ids.is_not_null()
+            named = ids.filter(there)
+            if named.n_unique() < len(named):
+                twice = named.filter(named.is_duplicated())
+                check.fail("id", f"{twice[0]!r} in {int((named == twice[0]).sum())} rows", "each id in one row")
+            kept = [column.filter(there) for _, column in columns]
+            kind = [kind for (kind, _), _ in columns]
+            self.encoders = [
+                _fit(k, column, separator, hash_bits, ngrams) for k, column in zip(kind, kept, strict=True)
+            ]
+            self.report["missing"] = {column.name: int(column.null_count()) for column in kept if column.null_count()}
+            self._row: dict[Key, int] | None = index_of(np.array(named.to_list(), dtype=object))
+            self._matrix = self._encoded(kept)[0]
 
     @classmethod
     def inferred(
@@ -118,18 +124,18 @@ class FeatureTable:
             separator: between the elements of list columns.
             options: ``hash_bits``, ``ngrams``, ``strict``.
         """
-        from_file = isinstance(frame, (str, os.PathLike))
-        whole = frames.read_frame("frame", Path(frame)) if from_file else frames.as_frame("frame", frame)
-        frames.pick("id", id, whole.columns)
-        found = infer_kinds(whole, id, kinds or {}, separator)
-        chosen: dict[str, Any] = {kind: [name for name, own in found.items() if own == kind] for kind in KINDS}
-        if not set(found.values()) - {"skip"}:
-            check.fail("columns", ", ".join(found) or "none", "at least one that can be encoded; name it in kinds")
-        del chosen["skip"]
-        table = cls(whole, id, lists=chosen.pop("list"), separator=separator, **chosen, **options)
-        table._source = frame
-        table.report["skipped"] = [name for name, kind in found.items() if kind == "skip"]
-        return table
+        with _named(frame):
+            whole = frames.read_frame("frame", Path(frame)) if _is_path(frame) else frames.as_frame("frame", frame)
+            frames.pick("id", id, whole.columns)
+            found = infer_kinds(whole, id, kinds or {}, separator)
+            chosen: dict[str, Any] = {kind: [name for name, own in found.items() if own == kind] for kind in KINDS}
+            if not set(found.values()) - {"skip"}:
+                check.fail("columns", ", ".join(found) or "none", "at least one that can be encoded; name it in kinds")
+            del chosen["skip"]
+            table = cls(whole, id, lists=chosen.pop("list"), separator=separator, **chosen, **options)
+            table._source = frame
+            table.report["skipped"] = [name for name, kind in found.items() if kind == "skip"]
+            return table
 
     @property
     def source(self) -> Any:
@@ -196,8 +202,9 @@ class FeatureTable:
         """
         choices: list[Choice] = [("frame", column) for column in self.columns]
         numeric = sum(isinstance(encoder, Numeric) for encoder in self.encoders)
-        columns = _read(frame, choices[numeric:], choices[:numeric])
-        matrix, unseen = self._encoded(columns[len(choices) - numeric :] + columns[: len(choices) - numeric])
+        with _named(frame):
+            columns = _read(frame, choices[numeric:], choices[:numeric])
+            matrix, unseen = self._encoded(columns[len(choices) - numeric :] + columns[: len(choices) - numeric])
         self.report["unseen_values"] = unseen
         return matrix
 
@@ -227,7 +234,7 @@ class FeatureTable:
     def _encoded(self, columns: list[Series]) -> tuple[sp.csr_matrix, dict[str, int]]:
         parts = [encoder.transform(column) for encoder, column in zip(self.encoders, columns, strict=True)]
         unseen = {e.column: count for e, (_, count) in zip(self.encoders, parts, strict=True) if count}
-        matrix = sp.csr_matrix(sp.hstack([part for part, _ in parts], format="csr"), dtype=np.float32)
+        matrix = sp.csr_matrix(sp.hstack(_sparse([part for part, _ in parts]), format="csr"), dtype=np.float32)
         matrix.eliminate_zeros()
         return matrix, unseen
 
@@ -235,6 +242,13 @@ class FeatureTable:
         """The row of an entity whose every column is missing."""
         pl = frames.polars()
         return self._encoded([pl.Series(column, [None], dtype=pl.String) for column in self.columns])[0]
+
+
+def _sparse(parts: list[Any]) -> list[sp.csr_matrix]:
+    """The same columns as sparse matrices, many dense ones in each: making one takes longer than filling it."""
+    dense = [part for part in parts if isinstance(part, np.ndarray)]  # of numeric columns, which come first
+    blocks = [sp.csr_matrix(np.hstack(dense[at : at + _DENSE])) for at in range(0, len(dense), _DENSE)]
+    return blocks + parts[len(dense) :]
 
 
 def _fit(kind: str, column: Series, separator: str, bits: int, ngrams: str) -> Encoder:
@@ -255,11 +269,20 @@ def _identified(
     return id_series("id", found[0]), list(zip(choices, ordered, strict=True))
 
 
+def _is_path(frame: Any) -> bool:
+    return isinstance(frame, (str, os.PathLike))
+
+
+def _named(frame: Any) -> AbstractContextManager[None]:
+    """Errors name the file, where the table is one."""
+    return reading(frame, "frame") if _is_path(frame) else nullcontext()
+
+
 def _read(frame: Any, texts: Sequence[tuple[str, Column]], others: Sequence[tuple[str, Column]]) -> list[Series]:
     """Columns of a frame or file: ``texts``, then ``others``."""
-    if not isinstance(frame, (str, os.PathLike)):
+    if not _is_path(frame):
         return frames.take("frame", frame, [*texts, *others])
-    path = frames.existing("frame", Path(frame))
+    path = existing("frame", frame)
     if frames.suffix_of(path) in (".parquet", ".pq"):
-        return frames.read_parquet(path, [*texts, *others])
+        return frames.read_parquet(path, [*texts, *others], "frame")
     return frames.read_csv(path, texts, others, separator=frames.separator_of(path), label="frame")

@@ -13,7 +13,6 @@ Ranges are centred on the defaults for the size of the data. Checked by tests/te
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from gramtower import _checks as check
+from gramtower.data.sources import read_toml
 from gramtower.objective.losses import LOSSES
 
 Value = float | int | str
@@ -107,10 +107,7 @@ def default_space(start: Mapping[str, Value], *, labels: bool, given_features: b
 
 def read_space(path: Path) -> dict[str, Any]:
     """The table ``[space]`` of a TOML file, for :func:`as_space`."""
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"space: {path} is not a TOML file: {error}") from error
+    content = read_toml("space", path)
     if set(content) - {"space"} or not isinstance(content.get("space", {}), dict):
         check.fail("space", f"{', '.join(content)} at the top of {path}", "one table, [space]")
     return dict(content.get("space", {}))
@@ -218,7 +215,7 @@ def _check_value(name: str, value: Any, whole: Space) -> Value:
         return check.choice(label, value, tuple(str(option) for option in part.values))
     if isinstance(value, str):
         words = [] if value.strip() == "none" else [word.strip() for word in value.split(",")]
-        if not all(word.isdecimal() for word in words):
+        if not all(word.isdecimal() and len(word) < 10 for word in words):
             check.fail(label, repr(value), 'widths such as "256,256", or "none"')
         value = [int(word) for word in words]
     if not isinstance(value, (list, tuple)):

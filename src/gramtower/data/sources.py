@@ -1,0 +1,289 @@
+"""Files from outside: what may be one, how it is decompressed and decoded, and errors that name it.
+
+Whatever is wrong with a file ends in ``ValueError`` or ``OSError`` with its name: the readers work inside
+:func:`reading`, the one place that translates what the layers below raise. Decompression is bounded, so that a small
+file cannot fill the memory: what is read whole may take a quarter of the machine's memory, what is read in pieces
+1 GiB and 200 times the file's size. Checked by tests/test_sources.py and tests/fuzz/test_fuzz_readers.py.
+"""
+
+from __future__ import annotations
+
+import bz2
+import errno
+import gzip
+import io
+import lzma
+import os
+import re
+import struct
+import tarfile
+import tomllib
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from gramtower import _checks as check
+
+PathLike = str | os.PathLike[str]
+OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+PACKED = (*OPENERS, ".zst")  # endings of compressed files; polars decompresses .zst
+CHUNK = 1 << 23
+BOM = b"\xef\xbb\xbf"
+_BEGINNINGS = {  # of compressed files, whatever they are called
+    ".gz": re.compile(rb"\x1f\x8b"),
+    ".xz": re.compile(rb"\xfd7zXZ\x00"),
+    ".bz2": re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"),
+    ".zst": re.compile(rb"[\x28\x50-\x5f][\xb5\x2a][\x2f\x4d][\xfd\x18]"),  # a frame, or one to be skipped
+    "zlib": re.compile(rb"x[\x01\x9c\xda]"),
+}
+_BELOW = (  # what the layers below raise for damaged files
+    EOFError,
+    OverflowError,
+    RuntimeError,  # zip: encrypted, or by an unknown method; recursion
+    MemoryError,
+    struct.error,
+    zlib.error,
+    lzma.LZMAError,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+)
+_CONTAINER = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_TOML_BYTES, _TOML_LINE = 1 << 16, 2000  # tomllib takes quadratic time for keys of many parts
+
+
+@contextmanager
+def reading(path: PathLike, name: str = "path") -> Iterator[None]:
+    """Every error of what is done inside names the file, and is a ``ValueError`` or ``OSError``.
+
+    Args:
+        path: the file, folder or archive.
+        name: the argument that holds it.
+    """
+    try:
+        yield
+    except UnicodeError as error:
+        check.fail(name, f"{path}, which is not the text it should be ({error})", "UTF-8, or the encoding= it has")
+    except (ValueError, OSError) as error:
+        if str(path) in str(error):
+            raise
+        if isinstance(error, ValueError):
+            raise ValueError(f"{error} (reading {path})") from error
+        if error.errno not in (None, errno.EINVAL):  # of which the latter is a place before the file's beginning
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        if type(error) in (OSError, gzip.BadGzipFile):  # what zip, gzip, bz2 and polars say of damage
+            _refuse(name, path, error, "is damaged or cut short")
+        raise type(error)(f"{name}: {path}: {_reason(error)}") from error
+    except _BELOW as error:
+        _refuse(name, path, error, "is damaged or cut short")
+    except BaseException as error:  # a panic of polars is no Exception
+        if not any(kind.__name__ in ("PolarsError", "PanicException") for kind in type(error).__mro__):
+            raise
+        _refuse(name, path, error, "cannot be read")
+
+
+def _refuse(name: str, path: PathLike, error: BaseException, how: str) -> NoReturn:
+    check.fail(name, f"{path}, which {how} ({_reason(error)})", "a whole file")
+
+
+def _reason(error: BaseException) -> str:
+    """The first paragraph of an error in one line, of bounded length."""
+    text = " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:200] + " …"
+
+
+def existing(name: str, path: PathLike, *, folder: bool = False) -> Path:
+    """A path to a plain file that is not empty, or to a folder where that may be."""
+    try:
+        found = Path(path)
+    except TypeError:
+        check.fail(name, repr(path), "a path")
+    if not found.exists():
+        raise FileNotFoundError(f"{name}: no such file: {found}")
+    if found.is_dir():
+        if not folder:
+            check.fail(name, f"{found}, which is a folder", "a file")
+        return found
+    if not found.is_file():
+        check.fail(name, f"{found}, which is a device or a pipe", "a plain file")
+    if found.stat().st_size == 0:
+        check.fail(name, f"{found}, which is empty", "a file with rows")
+    return found
+
+
+def memory() -> int:
+    """Bytes of memory that the machine has, or the container it runs in."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in _CONTAINER:
+        try:
+            sizes.append(int(Path(path).read_text()))
+        except (OSError, ValueError):  # no such control, or "max"
+            continue
+    return min(sizes)
+
+
+def compression(head: bytes) -> str:
+    """How bytes are compressed, by the first of them: one of PACKED, "zlib", or "" for not at all."""
+    return next((kind for kind, beginning in _BEGINNINGS.items() if beginning.match(head)), "")
+
+
+def packing(path: Path) -> str:
+    """How a file is compressed: one of PACKED by its first bytes, or "" for not at all.
+
+    Raises:
+        ValueError: if its ending says something else.
+    """
+    with path.open("rb") as stream:
+        found = compression(stream.read(16))
+    said = path.suffix.lower()
+    if (said in PACKED and found != said) or found == "zlib":
+        shown = f"{found} data" if found else "not compressed"
+        check.fail("path", f"{path}, which is {shown}", f"{said} data" if said in PACKED else "text, plain or .gz")
+    return found
+
+
+class Budget:
+    """How many bytes may still come out of a file.
+
+    Args:
+        path: the file, for the error.
+        most: how many there may be in all; by default 1 GiB and 200 times the file's own.
+    """
+
+    def __init__(self, path: Path, most: int | None = None) -> None:
+        self.path, self.most = path, (1 << 30) + 200 * path.stat().st_size if most is None else most
+        self.left = self.most
+
+    def take(self, size: int) -> None:
+        """Counts bytes that came out; refuses those beyond."""
+        self.left -= size
+        if self.left < 0:
+            given = f"{self.path}, which decompresses to more than {self.most / 1e9:.3g} GB"
+            check.fail("path", given, "a file of that size at most; decompress a larger one first")
+
+
+class Metered:
+    """A stream of bytes whose length is counted against a budget; for what asks for an object to read from."""
+
+    def __init__(self, stream: IO[bytes], budget: Budget) -> None:
+        self._stream, self._budget = stream, budget
+
+    def read(self, size: int | None = None) -> bytes:
+        """The next bytes, at most ``size`` or CHUNK; none at the end."""
+        piece = self._stream.read(CHUNK if size is None else size)
+        self._budget.take(len(piece))
+        return piece
+
+    def pieces(self) -> Iterator[bytes]:
+        """All bytes, in pieces, without the mark of UTF-8 at their beginning."""
+        first = self.read(max(CHUNK, len(BOM)))
+        refuse_utf16(self._budget.path, first)
+        yield first.removeprefix(BOM)
+        while piece := self.read():
+            yield piece
+
+
+@contextmanager
+def opened(path: Path, most: int | None = None) -> Iterator[Metered]:
+    """A file to read from, decompressed by its first bytes: .gz, .xz, .bz2."""
+    kind = packing(path)
+    if kind == ".zst":
+        check.fail("path", f"{path}, which is .zst", "plain, .gz, .xz or .bz2")
+    with reading(path), OPENERS.get(kind, open)(path, "rb") as stream:
+        yield Metered(stream, Budget(path, most))
+
+
+def content(path: Path) -> bytes:
+    """The bytes of a file, decompressed; at most a quarter of the machine's memory."""
+    whole = io.BytesIO()
+    with opened(path, memory() // 4) as stream:
+        while piece := stream.read():
+            whole.write(piece)
+    return whole.getvalue()
+
+
+def zst_size(path: Path) -> int:
+    """An upper bound of what a .zst file decompresses to, from the headers of its frames and blocks.
+
+    Layout: RFC 8878. A block becomes at most 128 KiB; those of one repeated byte and of plain bytes say their size.
+    """
+    total, size = 0, path.stat().st_size
+    with reading(path), path.open("rb") as stream:
+        while stream.tell() < size:
+            magic = stream.read(4)
+            if magic[1:] == b"\x2a\x4d\x18" and 0x50 <= magic[0] <= 0x5F:
+                stream.seek(int.from_bytes(stream.read(4), "little"), os.SEEK_CUR)
+                continue
+            if magic != b"\x28\xb5\x2f\xfd":
+                raise EOFError(f"no frame at byte {stream.tell() - len(magic)}")
+            descriptor = stream.read(1)[0] if stream.tell() < size else 0
+            single = descriptor >> 5 & 1
+            sizes = (single, 2, 4, 8)[descriptor >> 6]
+            stream.seek((0 if single else 1) + (0, 1, 2, 4)[descriptor & 3] + sizes, os.SEEK_CUR)
+            last = False
+            while not last:
+                header = stream.read(3)
+                if len(header) < 3:
+                    raise EOFError("it ends inside a frame")
+                word = int.from_bytes(header, "little")
+                last, kind, length = bool(word & 1), word >> 1 & 3, word >> 3
+                total += 1 << 17 if kind == 2 else length
+                stream.seek(1 if kind == 1 else length, os.SEEK_CUR)
+            stream.seek(4 if descriptor & 4 else 0, os.SEEK_CUR)
+    return total
+
+
+def is_utf8(encoding: str) -> bool:
+    """Whether an encoding is UTF-8; refuses one that Python does not know."""
+    if not isinstance(encoding, str):
+        check.fail("encoding", repr(encoding), "the name of an encoding")
+    try:
+        b" ".decode(encoding)
+    except (LookupError, ValueError) as error:
+        if not isinstance(error, UnicodeError):
+            check.fail("encoding", repr(encoding), "a text encoding that Python knows, such as utf8 or latin-1")
+    return encoding.lower().replace("_", "-") in ("utf8", "utf-8", "utf-8-sig")
+
+
+def decoded(path: PathLike, data: bytes, encoding: str) -> str:
+    """Text from bytes, without a byte order mark; the error names the file and the place."""
+    if is_utf8(encoding):
+        refuse_utf16(path, data)
+        data = data.removeprefix(BOM)
+    try:
+        return data.decode(encoding).removeprefix("\ufeff")
+    except UnicodeError as error:
+        place = f" at byte {error.start}, line {data[: error.start].count(10) + 1}" if hasattr(error, "start") else ""
+        reason = getattr(error, "reason", "undecodable")
+        check.fail("path", f"{path}, which is not {encoding} text ({reason}{place})", "UTF-8, or the encoding= it has")
+
+
+def refuse_utf16(path: PathLike, head: bytes) -> None:
+    """Refuses text that begins with the byte order mark of UTF-16, and says what to do."""
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        expected = "UTF-8, or encoding='utf-16' where an encoding can be given"
+        check.fail("path", f"{path}, which begins like UTF-16 text", expected)
+
+
+def read_toml(name: str, path: PathLike) -> dict[str, Any]:
+    """The tables of a TOML file of at most 64 KiB and lines of at most 2,000 characters.
+
+    Args:
+        name: the argument that holds the path.
+        path: the file.
+    """
+    with reading(path, name):
+        found = existing(name, path)
+        with found.open("rb") as stream:
+            data = stream.read(_TOML_BYTES + 1)
+        text = decoded(found, data, "utf8")
+        longest = max(map(len, text.split("\n")))
+        if len(data) > _TOML_BYTES or longest > _TOML_LINE:
+            given = f"{found} of {found.stat().st_size:,} bytes and lines up to {longest:,} characters"
+            check.fail(name, given, f"at most {_TOML_BYTES:,} bytes and lines of {_TOML_LINE:,}")
+        try:
+            return tomllib.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{name}: {found} is not a TOML file: {_reason(error)}") from error
