@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from gramtower import _checks as check
 from gramtower._schema import build
 from gramtower.data import frames
-from gramtower.data.ids import code_series
 
 if TYPE_CHECKING:
     from polars import Series
@@ -64,13 +63,13 @@ class Numeric:
         """Number of columns made."""
         return 1 + self.indicator
 
-    def transform(self, column: Series) -> tuple[sp.csr_matrix, int]:
-        """The columns made, and how many entries were unseen."""
+    def transform(self, column: Series) -> tuple[NDArray[np.float32], int]:
+        """The columns made, dense, and how many entries were unseen."""
         values = frames.numbers("numeric", column).to_numpy()
         missing = np.isnan(values)
         made = np.where(missing, 0.0, (values - self.mean) / self.deviation)
         parts = [made, missing] if self.indicator else [made]
-        return sp.csr_matrix(np.column_stack(parts).astype(np.float32)), 0
+        return np.column_stack(parts).astype(np.float32), 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,8 @@ class Categorical:
     def fit(cls, column: Series) -> Categorical:
         """The values in sorted order."""
         texts = frames.texts(column)
-        return cls(column.name, tuple(texts.drop_nulls().unique().sort().to_list()), texts.null_count() > 0)
+        values = sorted(value for value in texts.unique().to_list() if value is not None)
+        return cls(column.name, tuple(values), texts.null_count() > 0)
 
     @property
     def names(self) -> list[str]:
@@ -99,12 +99,12 @@ class Categorical:
 
     def transform(self, column: Series) -> tuple[sp.csr_matrix, int]:
         """The columns made, and how many entries were unseen."""
-        missing = np.asarray(frames.texts(column).is_null().to_numpy())
-        places = _places(column, self.values)
-        unseen = (places < 0) & ~missing
+        texts = frames.texts(column)
+        places = _places(texts, self.values)
+        unseen = int((places < 0).sum()) - texts.null_count()
         if self.indicator:
             places = np.where(places < 0, len(self.values), places)
-        return _ones(np.arange(len(places)), places, len(places), len(self.names)), int(unseen.sum())
+        return _ones(np.arange(len(places)), places, len(places), len(self.names)), unseen
 
 
 @dataclass(frozen=True)
@@ -217,15 +217,13 @@ def from_plain(plain: dict[str, Any]) -> Encoder:
     return made
 
 
-def _places(column: Series, values: Sequence[str]) -> NDArray[np.int64]:
-    """Place of each cell among the values; -1 where missing or not among them."""
-    known = {value: place for place, value in enumerate(values)}
-    (coded,) = code_series(frames.texts(column))
-    distinct, first, inverse = np.unique(coded.codes, return_index=True, return_inverse=True)
-    there = np.flatnonzero(distinct.astype(np.int64) >= 0)
-    table = np.full(len(distinct), -1, dtype=np.int64)
-    table[there] = [known.get(name, -1) for name in coded.names(first[there])]
-    return np.asarray(table[inverse])
+def _places(texts: Series, values: Sequence[str]) -> NDArray[np.int64]:
+    """Place of each text among the values; -1 where missing or not among them."""
+    pl = frames.polars()
+    if not values or texts.null_count() == len(texts):
+        return np.full(len(texts), -1, dtype=np.int64)
+    found = texts.replace_strict(list(values), range(len(values)), default=-1, return_dtype=pl.Int64)
+    return np.asarray(found.to_numpy())
 
 
 def _ones(rows: NDArray[Any], places: NDArray[Any], height: int, width: int) -> sp.csr_matrix:
@@ -240,8 +238,12 @@ def _ones(rows: NDArray[Any], places: NDArray[Any], height: int, width: int) -> 
 def _exploded(column: Series, separator: str) -> tuple[NDArray[Any], Series]:
     """Row and text of every element; blanks around elements and empty elements are left out."""
     pl = frames.polars()
-    lists = column if column.dtype == pl.List else frames.texts(column).str.split(separator)
-    table = pl.DataFrame({"row": np.arange(len(lists)), "element": lists}).explode("element")
-    table = table.with_columns(frames.texts(table["element"]).str.strip_chars().alias("element"))
-    table = table.filter(pl.col("element").is_not_null() & (pl.col("element") != ""))
+    if column.dtype == pl.List:
+        table = pl.DataFrame({"row": np.arange(len(column)), "element": column}).explode("element")
+        table = table.with_columns(frames.texts(table["element"]).alias("element")).lazy()
+    else:
+        whole = pl.DataFrame({"row": np.arange(len(column)), "element": frames.texts(column)}).lazy()
+        table = whole.with_columns(pl.col("element").str.split(separator)).explode("element")
+    element = pl.col("element")
+    table = table.with_columns(element.str.strip_chars()).filter(element.is_not_null() & (element != "")).collect()
     return table["row"].to_numpy(), table["element"]

@@ -11,7 +11,7 @@ Cost: O(cells). Checked by tests/test_tables.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gramtower import _checks as check
@@ -32,36 +32,71 @@ def infer_kinds(table: DataFrame, id: str, given: Mapping[str, str], separator: 
             close = check.near(name, present, 1) or present
             check.fail("kinds", repr(name), f"a column besides the id, such as {', '.join(map(repr, close)) or 'none'}")
         check.choice(f"kinds[{name!r}]", kind, KINDS)
-    return {name: given[name] if name in given else infer_kind(table[name], separator) for name in present}
+    asked = [table[name] for name in present if name not in given]
+    return dict(zip(present, _told(present, given, iter(_kinds(asked, separator))), strict=True))
+
+
+def _told(present: Sequence[str], given: Mapping[str, str], found: Iterator[str]) -> list[str]:
+    return [given[name] if name in given else next(found) for name in present]
 
 
 def infer_kind(column: Series, separator: str) -> str:
     """The kind of one column."""
+    return _kinds([column], separator)[0]
+
+
+def _kinds(columns: Sequence[Series], separator: str) -> list[str]:
+    """The kinds of columns of one length, all at a time: tables may have very many."""
+    kinds = [_by_type(column) for column in columns]
+    texts = [column for column, kind in zip(columns, kinds, strict=True) if not kind]
+    found = iter(_of_text(texts, separator))
+    return [kind or next(found) for kind in kinds]
+
+
+def _by_type(column: Series) -> str:
+    """The kind of a column that is no text; "" for text."""
     pl = frames.polars()
-    cells = column.drop_nulls()
     if isinstance(column.dtype, pl.List) and column.dtype.inner == pl.String:
         return "list"
-    if column.dtype == pl.Boolean and len(cells):
+    if column.null_count() == len(column):
+        return "skip"
+    if column.dtype == pl.Boolean:
         return "categorical"
-    if column.dtype.is_numeric() and len(cells):
+    if column.dtype.is_numeric():
         return "numeric"
-    if column.dtype not in (pl.String, pl.Categorical, pl.Enum) or not len(cells):
-        return "skip"
-    return _of_text(cells.cast(pl.String), separator)
+    return "" if column.dtype in (pl.String, pl.Categorical, pl.Enum) else "skip"
 
 
-def _of_text(cells: Series, separator: str) -> str:
+def _of_text(columns: Sequence[Series], separator: str) -> list[str]:
     pl = frames.polars()
-    stripped = cells.str.strip_chars().replace("", None).drop_nulls()
-    if not len(stripped):
+    named = [column.alias(str(place)) for place, column in enumerate(columns)]
+    table = pl.DataFrame(named).select(pl.all().cast(pl.String).str.strip_chars().replace("", None))
+    cells = pl.all().drop_nulls()
+    figures = {
+        "cells": cells.len(),
+        "numbers": cells.cast(pl.Float64, strict=False).is_not_null().sum(),
+        "codes": cells.str.contains(r"^[+-]?0\d").sum(),
+        "separated": cells.str.contains(separator, literal=True).sum(),
+        "values": cells.n_unique(),
+        "words": cells.str.count_matches(r"\w+").sum(),
+    }
+    counted = {name: table.select(figure).row(0) if columns else () for name, figure in figures.items()}
+    rows = zip(*counted.values(), strict=True)
+    return [_decide(table[str(place)], separator, *row) for place, row in enumerate(rows)]
+
+
+def _decide(
+    column: Series, separator: str, cells: int, numbers: int, codes: int, separated: int, values: int, words: int
+) -> str:
+    """The kind of a column of text by what was counted in it."""
+    if not cells:
         return "skip"
-    numbers = stripped.cast(pl.Float64, strict=False)
-    if not numbers.null_count() and not stripped.str.contains(r"^[+-]?0\d").any():
+    if numbers == cells and not codes:
         return "numeric"
-    if int(stripped.str.contains(separator, literal=True).sum()) >= _SEPARATED * len(stripped):
-        elements = stripped.str.split(separator).explode()
+    if separated >= _SEPARATED * cells:
+        elements = column.drop_nulls().str.split(separator).explode()
         if elements.n_unique() <= _RECURRING * len(elements):
             return "list"
-    if stripped.n_unique() <= _RECURRING * len(stripped):
+    if values <= _RECURRING * cells:
         return "categorical"
-    return "text" if int(stripped.str.count_matches(r"\w+").sum()) >= _WORDS * len(stripped) else "categorical"
+    return "text" if words >= _WORDS * cells else "categorical"
