@@ -17,6 +17,7 @@ import pytest
 from gramtower.cli.config import parse_option, read_config
 from gramtower.data import readers, sources, streams
 from gramtower.data.interactions import Interactions
+from gramtower.data.left_out import LeftOutWarning
 from gramtower.data.mediawiki import mediawiki_links
 from gramtower.data.netflix import netflix
 from gramtower.data.tables import FeatureTable
@@ -272,7 +273,9 @@ def test_values_that_are_no_numbers_name_the_file_and_the_column(tmp_path):
             Interactions.from_csv(path, "user", "item", value="rating", threshold=4)
         assert "t.csv" in str(caught.value)
     path.write_text("user,item,rating\n1,a,4\n3,c,nan\n")
-    assert Interactions.from_csv(path, "user", "item", value="rating", threshold=4).report["rows_without_number"] == 1
+    with pytest.warns(LeftOutWarning, match="1 of 2 rows are left out"):
+        read = Interactions.from_csv(path, "user", "item", value="rating", threshold=4)
+    assert read.report["rows_without_number"] == 1
 
 
 def test_damaged_parquet_files_are_named_and_end_no_process(tmp_path):

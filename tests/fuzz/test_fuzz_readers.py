@@ -49,6 +49,8 @@ EXPERIMENT = (
     b"[data]\nshape = [20, 10, 40]\n[problem]\nomega = 0.1\n[towers]\ndim = 4\n[optimizers.gd]\n[run]\niterations = 2\n"
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore::gramtower.data.left_out.LeftOutWarning")
+
 
 def dump(table, columns, rows):
     lines = [f"-- dump of `{table}`", f"CREATE TABLE `{table}` ("] + [f"  `{name}` varbinary(255)," for name in columns]

@@ -106,7 +106,7 @@ def _movielens_file(path: PathLike, table: str) -> tuple[str, bytes]:
         check.fail("path", f"{place}, which holds {there}", f"a {kind} with {table}.dat or {table}.csv")
     if place.is_dir():
         return found[0], frames.content(place / found[0])
-    return found[0], b"".join(read_members(place, found[:1], most=memory() // 4))
+    return found[0], b"".join(read_members(place, found[:1], most=memory() // 4)).rstrip(b"\r\n")
 
 
 def _movielens_layout(name: str, data: bytes, table: str) -> tuple[bytes, dict[str, Any], list[str]]:
