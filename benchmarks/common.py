@@ -18,6 +18,7 @@ import scipy.sparse as sp
 import torch
 
 import gramtower
+from gramtower._files import write_text
 
 
 def median_seconds(function: Callable[[], Any], repeats: int = 9, warmup: int = 2) -> float:
@@ -86,9 +87,6 @@ def environment() -> dict[str, Any]:
 def write_result(name: str, result: dict[str, Any]) -> Path:
     """Save a result with its environment under benchmarks/results/."""
     folder = Path(__file__).parent / "results"
-    folder.mkdir(exist_ok=True)
     path = folder / f"{name}.json"
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"environment": environment(), **result}, indent=2) + "\n")
-    partial.replace(path)
+    write_text(path, json.dumps({"environment": environment(), **result}, indent=2) + "\n")
     return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import subprocess
@@ -108,6 +109,13 @@ def test_a_finished_run_is_not_run_again(tmp_path):
         (dict(problem=dict(embedding_l2=0.1)), "objective"),
         (dict(problem=dict(left_weights=torch.rand(50))), "objective"),
         (dict(towers=dict(dim=5)), "towers"),
+        (dict(towers=dict(activation="relu")), "architecture"),
+        (dict(problem=dict(loss="squared")), "loss"),
+        (dict(problem=dict(precision="tf32")), "precision"),
+        (dict(problem=dict(pair_precision="bfloat16")), "pair_precision"),
+        (dict(dtype=torch.float64), "dtype"),
+        (dict(run=dict(validation=lambda point: 0.0)), "metric"),
+        (dict(run=dict(validation=lambda point: 0.0, patience=2)), "patience"),
         (dict(run=dict(optimizer="gd")), "optimizer"),
         (dict(run=dict(damping=2.0)), "options"),
         (dict(run=dict(seed=1)), "seed"),
@@ -119,9 +127,153 @@ def test_a_checkpoint_of_another_run_is_refused_by_what_differs(change, named, t
     gt.minimize(problem, towers, max_iterations=2, checkpoint=path)
     problem, towers = planted(**change.get("problem", {}))
     if "towers" in change:
-        towers = gt.mlp_towers(problem, hidden=(6,), **change["towers"])
+        towers = gt.mlp_towers(problem, **{"hidden": (6,), "dim": 4, **change["towers"]})
+    if "dtype" in change:
+        towers = gt.Towers(towers.left.to(change["dtype"]), towers.right.to(change["dtype"]))
     with pytest.raises(ValueError, match=rf"belongs to another run, which differs in .*{named}"):
         gt.minimize(problem, towers, max_iterations=2, checkpoint=path, **change.get("run", {}))
+
+
+class Scaled(torch.nn.Module):
+    """A tower with a number and a buffer that are no parameters."""
+
+    def __init__(self, rows, power=1, scale=1.0):
+        super().__init__()
+        self.table, self.power = torch.nn.Embedding(rows, 3), power
+        self.register_buffer("scale", torch.tensor(scale))
+
+    def forward(self, ids):
+        return self.table(ids) ** self.power * self.scale
+
+
+@pytest.mark.parametrize("change", [dict(power=3), dict(scale=2.0)])
+def test_what_a_module_holds_besides_parameters_belongs_to_its_run(change, tmp_path):
+    def run(**options):
+        problem = gt.Problem(planted_pairs(50, 40, 300, groups=4, seed=1))
+        torch.manual_seed(0)
+        return gt.minimize(
+            problem, gt.Towers(Scaled(50, **options), Scaled(40)), max_iterations=1, checkpoint=tmp_path / "run"
+        )
+
+    run()
+    with pytest.raises(ValueError, match="differs in architecture"):
+        run(**change)
+    run()
+
+
+def test_towers_that_compute_something_else_in_the_same_words_are_refused(tmp_path):
+    path = tmp_path / "run.safetensors"
+    problem, towers = planted()
+    gt.minimize(problem, towers, max_iterations=2, checkpoint=path)
+    problem, towers = planted()
+    loss = problem.loss
+    twice = gt.Loss(loss.value, loss.first, loss.second, loss.labels, loss.name)
+    object.__setattr__(twice, "value", lambda y, s: 2 * loss.value(y, s))
+    for function in ("__module__", "__qualname__"):
+        setattr(twice.value, function, getattr(loss.value, function))
+    problem = gt.Problem(planted_pairs(50, 40, 300, groups=4, seed=1), omega=2**-3, l2=0.5, loss=twice)
+    with pytest.raises(ValueError, match=r"belongs to another run: at its parameters the objective is .*, and was"):
+        gt.minimize(problem, towers, max_iterations=2, checkpoint=path)
+
+
+def test_another_metric_or_other_held_out_pairs_are_refused(tmp_path):
+    pairs, held_out, other = (planted_pairs(50, 40, 300, groups=4, seed=seed) for seed in (1, 2, 3))
+
+    def fit(metric, validation):
+        model = gt.TwoTower(dim=4, hidden=(), max_iterations=2, metric=metric, device="cpu", seed=0)
+        return model.fit(pairs, validation=validation, checkpoint=tmp_path / "run")
+
+    fit("recall@20", held_out)
+    with pytest.raises(ValueError, match=r"differs in metric;"):
+        fit("map@5", held_out)
+    with pytest.raises(ValueError, match=r"differs in validation;"):
+        fit("recall@20", other)
+    assert fit("recall@20", held_out).history_[-1].iteration == 2
+
+
+def test_a_memory_budget_that_is_given_counts_in_a_resumed_run(tmp_path):
+    problem, towers = planted(memory_budget=200_000)
+    gt.minimize(problem, towers, max_iterations=2, checkpoint=tmp_path / "run")
+    seen = []
+    for given, expected in (("300kB", 300_000), (None, 300_000)):
+        problem, towers = planted(memory_budget=given)
+        before = problem.memory_budget
+        gt.minimize(problem, towers, max_iterations=3 + len(seen), checkpoint=tmp_path / "run",
+                    callbacks=[lambda *_, problem=problem: seen.append(problem.planned_budget)])  # fmt: skip
+        assert seen[-1] == expected
+        assert problem.memory_budget == before
+
+
+def interrupted_at(name, moment, path, calls):
+    """Three iterations; Ctrl-C comes at the ``moment``-th call of a function of the library in the last two."""
+    problem, towers = planted()
+    count = 0
+    calls.append(count)
+
+    def trace(frame, event, argument):
+        nonlocal count
+        code = frame.f_code
+        if event == "call" and "gramtower" in code.co_filename and not code.co_flags & inspect.CO_GENERATOR:
+            count += 1
+            if count == moment:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    def begin(record, point):
+        calls[-1] = count
+        sys.setprofile(trace if record.iteration < 3 else None)
+
+    try:
+        return gt.minimize(problem, towers, name, max_iterations=3, callbacks=[begin], checkpoint=path,
+                           validation=lambda point: -point.value, **options_of(name))  # fmt: skip
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_run_interrupted_anywhere_in_an_iteration_goes_on_as_if_it_had_not_been(name, tmp_path):
+    calls: list[int] = []
+    whole = interrupted_at(name, -1, tmp_path / "whole", calls)
+    for turn, moment in enumerate(range(1, calls[0], max(1, calls[0] // 8))):
+        path = tmp_path / str(turn)
+        cut = interrupted_at(name, moment, path, calls)
+        assert cut.reason is gt.Reason.INTERRUPTED
+        resumed = interrupted_at(name, -1, path, calls)
+        assert trajectory(resumed) == trajectory(whole)
+        assert torch.equal(resumed.parameters.vector, whole.parameters.vector)
+
+
+def test_records_are_appended_to_a_file_and_not_limited_by_the_header(tmp_path):
+    from dataclasses import replace
+
+    from gramtower.training.stored_history import StoredHistory, read_stored
+
+    problem, towers = planted()
+    record = gt.minimize(problem, towers, max_iterations=0).history[0]
+    path = tmp_path / "run.safetensors"
+    stored = StoredHistory(path)
+    many = [replace(record, iteration=i) for i in range(2000)]
+    stored.append(many)
+    with stored.path.open("ab") as file:
+        file.write(b'{"half of a li')  # what a kill leaves
+    again, records = read_stored(path, stored.mark)
+    assert records == many
+    size = stored.path.stat().st_size
+    again.append([*many, record])
+    assert stored.path.stat().st_size < size + 1000  # nothing but the new record was written
+    assert read_stored(path, again.mark)[1] == [*many, record]
+    assert read_stored(path, stored.mark)[1] == many  # a checkpoint that was not replaced still has its own
+
+
+def test_a_checkpoint_without_its_records_is_refused(tmp_path):
+    path = tmp_path / "run.safetensors"
+    problem, towers = planted()
+    gt.minimize(problem, towers, max_iterations=2, checkpoint=path)
+    beside = tmp_path / "run.safetensors.history"
+    for spoilt in (beside.read_bytes()[:-10], beside.read_bytes().replace(b"value", b"valve"), None):
+        beside.unlink() if spoilt is None else beside.write_bytes(spoilt)
+        with pytest.raises(ValueError, match="damaged"):
+            gt.minimize(problem, towers, max_iterations=2, checkpoint=path)
 
 
 @pytest.mark.parametrize("damage", ["cut", "noise", "empty", "header"])
@@ -150,7 +302,7 @@ def test_a_failed_write_leaves_the_old_checkpoint_whole(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         gt.minimize(problem, towers, max_iterations=5, checkpoint=path)
     assert path.read_bytes() == before
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [path.name, f"{path.name}.history"]
 
 
 def test_states_survive_being_taken_apart():

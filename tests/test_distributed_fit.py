@@ -36,8 +36,8 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
         for name in whole:
             assert values[name] == pytest.approx(whole[name], rel=1e-9), (change, name)
     names = [path.name for path in (tmp_path / "by-three").iterdir()]
-    assert len(names) == 2 * len(whole)  # the main file and one shard each; those of three processes are gone
-    assert len(list((tmp_path / "by-three-then-one").iterdir())) == len(whole)
+    assert len(names) == 3 * len(whole)  # main file, records and one shard each; those of three processes are gone
+    assert len(list((tmp_path / "by-three-then-one").iterdir())) == 2 * len(whole)
 
 
 def test_a_checkpoint_without_one_of_its_files_is_refused(tmp_path):

@@ -79,6 +79,31 @@ def test_a_disk_that_fails_at_the_last_moment_leaves_the_old_file(tmp_path, monk
     assert os.listdir(tmp_path) == ["a"]
 
 
+KILLED = """
+import os, sys
+from pathlib import Path
+from gramtower._files import replacing
+with replacing(Path(sys.argv[1])) as partial:
+    partial.write_text("half")
+    print("writing", flush=True)
+    sys.stdin.readline()
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path):
+    path = tmp_path / "a"
+    command = [sys.executable, "-c", KILLED, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        write_text(path, "one")
+        assert len(os.listdir(tmp_path)) == 2  # the other process is still at work
+        process.communicate("die\n")
+    assert len(os.listdir(tmp_path)) == 2
+    write_text(tmp_path / "b", "two")
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="limits on file sizes are set with the resource module")
 @pytest.mark.parametrize("kind", SAVE)
 def test_a_write_that_the_system_cuts_short_leaves_the_old_file(kind, tmp_path):
@@ -89,7 +114,7 @@ def test_a_write_that_the_system_cuts_short_leaves_the_old_file(kind, tmp_path):
     done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True)
     assert "File too large" in done.stdout, done.stdout + done.stderr
     if kind == "checkpoint":
-        assert os.listdir(tmp_path) == []
+        assert "a" not in os.listdir(tmp_path)
     else:
         assert path.read_text() == "old"
         assert os.listdir(tmp_path) == ["a"]

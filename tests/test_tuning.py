@@ -79,7 +79,7 @@ def test_an_interrupted_trial_is_tried_again(moment, search, tmp_path, monkeypat
     from gramtower.tuning import trial
 
     options = dict(metric="ndcg@10", space=SPACE, storage=tmp_path / "log.journal")
-    real, looks = trial.ranking_validator, []
+    real, looks = trial.RankingValidator, []
 
     def impatient(*arguments):
         measure = real(*arguments)
@@ -92,7 +92,7 @@ def test_an_interrupted_trial_is_tried_again(moment, search, tmp_path, monkeypat
 
         return look
 
-    monkeypatch.setattr(trial, "ranking_validator", impatient)
+    monkeypatch.setattr(trial, "RankingValidator", impatient)
     model = small()
     stopped = model.tune(data(), trials=12, **options)
     assert 0 < len(stopped.trials) < 12
@@ -160,7 +160,7 @@ def test_a_trial_that_the_time_limit_cuts_is_tried_again(search, tmp_path, monke
     from gramtower.tuning import search as searching
     from gramtower.tuning import trial
 
-    real, looks = trial.ranking_validator, []
+    real, looks = trial.RankingValidator, []
 
     def counting(*arguments):
         measure = real(*arguments)
@@ -168,7 +168,7 @@ def test_a_trial_that_the_time_limit_cuts_is_tried_again(search, tmp_path, monke
 
     clock = SimpleNamespace(perf_counter=lambda: 0.0 if len(looks) < 20 else 100.0)  # time is up at the 20th look
     with monkeypatch.context() as patched:
-        patched.setattr(trial, "ranking_validator", counting)
+        patched.setattr(trial, "RankingValidator", counting)
         patched.setattr(trial, "time", clock)
         patched.setattr(searching, "time", clock)
         options = dict(metric="ndcg@10", space=SPACE, refit=False, storage=tmp_path / "log.journal")
@@ -322,7 +322,7 @@ def test_neighbours_are_of_the_same_shape_and_near(tmp_path):
     finished = [(0, {**here, "omega": 0.4}), (1, {**here, "omega": 0.2}), (2, {**here, "dim": 8})]
     assert solutions.nearest(here, finished) is None  # nothing is kept yet
     for number in range(3):
-        solutions.keep(number, _vector(10), {number: 0.5})
+        solutions.keep(number, _vector(10))
     assert solutions.nearest(here, finished) == 1
     assert solutions.nearest({**here, "omega": 100.0}, finished) is None
 
@@ -332,7 +332,8 @@ def test_the_worst_solutions_are_dropped_first(tmp_path):
     solutions = Solutions(tmp_path, 2 * size + 1000)
     values = {0: 0.3, 1: 0.1, 2: 0.2}
     for number in values:
-        solutions.keep(number, _vector(1000), {n: values[n] for n in range(number + 1)})
+        solutions.keep(number, _vector(1000))
+        solutions.drop({n: values[n] for n in range(number + 1)})
     assert sorted(path.stem for path in tmp_path.iterdir()) == ["0", "2"]
 
 

@@ -23,6 +23,7 @@ import torch
 from data import FILES, Data, inner_split, load, read_lists, write_result
 from rows import METRICS, ROWS, stored, train
 
+from gramtower._files import replacing, write_text
 from gramtower.metrics import evaluate_embeddings, ranking_metrics
 from gramtower.retrieval.topk import top_k
 
@@ -43,13 +44,10 @@ PUBLISHED = {
 
 
 def write_lists(path: Path, data: Data, lists: np.ndarray) -> None:
-    """Lines `user item item …` by ids, under another name first; −1, a place without an item, is left out."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with lzma.open(partial, "wt", encoding="utf-8") as file:
+    """Lines `user item item …` by ids, in one step; −1, a place without an item, is left out."""
+    with replacing(path) as partial, lzma.open(partial, "wt", encoding="utf-8") as file:
         for user, row in zip(data.left, lists.tolist(), strict=True):
             file.write(data.separator.join([user, *(data.right[item] for item in row if item >= 0)]) + "\n")
-    partial.replace(path)
 
 
 def read_predictions(path: Path, data: Data) -> np.ndarray:
@@ -97,8 +95,7 @@ def main(arguments: argparse.Namespace) -> None:
             lists = read_predictions(arguments.out / name / f"{row}.txt.xz", data)
             scores = ranking_metrics(lists, test, METRICS)
             rows[row]["test"] = {metric: float(scores[metric]) for metric in METRICS} | {"users": scores.users}
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.write_text(json.dumps(rows, indent=1) + "\n")
+        write_text(log, json.dumps(rows, indent=1) + "\n")
         show(row, rows[row])
     for label, (recall, ndcg) in PUBLISHED.get(name, {}).items():
         print(f"{label:12s} {'published':>10s}  {recall:8.4f}{ndcg:9.4f}")

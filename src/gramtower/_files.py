@@ -1,14 +1,20 @@
-"""Files that are never half written: another name first, then onto the disk, then renamed.
+"""Files that are never half written: in a folder of their own first, then onto the disk, then renamed.
 
-Used by everything that writes a file that something else may read. Checked by tests/test_files.py.
+What a killed process leaves is such a folder, ``.gramtower-….partial``; the next write beside it removes it. A lock
+tells it from the folder of a process that is still writing. Used by everything that writes a file that something else
+may read. Checked by tests/test_files.py.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+_PREFIX, _SUFFIX, _LOCK = ".gramtower-", ".partial", "lock"
 
 
 @contextmanager
@@ -18,21 +24,95 @@ def replacing(path: Path) -> Iterator[Path]:
     If the block or the disk fails, the file at ``path`` stays as it was and nothing is left beside it. Folders above
     it are made. The new file has the permissions that an ordinary new file gets.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    folder, lock = _room(path)
     try:
+        partial = folder / "content"
         partial.touch()
         mode = partial.stat().st_mode
-        yield partial
+        try:
+            yield partial
+        except Exception as error:
+            if type(error).__name__ == "SafetensorError":  # a full disk, in the words of another package
+                raise OSError(f"{path} cannot be written: {error}") from error
+            raise
         partial.chmod(mode)  # some writers make theirs private
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
+        _to_disk(partial)
         partial.replace(path)
+        with suppress(OSError):  # systems differ in what they can do for folders
+            _to_disk(path.parent)
     finally:
-        partial.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
 
 
 def write_text(path: Path, text: str) -> None:
     """Save UTF-8 text in one step."""
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def take_lock(path: Path) -> int | None:
+    """An open file with an exclusive lock, made if need be; None where the system or the file system has no locks.
+
+    Raises:
+        BlockingIOError: if another holds it.
+    """
+    if os.name != "posix":
+        return None
+    import fcntl
+
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            raise
+        except OSError:
+            os.close(file)
+            return None
+        try:
+            if os.path.samestat(os.fstat(file), path.stat()):
+                return file
+        except FileNotFoundError:
+            pass
+        os.close(file)  # its holder has just removed it: take the new one
+
+
+def _room(path: Path) -> tuple[Path, int | None]:
+    """A new folder beside ``path`` to write in, and its lock; removes those that killed processes left there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(f"{_PREFIX}*{_SUFFIX}"):
+            _remove_if_left(left)
+        while True:
+            folder = Path(tempfile.mkdtemp(_SUFFIX, _PREFIX, path.parent))
+            try:
+                return folder, take_lock(folder / _LOCK)
+            except (FileNotFoundError, BlockingIOError):
+                continue  # another process took it for one that was left
+            except OSError:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _remove_if_left(folder: Path) -> None:
+    try:
+        lock = take_lock(folder / _LOCK)
+    except OSError:  # it is being written in, or has just gone
+        return
+    if lock is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

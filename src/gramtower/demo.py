@@ -18,9 +18,11 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
+from gramtower._files import replacing
 from gramtower.data.interactions import Interactions
 from gramtower.estimator.two_tower import TwoTower
 from gramtower.metrics import ranking_metrics
+from gramtower.training.result import Reason
 
 WORDS = ("swift", "melancholy", "storm", "brilliant", "whisper", "wise")
 METRICS = ("map@5", "recall@20")
@@ -63,6 +65,8 @@ def run(seconds: float | None = None, seed: int = 0, out: Path | None = None, st
     model = TwoTower(dim=256, hidden=(256, 256), max_iterations=15, time_limit=seconds, seed=seed, verbose=True)
     model, model_time = _fit(model, train, out / "history.jsonl")
     model.save(out / "model.gramtower")
+    if model.reason_ is Reason.INTERRUPTED:
+        raise KeyboardInterrupt(f"the model so far is {out / 'model.gramtower'}; the demo itself starts anew")
 
     print(f"\n{'held-out links':24s}{'MAP@5':>9s}{'Recall@20':>11s}{'seconds':>9s}", file=stream)
     popular = _popularity(train.matrix, test.matrix)
@@ -101,13 +105,16 @@ def draw(model: TwoTower, path: Path) -> Path | None:
     axes.set_ylabel("objective over all pairs")
     axes.set_title(f"{model.optimizer}, {len(model.left_):,} × {len(model.right_):,} words")
     axes.grid(True, which="both", alpha=0.3)
-    figure.savefig(path, dpi=120)
+    with replacing(path) as partial:
+        figure.savefig(partial, format="png", dpi=120)
     return path
 
 
 def _fit(model: TwoTower, train: Interactions, history: Path | None = None) -> tuple[TwoTower, float]:
     start = time.perf_counter()
     model.fit(train, history=history)
+    if history is None and model.reason_ is Reason.INTERRUPTED:
+        raise KeyboardInterrupt("nothing was kept; the demo starts anew")
     return model, time.perf_counter() - start
 
 

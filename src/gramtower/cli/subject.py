@@ -22,7 +22,7 @@ from gramtower.estimator.given import Given
 from gramtower.estimator.two_tower import TwoTower
 from gramtower.model.towers import Towers
 from gramtower.optim.methods import OPTIMIZERS
-from gramtower.training.checkpoint import fingerprint
+from gramtower.training.fingerprint import fingerprint
 
 _SECONDS, _HELD_OUT = 60.0, "0.1"
 _METHODS = ("gd", "newton", "newton-kron")
@@ -79,7 +79,7 @@ class Subject:
 
     def _about(self, contest: Contest, estimator: TwoTower, given: Given) -> dict[str, Any]:
         problem, data = contest.problem, self.settings.data
-        marks = fingerprint(problem, contest.start(), "", {}, contest.seed)
+        marks = fingerprint(problem, contest.start(), "", {}, contest.seed, contest.validation)
         return {
             "title": self.title,
             "synthetic": self.synthetic,
@@ -91,11 +91,13 @@ class Subject:
                 "pairs": len(self.pairs),
                 "validation": data.validation,
                 "validation_pairs": None if self.held_out is None else len(self.held_out),
-                "fingerprint": marks["pairs"],
+                "fingerprint": {name: marks[name] for name in ("pairs", "features", "validation")},
             },
             "settings": {
                 "problem": {
                     "loss": problem.loss.name,
+                    "precision": problem.precision,
+                    "pair_precision": problem.pair_precision,
                     "omega": problem.omega,
                     "l2": problem.l2,
                     "imputed": estimator.imputed,

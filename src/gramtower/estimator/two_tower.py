@@ -23,7 +23,7 @@ from gramtower.estimator.given import Given, own_weights, take_up
 from gramtower.estimator.inputs import ids_alone
 from gramtower.estimator.matrices import pattern_of
 from gramtower.estimator.side import Side
-from gramtower.estimator.validation import ranking_validator
+from gramtower.estimator.validation import RankingValidator
 from gramtower.estimator.warm_start import carry_over
 from gramtower.model.mlp import check_hidden, mlp_towers
 from gramtower.model.towers import Towers
@@ -299,4 +299,4 @@ class TwoTower(Fitted):
 
     def make_validation(self, given: Given) -> Callable[[Point], float] | None:
         """The metric of a point on held-out pairs, None without them."""
-        return None if given.test is None else ranking_validator(self.metric, given.test, given.matrix)
+        return None if given.test is None else RankingValidator(self.metric, given.test, given.matrix)

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import scipy.sparse as sp
 
+from gramtower.distributed.shards import Shards
 from gramtower.metrics import evaluate_embeddings
 from gramtower.objective.evaluation import Point
+from gramtower.training.fingerprint import sparse_digest
 
 
-def ranking_validator(metric: str, held_out: sp.csr_matrix, train: sp.csr_matrix) -> Callable[[Point], float]:
+@dataclass(frozen=True)
+class RankingValidator:
     """The metric of the held-out pairs, training pairs left out of the ranking; computed where the towers are.
 
     Over several processes both are those of own left rows, and the metric is that of all.
     """
 
-    def measure(point: Point) -> float:
+    metric: str
+    held_out: sp.csr_matrix
+    train: sp.csr_matrix
+
+    def __call__(self, point: Point) -> float:
+        """The metric at a point."""
         processes = point.setting.shards.group
         found = evaluate_embeddings(
-            point.P, point.right_rows, held_out, train=train, metrics=(metric,), processes=processes
+            point.P, point.right_rows, self.held_out, train=self.train, metrics=(self.metric,), processes=processes
         )
-        return float(found[metric])
+        return float(found[self.metric])
 
-    return measure
+    def marks(self, shards: Shards) -> dict[str, str]:
+        """What is measured, and on what, for a checkpoint's fingerprint."""
+        digests = (
+            sparse_digest(x.indptr, x.indices, x.data, shards.left.first, x.shape[1]).text(shards.group)
+            for x in (self.held_out, self.train)
+        )
+        return {"metric": self.metric, "validation": "held out {}, left out {}".format(*digests)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache
 
 import torch
@@ -22,8 +22,13 @@ def share_out(work: Callable[[int, int], None], bounds: list[int]) -> None:
         while (t := next(numbers)) < tasks:
             work(bounds[t], bounds[t + 1])
 
-    helpers = [_pool(threads).submit(run) for _ in range(min(threads, tasks) - 1)]
-    run()
+    helpers: list[Future[None]] = []
+    try:
+        helpers += (_pool(threads).submit(run) for _ in range(min(threads, tasks) - 1))
+        run()
+    finally:  # also after Ctrl-C: nobody may still write where the caller goes on
+        numbers = itertools.count(tasks)
+        wait(helpers)
     for helper in helpers:
         helper.result()
 

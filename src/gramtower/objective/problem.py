@@ -121,6 +121,7 @@ class Problem:
         self.frequency_power = check.number("frequency_power", frequency_power)
         self._penalty = self._penalties()
         self.memory_budget = None if memory_budget is None else check.memory_size("memory_budget", memory_budget)
+        self.planned_budget: int | None = None  # what evaluations were planned with; a resumed run sets it
         self.kernels = check.choice("kernels", kernels, BACKENDS)
         self.precision = check.choice("precision", precision, PRECISIONS)
         self.pair_precision = check.choice("pair_precision", pair_precision, PAIR_PRECISIONS)
@@ -309,11 +310,13 @@ class Problem:
         return max(budget - fixed, budget // 8)
 
     def _budget(self, towers: Towers) -> int:
-        """The memory budget. What is free is looked up once, so that all evaluations run in the same blocks."""
-        if self.memory_budget is None:
+        """The budget given, or a share of what is free, looked up once: all evaluations run in the same blocks."""
+        if self.memory_budget is not None:
+            self.planned_budget = self.memory_budget
+        elif self.planned_budget is None:
             sharing = self.shards.group.local_size if towers.device.type == "cpu" else 1
-            self.memory_budget = default_budget(towers.device) // sharing
-        return self.memory_budget
+            self.planned_budget = default_budget(towers.device) // sharing
+        return self.planned_budget
 
 
 def _check_labels(loss: Loss, labels: NDArray[Any], pairs: Pairs) -> None:

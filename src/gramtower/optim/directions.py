@@ -41,9 +41,7 @@ class Diagonal(Direction):
     def find(self, gradient: Parameters, point: Point | None) -> Found:
         """s = −(μI + M)^(−½) ∇L, after adding this gradient's squares to M."""
         g = gradient.vector
-        if self.squares is None:
-            self.squares = torch.zeros_like(g)
-        self.squares.addcmul_(g, g)
+        self.squares = g * g if self.squares is None else torch.addcmul(self.squares, g, g)
         return Found(Parameters(gradient.layout, -g / (self.squares + self.mu).sqrt_()))
 
     def state(self) -> State:

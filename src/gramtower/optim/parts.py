@@ -4,6 +4,7 @@
     step rule   how far: from a point and a direction to the next point
 
 Every part can say what it remembers (``state``) and take it back (``restore``), which is all that a checkpoint needs.
+Parts replace what they remember and never write into it, so that a state stays that of the moment it was asked for.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Part:
     """Something with a memory."""
 
     def state(self) -> State:
-        """What must be remembered to go on exactly as if never stopped."""
+        """What must be remembered to go on exactly as if never stopped; it does not change when the part goes on."""
         return {}
 
     def restore(self, state: State) -> None:

@@ -1,14 +1,14 @@
 """Checkpoints: JSON and tensors with checksums (_tensors.py), written under another name and renamed.
 
 A run that is killed at any moment leaves either the old checkpoint or the new one. Nothing is unpickled. The header
-holds a fingerprint of problem, towers, method and options; another run's file, or a damaged one, is refused. Parameters
-are stored tensor by tensor, rows of tables by whoever holds them (shards_file.py), so that a run can go on with another
-number of processes. Checked by tests/test_checkpoint.py and tests/test_distributed_fit.py.
+holds a fingerprint of the run (fingerprint.py); another run's file, or a damaged one, is refused. Records are in a file
+beside it (stored_history.py). Parameters are stored tensor by tensor, rows of tables by whoever holds them
+(shards_file.py), so that a run can go on with another number of processes. Checked by tests/test_checkpoint.py and
+tests/test_distributed_fit.py.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,22 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gramtower._schema import build
-from gramtower.data.features import Features
-from gramtower.distributed.agreement import Digest
-from gramtower.distributed.group import Group
 from gramtower.distributed.shards import Shards
 from gramtower.model.linearization import Work
 from gramtower.model.parameters import Layout, Parameters
-from gramtower.model.towers import Towers
-from gramtower.objective.problem import Problem
 from gramtower.optim.parts import Part, State, join_state, split_state
 from gramtower.training import shards_file
+from gramtower.training.fingerprint import global_shapes
 from gramtower.training.result import Record
+from gramtower.training.stored_history import StoredHistory, history_path, read_stored
 
 _KIND = ("gramtower-checkpoint", 3)
 
@@ -48,7 +44,7 @@ class _Header:
     best_metric: float | None
     waited: int
     first_norm: float | None
-    history: list[dict[str, Any]]
+    history: dict[str, int]
 
 
 @dataclass
@@ -67,73 +63,10 @@ class Saved:
     first_norm: float | None
 
 
-def fingerprint(problem: Problem, towers: Towers, optimizer: str, options: dict[str, Any], seed: int) -> dict[str, str]:
-    """What must agree for a run to be continued, part by part, so that an error can name what differs."""
-    group, rows = problem.shards.group, (problem.shards.left.first, problem.shards.right.first)
-    a, b = problem.weight_arrays
-    numbers = [problem.omega, problem.l2, problem.embedding_l2, problem.frequency_power, problem.loss.name]
-    pairs = _pair_digest(problem, problem.labels)
-    weights = [Digest().add_rows(array, first) for array, first in zip((a, b), rows, strict=True)]
-    weights.append(Digest() if problem.pair_weights is None else _pair_digest(problem, problem.pair_weights))
-    imputed = problem.imputed_arrays
-    if len(imputed) == 1:
-        numbers.append(float(imputed[0]))
-    else:
-        weights += [Digest().add_rows(array, first) for array, first in zip(imputed, rows, strict=True)]
-    layout = towers.parameters().layout
-    return {
-        "pairs": json.dumps(problem.shape) + pairs.text(group),
-        "features": "".join(_features_text(side, group) for side in (problem.left, problem.right)),
-        "objective": json.dumps(numbers) + "".join(digest.text(group) for digest in weights),
-        "towers": json.dumps(_global_shapes(layout, problem.shards)) + str(towers.dtype),
-        "optimizer": optimizer,
-        "options": json.dumps(options, sort_keys=True, default=str),
-        "seed": str(seed),
-    }
-
-
-def _pair_digest(problem: Problem, values: Any) -> Digest:
-    """The pairs with a number each, whichever process holds them."""
-    pairs = problem.pairs
-    return _sparse_digest(
-        pairs.offsets.numpy(), pairs.columns.numpy(), values, problem.shards.left.first, problem.shape[1]
-    )
-
-
-def _sparse_digest(offsets: Any, columns: Any, values: Any, first: int, width: int) -> Digest:
-    """Rows of a sparse matrix, of which these begin with row ``first`` of all processes' rows."""
-    rows, digest = len(offsets) - 1, Digest()
-    step = max(1, (1 << 20) * rows // max(1, len(columns)))
-    for start in range(0, rows, step):
-        stop = min(rows, start + step)
-        part = slice(int(offsets[start]), int(offsets[stop]))
-        numbers = np.arange(start, stop) + first
-        keys = np.repeat(numbers, np.diff(offsets[start : stop + 1])) * width + columns[part]
-        digest.add(keys, values[part])
-    return digest
-
-
-def _features_text(features: Features, group: Group) -> str:
-    """Kind, size and content of one side's features, whichever process holds which rows."""
-    arrays = [array.numpy() for array in features.arrays]
-    if features.kind == "sparse":
-        offsets, columns, values = arrays
-        digest = _sparse_digest(offsets, columns, values, features.first, features.width)
-    else:
-        digest = Digest().add_rows(arrays[0] if arrays else None, features.first)
-    width = features.total if features.kind == "ids" else features.width
-    return f"{features.kind} {features.total} × {width} {digest.text(group)} "
-
-
-def _global_shapes(layout: Layout, shards: Shards) -> dict[str, list[int]]:
-    shapes = {name: list(shape) for name, shape in layout.shapes.items()}
-    for name in layout.owned:
-        shapes[name][0] = (shards.left if name.startswith("left.") else shards.right).total
-    return shapes
-
-
-def write_checkpoint(path: Path, marks: dict[str, str], saved: Saved, like: Parameters, shards: Shards) -> None:
-    """Save a run; what is at ``path`` is replaced in one step.
+def write_checkpoint(
+    path: Path, marks: dict[str, str], saved: Saved, log: StoredHistory, like: Parameters, shards: Shards
+) -> None:
+    """Save a run; what is at ``path`` is replaced in one step, and ``log``, its file of records, appended to.
 
     ``like`` gives the layout of this process's vectors: parameters, and what of the method's state has their length.
     """
@@ -151,6 +84,9 @@ def write_checkpoint(path: Path, marks: dict[str, str], saved: Saved, like: Para
             stored[f"{key}|{name}"] = part
             if name in _tables(like.layout, shards):
                 rows[f"{key}|{name}"] = "left" if name.startswith("left.") else "right"
+    with shards.group.together():
+        if shards.group.rank == 0:
+            log.append(saved.history)
     header = {
         "fingerprint": marks,
         "values": values,
@@ -160,13 +96,15 @@ def write_checkpoint(path: Path, marks: dict[str, str], saved: Saved, like: Para
         "best_metric": saved.best_metric,
         "waited": saved.waited,
         "first_norm": saved.first_norm,
-        "history": [vars(record) for record in saved.history],
+        "history": log.mark,
     }
     shards_file.write(path, _KIND, header, stored, rows, shards)
 
 
-def read_checkpoint(path: Path, marks: dict[str, str], like: Parameters, shards: Shards, device: torch.device) -> Saved:
-    """Load a run, of the tables the rows that this process holds.
+def read_checkpoint(
+    path: Path, marks: dict[str, str], like: Parameters, shards: Shards, device: torch.device
+) -> tuple[Saved, StoredHistory]:
+    """Load a run, of the tables the rows that this process holds, and the file of its records.
 
     Raises:
         ValueError: if a file is damaged or missing, not a checkpoint, or belongs to another run.
@@ -179,16 +117,23 @@ def read_checkpoint(path: Path, marks: dict[str, str], like: Parameters, shards:
         with _refusing(path):
             tensors = _read_tensors(file, like, shards)
             file.close()
-            history = [build("history", Record, record) for record in header.history]
             build("work", Work, header.work)
-            if not history or "parameters" not in tensors:
-                raise ValueError("got neither parameters nor records, expected both")
+            if "parameters" not in tensors:
+                raise ValueError("got no parameters, expected those of the run")
             parameters, best = tensors.pop("parameters"), tensors.pop("best", None)
             state = _joined(tensors, header.values)
-    return Saved(
-        parameters, state, header.seconds, header.work, header.memory_budget, history, best, header.best_metric,
+            stored, records = read_stored(path, header.history)
+    saved = Saved(
+        parameters, state, header.seconds, header.work, header.memory_budget, records, best, header.best_metric,
         header.waited, header.first_norm,
     )  # fmt: skip
+    return saved, stored
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint with all files that belong to it."""
+    shards_file.remove(path)
+    history_path(path).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -274,7 +219,7 @@ def _read_tensors(file: shards_file.Reader, like: Parameters, shards: Shards) ->
     sides = {"left": shards.left, "right": shards.right}
     tensors: dict[str, Tensor] = {}
     vectors: dict[str, dict[str, Tensor]] = {}
-    shapes = _global_shapes(like.layout, shards)
+    shapes = global_shapes(like.layout, shards)
     for stored, shape in file.shapes.items():
         key, _, name = stored.partition("|")
         kinds = (like.vector.dtype,) if name else (torch.float32, torch.float64)

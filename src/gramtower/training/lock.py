@@ -1,7 +1,7 @@
-"""A lock on a checkpoint, so that two runs never write the same one.
+"""Locks on what runs write, so that no two of them write the same.
 
-The operating system gives the lock back when its process ends, however it ends. On systems without POSIX locks there
-is none. Checked by tests/test_failures.py.
+The operating system gives a lock back when its process ends, however it ends. Where there are no POSIX locks there is
+none. Checked by tests/test_failures.py.
 """
 
 from __future__ import annotations
@@ -11,46 +11,50 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gramtower.distributed.group import Group
+from gramtower._files import take_lock
+from gramtower.distributed.group import SINGLE, Group
 
 
 @contextmanager
-def locked(path: Path | None, group: Group) -> Iterator[None]:
-    """Hold the lock of the checkpoint at ``path`` in the first process; None locks nothing.
+def locked(path: Path | None, group: Group = SINGLE, name: str = "checkpoint") -> Iterator[None]:
+    """Hold the lock of what is at ``path`` in the first process; None locks nothing.
+
+    The lock of a folder is a file in it, that of a file stands beside it.
+
+    Args:
+        path: what is written.
+        group: the processes of the run.
+        name: the argument that said so, for the error.
 
     Raises:
         ValueError: in every process, if another run holds it.
     """
-    lock, file = None if path is None else path.with_name(path.name + ".lock"), -1
-    if lock is not None:
+    file: int | None = None
+    lock = None
+    if path is not None:
+        lock = path / ".gramtower.lock" if path.is_dir() else path.with_name(path.name + ".lock")
         with group.together():
-            if group.rank == 0 and os.name == "posix":
-                file = _take(lock)
+            if group.rank == 0:
+                file = _take(lock, path, name)
     try:
         yield
     finally:
-        if file >= 0 and lock is not None:
+        if file is not None and lock is not None:
             lock.unlink(missing_ok=True)
             os.close(file)
 
 
-def _take(lock: Path) -> int:
-    import fcntl
-
+def _take(lock: Path, path: Path, name: str) -> int | None:
     lock.parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = os.read(file, 100).decode(errors="replace").strip() or "unknown"
-            os.close(file)
-            raise ValueError(
-                f"checkpoint: {lock.parent} is being written by another run (process {holder}); wait for it to end, "
-                "or give this run another folder"
-            ) from None
-        if lock.exists() and os.path.samestat(os.fstat(file), lock.stat()):
-            os.ftruncate(file, 0)
-            os.write(file, f"{os.getpid()} on {os.uname().nodename}".encode())
-            return file
-        os.close(file)  # its holder has just removed it: take the new one
+    try:
+        file = take_lock(lock)
+    except BlockingIOError:
+        holder = lock.read_text(errors="replace").strip() or "unknown"
+        raise ValueError(
+            f"{name}: {path} is being written by another run (process {holder}); wait for it to end, or give this run "
+            "another path"
+        ) from None
+    if file is not None:
+        os.ftruncate(file, 0)
+        os.write(file, f"{os.getpid()} on {os.uname().nodename}".encode())
+    return file

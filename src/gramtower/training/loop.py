@@ -3,6 +3,9 @@
 Order of an iteration: method.iterate → finite? → validation → record → log, callbacks → checkpoint → limits. The clock
 runs, and work is counted, during method.iterate only (for methods with a line search the values it looks at are part
 of that; for the others the value is wanted by the record alone).
+
+An iteration counts once it has its record: the run then steps to the next `_Reached` by one assignment. Whatever is
+interrupted, or ends in no point, before that has not happened; checkpoints and results are of what was reached.
 Checked by tests/test_training.py and tests/test_checkpoint.py.
 """
 
@@ -12,7 +15,7 @@ import json
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +30,16 @@ from gramtower.model.towers import Towers
 from gramtower.objective.evaluation import Point
 from gramtower.objective.problem import Problem
 from gramtower.optim.methods import Method, Moved, make_method
-from gramtower.training.checkpoint import (
-    Saved,
-    as_parameters_like,
-    fingerprint,
-    read_checkpoint,
-    restore,
-    write_checkpoint,
-)
+from gramtower.optim.parts import State
+from gramtower.training.checkpoint import Saved, as_parameters_like, read_checkpoint, restore, write_checkpoint
+from gramtower.training.fingerprint import fingerprint
 from gramtower.training.lock import locked
 from gramtower.training.log import Log
 from gramtower.training.result import History, Reason, Record, Result
+from gramtower.training.stored_history import StoredHistory
 
 Callback = Callable[[Record, Point], Any]
+_SAME = 1e-3  # relative difference beyond which an objective is another one, not another machine's rounding
 
 
 def minimize(
@@ -81,7 +81,9 @@ def minimize(
         validate_at: which iterations are validated; None is all of them.
         patience: stops when the metric has not improved for this many iterations; None never stops so.
         history: path of a JSONL file with one record an iteration.
-        checkpoint: path of a checkpoint; if the file exists, the run it holds is continued.
+        checkpoint: path of a checkpoint; if the file exists, the run it holds is continued. It must be of the same
+            problem, towers, method, metric and seed; limits may differ. Rows go in the same blocks as before, and
+            rounding with them, unless the problem was given a memory budget.
         checkpoint_every: iterations between checkpoints.
         checkpoint_seconds: seconds of training that must lie between them too.
         verbose: one line an iteration on standard error.
@@ -103,7 +105,7 @@ def minimize(
     run.agree(path, limits)
     with locked(path, group):
         try:
-            run.begin(path, records)
+            run.begin(path, limits, records)
             if log is not None:
                 for record in records.records:
                     log(record)
@@ -125,18 +127,33 @@ class _Limits:
         self.tolerance = check.number("tolerance", tolerance, minimum=0.0)
         self.patience = None if patience is None else check.count("patience", patience)
 
-    def reached(self, iteration: int, seconds: float, waited: int) -> tuple[Reason, str] | None:
-        if self.patience is not None and waited >= self.patience:
+    def reached(self, by: _Reached) -> tuple[Reason, str] | None:
+        if self.patience is not None and by.waited >= self.patience:
             return Reason.EARLY_STOP, Reason.EARLY_STOP.value.format(patience=self.patience)
-        if iteration >= self.max_iterations:
+        if by.iteration >= self.max_iterations:
             return Reason.MAX_ITERATIONS, Reason.MAX_ITERATIONS.value
-        if self.time_limit is not None and seconds >= self.time_limit:
+        if self.time_limit is not None and by.seconds >= self.time_limit:
             return Reason.TIME_LIMIT, Reason.TIME_LIMIT.value
         return None
 
 
+@dataclass(frozen=True)
+class _Reached:
+    """Where a run stands after a whole iteration. Nothing of it changes while the next one is under way."""
+
+    point: Point
+    method: State
+    iteration: int = 0
+    seconds: float = 0.0
+    work: Work = field(default_factory=Work)
+    waited: int = 0
+    first_norm: float | None = None
+    best: Parameters | None = None
+    best_metric: float | None = None
+
+
 class _Run:
-    """The state of a run: where it is, what its method remembers, the best point so far."""
+    """A run: what it is of, and what it has reached."""
 
     def __init__(
         self,
@@ -154,13 +171,10 @@ class _Run:
         self.method: Method = make_method(optimizer, check.count("seed", seed, minimum=0), options)
         self._identity = (optimizer, options, seed)
         self.validation, self.validate_at = validation, validate_at
-        self.seconds, self.iteration, self.waited = 0.0, 0, 0
         self.saved_at = 0.0  # seconds at the last checkpoint
-        self.first_norm: float | None = None
-        self.best: Parameters | None = None
-        self.best_metric: float | None = None
-        self.point: Point
+        self.reached: _Reached
         self.marks: dict[str, str] = {}
+        self.stored: StoredHistory | None = None
 
     def agree(self, path: Path | None, limits: _Limits) -> None:
         """Refuse processes of one run that were given different things, before anything is computed."""
@@ -174,34 +188,48 @@ class _Run:
         places = {"device": self.towers.device.type, "checkpoint": None if path is None else str(path)}
         agree(self.group, versions() | objective | run | places | vars(limits))
 
-    def begin(self, path: Path | None, records: History) -> None:
+    def begin(self, path: Path | None, limits: _Limits, records: History) -> None:
         """Evaluate the start, or take up the run that a checkpoint holds."""
         problem, towers = self.problem, self.towers
         towers.join(problem.shards, problem.left, problem.right)
         if path is not None:
-            self.marks = fingerprint(problem, towers, *self._identity)
+            self.marks = fingerprint(problem, towers, *self._identity, self.validation, limits.patience)
+            self.stored = StoredHistory(path)
         if path is not None and self.group.from_first(path.exists()):
-            saved = read_checkpoint(path, self.marks, towers.parameters(), problem.shards, towers.device)
-            problem.memory_budget = saved.memory_budget or problem.memory_budget  # the same blocks and rounding
-            self.work = Work(**saved.work)
-            self._go_on(problem.at(towers, as_parameters_like(saved.parameters, towers.parameters())))
-            _ = self.point.terms
-            restore(path, self.method, saved.method)
-            self.seconds, self.waited, self.first_norm = saved.seconds, saved.waited, saved.first_norm
-            self.saved_at = saved.seconds
-            self.best_metric = saved.best_metric
-            self.best = None if saved.best is None else as_parameters_like(saved.best, towers.parameters())
-            self.iteration = saved.history[-1].iteration
-            records.begin(saved.history)
+            self._take_up(path, records)
             return
         earlier, start = problem.work.copy(), time.perf_counter()
-        self._go_on(problem.at(towers))
-        _ = self.point.terms
-        self.seconds = self._first(time.perf_counter() - start)
-        self.work = problem.work.since(earlier)
-        metric = self._validate()
+        point = problem.at(towers)
+        towers.lend(point.parameters)
+        _ = point.terms
+        seconds = self._first(time.perf_counter() - start)
+        first = _Reached(point, self.method.state(), seconds=seconds, work=problem.work.since(earlier))
+        first, metric = self._validate(first)
         records.begin([])
-        records.add(self._record(None, self.point.value, metric))
+        records.add(self._record(first, None, point.value, metric))
+        self.reached = first
+
+    def _take_up(self, path: Path, records: History) -> None:
+        """Go on from a checkpoint."""
+        problem, like = self.problem, self.towers.parameters()
+        saved, self.stored = read_checkpoint(path, self.marks, like, problem.shards, self.towers.device)
+        problem.planned_budget = saved.memory_budget or None  # the same blocks and rounding, unless one is given
+        point = problem.at(self.towers, as_parameters_like(saved.parameters, like))
+        self.towers.lend(point.parameters)
+        last = saved.history[-1]
+        if abs(point.value - last.value) > _SAME * abs(last.value) + 100 * point.rounding:
+            raise ValueError(
+                f"checkpoint: {path} belongs to another run: at its parameters the objective is {point.value:.6g}, and "
+                f"was {last.value:.6g}, so that towers or loss compute something else; give this run another path, or "
+                "delete the file to start anew"
+            )
+        restore(path, self.method, saved.method)
+        self.saved_at = saved.seconds
+        self.reached = _Reached(
+            point, self.method.state(), last.iteration, saved.seconds, Work(**saved.work), saved.waited,
+            saved.first_norm, None if saved.best is None else as_parameters_like(saved.best, like), saved.best_metric,
+        )  # fmt: skip
+        records.begin(saved.history)
 
     def loop(
         self,
@@ -213,61 +241,72 @@ class _Run:
         spacing: tuple[int, float],
     ) -> tuple[Reason, str]:
         """Iterate until a rule says stop."""
-        if bad := self.point.terms.non_finite():
+        if bad := self.reached.point.terms.non_finite():
             return Reason.NON_FINITE, Reason.NON_FINITE.value.format(what="at the start, the term " + ", ".join(bad))
         try:
-            while (stop := limits.reached(self.iteration, self.seconds, self.waited)) is None:
-                before, earlier = self.point, self.problem.work.copy()
-                start = time.perf_counter()
-                with explained(self.problem.memory_budget):
-                    moved = self.method.iterate(self.problem, self.towers, before)
-                self.seconds = self._first(self.seconds + time.perf_counter() - start)
-                self.work = self.work.plus(self.problem.work.since(earlier))
-                if moved.parameters is not None:
-                    moved.point = self.problem.at(self.towers, moved.parameters)
+            while (stop := limits.reached(self.reached)) is None:
+                moved = self._iterate()
                 if (stop := self._failed(moved)) is not None:
                     break
-                assert moved.point is not None
-                self._go_on(moved.point)
-                self.iteration += 1
-                if self.first_norm is None:
-                    self.first_norm = moved.gradient_norm
-                record = self._record(moved, before.value, self._validate())
-                records.add(record)
+                record = self._step_to(moved, records)
                 if log is not None:
                     log(record)
-                asked = [callback(record, self.point) for callback in callbacks]
-                due = self.iteration % spacing[0] == 0 and self.seconds - self.saved_at >= spacing[1]
+                asked = [callback(record, self.reached.point) for callback in callbacks]
+                due = record.iteration % spacing[0] == 0 and record.seconds - self.saved_at >= spacing[1]
                 if path is not None and due:
                     self._save(path, records)
                 if self.group.totals(sum(answer is True for answer in asked))[0]:
                     stop = Reason.CALLBACK, Reason.CALLBACK.value
                     break
-                if moved.gradient_norm <= limits.tolerance * self.first_norm and moved.trials:
+                assert self.reached.first_norm is not None
+                if moved.gradient_norm <= limits.tolerance * self.reached.first_norm and moved.trials:
                     stop = Reason.TOLERANCE, Reason.TOLERANCE.value
                     break
         except KeyboardInterrupt:
             if self.group.size > 1:  # processes stand at different places: only the last checkpoint is whole
                 raise
             stop = Reason.INTERRUPTED, Reason.INTERRUPTED.value
+            records.cut(self.reached.iteration + 1)
         if path is not None:
             self._save(path, records)
         assert stop is not None
         return stop
 
-    def _go_on(self, point: Point) -> None:
-        """The point to go on from; the towers need no copy of its parameters."""
-        self.point = point
-        self.towers.lend(point.parameters)
+    def _iterate(self) -> Moved:
+        """One iteration of the method, timed and counted; its end is not yet where the run stands."""
+        before, earlier, start = self.reached, self.problem.work.copy(), time.perf_counter()
+        with explained(self.problem.memory_budget):
+            moved = self.method.iterate(self.problem, self.towers, before.point)
+        seconds = self._first(before.seconds + time.perf_counter() - start)
+        self._spent = seconds, before.work.plus(self.problem.work.since(earlier))
+        if moved.parameters is not None:
+            moved.point = self.problem.at(self.towers, moved.parameters)
+        return moved
+
+    def _step_to(self, moved: Moved, records: History) -> Record:
+        """Validate and record where an iteration led, and stand there."""
+        assert moved.point is not None
+        before, (seconds, work) = self.reached, self._spent
+        self.towers.lend(moved.point.parameters)  # they need no copy of their own
+        now = replace(
+            before, point=moved.point, method=self.method.state(), iteration=before.iteration + 1, seconds=seconds,
+            work=work, first_norm=moved.gradient_norm if before.first_norm is None else before.first_norm,
+        )  # fmt: skip
+        now, metric = self._validate(now)
+        record = self._record(now, moved, before.point.value, metric)
+        records.add(record)
+        self.reached = now
+        return record
 
     def finish(self, reason: Reason, message: str, records: History) -> Result:
         """Leave the towers at the best point."""
-        parameters, value = self.point.parameters, self.point.value
-        if self.best is not None:
-            parameters = self.best
-            value = next(r.value for r in reversed(records.records) if r.metric == self.best_metric)
+        reached = self.reached
+        parameters, value = reached.point.parameters, reached.point.value
+        if reached.best is not None:
+            parameters = reached.best
+            value = next(r.value for r in reversed(records.records) if r.metric == reached.best_metric)
         self.towers.lend(parameters)
-        return Result(reason, message, records.records, parameters, value, self.best_metric)
+        return Result(reason, message, records.records, parameters, value, reached.best_metric)
 
     def _failed(self, moved: Moved) -> tuple[Reason, str] | None:
         """The reason to stop if an iteration led to no point, or to one that is not finite."""
@@ -284,21 +323,20 @@ class _Run:
         """The first process's number, so that all decide alike."""
         return self.group.totals(number if self.group.rank == 0 else 0.0)[0]
 
-    def _validate(self) -> float | None:
-        if self.validation is None or (self.validate_at is not None and not self.validate_at(self.iteration)):
-            return None
-        metric = self._first(float(self.validation(self.point)))
-        if self.best_metric is None or metric > self.best_metric:
-            self.best_metric, self.best, self.waited = metric, self.point.parameters, 0
-        else:
-            self.waited += 1
-        return metric
+    def _validate(self, now: _Reached) -> tuple[_Reached, float | None]:
+        """What is known after the metric was measured, if it is this time, and the metric."""
+        if self.validation is None or (self.validate_at is not None and not self.validate_at(now.iteration)):
+            return now, None
+        metric = self._first(float(self.validation(now.point)))
+        if now.best_metric is None or metric > now.best_metric:
+            return replace(now, best_metric=metric, best=now.point.parameters, waited=0), metric
+        return replace(now, waited=now.waited + 1), metric
 
-    def _record(self, moved: Moved | None, before: float, metric: float | None) -> Record:
-        value = self.point.value
+    def _record(self, now: _Reached, moved: Moved | None, before: float, metric: float | None) -> Record:
+        value = now.point.value
         return Record(
-            iteration=self.iteration,
-            seconds=self.seconds,
+            iteration=now.iteration,
+            seconds=now.seconds,
             value=value,
             relative_decrease=(before - value) / abs(before) if before else 0.0,
             gradient_norm=None if moved is None else moved.gradient_norm,
@@ -306,9 +344,9 @@ class _Run:
             step=0.0 if moved is None else moved.step,
             damping=None if moved is None else moved.damping,
             trials=0 if moved is None else moved.trials,
-            data_passes=round(self.work.data_passes, 6),  # a resumed run adds fractions in another order
-            work={k: v for k, v in asdict(self.work).items() if k != "data_passes"},
-            terms=asdict(self.point.terms),
+            data_passes=round(now.work.data_passes, 6),  # a resumed run adds fractions in another order
+            work={k: v for k, v in asdict(now.work).items() if k != "data_passes"},
+            terms=asdict(now.point.terms),
             metric=metric,
             processes=self.group.size,
             bytes=self.group.total_bytes,
@@ -316,17 +354,19 @@ class _Run:
         )
 
     def _save(self, path: Path, records: History) -> None:
+        reached = self.reached
         saved = Saved(
-            self.point.parameters.vector,
-            self.method.state(),
-            self.seconds,
-            asdict(self.work),
-            self.problem.memory_budget or 0,
+            reached.point.parameters.vector,
+            reached.method,
+            reached.seconds,
+            asdict(reached.work),
+            self.problem.planned_budget or 0,
             records.records,
-            None if self.best is None else self.best.vector,
-            self.best_metric,
-            self.waited,
-            self.first_norm,
+            None if reached.best is None else reached.best.vector,
+            reached.best_metric,
+            reached.waited,
+            reached.first_norm,
         )
-        write_checkpoint(path, self.marks, saved, self.point.parameters, self.problem.shards)
-        self.saved_at = self.seconds
+        assert self.stored is not None
+        write_checkpoint(path, self.marks, saved, self.stored, reached.point.parameters, self.problem.shards)
+        self.saved_at = reached.seconds

@@ -116,6 +116,10 @@ class History:
         if self.path is not None:
             write_text(self.path, "".join(record.to_json() + "\n" for record in records))
 
+    def cut(self, count: int) -> None:
+        """Keep the first ``count`` records alone, and whole lines of them in the file."""
+        self.begin(self.records[:count])
+
     def add(self, record: Record) -> None:
         """Keep a record."""
         self.records.append(record)

@@ -6,12 +6,12 @@ Checked by tests/test_tuning.py.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gramtower._files import write_text
 from gramtower.estimator.config_file import config_text
 from gramtower.tuning.space import Value
 
@@ -93,6 +93,7 @@ class Search:
         data: sizes.
         seconds: wall time of this call.
         base: the model's own arguments.
+        interrupted: whether Ctrl-C ended it.
     """
 
     metric: str
@@ -105,6 +106,7 @@ class Search:
     data: dict[str, int]
     seconds: float
     base: dict[str, Any] = field(default_factory=dict)
+    interrupted: bool = False
 
     @property
     def best(self) -> Tried:
@@ -193,16 +195,13 @@ class Search:
     def write(self, folder: str | Path, given: dict[str, dict[str, Any]] | None = None) -> None:
         """report.json, report.md and config.toml in a folder, each replaced in one step."""
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         texts = {
             REPORT: json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n",
             TABLE: self.markdown(),
             CONFIG: self.config(given),
         }
         for name, text in texts.items():
-            partial = folder / f"{name}.{os.getpid()}.partial"
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(folder / name)
+            write_text(folder / name, text)
 
 
 def _shown(value: Value) -> str:

@@ -13,7 +13,8 @@ import inspect
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import numpy as np
 from gramtower import _checks as check
 from gramtower.estimator.two_tower import TwoTower
 from gramtower.metrics import parse
+from gramtower.training.lock import locked
 from gramtower.training.result import Reason
 from gramtower.tuning import study as studies
 from gramtower.tuning.report import Search, Tried, pick
@@ -64,16 +66,34 @@ def tune(
     chosen = make_space(model, start, space, parts)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="gramtower-tune-") as scratch:
-        log = studies.open_study(storage, _identity(parts, chosen, metric, seed, model), seed)
-        folder = Path(scratch) if storage is None else Path(str(storage) + ".weights")
-        run = _Run(model, parts, start, chosen, metric, log, Solutions(folder, _WARM_BYTES), limit, began)
-        run.search(count, progress)
-        found = run.confirm()
+        solutions = Solutions(Path(scratch) if storage is None else Path(str(storage) + ".weights"), _WARM_BYTES)
+        with locked(solutions.folder, name="storage"), _told_as_interrupts():
+            log = studies.open_study(storage, _identity(parts, chosen, metric, seed, model), seed)
+            run = _Run(model, parts, start, chosen, metric, log, solutions, limit, began)
+            run.search(count, progress)
+            found = run.confirm()
     if progress is not None:
         progress(found)
-    if refit and not run.interrupted:
+    if refit and not found.interrupted:
         _refit(model, pairs, found, (left_features, right_features))
     return found
+
+
+@contextmanager
+def _told_as_interrupts() -> Iterator[None]:
+    """Optuna's locks turn an interrupt into a RuntimeError of their own; turn it back."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _is_interrupt(error):
+            raise KeyboardInterrupt from error
+        raise
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 def make_space(model: TwoTower, start: Mapping[str, Value], given: Mapping[str, Any] | None, parts: Parts) -> Space:
@@ -134,6 +154,7 @@ class _Run:
     def search(self, trials: int, progress: Callable[[Search], None] | None) -> None:
         """Run trials until there are enough of them or time is up."""
         self.log.begin(first_settings(self.space, self.start))
+        self._drop()  # what a kill left to be dropped
         while self.log.ended() < trials and not self._late() and not self.interrupted:
             self._trial()
             if progress is not None and not self.interrupted:
@@ -174,6 +195,7 @@ class _Run:
             },
             seconds=time.perf_counter() - self.began,
             base={k: v for k, v in self.model.get_params().items() if k not in ("towers", "verbose")},
+            interrupted=self.interrupted,
         )
 
     def _trial(self) -> None:
@@ -188,6 +210,9 @@ class _Run:
             self.interrupted = True
             return
         except (ValueError, RuntimeError, MemoryError, ArithmeticError) as error:
+            if _is_interrupt(error):
+                self.interrupted = True
+                return
             trial.fail(f"{type(error).__name__}: {error}")
             if not finished:
                 raise  # the defaults themselves cannot be trained: bad input, not bad luck
@@ -195,10 +220,13 @@ class _Run:
         self.interrupted = outcome.reason is Reason.INTERRUPTED
         if self.interrupted or (outcome.late and finished):
             return  # the log keeps it as running; a resumed search takes it up again
-        number = trial.tell(outcome, near)
-        values = {t.number: t.value for t in self.log.tried(self.fixed)}
-        if not outcome.pruned:
-            self.solutions.keep(number, outcome.parameters, values)
+        if not outcome.pruned:  # before it is told: trials after it start from it, also after a kill
+            self.solutions.keep(trial.number, outcome.parameters)
+        trial.tell(outcome, near)
+        self._drop()
+
+    def _drop(self) -> None:
+        self.solutions.drop({t.number: t.value for t in self.log.tried(self.fixed)})
 
     def _train(
         self,

@@ -6,6 +6,7 @@ remembers which data, space, metric and seed it belongs to, and refuses others. 
 
 from __future__ import annotations
 
+import glob
 import json
 import warnings
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from gramtower.tuning.trial import Outcome
 
 _NAME = "gramtower"
+_RECORD = b'{"op_code"'  # how every line of a journal begins
 _STARTUP = 8  # trials drawn at random before proposals learn from them
 
 
@@ -68,7 +70,23 @@ def _backend(storage: str | Path | None) -> Any:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix in (".db", ".sqlite", ".sqlite3"):
         return RDBStorage(f"sqlite:///{path}")
+    _mend(path)
     return JournalStorage(JournalFileBackend(str(path)))
+
+
+def _mend(path: Path) -> None:
+    """Take away what a killed process left of its last line, and its lock, which optuna would wait for.
+
+    Nobody else is at work: a search holds a lock on its log.
+    """
+    for left in path.parent.glob(f"{glob.escape(path.name)}.lock*"):
+        if left.is_symlink() or left.suffix == ".rename":
+            left.unlink(missing_ok=True)
+    if path.exists():
+        with path.open("rb+") as file:
+            if file.read(len(_RECORD)) == _RECORD:  # a journal, and not something else by mistake
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
 
 
 class Log:

@@ -17,7 +17,7 @@ from gramtower.data.splits import per_user
 from gramtower.estimator import defaults
 from gramtower.estimator.matrices import aligned, matrix_and_ids
 from gramtower.estimator.two_tower import TwoTower
-from gramtower.estimator.validation import ranking_validator
+from gramtower.estimator.validation import RankingValidator
 from gramtower.model.towers import Towers
 from gramtower.objective.evaluation import Point
 from gramtower.objective.weights import degree_power
@@ -202,7 +202,7 @@ def run_trial(
         towers.load(warm)
     device = defaults.pick_device(estimator.device)
     towers = Towers(towers.left.to(device), towers.right.to(device))
-    measure = ranking_validator(estimator.metric, parts.held_out, given.matrix)
+    measure = RankingValidator(estimator.metric, parts.held_out, given.matrix)
     curve: list[float] = []
     last: Tensor | None = None
     pruned = late = False

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gramtower._files import replacing
 from gramtower.tuning.space import LOGARITHMIC
 
 SAME = ("dim", "hidden", "loss", "imputed", "features")  # must be equal: another shape, or another scale of scores
@@ -60,14 +61,15 @@ class Solutions:
 
         return load_file(self._path(number))["parameters"]
 
-    def keep(self, number: int, parameters: Tensor, values: dict[int, float]) -> None:
-        """Keep a trial's parameters; drop the worst (by ``values``, number → metric) beyond the budget."""
+    def keep(self, number: int, parameters: Tensor) -> None:
+        """Keep a trial's parameters."""
         from safetensors.torch import save_file
 
-        path = self._path(number)
-        partial = path.with_suffix(".partial")
-        save_file({"parameters": parameters.detach().to("cpu", torch.float32).contiguous()}, partial)
-        partial.replace(path)
+        with replacing(self._path(number)) as partial:
+            save_file({"parameters": parameters.detach().to("cpu", torch.float32).contiguous()}, partial)
+
+    def drop(self, values: dict[int, float]) -> None:
+        """Drop what is beyond the budget, the worst by ``values`` (number → metric) first."""
         there = sorted((n for n in values if self._path(n).exists()), key=lambda n: (values[n], -n))
         while there and sum(self._path(n).stat().st_size for n in there) > self.budget:
             self._path(there.pop(0)).unlink()
