@@ -23,6 +23,7 @@ from gramtower.cli.config import TABLES
 from gramtower.estimator.config_file import toml
 from gramtower.estimator.model_file import load
 from gramtower.estimator.two_tower import TwoTower
+from gramtower.training.lock import locked
 
 SMALL = ["--dim", "4", "--hidden", "8", "--device", "cpu", "--quiet"]
 COLUMNS = ["--left", "user", "--right", "item"]
@@ -69,7 +70,8 @@ def refusal(capsys, *tokens, code=2):
 
 def test_a_run_folder_holds_everything_that_was_used(fitted, pairs):
     assert sorted(p.name for p in fitted.iterdir()) == [
-        "checkpoint.safetensors", "config.toml", "history.jsonl", "model.gramtower", "summary.json",
+        "checkpoint.safetensors", "checkpoint.safetensors.history", "config.toml", "history.jsonl", "model.gramtower",
+        "summary.json",
     ]  # fmt: skip
     config = tomllib.loads((fitted / "config.toml").read_text())
     assert config["data"]["threshold"] == 4
@@ -230,7 +232,7 @@ def test_an_interrupted_fit_goes_on_by_the_same_command(pairs, tmp_path, capsys,
             raise KeyboardInterrupt
 
     monkeypatch.setattr(gramtower.training.log.Log, "__call__", interrupt)
-    cut = answer(capsys, *tokens, "--patience", "99", "--out", tmp_path / "cut", code=1)
+    cut = answer(capsys, *tokens, "--patience", "99", "--out", tmp_path / "cut", code=130)
     assert cut["iterations"] == 3
     monkeypatch.undo()
     rest = answer(capsys, *tokens, "--patience", "99", "--out", tmp_path / "cut")
@@ -238,6 +240,54 @@ def test_an_interrupted_fit_goes_on_by_the_same_command(pairs, tmp_path, capsys,
     assert not whole["resumed"]
     assert rest["iterations"] == 6
     assert (rest["objective"], rest["metric_value"]) == (whole["objective"], whole["metric_value"])
+
+
+def test_a_run_in_a_folder_that_another_one_writes_is_refused_and_changes_nothing(pairs, tmp_path, capsys):
+    tokens = [*map(str, ["fit", pairs / "train.csv", *COLUMNS, *SMALL, "--out", tmp_path / "run"])]
+    assert run([*tokens, "--max-iterations", "2"]) == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    for lock, said in ((tmp_path / "run", "out: "), (tmp_path / "run/checkpoint.safetensors", "checkpoint: ")):
+        with locked(lock):
+            assert run([*tokens, "--fresh"]) == 2
+            error = capsys.readouterr().err
+            assert error.startswith(f"error: {said}")
+            assert "is being written by another run" in error
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+    with locked(tmp_path / "run"):
+        assert run(["tune", *tokens[1:]]) == 2
+
+
+def test_a_report_on_a_fit_says_its_end_and_leaves_its_summary(pairs, tmp_path, capsys):
+    tokens = ["fit", pairs / "train.csv", *COLUMNS, *SMALL, "--out", tmp_path / "run", "--max-iterations", "2"]
+    answer(capsys, *tokens)
+    before = (tmp_path / "run/summary.json").read_bytes()
+    found = answer(capsys, "report", tmp_path / "run")["methods"]["newton-kron"]
+    assert (found["status"], found["iterations"]) == ("finished", 2)
+    assert "max_iterations was reached" in found["message"]
+    assert (tmp_path / "run/summary.json").read_bytes() == before
+    last = (tmp_path / "run/history.jsonl").read_text().splitlines()[-1]
+    with (tmp_path / "run/history.jsonl").open("a") as file:  # a run that goes on, and was killed
+        file.write(last.replace('"iteration": 2', '"iteration": 3') + "\n")
+    found = answer(capsys, "report", tmp_path / "run")["methods"]["newton-kron"]
+    assert (found["status"], found["message"]) == ("unfinished", "no end was recorded")
+    assert "which holds a fit" in refusal(capsys, "compare", *tokens[1:])
+
+
+@pytest.mark.parametrize("command", ["fit", "tune", "compare", "convert", "partition", "demo"])
+def test_every_command_ends_with_130_after_ctrl_c(command, pairs, tmp_path, capsys, monkeypatch):
+    from gramtower.objective.problem import Problem
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    tokens = [pairs / "train.csv", *COLUMNS] if command != "demo" else []
+    tokens += SMALL if command in ("fit", "tune", "compare") else []
+    if command in ("convert", "partition"):
+        monkeypatch.setattr(f"gramtower.cli.{command}.read_pairs", interrupt)
+    monkeypatch.setattr(Problem, "at", interrupt)
+    out = tmp_path / ("out.csv" if command == "convert" else "out")
+    assert run([*map(str, [command, *tokens, "--out", out])]) == 130
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: interrupted; ")
 
 
 def test_pair_weights_reach_the_objective(pairs, tmp_path, capsys):

@@ -22,6 +22,7 @@ from gramtower.cli.app import run
 from gramtower.cli.contest import measured_at
 from gramtower.optim.methods import OPTIMIZERS, Sampled
 from gramtower.training import loop
+from gramtower.training.lock import locked
 from gramtower.training.result import read_history
 
 SMALL = ["--left", "user", "--right", "item", "--dim", "4", "--hidden", "8", "--device", "cpu", "--quiet"]
@@ -206,13 +207,23 @@ def test_an_interrupted_comparison_says_so_and_goes_on(pairs, tmp_path, capsys, 
 
     tokens = command(pairs, tmp_path, "--optimizers", "newton,gd", "--max-iterations", "5")
     monkeypatch.setattr(contest, "minimize", interrupted)
-    cut = answer(capsys, tokens, code=1)["methods"]
+    cut = answer(capsys, tokens, code=130)["methods"]
     assert (cut["newton"]["status"], cut["newton"]["iterations"]) == ("unfinished", 3)
     assert cut["gd"] == {"status": "unfinished", "message": "not started yet"}
     monkeypatch.undo()
     found = answer(capsys, tokens)["methods"]
     assert (found["newton"]["status"], found["newton"]["iterations"]) == ("finished", 5)
     assert found["gd"]["iterations"] == 5
+
+
+def test_two_comparisons_do_not_write_one_folder(pairs, tmp_path, capsys):
+    tokens = command(pairs, tmp_path, "--optimizers", "gd", "--max-iterations", "1")
+    answer(capsys, tokens)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with locked(tmp_path):
+        assert "is being written by another run" in refusal(capsys, [*tokens, "--fresh"])
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert "which holds a comparison" in refusal(capsys, ["fit", tokens[1], *SMALL, "--out", tmp_path])
 
 
 EXPERIMENT = """

@@ -6,14 +6,19 @@ import sys
 
 
 def main() -> None:
-    """Run the command line on the program's arguments; exits with 0 (fine), 1 (failed) or 2 (bad input)."""
+    """Run the command line on the program's arguments; exits with 0, 1 (failed), 2 (bad input) or 130 (Ctrl-C)."""
     try:
         import cyclopts  # noqa: F401
         import rich  # noqa: F401
     except ImportError as error:
         print(f'error: the command line needs {error.name}: pip install "gramtower[cli]"', file=sys.stderr)
         raise SystemExit(1) from None
-    from gramtower.cli.app import run
-    from gramtower.cli.processes import leave
+    try:
+        from gramtower.cli.app import run
+        from gramtower.cli.processes import leave
 
-    leave(run(sys.argv[1:]))
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:  # before a command began, or once more while it ended
+        print("error: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+    leave(code)

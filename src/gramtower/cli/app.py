@@ -1,6 +1,6 @@
 """The app: its commands, and one place where errors become a line and an exit code.
 
-0: fine. 1: the run failed or was interrupted. 2: bad input. Checked by tests/test_cli.py.
+0: fine. 1: the run failed. 2: bad input. 130: interrupted by Ctrl-C. Checked by tests/test_cli.py.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from gramtower.cli.report import report
 from gramtower.cli.tune import tune
 from gramtower.data.left_out import LeftOutWarning
 
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 BAD_INPUT = (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
@@ -53,7 +54,7 @@ app = App(
     name="gramtower",
     help="Two-tower nonlinear embeddings learned from all pairs, observed and unobserved.",
     version=version("gramtower"),
-    help_epilogue="Exit codes: 0 fine, 1 the run failed or was interrupted, 2 bad input.",
+    help_epilogue="Exit codes: 0 fine, 1 the run failed, 2 bad input, 130 interrupted.",
 )
 for command in (fit, partition, evaluate, recommend, similar, info, compare, report, convert, tune, demo):
     app.command(command)
@@ -75,9 +76,10 @@ def run(tokens: Sequence[str]) -> int:
             warnings.simplefilter("always", LeftOutWarning)
             warnings.showwarning = lambda message, *_, **__: _warn(message)
             return int(command(*bound.args, **bound.kwargs) or 0)
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return 1
+    except KeyboardInterrupt as interrupt:
+        kept = str(interrupt) or "files that were there are as they were"
+        print(f"error: interrupted; {kept}", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # the reader of our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -17,13 +17,15 @@ from cyclopts import Parameter
 from gramtower import _checks as check
 from gramtower.cli.config import nearest
 from gramtower.cli.contest import Contest
-from gramtower.cli.folder import environment
+from gramtower.cli.folder import HISTORY, environment
 from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions
 from gramtower.cli.output import note, print_json, print_table
 from gramtower.cli.subject import make_subject
 from gramtower.optim.methods import OPTIMIZERS
 from gramtower.report.build import PAGE, build
 from gramtower.report.store import MANIFEST, checkpoint_path, plain, read_manifest, write_manifest
+from gramtower.training.checkpoint import remove_checkpoint
+from gramtower.training.lock import locked
 
 _SHOWN = ("0.5", "0.1", "0.01")
 Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
@@ -77,15 +79,21 @@ def compare(
     names = list(subject.methods) if asked is None else asked
     contest, about = subject.contest(out, not common.quiet)
     about |= {"commands": [shlex.join(["gramtower", *tokens])], "environment": environment()}
-    outcomes = _ends_before(contest, about, names, fresh)
-    _run_all(contest, about, outcomes, names)
-    content, problems = build(out)
+    if (out / HISTORY).exists() and not (out / MANIFEST).exists():
+        check.fail("out", f"{out}, which holds a fit", "a folder of its own for a comparison")
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out, name="out"):
+        outcomes = _ends_before(contest, about, names, fresh)
+        interrupted = _run_all(contest, about, outcomes, names)
+        content, problems = build(out)
     for problem in problems:
         note(problem)
     if common.json:
         print_json(content)
     else:
         show(content, out)
+    if interrupted:
+        raise KeyboardInterrupt(f"what was learned so far is in {out}, and the same command goes on")
     return 1 if any(found["status"] != "finished" for found in content["methods"].values()) else 0
 
 
@@ -110,7 +118,6 @@ def show(content: dict[str, Any], out: Path) -> None:
 
 def _ends_before(contest: Contest, about: dict[str, Any], names: list[str], fresh: bool) -> dict[str, dict[str, Any]]:
     """The ends of methods that the folder already holds; refuses a folder of another comparison."""
-    contest.folder.mkdir(parents=True, exist_ok=True)
     before = None if fresh else read_manifest(contest.folder)
     if before is None:
         contest.forget(OPTIMIZERS)
@@ -127,8 +134,8 @@ def _ends_before(contest: Contest, about: dict[str, Any], names: list[str], fres
     return outcomes
 
 
-def _run_all(contest: Contest, about: dict[str, Any], outcomes: dict[str, dict[str, Any]], names: list[str]) -> None:
-    """Run what has no end yet, until one is interrupted; comparison.json is kept up to date."""
+def _run_all(contest: Contest, about: dict[str, Any], outcomes: dict[str, dict[str, Any]], names: list[str]) -> bool:
+    """Run what has no end yet, keeping comparison.json up to date; whether one was interrupted, which ends it."""
     for name in names:
         if name not in OPTIMIZERS:
             message = f"got {name!r}, expected {nearest(name, OPTIMIZERS)!r}, or another of {', '.join(OPTIMIZERS)}"
@@ -145,8 +152,9 @@ def _run_all(contest: Contest, about: dict[str, Any], outcomes: dict[str, dict[s
         outcomes[name] = contest.run(name)
         write_manifest(contest.folder, about | {"methods": outcomes})
         if outcomes[name]["status"] == "unfinished":
-            return
-        checkpoint_path(contest.folder, name).unlink(missing_ok=True)
+            return True
+        remove_checkpoint(checkpoint_path(contest.folder, name))
+    return False
 
 
 def _names(text: str) -> list[str]:

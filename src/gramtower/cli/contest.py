@@ -20,6 +20,7 @@ from gramtower.model.towers import Towers
 from gramtower.objective.evaluation import Point
 from gramtower.objective.problem import Problem
 from gramtower.report.store import checkpoint_path, history_path
+from gramtower.training.checkpoint import remove_checkpoint
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Result
 
@@ -83,8 +84,8 @@ class Contest:
     def forget(self, names: Iterable[str]) -> None:
         """Remove what methods have left, so that they start anew."""
         for name in names:
-            for path in (checkpoint_path(self.folder, name), history_path(self.folder, name)):
-                path.unlink(missing_ok=True)
+            remove_checkpoint(checkpoint_path(self.folder, name))
+            history_path(self.folder, name).unlink(missing_ok=True)
 
 
 def measured_at(iteration: int) -> bool:

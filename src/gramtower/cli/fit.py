@@ -23,8 +23,10 @@ from gramtower.distributed.group import Group
 from gramtower.estimator.config_file import write_config
 from gramtower.estimator.matrices import known_pairs
 from gramtower.estimator.two_tower import TwoTower
+from gramtower.report.store import MANIFEST
+from gramtower.training.checkpoint import remove_checkpoint
+from gramtower.training.lock import locked
 from gramtower.training.result import Reason, Record
-from gramtower.training.shards_file import remove
 
 
 def fit(
@@ -77,6 +79,8 @@ def fit(
         check.fail("DATA", "nothing", "a file of pairs, as an argument or as path below [data] of the config")
     if out is None or out.is_file():
         check.fail("out", out, "a folder")
+    if (out / MANIFEST).exists():
+        check.fail("out", f"{out}, which holds a comparison", "a folder of its own for a fit")
     with joined(settings.train.device) as group:
         return _fit(group, settings, out, fresh, common)
 
@@ -109,28 +113,32 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
     checkpoint = out / folder.CHECKPOINT
     with group.together():
         out.mkdir(parents=True, exist_ok=True)
-        if fresh and group.rank == 0:
-            remove(checkpoint)
-    resumed = bool(group.from_first(checkpoint.exists()))
-    if resumed and loud:
-        note(f"going on from {checkpoint}")
-    estimator.fit(
-        observed,
-        **seen,
-        validation=held_out,
-        checkpoint=checkpoint,
-        history=out / folder.HISTORY,
-    )
-    estimator.save(out / folder.MODEL)
-    if group.rank > 0:
-        return 0
-    write_config(out / folder.CONFIG, used(settings, estimator), "what this run used; gramtower fit --config reads it")
-    if estimator.reason_ not in (Reason.MAX_ITERATIONS, Reason.TIME_LIMIT, Reason.INTERRUPTED):
-        remove(checkpoint)
-    facts = summary(estimator, observed, validation_pairs)
-    facts |= left_out | ({"features": matched} if matched else {})
-    facts |= {"resumed": resumed, "model": str(out / folder.MODEL)}
-    folder.write_json(out / folder.SUMMARY, facts | {"environment": folder.environment()})
+    with locked(out, group, "out"):
+        if fresh:
+            with locked(checkpoint, group), group.together():
+                if group.rank == 0:
+                    remove_checkpoint(checkpoint)
+        resumed = bool(group.from_first(checkpoint.exists()))
+        if resumed and loud:
+            note(f"going on from {checkpoint}")
+        try:
+            estimator.fit(
+                observed, **seen, validation=held_out, checkpoint=checkpoint, history=out / folder.HISTORY
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            kept = f"{checkpoint} is whole, and the same command goes on from it" if checkpoint.exists() else ""
+            raise KeyboardInterrupt(kept or "nothing was learned yet; the same command starts anew") from None
+        estimator.save(out / folder.MODEL)
+        if group.rank > 0:
+            return 0
+        used_now = used(settings, estimator)
+        write_config(out / folder.CONFIG, used_now, "what this run used; gramtower fit --config reads it")
+        facts = summary(estimator, observed, validation_pairs)
+        facts |= left_out | ({"features": matched} if matched else {})
+        facts |= {"resumed": resumed, "model": str(out / folder.MODEL)}
+        folder.write_json(out / folder.SUMMARY, facts | {"environment": folder.environment()})
+        if estimator.reason_ not in (Reason.MAX_ITERATIONS, Reason.TIME_LIMIT, Reason.INTERRUPTED):
+            remove_checkpoint(checkpoint)  # last: until then a kill leaves something to go on from
     return _report(facts, common)
 
 
@@ -158,6 +166,7 @@ def summary(estimator: TwoTower, observed: Interactions | Part, held_out: int | 
     history, best = estimator.history_, estimator.best_metric_
     kept = history[-1] if best is None else next(r for r in reversed(history) if r.metric == best)
     return {
+        "optimizer": estimator.optimizer,
         "objective": kept.value,
         "metric": None if held_out is None else estimator.metric,
         "metric_value": best,
@@ -195,7 +204,7 @@ def _report(facts: dict[str, Any], common: Common) -> int:
             | {"stopped": facts["stopped"], "model": facts["model"]}
         )
     if interrupted:
-        note("error: interrupted; the same command goes on from here")
+        raise KeyboardInterrupt(f"iteration {facts['iterations']} was kept, and the same command goes on from it")
     if failed:
         note(f"error: {facts['stopped']}")
-    return 1 if interrupted or failed else 0
+    return int(failed)

@@ -1,4 +1,4 @@
-"""``gramtower report``: a comparison's tables, figures and page anew, from its saved histories alone."""
+"""``gramtower report``: a comparison's or a fit's tables, figures and page anew, from its saved histories alone."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from gramtower.report.build import build
 def report(run: Path, /, *, common: Common | None = None) -> int:
     """Make report.html, figures and summary.json of a comparison anew, from its saved histories alone.
 
+    Of a fit's folder too, whose own summary.json stays as it is.
+
     Args:
-        run: Folder that compare wrote, finished or not.
+        run: Folder that compare or fit wrote, finished or not.
         common: Output.
     """
     common = common or Common()
     if not run.is_dir():
-        check.fail("DIR", run, "the folder of a comparison")
+        check.fail("DIR", run, "the folder of a comparison or of a fit")
     content, problems = build(run)
     for problem in problems:
         note(problem)

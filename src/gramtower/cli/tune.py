@@ -16,6 +16,7 @@ from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOpti
 from gramtower.cli.output import note, print_facts, print_json
 from gramtower.cli.reading import read_pairs
 from gramtower.estimator.two_tower import TwoTower
+from gramtower.training.lock import locked
 from gramtower.tuning.report import CONFIG, TABLE, Search
 from gramtower.tuning.search import tune as search
 from gramtower.tuning.space import read_space
@@ -90,10 +91,16 @@ def tune(
         if not common.quiet:
             note(_line(found))
 
-    found = search(
-        estimator, pairs, trials=trials, time_limit=limit, metric=metric, validation=validation, space=wanted,
-        storage=storage or out / STORAGE, seed=estimator.seed, progress=progress, refit=False, **seen,
-    )  # fmt: skip
+    storage = storage or out / STORAGE
+    with locked(out, name="out"):
+        try:
+            found = search(
+                estimator, pairs, trials=trials, time_limit=limit, metric=metric, validation=validation, space=wanted,
+                storage=storage, seed=estimator.seed, progress=progress, refit=False, **seen,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            text = f"trials that ended are in {storage}, and the same command goes on after them"
+            raise KeyboardInterrupt(text) from None
     facts: dict[str, Any] = {
         "metric": metric, "value": found.best.value, "trial": found.best.number, "trials": len(found.trials),
         "at the defaults": found.trials[0].value, "seconds": found.seconds, "config": str(out / CONFIG),
@@ -103,6 +110,9 @@ def tune(
         print_json(facts | {"arguments": found.arguments, "features": found.features, "importance": found.importance})
     else:
         print_facts(facts)
+    if found.interrupted:
+        kept = f"{len(found.trials)} trials were kept in {storage}, and the same command goes on after them"
+        raise KeyboardInterrupt(kept)
     return 0
 
 

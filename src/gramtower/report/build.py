@@ -16,7 +16,7 @@ SUMMARY, PAGE = "summary.json", "report.html"
 
 
 def build(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Make everything that is made from histories anew.
+    """Make everything that is made from histories anew; a fit's folder keeps its own summary.json.
 
     Returns:
         What summary.json holds, and what could not be made and why.
@@ -33,7 +33,8 @@ def build(folder: Path) -> tuple[dict[str, Any], list[str]]:
     except ImportError as error:
         problems.append(f"no PNG and SVG figures: {error}")
     content = plain({"title": comparison.title, **numbers, **_about(comparison.about)})
-    write_text(folder / SUMMARY, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    if not comparison.of_fit:
+        write_text(folder / SUMMARY, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     return content, problems
 
 
