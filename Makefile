@@ -2,6 +2,7 @@
 # make test   lint, types and tests
 # make reproduce ML1M=path/to/ml-1m   the paper's comparison on MovieLens 1M and on the bundled thesaurus, about 26 minutes
 # make fuzz MINUTES=30   hostile input: every fuzz test has its share of the time, from a new seed
+# make crash KILLS=1000   runs killed at random moments end as uninterrupted ones do
 # Each does its own set-up in .venv.
 
 PYTHON ?= python3
@@ -11,8 +12,10 @@ ML1M ?= ml-1m
 RUNS ?= runs
 MINUTES ?= 30
 FUZZ_SEED ?= $(shell date +%s)
+KILLS ?= 100
+CRASH_SEED ?= 0
 
-.PHONY: demo test fuzz lint types reproduce clean
+.PHONY: demo test fuzz crash lint types reproduce clean
 
 demo: $(READY)
 	$(BIN)/gramtower demo
@@ -25,6 +28,10 @@ fuzz: $(READY)
 	@echo "FUZZ_SEED=$(FUZZ_SEED)"
 	FUZZ_SEED=$(FUZZ_SEED) FUZZ_MINUTES=$$(cat tests/fuzz/test_fuzz_*.py | grep -c '^def test_' | \
 	  xargs -I{} $(BIN)/python -c 'print(2 * $(MINUTES) / {})') $(BIN)/python -m pytest -n 2 tests/fuzz/test_fuzz_*.py
+
+# Kills runs at random moments and compares what they end in with uninterrupted ones.
+crash: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/crash.py --kills $(KILLS) --seed $(CRASH_SEED)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -334,6 +334,7 @@ class _Run:
 
     def _record(self, now: _Reached, moved: Moved | None, before: float, metric: float | None) -> Record:
         value = now.point.value
+        passes = {k: round(v, 6) for k, v in asdict(now.work).items()}  # a resumed run adds fractions in another order
         return Record(
             iteration=now.iteration,
             seconds=now.seconds,
@@ -344,8 +345,8 @@ class _Run:
             step=0.0 if moved is None else moved.step,
             damping=None if moved is None else moved.damping,
             trials=0 if moved is None else moved.trials,
-            data_passes=round(now.work.data_passes, 6),  # a resumed run adds fractions in another order
-            work={k: v for k, v in asdict(now.work).items() if k != "data_passes"},
+            data_passes=passes.pop("data_passes"),
+            work=passes,
             terms=asdict(now.point.terms),
             metric=metric,
             processes=self.group.size,

@@ -1,0 +1,285 @@
+"""Kills runs at random moments, starts them again until they end, and compares that with an uninterrupted run.
+
+    make crash KILLS=1000            or    python tests/crash.py --kills 1000 --seed 7 --jobs fit,tune
+
+Fits by all methods, a search, a comparison, a partition, a table and a model written over an old one get SIGKILL,
+SIGTERM and SIGINT. After each, what was there before must be whole; at the end models, histories (without times),
+trials and files must be the same bit for bit, and nothing may be left beside them. Processes are forked from one that
+has imported and compiled everything with one thread. Counts go to runs/crash.json; the exit code is 1 if anything
+differed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+import gramtower as gt
+from gramtower.cli import contest
+from gramtower.cli.app import run
+from gramtower.optim.methods import OPTIMIZERS
+from gramtower.training.result import read_history
+
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+TIMES = ("seconds", "date", "environment", "others_busy", "resumed", "commands", "bytes")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Something that runs in a process, in a folder of its own.
+
+    Attributes:
+        name: for the counts; what stands before a colon can be asked for by --jobs.
+        work: does it; returns the exit code.
+        result: what it has made, to be compared with an uninterrupted run's.
+        whole: checks what a kill has left; raises if something is broken.
+    """
+
+    name: str
+    work: Callable[[Path], int]
+    result: Callable[[Path], Any]
+    whole: Callable[[Path], Any] = lambda folder: None
+
+
+def jobs(data: Path) -> list[Job]:
+    pairs, learn = data / "pairs.csv", ["--dim", "4", "--device", "cpu"]
+
+    def command(*tokens: object, out: str = "out") -> Callable[[Path], int]:
+        columns = ["--left", "user", "--right", "item", "--quiet", "--out"]
+        return lambda folder: run([*map(str, tokens), *columns, str(folder / out)])
+
+    found = []
+    for name in OPTIMIZERS:
+        tokens = [*learn, "--hidden", "6", "--optimizer", name, "--max-iterations", "23"]
+        tokens += ["--validation", "0.1", "--patience", "99", "--seed", "1"]
+        if name.startswith(("sogram", "sampling")):
+            tokens += ["--option", "ratio=0.1", "--option", "steps=8"]
+        found.append(Job(f"fit:{name}", command("fit", pairs, *tokens), fit_result, fit_whole))
+    tokens = [*learn, "--hidden", "none", "--max-iterations", "3", "--trials", "7", "--metric", "ndcg@10"]
+    found.append(Job("tune", command("tune", pairs, *tokens), tune_result))
+    tokens = [*learn, "--hidden", "6", "--optimizers", "gd,lbfgs,newton", "--max-iterations", "12"]
+    found.append(Job("compare", command("compare", pairs, *tokens), compare_result))
+    found.append(Job("partition", command("partition", pairs, "--parts", "5"), digests))
+    for ending in ("csv.gz", "parquet"):
+        found.append(Job(f"convert:{ending}", command("convert", pairs, out=f"table.{ending}"), digests))
+    old = (data / "old.gramtower").read_bytes()
+
+    def save(out: Path) -> int:
+        model = gt.load(data / "new.gramtower")
+        if not (out / "model").exists():
+            (out / "model").write_bytes(old)
+        for _ in range(20):
+            model.save(out / "model")
+        return 0
+
+    def one_of_both(out: Path) -> None:
+        if (out / "model").exists() and (out / "model").stat().st_size:
+            gt.load(out / "model")
+
+    found.append(Job("model", save, digests, one_of_both))
+    return found
+
+
+def untimed(value: Any) -> Any:
+    """Without what differs from run to run."""
+    if isinstance(value, dict):
+        return {k: untimed(v) for k, v in value.items() if k not in TIMES}
+    return [untimed(item) for item in value] if isinstance(value, list) else value
+
+
+def fit_result(folder: Path) -> Any:
+    out = folder / "out"
+    with safe_open(out / "model.gramtower", "pt") as file:
+        header = json.loads(file.metadata()["model"])
+        tensors = {key: hashlib.sha256(file.get_tensor(key).numpy().tobytes()).hexdigest() for key in file.keys()}  # noqa: SIM118
+    kept = {key: header[key] for key in ("reason", "best_metric", "omega", "dim") if key in header}
+    history = [untimed(vars(record)) for record in read_history(out / "history.jsonl")]
+    summary = untimed(json.loads((out / "summary.json").read_text()))
+    parameters = {k: v for k, v in tensors.items() if "history" not in k}
+    return kept, parameters, history, {k: v for k, v in summary.items() if k != "model"}
+
+
+def fit_whole(folder: Path) -> None:
+    out = folder / "out"
+    if (out / "model.gramtower").exists():
+        gt.load(out / "model.gramtower")
+    if (out / "summary.json").exists():
+        json.loads((out / "summary.json").read_text())
+
+
+def tune_result(folder: Path) -> Any:
+    report = json.loads((folder / "out/report.json").read_text())
+    return untimed({key: report[key] for key in ("trials", "winner", "arguments", "importance", "interrupted")})
+
+
+def compare_result(folder: Path) -> Any:
+    out = folder / "out"
+    ends = json.loads((out / "comparison.json").read_text())["methods"]
+    histories = {name: [untimed(vars(r)) for r in read_history(out / f"{name}.jsonl")] for name in ends}
+    return {name: end["status"] for name, end in ends.items()}, histories, sorted(p.name for p in out.iterdir())
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """All files by their content; gzip's header holds the time."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+            found[str(path.relative_to(folder))] = hashlib.sha256(data).hexdigest()
+    return found
+
+
+def differences(one: Any, other: Any, place: str = "") -> list[str]:
+    """Where two results differ."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        both = [(f"{place}.{key}", one.get(key), other.get(key)) for key in {**one, **other}]
+    elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
+        both = [(f"{place}[{i}]", a, b) for i, (a, b) in enumerate(zip(one, other, strict=True))]
+    else:
+        return [] if one == other else [f"{place}: {one!r} instead of {other!r}"[:300]]
+    return [text for name, a, b in both for text in differences(a, b, name)]
+
+
+def start(job: Job, folder: Path, log: Path) -> int:
+    """The job in a process of its own; its output goes to the log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 70
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for stream in (1, 2):
+            os.dup2(file, stream)
+        code = job.work(folder)
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def ended(pid: int, patience: float = 120.0) -> int:
+    """The exit code of a process, negative for a signal."""
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError(f"hung for {patience:.0f} s")
+
+
+def trial(job: Job, expected: Any, seconds: float, folder: Path, rng: random.Random, most: int) -> Counter[str]:
+    """Kill a job a few times, let it end, and compare."""
+    counts: Counter[str] = Counter()
+    log = folder.with_suffix(".log")
+    for _ in range(most):
+        pid, sent = start(job, folder, log), rng.choice(SIGNALS)
+        time.sleep(rng.uniform(0.0, seconds))
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            break  # it was quicker: run once more, below, as a user might
+        os.kill(pid, sent)
+        code = ended(pid)
+        counts[sent.name] += 1
+        assert code in (-sent, 0, 130 if sent is signal.SIGINT else -sent), f"{sent.name} ended it with {code}"
+        job.whole(folder)
+    code = ended(start(job, folder, log))
+    assert code == 0, f"the last run ended with {code}"
+    found = job.result(folder)
+    assert found == expected, "another end: " + "; ".join(differences(found, expected))[:2000]
+    left = [str(p) for p in folder.rglob("*") if p.name.endswith((".partial", ".lock"))]
+    assert not [p for p in left if ".weights" not in p], f"left behind: {left}"
+    return counts
+
+
+def prepare(data: Path) -> None:
+    """Pairs, two models, and everything compiled, without starting a thread that a fork would lose."""
+    rng = np.random.default_rng(0)
+    pairs = sorted({(int(u), int(i)) for u, i in zip(rng.integers(0, 60, 700), rng.integers(0, 40, 700), strict=True)})
+    lines = [f"u{u},i{i}" for u, i in pairs if u % 4 == i % 4 or rng.random() < 0.3]
+    (data / "pairs.csv").write_text("\n".join(["user,item", *lines]) + "\n")
+    from gramtower.data.synthetic import planted_pairs
+
+    matrix, held_out = (planted_pairs(60, 40, 400, groups=4, seed=seed) for seed in (1, 2))
+    for name in OPTIMIZERS:
+        options = {"ratio": 0.1, "steps": 3} if name.startswith(("sogram", "sampling")) else {}
+        model = gt.TwoTower(
+            dim=4, hidden=(6,), optimizer=name, optimizer_options=options, max_iterations=3, device="cpu"
+        )
+        model.fit(matrix, validation=held_out)
+        model.save(data / ("old.gramtower" if name == "gd" else "new.gramtower"))
+    import matplotlib.figure  # noqa: F401
+    import optuna  # noqa: F401
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", default="", help="names separated by commas, such as fit,tune; all without it")
+    parser.add_argument("--out", type=Path, default=Path("runs/crash.json"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    contest._CHECKPOINT_SECONDS = 0.0
+    rng, counts, failures = random.Random(arguments.seed), Counter[str](), []
+    with tempfile.TemporaryDirectory(prefix="gramtower-crash-") as scratch:
+        base = Path(scratch)
+        prepare(base)
+        wanted = [name for name in arguments.jobs.split(",") if name]
+        chosen = [job for job in jobs(base) if not wanted or job.name.split(":")[0] in wanted or job.name in wanted]
+        expected, seconds = {}, {}
+        for job in chosen:
+            folder = base / f"whole-{job.name.replace(':', '-')}"
+            begun = time.monotonic()
+            assert ended(start(job, folder, folder.with_suffix(".log"))) == 0, folder.with_suffix(".log").read_text()
+            seconds[job.name], expected[job.name] = time.monotonic() - begun, job.result(folder)
+        number = 0
+        while sum(counts[s.name] for s in SIGNALS) < arguments.kills:
+            job, folder = chosen[number % len(chosen)], base / str(number)
+            number += 1
+            try:
+                done = trial(job, expected[job.name], seconds[job.name], folder, rng, rng.randint(1, 6))
+                counts += done + Counter({job.name: sum(done.values()), "runs compared": 1})
+            except Exception as error:
+                log = folder.with_suffix(".log")
+                text = log.read_text()[-1500:] if log.exists() else ""
+                failures.append({"job": job.name, "number": number - 1, "error": str(error)[:3000], "log": text})
+                print(f"{job.name}: {type(error).__name__}: {str(error)[:1500]}\n{text}", file=sys.stderr, flush=True)
+                counts["failed"] += 1
+                if counts["failed"] >= 20:
+                    break
+            if number % 20 == 0:
+                print(f"{sum(counts[s.name] for s in SIGNALS)} kills, {counts['failed']} failed", flush=True)
+    result = {"seed": arguments.seed, "counts": dict(sorted(counts.items())), "failures": failures}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result["counts"], indent=1))
+    return int(bool(failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
