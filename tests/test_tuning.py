@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import tomllib
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import scipy.sparse as sp
 
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
+from gramtower.training.lock import locked
 from gramtower.tuning import curve as curves
 from gramtower.tuning.report import Tried, pick
 from gramtower.tuning.trial import make_parts
@@ -99,6 +101,28 @@ def test_an_interrupted_trial_is_tried_again(moment, search, tmp_path, monkeypat
     assert not hasattr(model, "left_")  # who stops a search does not want to wait for a fit
     resumed = small().tune(data(), trials=12, **options)
     assert settings_and_values(resumed) == settings_and_values(search)
+
+
+def test_what_a_kill_left_of_a_line_and_of_a_lock_does_not_stop_a_search(search, tmp_path):
+    path = tmp_path / "log.journal"
+    options = dict(metric="ndcg@10", space=SPACE, refit=False, storage=path)
+    small().tune(data(), trials=11, **options)
+    with path.open("ab") as file:
+        file.write(b'{"op_code":4,"wor')
+    (tmp_path / "log.journal.lock").symlink_to(path)  # optuna waits thirty seconds for one
+    start = time.monotonic()
+    assert settings_and_values(small().tune(data(), trials=12, **options)) == settings_and_values(search)
+    assert time.monotonic() - start < 25
+    with locked(tmp_path / "log.journal.weights"), pytest.raises(ValueError, match=r"^storage: .* another run"):
+        small().tune(data(), trials=13, **options)
+
+
+def test_a_file_that_is_no_log_is_left_as_it_is(tmp_path):
+    path = tmp_path / "pairs.csv"
+    path.write_text("user,item\na,b")
+    with pytest.raises(ValueError, match=r"storage: .*b'user,item.*expected the log of a search"):
+        small().tune(data(), trials=1, space=SPACE, storage=path)
+    assert path.read_text() == "user,item\na,b"
 
 
 def test_a_log_of_another_search_is_refused(tmp_path):

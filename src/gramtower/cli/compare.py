@@ -84,8 +84,12 @@ def compare(
     out.mkdir(parents=True, exist_ok=True)
     with locked(out, name="out"):
         outcomes = _ends_before(contest, about, names, fresh)
-        interrupted = _run_all(contest, about, outcomes, names)
-        content, problems = build(out)
+        kept = f"what was learned so far is in {out}, and the same command goes on"
+        try:
+            interrupted = _run_all(contest, about, outcomes, names)
+            content, problems = build(out)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(kept) from None
     for problem in problems:
         note(problem)
     if common.json:
@@ -93,7 +97,7 @@ def compare(
     else:
         show(content, out)
     if interrupted:
-        raise KeyboardInterrupt(f"what was learned so far is in {out}, and the same command goes on")
+        raise KeyboardInterrupt(kept)
     return 1 if any(found["status"] != "finished" for found in content["methods"].values()) else 0
 
 

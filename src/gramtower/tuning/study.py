@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _NAME = "gramtower"
 _RECORD = b'{"op_code"'  # how every line of a journal begins
+_SQLITE = b"SQLite format 3"
 _STARTUP = 8  # trials drawn at random before proposals learn from them
 
 
@@ -68,10 +69,22 @@ def _backend(storage: str | Path | None) -> Any:
     if path.is_dir():
         check.fail("storage", storage, "a file: .db or .sqlite for SQLite, anything else for a journal")
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix in (".db", ".sqlite", ".sqlite3"):
+    in_sqlite = path.suffix in (".db", ".sqlite", ".sqlite3")
+    begins = _SQLITE if in_sqlite else _RECORD
+    start = _first_bytes(path, len(begins))
+    if not begins.startswith(start):
+        check.fail("storage", f"{storage}, which begins with {start!r}", "the log of a search, or a new file")
+    if in_sqlite:
         return RDBStorage(f"sqlite:///{path}")
     _mend(path)
     return JournalStorage(JournalFileBackend(str(path)))
+
+
+def _first_bytes(path: Path, count: int) -> bytes:
+    if not path.exists():
+        return b""
+    with path.open("rb") as file:
+        return file.read(count)
 
 
 def _mend(path: Path) -> None:
@@ -84,9 +97,7 @@ def _mend(path: Path) -> None:
             left.unlink(missing_ok=True)
     if path.exists():
         with path.open("rb+") as file:
-            if file.read(len(_RECORD)) == _RECORD:  # a journal, and not something else by mistake
-                file.seek(0)
-                file.truncate(file.read().rfind(b"\n") + 1)
+            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 class Log:
