@@ -217,7 +217,7 @@ def trial(job: Job, expected: Any, seconds: float, folder: Path, rng: random.Ran
 
 
 def prepare(data: Path) -> None:
-    """Pairs, two models, and everything compiled, without starting a thread that a fork would lose."""
+    """Pairs, two models, and everything imported and compiled; polars is not used, whose threads a fork would lose."""
     rng = np.random.default_rng(0)
     pairs = sorted({(int(u), int(i)) for u, i in zip(rng.integers(0, 60, 700), rng.integers(0, 40, 700), strict=True)})
     lines = [f"u{u},i{i}" for u, i in pairs if u % 4 == i % 4 or rng.random() < 0.3]
@@ -234,6 +234,7 @@ def prepare(data: Path) -> None:
         model.save(data / ("old.gramtower" if name == "gd" else "new.gramtower"))
     import matplotlib.figure  # noqa: F401
     import optuna  # noqa: F401
+    import polars  # noqa: F401
 
 
 def main() -> int:
