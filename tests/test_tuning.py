@@ -103,6 +103,29 @@ def test_an_interrupted_trial_is_tried_again(moment, search, tmp_path, monkeypat
     assert settings_and_values(resumed) == settings_and_values(search)
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, FileNotFoundError])
+def test_an_interrupt_that_optuna_makes_an_error_of_is_one(kind, search, tmp_path, monkeypatch):
+    from gramtower.tuning.study import Trial
+
+    options = dict(metric="ndcg@10", space=SPACE, refit=False, storage=tmp_path / "log.journal")
+    small().tune(data(), trials=3, **options)
+
+    def cut(*_):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise kind("did not possess lock")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trial, "report", cut)
+        try:
+            assert small().tune(data(), trials=12, **options).interrupted
+        except KeyboardInterrupt:
+            assert kind is FileNotFoundError
+    resumed = small().tune(data(), trials=12, **options)
+    assert settings_and_values(resumed) == settings_and_values(search)
+
+
 def test_what_a_kill_left_of_a_line_and_of_a_lock_does_not_stop_a_search(search, tmp_path):
     path = tmp_path / "log.journal"
     options = dict(metric="ndcg@10", space=SPACE, refit=False, storage=path)

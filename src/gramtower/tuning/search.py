@@ -81,10 +81,10 @@ def tune(
 
 @contextmanager
 def _told_as_interrupts() -> Iterator[None]:
-    """Optuna's locks turn an interrupt into a RuntimeError of their own; turn it back."""
+    """Optuna's locks turn an interrupt into an error of their own (RuntimeError, FileNotFoundError); turn it back."""
     try:
         yield
-    except RuntimeError as error:
+    except Exception as error:
         if _is_interrupt(error):
             raise KeyboardInterrupt from error
         raise
