@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower.data.pairs import Pairs, Segments
 from gramtower.kernels import reference, threads
+from gramtower.kernels.compiled import compiled
 
 _TILE_BYTES = 1 << 19  # half of a usual second-level cache
 _TASK = 1 << 15  # pairs in a task, or fewer when there would be too few tasks
@@ -124,7 +124,7 @@ def _out(tensor: Tensor) -> NDArray[Any]:
     return tensor.numpy()
 
 
-@njit(fastmath=_FLAGS, nogil=True, cache=True)
+@compiled(fastmath=_FLAGS, nogil=True)
 def _dot(a, b):  # type: ignore[no-untyped-def]  # pragma: no cover
     total = 0.0
     for e in range(a.shape[0]):
@@ -132,7 +132,7 @@ def _dot(a, b):  # type: ignore[no-untyped-def]  # pragma: no cover
     return total
 
 
-@njit(fastmath=_FLAGS, inline="always")
+@compiled(fastmath=_FLAGS, inline="always")
 def _dots_run(e, stop, columns, a, B, x):  # type: ignore[no-untyped-def]  # pragma: no cover
     zero, k = x.dtype.type(0), a.shape[0]
     while e + 4 <= stop:
@@ -153,7 +153,7 @@ def _dots_run(e, stop, columns, a, B, x):  # type: ignore[no-untyped-def]  # pra
         e += 1
 
 
-@njit(fastmath=_FLAGS, inline="always")
+@compiled(fastmath=_FLAGS, inline="always")
 def _sum_run(e, stop, columns, x, position, B, total):  # type: ignore[no-untyped-def]  # pragma: no cover
     k = total.shape[0]
     while e + 4 <= stop:
@@ -172,7 +172,7 @@ def _sum_run(e, stop, columns, x, position, B, total):  # type: ignore[no-untype
         e += 1
 
 
-@njit(fastmath=_FLAGS, inline="always")
+@compiled(fastmath=_FLAGS, inline="always")
 def _curvature_run(e, stop, columns, c, p, w, Q, H, z, total):  # type: ignore[no-untyped-def]  # pragma: no cover
     zero, k = z.dtype.type(0), total.shape[0]
     while e + 4 <= stop:
@@ -201,7 +201,7 @@ def _curvature_run(e, stop, columns, c, p, w, Q, H, z, total):  # type: ignore[n
         e += 1
 
 
-@njit(inline="always")
+@compiled(inline="always")
 def _run_end(e, last, columns, end):  # type: ignore[no-untyped-def]  # pragma: no cover
     """The first entry from e on whose column is outside the tile; columns increase within a piece."""
     while e < last and columns[e] < end:
@@ -209,7 +209,7 @@ def _run_end(e, last, columns, end):  # type: ignore[no-untyped-def]  # pragma: 
     return e
 
 
-@njit(fastmath=_FLAGS, nogil=True, cache=True)
+@compiled(fastmath=_FLAGS, nogil=True)
 def _dots(low, high, tile, rows, starts, columns, A, B, x):  # type: ignore[no-untyped-def]  # pragma: no cover
     at = starts[low:high].copy()
     for end in range(tile, B.shape[0] + tile, tile):
@@ -221,7 +221,7 @@ def _dots(low, high, tile, rows, starts, columns, A, B, x):  # type: ignore[no-u
                 at[s - low] = stop
 
 
-@njit(fastmath=_FLAGS, nogil=True, cache=True)
+@compiled(fastmath=_FLAGS, nogil=True)
 def _row_sum(low, high, tile, rows, starts, lines, columns, x, position, B, out, carry):  # type: ignore[no-untyped-def]  # pragma: no cover
     at = starts[low:high].copy()
     for end in range(tile, B.shape[0] + tile, tile):
@@ -234,7 +234,7 @@ def _row_sum(low, high, tile, rows, starts, lines, columns, x, position, B, out,
                 at[s - low] = stop
 
 
-@njit(fastmath=_FLAGS, nogil=True, cache=True)
+@compiled(fastmath=_FLAGS, nogil=True)
 def _curvature_left(low, high, tile, rows, starts, lines, columns, c, P, W, Q, H, z, out, carry):  # type: ignore[no-untyped-def]  # pragma: no cover
     at = starts[low:high].copy()
     for end in range(tile, Q.shape[0] + tile, tile):

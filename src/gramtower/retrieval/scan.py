@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gramtower.kernels.compiled import compiled
 from gramtower.kernels.threads import share_out
 
 _TOGETHER = 64  # scores compared before a branch
@@ -53,7 +53,7 @@ def _tasks(rows: int) -> list[int]:
     return [int(bound) for bound in np.linspace(0, rows, min(rows, 8 * torch.get_num_threads()) + 1)]
 
 
-@njit(inline="always")
+@compiled(inline="always")
 def _enter(c, v, s, j):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Put score s at column j into a list, behind all that are not below it; the last one leaves."""
     p = v.shape[0] - 1
@@ -63,7 +63,7 @@ def _enter(c, v, s, j):  # type: ignore[no-untyped-def]  # pragma: no cover
     v[p], c[p] = s, j
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def take_in(scores, offset, columns, values, places, ends, excluded, denied):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Take scores of the columns from ``offset`` on into the lists of their rows.
 
@@ -95,7 +95,7 @@ def take_in(scores, offset, columns, values, places, ends, excluded, denied):  #
                 _enter(c, v, row[l], offset + l)
 
 
-@njit(inline="always")
+@compiled(inline="always")
 def _ranks(row, s):  # type: ignore[no-untyped-def]  # pragma: no cover
     """How many scores are above s, and how many are not below it."""
     higher, not_below = np.int32(0), np.int32(0)
@@ -105,7 +105,7 @@ def _ranks(row, s):  # type: ignore[no-untyped-def]  # pragma: no cover
     return np.int64(higher), np.int64(not_below)
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _above(first, last, scores, offsets, columns, counts):  # type: ignore[no-untyped-def]  # pragma: no cover
     for i in range(first, last):
         row = scores[i]
