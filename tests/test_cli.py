@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import gzip
 import inspect
 import json
@@ -18,8 +19,10 @@ pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 pytest.importorskip("polars", reason="the command line reads tables with polars")
 
 import gramtower.training.log
+from gramtower import demo
 from gramtower.cli.app import run
 from gramtower.cli.config import TABLES
+from gramtower.data.interactions import Interactions
 from gramtower.estimator.config_file import toml
 from gramtower.estimator.model_file import load
 from gramtower.estimator.two_tower import TwoTower
@@ -353,9 +356,73 @@ def test_a_failure_is_exit_code_1_and_debug_shows_where(fitted, capsys, monkeypa
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(TwoTower, "recommend", broken)
-    assert "RuntimeError: out of luck" in refusal(capsys, "recommend", fitted, "--left", "007", code=1)
+    said = refusal(capsys, "recommend", fitted, "--left", "007", code=1)
+    assert "a fault of gramtower (cli/query.py, line" in said
+    assert "--debug" in said
+    assert "Error" not in said
     assert run(["recommend", str(fitted), "--left", "007", "--debug"]) == 1
     assert "in broken" in capsys.readouterr().err
+    monkeypatch.setenv("GRAMTOWER_DEBUG", "1")
+    assert run(["recommend", str(fitted), "--left", "007"]) == 1
+    assert "in broken" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (MemoryError(), 1, "not enough memory; try a smaller --dim"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:1] can't allocate memory: 9 bytes"), 1, "not enough memory; try"),
+        (RecursionError("maximum recursion depth exceeded"), 2, "nested too deeply"),
+        (OSError(errno.ENOSPC, "No space left on device", "run"), 1, "run: no space left on the disk"),
+        (OSError(errno.EROFS, "Read-only file system", "run"), 2, "run: the file system is read-only"),
+        (KeyError("x"), 1, "a fault of gramtower"),
+    ],
+)
+def test_every_error_is_said_in_words_of_this_library(fitted, capsys, monkeypatch, error, code, words):
+    def broken(*_, **__):
+        raise error
+
+    monkeypatch.setattr(TwoTower, "recommend", broken)
+    said = refusal(capsys, "recommend", fitted, "--left", "007", code=code)
+    assert words in said
+    assert "Errno" not in said
+    assert "alloc_cpu" not in said
+
+
+def test_paths_that_cannot_be_used_are_named(fitted, pairs, tmp_path, capsys):
+    fit = ("fit", pairs / "train.csv", *COLUMNS, *SMALL, "--out")
+    assert "/dev/null: exists already, and is not a folder" in refusal(capsys, *fit, "/dev/null")
+    long = refusal(capsys, *fit, "x" * 5000)
+    assert "the name is too long" in long
+    assert len(long) < 1100
+    assert "is a file, not a folder" in refusal(capsys, *fit, pairs / "train.csv" / "x")
+    assert "is a folder, expected a file" in refusal(capsys, *fit, tmp_path, "--config", tmp_path)
+    convert = ("convert", pairs / "train.csv", *COLUMNS, "--out")
+    (tmp_path / "there.csv").mkdir()
+    assert "is a folder, expected a file" in refusal(capsys, *convert, tmp_path / "there.csv")
+    for token in ("a\0b", "\udcff", "\ud800"):
+        assert "expected text in UTF-8" in refusal(capsys, "info", token)
+
+
+def test_numbers_beyond_all_reason_are_refused(fitted, pairs, tmp_path, capsys):
+    fit = ("fit", pairs / "train.csv", *COLUMNS, *SMALL, "--out", tmp_path / "out")
+    assert "seed: got" in refusal(capsys, *fit, "--seed", 2**70)
+    assert "threads: got" in refusal(capsys, *fit, "--threads", 10**12)
+    cut = ("partition", pairs / "train.csv", *COLUMNS, "--out", tmp_path / "parts", "--parts", 10**8)
+    assert "parts: got" in refusal(capsys, *cut)
+    assert not (tmp_path / "parts").exists()
+
+
+def test_the_demo_prints_json_alone(tmp_path, capsys, monkeypatch):
+    words = [*demo.WORDS, *(f"w{i}" for i in range(74))]
+    links = [(a, b) for i, a in enumerate(words) for j, b in enumerate(words) if (i + j) % 4 == 0]
+    monkeypatch.setattr(demo, "thesaurus", lambda: Interactions.from_arrays(*zip(*links, strict=True)))
+    found = answer(capsys, "demo", "--seconds", "0.01", "--out", tmp_path, "--quiet")
+    assert list(found["words"]) == list(demo.WORDS)
+    assert found["methods"]["two towers"]["recall@20"] > 0
+    assert load(found["model"]).dim_ > 0
+    demo.show(found)
+    assert "two towers" in capsys.readouterr().out
 
 
 def test_progress_is_on_standard_error_and_quiet_is_quiet(pairs, tmp_path, capsys):

@@ -38,11 +38,19 @@ def number(name: str, value: object, *, minimum: float = -math.inf, above: float
     return result
 
 
-def count(name: str, value: object, *, minimum: int = 1) -> int:
-    """An integer, at least ``minimum``."""
+def count(name: str, value: object, *, minimum: int = 1, most: int | None = None) -> int:
+    """An integer, at least ``minimum`` and at most ``most``."""
+    bound = f">= {minimum}" if most is None else f"from {minimum} to {most}"
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or int(value) < minimum:
-        fail(name, repr(value), f"an integer >= {minimum}")
+        fail(name, repr(value), f"an integer {bound}")
+    if most is not None and int(value) > most:
+        fail(name, repr(value), f"an integer {bound}")
     return int(value)
+
+
+def seed(value: object) -> int:
+    """A seed that every generator takes."""
+    return count("seed", value, minimum=0, most=2**63 - 1)
 
 
 def choice(name: str, value: object, options: tuple[str, ...]) -> str:

@@ -47,9 +47,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Save UTF-8 text in one step."""
+    """Save UTF-8 text in one step; file names that were not read as UTF-8 keep their bytes."""
     with replacing(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(text, encoding="utf-8", errors="surrogateescape")
 
 
 def take_lock(path: Path) -> int | None:

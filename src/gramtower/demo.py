@@ -12,12 +12,13 @@ import tempfile
 import time
 from importlib.resources import files
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
+from gramtower import _checks as check
 from gramtower._files import replacing
 from gramtower.data.interactions import Interactions
 from gramtower.estimator.two_tower import TwoTower
@@ -26,6 +27,7 @@ from gramtower.training.result import Reason
 
 WORDS = ("swift", "melancholy", "storm", "brilliant", "whisper", "wise")
 METRICS = ("map@5", "recall@20")
+NO_PICTURE = 'not drawn: pip install "gramtower[plots]"'
 
 
 def thesaurus() -> Interactions:
@@ -40,55 +42,74 @@ def thesaurus() -> Interactions:
     return Interactions.from_arrays(np.array(heads, dtype=object), np.array(words, dtype=object))
 
 
-def run(seconds: float | None = None, seed: int = 0, out: Path | None = None, stream: TextIO | None = None) -> Path:
-    """Train, compare, show; returns the folder with model, history and picture.
+def run(
+    seconds: float | None = None, seed: int = 0, out: str | Path | None = None, verbose: bool = True
+) -> dict[str, Any]:
+    """Train and compare; returns what was found, with the folder of model, history and picture.
 
     Args:
         seconds: limit of training time for the two-tower model.
         seed: for the split and the initial weights.
         out: where to write; None makes a new temporary folder.
-        stream: where to print.
+        verbose: one line an iteration on standard error.
     """
-    stream = stream or sys.stdout
-    out = out or Path(tempfile.mkdtemp(prefix="gramtower-demo-"))
+    check.seed(seed)
+    if seconds is not None:
+        check.number("seconds", seconds, above=0.0)
+    out = Path(tempfile.mkdtemp(prefix="gramtower-demo-") if out is None else out)
     out.mkdir(parents=True, exist_ok=True)
     links = thesaurus()
-    m, n = links.shape
     held = np.random.default_rng(seed).random(len(links)) < 0.1
     train, test = links.subset(~held), links.subset(held)
-    print(
-        f"{m:,} × {n:,} words: {m * n:,} pairs, {len(train):,} links to learn from, {len(test):,} held out\n",
-        file=stream,
-    )
-
+    if verbose:
+        m, n = links.shape
+        counts = f"{m:,} × {n:,} words: {m * n:,} pairs, {len(train):,} links to learn from, {len(test):,} held out"
+        print(counts, file=sys.stderr)
     linear, linear_time = _fit(TwoTower(dim=256, hidden=(), max_iterations=8, seed=seed), train)
-    model = TwoTower(dim=256, hidden=(256, 256), max_iterations=15, time_limit=seconds, seed=seed, verbose=True)
+    model = TwoTower(dim=256, hidden=(256, 256), max_iterations=15, time_limit=seconds, seed=seed, verbose=verbose)
     model, model_time = _fit(model, train, out / "history.jsonl")
     model.save(out / "model.gramtower")
     if model.reason_ is Reason.INTERRUPTED:
         raise KeyboardInterrupt(f"the model so far is {out / 'model.gramtower'}; the demo itself starts anew")
-
-    print(f"\n{'held-out links':24s}{'MAP@5':>9s}{'Recall@20':>11s}{'seconds':>9s}", file=stream)
-    popular = _popularity(train.matrix, test.matrix)
-    for name, found, taken in (
-        ("most linked words", popular, 0.0),
-        ("linear factors", linear.evaluate(test, METRICS), linear_time),
-        ("two towers", model.evaluate(test, METRICS), model_time),
-    ):
-        print(f"{name:24s}{found['map@5']:9.3f}{found['recall@20']:11.3f}{taken:9.1f}", file=stream)
-
-    print("\nWhat it would add to the thesaurus (✓ = the link exists and had been held out):", file=stream)
-    answers, _ = model.recommend(list(WORDS), k=9)
-    held_out = test.matrix
-    for word, row, found in zip(WORDS, train.left_rows(list(WORDS)), answers, strict=True):
-        known = set(test.right_ids[held_out.indices[held_out.indptr[row] : held_out.indptr[row + 1]]])
-        others = [w for w in found if w != word][:8]  # a word is not its own synonym in the data, but close to itself
-        shown = ", ".join(f"{w} ✓" if w in known else str(w) for w in others)
-        print(f"  {word:12s} {shown}", file=stream)
     picture = draw(model, out / "run.png")
-    print(f"\nmodel    {out / 'model.gramtower'}\nhistory  {out / 'history.jsonl'}", file=stream)
-    print(f"picture  {picture}" if picture else 'picture  not drawn: pip install "gramtower[plots]"', file=stream)
-    return out
+    return {
+        "left": len(links.left_ids),
+        "right": len(links.right_ids),
+        "links": len(train),
+        "held_out": len(test),
+        "methods": {
+            "most linked words": _popularity(train.matrix, test.matrix) | {"seconds": 0.0},
+            "linear factors": linear.evaluate(test, METRICS) | {"seconds": linear_time},
+            "two towers": model.evaluate(test, METRICS) | {"seconds": model_time},
+        },
+        "words": _additions(model, train, test),
+        "model": str(out / "model.gramtower"),
+        "history": str(out / "history.jsonl"),
+        "picture": None if picture is None else str(picture),
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    """What was found, for people."""
+    print(f"\n{'held-out links':24s}{'MAP@5':>9s}{'Recall@20':>11s}{'seconds':>9s}")
+    for name, numbers in found["methods"].items():
+        print(f"{name:24s}{numbers['map@5']:9.3f}{numbers['recall@20']:11.3f}{numbers['seconds']:9.1f}")
+    print("\nWhat it would add to the thesaurus (✓ = the link exists and had been held out):")
+    for word, added in found["words"].items():
+        print(f"  {word:12s} " + ", ".join(f"{one['word']} ✓" if one["held_out"] else one["word"] for one in added))
+    print(f"\nmodel    {found['model']}\nhistory  {found['history']}")
+    print(f"picture  {found['picture'] or NO_PICTURE}")
+
+
+def _additions(model: TwoTower, train: Interactions, test: Interactions) -> dict[str, list[dict[str, Any]]]:
+    """For each of WORDS what the model would link it with, and whether that link had been held out."""
+    answers, _ = model.recommend(list(WORDS), k=9)
+    held_out, found = test.matrix, {}
+    for word, row, answer in zip(WORDS, train.left_rows(list(WORDS)), answers, strict=True):
+        known = set(test.right_ids[held_out.indices[held_out.indptr[row] : held_out.indptr[row + 1]]])
+        others = [str(w) for w in answer if w != word][:8]  # not its own synonym in the data, but close to itself
+        found[word] = [{"word": w, "held_out": w in known} for w in others]
+    return found
 
 
 def draw(model: TwoTower, path: Path) -> Path | None:

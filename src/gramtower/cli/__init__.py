@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 
+from gramtower.cli.streams import prepare_streams
+
 
 def main() -> None:
     """Run the command line on the program's arguments; exits with 0, 1 (failed), 2 (bad input) or 130 (Ctrl-C)."""
+    prepare_streams()
     try:
         import cyclopts  # noqa: F401
         import rich  # noqa: F401

@@ -1,10 +1,11 @@
-"""The app: its commands, and one place where errors become a line and an exit code.
+"""The app: its commands, and one place where errors become a line and an exit code (cli/errors.py).
 
 0: fine. 1: the run failed. 2: bad input. 130: interrupted by Ctrl-C. Checked by tests/test_cli.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -19,18 +20,21 @@ from cyclopts import App, CycloptsError
 from gramtower import _checks as check
 from gramtower.cli.compare import compare
 from gramtower.cli.convert import convert
+from gramtower.cli.errors import explain
 from gramtower.cli.fit import fit
 from gramtower.cli.info import info
 from gramtower.cli.options import Common
-from gramtower.cli.output import note
+from gramtower.cli.output import help_console, note, print_json, show_warning
 from gramtower.cli.partition import partition
 from gramtower.cli.query import evaluate, recommend, similar
 from gramtower.cli.report import report
+from gramtower.cli.streams import abandon_output, visible
 from gramtower.cli.tune import tune
 from gramtower.data.left_out import LeftOutWarning
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
-BAD_INPUT = (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+MOST_THREADS = 4096
+LONGEST = 1000  # characters of an error
 
 
 def demo(*, seconds: float | None = None, seed: int = 0, out: Path | None = None, common: Common | None = None) -> int:
@@ -40,13 +44,16 @@ def demo(*, seconds: float | None = None, seed: int = 0, out: Path | None = None
         seconds: Training time.
         seed: For initial weights and the split.
         out: Folder for pictures and the model.
-        common: Output; --json and --quiet do not apply.
+        common: Output.
     """
-    try:
-        from gramtower.demo import run as run_demo
-    except ModuleNotFoundError as error:
-        raise ImportError(f"the demo is not part of this installation ({error.name} is missing)") from error
-    run_demo(seconds=seconds, seed=seed, out=out)
+    common = common or Common()
+    from gramtower import demo as thesaurus
+
+    found = thesaurus.run(seconds=seconds, seed=seed, out=out, verbose=not common.quiet)
+    if common.json:
+        print_json(found)
+    else:
+        thesaurus.show(found)
     return 0
 
 
@@ -62,43 +69,75 @@ for command in (fit, partition, evaluate, recommend, similar, info, compare, rep
 
 def run(tokens: Sequence[str]) -> int:
     """Run a command line; returns the exit code, and prints errors as one line on standard error."""
+    code = _run(tokens)
     try:
-        command, bound, ignored = app.parse_args(list(tokens), exit_on_error=False, print_error=False)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output has gone
+        abandon_output()
+        return code or 1
+    except OSError as error:
+        abandon_output()
+        return code or _error(error, name="standard output: ")
+    return code
+
+
+def _run(tokens: Sequence[str]) -> int:
+    debug = "--debug" in tokens or os.environ.get("GRAMTOWER_DEBUG", "0") not in ("", "0")
+    try:
+        for token in tokens:
+            if not _is_text(token):
+                check.fail("argument", repr(token), "text in UTF-8 without NUL characters")
+        console = help_console()
+        command, bound, ignored = app.parse_args(
+            list(tokens), exit_on_error=False, print_error=False, console=console, error_console=console
+        )
     except CycloptsError as error:
-        return _error(error, 2)
+        if debug:
+            traceback.print_exception(error)
+        return _say(str(error), 2)
+    except Exception as error:
+        return _error(error, debug)
     common = bound.arguments.get("common") or Common()
     if "tokens" in ignored:
         bound.arguments["tokens"] = tuple(tokens)
     try:
-        if common.threads is not None:
-            torch.set_num_threads(check.count("threads", common.threads))
         with warnings.catch_warnings():
             warnings.simplefilter("always", LeftOutWarning)
-            warnings.showwarning = lambda message, *_, **__: _warn(message)
+            warnings.showwarning = show_warning  # type: ignore[assignment]
+            if common.threads is not None:
+                torch.set_num_threads(check.count("threads", common.threads, most=MOST_THREADS))
             return int(command(*bound.args, **bound.kwargs) or 0)
     except KeyboardInterrupt as interrupt:
-        kept = str(interrupt) or "files that were there are as they were"
-        print(f"error: interrupted; {kept}", file=sys.stderr)
-        return INTERRUPTED
+        return _say(f"interrupted; {str(interrupt) or 'files that were there are as they were'}", INTERRUPTED)
     except BrokenPipeError:  # the reader of our output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        abandon_output()
         return 1
-    except BAD_INPUT as error:
-        return _error(error, 2, common.debug)
-    except (ImportError, OSError, MemoryError) as error:
-        return _error(error, 1, common.debug)
+    except SystemExit as end:  # rich's answer to a broken pipe
+        return end.code if isinstance(end.code, int) else 1
     except Exception as error:
-        return _error(error, 1, common.debug, f"{type(error).__name__}: ")
+        return _error(error, debug)
 
 
-def _warn(message: Warning | str) -> None:
-    """One line on standard error, of the first process only where there are several."""
-    if os.environ.get("RANK", "0") == "0":
-        note(f"warning: {' '.join(str(message).split())}")
+def _is_text(token: str) -> bool:
+    """Whether an argument is text, in a locale without UTF-8 too, where Python hands its bytes on as surrogates."""
+    try:
+        token.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError:
+        return False
+    return "\0" not in token
 
 
-def _error(error: Exception, code: int, debug: bool = False, kind: str = "") -> int:
+def _error(error: Exception, debug: bool = False, name: str = "") -> int:
     if debug:
         traceback.print_exception(error)
-    print(f"error: {kind}{' '.join(str(error).split())}", file=sys.stderr)
+    text, code = explain(error)
+    return _say(name + text, code)
+
+
+def _say(text: str, code: int) -> int:
+    line = visible(" ".join(text.split()))
+    if len(line) > LONGEST:
+        line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
+    with contextlib.suppress(OSError):  # nobody reads standard error
+        note(f"error: {line}")
     return code

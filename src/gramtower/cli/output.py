@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
+
+from gramtower.cli.streams import showable, visible
+from gramtower.data.left_out import LeftOutWarning
+
+_ROOT = Path(__file__).parents[1]
+_NARROWEST, _WIDEST = 40, 1000  # columns of text
 
 
 def print_json(payload: dict[str, Any]) -> None:
-    """One JSON object; numbers that JSON does not know become null."""
-    print(json.dumps(clean(payload), indent=2, ensure_ascii=False, allow_nan=False))
+    """One JSON object; numbers that JSON does not know become null, characters that the terminal lacks escapes."""
+    plain = clean(payload)
+    text = json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False)
+    print(text if showable(text) == text else json.dumps(plain, indent=2, allow_nan=False))
 
 
 def clean(value: Any) -> Any:
@@ -39,7 +50,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
         numeric = bool(given) and all(row[place] is None or isinstance(row[place], (int, float)) for row in given)
         table.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
     for row in given:
-        table.add_row(*(Text(shown(cell)) for cell in row))
+        table.add_row(*(Text(showable(visible(shown(cell)))) for cell in row))
     _console().print(table)
 
 
@@ -52,14 +63,28 @@ def print_facts(facts: dict[str, Any], title: str | None = None) -> None:
     if title is not None:
         console.print(Text(title))
     for name, value in facts.items():
-        console.print(Text.assemble((name.ljust(width), "bold"), shown(value)), soft_wrap=True)
+        console.print(Text.assemble((visible(name).ljust(width), "bold"), visible(shown(value))), soft_wrap=True)
 
 
 def _console() -> Any:
     """Standard output as it is now; in a file or pipe nothing is folded to the width of a terminal."""
+    return _of_width(_columns() if sys.stdout.isatty() else _WIDEST)
+
+
+def help_console() -> Any:
+    """Standard output for help, which is folded in files and pipes too."""
+    return _of_width(_columns())
+
+
+def _columns() -> int:
+    """The terminal's width, or COLUMNS, within reason."""
+    return min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
+
+
+def _of_width(columns: int) -> Any:
     from rich.console import Console
 
-    return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 1000)
+    return Console(file=sys.stdout, highlight=False, width=columns, height=100)
 
 
 def shown(value: object) -> str:
@@ -80,3 +105,10 @@ def shown(value: object) -> str:
 def note(text: str) -> None:
     """A line about progress, on standard error."""
     print(text, file=sys.stderr, flush=True)
+
+
+def show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
+    """A warning of this library as one line on standard error; those of other packages are not for its users."""
+    ours = issubclass(category, LeftOutWarning) or Path(filename).is_relative_to(_ROOT)
+    if ours and os.environ.get("RANK", "0") == "0":  # of several processes the first
+        note(f"warning: {' '.join(str(message).split())}")

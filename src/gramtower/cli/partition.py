@@ -14,6 +14,8 @@ from gramtower.cli.output import print_facts, print_json
 from gramtower.cli.reading import read_pairs, split_validation
 from gramtower.data.partition import write_partition
 
+MOST_PARTS = 65_536  # each is a file
+
 
 def partition(
     path: Path,
@@ -43,6 +45,7 @@ def partition(
     common = common or Common()
     if out is None or (out.exists() and not out.is_dir()):
         check.fail("out", out, "a folder")
+    check.count("parts", parts, most=MOST_PARTS)
     options = settle(config, data).data
     pairs, held_out = split_validation(read_pairs(path, options), options, seed)
     manifest = write_partition(pairs, out, parts, held_out)

@@ -72,7 +72,7 @@ class Subject:
             check.count("max_iterations", iterations)
         contest = Contest(
             problem, start, estimator.make_validation(given),
-            check.number("time_limit", limit, above=0.0), iterations, check.count("seed", estimator.seed, minimum=0),
+            check.number("time_limit", limit, above=0.0), iterations, check.seed(estimator.seed),
             out, self.methods, verbose,
         )  # fmt: skip
         return contest, self._about(contest, estimator, given)

@@ -183,4 +183,4 @@ def _share(name: str, value: object) -> float:
 
 
 def _generator(seed: object) -> np.random.Generator:
-    return np.random.default_rng(check.count("seed", seed, minimum=0))
+    return np.random.default_rng(check.seed(seed))

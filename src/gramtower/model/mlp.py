@@ -45,7 +45,7 @@ def mlp_towers(
     if dtype not in (torch.float32, torch.float64):
         check.fail("dtype", dtype, "torch.float32 or torch.float64")
     towers = undrawn_towers(problem, hidden, dim, activation)
-    generator = torch.Generator().manual_seed(check.count("seed", seed, minimum=0))
+    generator = torch.Generator().manual_seed(check.seed(seed))
     for tower, features in ((towers.left, problem.left), (towers.right, problem.right)):
         _draw_(tower, features, generator)
     return Towers(towers.left.to(dtype), towers.right.to(dtype))

@@ -168,7 +168,7 @@ class _Run:
         if not isinstance(problem, Problem):
             check.fail("problem", type(problem).__name__, "a gramtower.Problem")
         self.problem, self.towers, self.group = problem, towers, problem.shards.group
-        self.method: Method = make_method(optimizer, check.count("seed", seed, minimum=0), options)
+        self.method: Method = make_method(optimizer, check.seed(seed), options)
         self._identity = (optimizer, options, seed)
         self.validation, self.validate_at = validation, validate_at
         self.saved_at = 0.0  # seconds at the last checkpoint

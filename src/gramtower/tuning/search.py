@@ -58,7 +58,7 @@ def tune(
     limit = None if time_limit is None else check.number("time_limit", time_limit, above=0.0)
     if len(parse(metric)) != 1 or not isinstance(metric, str):
         check.fail("metric", repr(metric), "one metric, such as 'recall@20'")
-    check.count("seed", seed, minimum=0)
+    check.seed(seed)
     if model.towers is not None:
         check.fail("towers", "towers of your own", "a model with dim and hidden layers to choose")
     parts = make_parts(pairs, validation, (left_features, right_features), seed, model.device)
