@@ -255,6 +255,18 @@ def test_defaults_scale_with_the_data():
     assert fitted.omega_ == pytest.approx(4 * 180 / 220)
 
 
+@pytest.mark.parametrize("missing", [0, 1])
+def test_where_all_or_nearly_all_pairs_are_observed_the_model_does_not_collapse(missing):
+    labels = np.where(np.add.outer(np.arange(30), np.arange(20)) % 2 == 0, 1.0, -1.0)
+    for matrix in (np.ones((30, 20)), labels):
+        pairs = sp.csr_matrix(matrix)
+        pairs = sp.csr_matrix((pairs.data[missing:], (pairs.nonzero()[0][missing:], pairs.nonzero()[1][missing:])))
+        fitted = gt.TwoTower(dim=4, device="cpu").fit(pairs)
+        assert fitted.omega_ <= 4
+        rows, columns = pairs.nonzero()
+        assert (fitted.score(rows, columns) * pairs.data > 1).all()
+
+
 def test_embeddings_are_smaller_where_training_would_not_fit_the_memory(monkeypatch):
     many = (3_000_000, 1_000_000)
     assert defaults.default_dim(many, (), CPU, 40 * 4_000_000 * 256) == 256

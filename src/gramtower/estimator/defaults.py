@@ -1,6 +1,7 @@
 """Defaults that scale with the data: ω, the embedding penalty μ, the dimension k, and the device.
 
-    ω = 4 |O| / (mn − |O|)                    unobserved pairs weigh four times as much in all as observed ones
+    ω = 4 min(1, |O| / (mn − |O|))            unobserved pairs weigh four times as much in all as observed ones, and
+                                              where they are the fewer, four times as much each
     b = degree^0.1                            among them those of frequent right entities a little more
     k = the power of two nearest min(m, n)/10, at least 64, at most 256 on a CPU and 2048 on a GPU;
         halved while training would take more than half of the memory that is there: ten vectors of (m + n) k numbers
@@ -72,9 +73,12 @@ def default_hidden(with_features: bool) -> tuple[int, ...]:
 
 
 def default_omega(shape: tuple[int, int], observed: int) -> float:
-    """ω that gives unobserved pairs a fixed total weight relative to observed ones."""
-    m, n = shape
-    return UNOBSERVED_SHARE * max(1, observed) / max(1, m * n - observed)
+    """ω that gives unobserved pairs a fixed total weight relative to observed ones, as long as they are the more.
+
+    Few of them never outweigh all that was observed: their total weight vanishes with their number.
+    """
+    unobserved = shape[0] * shape[1] - observed
+    return UNOBSERVED_SHARE * max(1, observed) / max(1, observed, unobserved)
 
 
 def default_embedding_l2(shape: tuple[int, int], observed: int, dim: int) -> float:
