@@ -267,6 +267,19 @@ def test_where_all_or_nearly_all_pairs_are_observed_the_model_does_not_collapse(
         assert (fitted.score(rows, columns) * pairs.data > 1).all()
 
 
+def test_an_entity_without_pairs_has_no_neighbours_and_is_none():
+    pairs = sp.csr_matrix(sp.block_diag([checkerboard(), sp.csr_matrix((2, 2))]), dtype=np.float32)
+    fitted = small(max_iterations=5).fit(pairs)
+    for side in ("left", "right"):
+        with pytest.raises(ValueError, match=f"{side} ids: got .*20.*no pair in the training data"):
+            fitted.similar([3, 20], side)
+        ids, scores = fitted.similar([3], side, k=30)
+        assert not np.isin(ids[np.isfinite(scores)], [20, 21]).any()
+        assert np.isfinite(scores).sum() == 19
+    described = small(max_iterations=2).fit(pairs, right_features=np.eye(22, 5, dtype=np.float32))
+    assert np.isfinite(described.similar([20], "right", k=3)[1]).all()
+
+
 def test_embeddings_are_smaller_where_training_would_not_fit_the_memory(monkeypatch):
     many = (3_000_000, 1_000_000)
     assert defaults.default_dim(many, (), CPU, 40 * 4_000_000 * 256) == 256

@@ -96,14 +96,40 @@ class Fitted:
         return self.right_.names(found), scores
 
     def similar(self, ids: Any, side: str = "right", k: int = 10) -> tuple[NDArray[Any], NDArray[np.float32]]:
-        """The k entities of the same side whose embeddings point most alike (cosine), the entity itself left out."""
+        """The k entities of the same side whose embeddings point most alike (cosine), the entity itself left out.
+
+        Entities without a direction of their own, see :meth:`has_direction`, are refused and never listed.
+        """
         self._check_fitted()
         this = self._side(side)
         rows = this.rows(ids)
+        directed = self.has_direction(side)
+        if not directed[rows].all():
+            bad = this.names(rows[~directed[rows]])[0]
+            given = f"{bad!r}, which has no pair in the training data and no features"
+            check.fail(f"{side} ids", given, "entities with a pair: nothing says what others are like")
         unit = normalised(this.embeddings)
         own = sp.csr_matrix((np.ones(len(rows)), (np.arange(len(rows)), rows)), shape=(len(rows), len(this)))
-        found, scores = top_k(unit[torch.from_numpy(rows)], unit, min(check.count("k", k), len(this)), exclude=own)
+        found, scores = top_k(
+            unit[torch.from_numpy(rows)], unit, min(check.count("k", k), len(this)),
+            exclude=own, deny=np.flatnonzero(~directed),
+        )  # fmt: skip
         return this.names(found), scores
+
+    def has_direction(self, side: str = "right") -> NDArray[np.bool_]:
+        """Whether anything sets each entity of a side apart: a pair of the training data, or features.
+
+        All others, known by their id alone, end up with embeddings of about the same direction, which says nothing
+        of what they are like. Of several processes none knows all pairs of a right entity: there all count as known.
+        """
+        self._check_fitted()
+        this = self._side(side)
+        described = any(part.kind not in ("id", "history") for part in this.inputs.parts)
+        if described or (side == "right" and not self.shards_.single):
+            return np.ones(len(this), dtype=bool)
+        if side == "left":
+            return np.asarray(np.diff(self.seen_.indptr) > 0)
+        return np.bincount(self.seen_.indices, minlength=len(this)) > 0
 
     def score(self, left: Any, right: Any) -> NDArray[np.float32]:
         """p_iᵀq_j for pairs of ids, element by element."""
