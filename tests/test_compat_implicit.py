@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import scipy.sparse as sp
 from test_estimator import checkerboard
 
 from gramtower.compat.implicit import TwoTower
+from gramtower.estimator.two_tower import TwoTower as Estimator
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +76,85 @@ def test_users_are_recalculated_from_their_items():
     assert set(ids) == {15, 17, 19}
 
 
+def fit(matrix, *arguments, **options):
+    model = TwoTower(*arguments, **{"iterations": 5, "hidden": (), "use_gpu": False} | options)
+    model.fit(matrix, show_progress=False)
+    return model
+
+
+def test_arguments_come_in_the_order_of_implicit():
+    names = (
+        "factors regularization alpha dtype use_native use_cg use_gpu iterations calculate_training_loss num_threads"
+    )
+    assert list(inspect.signature(TwoTower).parameters)[:11] == [*names.split(), "random_state"]
+    model = TwoTower(8, 0.05, 2.0)  # in implicit the third one is alpha
+    assert (model.factors, model.model.l2, model.alpha, model.iterations) == (8, 0.05, 2.0, 15)
+
+
+def test_a_dislike_is_not_a_like():
+    disliked = checkerboard()
+    disliked[3, 5] = -1.0
+    liked = abs(disliked)
+    bad, good = (fit(matrix, 8).user_factors[3] @ fit(matrix, 8).item_factors[5] for matrix in (disliked, liked))
+    assert bad < 0 < good
+    with pytest.raises(ValueError, match="1 negative entries, expected likes alone"):
+        TwoTower(8, history=True).fit(disliked, show_progress=False)
+
+
+def test_entries_are_confidences_and_alpha_multiplies_them():
+    matrix = checkerboard().astype(np.float32)
+    sure = matrix.copy()
+    sure[3, 5] = 50.0
+    scores = [fit(m, 8).user_factors[3] @ fit(m, 8).item_factors[5] for m in (matrix, sure)]
+    assert scores[1] > scores[0] + 0.5
+    once, twice = fit(sure * 2, 8), fit(sure, 8, alpha=2.0)
+    assert np.array_equal(once.user_factors, twice.user_factors)
+    assert not np.array_equal(once.user_factors, fit(sure, 8).user_factors)
+
+
+def test_ones_are_what_the_estimator_learns_without_weights():
+    ours = fit(checkerboard(), 8)
+    plain = Estimator(dim=8, hidden=(), max_iterations=5, device="cpu").fit(
+        sp.csr_matrix(checkerboard(), dtype=np.float32)
+    )
+    assert np.array_equal(ours.user_factors, plain.embed(side="left"))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_is_refused(bad):
+    matrix = checkerboard().astype(np.float32)
+    matrix.data[7] = bad
+    with pytest.raises(ValueError, match="finite"):
+        fit(matrix, 8)
+    with pytest.raises(ValueError, match=r"scipy\.sparse"):
+        fit(np.eye(4), 8)
+    with pytest.raises(ValueError, match="alpha"):
+        TwoTower(alpha=bad)
+
+
+def test_arguments_without_a_meaning_here_warn():
+    with pytest.warns(UserWarning, match="ignored: dtype=.*float64.*, use_cg=False, num_threads=4"):
+        TwoTower(dtype=np.float64, use_cg=False, num_threads=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TwoTower(dtype=np.float32, use_native=True, use_cg=True, calculate_training_loss=True, num_threads=0)
+
+
+def test_generators_give_seeds():
+    seeds = [TwoTower(random_state=kind(3)).model.seed for kind in (np.random.default_rng, np.random.RandomState)]
+    again = [TwoTower(random_state=kind(3)).model.seed for kind in (np.random.default_rng, np.random.RandomState)]
+    assert seeds == again
+    assert TwoTower(random_state=11).model.seed == 11
+
+
+def test_an_item_without_any_pair_is_like_no_other():
+    matrix = sp.hstack([checkerboard(), sp.csr_matrix((20, 2))], format="csr")
+    model = fit(matrix, 8)
+    assert not model.similar_items(21, N=5)[1].any()
+    ids, scores = model.similar_items(3, N=22)
+    assert set(scores[ids >= 20]) == {0.0}
+
+
 def test_saved_models_answer_alike(fitted, tmp_path):
     fitted.save(tmp_path / "model")
     loaded = TwoTower.load(tmp_path / "model")
@@ -90,3 +171,8 @@ def test_signatures_match_implicit():
         assert list(ours)[: len(theirs)] == list(theirs), name
         for parameter in theirs.values():
             assert ours[parameter.name].default == parameter.default, (name, parameter.name)
+    theirs = inspect.signature(pytest.importorskip("implicit.als").AlternatingLeastSquares).parameters
+    ours = inspect.signature(TwoTower).parameters
+    assert list(ours)[: len(theirs)] == list(theirs)
+    for name in theirs.keys() - {"regularization", "use_gpu"}:  # by the data, and by the machine, here
+        assert ours[name].default == theirs[name].default, name
