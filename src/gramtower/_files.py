@@ -22,9 +22,12 @@ def replacing(path: Path) -> Iterator[Path]:
     """A name to write under; what is there when the block ends well takes the place of ``path`` in one step.
 
     If the block or the disk fails, the file at ``path`` stays as it was and nothing is left beside it. Folders above
-    it are made. The new file has the permissions that an ordinary new file gets.
+    it are made. The new file has the permissions that an ordinary new file gets. A device, a pipe or a folder is never
+    replaced.
     """
-    folder, lock = _room(path)
+    if path.exists() and not path.is_file():
+        raise ValueError(f"path: got {path}, which is no ordinary file, expected one, or a new name")
+    folder, lock = _writing_folder(path)
     try:
         partial = folder / "content"
         partial.touch()
@@ -80,7 +83,7 @@ def take_lock(path: Path) -> int | None:
         os.close(file)  # its holder has just removed it: take the new one
 
 
-def _room(path: Path) -> tuple[Path, int | None]:
+def _writing_folder(path: Path) -> tuple[Path, int | None]:
     """A new folder beside ``path`` to write in, and its lock; removes those that killed processes left there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
