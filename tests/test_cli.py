@@ -7,6 +7,7 @@ import errno
 import gzip
 import inspect
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -391,7 +392,8 @@ def test_every_error_is_said_in_words_of_this_library(fitted, capsys, monkeypatc
 
 def test_paths_that_cannot_be_used_are_named(fitted, pairs, tmp_path, capsys):
     fit = ("fit", pairs / "train.csv", *COLUMNS, *SMALL, "--out")
-    assert "/dev/null: exists already, and is not a folder" in refusal(capsys, *fit, "/dev/null")
+    os.mkfifo(tmp_path / "pipe")
+    assert "pipe: exists already, and is not a folder" in refusal(capsys, *fit, tmp_path / "pipe")
     long = refusal(capsys, *fit, "x" * 5000)
     assert "the name is too long" in long
     assert len(long) < 1100
@@ -399,7 +401,7 @@ def test_paths_that_cannot_be_used_are_named(fitted, pairs, tmp_path, capsys):
     assert "is a folder, expected a file" in refusal(capsys, *fit, tmp_path, "--config", tmp_path)
     convert = ("convert", pairs / "train.csv", *COLUMNS, "--out")
     (tmp_path / "there.csv").mkdir()
-    assert "is a folder, expected a file" in refusal(capsys, *convert, tmp_path / "there.csv")
+    assert "which is no ordinary file" in refusal(capsys, *convert, tmp_path / "there.csv")
     for token in ("a\0b", "\udcff", "\ud800"):
         assert "expected text in UTF-8" in refusal(capsys, "info", token)
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import gramtower as gt
+from gramtower.data.splits import random_pairs
 from gramtower.distributed.group import SINGLE
 from gramtower.estimator import defaults
 from gramtower.estimator.matrices import history_features
@@ -426,3 +427,28 @@ def test_tables_that_are_the_embeddings_are_stored_once(tmp_path):
 def test_history_features_have_length_one():
     features = history_features(checkerboard())
     assert np.allclose(features.multiply(features).sum(1), 1)
+
+
+def test_arguments_of_a_wrong_kind_are_refused_by_name(tmp_path):
+    pairs = gt.Interactions.from_matrix(checkerboard())
+    fitted = small(max_iterations=1).fit(checkerboard())
+    for name, call in (
+        ("left", lambda: fitted.recommend(Ellipsis)),
+        ("deny", lambda: fitted.recommend([1], deny=checkerboard())),
+        ("exclude_seen", lambda: fitted.recommend([1], exclude_seen=torch.zeros(0))),
+        ("ids", lambda: fitted.similar([[1, 2]])),
+        ("metrics", lambda: fitted.evaluate(checkerboard(), metrics=True)),
+        ("path", lambda: fitted.save(3)),
+        ("optimizer_options", lambda: small(optimizer_options=torch.zeros(2)).fit(checkerboard())),
+        ("hidden", lambda: small(hidden=torch.tensor(3)).fit(checkerboard())),
+        ("seed", lambda: small(seed=2**70).fit(checkerboard())),
+        ("left_ids", lambda: gt.Interactions.from_matrix(checkerboard(), left_ids=True)),
+        ("left", lambda: gt.Interactions.from_arrays(checkerboard(), [1])),
+        ("entries", lambda: pairs.subset(torch.eye(3).to_sparse())),
+        ("pairs", lambda: random_pairs([[1, 2]])),
+        ("problem", lambda: gt.mlp_towers(np.eye(3))),
+        ("path", lambda: gt.read_history(None)),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}: got "):
+            call()
+    assert repr(gt.TwoTower(left_weights=sp.eye(2), right_weights=np.ones(2))).startswith("TwoTower(left_weights=")

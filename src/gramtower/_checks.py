@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 import string
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Set
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -40,11 +42,10 @@ def number(name: str, value: object, *, minimum: float = -math.inf, above: float
 
 def count(name: str, value: object, *, minimum: int = 1, most: int | None = None) -> int:
     """An integer, at least ``minimum`` and at most ``most``."""
-    bound = f">= {minimum}" if most is None else f"from {minimum} to {most}"
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or int(value) < minimum:
-        fail(name, repr(value), f"an integer {bound}")
+        fail(name, repr(value), f"an integer >= {minimum}")
     if most is not None and int(value) > most:
-        fail(name, repr(value), f"an integer {bound}")
+        fail(name, repr(value), f"an integer from {minimum} to {most}")
     return int(value)
 
 
@@ -88,18 +89,57 @@ def _edits(name: str) -> Iterator[str]:
             yield before + letter + after[1:]
 
 
-def as_float_array(name: str, value: Any) -> NDArray[Any]:
-    """A numpy float array; float32 and float64 are kept, every other real number (True is 1) becomes float64."""
-    expected = "an array of real numbers"
+def flag(name: str, value: object) -> bool:
+    """True or False; 1 and 0 are too."""
+    if not isinstance(value, (bool, int, np.bool_, np.integer)) or value not in (0, 1):
+        fail(name, repr(value), "True or False")
+    return bool(value)
+
+
+def path(name: str, value: object) -> Path:
+    """A path."""
+    if not isinstance(value, (str, os.PathLike)) or "\0" in str(value):
+        fail(name, repr(value), "a path: text or pathlib.Path")
+    return Path(value)
+
+
+def listed(name: str, value: Any, what: str = "values") -> list[Any]:
+    """The elements of a one-dimensional sequence; neither text nor a matrix is one."""
+    flat = not isinstance(value, torch.Tensor) or (value.layout == torch.strided and value.dim() == 1)
+    if isinstance(value, (str, bytes, dict)) or not isinstance(value, Iterable) or not flat or hasattr(value, "tocsr"):
+        fail(name, type(value).__name__, f"a list of {what}")
+    if isinstance(value, np.ndarray) and value.ndim != 1:
+        fail(name, f"an array of shape {value.shape}", f"a list of {what}")
+    return value.tolist() if isinstance(value, (np.ndarray, torch.Tensor)) else list(value)
+
+
+def ids(name: str, value: Any) -> list[Any]:
+    """One id, or a sequence of them."""
+    one = isinstance(value, (str, bytes)) or not isinstance(value, Iterable)
+    found = [value] if one else listed(name, value, "ids")
+    for one in found:
+        if not isinstance(one, Hashable):
+            fail(name, repr(one), "ids: text or whole numbers")
+    return found
+
+
+def as_array(name: str, value: Any, expected: str) -> NDArray[Any]:
+    """A numpy array of what is one, or a dense tensor, or can become one."""
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided:
             fail(name, f"a tensor of layout {value.layout}", f"{expected} (a dense tensor, or scipy.sparse)")
         value = value.detach().cpu()
         value = (value.double() if value.dtype in (torch.float16, torch.bfloat16) else value).numpy()
     try:
-        array = np.asarray(value)
+        return np.asarray(value)
     except (TypeError, ValueError):
         fail(name, type(value).__name__, expected)
+
+
+def as_float_array(name: str, value: Any) -> NDArray[Any]:
+    """A numpy float array; float32 and float64 are kept, every other real number (True is 1) becomes float64."""
+    expected = "an array of real numbers"
+    array = as_array(name, value, expected)
     if array.dtype.kind not in "biuf":
         fail(name, f"dtype {array.dtype}", expected)
     return array if array.dtype in (np.float32, np.float64) else array.astype(np.float64)

@@ -28,6 +28,7 @@ from gramtower.estimator.side import normalised
 from gramtower.estimator.two_tower import TwoTower as Estimator
 from gramtower.retrieval.topk import top_k
 
+_FAR = 2**62
 Answer = tuple[NDArray[Any], NDArray[Any]]
 
 
@@ -72,7 +73,7 @@ class TwoTower:
         if regularization is not None:
             options["l2"] = regularization
         if use_gpu is not None:
-            options.setdefault("device", "cuda" if use_gpu else "cpu")
+            options.setdefault("device", "cuda" if check.flag("use_gpu", use_gpu) else "cpu")
         self.factors, self.iterations, self.history = factors, iterations, history
         self.alpha = check.number("alpha", alpha, above=0.0)
         self.model = Estimator(dim=factors, max_iterations=iterations, seed=_seed(random_state), **options)
@@ -116,7 +117,9 @@ class TwoTower:
         items: Sequence[int] | None = None,
     ) -> Answer:
         """The N best items for a user or for several; arrays of ids and scores, with one row for each user asked."""
-        users = np.atleast_1d(np.asarray(userid))
+        users = self._numbers("userid", userid)
+        filter_already_liked_items = check.flag("filter_already_liked_items", filter_already_liked_items)
+        recalculate_user = check.flag("recalculate_user", recalculate_user)
         if filter_already_liked_items or recalculate_user:
             if not isinstance(user_items, (sp.csr_matrix, sp.csr_array)):
                 raise ValueError("user_items needs to be a CSR sparse matrix")
@@ -133,7 +136,7 @@ class TwoTower:
         return self._ranked(
             P, self.model.right_.embeddings, N, np.isscalar(userid),
             exclude=user_items if filter_already_liked_items else None,
-            allow=self._chosen(items), deny=filter_items,
+            allow=items, deny=filter_items,
         )  # fmt: skip
 
     def similar_items(
@@ -195,34 +198,34 @@ class TwoTower:
         factors = (self.model.left_ if side == "left" else self.model.right_).embeddings
         unit = normalised(factors)
         unit[torch.from_numpy(~self.model.has_direction(side))] = 0.0
-        rows = self._known(np.atleast_1d(np.asarray(which)), len(factors), name)
+        rows = self._known(self._numbers(name, which), len(factors), name)
         return self._ranked(unit[rows], unit, N, np.isscalar(which), None, allow, deny)
 
     @staticmethod
     def _ranked(
         P: torch.Tensor, factors: torch.Tensor, N: int, single: bool, exclude: Any, allow: Any, deny: Any
     ) -> Answer:
-        for chosen in (allow, deny):
-            if chosen is not None and len(chosen) and (np.max(chosen) >= len(factors) or np.min(chosen) < 0):
-                raise IndexError("Some itemids in the items parameter in are not in the model")
-        limit = len(factors) if allow is None else len(allow)
-        found, scores = top_k(
-            P, factors, min(N, limit), exclude=exclude,
-            allow=None if allow is None else np.asarray(allow), deny=None if deny is None else np.asarray(deny),
+        chosen, left_out = (
+            None if given is None else TwoTower._numbers("items", given) for given in (allow, deny)
         )  # fmt: skip
+        for rows in (chosen, left_out):
+            if rows is not None and len(rows) and (rows.max() >= len(factors) or rows.min() < 0):
+                raise IndexError("Some itemids in the items parameter in are not in the model")
+        limit = max(1, len(factors) if chosen is None else len(chosen))
+        found, scores = top_k(P, factors, min(check.count("N", N), limit), exclude=exclude, allow=chosen, deny=left_out)
         return (found[0], scores[0]) if single else (found, scores)
 
     @staticmethod
     def _known(rows: NDArray[Any], count: int, name: str) -> NDArray[Any]:
-        if len(rows) and rows.dtype.kind not in "iu":
-            check.fail(name, f"dtype {rows.dtype}", "row numbers")
         if len(rows) and (rows.max() >= count or rows.min() < 0):
             raise IndexError(f"{name} is out of bounds of the model: it knows 0 to {count - 1}")
         return rows
 
     @staticmethod
-    def _chosen(items: Sequence[int] | None) -> NDArray[Any] | None:
-        return None if items is None else np.sort(np.asarray(items))
+    def _numbers(name: str, value: Any) -> NDArray[np.int64]:
+        """Row numbers, of one or of several."""
+        rows = check.ids(name, value)
+        return np.array([check.count(name, row, minimum=-_FAR, most=_FAR) for row in rows], dtype=np.int64)
 
 
 def _warn_of_what_is_ignored(dtype: Any, use_native: bool, use_cg: bool, num_threads: int) -> None:

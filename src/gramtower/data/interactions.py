@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import scipy.sparse as sp
+import torch
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
@@ -185,6 +186,7 @@ class Interactions:
         polars. The other arguments are those of :meth:`from_csv`.
         """
         rule = _rule(threshold, labels, duplicates, value)
+        left, right = _as_ids("left", left), _as_ids("right", right)
         given = {"value": value if rule.reads_value else None, "weight": weight}
         numbers = {name: check.as_float_array(name, x) for name, x in given.items() if x is not None}
         if time is not None:
@@ -204,8 +206,10 @@ class Interactions:
     ) -> Interactions:
         """Pairs from any scipy.sparse matrix; ids default to row and column numbers. Duplicates are added."""
         own = _canonical(matrix)
-        rows = as_ids("left_ids", range(own.shape[0]) if left_ids is None else left_ids)
-        columns = as_ids("right_ids", range(own.shape[1]) if right_ids is None else right_ids)
+        rows = as_ids("left_ids", range(own.shape[0]) if left_ids is None else check.listed("left_ids", left_ids))
+        columns = as_ids(
+            "right_ids", range(own.shape[1]) if right_ids is None else check.listed("right_ids", right_ids)
+        )
         return cls(own, rows, columns, left_name=left_name, right_name=right_name, report=_counts(own))
 
     @classmethod
@@ -256,7 +260,7 @@ class Interactions:
         Args:
             entries: a mask over the stored entries (``matrix.data``), or their places without repetition.
         """
-        chosen = np.asarray(entries)
+        chosen = check.as_array("entries", entries, "a mask, or places of entries")
         if chosen.dtype == bool and chosen.shape != (len(self),):
             check.fail("entries", f"a mask of shape {chosen.shape}", f"shape ({len(self)},), one for each pair")
         if chosen.dtype != bool:
@@ -295,6 +299,13 @@ def _canonical(matrix: Any, shape: tuple[int, int] | None = None) -> sp.csr_matr
 
 def _counts(matrix: sp.csr_matrix) -> dict[str, int]:
     return {"pairs": int(matrix.nnz), "left": matrix.shape[0], "right": matrix.shape[1]}
+
+
+def _as_ids(name: str, given: Any) -> Any:
+    """Ids as they were given, tensors as arrays; matrices are none."""
+    if sp.issparse(given):
+        check.fail(name, "a sparse matrix", "a sequence of ids; from_matrix takes a matrix")
+    return check.as_array(name, given, "a sequence of ids") if isinstance(given, torch.Tensor) else given
 
 
 def _rule(threshold: float | None, labels: bool, duplicates: str, value: object) -> Rule:

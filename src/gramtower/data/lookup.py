@@ -38,7 +38,7 @@ def rows_of(name: str, ids: Any, index: Mapping[Key, int], expected: str | None 
     Raises:
         ValueError: for unknown ids; names the first few, with near ones or why they cannot be among those known.
     """
-    keys = [key_of(name, cell) for cell in listed(name, ids)]
+    keys = [key_of(name, cell) for cell in check.ids(name, ids)]
     unknown = [key for key in keys if key not in index]
     if unknown:
         named = "; ".join(f"{key!r}{_hint(key, index)}" for key in dict.fromkeys(unknown[:_NAMED]))
@@ -59,16 +59,6 @@ def as_known(texts: Iterable[str], ids: NDArray[Any] | None) -> list[Key]:
     """Text from a command line as ids of the type of those known; None stands for row numbers."""
     numbers = ids is None or ids.dtype.kind == "i"
     return [_number(text) if numbers else text for text in texts]
-
-
-def listed(name: str, ids: Any) -> list[Any]:
-    """One id or several as a list."""
-    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
-        return [ids]
-    if isinstance(ids, np.ndarray) and ids.ndim != 1:
-        check.fail(name, f"shape {ids.shape}", "one id or one dimension of them")
-    found = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-    return found if isinstance(found, list) else [found]
 
 
 def _is_text(index: Mapping[Key, int]) -> bool:

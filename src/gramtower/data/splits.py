@@ -51,6 +51,7 @@ def random_pairs(pairs: Interactions, test: float = 0.1, *, seed: int = 0) -> Sp
         test: share of pairs to hold out, above 0 and below 1; rounded to whole pairs.
         seed: of the draw.
     """
+    _checked(pairs)
     share = _share("test", test)
     chosen = np.zeros(len(pairs), dtype=bool)
     chosen[_generator(seed).permutation(len(pairs))[: round(share * len(pairs))]] = True
@@ -66,9 +67,12 @@ def per_user(pairs: Interactions, test: float = 0.2, *, minimum: int = 1, seed: 
         minimum: pairs every user keeps for training, even when that leaves none to test.
         seed: of the draw.
     """
+    _checked(pairs)
     share = _share("test", test)
-    counts = np.diff(pairs.matrix.indptr)
-    out = np.minimum(np.floor(share * counts + 0.5), counts - check.count("minimum", minimum, minimum=0)).clip(0)
+    counts = np.diff(pairs.matrix.indptr).astype(np.int64)
+    out = np.minimum(
+        np.floor(share * counts + 0.5), counts - check.count("minimum", minimum, minimum=0, most=2**62)
+    ).clip(0)
     rank = _ranks(pairs, _generator(seed).random(len(pairs)))
     return _split(pairs, rank < np.repeat(out, counts))
 
@@ -81,10 +85,11 @@ def leave_one_out(pairs: Interactions, *, minimum: int = 1, seed: int = 0) -> Sp
         minimum: pairs that must remain for training; users with fewer keep all of theirs.
         seed: of the draw.
     """
-    counts = np.diff(pairs.matrix.indptr)
+    _checked(pairs)
+    counts = np.diff(pairs.matrix.indptr).astype(np.int64)
     draw = _generator(seed).random(len(pairs))
     rank = _ranks(pairs, draw, None if pairs.times is None else -pairs.times)
-    enough = counts > check.count("minimum", minimum, minimum=0)
+    enough = counts > check.count("minimum", minimum, minimum=0, most=2**62)
     return _split(pairs, (rank == 0) & np.repeat(enough, counts))
 
 
@@ -99,6 +104,7 @@ def by_time(pairs: Interactions, test: float | None = None, *, cut: Any = None, 
             datetime, datetime64 or ISO 8601 text, UTC unless it has a zone.
         seed: of the draw.
     """
+    _checked(pairs)
     generator = _generator(seed)
     if pairs.times is None:
         check.fail("pairs", "pairs without times", "pairs read with time=")
@@ -123,6 +129,7 @@ def held_out_users(pairs: Interactions, users: float = 0.1, *, history: float = 
             others are the test pairs. At least one of them is a test pair.
         seed: of the draw.
     """
+    _checked(pairs)
     generator = _generator(seed)
     given = check.number("history", history, minimum=0.0)
     if given >= 1:
@@ -140,6 +147,11 @@ def held_out_users(pairs: Interactions, users: float = 0.1, *, history: float = 
     rank = _ranks(pairs, generator.random(len(pairs)))
     as_history = held & (rank < np.repeat(shown, counts))
     return _split(pairs, held & ~as_history, as_history, rows)
+
+
+def _checked(pairs: object) -> None:
+    if not isinstance(pairs, Interactions):
+        check.fail("pairs", type(pairs).__name__, "gramtower.Interactions")
 
 
 def _split(

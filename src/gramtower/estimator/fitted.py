@@ -77,6 +77,7 @@ class Fitted:
         """
         self._check_fitted()
         check.count("k", k)
+        exclude_seen = check.flag("exclude_seen", exclude_seen)
         new = left_features is not None or histories is not None
         if (left is None) != new:
             given = "None" if left is None else "ids, and features or histories"
@@ -85,13 +86,13 @@ class Fitted:
             seen = None if histories is None else history_matrix(self.right_, histories)
             P = self._embed_new("left", left_features, seen)
         else:
-            rows = self.left_.rows(left)
+            rows = self.left_.rows(check.ids("left", left))
             P, seen = self.left_.embeddings[torch.from_numpy(rows)], self.seen_[rows]
         found, scores = top_k(
             P, self.right_.embeddings, min(k, len(self.right_)),
             exclude=seen if exclude_seen else None,
-            allow=None if allow is None else self.right_.rows(allow),
-            deny=None if deny is None else self.right_.rows(deny),
+            allow=None if allow is None else self.right_.rows(check.ids("allow", allow)),
+            deny=None if deny is None else self.right_.rows(check.ids("deny", deny)),
         )  # fmt: skip
         return self.right_.names(found), scores
 
@@ -102,7 +103,7 @@ class Fitted:
         """
         self._check_fitted()
         this = self._side(side)
-        rows = this.rows(ids)
+        rows = this.rows(check.ids("ids", ids))
         directed = self.has_direction(side)
         if not directed[rows].all():
             bad = this.names(rows[~directed[rows]])[0]
@@ -134,7 +135,7 @@ class Fitted:
     def score(self, left: Any, right: Any) -> NDArray[np.float32]:
         """p_iᵀq_j for pairs of ids, element by element."""
         self._check_fitted()
-        rows, columns = self.left_.rows(left), self.right_.rows(right)
+        rows, columns = self.left_.rows(check.ids("left", left)), self.right_.rows(check.ids("right", right))
         if len(rows) != len(columns):
             check.fail("left, right", f"{len(rows)} and {len(columns)} ids", "as many left as right ids")
         P, Q = self.left_.embeddings[torch.from_numpy(rows)], self.right_.embeddings[torch.from_numpy(columns)]
@@ -162,7 +163,7 @@ class Fitted:
         this = self._side(side)
         if ids is None:
             return np.asarray(this.embeddings.numpy().copy())
-        return np.asarray(this.embeddings[torch.from_numpy(this.rows(ids))].numpy())
+        return np.asarray(this.embeddings[torch.from_numpy(this.rows(check.ids("ids", ids)))].numpy())
 
     def evaluate(
         self,
@@ -181,6 +182,7 @@ class Fitted:
         :func:`gramtower.data.splits.held_out_users`, and are what counts as seen.
         """
         self._check_fitted()
+        exclude_seen = check.flag("exclude_seen", exclude_seen)
         P, seen, processes = self.left_.embeddings, self.seen_, self.shards_.group
         if left_features is not None or histories is not None:
             if by is not None:
@@ -198,7 +200,7 @@ class Fitted:
             truth = self._align(test)
         return evaluate_embeddings(
             P, self.right_.embeddings, truth,
-            train=seen, metrics=tuple(metrics), exclude_train=exclude_seen, by=by, processes=processes,
+            train=seen, metrics=metrics, exclude_train=exclude_seen, by=by, processes=processes,
         )  # fmt: skip
 
     def _embed_new(self, name: str, features: Any, history: sp.csr_matrix | None = None) -> Tensor:

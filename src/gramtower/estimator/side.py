@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gramtower import _checks as check
 from gramtower.data.ids import Key
-from gramtower.data.lookup import index_of, listed, rows_of
+from gramtower.data.lookup import index_of, rows_of
 from gramtower.data.matrices import canonical
 from gramtower.estimator.inputs import Inputs
 
@@ -45,7 +45,7 @@ class Side:
     def rows(self, ids: Any) -> NDArray[np.int64]:
         """Row numbers of ids; unknown ones are named with the nearest known."""
         if self.ids is None:
-            return self._numbers(listed(f"{self.name} ids", ids))
+            return self._numbers(check.ids(f"{self.name} ids", ids))
         expected = f"ids seen in training, or {self.name}_features for new entities"
         return rows_of(f"{self.name} ids", ids, self._index, expected)
 
@@ -76,7 +76,8 @@ def history_matrix(right: Side, histories: Any) -> sp.csr_matrix:
         if histories.shape[-1] != len(right):
             check.fail("histories", f"shape {histories.shape}", f"{len(right)} columns, one for each right entity")
         return sp.csr_matrix(canonical("histories", histories), dtype=np.float32)
-    columns = [right.rows(list(history)) for history in histories]
+    lists = check.listed("histories", histories, "lists of right ids")
+    columns = [right.rows(check.listed("histories", history, "right ids")) for history in lists]
     offsets = np.cumsum([0, *map(len, columns)])
     indices = np.concatenate(columns) if columns else np.empty(0, dtype=np.int64)
     matrix = sp.csr_matrix((np.ones(len(indices), np.float32), indices, offsets), (len(columns), len(right)))

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from gramtower import _checks as check
 from gramtower.distributed.agreement import agree
 from gramtower.distributed.group import current_group
@@ -125,7 +123,7 @@ class TwoTower(Fitted):
         changed = [
             f"{k}={v!r}"
             for k, v in self.get_params().items()
-            if v is not given[k].default and (isinstance(v, np.ndarray) or v != given[k].default)
+            if v is not given[k].default and (type(v) is not type(given[k].default) or v != given[k].default)
         ]
         return f"TwoTower({', '.join(changed)})"
 
@@ -154,13 +152,16 @@ class TwoTower(Fitted):
             checkpoint: path of a checkpoint that an interrupted fit continues from.
             history: path of a JSONL file with one record an iteration.
         """
+        options = {} if self.optimizer_options is None else self.optimizer_options
+        if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+            check.fail("optimizer_options", repr(options), "names and values")
         device = defaults.pick_device(self.device)
         problem, towers, given = self.prepare(pairs, left_features, right_features, validation, warm_start)
         towers = Towers(towers.left.to(device), towers.right.to(device))
         result = minimize(
             problem, towers, self.optimizer, self.max_iterations, self.time_limit, self.seed,
             validation=self.make_validation(given), patience=None if given.test is None else self.patience,
-            checkpoint=checkpoint, history=history, verbose=self.verbose, **(self.optimizer_options or {}),
+            checkpoint=checkpoint, history=history, verbose=self.verbose, **options,
         )  # fmt: skip
         self._finish(problem, towers, given, result)
         return self
@@ -240,7 +241,7 @@ class TwoTower(Fitted):
         from gramtower.estimator.model_file import write_model  # which makes models of this class
 
         self._check_fitted()
-        write_model(self, Path(path))
+        write_model(self, check.path("path", path))
 
     def take_up(
         self, pairs: Any, left_features: Any = None, right_features: Any = None, validation: Any = None

@@ -81,9 +81,9 @@ class Metric:
 def parse(metrics: str | Sequence[str]) -> list[Metric]:
     """Metrics from names such as ``"recall@20"``; unknown ones are refused with the list of those there are."""
     parsed = []
-    for name in [metrics] if isinstance(metrics, str) else list(metrics):
+    for name in [metrics] if isinstance(metrics, str) else check.listed("metrics", metrics, "names"):
         match = re.fullmatch(r"([a-z_]+)@([1-9][0-9]*)", name) if isinstance(name, str) else None
-        if name == "auc":
+        if isinstance(name, str) and name == "auc":
             parsed.append(Metric("auc", "auc", 0))
         elif match and (match[1] in AT_K or match[1] == "coverage"):
             parsed.append(Metric(name, match[1], int(match[2])))

@@ -38,7 +38,7 @@ def ranking_metrics(recommended: Any, relevant: Any, metrics: str | Sequence[str
     wanted = parse(metrics)
     if any(metric.kind == "auc" for metric in wanted):
         check.fail("metrics", "'auc'", "metrics of lists; evaluate_embeddings computes the AUC")
-    lists = np.asarray(recommended)
+    lists = check.as_array("recommended", recommended, "integers, users × K")
     if lists.ndim != 2 or lists.dtype.kind not in "iu":
         check.fail("recommended", f"shape {lists.shape} of {lists.dtype}", "integers, users × K")
     truth = _positives(canonical("relevant", relevant))
@@ -92,7 +92,7 @@ def evaluate_embeddings(
         check.choice("by", by, ("popularity", "activity"))
         if seen is None:
             check.fail("train", "None", f"the training pairs, for by={by!r}")
-    exclude = seen if exclude_train else None
+    exclude = seen if check.flag("exclude_train", exclude_train) else None
     given = truth.nnz
     if exclude is not None:
         truth = _without(truth, exclude)

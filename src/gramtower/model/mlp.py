@@ -19,6 +19,8 @@ from gramtower.model.stack import ACTIVATIONS
 from gramtower.model.tables import draw_rows_
 from gramtower.model.towers import Towers, TwoSided
 
+_WIDEST = 2**31 - 1
+
 
 def mlp_towers(
     problem: TwoSided,
@@ -53,8 +55,10 @@ def mlp_towers(
 
 def undrawn_towers(problem: TwoSided, hidden: Sequence[int], dim: int, activation: str) -> Towers:
     """The same network without its first numbers, for parameters that are loaded next."""
+    if not all(isinstance(getattr(problem, side, None), Features) for side in ("left", "right")):
+        check.fail("problem", type(problem).__name__, "a gramtower.Problem")
     check.choice("activation", activation, tuple(ACTIVATIONS))
-    widths = [*check_hidden(hidden), check.count("dim", dim)]
+    widths = [*check_hidden(hidden), check.count("dim", dim, most=_WIDEST)]
 
     def tower(features: Features) -> nn.Module:
         layers: list[nn.Module] = [InputLinear(features.width, widths[0], bias=len(widths) > 1, draw=False)]
@@ -83,9 +87,9 @@ def check_hidden(hidden: object) -> tuple[int, ...]:
     Raises:
         ValueError: if they are not positive integers.
     """
-    if not isinstance(hidden, Iterable) or isinstance(hidden, str):
+    if not isinstance(hidden, Iterable) or isinstance(hidden, str) or getattr(hidden, "ndim", 1) != 1:
         check.fail("hidden", repr(hidden), "a sequence of layer widths, such as (256, 256) or ()")
-    return tuple(check.count("hidden", width) for width in hidden)
+    return tuple(check.count("hidden", width, most=_WIDEST) for width in hidden)
 
 
 def _draw_(tower: nn.Module, features: Features, generator: torch.Generator) -> None:

@@ -181,7 +181,7 @@ def as_parameters(name: str, value: Any, like: Parameters) -> Parameters:
         if value.layout.shapes != like.layout.shapes:
             check.fail(name, "Parameters of other tensors", f"the tensors {list(like)[:4]}…")
         return Parameters(like.layout, value.vector.to(like.vector))
-    vector = torch.as_tensor(value)
+    vector = value if isinstance(value, Tensor) else torch.from_numpy(check.as_float_array(name, value))
     if vector.shape != (len(like),):
         check.fail(name, f"shape {tuple(vector.shape)}", f"Parameters or a vector of shape ({len(like)},)")
     return Parameters(like.layout, vector.to(like.vector))

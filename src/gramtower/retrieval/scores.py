@@ -28,6 +28,8 @@ def embeddings(P: Any, Q: Any) -> tuple[Tensor, Tensor]:
         if not isinstance(value, (Tensor, np.ndarray)) or value.ndim != 2 or 0 in value.shape[1:]:
             given = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else type(value).__name__
             check.fail(name, given, "a tensor of shape (entities, k)")
+        if value.dtype.kind not in "biufc" if isinstance(value, np.ndarray) else value.layout != torch.strided:
+            check.fail(name, f"{type(value).__name__} of {value.dtype}", "a dense tensor of floating-point embeddings")
         tensor = torch.as_tensor(value).detach()
         if not tensor.is_floating_point():
             check.fail(name, f"dtype {tensor.dtype}", "floating-point embeddings")

@@ -70,7 +70,7 @@ def top_k(
 
 def _columns(name: str, value: Any, n: int) -> NDArray[np.int64]:
     """Distinct column numbers, increasing."""
-    array = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value)
+    array = check.as_array(name, value, "a list of column numbers")
     if array.size == 0:
         return np.empty(0, dtype=np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":

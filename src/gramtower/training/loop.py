@@ -92,16 +92,21 @@ def minimize(
     Returns:
         The reason for stopping, the history and the final parameters.
     """
+    if validation is not None and not callable(validation):
+        check.fail("validation", repr(validation), "a function of a point")
+    watchers = check.listed("callbacks", callbacks, "functions")
+    if not all(callable(watcher) for watcher in watchers):
+        check.fail("callbacks", repr(callbacks), "functions of a record and a point")
+    path = None if checkpoint is None else check.path("checkpoint", checkpoint)
+    written = None if history is None else check.path("history", history)
     run = _Run(problem, towers, optimizer, seed, options, validation, validate_at)
     limits = _Limits(max_iterations, time_limit, tolerance, patience if validation is not None else None)
     if patience is not None and validation is None:
         check.fail("patience", patience, "a validation metric to be patient about: give validation as well")
     spacing = check.count("checkpoint_every", checkpoint_every), check.number("checkpoint_seconds", checkpoint_seconds)
     group = problem.shards.group
-    log = Log((max_iterations, time_limit)) if verbose and group.rank == 0 else None
-    records = History(None if history is None or group.rank > 0 else Path(history))
-    path = None if checkpoint is None else Path(checkpoint)
-    watchers = list(callbacks)
+    log = Log((max_iterations, time_limit)) if check.flag("verbose", verbose) and group.rank == 0 else None
+    records = History(None if group.rank > 0 else written)
     run.agree(path, limits)
     with locked(path, group):
         try:

@@ -131,7 +131,7 @@ class History:
 def read_history(path: str | Path) -> list[Record]:
     """Records from a JSONL file; an unfinished last line, left by a kill, is ignored."""
     records: list[Record] = []
-    for line in Path(path).read_text().splitlines():
+    for line in check.path("path", path).read_text().splitlines():
         try:
             values: dict[str, Any] = json.loads(line)
         except json.JSONDecodeError:
