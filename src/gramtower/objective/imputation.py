@@ -64,7 +64,7 @@ class Imputed:
         counts = shards.left.count, shards.right.count
         own = (float(k) if w is None else float(w.double().sum()) for w, k in zip((a, b), counts, strict=True))
         sums = shards.group.totals(*own)
-        return self.constant**2 * sums[0] * sums[1]
+        return self.constant * self.constant * sums[0] * sums[1]  # a power would raise where this is infinite
 
     def at_pairs(self, pairs: Pairs, kernels: Kernels, shards: Shards) -> Tensor | float:
         """ỹ on the observed pairs."""
