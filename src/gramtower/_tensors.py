@@ -77,7 +77,7 @@ class TensorFile:
             slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118
             content = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
         except (SafetensorError, OSError) as error:
-            raise Damaged(f"{path} is no safetensors file ({error})") from error
+            raise Damaged(f"{path} is no safetensors file, or not all of one") from error
         self._check_kind(facts, kind, version)
         self._sums = self._checksums(facts, content)
         every = {name: [dtype, list(shape), self._sums[name]] for name, (dtype, shape) in content.items()}

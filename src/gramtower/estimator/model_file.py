@@ -118,7 +118,9 @@ def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None) ->
         FileNotFoundError: if there is no such file.
         ValueError: if the file is not a model, is damaged, or does not hold together.
     """
-    path = Path(path)
+    path = check.path("path", path)
+    if towers is not None and not callable(towers):
+        check.fail("towers", type(towers).__name__, "a function from a Problem to Towers, or None")
     if not path.exists():
         raise FileNotFoundError(f"model: {path} does not exist")
     try:

@@ -8,6 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from gramtower import _checks as check
 from gramtower._files import write_text
 from gramtower.model.parameters import Parameters
 
