@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -14,9 +15,11 @@ pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 pytest.importorskip("polars", reason="the command line reads tables with polars")
 
 import gramtower as gt
+from gramtower import _checks as check
 from gramtower.cli.app import run
 from gramtower.cli.output import print_table
 from gramtower.cli.streams import prepare_streams, showable
+from gramtower.kernels import compiled
 
 NAMES = ["ann", "bo", "naïve → 😀", "日本"]
 
@@ -103,3 +106,17 @@ def test_closed_streams_lead_nowhere(model, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     done = subprocess.run(["sh", "-c", f"{command} nobody 2>&-"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_warnings_of_the_library_are_one_line_each_and_others_none(model, monkeypatch, capsys):
+    def warned(*_, **__):
+        warnings.warn_explicit("compiled\nanew", RuntimeWarning, compiled.__file__, 3)
+        warnings.warn_explicit("internal", UserWarning, "/somewhere/torch/x.py", 3)
+        check.fail("left", "nothing", "something")
+
+    monkeypatch.setattr(gt.TwoTower, "recommend", warned)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert run(["recommend", model, "--left", "ann"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["warning: compiled anew", "error: left: got nothing, expected something"]

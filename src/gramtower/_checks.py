@@ -115,8 +115,7 @@ def listed(name: str, value: Any, what: str = "values") -> list[Any]:
 
 def ids(name: str, value: Any) -> list[Any]:
     """One id, or a sequence of them."""
-    one = isinstance(value, (str, bytes)) or not isinstance(value, Iterable)
-    found = [value] if one else listed(name, value, "ids")
+    found = [value] if isinstance(value, (str, int, np.integer)) else listed(name, value, "ids")
     for one in found:
         if not isinstance(one, Hashable):
             fail(name, repr(one), "ids: text or whole numbers")

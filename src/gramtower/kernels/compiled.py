@@ -61,4 +61,4 @@ def _tell(reason: str) -> None:
     if not _told:
         _told = True
         text = f"{reason}: every process compiles anew, which takes seconds; set NUMBA_CACHE_DIR to a writable folder"
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
