@@ -78,10 +78,10 @@ class Kernels(Protocol):
         """x_e = a_i · b_j."""
 
     def left_sum(self, pairs: Pairs, x: Tensor, B: Tensor, out: Tensor) -> None:
-        """Out += X B."""
+        """out += X B."""
 
     def right_sum(self, pairs: Pairs, x: Tensor, A: Tensor, out: Tensor) -> None:
-        """Out += Xᵀ A."""
+        """out += Xᵀ A."""
 
     def curvature_left(
         self, pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: Tensor, out: Tensor

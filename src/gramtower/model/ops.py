@@ -86,11 +86,11 @@ class Op:
     parity = 0  # differs between steps that hand results to each other; set by stack.steps
 
     def forward(self, x: Any, values: Values) -> tuple[Tensor, Any]:
-        """Y and what to keep."""
+        """y and what to keep."""
         raise NotImplementedError
 
     def jvp(self, saved: Any, dx: Any, values: Values, tangent: Named, out: Tensor | None = None) -> Any:
-        """Dy along (dx, tangent), a tensor or Shifted, in ``out`` where given; frozen tensors have no tangent."""
+        """dy along (dx, tangent), a tensor or Shifted, in ``out`` where given; frozen tensors have no tangent."""
         raise NotImplementedError
 
     def vjp(self, saved: Any, g: Any, values: Values, out: Named, need_input: bool) -> Any:
@@ -190,7 +190,7 @@ class Affine(Op):
         return torch.addmm(values.tensors[self.bias], x, weight.t(), out=out), x
 
     def jvp(self, saved: Tensor, dx: Any, values: Values, tangent: Named, out: Tensor | None = None) -> Any:
-        """DX Wᵀ + X dWᵀ + db."""
+        """dX Wᵀ + X dWᵀ + db."""
         weight = values.tensors[self.weight]
         out = values.room(self, saved, weight.shape[0]) if out is None else out
         bias = None if self.bias is None else tangent.get(self.bias)

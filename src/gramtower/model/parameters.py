@@ -129,7 +129,7 @@ class Parameters:
         return math.sqrt(self.dot(self))
 
     def axpy_(self, a: float | Tensor, other: Parameters) -> Parameters:
-        """Self += a · other, in place; ``a`` may be a scalar on the device."""
+        """self += a · other, in place; ``a`` may be a scalar on the device."""
         if isinstance(a, Tensor) and a.is_cuda:
             self.vector.addcmul_(other.vector, a.to(self.vector.dtype))
         else:
@@ -137,7 +137,7 @@ class Parameters:
         return self
 
     def scale_(self, a: float) -> Parameters:
-        """Self *= a, in place."""
+        """self *= a, in place."""
         self.vector.mul_(a)
         return self
 

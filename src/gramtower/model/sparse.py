@@ -2,7 +2,7 @@
 
 A module that begins with ``nn.Linear``, ``nn.EmbeddingBag(mode="sum")`` or ``x @ weight`` receives a
 :class:`SparseRows`; its first product X W then runs on the pair kernels and nothing becomes dense. The two
-products below are each other's derivative, so double backward (see ops.Opaque) works.
+products below are each other's derivative, so double backward (see opaque.py) works.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Imputed:
         return scale * column_sums(embeddings, weight)[None, :]
 
     def subtract_product(self, side: int, matrix: Tensor, out: Tensor) -> None:
-        """Out −= P̃ matrix (side 0) or Q̃ matrix (side 1), with an r × k matrix."""
+        """out −= P̃ matrix (side 0) or Q̃ matrix (side 1), with an r × k matrix."""
         if self.factors is not None:
             out.addmm_(self.factors[side], matrix, alpha=-1.0)
         else:
