@@ -17,6 +17,7 @@ from gramtower.data.pairs import from_sparse
 from gramtower.data.synthetic import planted_pairs
 from gramtower.kernels import LossTerms, gpu, layout, reference
 from gramtower.model.slopes import by_output, slope_from_output
+from gramtower.objective.footprint import Sweep
 from gramtower.objective.losses import LOSSES
 
 GPU = torch.cuda.is_available()  # conftest.py asks for the interpreter where there is none
@@ -276,3 +277,24 @@ def test_a_table_of_both_towers_gets_both_parts():
         results.append((g.vector, (point.gauss_newton() @ g).vector))
     for mine, wanted in zip(*results, strict=True):
         assert float((mine - wanted).norm()) <= 2e-4 * float(wanted.norm())
+
+
+@pytest.mark.parametrize("sweep", [None, 5])
+def test_a_loss_added_to_the_library_by_name_works_with_the_kernels_that_do_not_know_it(sweep, monkeypatch):
+    pseudo_huber = gt.Loss(
+        value=lambda y, s: torch.sqrt(1 + (s - y) ** 2) - 1,
+        first=lambda y, s: (s - y) / torch.sqrt(1 + (s - y) ** 2),
+        second=lambda y, s: (1 + (s - y) ** 2) ** -1.5,
+        name="pseudo_huber",
+    )
+    monkeypatch.setitem(LOSSES, "pseudo_huber", pseudo_huber)
+    results = []
+    for kernels in ("triton", "reference"):
+        case = make_case(m=9, n=8, loss="squared", seed=3, kernels=kernels)
+        case.problem.loss = gt.Problem(sp.eye(2), loss="pseudo_huber").loss
+        case.problem.sweep = None if sweep is None else Sweep(sweep, streamed=False)
+        towers = gt.Towers(case.towers.left.to(DEVICE), case.towers.right.to(DEVICE))
+        point = case.problem.at(towers)
+        gradient = point.gradient()
+        results.append(torch.cat([gradient.to_vector(), (point.gauss_newton() @ gradient).to_vector()]))
+    assert torch.allclose(*results, rtol=1e-9)

@@ -43,9 +43,9 @@ class Observed(Protocol):
 
 def observe(kernels: Kernels, pairs: Pairs, P: Tensor, Q: Tensor, loss: Loss, terms: LossTerms) -> Observed:
     """One pass over O."""
-    fused: Any = getattr(kernels, "losses", None)
-    if fused is not None and loss is LOSSES.get(loss.name):
-        return _Fused(*fused(pairs, P, Q, terms))
+    if _known(kernels, loss):
+        fused: Any = kernels
+        return _Fused(*fused.losses(pairs, P, Q, terms))
     return _Scored(loss, terms, kernels.dots(pairs, P, Q))
 
 
@@ -82,8 +82,12 @@ def add_curved(
 
 def _in_one_pass(kernels: Kernels, loss: Loss, P: Tensor, Q: Tensor) -> bool:
     """Whether kernels can do without the scores."""
-    fits = P.shape[1] <= getattr(kernels, "LONGEST", 0) and P.dtype == Q.dtype
-    return fits and loss is LOSSES.get(loss.name)
+    return P.shape[1] <= getattr(kernels, "LONGEST", 0) and P.dtype == Q.dtype and _known(kernels, loss)
+
+
+def _known(kernels: Kernels, loss: Loss) -> bool:
+    """Whether kernels have this loss written out: one of the library's own that is in their table of losses."""
+    return loss.name in getattr(kernels, "LOSSES", ()) and loss is LOSSES.get(loss.name)
 
 
 class _Fused:
