@@ -6,10 +6,10 @@ last layer and moves down as
 
     S ← WᵀSW              through a linear layer
     S ← S ∘ mean(φ′φ′ᵀ)   through an elementwise activation
-    S ← mean(g gᵀ)        through any other module, g the back-propagation of vectors drawn with covariance S
+    S ← mean(g gᵀ)        through any other module or step, g the back-propagation of vectors drawn with covariance S
 
 For ids and sparse features A is kept to its diagonal, so that tables are preconditioned row by row. Parameters of other
-modules that belong to no Linear or Embedding get the diagonal Σ_i (J_iᵀ S J_i), from the same drawn vectors.
+modules and steps that belong to no Linear or Embedding get the diagonal Σ_i (J_iᵀ S J_i), from the same drawn vectors.
 
 Cost: about one matrix product of rows × width² for each layer, over some two thousand rows; a forward and ``draws``
 backward passes for modules without a written-out form. Checked by tests/test_kronecker.py.
@@ -27,10 +27,11 @@ from torch import Tensor, nn
 
 from gramtower.data.features import IdBlock, SparseBlock
 from gramtower.distributed.group import SINGLE, Group
+from gramtower.model.deferred import pulled
 from gramtower.model.layers import InputLinear
 from gramtower.model.linearization import Linearization
 from gramtower.model.opaque import Opaque
-from gramtower.model.ops import Affine, Elementwise, InputAffine, Op
+from gramtower.model.ops import Affine, Elementwise, InputAffine, Named, Op
 from gramtower.model.sparse import SparseRows
 
 _CHUNK = 512  # rows of drawn vectors that share a seed
@@ -119,9 +120,11 @@ def tower_factors(
             else:
                 _add_full(factors, step.weight, step.bias, step.inputs_first, moments[index], S, trainable)
         else:
-            assert isinstance(step, Opaque)
             noise = _Noise(seed, index, draws, tower.features.first)
-            S = _opaque(tower, index, step, S, weight, trainable, noise, group, owned, factors)
+            if isinstance(step, Opaque):
+                S = _opaque(tower, index, step, S, weight, trainable, noise, group, owned, factors)
+            else:
+                S = _by_vjp(tower, index, S, trainable, noise, group, factors)
     if opaque:
         tower.work.add(tower.side, "forwards", len(opaque))
     for factor in factors.layers:
@@ -276,6 +279,45 @@ def _opaque(
     if below is not None:
         group.sum_(below)
     return torch.zeros(1, 1, dtype=torch.float64) if below is None else below
+
+
+def _by_vjp(
+    tower: Linearization,
+    index: int,
+    S: Tensor,
+    trainable: set[str],
+    noise: _Noise,
+    group: Group,
+    factors: Factors,
+) -> Tensor:
+    """Diagonals of a step's own parameters and S at its input, from its vjp alone: for steps with no formula here."""
+    step, values, root = tower.steps[index], tower.values, _root(S)
+    others = {name for s in tower.steps if s is not step for name in _names(s)}
+    squares: Named = {}
+    below = torch.zeros(1, 1, dtype=torch.float64)
+    for start, stop, saved in tower.saved_blocks():
+        for draw in range(noise.draws):
+            v = noise.rows(draw, start, stop, len(S)).to(root.device) @ root.t()
+            out = {name: torch.zeros_like(values.tensors[name]) for name in sorted(trainable - others)}
+            g = pulled(step.vjp(saved[index], v.to(values.dtype), values, out, index > 0))
+            values.settle(out)
+            if g is not None:
+                part = (g.t() @ g).double() / (noise.draws * tower.features.total)
+                below = part if len(below) != len(part) else below + part
+            for name, total in out.items():
+                part = total.double().square() / noise.draws
+                squares[name] = squares[name] + part if name in squares else part
+    for name, square in squares.items():
+        if bool(group.sum_(square).any()):  # others are no part of this step
+            factors.diagonals[name] = square + factors.diagonals.get(name, 0)
+    return group.sum_(below)
+
+
+def _names(step: Op) -> list[str]:
+    """Own names of the tensors that a step with a formula here holds."""
+    if isinstance(step, Opaque):
+        return list(step.names.values())
+    return [name for name in (getattr(step, "weight", None), getattr(step, "bias", None)) if name is not None]
 
 
 class _Moments:

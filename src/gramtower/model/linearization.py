@@ -17,6 +17,7 @@ from torch import Tensor
 from gramtower.data.features import Features
 from gramtower.model.deferred import Shifted, settled
 from gramtower.model.memory import BlockPlan
+from gramtower.model.opaque import Opaque
 from gramtower.model.ops import Affine, Elementwise, InputAffine, Named, Op, Values
 from gramtower.model.slopes import FromInput
 
@@ -174,8 +175,8 @@ class Linearization:
     ) -> None:
         """The vjp of one block, added to ``out``; see ``vjp`` for ``base``. After ``begin``, and before ``settle``."""
         g: Any = cotangent
-        if isinstance(self.steps[-1], Elementwise):
-            g = g.clone()  # the step works in place, the cotangent is the caller's
+        if not isinstance(self.steps[-1], (InputAffine, Affine, Opaque)):
+            g = g.clone()  # the step may work in place, the cotangent is the caller's
         for index in range(len(self.steps) - 1, -1, -1):
             step, first = self.steps[index], self.steps[0]
             if index == 1 and base is not None:

@@ -7,6 +7,7 @@ other tensors are the same in every process. Checked by tests/test_distributed.p
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +87,8 @@ def _tables(side: str, module: nn.Module, features: Features) -> list[str]:
         if first.width != features.rows:
             _refuse(side, f"a table of {first.width} rows", features)
         return [first.weight]
-    assert isinstance(first, Opaque)
+    if not isinstance(first, Opaque):
+        _refuse(side, f"a first step {type(first).__name__}, whose table is not known", features)
     known = {id(p): name for name, p in module.named_parameters()}
     found = [
         known[id(part.weight)]
@@ -98,7 +100,7 @@ def _tables(side: str, module: nn.Module, features: Features) -> list[str]:
     return found
 
 
-def _refuse(side: str, given: str, features: Features) -> None:
+def _refuse(side: str, given: str, features: Features) -> NoReturn:
     expected = f"one row for each of this process's {features.rows} entities (problem.{side}.rows)"
     check.fail(f"{side} tower", given, expected)
 
