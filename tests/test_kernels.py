@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import torch
 from gramtower import kernels
 from gramtower.data.pairs import SEGMENT, from_sparse
 from gramtower.kernels import cpu, reference
+from gramtower.kernels import threads as thread_pool
 
 BACKENDS = {"numba": cpu, "reference": reference}
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-13}  # of the largest number in the result
@@ -181,3 +185,45 @@ def test_backends_have_exactly_the_functions_of_the_protocol(backend):
     assert len(wanted) == 6
     module = BACKENDS[backend]
     assert signatures(module, module.__name__) == wanted
+
+
+FORKED = """
+import os, sys, threading
+import numpy as np, scipy.sparse as sp, torch
+import gramtower as gt
+
+torch.set_num_threads(2)
+pairs = sp.random(1100, 1000, 0.01, random_state=0, format="csr")
+pairs.data[:] = 1
+
+def work():
+    model = gt.TwoTower(dim=8, max_iterations=1, device="cpu").fit(pairs)
+    return model.recommend(np.arange(1100), k=3)
+
+here = work()
+(torch.ones(600, 600) @ torch.ones(600, 600)).sum()  # starts torch's own threads
+child = os.fork()
+if not child:
+    there = work()
+    close = np.allclose(here[1], there[1], rtol=1e-2)  # scores; products by another number of threads round otherwise
+    os._exit(0 if close and torch.get_num_threads() == 1 else 3)
+threading.Timer(60, os.kill, (child, 9)).start()
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+os._exit(code != 0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_a_forked_process_fits_and_recommends_with_threads_of_its_own():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_threads_of_the_pool_work_with_one_torch_thread_each_and_leave_the_callers_number_alone():
+    before = torch.get_num_threads()
+    thread_pool.pool.cache_clear()
+    assert thread_pool.pool(3).submit(torch.get_num_threads).result() == 1
+    assert torch.get_num_threads() == 3
+    torch.set_num_threads(before)

@@ -36,6 +36,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+import gramtower.kernels.threads  # noqa: F401  # from the start: it sees to processes that are forked
 from gramtower import _checks as check
 from gramtower.data.pairs import Pairs
 

@@ -1,12 +1,18 @@
-"""Plain threads for compiled code that releases the GIL, as many as ``torch.get_num_threads()``.
+"""The one pool of plain threads, for compiled code and products that release the GIL; ``torch.get_num_threads()`` many.
 
 Idle threads sleep. Thread pools that spin between calls, numba's own among them, would compete with torch's workers for
 the same cores.
+
+A forked process has none of its parent's threads: the pool is made anew there. Torch's own OpenMP threads are gone too,
+and torch would wait for them for ever, so that a forked process works with one torch thread; to use several, start
+processes by "spawn". Checked by tests/test_kernels.py.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import lru_cache
@@ -24,7 +30,7 @@ def share_out(work: Callable[[int, int], None], bounds: list[int]) -> None:
 
     helpers: list[Future[None]] = []
     try:
-        helpers += (_pool(threads).submit(run) for _ in range(min(threads, tasks) - 1))
+        helpers += (pool(threads).submit(run) for _ in range(min(threads, tasks) - 1))
         run()
     finally:  # also after Ctrl-C: nobody may still write where the caller goes on
         numbers = itertools.count(tasks)
@@ -34,5 +40,25 @@ def share_out(work: Callable[[int, int], None], bounds: list[int]) -> None:
 
 
 @lru_cache(maxsize=1)
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=threads, thread_name_prefix="gramtower")
+def pool(threads: int) -> ThreadPoolExecutor:
+    """So many threads, in each of which torch works with one. What runs in them must not wait for others of them."""
+    made = ThreadPoolExecutor(threads, "gramtower", _begin_thread)
+    started = threading.Barrier(threads)
+    for future in [made.submit(started.wait) for _ in range(threads)]:
+        future.result()
+    torch.set_num_threads(threads)  # for threads made later: the number set last in any thread is what they begin with
+    return made
+
+
+def _begin_thread() -> None:
+    torch.get_num_threads()  # a thread's first question sets its number to that of all, and would undo the next line
+    torch.set_num_threads(1)
+
+
+def _begin_child() -> None:
+    pool.cache_clear()
+    torch.set_num_threads(1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_child)

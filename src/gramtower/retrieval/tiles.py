@@ -8,12 +8,9 @@ Checked by tests/test_topk.py against sorted dense scores; timed by benchmarks/b
 
 from __future__ import annotations
 
-import os
-import threading
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -23,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower import _checks as check
+from gramtower.kernels.threads import pool
 from gramtower.retrieval.scores import score_blocks
 from gramtower.retrieval.select import best, compiled
 
@@ -92,10 +90,10 @@ def _tiled(
             scan.take_in(scores, first, columns, values, places, ends, excluded, denied)
         return start, stop, columns, values
 
-    pool, waiting = workers(threads), deque[Future[Any]]()
+    workers, waiting = pool(threads), deque[Future[Any]]()
     try:
         for start in range(0, count, height):
-            waiting.append(pool.submit(work, start))
+            waiting.append(workers.submit(work, start))
             if len(waiting) > 2 * threads:
                 yield waiting.popleft().result()
         while waiting:
@@ -110,18 +108,3 @@ def tile_shape(rows: int, n: int, threads: int, block_bytes: int | str | None = 
     size = _TILE if block_bytes is None else min(_TILE, check.memory_size("block_bytes", block_bytes) // (4 * threads))
     height = max(1, min(_ROWS, -(-rows // threads), size // _FEWEST))
     return height, min(n, max(_FEWEST, size // height))
-
-
-@lru_cache(maxsize=1)
-def workers(threads: int) -> ThreadPoolExecutor:
-    """As many threads, in each of which torch works with one."""
-    pool = ThreadPoolExecutor(threads, "gramtower-tiles", torch.set_num_threads, (1,))
-    started = threading.Barrier(threads)
-    for future in [pool.submit(started.wait) for _ in range(threads)]:
-        future.result()
-    torch.set_num_threads(threads)  # for threads made later: the number set last in any thread is what they begin with
-    return pool
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=workers.cache_clear)  # a child process has none of its parent's threads
