@@ -266,3 +266,18 @@ def test_interactions_are_taken_with_their_weights():
     same = gt.Problem(pairs.matrix, pair_weights=pairs.weights)
     towers = gt.mlp_towers(problem, hidden=(), dim=2)
     assert problem.at(towers).value == same.at(towers).value != gt.Problem(pairs.matrix).at(towers).value
+
+
+def test_the_memory_budget_stays_as_it_was_given(tmp_path):
+    problem = gt.Problem(sp.eye(4, format="csr"))
+    towers = gt.mlp_towers(problem, (), 2)
+    gt.minimize(problem, towers, max_iterations=1, checkpoint=tmp_path / "run")
+    assert problem.memory_budget is None
+    planned = problem.planned_budget
+    assert planned > 2**20
+    resumed = gt.Problem(sp.eye(4, format="csr"))
+    gt.minimize(resumed, gt.mlp_towers(resumed, (), 2), max_iterations=2, checkpoint=tmp_path / "run")
+    assert (resumed.memory_budget, resumed.planned_budget) == (None, planned)  # the same blocks as before
+    given = gt.Problem(sp.eye(4, format="csr"), memory_budget="1GB")
+    gt.minimize(given, gt.mlp_towers(given, (), 2), max_iterations=3, checkpoint=tmp_path / "run")
+    assert given.memory_budget == given.planned_budget == 10**9
