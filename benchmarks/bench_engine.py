@@ -3,7 +3,7 @@
 accuracy  largest relative error of value, gradient and G·d against the dense twin (tests/dense.py), float64 and float32
 growth    time of a gradient and of G·d while m, n and |O| double three times
 product   ml1m shape: G·d against its tower matrix products, and the fused pair pass against torch's sparse operations
-memory    ml10m shape: peak memory of one evaluation with one G·d beyond its inputs, free and with memory_budget="256MB"
+memory    ml10m shape: peak memory of one evaluation with one G·d beyond its inputs
 
 Each prints the ratio and the bound it is held to, and writes benchmarks/results/engine_<name>.json.
 """
@@ -145,26 +145,19 @@ def _tower_products(rows: int, widths: tuple[int, ...]):
 
 
 def memory() -> None:
-    results = {}
-    for budget, bound in (("", 1.2), ("256MB", 0.5)):
-        output = subprocess.run(
-            [sys.executable, __file__, "memory-child", "--budget", budget], check=True, capture_output=True, text=True
-        ).stdout
-        found = json.loads(output)
-        results[budget or "default"] = found
-        print(
-            f"budget {budget or 'default'}: peak {found['extra_bytes'] / 1e9:.2f} GB beyond inputs (<= {bound}), "
-            f"G·d {1e3 * found['product_s']:.0f} ms"
-        )
-    write_result("engine_memory", {"runs": results})
+    child = [sys.executable, __file__, "memory-child"]
+    found = json.loads(subprocess.run(child, check=True, capture_output=True, text=True).stdout)
+    milliseconds = 1e3 * found["product_s"]
+    print(f"peak {found['extra_bytes'] / 1e9:.2f} GB beyond inputs (<= 1.2), G·d {milliseconds:.0f} ms")
+    write_result("engine_memory", {"runs": {"default": found}})
 
 
-def memory_child(budget: str) -> None:
+def memory_child() -> None:
     """Peak resident memory of an evaluation and G·d beyond the problem, the towers and d; run in a fresh process."""
     warm = gt.Problem(planted_pairs(300, 200, 4000))  # compiles kernels, fills library caches
     point = warm.at(gt.mlp_towers(warm))
     _ = point.value, point.gauss_newton() @ point.gradient()
-    problem = gt.Problem(paper_shape("ml10m"), memory_budget=budget or None)
+    problem = gt.Problem(paper_shape("ml10m"))
     towers = gt.mlp_towers(problem)
     d = towers.parameters()
     problem.setting(towers.dtype, towers.device).pairs.by_column  # noqa: B018  # inputs in the form kernels read
@@ -198,10 +191,9 @@ if __name__ == "__main__":
     parser.add_argument(
         "what", nargs="?", default="all", choices=["accuracy", "growth", "product", "memory", "memory-child", "all"]
     )
-    parser.add_argument("--budget", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.what == "memory-child":
-        memory_child(arguments.budget)
+        memory_child()
     else:
         for name, run in (("accuracy", accuracy), ("growth", growth), ("product", product), ("memory", memory)):
             if arguments.what in (name, "all"):

@@ -109,7 +109,7 @@ def dense_module(module: nn.Module, kind: str) -> nn.Module:
 def make_case(
     m=5, n=4, density=0.4, loss="logistic", tower="elu", kinds=("ids", "ids"), dim=3, weights=False, imputed=-1.0,
     omega=0.3, l2=0.1, embedding_l2=0.0, frequency_power=1.0, shared=False, seed=0, variant=0, dtype=torch.float64,
-    scale=0.7, pair_weights=False, **options,
+    scale=0.7, pair_weights=False, activations=None, **options,
 ) -> Case:  # fmt: skip
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
@@ -160,5 +160,7 @@ def make_case(
     problem = gt.Problem(
         pairs, lf, rf, loss=COSH if loss == "cosh" else loss, left_weights=a, right_weights=b, **common, **options
     )
+    if activations is not None:  # bytes for them, whatever the memory budget leaves
+        problem.activation_budget = lambda towers: activations
     dense = Dense(labels, X, Y, loss=loss, a=a, b=b, w=w if pair_weights else None, **common)
     return Case(problem, gt.Towers(left, right), dense, left_dense, right_dense)

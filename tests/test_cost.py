@@ -69,10 +69,12 @@ class Counted(nn.Module):
         return self.last(torch.tanh(self.table(x)))
 
 
-@pytest.mark.parametrize("budget", [None, 1])
-def test_counted_forwards_are_the_real_ones(budget):
+@pytest.mark.parametrize("activations", [None, 1])
+def test_counted_forwards_are_the_real_ones(activations):
     m, n = 40, 30
-    problem = gt.Problem(planted_pairs(m, n, 200), memory_budget=budget)
+    problem = gt.Problem(planted_pairs(m, n, 200))
+    if activations is not None:
+        problem.activation_budget = lambda towers: activations
     towers = gt.Towers(Counted(m, 3), Counted(n, 3))
     problem.at(towers)  # the first evaluation also tries a few rows
     before, towers.left.rows, towers.right.rows = problem.work.copy(), 0, 0
@@ -80,11 +82,11 @@ def test_counted_forwards_are_the_real_ones(budget):
     point.gauss_newton() @ point.gradient()
     done = problem.work.since(before)
     assert (towers.left.rows, towers.right.rows) == (m * done.left_forwards, n * done.right_forwards)
-    assert done.left_forwards == (1 if budget is None else 4)  # evaluation; again for a vjp, a jvp and a vjp
+    assert done.left_forwards == (1 if activations is None else 4)  # evaluation; again for a vjp, a jvp and a vjp
 
 
 def test_without_memory_towers_run_again_and_that_is_counted():
-    case = make_case(m=50, n=40, memory_budget=1)
+    case = make_case(m=50, n=40, activations=1)
     point, done = work_of(case.problem, lambda: case.problem.at(case.towers))
     assert done == AGAIN
     gradient, done = work_of(case.problem, point.gradient)

@@ -117,9 +117,9 @@ class Gate(nn.Module):
         return x * self.gate
 
 
-@pytest.mark.parametrize("budget", [None, 1000])
-def test_a_step_with_forward_jvp_and_vjp_alone_is_preconditioned_like_its_module(budget, monkeypatch):
-    case = make_case(m=40, n=30, memory_budget=budget, seed=6)
+@pytest.mark.parametrize("activations", [None, 1000])
+def test_a_step_with_forward_jvp_and_vjp_alone_is_preconditioned_like_its_module(activations, monkeypatch):
+    case = make_case(m=40, n=30, activations=activations, seed=6)
     towers = [nn.Sequential(first_layer("ids", rows, 4, 0), Gate(4), nn.Linear(4, 3), Gate(3)) for rows in (40, 30)]
     towers = gt.Towers(*(tower.double() for tower in towers))
     by_autodiff = case.problem.at(towers)

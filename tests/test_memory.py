@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +15,7 @@ from test_engine import relative
 
 import gramtower as gt
 from gramtower._checks import memory_size
+from gramtower.data.synthetic import planted_pairs
 from gramtower.model import memory
 from gramtower.model.memory import BlockPlan, default_budget, plan_blocks
 
@@ -67,25 +73,25 @@ def results(case):
     return point, torch.cat([torch.tensor([point.value]), gradient, product])
 
 
-@pytest.mark.parametrize("budget", [None, 1, 4000])
+@pytest.mark.parametrize("activations", [None, 1, 1200])
 @pytest.mark.parametrize("kind", ["ids", "dense", "sparse"])
 @pytest.mark.parametrize("tower", ["elu", "linear", "residual", "custom", "normalised", "gelu-relu"])
-def test_blocks_and_recomputation_do_not_change_results(tower, kind, budget, monkeypatch):
+def test_blocks_and_recomputation_do_not_change_results(tower, kind, activations, monkeypatch):
     size = dict(m=45, n=38, tower=tower, kinds=(kind, kind), weights=True, embedding_l2=0.1, seed=30)
     whole, expected = results(make_case(**size, memory_budget="1GB"))
     assert whole.left.plan == BlockPlan(45, True)
     monkeypatch.setattr(memory, "_CPU_BLOCK", 7)
-    point, found = results(make_case(**size, memory_budget=budget))
+    point, found = results(make_case(**size, activations=activations))
     assert relative(found, expected) < 1e-13
     table_by_autodiff = tower == "custom" and kind == "ids"  # which would be walked once for every block
-    assert point.left.plan.rows == (7 if not table_by_autodiff else 45 if budget is None else 16)
-    assert budget is None or not (point.left.plan.keep and point.right.plan.keep)
+    assert point.left.plan.rows == (7 if not table_by_autodiff else 45 if activations is None else 16)
+    assert activations is None or not (point.left.plan.keep and point.right.plan.keep)
 
 
 def test_one_module_for_both_sides_in_blocks(monkeypatch):
     _, expected = results(make_case(m=45, shared=True, seed=31))
     monkeypatch.setattr(memory, "_CPU_BLOCK", 7)
-    assert relative(results(make_case(m=45, shared=True, seed=31, memory_budget=1))[1], expected) < 1e-13
+    assert relative(results(make_case(m=45, shared=True, seed=31, activations=1))[1], expected) < 1e-13
 
 
 def test_a_full_gpu_is_an_error_that_names_the_budget_to_set(monkeypatch):
@@ -101,3 +107,92 @@ def test_a_full_gpu_is_an_error_that_names_the_budget_to_set(monkeypatch):
         case.problem.at(case.towers)
     with pytest.raises(MemoryError, match="memory_budget"):
         gt.minimize(case.problem, case.towers)
+
+
+def test_a_budget_that_cannot_be_kept_is_refused_with_the_smallest_that_can():
+    problem = gt.Problem(planted_pairs(3000, 2000, 20_000), memory_budget="1MB")
+    towers = gt.mlp_towers(problem, (), 64)
+    with pytest.raises(
+        ValueError, match=r"^memory_budget: got 1,000,000 bytes, expected at least '(\d+)MB'"
+    ) as refused:
+        problem.at(towers)
+    with pytest.raises(ValueError, match="memory_budget"):
+        gt.minimize(problem, towers)
+    problem.memory_budget = memory_size("memory_budget", str(refused.value).split("'")[1])
+    assert problem.memory_budget >= problem.least_budget(towers) > 10 * 1_000_000
+    assert gt.minimize(problem, towers, max_iterations=1).reason is gt.Reason.MAX_ITERATIONS
+
+
+def test_towers_that_the_memory_cannot_train_are_refused_before_work(monkeypatch):
+    case = make_case()
+    monkeypatch.setattr("gramtower.objective.problem.free_memory", lambda device: 100)
+    with pytest.raises(
+        ValueError, match=r"^towers: got \d+ parameters, which take 1MB to train, expected at most what"
+    ):
+        case.problem.at(case.towers)
+
+
+PEAK = """
+import sys
+import weakref
+import gramtower as gt
+from gramtower.data.synthetic import planted_pairs
+
+def status(key):
+    with open("/proc/self/status") as lines:
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key))
+
+def run(pairs, hidden, dim, share=1.0):
+    problem = gt.Problem(pairs, embedding_l2=0.01, right_weights="degree^0.1")
+    towers = gt.mlp_towers(problem, hidden, dim)
+    problem.memory_budget = int(problem.least_budget(towers) * share)
+    before = status("VmRSS")
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak begins anew
+    gt.minimize(problem, towers, max_iterations=2)
+    return status("VmHWM") - before, problem.memory_budget
+
+run(planted_pairs(300, 200, 3000), (8,), 4, 2.0)  # compiles, and fills the libraries' own caches
+print(*run(planted_pairs(12_000, 8_000, 80_000), (96,), 64))
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="no peak of the resident memory to be had")
+def test_training_stays_within_the_smallest_budget():
+    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
+    peak, budget = (int(x) for x in done.stdout.split())
+    assert 0.4 * budget < peak < 1.05 * budget
+
+
+FITS = """
+import gc
+import gramtower as gt
+from gramtower.data.synthetic import planted_pairs
+
+def resident():
+    gc.collect()
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+pairs, sizes = planted_pairs(900, 700, 8000), []
+for _ in range(10):
+    gt.TwoTower(dim=32, hidden=(32,), max_iterations=1, device="cpu").fit(pairs)
+    sizes.append(resident())
+print(sizes[2], max(sizes))
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the resident memory cannot be read")
+def test_fit_after_fit_leaves_the_resident_memory_flat():
+    done = subprocess.run([sys.executable, "-c", FITS], capture_output=True, text=True, check=True)
+    third, largest = (int(x) for x in done.stdout.split())
+    assert largest < 1.05 * third
+
+
+def test_a_problem_is_gone_when_nobody_holds_it():
+    problem = gt.Problem(planted_pairs(60, 40, 300))
+    towers = gt.mlp_towers(problem, (4,), 3)
+    gt.minimize(problem, towers, max_iterations=2)
+    gone = [weakref.ref(problem), weakref.ref(problem.pairs)]
+    del problem
+    assert [ref() for ref in gone] == [None, None]  # by counting references, not when the collector comes along

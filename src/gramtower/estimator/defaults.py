@@ -55,14 +55,14 @@ def default_dim(
 
 
 def room_for_training(device: torch.device, group: Group, budget: int | str | None) -> int:
-    """Bytes that training may take in each process: half of what the poorest has, or the memory budget of a GPU.
+    """Bytes that training may take in each process: half of what the poorest has, or the memory budget.
 
     Processes on a host's CPU share its memory. All processes must call it, and get the same number.
     """
     own = total_memory(device) // 2
     if device.type != "cuda":
         own //= group.local_size
-    elif budget is not None:
+    if budget is not None:
         own = min(own, check.memory_size("memory_budget", budget))
     return int(min(group.gather_json(own)))
 

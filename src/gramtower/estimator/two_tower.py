@@ -61,7 +61,7 @@ class TwoTower(Fitted):
         device: "auto", "cpu" or "cuda".
         seed: for the initial weights and for methods that draw.
         towers: a function from a Problem to Towers of your own, instead of the multi-layer ones.
-        memory_budget: bytes that an evaluation may keep, such as "2GB".
+        memory_budget: bytes that training may take beyond the data and the towers, such as "2GB"; see docs/choosing.md.
         precision: of matrix products on a GPU, "tf32" or "float32"; both end at the same objective
             (benchmarks/bench_gpu.py --same-objective).
         pair_precision: of embeddings gathered for each pair on a GPU, "float32" or "bfloat16".

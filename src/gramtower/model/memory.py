@@ -30,14 +30,25 @@ class BlockPlan:
 
 def default_budget(device: torch.device) -> int:
     """Half of the memory that is free now."""
+    return int(free_memory(device) * _SHARE)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be had now; of a host at most what a container may have of it."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * _SHARE)
+        return int(torch.cuda.mem_get_info(device)[0])
     try:
         with open("/proc/meminfo") as lines:
             free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return int(free * _SHARE)
+        return total_memory(device) // 2
+    return min(free, total_memory(device))
+
+
+def readable(size: int) -> str:
+    """A size as the argument memory_budget takes it, rounded up."""
+    unit, name = (10**9, "GB") if size >= 10**11 else (10**6, "MB")
+    return f"{-(-size // unit)}{name}"
 
 
 def total_memory(device: torch.device) -> int:

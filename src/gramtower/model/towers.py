@@ -37,11 +37,18 @@ _Prepared = tuple[str, Features, list[Op], Values, int, int]  # side, features, 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Columns of both towers, bytes of an entity's activations on each side, the least sensible block on the left."""
+    """Columns of both towers, bytes of an entity's activations on each side, the least sensible block on the left.
+
+    Attributes:
+        factor_bytes: of the preconditioner's factors with what is needed to invert them.
+        autodiff: whether a module is differentiated by autodiff, which makes gradients of its own.
+    """
 
     columns: int
     row_bytes: tuple[int, int]
     least_block: int
+    factor_bytes: int
+    autodiff: bool
 
 
 class TwoSided(Protocol):
@@ -224,7 +231,10 @@ class Towers:
         """Columns of the towers and bytes that an entity's activations take on each side."""
         prepared = self._prepare(parameters, left, right, kernels, self._scratch)
         row_bytes = [round(size * _worked_on(ops)) for _, _, ops, _, _, size in prepared]
-        return Sizes(prepared[0][4], (row_bytes[0], row_bytes[1]), _least_block(prepared[0][2], left))
+        autodiff = any(isinstance(op, Opaque) for _, _, ops, *_ in prepared for op in ops)
+        factors = sum(_factor_bytes(ops, features.kind, values) for _, features, ops, values, *_ in prepared)
+        least = _least_block(prepared[0][2], left)
+        return Sizes(prepared[0][4], (row_bytes[0], row_bytes[1]), least, factors, autodiff)
 
     def _prepare(
         self, parameters: Parameters, left: Features, right: Features, kernels: Kernels, scratch: dict[str, Scratch]
@@ -340,6 +350,18 @@ def _worked_on(ops: list[Op]) -> float:
     slopes are kept too, and it takes room to find them.
     """
     return 1.75 if any(isinstance(op, Elementwise) and op.activation is None for op in ops) else 1.0
+
+
+def _factor_bytes(ops: list[Op], kind: str, values: Values) -> int:
+    """A and S of each layer in float64, damped, factorised and inverted; modules by autodiff count by their weights."""
+    sides: list[int] = []
+    for op in ops:
+        names = op.names.values() if isinstance(op, Opaque) else [getattr(op, "weight", "")]
+        shapes = [values.tensors[name].shape for name in names if name in values.tensors]
+        for shape in (shape for shape in shapes if len(shape) == 2):
+            table = kind != "dense" and op is ops[0]
+            sides += [min(shape)] if table else list(shape)  # of a table A is a diagonal
+    return 8 * 4 * sum(side * side for side in sides)
 
 
 def _least_block(ops: list[Op], features: Features) -> int:

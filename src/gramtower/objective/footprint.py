@@ -1,10 +1,14 @@
-"""What an evaluation on a GPU takes, and how it is made to fit the memory budget.
+"""What training takes, and how it is made to fit the memory budget.
 
 Counted is what training by newton-kron needs: θ and the four vectors of conjugate gradient; the pairs with the orders
-in which they are visited; slopes, curvatures and products on the pairs; outputs and directions of both sides;
-activations. If all that, with activations recomputed, exceeds the budget, left rows go block by block
+in which they are visited; slopes, curvatures and products on the pairs; outputs and directions of both sides; the
+preconditioner's factors; activations. On a CPU, where the towers hold θ already, the count of θ stands for the best one
+of early stopping. A budget on a CPU below all that, with activations recomputed in the smallest blocks, is refused.
+
+On a GPU, if all that, with activations recomputed, exceeds the budget, left rows go block by block
 (swept.py). Where it makes larger blocks possible, the pairs are sent from host memory (row_blocks.py): a GPU waits for
-many small launches longer than for the pairs. Features of entities are not counted. Checked by tests/test_swept.py.
+many small launches longer than for the pairs. Features of entities are not counted. Checked by tests/test_swept.py and,
+against the resident memory of a process, by tests/test_memory.py and benchmarks/bench_memory.py.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
 _LARGEST, _SMALLEST = 1 << 16, 1 << 10  # rows of a block: small ones are launches more than work
 _VECTORS = 5  # of θ's size: θ itself, the solution, the residual, the direction and its product
 _ORDERS = 12  # bytes of a pair: its column, its row and its place in the order by columns
+_FEWEST = 256  # rows of a block on a CPU: with fewer, towers run many times slower
+_UNSORTED = 20  # more of it on a CPU, while it is sorted by columns
 _SENT = 2  # blocks of pairs on the device at a time, one of them on the way
 
 
@@ -40,6 +46,8 @@ class Footprint:
         most_pairs: the most pairs in a block of so many left rows.
         per_pair: numbers kept for each pair besides its place, such as weights.
         item: bytes of a number.
+        extra: bytes of the preconditioner's factors, and of gradients that autodiff makes.
+        on_cpu: whether pairs are sorted, and losses worked out, in plain passes.
     """
 
     parameters: int
@@ -50,6 +58,8 @@ class Footprint:
     most_pairs: Callable[[int], int]
     per_pair: int
     item: int
+    extra: int = 0
+    on_cpu: bool = False
 
     @property
     def vectors(self) -> int:
@@ -65,7 +75,13 @@ class Footprint:
     def whole(self) -> int:
         """All but activations, when everything is done at once."""
         left = 3 * self.rows[0] * self.columns
-        return self.vectors + self.stored_pairs + self.item * (3 * self.pairs + left)
+        passes = self.pairs * (_UNSORTED + 3 * self.item) if self.on_cpu else 0
+        return self.vectors + self.stored_pairs + self.item * (3 * self.pairs + left) + passes + self.extra
+
+    @property
+    def least(self) -> int:
+        """The smallest budget that is kept on a CPU: activations recomputed, in the smallest blocks."""
+        return self.whole + 3 * max(min(_FEWEST, n) * size for n, size in zip(self.rows, self.row_bytes, strict=True))
 
     def block(self, rows: int, sent: bool) -> int:
         """A block of left rows: activations and room for their changes, P, W, U, and its pairs' values."""
@@ -75,7 +91,7 @@ class Footprint:
         return int(rows * own + pair * self.most_pairs(rows))
 
 
-def footprint(problem: Problem, parameters: int, sizes: Sizes, dtype: torch.dtype) -> Footprint:
+def footprint(problem: Problem, parameters: int, sizes: Sizes, dtype: torch.dtype, on_cpu: bool) -> Footprint:
     """What evaluations of a problem take with towers of these sizes."""
     a, b = problem.weight_arrays
     labels = problem.labels
@@ -91,8 +107,9 @@ def footprint(problem: Problem, parameters: int, sizes: Sizes, dtype: torch.dtyp
         return int(np.diff(np.append(offsets[:-1:rows], offsets[-1])).max(initial=0))
 
     return Footprint(
-        parameters, problem.shape, sizes.columns, sizes.row_bytes, len(problem.pairs), most_pairs, sum(kept), item
-    )
+        parameters, problem.shape, sizes.columns, sizes.row_bytes, len(problem.pairs), most_pairs, sum(kept), item,
+        sizes.factor_bytes + 2 * item * parameters * sizes.autodiff, on_cpu,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

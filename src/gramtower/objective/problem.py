@@ -28,7 +28,7 @@ from gramtower.distributed.shards import Shards, whole
 from gramtower.kernels import BACKENDS, select
 from gramtower.kernels.precision import PAIR_PRECISIONS, PRECISIONS, products_in
 from gramtower.model.linearization import Work
-from gramtower.model.memory import BlockPlan, default_budget, explained
+from gramtower.model.memory import BlockPlan, default_budget, explained, free_memory, readable
 from gramtower.model.ops import Scratch
 from gramtower.model.parameters import Parameters, as_parameters
 from gramtower.model.towers import Towers
@@ -62,10 +62,11 @@ class Problem:
         frequency_power: ν.
         pair_weights: weights ≥ 0 of the observed pairs' losses, one for each stored entry in row order (that of a
             sorted CSR matrix); None for ones.
-        memory_budget: bytes that one evaluation may keep, such as "512MB"; None for half of what is free. Above
-            it towers run in row blocks and recompute. On a GPU the vectors that newton-kron holds count as well; left
-            entities go block by block through the whole evaluation, and pairs are sent from host memory, as far as it
-            takes.
+        memory_budget: bytes that training by newton-kron may take beyond the data and the towers, such as "512MB"; None
+            for half of what is free. To stay below it, towers run in row blocks and recompute. On a CPU a budget that
+            cannot be kept is refused, with the smallest that can. On a GPU θ counts as well; left entities go block by
+            block through the whole evaluation, and pairs are sent from host memory, as far as it takes. ``lbfgs`` keeps
+            two vectors of θ's size for each step it remembers, beyond the budget.
         kernels: "auto", or a pair-kernel backend by name ("numba", "triton", "reference").
         precision: of matrix products on a GPU: "float32", or "tf32", which is faster and rounds their inputs to ten
             bits.
@@ -173,18 +174,40 @@ class Problem:
             if self.sweep.streamed and towers.device.type != "cuda":
                 check.fail("sweep", self.sweep, "streamed=False without a GPU to send pairs to")
             return self.sweep
-        if not self.shards.single or towers.device.type != "cuda":
+        if not self.shards.single:
             return None
         budget = self._budget(towers)
         known = self._plans.get(towers)
         if known is None or known[0] != budget:
-            sizes = towers.sizes(own, self.left, self.right, select(towers.device, self.kernels))
-            needs = footprint(self, len(own), sizes, towers.dtype)
-            sweep = plan_sweep(budget, needs)
-            if sweep is not None:
-                sweep = replace(sweep, rows=max(sweep.rows, sizes.least_block))
+            needs, least_block = self._footprint(towers, own)
+            sweep = None
+            if towers.device.type == "cuda":
+                sweep = plan_sweep(budget, needs)
+                sweep = None if sweep is None else replace(sweep, rows=max(sweep.rows, least_block))
+            else:
+                self._check_room(towers, needs)
             self._plans[towers] = known = budget, needs, sweep
         return known[2]
+
+    def least_budget(self, towers: Towers) -> int:
+        """The smallest memory budget that training these towers in one process on a CPU can keep to, in bytes."""
+        return self._footprint(towers, towers.parameters())[0].least
+
+    def _footprint(self, towers: Towers, own: Parameters) -> tuple[Footprint, int]:
+        """What training takes, and the least sensible block of left rows."""
+        sizes = towers.sizes(own, self.left, self.right, select(towers.device, self.kernels))
+        return footprint(self, len(own), sizes, towers.dtype, towers.device.type != "cuda"), sizes.least_block
+
+    def _check_room(self, towers: Towers, needs: Footprint) -> None:
+        """Refuse a budget that cannot be kept, or towers that the memory cannot hold."""
+        least, smaller = readable(needs.least), "a smaller dim or smaller hidden layers take less"
+        if self.memory_budget is not None:
+            if self.memory_budget < needs.least:
+                given = f"{self.memory_budget:,} bytes"
+                check.fail("memory_budget", given, f"at least {least!r} to train {towers.size:,} parameters; {smaller}")
+        elif needs.least > (free := free_memory(towers.device)):
+            given = f"{towers.size:,} parameters, which take {least} to train"
+            check.fail("towers", given, f"at most what is free, {readable(free)}; {smaller}")
 
     def _evaluate_swept(self, towers: Towers, own: Parameters, sweep: Sweep) -> Point:
         dtype, device = towers.dtype, towers.device
@@ -297,10 +320,9 @@ class Problem:
         return left, right
 
     def activation_budget(self, towers: Towers) -> int:
-        """Bytes left for activations: the budget less what every evaluation holds.
+        """Bytes left for activations: the budget less all that footprint.py counts.
 
-        On a GPU that is all that footprint.py counts; on a CPU, or over several processes, three vectors over the
-        pairs.
+        Over several processes less three vectors over the pairs.
         """
         budget = self._budget(towers)
         if towers in self._plans:
