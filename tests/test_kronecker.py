@@ -13,7 +13,9 @@ import gramtower as gt
 from gramtower.model import stack
 from gramtower.model import towers as towers_module
 from gramtower.model.deferred import pulled, settled
+from gramtower.model.factors import clamped_spectrum
 from gramtower.model.ops import Affine, InputAffine, Op
+from gramtower.objective import kronecker as kronecker_module
 from gramtower.optim.conjugate_gradient import conjugate_gradient
 
 
@@ -137,3 +139,38 @@ def test_a_step_with_forward_jvp_and_vjp_alone_is_preconditioned_like_its_module
     expected, found = by_autodiff.preconditioner() @ r, written.preconditioner() @ r
     assert torch.allclose(found.vector, expected.vector, rtol=1e-8)
     assert gt.minimize(case.problem, gt.Towers(towers.left, towers.right), max_iterations=3).value < written.value
+
+
+@pytest.mark.parametrize("bad", ["inf", "nan", "no convergence", "indefinite"])
+def test_matrices_that_cannot_be_decomposed_still_give_a_positive_preconditioner(bad, monkeypatch):
+    def eigh(matrix):
+        raise torch.linalg.LinAlgError("linalg.eigh: failed to converge")
+
+    S = torch.diag(torch.tensor([4.0, 1.0, 2.0], dtype=torch.float64))
+    if bad == "no convergence":
+        monkeypatch.setattr(torch.linalg, "eigh", eigh)
+    else:
+        S[1, 1] = {"inf": torch.inf, "nan": torch.nan, "indefinite": -1.0}[bad]
+    values, vectors = clamped_spectrum(S)
+    rebuilt = (vectors * values) @ vectors.T
+    assert torch.allclose(rebuilt.diagonal()[[0, 2]], torch.tensor([4.0, 2.0], dtype=torch.float64))
+    assert float(rebuilt[1, 1]) == (1.0 if bad == "no convergence" else 0.0)
+
+
+def test_a_layer_whose_factors_overflow_is_preconditioned_by_damping_alone(monkeypatch):
+    case = make_case(m=8, n=7, kinds=("dense", "dense"), tower="elu", seed=7)
+    point = case.problem.at(case.towers)
+    plain = kronecker_module.tower_factors
+
+    def overflowing(*arguments):
+        factors = plain(*arguments)
+        factors.layers[-1].A[0, 0] = torch.inf
+        return factors
+
+    monkeypatch.setattr(kronecker_module, "tower_factors", overflowing)
+    r = point.gradient()
+    z = point.preconditioner("kronecker", 1.0) @ r
+    assert z.is_finite()
+    assert z.dot(r) > 0
+    first = "left.0.weight"
+    assert torch.allclose(z[first], r[first] / (0.1 + 1.0))

@@ -402,5 +402,22 @@ class _Noise:
 
 def _root(S: Tensor) -> Tensor:
     """R with R Rᵀ = S for a positive semidefinite S."""
-    values, vectors = torch.linalg.eigh(S)
-    return torch.as_tensor(vectors * values.clamp_min(0).sqrt())
+    values, vectors = clamped_spectrum(S)
+    return torch.as_tensor(vectors * values.sqrt())
+
+
+def clamped_spectrum(S: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues of a symmetric matrix, clamped at 0, and its eigenvectors.
+
+    Of a matrix that is not finite, or whose eigenvalues are not found, those of its diagonal, in which what is not
+    finite counts as 0: whatever the scale of the numbers, there is a preconditioner.
+    """
+    scale = S.abs().max()
+    if bool(scale.isfinite()):
+        try:
+            values, vectors = torch.linalg.eigh(S / scale.clamp_min(torch.finfo(S.dtype).tiny))
+            return values.clamp_min(0) * scale, vectors
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            pass
+    diagonal = S.diagonal().nan_to_num(0.0, 0.0, 0.0).clamp_min(0)
+    return diagonal, torch.eye(len(S), dtype=S.dtype, device=S.device)

@@ -8,6 +8,10 @@ and likewise on the right; its all-pairs part is exact. model/factors.py turns i
 shared between the factors (Martens and Grosse, 2015, Section 6.3): with λ′ = λ + damping and π² = mean diag A / mean
 diag S, the inverse applied is (A + π√λ′ I)⁻¹ ⊗ (S + √λ′/π I)⁻¹.
 
+Whatever the scale of the data there is a preconditioner: a matrix that Cholesky cannot factorise is inverted by its
+clamped eigenvalues, or by its diagonal if these are not found (factors.clamped_spectrum); a layer whose factors are not
+finite gets 1/λ′.
+
 Cost of building: O((m+n) width²) and a few factorisations of layer width; of applying: one product of each parameter
 matrix with factors of its width. Not in the paper. Checked by tests/test_kronecker.py.
 """
@@ -23,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gramtower.model.factors import Factor, Factors, tower_factors
+from gramtower.model.factors import Factor, Factors, clamped_spectrum, tower_factors
 from gramtower.model.parameters import Parameters, as_parameters
 from gramtower.objective.evaluation import Moments, Point
 
@@ -137,7 +141,7 @@ def kronecker(point: Point, damping: float, seed: int = 0) -> Kronecker:
             squares[names[name]] = squares[names[name]] + square if names[name] in squares else square
     dtype = point.Q.dtype
     inverses = _Inverses()
-    pending = [_invert(_merge(parts), shift, inverses) for parts in merged.values()]
+    pending = [_invert(factor, shift, inverses) for factor in _usable([_merge(parts) for parts in merged.values()])]
     biases = {name: inverses.ask(_bias_curvature(parts), shift) for name, parts in extra.items()}
     inverses.solve(dtype)
     blocks = [block() for block in pending]
@@ -180,8 +184,8 @@ def _semidefinite(H: Tensor) -> Tensor:
     slack = 1e-10 * H.diagonal().abs().mean() * torch.eye(len(H), dtype=H.dtype, device=H.device)
     if int(torch.linalg.cholesky_ex(H + slack).info) == 0:
         return H
-    values, vectors = torch.linalg.eigh(H)
-    return torch.as_tensor((vectors * values.clamp_min(0)) @ vectors.t())
+    values, vectors = clamped_spectrum(H)
+    return torch.as_tensor((vectors * values) @ vectors.t())
 
 
 def _merge(parts: list[Factor]) -> Factor:
@@ -194,6 +198,12 @@ def _merge(parts: list[Factor]) -> Factor:
     A = sum((p.A for p in parts[1:]), parts[0].A)
     first = parts[0]
     return Factor(first.weight, first.bias, first.inputs_first, A, S)
+
+
+def _usable(factors: list[Factor]) -> list[Factor]:
+    """Factors without those that are not finite: numbers whose squares are beyond the dtype."""
+    finite = [torch.isfinite(f.A).all() & torch.isfinite(f.S).all() for f in factors]
+    return [f for f, ok in zip(factors, torch.stack(finite).tolist(), strict=True) if ok] if factors else []
 
 
 def _diagonal(A: Tensor) -> Tensor:
@@ -223,11 +233,9 @@ class _Inverses:
             batch = torch.stack([self._asked[i] for i in numbers])
             factors, failed = torch.linalg.cholesky_ex(batch)
             inverses = torch.cholesky_inverse(factors)
-            if bool(failed.any()):  # rounding made a semidefinite matrix indefinite: clamp its eigenvalues
-                values, vectors = torch.linalg.eigh(batch)
-                least = values[:, -1:].clamp_min(_TINY) * 1e-15
-                clamped = (vectors / torch.maximum(values, least)[:, None, :]) @ vectors.mT
-                inverses = torch.where((failed > 0)[:, None, None], clamped, inverses)
+            for i in failed.nonzero()[:, 0].tolist():  # rounding made a semidefinite matrix indefinite
+                values, vectors = clamped_spectrum(batch[i])
+                inverses[i] = (vectors / values.clamp_min(float(values.max().clamp_min(_TINY)) * 1e-15)) @ vectors.mT
             found.update(zip(numbers, inverses.to(dtype), strict=True))
         self._found = [found[i] for i in range(len(self._asked))]
 
