@@ -452,3 +452,70 @@ def test_arguments_of_a_wrong_kind_are_refused_by_name(tmp_path):
         with pytest.raises(ValueError, match=rf"^{name}: got "):
             call()
     assert repr(gt.TwoTower(left_weights=sp.eye(2), right_weights=np.ones(2))).startswith("TwoTower(left_weights=")
+
+
+EXTREMES = {
+    "features of 1e30": (dict(left_features=np.full((20, 3), 1e30)), {}, "left features: got 1e.30 at row 0, column 0"),
+    "features of 1e300": (dict(left_features=np.full((20, 3), 1e300)), {}, "left features: .* divide the column"),
+    "a row of 1e20": (dict(left_features=sp.csr_matrix(np.diag([1.0] * 19 + [1e20]))), {}, "at row 19, column 19"),
+    "omega of 1e39": ({}, dict(omega=1e39), r"^omega: got 1e\+39, expected numbers of at most 3.4e\+38 with towers in"),
+    "omega of 1e38": (
+        {},
+        dict(omega=1e38, hidden=(4,)),
+        r"^fit: got NaN or infinite numbers: the gradient, expected an objective that",
+    ),
+    "l2 of 1e300": ({}, dict(l2=1e300), r"^l2: got 1e\+300"),
+    "imputed of 1e20": ({}, dict(imputed=1e20), r"^fit: got NaN or infinite numbers: at the start, the term observed"),
+    "weights of 1e300": ({}, dict(left_weights=np.full(20, 1e300)), r"^left_weights: got 1e\+300 at 0"),
+    "penalty of 1e300": ({}, dict(embedding_l2=1e300), r"^embedding_l2: got 1e\+300"),
+    "a huge step": (
+        {},
+        dict(optimizer="sampling", optimizer_options=dict(step_size=1e30, steps=3)),
+        "smaller step_size",
+    ),
+    "dim of 1e9": (
+        {},
+        dict(dim=10**9),
+        r"^dim: got 1000000000, expected towers within what is free, \d+[MG]B; with 40 ",
+    ),
+    "hidden of 1e12": ({}, dict(hidden=(10**12,), dim=2), r"^hidden: got \(10{12},\), expected towers within"),
+}
+
+
+@pytest.mark.parametrize("case", EXTREMES)
+def test_extreme_numbers_are_refused_by_name(case):
+    features, settings, message = EXTREMES[case]
+    model = gt.TwoTower(**{"dim": 3, "max_iterations": 2, "device": "cpu", **settings})
+    with pytest.raises(ValueError, match=message):
+        model.fit(checkerboard(), **features)
+    assert not hasattr(model, "towers_")
+
+
+@pytest.mark.parametrize("optimizer", ["newton-kron", "newton", "lbfgs", "gd"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(omega=1e30),
+        dict(omega=1e-38),
+        dict(l2=1e30),
+        dict(l2=0.0),
+        dict(embedding_l2=1e30),
+        dict(dim=50),
+        "1e12",
+        "0",
+    ],
+    ids=str,
+)
+def test_what_is_extreme_but_can_be_worked_with_gives_a_finite_model(settings, optimizer):
+    features = None
+    if isinstance(settings, str):
+        features, settings = np.random.default_rng(0).normal(size=(20, 3)) * float(settings), {}
+    settings = {"dim": 3, "max_iterations": 3, "hidden": (4,), "device": "cpu", **settings}
+    model = gt.TwoTower(**settings, optimizer=optimizer).fit(checkerboard(), left_features=features)
+    assert all(np.isfinite(model.embed(side=side)).all() for side in ("left", "right"))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (5, 1)])
+def test_a_single_entity_on_a_side_is_enough(shape):
+    model = gt.TwoTower(max_iterations=3, device="cpu").fit(sp.csr_matrix(np.ones(shape)))
+    assert np.isfinite(model.embed(side="left") @ model.embed(side="right").T).all()

@@ -281,3 +281,28 @@ def test_the_memory_budget_stays_as_it_was_given(tmp_path):
     given = gt.Problem(sp.eye(4, format="csr"), memory_budget="1GB")
     gt.minimize(given, gt.mlp_towers(given, (), 2), max_iterations=3, checkpoint=tmp_path / "run")
     assert given.memory_budget == given.planned_budget == 10**9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(problem=3), "^problem: got int"), (dict(towers=3), "^towers: got int"),
+        (dict(validation=3), "^validation: got"), (dict(callbacks=3), "^callbacks: got 3"),
+        (dict(callbacks=[3]), "^callbacks: got"), (dict(validate_at=[]), "^validate_at: got"),
+    ],
+)  # fmt: skip
+def test_minimize_refuses_wrong_types_by_name(arguments, message):
+    problem = gt.Problem(sp.eye(4, format="csr"))
+    given = {"problem": problem, "towers": gt.mlp_towers(problem, (), 2), "max_iterations": 1, **arguments}
+    with pytest.raises(ValueError, match=message):
+        gt.minimize(**given)
+
+
+def test_towers_larger_than_the_memory_are_refused_before_they_are_made():
+    problem = gt.Problem(sp.eye(4, format="csr"))
+    with pytest.raises(ValueError, match=r"^dim: got 10{12}, expected towers within what is free"):
+        gt.mlp_towers(problem, (), 10**12)
+    with pytest.raises(ValueError, match=r"^hidden: got \(8, 10{12}\), expected towers within what is free"):
+        gt.mlp_towers(problem, (8, 10**12), 2)
+    with pytest.raises(ValueError, match=r"^problem: got str, expected a gramtower.Problem"):
+        gt.mlp_towers("pairs")

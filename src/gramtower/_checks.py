@@ -122,6 +122,14 @@ def ids(name: str, value: Any) -> list[Any]:
     return found
 
 
+def functions(name: str, value: object) -> list[Any]:
+    """Functions, one after the other."""
+    listed = list(value) if isinstance(value, Iterable) else [value]
+    if not isinstance(value, Iterable) or not all(map(callable, listed)):
+        fail(name, repr(value), "a sequence of functions")
+    return listed
+
+
 def as_array(name: str, value: Any, expected: str) -> NDArray[Any]:
     """A numpy array of what is one, or a dense tensor, or can become one."""
     if isinstance(value, torch.Tensor):
@@ -151,6 +159,16 @@ def finite(name: str, array: NDArray[Any]) -> None:
         place = tuple(int(x) for x in np.argwhere(bad)[0])
         at = place[0] if len(place) == 1 else place
         fail(name, f"{array[place]} at {at} ({int(bad.sum())} non-finite in all)", "finite numbers")
+
+
+def fits(name: str, value: Any, dtype: torch.dtype) -> None:
+    """Refuse finite numbers that a dtype cannot hold, naming the first."""
+    array, most = np.asarray(value), torch.finfo(dtype).max
+    if array.size and max(abs(float(array.min())), abs(float(array.max()))) > most:
+        place = tuple(int(x) for x in np.argwhere(np.abs(array) > most)[0])
+        at = f" at {place[0] if len(place) == 1 else place}" if place else ""
+        kind = str(dtype).removeprefix("torch.")
+        fail(name, f"{array[place]:g}{at}", f"numbers of at most {most:.2g} with towers in {kind}")
 
 
 def weights(name: str, value: Any, length: int) -> NDArray[Any] | None:

@@ -29,7 +29,7 @@ from gramtower.objective.evaluation import Point
 from gramtower.objective.losses import Loss
 from gramtower.objective.problem import Problem
 from gramtower.training.loop import minimize
-from gramtower.training.result import Record, Result
+from gramtower.training.result import Reason, Record, Result
 
 if TYPE_CHECKING:
     from gramtower.tuning.report import Search
@@ -290,6 +290,7 @@ class TwoTower(Fitted):
 
     def _finish(self, problem: Problem, towers: Towers, given: Given, result: Result) -> None:
         point = problem.at(towers)
+        _refuse_non_finite(problem, point, result)
         self.left_ = Side("left", given.ids[0], point.P.cpu(), given.inputs[0])
         self.right_ = Side("right", given.ids[1], point.right_rows.cpu(), given.inputs[1])
         self.seen_ = pattern_of(given.matrix)
@@ -301,3 +302,18 @@ class TwoTower(Fitted):
     def make_validation(self, given: Given) -> Callable[[Point], float] | None:
         """The metric of a point on held-out pairs, None without them."""
         return None if given.test is None else RankingValidator(self.metric, given.test, given.matrix)
+
+
+def _refuse_non_finite(problem: Problem, point: Point, result: Result) -> None:
+    """Refuse a model that is not finite, or that learned nothing because the objective was not."""
+    stopped = result.reason is Reason.NON_FINITE and result.history[-1].iteration == 0
+    bad = [name for name, rows in (("left", point.P), ("right", point.Q)) if not bool(rows.isfinite().all())]
+    if problem.shards.group.totals(float(bool(bad)))[0] or stopped:
+        found = result.message.split(" became")[0] if stopped else f"{' and '.join(bad) or 'other'} embeddings"
+        dtype = str(point.Q.dtype).removeprefix("torch.")
+        check.fail(
+            "fit",
+            f"NaN or infinite numbers: {found}",
+            f"an objective that is finite in {dtype}: smaller labels, imputed, omega, l2, embedding_l2 or weights, "
+            "features scaled to about 1, or a smaller step_size",
+        )

@@ -15,11 +15,10 @@ from torch import nn
 from gramtower import _checks as check
 from gramtower.data.features import Features
 from gramtower.model.layers import InputLinear
+from gramtower.model.memory import free_memory, readable
 from gramtower.model.stack import ACTIVATIONS
 from gramtower.model.tables import draw_rows_
 from gramtower.model.towers import Towers, TwoSided
-
-_WIDEST = 2**31 - 1
 
 
 def mlp_towers(
@@ -58,7 +57,8 @@ def undrawn_towers(problem: TwoSided, hidden: Sequence[int], dim: int, activatio
     if not all(isinstance(getattr(problem, side, None), Features) for side in ("left", "right")):
         check.fail("problem", type(problem).__name__, "a gramtower.Problem")
     check.choice("activation", activation, tuple(ACTIVATIONS))
-    widths = [*check_hidden(hidden), check.count("dim", dim, most=_WIDEST)]
+    widths = [*check_hidden(hidden), check.count("dim", dim)]
+    _check_size((problem.left.width, problem.right.width), widths)
 
     def tower(features: Features) -> nn.Module:
         layers: list[nn.Module] = [InputLinear(features.width, widths[0], bias=len(widths) > 1, draw=False)]
@@ -89,7 +89,22 @@ def check_hidden(hidden: object) -> tuple[int, ...]:
     """
     if not isinstance(hidden, Iterable) or isinstance(hidden, str) or getattr(hidden, "ndim", 1) != 1:
         check.fail("hidden", repr(hidden), "a sequence of layer widths, such as (256, 256) or ()")
-    return tuple(check.count("hidden", width, most=_WIDEST) for width in hidden)
+    return tuple(check.count("hidden", width) for width in hidden)
+
+
+def _check_size(inputs: tuple[int, int], widths: list[int]) -> None:
+    """Refuse layers that the memory cannot hold, before they are made."""
+
+    def size(widths: list[int]) -> int:
+        above = sum((fan_in + 1) * fan_out for fan_in, fan_out in pairwise(widths))
+        return 4 * sum((width + 1) * widths[0] + above for width in inputs)
+
+    free = free_memory(torch.device("cpu"))
+    if size(widths) > free:
+        name = "hidden" if size([*widths[:-1], 1]) > free else "dim"
+        given = widths[-1] if name == "dim" else tuple(widths[:-1])
+        expected = f"towers within what is free, {readable(free)}; with {sum(inputs):,} inputs these take "
+        check.fail(name, given, expected + readable(size(widths)))
 
 
 def _draw_(tower: nn.Module, features: Features, generator: torch.Generator) -> None:

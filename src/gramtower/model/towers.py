@@ -29,6 +29,7 @@ from gramtower.model.sparse import FIRST_LAYER
 from gramtower.model.stack import refuse_unfit, steps
 from gramtower.model.tables import join
 
+_LARGEST_FEATURE = {torch.float32: 1e15, torch.float64: 1e150}  # the squares of 10⁸ rows add up within the dtype
 _PROBE = 3  # rows tried before the first evaluation
 
 
@@ -278,6 +279,7 @@ class Towers:
         features = features.whole or features
         key = (side, id(features), repr([type(op).__name__ for op in ops]))
         if key not in self._probes:
+            _check_magnitude(side, features, self.dtype)
             first = ops[0]
             if isinstance(first, InputAffine):
                 fits = first.width >= features.rows if features.kind == "ids" else first.width == features.width
@@ -311,6 +313,24 @@ class Towers:
                 size,
             )  # holds the features, so that the id stays theirs
         return self._probes[key][1:]
+
+
+def _check_magnitude(side: str, features: Features, dtype: torch.dtype) -> None:
+    """Refuse features whose sums of squares over many rows are beyond the dtype."""
+    if not features.arrays or not (numbers := features.arrays[-1]).numel() or not numbers.is_floating_point():
+        return
+    most = _LARGEST_FEATURE[dtype]
+    if float(torch.stack(numbers.aminmax()).abs().max()) > most:
+        place = int(numbers.abs().argmax())
+        if features.kind == "sparse":
+            offsets, columns, _ = features.arrays
+            row, column = int(torch.searchsorted(offsets, place, right=True)) - 1, int(columns[place])
+        else:
+            row, column = divmod(place, features.width)
+        given = f"{float(numbers.reshape(-1)[place]):g} at row {row}, column {column}"
+        kind = str(dtype).removeprefix("torch.")
+        expected = f"numbers of at most {most:g} with towers in {kind}: divide the column by its largest number"
+        check.fail(f"{side} features", given, expected)
 
 
 def _try_rows(side: str, ops: list[Op], features: Features, values: Values, rows: int) -> tuple[Tensor, int]:

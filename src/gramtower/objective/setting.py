@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gramtower import _checks as check
 from gramtower.data.pairs import Pairs
 from gramtower.distributed.shards import Shards
 from gramtower.kernels import LossTerms, select
@@ -70,6 +71,7 @@ def make_setting(
     What belongs to right entities is taken from ``shared`` where given. Without pairs, their place is taken by an empty
     pattern: for what is about entities and all pairs together.
     """
+    _check_range(problem, dtype)
     m, n = problem.pairs.shape
     start, stop = (0, m) if rows is None else rows
     pairs, where = problem.pairs, slice(None)
@@ -111,6 +113,20 @@ def make_setting(
         pair_precision=problem.pair_precision,
         shards=problem.shards,
     )
+
+
+def _check_range(problem: Problem, dtype: torch.dtype) -> None:
+    """Refuse constants that the towers' dtype cannot hold, by name."""
+    (a, b), (left, right) = problem.weight_arrays, problem.penalty_arrays
+    for name, value in (
+        ("omega", problem.omega), ("l2", problem.l2), ("embedding_l2", problem.embedding_l2),
+        ("imputed", problem.imputed.constant), ("imputed", problem.imputed.factors), ("pairs", problem.labels),
+        ("left_weights", a), ("right_weights", b), ("pair_weights", problem.pair_weights),
+        ("embedding_l2 and frequency_power", left), ("embedding_l2 and frequency_power", right),
+    ):  # fmt: skip
+        for part in value if isinstance(value, tuple) else (value,):
+            if part is not None:
+                check.fits(name, part, dtype)
 
 
 def _some(array: NDArray[Any] | None, where: slice) -> NDArray[Any] | None:

@@ -94,9 +94,7 @@ def minimize(
     """
     if validation is not None and not callable(validation):
         check.fail("validation", repr(validation), "a function of a point")
-    watchers = check.listed("callbacks", callbacks, "functions")
-    if not all(callable(watcher) for watcher in watchers):
-        check.fail("callbacks", repr(callbacks), "functions of a record and a point")
+    watchers = check.functions("callbacks", callbacks)
     path = None if checkpoint is None else check.path("checkpoint", checkpoint)
     written = None if history is None else check.path("history", history)
     run = _Run(problem, towers, optimizer, seed, options, validation, validate_at)
@@ -172,9 +170,13 @@ class _Run:
     ) -> None:
         if not isinstance(problem, Problem):
             check.fail("problem", type(problem).__name__, "a gramtower.Problem")
+        if not isinstance(towers, Towers):
+            check.fail("towers", type(towers).__name__, "a gramtower.Towers")
         self.problem, self.towers, self.group = problem, towers, problem.shards.group
         self.method: Method = make_method(optimizer, check.seed(seed), options)
         self._identity = (optimizer, options, seed)
+        check.functions("validation", () if validation is None else (validation,))
+        check.functions("validate_at", () if validate_at is None else (validate_at,))
         self.validation, self.validate_at = validation, validate_at
         self.saved_at = 0.0  # seconds at the last checkpoint
         self.reached: _Reached
