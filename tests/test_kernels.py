@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
+from cases import make_case
 
 from gramtower import kernels
 from gramtower.data.pairs import SEGMENT, from_sparse
 from gramtower.kernels import cpu, reference
 from gramtower.kernels import threads as thread_pool
+from gramtower.kernels.activations import activation_of
+from gramtower.kernels.losses import LOSSES, LossTerms, Scored
+from gramtower.objective import problem
 
 BACKENDS = {"numba": cpu, "reference": reference}
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-13}  # of the largest number in the result
@@ -172,19 +178,89 @@ def test_without_numba_the_reference_runs_with_a_warning(monkeypatch):
         assert kernels.select(torch.device("cpu")) is reference
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_backends_have_exactly_the_functions_of_the_protocol(backend):
-    def signatures(owner, module):
-        functions = {n: f for n, f in vars(owner).items() if inspect.isfunction(f) and f.__module__ == module}
-        return {n: inspect.signature(f) for n, f in functions.items() if not n.startswith("_")}
+def backend_module(name):
+    if name == "triton":
+        pytest.importorskip("triton", reason="triton is not installed (it comes with CUDA builds of torch)")
+    return importlib.import_module(kernels._MODULES[name])
 
-    wanted = {
-        name: signature.replace(parameters=list(signature.parameters.values())[1:])  # without self
-        for name, signature in signatures(kernels.Kernels, kernels.__name__).items()
-    }
-    assert len(wanted) == 6
-    module = BACKENDS[backend]
-    assert signatures(module, module.__name__) == wanted
+
+@pytest.mark.parametrize("backend", kernels._MODULES)
+def test_every_backend_has_all_of_the_protocol_and_nothing_else(backend):
+    module = backend_module(backend)
+    own = {n: f for n, f in vars(module).items() if inspect.isfunction(f) and not n.startswith("_")}
+    offered = {n: inspect.signature(f) for n, f in own.items() if f.__module__ in (module.__name__, reference.__name__)}
+    methods = {n: f for n, f in vars(kernels.Kernels).items() if inspect.isfunction(f) and not n.startswith("_")}
+    wanted = {}
+    for name, method in methods.items():
+        signature = inspect.signature(method)
+        wanted[name] = signature.replace(parameters=list(signature.parameters.values())[1:])  # without self
+    assert len(wanted) == 13
+    assert offered == wanted
+    assert [type(getattr(module, name)) for name in ("SLOPES_FROM_OUTPUTS", "GATHERS_BFLOAT16")] == [bool, bool]
+
+
+def loss_terms(loss, pairs, dtype):
+    rng = torch.Generator().manual_seed(1)
+    labels = torch.where(torch.rand(len(pairs), generator=rng) < 0.5, -1.0, 1.0).to(dtype)
+    imputed, a, w = torch.rand(3, len(pairs), dtype=dtype, generator=rng)
+    return LossTerms(loss, labels, 0.3, imputed, a, w, torch.tensor([0.3, 0.0], dtype=dtype))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_and_their_sums_are_those_of_the_formula(backend, loss):
+    pairs, module = make_pairs("holes"), BACKENDS[backend]
+    P, W, Q, H, _, out, _ = make_operands(pairs, 5, torch.float64)
+    t = loss_terms(LOSSES[loss], pairs, torch.float64)
+    scores = reference.dots(pairs, P, Q).requires_grad_()
+    each = t.loss_weight * t.loss.value(t.labels, scores) - 0.15 * t.pair_weight * (t.imputed - scores) ** 2
+    (slopes,) = torch.autograd.grad(each.sum(), scores, create_graph=True)
+    (curvatures,) = torch.autograd.grad(slopes.sum(), scores)
+    observed, exact = module.losses(pairs, P, Q, t), dict(rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(observed.value, each.detach().sum(), **exact)
+    for moved, wanted in ((None, slopes.detach()), ((W, H), curvatures * run_change(pairs, P, W, Q, H))):
+        mine, sums = out.clone(), out.clone()
+        reference.left_sum(pairs, wanted, Q, sums)
+        x, passes = module.loss_left(pairs, P, Q, t, mine, moved)
+        assert passes == 2
+        torch.testing.assert_close(x, wanted, **exact)
+        torch.testing.assert_close(mine, sums, **exact)
+
+
+def run_change(pairs, P, W, Q, H):
+    return reference.dots(pairs, W, Q) + reference.dots(pairs, P, H)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operations_over_rows(backend):
+    module, activation = BACKENDS[backend], activation_of(torch.nn.ELU(0.7))
+    x, bias = torch.randn(37, 9, dtype=torch.float64), torch.randn(9, dtype=torch.float64)
+    assert torch.equal(module.activate(x, bias, activation), torch.nn.functional.elu(x + bias, 0.7))
+    torch.testing.assert_close(module.column_lines(x).sum(0), x.sum(0))
+    order, tensors = module.export_order(make_pairs("holes"))
+    module.import_order(make_pairs("holes"), order, tensors)
+
+
+def test_a_new_backend_is_a_module_and_its_name(monkeypatch):
+    """The recipe "a kernel" of docs/architecture.md."""
+    calls, own = [], types.ModuleType("tests_own_kernels")
+    for name in (*(n for n in vars(kernels.Kernels) if not n.startswith("_")), "SLOPES_FROM_OUTPUTS"):
+        setattr(own, name, getattr(reference, name))
+    own.GATHERS_BFLOAT16 = False
+    own.dots = lambda *arguments: calls.append("dots") or reference.dots(*arguments)
+    own.losses = lambda pairs, P, Q, terms: Scored(terms, own.dots(pairs, P, Q))
+    monkeypatch.setitem(sys.modules, own.__name__, own)
+    monkeypatch.setitem(kernels._MODULES, "own", own.__name__)
+    monkeypatch.setattr(kernels, "BACKENDS", ("auto", *kernels._MODULES))
+    monkeypatch.setattr(problem, "BACKENDS", kernels.BACKENDS)
+    results = []
+    for backend in ("own", "reference"):
+        case = make_case(kernels=backend)
+        point = case.problem.at(case.towers)
+        g = point.gradient()
+        results.append(torch.cat([g.vector, point.gauss_newton() @ g.vector, point.preconditioner() @ g.vector]))
+    assert torch.equal(*results)
+    assert calls == ["dots"]
 
 
 FORKED = """

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 
+import dense
 import pytest
 import torch
+from cases import make_case
+from test_engine import compare
 
 import gramtower as gt
-from gramtower.objective.losses import LOSSES, as_loss
+from gramtower.kernels.losses import LOSSES, as_loss
+from gramtower.objective.footprint import Sweep
 
 # Away from ŷ = ±1, where the second derivative of squared_hinge jumps.
 SCORES = torch.tensor([-30.0, -4.3, -1.1, -0.9, -0.2, 0.0, 0.3, 0.95, 1.05, 2.7, 45.0], dtype=torch.float64)
@@ -68,3 +72,24 @@ def test_names_and_own_losses():
     assert as_loss("squared").name == "squared"
     with pytest.raises(ValueError, match="loss: got 'cosine', expected one of 'logistic', 'squared', 'squared_hinge'"):
         as_loss("cosine")
+
+
+@pytest.mark.parametrize("kernels", ["reference", "numba", "triton"])
+def test_a_new_loss_is_a_line_of_the_table(kernels, monkeypatch):
+    """The recipe "a loss" of docs/architecture.md."""
+    if kernels == "triton":
+        pytest.importorskip("triton", reason="triton is not installed (it comes with CUDA builds of torch)")
+    root = lambda y, s: torch.sqrt(1 + (s - y) ** 2)  # noqa: E731
+    pseudo_huber = gt.Loss(
+        value=lambda y, s: root(y, s) - 1,
+        first=lambda y, s: (s - y) / root(y, s),
+        second=lambda y, s: root(y, s) ** -3,
+        name="pseudo_huber",
+    )
+    monkeypatch.setitem(LOSSES, "pseudo_huber", pseudo_huber)
+    monkeypatch.setitem(dense.VALUES, "pseudo_huber", lambda y, s: (1 + (s - y) ** 2) ** 0.5 - 1)
+    case = make_case(loss="pseudo_huber", kernels=kernels, weights=True, imputed="low-rank", pair_weights=True)
+    compare(case)
+    if kernels != "reference":
+        case.problem.sweep = Sweep(2, False)
+        compare(case)

@@ -8,11 +8,11 @@ point = problem.at(towers)                      value, gradient() and gauss_newt
 from gramtower.data.interactions import Interactions as Interactions
 from gramtower.estimator.model_file import load as load
 from gramtower.estimator.two_tower import TwoTower as TwoTower
+from gramtower.kernels.losses import Loss as Loss
 from gramtower.model.layers import InputLinear as InputLinear
 from gramtower.model.mlp import mlp_towers as mlp_towers
 from gramtower.model.parameters import Parameters as Parameters
 from gramtower.model.towers import Towers as Towers
-from gramtower.objective.losses import Loss as Loss
 from gramtower.objective.problem import Problem as Problem
 from gramtower.training.loop import minimize as minimize
 from gramtower.training.result import Reason as Reason

@@ -23,10 +23,10 @@ from gramtower.estimator.matrices import pattern_of
 from gramtower.estimator.side import Side
 from gramtower.estimator.validation import RankingValidator
 from gramtower.estimator.warm_start import carry_over
+from gramtower.kernels.losses import Loss
 from gramtower.model.mlp import check_hidden, mlp_towers
 from gramtower.model.towers import Towers
 from gramtower.objective.evaluation import Point
-from gramtower.objective.losses import Loss
 from gramtower.objective.problem import Problem
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Record, Result

@@ -24,7 +24,13 @@ from torch import Tensor
 from gramtower.data.pairs import Pairs, Segments
 from gramtower.kernels import reference, threads
 from gramtower.kernels.compiled import compiled
+from gramtower.kernels.losses import LossTerms, Observed, Scored, loss_left_from_scores
 
+activate, slope_product = reference.activate, reference.slope_product  # torch has nothing faster for these
+column_sums, column_lines = reference.column_sums, reference.column_lines
+export_order, import_order = reference.export_order, reference.import_order
+SLOPES_FROM_OUTPUTS = False  # a stored slope is one multiplication, cheaper than computing it again
+GATHERS_BFLOAT16 = False
 _TILE_BYTES = 1 << 19  # half of a usual second-level cache
 _TASK = 1 << 15  # pairs in a task, or fewer when there would be too few tasks
 _RUN = 1 << 20  # elements of a dot product added up by themselves
@@ -64,9 +70,23 @@ def curvature_left(pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: 
     return z
 
 
-def column_sums(x: Tensor, weight: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """See reference.column_sums."""
-    return reference.column_sums(x, weight, dtype)
+def losses(pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms) -> Observed:
+    """See reference.losses."""
+    return Scored(terms, dots(pairs, P, Q))
+
+
+def loss_left(
+    pairs: Pairs,
+    P: Tensor,
+    Q: Tensor,
+    terms: LossTerms,
+    out: Tensor,
+    moved: tuple[Tensor, Tensor] | None = None,
+    gathered: Tensor | None = None,
+) -> tuple[Tensor, int]:
+    """See reference.loss_left."""
+    observed = losses(pairs, P, Q, terms)
+    return loss_left_from_scores(observed, left_sum, curvature_left, pairs, P, Q, out, moved, gathered), 2
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:

@@ -10,23 +10,26 @@ benchmarks/bench_gpu.py.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from gramtower.data.pairs import Pairs
-from gramtower.kernels import LossTerms
 from gramtower.kernels import programs as p
-from gramtower.kernels.layout import Pieces, left_order, remember, right_order
+from gramtower.kernels import reference
+from gramtower.kernels.activations import ELU, Activation
+from gramtower.kernels.layout import Order, Pieces, left_order, remember, right_order
+from gramtower.kernels.losses import LossTerms, Observed, Scored, loss_left_from_scores
+
+SLOPES_FROM_OUTPUTS = True  # φ′ costs nothing in a pass that reads the output anyway
+GATHERS_BFLOAT16 = True
 
 # Numbers gathered by a program at a time, as measured on an H200 with rows of 128.
 _TILE, _DOT_TILE, _TWO_TILES, _TWO_HALF_TILES = 2048, 1024, 512, 1024
 LONGEST = 2048  # the longest row that a program holds whole
 _COLUMNS = 128  # columns of a sum made by one program
 _RUN = 1 << 14  # elements of a dot product added up by one program
-LOSSES = {"logistic": 0, "squared": 1, "squared_hinge": 2}
 
 
 def dots(pairs: Pairs, A: Tensor, B: Tensor) -> Tensor:
@@ -75,9 +78,20 @@ def curvature_left(pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: 
     return z
 
 
-def losses(pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor, Tensor]:
-    """Σ_O ℓ⁺ in float64, ∂ℓ⁺/∂ŷ and ∂²ℓ⁺/∂ŷ² on O, for the losses named in ``LOSSES``."""
+@dataclass(frozen=True)
+class _Fused:
+    """ℓ⁺ with its derivatives, all from one program."""
+
+    value: Tensor
+    slopes: Tensor
+    curvatures: Tensor
+
+
+def losses(pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms) -> Observed:
+    """See reference.losses; value and derivatives in one program where it knows the loss."""
     scores = dots(pairs, P, Q)
+    if terms.loss.program is None:
+        return Scored(terms, scores)
     first, second = scores, torch.empty_like(scores)  # a program reads its scores before it writes over them
     programs = _ceil(len(pairs), 1024)
     values = torch.empty(programs, dtype=torch.float64, device=P.device)
@@ -86,17 +100,24 @@ def losses(pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms) -> tuple[Tensor
         p.loss_program[(programs,)](
             scores, *tensors, first, second, values, len(pairs), **kinds, BLOCK=1024, num_warps=4
         )
-    return values.sum(), first, second
+    return _Fused(values.sum(), first, second)
 
 
 def loss_left(
-    pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms, out: Tensor, moved: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
-    """x_e = ∂ℓ⁺/∂ŷ, or with ``moved`` = (W, H) ∂²ℓ⁺/∂ŷ² (w_i·q_j + p_i·h_j), returned; out += X Q. One pass, no scores.
-
-    All matrices are of one dtype, with at most ``LONGEST`` columns.
-    """
+    pairs: Pairs,
+    P: Tensor,
+    Q: Tensor,
+    terms: LossTerms,
+    out: Tensor,
+    moved: tuple[Tensor, Tensor] | None = None,
+    gathered: Tensor | None = None,
+) -> tuple[Tensor, int]:
+    """See reference.loss_left; in one pass, without scores, where a program knows the loss and all is of one dtype."""
     k, order = P.shape[1], left_order(pairs)
+    one_dtype = P.dtype == Q.dtype and (gathered is None or gathered.dtype == Q.dtype)
+    if terms.loss.program is None or k > LONGEST or not one_dtype:
+        observed = losses(pairs, P, Q, terms)
+        return loss_left_from_scores(observed, left_sum, curvature_left, pairs, P, Q, out, moved, gathered), 2
     x = torch.empty(len(pairs), dtype=P.dtype, device=P.device)
     if len(order):
         partial = out.new_empty(order.partial_lines, k)
@@ -110,20 +131,19 @@ def loss_left(
             PAIRS=_pairs(width, _TWO_TILES), K=width, num_warps=_warps(width),
         )  # fmt: skip
         _gather_lines(order, partial, out)
-    return x
+    return x, 1
 
 
-def _terms(terms: LossTerms, absent: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _terms(terms: LossTerms, absent: Tensor) -> tuple[tuple[Tensor | int, ...], dict[str, int | None]]:
     """A loss as arguments of a program: its tensors, ``absent`` in the place of those it has not, and its kinds."""
-    at_pairs = isinstance(terms.imputed, Tensor)
     tensors = (
         terms.labels, terms.labels.stride(0), terms.constants,
-        terms.imputed if at_pairs else absent,
+        terms.imputed if isinstance(terms.imputed, Tensor) else absent,
         absent if terms.pair_weight is None else terms.pair_weight,
         absent if terms.loss_weight is None else terms.loss_weight,
     )  # fmt: skip
     return tensors, {
-        "LOSS": LOSSES[terms.loss], "IMPUTED": at_pairs,
+        "LOSS": terms.loss.program, "IMPUTED": isinstance(terms.imputed, Tensor),
         "PAIR_WEIGHT": terms.pair_weight is not None, "LOSS_WEIGHT": terms.loss_weight is not None,
     }  # fmt: skip
 
@@ -140,17 +160,15 @@ def slope_product(
     g: Tensor,
     bias: Tensor | None,
     y: Tensor,
-    activation: tuple[int, float],
+    activation: Activation,
     out: Tensor,
-    base: Tensor | None = None,
+    initial: Tensor | None = None,
     scale: float = 1.0,
     sums: bool = False,
 ) -> Tensor | None:
-    """scale·base + (g + bias) ∘ φ′ written to ``out``, φ′ worked out from the activation's output y.
-
-    All matrices are rows × columns; ``activation`` is as model.slopes.by_output gives it. ``base`` may be ``out``; a
-    scale other than 1 is for float32. Returns lines that add up to the column sums of the second term if asked.
-    """
+    """See reference.slope_product; a scale other than 1 is for float32."""
+    if activation.program is None:
+        return reference.slope_product(g, bias, y, activation, out, initial, scale, sums)
     rows, columns = y.shape
     width = _columns(columns, 512)
     step = max(1, (1024 if sums else 2048) // width)
@@ -158,8 +176,9 @@ def slope_product(
     grid = _ceil(rows, height), _ceil(columns, width)
     lines = out.new_empty(grid[0] if sums else 1, columns)
     p.slope_program[grid](
-        g.contiguous(), g if bias is None else bias, y, out if base is None else base, out, lines, rows, columns,
-        float(scale), ALPHA=activation[1], ACTIVATION=activation[0], BIAS=bias is not None, BASE=base is not None,
+        g.contiguous(), g if bias is None else bias, y, out if initial is None else initial, out, lines, rows, columns,
+        float(scale), ALPHA=activation.alpha, ACTIVATION=activation.program, BIAS=bias is not None,
+        INITIAL=initial is not None,
         SUMS=sums, HEIGHT=height, ROWS=step, COLUMNS=width, num_warps=2 if sums else 8,
     )  # fmt: skip
     return lines if sums else None
@@ -169,21 +188,25 @@ def column_sums(x: Tensor, weight: Tensor | None = None, dtype: torch.dtype | No
     """See reference.column_sums; all rows in ``dtype``."""
     dtype = dtype or x.dtype
     while x.shape[0] > 1:
-        x, weight = column_lines(x, weight, dtype), None
+        x, weight = _column_lines(x, weight, dtype), None
     if x.shape[0] == 1 and weight is None:
         return x[0].to(dtype)
     return x.sum(0, dtype=dtype) if weight is None else weight.to(dtype) @ x.to(dtype)
 
 
-def column_lines(x: Tensor, weight: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Fewer lines with the same column sums: those of a run of rows each. One launch."""
+def column_lines(x: Tensor) -> Tensor:
+    """See reference.column_lines; the sums of a run of rows each, in one launch."""
+    return _column_lines(x, None, x.dtype)
+
+
+def _column_lines(x: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
     x, (rows, columns) = x.contiguous(), x.shape
     width, step = _columns(columns, 256), max(1, 2048 // _columns(columns, 256))
     height = step * _repeats(rows, step)
     if step * 8 < rows <= 1024:  # a narrow program for all rows, in the place of a second launch
         width, step = _columns(columns, 32), 64
         height = _power(rows)
-    lines = torch.empty(_ceil(rows, height), columns, dtype=dtype or x.dtype, device=x.device)
+    lines = torch.empty(_ceil(rows, height), columns, dtype=dtype, device=x.device)
     if rows:
         p.column_sums_program[(lines.shape[0], _ceil(columns, width))](
             x, x if weight is None else weight, lines, rows, columns,
@@ -197,31 +220,35 @@ def _repeats(rows: int, step: int, most: int = 8) -> int:
     return int(min(most, max(1, 1 << (rows // (512 * step)).bit_length() >> 1))) if rows > 64 * step else 8
 
 
-def shifted_elu(x: Tensor, bias: Tensor, alpha: float) -> Tensor:
-    """elu(x + bias) of a float32 matrix."""
+def activate(x: Tensor, bias: Tensor, activation: Activation) -> Tensor:
+    """See reference.activate; in one pass for elu of float32."""
+    if activation.program != ELU or x.dtype != torch.float32:
+        return reference.activate(x, bias, activation)
     rows, columns = x.shape
     out = torch.empty_like(x)
     width = _columns(columns, 512)
     step = max(1, 4096 // width)
     p.shifted_elu_program[(_ceil(rows, step), _ceil(columns, width))](
-        x.contiguous(), bias, out, rows, columns, ALPHA=alpha, ROWS=step, COLUMNS=width, num_warps=4
+        x.contiguous(), bias, out, rows, columns, ALPHA=activation.alpha, ROWS=step, COLUMNS=width, num_warps=4
     )
     return out
 
 
-def take_order(pairs: Pairs) -> tuple[Any, dict[str, Tensor]]:
-    """The order in which these pairs are visited, and by name what of its part by columns is as long as the pairs."""
+def export_order(pairs: Pairs) -> tuple[Order | None, dict[str, Tensor]]:
+    """See reference.export_order: the short index tensors, and by name the O(|O|) tensors of the order by columns."""
     left, right, none = left_order(pairs), right_order(pairs), pairs.columns[:0].clone()
     assert right.entries is not None
     short = replace(left, gathered=none), replace(right, entries=none, gathered=none)
     return short, {"entries": right.entries, "rows": right.gathered}
 
 
-def give_order(pairs: Pairs, order: Any, long: dict[str, Tensor] | None) -> None:
-    """An order taken before, for a copy of the same pairs whose long tensors came from elsewhere; or by rows alone."""
-    left, right = order
-    by_columns = None if long is None else replace(right, entries=long["entries"], gathered=long["rows"])
-    remember(pairs, replace(left, gathered=pairs.columns), by_columns)
+def import_order(pairs: Pairs, order: Order | None, by_columns: dict[str, Tensor] | None) -> None:
+    """See reference.import_order; without the tensors by columns, pairs can be summed over rows alone."""
+    if order is not None:
+        left, right = order
+        if by_columns is not None:
+            right = replace(right, entries=by_columns["entries"], gathered=by_columns["rows"])
+        remember(pairs, replace(left, gathered=pairs.columns), None if by_columns is None else right)
 
 
 def _sum_into(order: Pieces, x: Tensor, B: Tensor, out: Tensor) -> None:
@@ -273,5 +300,5 @@ def _pairs(width: int, tile: int = _TILE) -> int:
     return int(min(64, max(1, tile // width)))
 
 
-def _warps(width: int) -> Any:
+def _warps(width: int) -> int:
     return min(8, max(1, width // 128))

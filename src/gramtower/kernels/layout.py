@@ -55,6 +55,7 @@ class Pieces:
         return int(self.targets.shape[0])
 
 
+Order = tuple[Pieces, Pieces]  # by rows and by columns
 _left: WeakKeyDictionary[Pairs, Pieces] = WeakKeyDictionary()
 _right: WeakKeyDictionary[Pairs, Pieces] = WeakKeyDictionary()
 

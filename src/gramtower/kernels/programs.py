@@ -236,10 +236,10 @@ def _slope(y, ALPHA: tl.constexpr, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def slope_program(g, bias, y, base, out, sums, rows, columns, scale, ALPHA: tl.constexpr, ACTIVATION: tl.constexpr,
-                  BIAS: tl.constexpr, BASE: tl.constexpr, SUMS: tl.constexpr,
+def slope_program(g, bias, y, initial, out, sums, rows, columns, scale, ALPHA: tl.constexpr, ACTIVATION: tl.constexpr,
+                  BIAS: tl.constexpr, INITIAL: tl.constexpr, SUMS: tl.constexpr,
                   HEIGHT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """out = scale·base + (g + bias) ∘ φ′, φ′ from the activation's output y; sums of HEIGHT rows of the latter."""
+    """out = scale·initial + (g + bias) ∘ φ′, φ′ from the activation's output y; sums of HEIGHT rows of the latter."""
     program = tl.program_id(0)
     f = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), dtype=out.dtype.element_ty)
@@ -253,8 +253,8 @@ def slope_program(g, bias, y, base, out, sums, rows, columns, scale, ALPHA: tl.c
         x *= _slope(tl.load(y + at, mask=here, other=0.0), ALPHA, ACTIVATION).to(x.dtype)
         if SUMS:
             total += tl.sum(x, 0)
-        if BASE:
-            x += scale * tl.load(base + at, mask=here, other=0.0)
+        if INITIAL:
+            x += scale * tl.load(initial + at, mask=here, other=0.0)
         tl.store(out + at, x, mask=here)
     if SUMS:
         tl.store(sums + program.to(tl.int64) * columns + f, total, mask=f < columns)

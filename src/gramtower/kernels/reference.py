@@ -1,4 +1,4 @@
-"""The pair operations in plain torch: their definition, and what runs on a device without kernels of its own.
+"""The kernels in plain torch: their definition, and what runs on a device without kernels of its own.
 
 Works through the pairs in blocks so that gathered rows stay within a fixed buffer. O(|O| k) time. The other
 implementations are compared with this one, and this one with dense products, in tests/test_kernels.py.
@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from gramtower.data.pairs import Pairs
+from gramtower.kernels.activations import Activation
+from gramtower.kernels.layout import Order
+from gramtower.kernels.losses import LossTerms, Observed, Scored, loss_left_from_scores
 
+SLOPES_FROM_OUTPUTS = False
+GATHERS_BFLOAT16 = False
 _BUFFER = 1 << 22  # gathered numbers held at a time
 _ROWS = 8192  # rows added up in their own precision
 
@@ -52,6 +57,28 @@ def curvature_left(pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: 
     return z
 
 
+def losses(pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms) -> Observed:
+    """ℓ⁺ on O with its derivatives, from the scores. One pass over O."""
+    return Scored(terms, dots(pairs, P, Q))
+
+
+def loss_left(
+    pairs: Pairs,
+    P: Tensor,
+    Q: Tensor,
+    terms: LossTerms,
+    out: Tensor,
+    moved: tuple[Tensor, Tensor] | None = None,
+    gathered: Tensor | None = None,
+) -> tuple[Tensor, int]:
+    """x_e = ∂ℓ⁺/∂ŷ, or with ``moved`` = (W, H) ∂²ℓ⁺/∂ŷ² (w_i·q_j + p_i·h_j); out += X Q. Returns x and 2, the passes.
+
+    ``gathered``, of H's dtype, takes Q's place in all but the scores.
+    """
+    observed = losses(pairs, P, Q, terms)
+    return loss_left_from_scores(observed, left_sum, curvature_left, pairs, P, Q, out, moved, gathered), 2
+
+
 def inner(a: Tensor, b: Tensor) -> Tensor:
     """Σ a_e b_e, products and sum in float64; a scalar on the device."""
     total = torch.zeros((), dtype=torch.float64, device=a.device)
@@ -68,3 +95,45 @@ def column_sums(x: Tensor, weight: Tensor | None = None, dtype: torch.dtype | No
         rows = slice(start, start + _ROWS)
         total += x[rows].sum(0) if weight is None else weight[rows] @ x[rows]
     return total
+
+
+def column_lines(x: Tensor) -> Tensor:
+    """Fewer rows with the same column sums: here one."""
+    return x.sum(0, keepdim=True)
+
+
+def activate(x: Tensor, bias: Tensor, activation: Activation) -> Tensor:
+    """φ(x + bias), a bias for each column."""
+    return activation.function(x + bias)
+
+
+def slope_product(
+    g: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    activation: Activation,
+    out: Tensor,
+    initial: Tensor | None = None,
+    scale: float = 1.0,
+    sums: bool = False,
+) -> Tensor | None:
+    """scale·initial + (g + bias) ∘ φ′ written to ``out``, φ′ from the activation's output y.
+
+    All matrices are rows × columns; ``initial`` may be ``out``, and so may g. Returns rows with the column sums of the
+    second term if asked for ``sums``.
+    """
+    product = (g if bias is None else g + bias) * activation.slope(y)
+    if initial is None:
+        out.copy_(product)
+    else:
+        torch.add(product, initial, alpha=scale, out=out)
+    return column_lines(product) if sums else None
+
+
+def export_order(pairs: Pairs) -> tuple[Order | None, dict[str, Tensor]]:
+    """The order in which pairs are visited, to be kept while they are away: here they need none."""
+    return None, {}
+
+
+def import_order(pairs: Pairs, order: Order | None, by_columns: dict[str, Tensor] | None) -> None:
+    """An order exported before, for a copy of the same pairs: here there is nothing to remember."""

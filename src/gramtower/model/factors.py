@@ -164,7 +164,7 @@ def _moment(step: Op, kept: Any, r: Tensor, some: slice, stride: int) -> Tensor 
     Matrices are estimated from ``some`` rows of it, one in ``stride``; diagonals come from all rows.
     """
     if isinstance(step, Elementwise):
-        slope: Tensor = kept.of(step.function, some)
+        slope: Tensor = kept.slopes(some)
         return ((slope * (stride * r[some, None])).t() @ slope).double()
     if isinstance(step, Affine):
         return _outer(kept[some], stride * r[some], step.bias is not None)

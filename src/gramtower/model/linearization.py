@@ -146,13 +146,12 @@ class Linearization:
         if (
             isinstance(first, InputAffine)
             and isinstance(second, Elementwise)
-            and second.activation is not None
+            and second.keeps_output(self.values.kernels)
             and first.inputs_first
             and first.width == self.features.rows
             and self.features.kind == "ids"
             and self.features.whole is None
             and self.values.dtype == torch.float32
-            and hasattr(self.values.kernels, "slope_product")
         ):
             return first.weight
         return None
@@ -192,7 +191,7 @@ class Linearization:
         for saved in self._kept:
             for step, kept in zip(self.steps, saved, strict=True):
                 if isinstance(step, Elementwise) and isinstance(kept, FromInput):
-                    kept.of(step.function)
+                    kept.slopes()
 
     def begin(self) -> None:
         """Forget what a vjp that did not come to its end has put off."""

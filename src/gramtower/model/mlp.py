@@ -14,9 +14,9 @@ from torch import nn
 
 from gramtower import _checks as check
 from gramtower.data.features import Features
+from gramtower.kernels.activations import ACTIVATIONS
 from gramtower.model.layers import InputLinear
 from gramtower.model.memory import free_memory, readable
-from gramtower.model.stack import ACTIVATIONS
 from gramtower.model.tables import draw_rows_
 from gramtower.model.towers import Towers, TwoSided
 

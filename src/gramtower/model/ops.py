@@ -14,7 +14,6 @@ tests/test_engine.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from gramtower.data.features import Block, IdBlock
 from gramtower.kernels import Kernels
+from gramtower.kernels.activations import Activation
 from gramtower.model.deferred import Shifted, Summed, pulled, settled
 from gramtower.model.slopes import FromInput, FromOutput
 
@@ -63,11 +63,7 @@ class Values:
         """Remember the column sums of g for a bias in ``out``; ``settle`` adds them when all blocks are done."""
         if bias is None or bias not in out:
             return
-        kernels: Any = self.kernels
-        if isinstance(g, Summed):
-            lines = g.lines
-        else:
-            lines = kernels.column_lines(g) if hasattr(kernels, "column_lines") else g.sum(0, keepdim=True)
+        lines = g.lines if isinstance(g, Summed) else self.kernels.column_lines(g)
         owed = self.owed.setdefault(bias, [])
         owed.append(lines)
         if len(owed) > _BLOCKS or sum(map(len, owed)) > _LINES:
@@ -116,15 +112,12 @@ class InputAffine(Op):
     width: int
 
     def forward(self, x: Block, values: Values) -> tuple[Any, Block]:
-        """XW + b; for ids without a bias, a view of W; with a bias, Shifted where kernels can add it later."""
+        """XW + b; for ids without a bias, a view of W."""
         weight = values.tensors[self.weight]
         if isinstance(x, Tensor):
             x = x.to(weight.dtype)
         y = self._product(x, weight, values, True)
-        if self.bias is None:
-            return y, x
-        shifted = Shifted(y, values.tensors[self.bias])
-        return (shifted if hasattr(values.kernels, "shifted_elu") else shifted.own()), x
+        return (y if self.bias is None else Shifted(y, values.tensors[self.bias])), x
 
     def jvp(self, saved: Block, dx: Any, values: Values, tangent: Named, out: Tensor | None = None) -> Any:
         """X dW + db."""
@@ -212,54 +205,46 @@ class Affine(Op):
 
 @dataclass
 class Elementwise(Op):
-    """An activation φ applied to every number by itself.
+    """An activation φ applied to every number by itself."""
 
-    Attributes:
-        function: φ.
-        activation: φ by number (see slopes.by_output), if φ′ follows from φ's output; then kernels that can save
-            themselves from keeping it.
-    """
+    activation: Activation
 
-    function: Callable[[Tensor], Tensor]
-    activation: tuple[int, float] | None = None
-
-    def forward(self, x: Any, values: Values) -> tuple[Tensor, Any]:
+    def forward(self, x: Any, values: Values) -> tuple[Tensor, FromInput | FromOutput]:
         """φ(x)."""
-        kernels: Any = values.kernels
-        if isinstance(x, Shifted) and x.bias is not None and self._is_elu() and x.tensor.dtype == torch.float32:
-            assert self.activation is not None
-            y: Tensor = kernels.shifted_elu(x.tensor, x.bias, self.activation[1])
-        else:
+        if not self.keeps_output(values.kernels):
             x = settled(x)
-            y = self.function(x)
-        if self.activation is not None and hasattr(kernels, "slope_product"):
-            return y, FromOutput(y, self.activation)
-        return y, FromInput(x)
+            return self.activation.function(x), FromInput(x, self.activation)
+        if isinstance(x, Shifted) and x.bias is not None:
+            y = values.kernels.activate(x.tensor, x.bias, self.activation)
+        else:
+            y = self.activation.function(settled(x))
+        return y, FromOutput(y, self.activation)
 
-    def _is_elu(self) -> bool:
-        return self.activation is not None and self.activation[0] == 0
+    def keeps_output(self, kernels: Kernels) -> bool:
+        """Whether φ′ is computed from the output wherever it is needed."""
+        return kernels.SLOPES_FROM_OUTPUTS and self.activation.slope_from_output
 
     def jvp(self, saved: Any, dx: Any, values: Values, tangent: Named, out: Tensor | None = None) -> Any:
         """φ′ ∘ dx."""
         given = dx if isinstance(dx, Shifted) else Shifted(dx, None)
         if isinstance(saved, FromOutput):
             room = values.room(self, given.tensor, saved.y.shape[1]) if given is dx else given.tensor
-            kernels: Any = values.kernels
-            kernels.slope_product(given.tensor, given.bias, saved.y, saved.activation, room)
+            values.kernels.slope_product(given.tensor, given.bias, saved.y, self.activation, room)
             return room
         own = given.own(values.room(self, given.tensor, given.tensor.shape[1])) if given is dx else given.tensor
-        return own.mul_(saved.of(self.function))
+        return own.mul_(saved.slopes())
 
     def vjp(self, saved: Any, g: Any, values: Values, out: Named, need_input: bool) -> Any:
         """φ′ ∘ g."""
-        kernels: Any = values.kernels
         g = pulled(g)
         if isinstance(saved, FromOutput):
-            return Summed(g, kernels.slope_product(g, None, saved.y, saved.activation, g, sums=True))
-        return g.mul_(saved.of(self.function))
+            lines = values.kernels.slope_product(g, None, saved.y, self.activation, g, sums=True)
+            assert lines is not None
+            return Summed(g, lines)
+        return g.mul_(saved.slopes())
 
     def vjp_into(self, saved: FromOutput, g: Any, values: Values, rows: Tensor, base: Tensor, scale: float) -> Any:
         """φ′ ∘ g + scale·base, written to ``rows``."""
-        kernels: Any = values.kernels
-        g = pulled(g)
-        return Summed(None, kernels.slope_product(g, None, saved.y, saved.activation, rows, base, scale, sums=True))
+        lines = values.kernels.slope_product(pulled(g), None, saved.y, self.activation, rows, base, scale, sums=True)
+        assert lines is not None
+        return Summed(None, lines)

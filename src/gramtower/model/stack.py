@@ -6,29 +6,15 @@ activations get written-out derivatives; anything else, and any module that carr
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 
 from torch import nn
 
+from gramtower.kernels.activations import activation_of
 from gramtower.model.layers import InputLinear
 from gramtower.model.opaque import Opaque
 from gramtower.model.ops import Affine, Elementwise, InputAffine, Op
-from gramtower.model.slopes import by_output
 
-ACTIVATIONS: dict[str, type[nn.Module]] = {
-    "elu": nn.ELU, "relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh, "silu": nn.SiLU,
-    "sigmoid": nn.Sigmoid, "softplus": nn.Softplus, "leaky_relu": nn.LeakyReLU, "selu": nn.SELU, "mish": nn.Mish,
-}  # fmt: skip
-_ELEMENTWISE = (
-    *ACTIVATIONS.values(),
-    nn.CELU,
-    nn.Softsign,
-    nn.Hardswish,
-    nn.ReLU6,
-    nn.LogSigmoid,
-    nn.Hardtanh,
-)
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
 _DROPOUTS = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
@@ -67,8 +53,8 @@ def steps(module: nn.Module, kind: str) -> list[Op]:
             result.append(op)
         elif not first and type(part) is nn.Linear:
             result.append(Affine(names[id(part.weight)], names.get(id(part.bias))))
-        elif not first and type(part) in _ELEMENTWISE:
-            result.append(Elementwise(_out_of_place(part), by_output(part)))
+        elif not first and (activation := activation_of(part)) is not None:
+            result.append(Elementwise(activation))
         elif type(part) is nn.Identity or (isinstance(part, _DROPOUTS) and not isinstance(part, nn.RReLU)):
             continue  # Dropout here is in eval mode: refuse_unfit has seen to that
         else:
@@ -116,10 +102,3 @@ def _has_hooks(module: nn.Module) -> bool:
         part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
         for part in module.modules()
     )
-
-
-def _out_of_place(activation: nn.Module) -> nn.Module:
-    if getattr(activation, "inplace", False):
-        activation = copy.copy(activation)
-        setattr(activation, "inplace", False)  # noqa: B010
-    return activation

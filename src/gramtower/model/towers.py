@@ -369,7 +369,7 @@ def _worked_on(ops: list[Op]) -> float:
     Half of these are kept, and the others' room is used for their changes, where slopes follow from outputs; otherwise
     slopes are kept too, and it takes room to find them.
     """
-    return 1.75 if any(isinstance(op, Elementwise) and op.activation is None for op in ops) else 1.0
+    return 1.75 if any(isinstance(op, Elementwise) and not op.activation.slope_from_output for op in ops) else 1.0
 
 
 def _factor_bytes(ops: list[Op], kind: str, values: Values) -> int:

@@ -23,12 +23,12 @@ from gramtower import _checks as check
 from gramtower.distributed.group import Pending
 from gramtower.kernels import Kernels
 from gramtower.kernels.lanes import Lane
+from gramtower.kernels.losses import Observed
 from gramtower.kernels.precision import products_in
 from gramtower.model.linearization import Linearization, Work
 from gramtower.model.parameters import Parameters, as_parameters
 from gramtower.model.towers import Towers
 from gramtower.objective.gramians import gram, square_norms
-from gramtower.objective.observed import Observed, observe
 from gramtower.objective.setting import Setting
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Point:
         """ℓ⁺ on the observed pairs, with its derivatives. One pass over O."""
         s = self.setting
         self.work.pair_passes += self.share[0]
-        return observe(self.kernels, s.pairs, self.P, self.right_rows, s.loss, s.loss_terms)
+        return self.kernels.losses(s.pairs, self.P, self.right_rows, s.loss_terms)
 
     @cached_property
     def right_rows(self) -> Tensor:
@@ -255,7 +255,7 @@ class Point:
     @property
     def gathers_halves(self) -> bool:
         """Whether Gauss-Newton products gather embeddings in bfloat16."""
-        return self.setting.pair_precision == "bfloat16" and hasattr(self.kernels, "losses")
+        return self.setting.pair_precision == "bfloat16" and self.kernels.GATHERS_BFLOAT16
 
     def gathered(self, embeddings: Tensor) -> Tensor:
         """Embeddings as Gauss-Newton products gather them for each pair."""

@@ -26,6 +26,7 @@ from gramtower.data.interactions import Interactions
 from gramtower.data.pairs import Pairs, from_sparse
 from gramtower.distributed.shards import Shards, whole
 from gramtower.kernels import BACKENDS, select
+from gramtower.kernels.losses import Loss, as_loss
 from gramtower.kernels.precision import PAIR_PRECISIONS, PRECISIONS, products_in
 from gramtower.model.linearization import Work
 from gramtower.model.memory import BlockPlan, default_budget, explained, free_memory, readable
@@ -36,7 +37,6 @@ from gramtower.objective.captured import LARGEST, Slots
 from gramtower.objective.evaluation import Point
 from gramtower.objective.footprint import Footprint, Sweep, footprint, plan_sweep
 from gramtower.objective.imputation import as_imputed
-from gramtower.objective.losses import Loss, as_loss
 from gramtower.objective.row_blocks import RowBlocks
 from gramtower.objective.setting import Setting, make_setting
 from gramtower.objective.swept import Swept

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from gramtower.data.pairs import Pairs
+from gramtower.kernels import Kernels
+from gramtower.kernels.layout import Order
 from gramtower.objective.setting import Setting
 
 Make = Callable[[tuple[int, int]], Setting]
@@ -32,7 +34,7 @@ class RowBlocks:
         kernels: whose order of the pairs is kept with them.
     """
 
-    def __init__(self, total: int, rows: int, streamed: bool, kernels: Any) -> None:
+    def __init__(self, total: int, rows: int, streamed: bool, kernels: Kernels) -> None:
         self.streamed, self.kernels = streamed, kernels
         self._road: Any = None  # one for all passes: memory that was used on a stream is kept for that stream
         self.bounds = [(start, min(total, start + rows)) for start in range(0, total, rows)]
@@ -103,19 +105,19 @@ class _Stored:
         per_pair: what belongs to single pairs.
         columns: of the pairs.
         kernels: which visit the pairs.
-        order: how they do, as far as it is short.
-        by_columns: what of the order by columns is as long as the pairs.
+        order: the short index tensors of the kernels' traversal order, on the device.
+        by_columns: the O(|O|) tensors of the order by columns.
     """
 
     setting: Setting
     per_pair: dict[str, _Sent]
     columns: _Sent
-    kernels: Any
-    order: Any = None
-    by_columns: dict[str, _Sent] | None = None
+    kernels: Kernels
+    order: Order | None
+    by_columns: dict[str, _Sent]
 
     @staticmethod
-    def of(setting: Setting, kernels: Any) -> _Stored:
+    def of(setting: Setting, kernels: Kernels) -> _Stored:
         """Move what belongs to single pairs to host memory."""
         values = {name: getattr(setting, name) for name in _PER_PAIR}
         per_pair = {k: v for k, v in values.items() if isinstance(v, Tensor) and v.dim() and 0 not in v.stride()}
@@ -124,20 +126,17 @@ class _Stored:
         missing: dict[str, Any] = dict.fromkeys(per_pair)
         sent = {name: _Sent.of(tensor) for name, tensor in per_pair.items()}
         columns = _Sent.of(pairs.columns, pairs.shape[1])
-        stored = _Stored(replace(setting, pairs=empty, **missing), sent, columns, kernels)
-        if hasattr(kernels, "take_order"):
-            stored.order, long = kernels.take_order(pairs)
-            limits = {"rows": pairs.shape[0]}
-            stored.by_columns = {name: _Sent.of(tensor, limits.get(name)) for name, tensor in long.items()}
-        return stored
+        order, long = kernels.export_order(pairs)
+        limits = {"rows": pairs.shape[0]}
+        by_columns = {name: _Sent.of(tensor, limits.get(name)) for name, tensor in long.items()}
+        return _Stored(replace(setting, pairs=empty, **missing), sent, columns, kernels, order, by_columns)
 
     def send(self, user: torch.cuda.Stream, by_columns: bool) -> Setting:
         """The whole of it on the device, for ``user`` to read."""
         empty = self.setting.pairs
         pairs = Pairs(empty.shape, empty.offsets, self.columns.bring(user))
-        if self.by_columns is not None:
-            long = {name: sent.bring(user) for name, sent in self.by_columns.items()} if by_columns else None
-            self.kernels.give_order(pairs, self.order, long)
+        long = {name: sent.bring(user) for name, sent in self.by_columns.items()} if by_columns else None
+        self.kernels.import_order(pairs, self.order, long)
         values: dict[str, Any] = {name: sent.bring(user) for name, sent in self.per_pair.items()}
         return replace(self.setting, pairs=pairs, **values)
 

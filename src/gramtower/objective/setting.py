@@ -15,9 +15,9 @@ from torch import Tensor
 from gramtower import _checks as check
 from gramtower.data.pairs import Pairs
 from gramtower.distributed.shards import Shards
-from gramtower.kernels import LossTerms, select
+from gramtower.kernels import select
+from gramtower.kernels.losses import Loss, LossTerms
 from gramtower.objective.imputation import Imputed
-from gramtower.objective.losses import Loss
 
 if TYPE_CHECKING:
     from gramtower.objective.problem import Problem
@@ -48,7 +48,7 @@ class Setting:
     def loss_terms(self) -> LossTerms:
         """What ℓ⁺ needs besides the scores."""
         return LossTerms(
-            self.loss.name,
+            self.loss,
             self.labels,
             self.omega,
             self.pair_imputed,

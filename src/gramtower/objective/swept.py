@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gramtower.kernels import Kernels
+from gramtower.kernels.losses import Observed
 from gramtower.kernels.precision import products_in
 from gramtower.model.linearization import Linearization, Work
 from gramtower.model.parameters import Parameters
@@ -29,7 +30,6 @@ from gramtower.model.towers import Towers
 from gramtower.objective.evaluation import Moments, Point, Recorded, weigh
 from gramtower.objective.gramians import gram, square_norms
 from gramtower.objective.kronecker import Kronecker
-from gramtower.objective.observed import Observed, add_curved, add_slopes, observe
 from gramtower.objective.row_blocks import Make, RowBlocks
 from gramtower.objective.setting import Setting
 
@@ -95,7 +95,7 @@ class Swept(Point):
 
     def _observe(self, block: _Block) -> Observed:
         s = block.setting
-        return observe(self.kernels, s.pairs, block.P, self.Q, s.loss, s.loss_terms)
+        return self.kernels.losses(s.pairs, block.P, self.Q, s.loss_terms)
 
     @property
     def P(self) -> Tensor:
@@ -164,7 +164,7 @@ class Swept(Point):
                 U = P @ Qc
                 own.imputed.subtract_product(0, hQc, U)
                 weigh(own, 0, U, P)
-                x, passes = add_slopes(self.kernels, own.pairs, P, Q, own.loss, own.loss_terms, U)
+                x, passes = self.kernels.loss_left(own.pairs, P, Q, own.loss_terms, U)
                 self.kernels.right_sum(own.pairs, x, P, pairs_V)
                 self._pull_block(block, U, out, bases[0])
                 del block, own, P, x, U  # before the next one is made
@@ -196,7 +196,7 @@ class Swept(Point):
                 Wc += gram(W, P, own.weights[0])
                 weigh(own, 0, torch.mm(W, Qc, out=U).addmm_(P, Hc), W)
                 terms = own.loss_terms
-                z, passes = add_curved(self.kernels, own.pairs, P, W, Q, gathered, own.loss, terms, U)
+                z, passes = self.kernels.loss_left(own.pairs, P, Q, terms, U, (W, gathered[1]), gathered[0])
                 self.kernels.right_sum(own.pairs, z, self.gathered(P), pairs_V)
                 self._pull_block(block, U, out, bases[0])
                 del block, own, P, W, U, z, terms  # before the next one is made

@@ -1,0 +1,131 @@
+"""The elementwise activations φ that have steps of their own: one table for users, modules and GPU programs.
+
+A line of ``TABLE`` is all there is to an activation. Where φ′ is a function of the output y = φ(z), nothing has to be
+kept for it besides what the next layer keeps anyway (on backends with SLOPES_FROM_OUTPUTS); otherwise φ′ comes by
+autodiff and is stored. Checked by tests/test_towers.py and tests/test_gpu_kernels.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+ELU, LEAKY_RELU, TANH, SIGMOID = range(4)  # numbers of the GPU programs, see ``_slope`` in programs.py
+
+
+def _elu_alpha(module: nn.Module) -> float | None:
+    return module.alpha if isinstance(module, nn.ELU) and module.alpha > 0 else None
+
+
+def _leaky_slope(module: nn.Module) -> float | None:
+    """The slope below zero, if float32, the type of GPU programs' constants, holds it exactly."""
+    slope = module.negative_slope if isinstance(module, nn.LeakyReLU) else 0.0
+    return slope if slope == float(np.float32(slope)) > 0 else None
+
+
+def _no_constant(module: nn.Module) -> float | None:
+    return 0.0
+
+
+def _leaky(y: Tensor, alpha: float) -> Tensor:
+    return torch.where(y > 0, 1.0, alpha).to(y.dtype)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A line of the table.
+
+    Attributes:
+        module: the module that is recognised, by its exact type.
+        name: for users (``mlp_towers(activation=…)``); None if it has none.
+        slope: (y, α) ↦ φ′, if φ′ follows from the output.
+        constant: the α of a module, or None if φ′ does not follow from the output with the module's own constants.
+        program: the number under which GPU programs know φ′; None has it computed by ``slope`` in torch.
+    """
+
+    module: type[nn.Module]
+    name: str | None = None
+    slope: Callable[[Tensor, float], Tensor] | None = None
+    constant: Callable[[nn.Module], float | None] = _no_constant
+    program: int | None = None
+
+
+TABLE = (
+    Kind(nn.ELU, "elu", lambda y, alpha: torch.where(y > 0, 1.0, y + alpha), _elu_alpha, ELU),
+    Kind(nn.ReLU, "relu", _leaky, _no_constant, LEAKY_RELU),
+    Kind(nn.GELU, "gelu"),
+    Kind(nn.Tanh, "tanh", lambda y, _: 1 - y.square(), _no_constant, TANH),
+    Kind(nn.SiLU, "silu"),
+    Kind(nn.Sigmoid, "sigmoid", lambda y, _: y * (1 - y), _no_constant, SIGMOID),
+    Kind(nn.Softplus, "softplus"),
+    Kind(nn.LeakyReLU, "leaky_relu", _leaky, _leaky_slope, LEAKY_RELU),
+    Kind(nn.SELU, "selu"),
+    Kind(nn.Mish, "mish"),
+    Kind(nn.CELU),
+    Kind(nn.Softsign),
+    Kind(nn.Hardswish),
+    Kind(nn.ReLU6),
+    Kind(nn.LogSigmoid),
+    Kind(nn.Hardtanh),
+)
+ACTIVATIONS = {kind.name: kind.module for kind in TABLE if kind.name is not None}
+
+
+@dataclass(frozen=True)
+class Activation:
+    """One module's φ.
+
+    Attributes:
+        function: φ.
+        kind: its line of the table, if φ′ follows from the output; None has φ′ stored.
+        alpha: its constant.
+    """
+
+    function: Callable[[Tensor], Tensor]
+    kind: Kind | None = None
+    alpha: float = 0.0
+
+    @property
+    def slope_from_output(self) -> bool:
+        """Whether φ′ is a function of y = φ(z)."""
+        return self.kind is not None
+
+    @property
+    def program(self) -> int | None:
+        """The number under which GPU programs know φ′."""
+        return None if self.kind is None else self.kind.program
+
+    def slope(self, y: Tensor) -> Tensor:
+        """φ′(z) from y = φ(z)."""
+        assert self.kind is not None
+        assert self.kind.slope is not None
+        return self.kind.slope(y, self.alpha)
+
+    def slope_at(self, z: Tensor) -> Tensor:
+        """φ′(z) by autodiff."""
+        z = z.detach().requires_grad_()
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(self.function(z).sum(), z)
+        return slope
+
+
+def activation_of(module: nn.Module) -> Activation | None:
+    """A module as an activation, if the table has a line for its exact type."""
+    kind = next((kind for kind in TABLE if kind.module is type(module)), None)
+    if kind is None:
+        return None
+    alpha = None if kind.slope is None else kind.constant(module)
+    function = _out_of_place(module)
+    return Activation(function) if alpha is None else Activation(function, kind, alpha)
+
+
+def _out_of_place(module: nn.Module) -> nn.Module:
+    if getattr(module, "inplace", False):
+        module = copy.copy(module)
+        setattr(module, "inplace", False)  # noqa: B010
+    return module

@@ -1,0 +1,209 @@
+"""Losses ℓ(y, ŷ) on observed pairs (eq:loss), by name, and ℓ⁺ (eq:lij), which the objective is made of.
+
+    logistic        log(1 + exp(−y ŷ))          labels ±1, the paper's choice
+    squared         ½ (y − ŷ)²                  any label; ω = 1 then weighs all pairs alike
+    squared_hinge   ½ max(0, 1 − y ŷ)²          labels ±1; equals squared where the margin is under one
+
+    ℓ⁺   = w ℓ(R, ŷ) − ½ω a_i b_j (ỹ − ŷ)²
+    ∂ℓ⁺  = w ℓ′ − ω a_i b_j (ŷ − ỹ)             the entries of X (eq:Xij)
+    ∂²ℓ⁺ = w ℓ″ − ω a_i b_j
+
+:class:`Scored` computes ℓ⁺ from scores in torch, for any loss, in O(|O|); programs.py repeats the three losses above
+for GPUs. Checked against finite differences and autograd in tests/test_losses.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gramtower import _checks as check
+from gramtower.data.pairs import Pairs
+
+Function = Callable[[Tensor, Tensor], Tensor]
+_CHUNK = 1 << 22  # pairs whose loss is computed at a time
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss, convex and twice differentiable in the score ŷ.
+
+    Each function takes two tensors of one shape, labels y and scores ŷ, and returns one number for each pair.
+
+    Attributes:
+        value: ℓ(y, ŷ).
+        first: ∂ℓ/∂ŷ.
+        second: ∂²ℓ/∂ŷ², never negative.
+        labels: the labels allowed, or None for any finite number.
+        name: for messages and saved files.
+        program: the number under which the GPU programs (``_terms`` in programs.py) repeat these very functions. None,
+            for every loss they do not know, has it computed from the scores by the functions above.
+    """
+
+    value: Function
+    first: Function
+    second: Function
+    labels: tuple[float, ...] | None = None
+    name: str = "custom"
+    program: int | None = None
+
+
+def _margin_left(y: Tensor, s: Tensor) -> Tensor:
+    return (1 - y * s).clamp_min(0)
+
+
+LOSSES = {
+    loss.name: loss
+    for loss in (
+        Loss(
+            value=lambda y, s: F.softplus(-y * s, threshold=40.0),  # at 20, the default, float64 would lose digits
+            first=lambda y, s: -y * torch.sigmoid(-y * s),
+            second=lambda y, s: torch.sigmoid(s) * torch.sigmoid(-s),
+            labels=(-1.0, 1.0),
+            name="logistic",
+            program=0,
+        ),
+        Loss(
+            value=lambda y, s: 0.5 * (y - s).square(),
+            first=lambda y, s: s - y,
+            second=lambda y, s: torch.ones_like(s),
+            name="squared",
+            program=1,
+        ),
+        Loss(
+            value=lambda y, s: 0.5 * _margin_left(y, s).square(),
+            first=lambda y, s: -y * _margin_left(y, s),
+            second=lambda y, s: (y * s < 1).to(s.dtype),
+            labels=(-1.0, 1.0),
+            name="squared_hinge",
+            program=2,
+        ),
+    )
+}
+
+
+def as_loss(loss: str | Loss) -> Loss:
+    """A loss by name, or the caller's own."""
+    if isinstance(loss, Loss):
+        return loss
+    if not isinstance(loss, str) or loss not in LOSSES:
+        check.fail("loss", repr(loss), "one of " + ", ".join(map(repr, LOSSES)) + ", or a gramtower.Loss")
+    return LOSSES[loss]
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """What ℓ⁺ needs besides the scores, on the observed pairs in row order.
+
+    Attributes:
+        loss: ℓ.
+        labels: R_ij; of stride 0 if all are equal.
+        omega: ω.
+        imputed: ỹ_ij, or one number for all.
+        pair_weight: a_i b_j, None for ones.
+        loss_weight: w, the weight of each pair's loss, None for ones.
+        constants: ω and the one number for all, on the device.
+    """
+
+    loss: Loss
+    labels: Tensor
+    omega: float
+    imputed: Tensor | float
+    pair_weight: Tensor | None
+    loss_weight: Tensor | None
+    constants: Tensor
+
+
+class Observed(Protocol):
+    """ℓ⁺ at some scores."""
+
+    @property
+    def value(self) -> Tensor:
+        """Σ_O ℓ⁺, a float64 scalar on the device."""
+
+    @property
+    def slopes(self) -> Tensor:
+        """X of eq:Xij: ∂ℓ⁺/∂ŷ on O, in row order."""
+
+    @property
+    def curvatures(self) -> Tensor:
+        """∂²ℓ⁺/∂ŷ² on O, in row order."""
+
+
+class Scored:
+    """ℓ⁺ from the scores ŷ, each quantity when it is asked for."""
+
+    def __init__(self, terms: LossTerms, scores: Tensor) -> None:
+        self.terms, self.scores = terms, scores
+
+    @cached_property
+    def value(self) -> Tensor:
+        """Σ_O ℓ⁺."""
+        t = self.terms
+        total = torch.zeros((), dtype=torch.float64, device=self.scores.device)
+        for part in self._parts():
+            total += self._loss(t.loss.value, part).sum(dtype=torch.float64)
+            square = self._gap(part).square_()
+            if t.pair_weight is not None:
+                square *= t.pair_weight[part]
+            total -= 0.5 * t.omega * square.sum(dtype=torch.float64)
+        return total
+
+    @property
+    def slopes(self) -> Tensor:
+        """∂ℓ⁺/∂ŷ."""
+        t, x = self.terms, torch.empty_like(self.scores)
+        for part in self._parts():
+            pull = self._gap(part)
+            if t.pair_weight is not None:
+                pull *= t.pair_weight[part]
+            torch.add(self._loss(t.loss.first, part), pull, alpha=-t.omega, out=x[part])
+        return x
+
+    @property
+    def curvatures(self) -> Tensor:
+        """∂²ℓ⁺/∂ŷ²."""
+        t, c = self.terms, torch.empty_like(self.scores)
+        for part in self._parts():
+            weight = 1.0 if t.pair_weight is None else t.pair_weight[part]
+            c[part] = self._loss(t.loss.second, part) - t.omega * weight
+        return c
+
+    def _parts(self) -> list[slice]:
+        return [slice(start, start + _CHUNK) for start in range(0, len(self.scores), _CHUNK)]
+
+    def _loss(self, function: Function, part: slice) -> Tensor:
+        """A loss function on some pairs, times the weights of those pairs."""
+        values = function(self.terms.labels[part], self.scores[part])
+        return values if self.terms.loss_weight is None else values * self.terms.loss_weight[part]
+
+    def _gap(self, part: slice) -> Tensor:
+        """ŷ − ỹ on some pairs; a new tensor."""
+        imputed = self.terms.imputed
+        return self.scores[part] - (imputed[part] if isinstance(imputed, Tensor) else imputed)
+
+
+def loss_left_from_scores(
+    observed: Observed,
+    left_sum: Callable[[Pairs, Tensor, Tensor, Tensor], None],
+    curvature_left: Callable[[Pairs, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor],
+    pairs: Pairs,
+    P: Tensor,
+    Q: Tensor,
+    out: Tensor,
+    moved: tuple[Tensor, Tensor] | None,
+    gathered: Tensor | None,
+) -> Tensor:
+    """``loss_left`` of the kernels (see reference.py) by the passes that a backend has in any case."""
+    if moved is None:
+        x = observed.slopes
+        left_sum(pairs, x, Q, out)
+        return x
+    W, H = moved
+    return curvature_left(pairs, observed.curvatures, P, W, Q if gathered is None else gathered, H, out)
