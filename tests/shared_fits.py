@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import own_step
 import scipy.sparse as sp
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
 from gramtower.distributed.group import current_group
 from gramtower.distributed.shards import Rows, Shards
+from gramtower.model import stack
 from gramtower.objective.sharded import sharded_problem
 
 SAMPLED = dict(ratio=0.1, steps=4, step_size=2**-13)
@@ -29,6 +31,7 @@ MORE = {
     "newton-kron, features": ("newton-kron", {}, "mixed", torch.float64),
     "newton-kron, linear": ("newton-kron", {}, "linear", torch.float64),  # tables alone: nothing is held alike by all
     "lbfgs, own modules": ("lbfgs", {}, "custom", torch.float64),
+    "newton-kron, own step": ("newton-kron", {}, "own step", torch.float64),
 }
 
 
@@ -96,6 +99,12 @@ def problem_of(processes, features="ids", cut="even", m=61, n=47, observed=500):
 def towers_of(problem, features, dtype):
     if features == "custom":
         return custom_towers(problem, dtype)
+    if features == "own step":
+        stack.STEPS.update(own_step.LINE)
+        drawn = gt.mlp_towers(problem, hidden=(6,), dim=4, dtype=dtype)
+        for tower in (drawn.left, drawn.right):
+            tower[1] = own_step.Squash(6).to(dtype)
+        return gt.Towers(drawn.left, drawn.right)
     return gt.mlp_towers(problem, hidden=() if features == "linear" else (6,), dim=4, dtype=dtype)
 
 

@@ -7,9 +7,11 @@ from dataclasses import asdict
 import pytest
 import torch
 from cases import COSH
+from own_step import LINE, squashed
 
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
+from gramtower.model import stack
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 
@@ -153,6 +155,17 @@ def test_towers_with_a_tensor_in_common():
 
 def test_one_module_for_both_sides():
     compare(lambda towers: gt.Towers(towers.left, towers.left), 1e-12, shape=(300, 300, 5000))
+
+
+def test_a_step_of_a_user(monkeypatch):
+    for module, line in LINE.items():
+        monkeypatch.setitem(stack.STEPS, module, line)
+
+    def own(_):
+        torch.manual_seed(0)
+        return gt.Towers(squashed(300, 12).double().cuda(), squashed(200, 12).double().cuda())
+
+    compare(own, 1e-12)
 
 
 def test_a_loss_of_a_user():

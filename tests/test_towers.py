@@ -10,15 +10,19 @@ import scipy.sparse as sp
 import torch
 from cases import FEATURES, TOWERS, make_case
 from dense import Dense, evaluate
+from own_step import LINE, SquashStep, squashed
 from test_engine import compare, relative
 from torch import nn
 
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
-from gramtower.model import memory, ops
+from gramtower.kernels import activations, reference
+from gramtower.model import memory, stack, steps
+from gramtower.model.analytic import Affine, Elementwise, InputAffine
 from gramtower.model.opaque import Opaque
-from gramtower.model.ops import Affine, Elementwise, InputAffine, Values
+from gramtower.model.steps import Values
 from gramtower.model.towers import clone
+from gramtower.objective.footprint import Sweep
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(6, 3)), RNG.normal(size=(5, 4))
@@ -312,19 +316,99 @@ def test_a_vjp_that_broke_off_leaves_nothing_behind(monkeypatch):
     assert torch.equal(point.gradient().vector, wanted.vector)
 
 
-def test_sums_put_off_are_added_up_before_they_grow(monkeypatch):
+def test_deferred_sums_are_added_up_before_they_grow(monkeypatch):
     monkeypatch.setattr(memory, "_CPU_BLOCK", 2)
     problem = gt.Problem(planted_pairs(60, 30, 300))
     towers = gt.mlp_towers(problem, hidden=(8,), dim=4, dtype=torch.float64)
     wanted = problem.at(towers).gradient()
-    monkeypatch.setattr(ops, "_LINES", 3)
+    monkeypatch.setattr(steps, "_LINES", 3)
     kept = []
-    real = Values.owe
+    real = Values.defer_bias_sum
 
     def watched(self, *arguments):
         real(self, *arguments)
-        kept.append(max((sum(map(len, lines)) for lines in self.owed.values()), default=0))
+        kept.append(max((sum(map(len, lines)) for lines in self.pending_bias_rows.values()), default=0))
 
-    monkeypatch.setattr(Values, "owe", watched)
+    monkeypatch.setattr(Values, "defer_bias_sum", watched)
     torch.testing.assert_close(problem.at(towers).gradient().vector, wanted.vector, rtol=1e-12, atol=1e-12)
     assert 0 < max(kept) <= 4
+
+
+def test_a_workspace_is_never_the_memory_that_is_read():
+    values = Values({}, reference, torch.float64, torch.device("cpu"))
+    given = torch.zeros(5, 4, dtype=torch.float64)
+    for rows, columns in ((5, 4), (5, 4), (5, 7), (3, 7), (3, 4), (0, 4)):
+        made = values.workspace(given[:rows], columns)
+        assert made.shape == (rows, columns)
+        assert rows == 0 or made.untyped_storage().data_ptr() != given.untyped_storage().data_ptr()
+        given = made if rows else given
+    assert len(values.scratch) <= 4
+
+
+def test_towers_move_to_a_dtype_or_a_device():
+    towers = gt.mlp_towers(gt.Problem(PAIRS), hidden=(4,), dim=3)
+    moved = towers.to(torch.float64)
+    assert moved.dtype == torch.float64
+    assert moved.left is towers.left
+    assert moved.to("meta").device == torch.device("meta")
+
+
+@pytest.mark.parametrize("kind", activations.TABLE, ids=lambda kind: kind.module.__name__)
+def test_every_activation_of_the_table_has_a_step_and_its_slope(kind):
+    tower = nn.Sequential(nn.Linear(3, 4), kind.module(), nn.Linear(4, 3))
+    assert [type(step) for step in stack.steps(tower, "dense")] == [InputAffine, Elementwise, Affine]
+    activation, z = activations.activation_of(kind.module()), torch.linspace(-2, 2, 9, dtype=torch.float64)
+    if activation.slope_from_output:
+        torch.testing.assert_close(activation.slope(activation.function(z)), activation.slope_at(z))
+    assert_exact(tower, nn.Embedding(5, 3), X)
+
+
+@pytest.fixture
+def own_step(monkeypatch):
+    """The recipe "a tower step" of docs/architecture.md."""
+    for module, make in LINE.items():
+        monkeypatch.setitem(stack.STEPS, module, make)
+
+
+def own_towers():
+    torch.manual_seed(0)
+    return squashed(6, 3), squashed(5, 3)
+
+
+def test_a_new_step_is_a_class_and_a_line(own_step):
+    left, right = own_towers()
+    assert [type(step) for step in stack.steps(left, "ids")] == [InputAffine, SquashStep, Affine, SquashStep]
+    assert_exact(left, right)
+    fitted = gt.minimize(gt.Problem(PAIRS), gt.Towers(left.float(), right.float()), "newton-kron", max_iterations=3)
+    values = [record.value for record in fitted.history]
+    assert values == sorted(values, reverse=True)
+    assert values[-1] < values[0]
+
+
+def planned(plan):
+    """Gradient and G·d, and M·g, of towers with that step."""
+    left, right = (module.double() for module in own_towers())
+    options = {"recomputed": dict(memory_budget=1), "triton": dict(kernels="triton")}.get(plan, {})
+    problem, towers = gt.Problem(PAIRS, omega=0.5, l2=0.1, **options), gt.Towers(left, right)
+    problem.sweep = Sweep(4, False) if plan == "swept" else None
+    point = problem.at(towers)
+    assert towers.sizes(point.parameters, problem.left, problem.right, point.kernels).row_bytes[0] >= 8 * (
+        6 + 6 + 3 + 3
+    )
+    g = point.gradient().vector
+    return torch.cat([g, point.gauss_newton() @ g]), point.preconditioner(damping=0.1) @ g, towers.layer_widths()
+
+
+@pytest.mark.parametrize("plan", ["kept", "blocks", "recomputed", "swept", "triton"])
+def test_a_new_step_gives_what_autodiff_gives_however_it_is_planned(plan, monkeypatch, request):
+    if plan == "triton":
+        pytest.importorskip("triton", reason="triton is not installed (it comes with CUDA builds of torch)")
+    exact, M_exact, widths = planned("kept")
+    assert widths is None  # by autodiff: not for CUDA graphs
+    request.getfixturevalue("own_step")
+    if plan == "blocks":
+        monkeypatch.setattr(memory, "_CPU_BLOCK", 2)
+    mine, M_mine, widths = planned(plan)
+    assert widths == ([6, 0, 3, 0], [6, 0, 3, 0])
+    assert relative(mine, exact) < 1e-12
+    assert relative(M_mine, M_exact) < 1e-7  # the same drawn vectors; roots of rounded zeros differ

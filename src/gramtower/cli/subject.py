@@ -64,7 +64,7 @@ class Subject:
 
         def start() -> Towers:
             towers = estimator.make_towers(problem, given)
-            return Towers(towers.left.to(device), towers.right.to(device))
+            return towers.to(device)
 
         limit = _SECONDS if estimator.time_limit is None else estimator.time_limit
         iterations = self.settings.train.max_iterations

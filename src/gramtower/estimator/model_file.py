@@ -38,8 +38,8 @@ from gramtower.estimator.inputs import Inputs
 from gramtower.estimator.matrices import pattern_of
 from gramtower.estimator.side import Side
 from gramtower.estimator.two_tower import TwoTower
+from gramtower.kernels.activations import ACTIVATIONS
 from gramtower.model.mlp import mlp_shapes, undrawn_towers
-from gramtower.model.stack import ACTIVATIONS
 from gramtower.model.towers import Towers
 from gramtower.objective.problem import Problem
 from gramtower.training import shards_file

@@ -157,7 +157,7 @@ class TwoTower(Fitted):
             check.fail("optimizer_options", repr(options), "names and values")
         device = defaults.pick_device(self.device)
         problem, towers, given = self.prepare(pairs, left_features, right_features, validation, warm_start)
-        towers = Towers(towers.left.to(device), towers.right.to(device))
+        towers = towers.to(device)
         result = minimize(
             problem, towers, self.optimizer, self.max_iterations, self.time_limit, self.seed,
             validation=self.make_validation(given), patience=None if given.test is None else self.patience,

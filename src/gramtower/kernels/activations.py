@@ -114,11 +114,9 @@ class Activation:
         return slope
 
 
-def activation_of(module: nn.Module) -> Activation | None:
-    """A module as an activation, if the table has a line for its exact type."""
-    kind = next((kind for kind in TABLE if kind.module is type(module)), None)
-    if kind is None:
-        return None
+def activation_of(module: nn.Module) -> Activation:
+    """A module whose exact type has a line in the table, as an activation."""
+    kind = next(kind for kind in TABLE if kind.module is type(module))
     alpha = None if kind.slope is None else kind.constant(module)
     function = _out_of_place(module)
     return Activation(function) if alpha is None else Activation(function, kind, alpha)

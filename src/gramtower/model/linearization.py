@@ -15,11 +15,8 @@ import torch
 from torch import Tensor
 
 from gramtower.data.features import Features
-from gramtower.model.deferred import Shifted, settled
 from gramtower.model.memory import BlockPlan
-from gramtower.model.opaque import Opaque
-from gramtower.model.ops import Affine, Elementwise, InputAffine, Named, Op, Values
-from gramtower.model.slopes import FromInput
+from gramtower.model.steps import Named, Op, Shifted, Summed, Values, materialise
 
 
 @dataclass
@@ -61,8 +58,8 @@ class Work:
 class Linearization:
     """A tower at θ over all rows of its features.
 
-    ``jvp`` and ``vjp`` are over all rows; ``run``, ``push`` and ``pull`` are the same for one block, for callers that
-    go through the rows block by block themselves and count what they did.
+    ``jvp`` and ``vjp`` are over all rows; ``forward_block``, ``jvp_block`` and ``vjp_block`` do one block, for callers
+    that go through the rows block by block themselves and count what they did.
     """
 
     def __init__(
@@ -82,18 +79,18 @@ class Linearization:
         self._kept: list[list[Any]] = []
         self._outputs: Tensor | None = None
         if plan.outputs:
-            self._outputs = self._run_all()
+            self._outputs = self._forward_all()
 
     @property
     def outputs(self) -> Tensor:
         """The embeddings, rows × k; where the plan does not keep them, a forward each time they are asked for."""
-        return self._run_all() if self._outputs is None else self._outputs
+        return self._forward_all() if self._outputs is None else self._outputs
 
-    def _run_all(self) -> Tensor:
+    def _forward_all(self) -> Tensor:
         outputs: Tensor | None = None
         rows = self.features.rows
         for start, stop in self.blocks():
-            y, saved = self.run(start, stop, None if outputs is None else outputs[start:stop])
+            y, saved = self.forward_block(start, stop, None if outputs is None else outputs[start:stop])
             if outputs is None:
                 outputs = y if stop == rows else y.new_empty(rows, y.shape[1])
             if y.data_ptr() != outputs[start:stop].data_ptr():
@@ -112,7 +109,7 @@ class Linearization:
     def saved_blocks(self) -> Iterator[tuple[int, int, list[Any]]]:
         """Row ranges with what each step kept, recomputed block by block if it was not kept."""
         for index, (start, stop) in enumerate(self.blocks()):
-            yield start, stop, self._kept[index] if self.plan.keep else self.run(start, stop)[1]
+            yield start, stop, self._kept[index] if self.plan.keep else self.forward_block(start, stop)[1]
         if not self.plan.keep:
             self.work.add(self.side, "forwards", self._share)
 
@@ -121,95 +118,86 @@ class Linearization:
         """The change of every output along a direction of this tower's parameters: rows × k, in ``out`` if given."""
         out = torch.empty_like(self.outputs) if out is None else out
         for start, stop, saved in self.saved_blocks():
-            self.push(saved, tangent, out[start:stop])
+            self.jvp_block(saved, tangent, out[start:stop])
             del saved  # before the next block's are made
         self.work.add(self.side, "jvps", self._share)
         return out
 
-    def push(self, saved: list[Any], tangent: Named, rows: Tensor) -> None:
+    def jvp_block(self, saved: list[Any], tangent: Named, rows: Tensor) -> None:
         """The jvp of one block, written to ``rows``."""
-        dy: Any = None
+        dy: Tensor | Shifted | None = None
         for step, kept in zip(self.steps, saved, strict=True):
             dy = step.jvp(kept, dy, self.values, tangent, rows if step is self.steps[-1] else None)
         if isinstance(dy, Shifted):
-            dy.own(rows)
-        elif dy.data_ptr() != rows.data_ptr():
+            dy.materialise(rows)
+        elif dy is not None and dy.data_ptr() != rows.data_ptr():
             rows.copy_(dy)
 
     @property
-    def whole_table(self) -> str | None:
-        """Name of the table whose part of a vjp can be written in one go with what it is added to, if there is one.
-
-        So it is for float32 ids in order, followed by an activation that kernels differentiate from its output.
-        """
-        first, second = [*self.steps, None, None][:2]
-        if (
-            isinstance(first, InputAffine)
-            and isinstance(second, Elementwise)
-            and second.keeps_output(self.values.kernels)
-            and first.inputs_first
-            and first.width == self.features.rows
-            and self.features.kind == "ids"
-            and self.features.whole is None
-            and self.values.dtype == torch.float32
-        ):
-            return first.weight
+    def fusable_table(self) -> str | None:
+        """Name of the table whose gradient the kernels can write fused with ``initial`` (no separate add), or None."""
+        if len(self.steps) > 1 and self.steps[1].fuses_initial(self.values):
+            return self.steps[0].fusable_table(self.features)
         return None
 
     @torch.no_grad()
-    def vjp(self, cotangent: Tensor, out: Named, base: tuple[Tensor, float] | None = None) -> None:
+    def vjp(self, cotangent: Tensor, out: Named, initial: tuple[Tensor, float] | None = None) -> None:
         """Add Σ_i (∂y_i/∂θ)ᵀ cotangent_i to ``out``, tensor by tensor.
 
-        With ``base`` the tensor :attr:`whole_table` of ``out`` is written, not added to: base[0] · base[1] + its part.
+        With ``initial`` the tensor :attr:`fusable_table` of ``out`` is written, not added to: its part and
+        initial[0] · initial[1].
         """
-        self.begin()
+        self.start_vjp()
         for start, stop, saved in self.saved_blocks():
-            self.pull(start, stop, saved, cotangent[start:stop], out, base)
+            self.vjp_block(start, stop, saved, cotangent[start:stop], out, initial)
             del saved  # before the next block's are made
-        self.settle(out)
+        self.flush_bias_sums(out)
         self.work.add(self.side, "vjps", self._share)
 
-    def pull(
-        self, start: int, stop: int, saved: list[Any], cotangent: Tensor, out: Named, base: tuple[Tensor, float] | None
+    def vjp_block(
+        self,
+        start: int,
+        stop: int,
+        saved: list[Any],
+        cotangent: Tensor,
+        out: Named,
+        initial: tuple[Tensor, float] | None = None,
     ) -> None:
-        """The vjp of one block, added to ``out``; see ``vjp`` for ``base``. After ``begin``, and before ``settle``."""
-        g: Any = cotangent
-        if not isinstance(self.steps[-1], (InputAffine, Affine, Opaque)):
-            g = g.clone()  # the step may work in place, the cotangent is the caller's
-        for index in range(len(self.steps) - 1, -1, -1):
-            step, first = self.steps[index], self.steps[0]
-            if index == 1 and base is not None:
-                assert isinstance(step, Elementwise)
-                assert isinstance(first, InputAffine)
-                rows = first.rows_of(saved[0], out)
-                g = step.vjp_into(saved[1], g, self.values, rows, base[0][start:stop], base[1])
-            else:
-                g = step.vjp(saved[index], g, self.values, out, index > 0)
+        """The vjp of one block, added to ``out``; see ``vjp``. Between ``start_vjp`` and ``flush_bias_sums``."""
+        steps, values = self.steps, self.values
+        g: Tensor | Summed | None = cotangent.clone() if steps[-1].overwrites_cotangent else cotangent
+        for index in range(len(steps) - 1, -1, -1):
+            assert g is not None  # only the first step has nothing below it
+            if index == 1 and initial is not None:
+                rows = steps[0].table_rows(saved[0], out)
+                lines = steps[1].vjp_fused(saved[1], g, values, rows, initial[0][start:stop], initial[1])
+                steps[0].vjp_bias(lines, values, out)
+                return
+            g = steps[index].vjp(saved[index], g, values, out, index > 0)
 
-    def work_out_slopes(self) -> None:
-        """φ′ of all activations whose slope does not follow from their output, now and not when first asked for."""
+    def precompute(self) -> None:
+        """What a first jvp or vjp would compute from what was kept, now."""
         for saved in self._kept:
             for step, kept in zip(self.steps, saved, strict=True):
-                if isinstance(step, Elementwise) and isinstance(kept, FromInput):
-                    kept.slopes()
+                step.precompute(kept)
 
-    def begin(self) -> None:
-        """Forget what a vjp that did not come to its end has put off."""
-        self.values.owed.clear()
+    def start_vjp(self) -> None:
+        """Forget what a vjp that did not come to its end has deferred."""
+        self.values.pending_bias_rows.clear()
 
-    def settle(self, out: Named) -> None:
-        """Add the sums over all blocks that ``pull`` put off."""
-        self.values.settle(out)
+    def flush_bias_sums(self, out: Named) -> None:
+        """Add the sums over all blocks that ``vjp_block`` deferred."""
+        self.values.flush_bias_sums(out)
 
     @torch.no_grad()
-    def run(self, start: int, stop: int, out: Tensor | None = None) -> tuple[Tensor, list[Any]]:
+    def forward_block(self, start: int, stop: int, out: Tensor | None = None) -> tuple[Tensor, list[Any]]:
         """Outputs of one block, in ``out`` if the last layer can write there, and what the steps keep."""
         y, saved = self._forward(self.inputs(start, stop), out)
         self._check_output(y, stop - start)
         return y, saved
 
     @torch.no_grad()
-    def run_some(self, rows: slice) -> list[Any]:
+    def forward_some(self, rows: slice) -> list[Any]:
         """What the steps keep of some rows; counted as the share of a forward that it is."""
         values, chosen = self.values, torch.arange(self.features.rows)[rows]
         some = self.features.take(chosen, values.dtype, values.device)
@@ -223,9 +211,6 @@ class Linearization:
     def _forward(self, x: Any, out: Tensor | None = None) -> tuple[Tensor, list[Any]]:
         saved = []
         for step in self.steps:
-            if step is self.steps[-1] and isinstance(step, Affine):
-                x, kept = step.forward(x, self.values, out)
-            else:
-                x, kept = step.forward(x, self.values)
+            x, kept = step.forward(x, self.values, out if step is self.steps[-1] else None)
             saved.append(kept)
-        return settled(x), saved
+        return materialise(x), saved

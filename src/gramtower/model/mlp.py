@@ -49,7 +49,7 @@ def mlp_towers(
     generator = torch.Generator().manual_seed(check.seed(seed))
     for tower, features in ((towers.left, problem.left), (towers.right, problem.right)):
         _draw_(tower, features, generator)
-    return Towers(towers.left.to(dtype), towers.right.to(dtype))
+    return towers.to(dtype)
 
 
 def undrawn_towers(problem: TwoSided, hidden: Sequence[int], dim: int, activation: str) -> Towers:

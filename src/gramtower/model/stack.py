@@ -1,20 +1,27 @@
-"""From a torch module to the steps of ops.py, and the refusal of modules that cannot be a tower.
+"""From a torch module to the steps of steps.py, and the refusal of modules that cannot be a tower.
 
 ``nn.Sequential`` is opened, however nested; Linear, Embedding, EmbeddingBag, InputLinear and elementwise
-activations get written-out derivatives; anything else, and any module that carries hooks, is called as it is.
+activations have steps of their own; anything else, and any module that carries hooks, is called as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from torch import nn
 
-from gramtower.kernels.activations import activation_of
+from gramtower.kernels.activations import TABLE, activation_of
+from gramtower.model.analytic import Affine, Elementwise, InputAffine
 from gramtower.model.layers import InputLinear
 from gramtower.model.opaque import Opaque
-from gramtower.model.ops import Affine, Elementwise, InputAffine, Op
+from gramtower.model.steps import Op
 
+Names = Mapping[int, str]  # id of a parameter → its name within the tower
+STEPS: dict[type[nn.Module], Callable[[Any, Names], Op]] = {  # by exact type; first steps are in _input_step
+    nn.Linear: lambda layer, names: Affine(names[id(layer.weight)], names.get(id(layer.bias))),
+    **{kind.module: lambda module, names: Elementwise(activation_of(module)) for kind in TABLE},
+}
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
 _DROPOUTS = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
@@ -48,21 +55,14 @@ def steps(module: nn.Module, kind: str) -> list[Op]:
         return [_opaque(module, names)]
     result: list[Op] = []
     for part in _leaves(module):
-        first = not result
-        if first and (op := _input_step(part, kind, names)) is not None:
-            result.append(op)
-        elif not first and type(part) is nn.Linear:
-            result.append(Affine(names[id(part.weight)], names.get(id(part.bias))))
-        elif not first and (activation := activation_of(part)) is not None:
-            result.append(Elementwise(activation))
+        if not result and (first := _input_step(part, kind, names)) is not None:
+            result.append(first)
+        elif result and type(part) in STEPS:
+            result.append(STEPS[type(part)](part, names))
         elif type(part) is nn.Identity or (isinstance(part, _DROPOUTS) and not isinstance(part, nn.RReLU)):
             continue  # Dropout here is in eval mode: refuse_unfit has seen to that
         else:
             result.append(_opaque(part, names))
-    products = 0
-    for op in result:
-        products += isinstance(op, Affine)
-        op.parity = (products + 1) % 2
     if not result:
         raise ValueError(f"tower {type(module).__name__}: it does nothing; expected at least one layer")
     return result
@@ -77,23 +77,19 @@ def _leaves(module: nn.Module) -> Iterator[nn.Module]:
         yield module
 
 
-def _input_step(part: nn.Module, kind: str, names: dict[int, str]) -> Op | None:
-    weight, bias = (
-        names.get(id(getattr(part, "weight", None)), ""),
-        names.get(id(getattr(part, "bias", None))),
-    )
+def _input_step(part: nn.Module, kind: str, names: Names) -> Op | None:
     if type(part) is InputLinear:
-        return InputAffine(weight, bias, True, part.in_features)
+        return InputAffine(names[id(part.weight)], names.get(id(part.bias)), True, part.in_features)
     if type(part) is nn.Linear and kind != "ids":
-        return InputAffine(weight, bias, False, part.in_features)
+        return InputAffine(names[id(part.weight)], names.get(id(part.bias)), False, part.in_features)
     if type(part) is nn.Embedding and kind == "ids":
-        return InputAffine(weight, None, True, part.num_embeddings)
+        return InputAffine(names[id(part.weight)], None, True, part.num_embeddings)
     if type(part) is nn.EmbeddingBag and kind == "sparse" and part.mode == "sum":
-        return InputAffine(weight, None, True, part.num_embeddings)
+        return InputAffine(names[id(part.weight)], None, True, part.num_embeddings)
     return None
 
 
-def _opaque(part: nn.Module, names: dict[int, str]) -> Opaque:
+def _opaque(part: nn.Module, names: Names) -> Opaque:
     return Opaque(part, {local: names[id(p)] for local, p in part.named_parameters() if p.requires_grad})
 
 

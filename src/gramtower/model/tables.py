@@ -7,7 +7,6 @@ other tensors are the same in every process. Checked by tests/test_distributed.p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +14,6 @@ from torch import Tensor, nn
 from gramtower import _checks as check
 from gramtower.data.features import Features
 from gramtower.distributed.shards import Shards
-from gramtower.model.layers import InputLinear
-from gramtower.model.opaque import Opaque
-from gramtower.model.ops import InputAffine
 from gramtower.model.stack import steps
 
 _BLOCK = 1 << 15  # rows drawn at a time; a multiple of 16, see draw_rows_
@@ -62,7 +58,8 @@ def join(
     owned: set[str] = set()
     for side, (module, features) in zip(("left", "right"), sides, strict=True):
         if features.kind == "ids":
-            owned |= {names[side][own] for own in _tables(side, module, features) if own in names[side]}
+            tables = steps(module, "ids")[0].id_tables(side, features)
+            owned |= {names[side][local] for local in tables if local in names[side]}
     if twice := sorted(owned & used[0] & used[1]):
         check.fail(
             "towers", f"one table {twice[0]} for both sides", "a table of its own for each side of many processes"
@@ -78,31 +75,6 @@ def join(
     for name in shared:
         shards.group.copy_from_first_(owners[name].data)
     return frozenset(owned)
-
-
-def _tables(side: str, module: nn.Module, features: Features) -> list[str]:
-    """Own names of a tower's tensors with one row for each entity."""
-    first = steps(module, "ids")[0]
-    if isinstance(first, InputAffine):
-        if first.width != features.rows:
-            _refuse(side, f"a table of {first.width} rows", features)
-        return [first.weight]
-    if not isinstance(first, Opaque):
-        _refuse(side, f"a first step {type(first).__name__}, whose table is not known", features)
-    known = {id(p): name for name, p in module.named_parameters()}
-    found = [
-        known[id(part.weight)]
-        for part in first.module.modules()
-        if isinstance(part, (nn.Embedding, InputLinear)) and len(part.weight) == features.rows
-    ]
-    if not found:
-        _refuse(side, f"{type(first.module).__name__} without a table over the ids", features)
-    return found
-
-
-def _refuse(side: str, given: str, features: Features) -> NoReturn:
-    expected = f"one row for each of this process's {features.rows} entities (problem.{side}.rows)"
-    check.fail(f"{side} tower", given, expected)
 
 
 def _first_difference(one: dict[str, object], other: dict[str, object]) -> str:

@@ -19,21 +19,38 @@ from gramtower import _checks as check
 from gramtower.data.features import Features, SparseBlock
 from gramtower.distributed.shards import Shards
 from gramtower.kernels import Kernels, select
-from gramtower.model.deferred import settled
 from gramtower.model.linearization import Linearization, Work
 from gramtower.model.memory import BlockPlan, plan_blocks
-from gramtower.model.opaque import Opaque
-from gramtower.model.ops import Affine, Elementwise, InputAffine, Named, Op, Scratch, Values
 from gramtower.model.parameters import Layout, Parameters, as_parameters
 from gramtower.model.sparse import FIRST_LAYER
 from gramtower.model.stack import refuse_unfit, steps
+from gramtower.model.steps import Named, Op, Scratch, Values, materialise
 from gramtower.model.tables import join
 
 _LARGEST_FEATURE = {torch.float32: 1e15, torch.float64: 1e150}  # the squares of 10⁸ rows add up within the dtype
 _PROBE = 3  # rows tried before the first evaluation
 
 
-_Prepared = tuple[str, Features, list[Op], Values, int, int]  # side, features, steps, tensors, columns, bytes of a row
+@dataclass(frozen=True)
+class _Prepared:
+    """A tower with its tensors, tried out on a few rows."""
+
+    side: str
+    features: Features
+    steps: list[Op]
+    values: Values
+    columns: int
+    row_bytes: int  # of its activations
+
+    @property
+    def least_block(self) -> int:
+        return self.steps[0].least_block(self.features)
+
+    def linearize(self, plan: BlockPlan, work: Work) -> Linearization:
+        def check_output(y: Tensor, rows: int) -> None:
+            _check_shape(self.side, y, rows, self.columns)
+
+        return Linearization(self.side, self.steps, self.features, self.values, plan, work, check_output)
 
 
 @dataclass(frozen=True)
@@ -102,7 +119,11 @@ class Towers:
         self._probes: dict[tuple[str, int, str], tuple[Features, int, int]] = {}
         room: Scratch = {}
         self._scratch = {"left": room, "right": room}  # the towers take turns
-        self._lent = False  # whether the modules' tensors are views of a point's parameters
+        self._bound = False  # whether the modules' tensors are views of a point's parameters
+
+    def to(self, target: torch.device | torch.dtype | str) -> Towers:
+        """Towers of the same modules, moved to a device or cast to a dtype in place, as nn.Module.to does."""
+        return Towers(self.left.to(target), self.right.to(target))
 
     def parameters(self) -> Parameters:
         """A copy of the present trainable parameters."""
@@ -123,7 +144,7 @@ class Towers:
         one = next(iter(self._owners.values())).new_empty(1)
         like = Parameters(self._layout, one.expand(self.size))  # its kind and length, without the room for it
         written = as_parameters("parameters", parameters, like)
-        self.keep()
+        self.unbind()
         for name, owner in self._owners.items():
             owner.copy_(written[name])
 
@@ -134,22 +155,22 @@ class Towers:
             given = f"other parameters, such as {differing[0]}; {self.size} numbers"
             expected = f"those that were saved; {sum(map(math.prod, shapes.values()))} numbers"
             check.fail("towers", given, expected)
-        self.keep()
+        self.unbind()
         for name, owner in self._owners.items():
             owner.copy_(tensors[name])
 
-    def lend(self, parameters: Parameters) -> None:
+    def bind(self, parameters: Parameters) -> None:
         """Let the modules' tensors be views of ``parameters``: one copy of θ in memory while it is trained."""
-        self._lent = True
+        self._bound = True
         for name, owner in self._owners.items():
             owner.data = parameters[name]
 
-    def keep(self) -> None:
-        """Give the modules tensors of their own again, if theirs were lent."""
-        if self._lent:
+    def unbind(self) -> None:
+        """Give the modules tensors of their own again, if they were bound."""
+        if self._bound:
             for owner in self._owners.values():
                 owner.data = owner.data.clone()
-        self._lent = False
+        self._bound = False
 
     def join(self, shards: Shards, left: Features, right: Features) -> None:
         """Before the first evaluation over several processes: tell own table rows from what all hold alike."""
@@ -179,15 +200,14 @@ class Towers:
         return tuple((id(part), part.training) for part in modules), frozen
 
     def layer_widths(self) -> tuple[list[int], list[int]] | None:
-        """Output widths of both towers' layers over ids, or None if some part is not written out step by step."""
+        """Output widths of both towers' layers over ids, 0 for other steps; None if some step is not analytic."""
         result: list[list[int]] = []
         for module in (self.left, self.right):
             ops = steps(module, "ids")
-            if not all(isinstance(op, (InputAffine, Affine, Elementwise)) for op in ops):
+            if not all(op.analytic for op in ops):
                 return None
-            tensors = dict(module.named_parameters())
-            weights = [tensors[op.weight] for op in ops if isinstance(op, (InputAffine, Affine))]
-            result.append([int(w.shape[1 if i == 0 else 0]) for i, w in enumerate(weights)])
+            tensors: Named = dict(module.named_parameters())
+            result.append([op.layer_width(tensors) for op in ops])
         return result[0], result[1]
 
     def linearize(
@@ -207,67 +227,46 @@ class Towers:
         for each side, so that both can be at work at the same time. Blocks follow from the budget unless ``plans`` says
         them.
         """
-        prepared = self._prepare(parameters, left, right, kernels, self._scratch if scratch is None else scratch)
+        f, g = self._prepare(parameters, left, right, kernels, self._scratch if scratch is None else scratch)
         if plans is None:
-            plans = plan_blocks(
-                budget,
-                (left.rows, right.rows),
-                (prepared[0][5], prepared[1][5]),
-                (_least_block(prepared[0][2], left), _least_block(prepared[1][2], right)),
-                self.device,
-            )
-        side_plans = plans
-
-        def run(item: _Prepared, index: int) -> Linearization:
-            side, features, ops, values, width, _ = item
-
-            def check_output(y: Tensor, rows: int) -> None:
-                _check_shape(side, y, rows, width)
-
-            return Linearization(side, ops, features, values, side_plans[index], work, check_output)
-
-        return run(prepared[0], 0), run(prepared[1], 1)
+            row_bytes, least = (f.row_bytes, g.row_bytes), (f.least_block, g.least_block)
+            plans = plan_blocks(budget, (left.rows, right.rows), row_bytes, least, self.device)
+        return f.linearize(plans[0], work), g.linearize(plans[1], work)
 
     def sizes(self, parameters: Parameters, left: Features, right: Features, kernels: Kernels) -> Sizes:
         """Columns of the towers and bytes that an entity's activations take on each side."""
-        prepared = self._prepare(parameters, left, right, kernels, self._scratch)
-        row_bytes = [round(size * _worked_on(ops)) for _, _, ops, _, _, size in prepared]
-        autodiff = any(isinstance(op, Opaque) for _, _, ops, *_ in prepared for op in ops)
-        factors = sum(_factor_bytes(ops, features.kind, values) for _, features, ops, values, *_ in prepared)
-        least = _least_block(prepared[0][2], left)
-        return Sizes(prepared[0][4], (row_bytes[0], row_bytes[1]), least, factors, autodiff)
+        f, g = self._prepare(parameters, left, right, kernels, self._scratch)
+        peaks = [round(side.row_bytes * max(op.workspace_factor for op in side.steps)) for side in (f, g)]
+        autodiff = not all(op.analytic for side in (f, g) for op in side.steps)
+        factors = sum(_factor_bytes(side.steps, side.features.kind, side.values) for side in (f, g))
+        return Sizes(f.columns, (peaks[0], peaks[1]), f.least_block, factors, autodiff)
 
     def _prepare(
         self, parameters: Parameters, left: Features, right: Features, kernels: Kernels, scratch: dict[str, Scratch]
-    ) -> list[_Prepared]:
+    ) -> tuple[_Prepared, _Prepared]:
         """Both towers' steps, tensors and sizes; refuses what cannot be a tower."""
         prepared: list[_Prepared] = []
-        for side, features in (("left", left), ("right", right)):
-            module = self.left if side == "left" else self.right
-            refuse_unfit(side, module)
-            ops = steps(module, features.kind)
+        for side, module, features in (("left", self.left, left), ("right", self.right, right)):
             frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
             tensors = {**frozen, **self.own(side, parameters)}
             values = Values(tensors, kernels, self.dtype, self.device, scratch=scratch.setdefault(side, {}))
-            prepared.append((side, features, ops, values, *self._probe(side, module, ops, features, values)))
-        widths = [item[4] for item in prepared]
-        if widths[0] != widths[1]:
-            check.fail("towers", f"{widths[0]} columns left and {widths[1]} right", "the same number of columns")
-        return prepared
+            prepared.append(self._prepare_side(side, module, features, values))
+        f, g = prepared
+        if f.columns != g.columns:
+            check.fail("towers", f"{f.columns} columns left and {g.columns} right", "the same number of columns")
+        return f, g
+
+    def _prepare_side(self, side: str, module: nn.Module, features: Features, values: Values) -> _Prepared:
+        refuse_unfit(side, module)
+        ops = steps(module, features.kind)
+        return _Prepared(side, features, ops, values, *self._probe(side, module, ops, features, values))
 
     def embed(self, side: str, features: Features) -> Tensor:
         """Embeddings of any entities with the present parameters, in row blocks; nothing is kept for derivatives."""
         module = self.left if side == "left" else self.right
-        refuse_unfit(side, module)
-        ops = steps(module, features.kind)
-        tensors = {name: p.detach() for name, p in module.named_parameters()}
+        tensors: Named = {name: p.detach() for name, p in module.named_parameters()}
         values = Values(tensors, select(self.device), self.dtype, self.device)
-        width, _ = self._probe(side, module, ops, features, values)
-
-        def check_output(y: Tensor, rows: int) -> None:
-            _check_shape(side, y, rows, width)
-
-        return Linearization(side, ops, features, values, BlockPlan(4096, False), Work(), check_output).outputs
+        return self._prepare_side(side, module, features, values).linearize(BlockPlan(4096, False), Work()).outputs
 
     def _probe(
         self, side: str, module: nn.Module, ops: list[Op], features: Features, values: Values
@@ -280,18 +279,13 @@ class Towers:
         key = (side, id(features), repr([type(op).__name__ for op in ops]))
         if key not in self._probes:
             _check_magnitude(side, features, self.dtype)
-            first = ops[0]
-            if isinstance(first, InputAffine):
-                fits = first.width >= features.rows if features.kind == "ids" else first.width == features.width
-                if not fits:
-                    need = f"{features.rows} ids" if features.kind == "ids" else f"{features.width} features"
-                    check.fail(f"{side} tower", f"a first layer for {first.width} inputs", f"one for {need}")
+            ops[0].check_features(side, features)
             rows = min(_PROBE, features.rows)  # a process without rows tries none
             y, size = _try_rows(side, ops, features, values, rows)
             _check_shape(side, y, rows, None)
             if y.dtype != self.dtype:
                 check.fail(f"{side} tower", f"an output of {y.dtype}", f"{self.dtype}, as its trainable parameters")
-            if rows and any(isinstance(op, Opaque) for op in ops):
+            if rows and not all(op.analytic for op in ops):
                 again, _ = _try_rows(side, ops, features, values, rows)
                 alone, _ = _try_rows(side, ops, features, values, 1)
                 _check_shape(side, alone, 1, y.shape[1])
@@ -346,14 +340,12 @@ def _try_rows(side: str, ops: list[Op], features: Features, values: Values, rows
     for op in ops:
         try:
             with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-                x = settled(op.forward(x, values)[0])
+                x = materialise(op.forward(x, values)[0])
         except (RuntimeError, TypeError, IndexError, AttributeError) as error:
-            name = type(op.module).__name__ if isinstance(op, Opaque) else type(op).__name__
             advice = f"; {FIRST_LAYER}" if isinstance(x, SparseBlock) else ""
-            raise ValueError(f"{side} tower: {name} failed on a block of {rows} rows: {error}{advice}") from error
-        # A graph is kept twice over once a jvp was taken through it.
+            raise ValueError(f"{side} tower: {op.label} failed on a block of {rows} rows: {error}{advice}") from error
         sizes.append(x.numel() * x.element_size())
-    total = sum(sizes) * (3 if any(isinstance(op, Opaque) for op in ops) else 1)
+    total = sum(sizes) * max(op.kept_copies for op in ops)
     return x, math.ceil(total / max(1, rows))
 
 
@@ -363,32 +355,15 @@ def _check_shape(side: str, y: Tensor, rows: int, width: int | None) -> None:
         check.fail(f"{side} tower", f"an output of shape {tuple(y.shape)} for {rows} rows", f"({rows}, {columns})")
 
 
-def _worked_on(ops: list[Op]) -> float:
-    """Memory that a row takes while it is worked on, as a multiple of all steps' results.
-
-    Half of these are kept, and the others' room is used for their changes, where slopes follow from outputs; otherwise
-    slopes are kept too, and it takes room to find them.
-    """
-    return 1.75 if any(isinstance(op, Elementwise) and not op.activation.slope_from_output for op in ops) else 1.0
-
-
 def _factor_bytes(ops: list[Op], kind: str, values: Values) -> int:
-    """A and S of each layer in float64, damped, factorised and inverted; modules by autodiff count by their weights."""
+    """A and S of each layer in float64, damped, factorised and inverted."""
     sides: list[int] = []
     for op in ops:
-        names = op.names.values() if isinstance(op, Opaque) else [getattr(op, "weight", "")]
-        shapes = [values.tensors[name].shape for name in names if name in values.tensors]
+        shapes = [values.tensors[name].shape for name in op.parameters if name in values.tensors]
         for shape in (shape for shape in shapes if len(shape) == 2):
             table = kind != "dense" and op is ops[0]
             sides += [min(shape)] if table else list(shape)  # of a table A is a diagonal
     return 8 * 4 * sum(side * side for side in sides)
-
-
-def _least_block(ops: list[Op], features: Features) -> int:
-    """Rows below which a block costs more than its rows: sparse columns and tables are walked once a block."""
-    if features.kind == "sparse":
-        return int(features.rows * min(1.0, features.width / (4.0 * max(1, features.entries))))
-    return features.rows if features.kind == "ids" and isinstance(ops[0], Opaque) else 1
 
 
 def clone(towers: Towers) -> Towers:

@@ -193,7 +193,7 @@ class _Slot:
         self.template.lane = self.lane
         _ = self.template.sums
         for tower in (self.template.left, self.template.right):
-            tower.work_out_slopes()  # here, as a product or a preconditioner may come before a gradient
+            tower.precompute()  # here, as a product or a preconditioner may come before a gradient
 
     def _slope(self) -> None:
         self.template.pull_gradient(self.gradient)

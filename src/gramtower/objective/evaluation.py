@@ -248,7 +248,7 @@ class Point:
 
     def _table(self, side: str, other: str) -> str | None:
         """The name in Parameters of a tower's table that its vjp writes whole; none that the other tower adds to."""
-        own = (self.left if side == "left" else self.right).whole_table
+        own = (self.left if side == "left" else self.right).fusable_table
         name = self.towers.own_names(side).get(own) if own is not None else None
         return None if name in self.towers.own_names(other).values() else name
 

@@ -27,7 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gramtower.model.factors import Factor, Factors, clamped_spectrum, tower_factors
+from gramtower.model.factors import tower_factors
+from gramtower.model.layer_factors import Factor, Factors, clamped_spectrum
 from gramtower.model.parameters import Parameters, as_parameters
 from gramtower.objective.evaluation import Moments, Point
 

@@ -30,8 +30,8 @@ from gramtower.kernels.losses import Loss, as_loss
 from gramtower.kernels.precision import PAIR_PRECISIONS, PRECISIONS, products_in
 from gramtower.model.linearization import Work
 from gramtower.model.memory import BlockPlan, default_budget, explained, free_memory, readable
-from gramtower.model.ops import Scratch
 from gramtower.model.parameters import Parameters, as_parameters
+from gramtower.model.steps import Scratch
 from gramtower.model.towers import Towers
 from gramtower.objective.captured import LARGEST, Slots
 from gramtower.objective.evaluation import Point

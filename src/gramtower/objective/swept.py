@@ -91,7 +91,7 @@ class Swept(Point):
 
     def _run(self, start: int, stop: int) -> tuple[Tensor, list[Any]]:
         with products_in(self.setting.precision):
-            return self.left.run(start, stop)
+            return self.left.forward_block(start, stop)
 
     def _observe(self, block: _Block) -> Observed:
         s = block.setting
@@ -157,7 +157,7 @@ class Swept(Point):
         )
         out, bases = self.begin_pull(self.parameters, 0.0, None)
         pairs_V, passes = torch.zeros_like(Q), 0  # Xᵀ P
-        self.left.begin()
+        self.left.start_vjp()
         with products_in(s.precision):
             for block in self._visit():
                 own, P = block.setting, block.P
@@ -168,7 +168,7 @@ class Swept(Point):
                 self.kernels.right_sum(own.pairs, x, P, pairs_V)
                 self._pull_block(block, U, out, bases[0])
                 del block, own, P, x, U  # before the next one is made
-            self.left.settle(self.towers.own("left", out))
+            self.left.flush_bias_sums(self.towers.own("left", out))
             V = Q @ Pc
             s.imputed.subtract_product(1, hPc, V)
             self.right.vjp(weigh(s, 1, V, Q).add_(pairs_V), self.towers.own("right", out), bases[1])
@@ -184,7 +184,7 @@ class Swept(Point):
         out, bases = self.begin_pull(d, damping, out)
         tangent, pairs_V, Wc = self.towers.own("left", d), torch.zeros_like(Q), torch.zeros_like(self.gramians[0])
         passes = 0
-        self.left.begin()
+        self.left.start_vjp()
         with products_in(s.precision):
             H = self.right.jvp(self.towers.own("right", d))
             Hc = (omega * gram(H, Q, s.weights[1])).to(dtype)
@@ -192,7 +192,7 @@ class Swept(Point):
             for block in self._visit():
                 own, P = block.setting, block.P
                 W, U = torch.empty_like(P), torch.empty_like(P)
-                self.left.push(block.saved, tangent, W)
+                self.left.jvp_block(block.saved, tangent, W)
                 Wc += gram(W, P, own.weights[0])
                 weigh(own, 0, torch.mm(W, Qc, out=U).addmm_(P, Hc), W)
                 terms = own.loss_terms
@@ -200,7 +200,7 @@ class Swept(Point):
                 self.kernels.right_sum(own.pairs, z, self.gathered(P), pairs_V)
                 self._pull_block(block, U, out, bases[0])
                 del block, own, P, W, U, z, terms  # before the next one is made
-            self.left.settle(self.towers.own("left", out))
+            self.left.flush_bias_sums(self.towers.own("left", out))
             V = (H @ Pc).addmm_(Q, (omega * Wc).to(dtype))
             self.right.vjp(weigh(s, 1, V, H).add_(pairs_V), self.towers.own("right", out), bases[1])
         self.work.add("left", "jvps")
@@ -229,7 +229,7 @@ class Swept(Point):
         return Moments((left, right), (square, gram(Q, Q, right[:, 0])))
 
     def _pull_block(self, block: _Block, U: Tensor, out: Parameters, base: tuple[Tensor, float] | None) -> None:
-        self.left.pull(block.start, block.stop, block.saved, U, self.towers.own("left", out), base)
+        self.left.vjp_block(block.start, block.stop, block.saved, U, self.towers.own("left", out), base)
 
     def _count(self, pair_passes: float) -> None:
         self.work.add("left", "vjps")

@@ -118,7 +118,7 @@ def minimize(
             return run.finish(reason, message, records)
         finally:
             with suppress(torch.OutOfMemoryError):  # views of the last point serve as well
-                towers.keep()
+                towers.unbind()
 
 
 class _Limits:
@@ -207,7 +207,7 @@ class _Run:
             return
         earlier, start = problem.work.copy(), time.perf_counter()
         point = problem.at(towers)
-        towers.lend(point.parameters)
+        towers.bind(point.parameters)
         _ = point.terms
         seconds = self._first(time.perf_counter() - start)
         first = _Reached(point, self.method.state(), seconds=seconds, work=problem.work.since(earlier))
@@ -222,7 +222,7 @@ class _Run:
         saved, self.stored = read_checkpoint(path, self.marks, like, problem.shards, self.towers.device)
         problem.planned_budget = saved.memory_budget or None  # the same blocks and rounding, unless one is given
         point = problem.at(self.towers, as_parameters_like(saved.parameters, like))
-        self.towers.lend(point.parameters)
+        self.towers.bind(point.parameters)
         last = saved.history[-1]
         if abs(point.value - last.value) > _SAME * abs(last.value) + 100 * point.rounding:
             raise ValueError(
@@ -294,7 +294,7 @@ class _Run:
         """Validate and record where an iteration led, and stand there."""
         assert moved.point is not None
         before, (seconds, work) = self.reached, self._spent
-        self.towers.lend(moved.point.parameters)  # they need no copy of their own
+        self.towers.bind(moved.point.parameters)  # they need no copy of their own
         now = replace(
             before, point=moved.point, method=self.method.state(), iteration=before.iteration + 1, seconds=seconds,
             work=work, first_norm=moved.gradient_norm if before.first_norm is None else before.first_norm,
@@ -312,7 +312,7 @@ class _Run:
         if reached.best is not None:
             parameters = reached.best
             value = next(r.value for r in reversed(records.records) if r.metric == reached.best_metric)
-        self.towers.lend(parameters)
+        self.towers.bind(parameters)
         return Result(reason, message, records.records, parameters, value, reached.best_metric)
 
     def _failed(self, moved: Moved) -> tuple[Reason, str] | None:

@@ -18,7 +18,6 @@ from gramtower.estimator import defaults
 from gramtower.estimator.matrices import aligned, matrix_and_ids
 from gramtower.estimator.two_tower import TwoTower
 from gramtower.estimator.validation import RankingValidator
-from gramtower.model.towers import Towers
 from gramtower.objective.evaluation import Point
 from gramtower.objective.weights import degree_power
 from gramtower.training.loop import minimize
@@ -201,7 +200,7 @@ def run_trial(
     if warm is not None:
         towers.load(warm)
     device = defaults.pick_device(estimator.device)
-    towers = Towers(towers.left.to(device), towers.right.to(device))
+    towers = towers.to(device)
     measure = RankingValidator(estimator.metric, parts.held_out, given.matrix)
     curve: list[float] = []
     last: Tensor | None = None

@@ -1,0 +1,142 @@
+"""A ⊗ S of single layers: what the steps of a tower add for the preconditioner, and what they make it from.
+
+A = Σ_i r_i x_i x_iᵀ are the moments of a layer's inputs (the bias is an input of 1), S is the curvature at its outputs;
+see factors.py. Checked by tests/test_kronecker.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gramtower.data.features import SparseBlock
+
+_CHUNK = 512  # rows of drawn vectors that share a seed
+
+
+@dataclass
+class Factor:
+    """A ⊗ S for a weight, with its bias as one more input when A is a full matrix.
+
+    Attributes:
+        weight: local name of the weight.
+        bias: local name of the bias that A covers, or None.
+        inputs_first: whether the weight is stored inputs × outputs.
+        A: inputs × inputs, or its diagonal.
+        S: outputs × outputs.
+        mean: mean of A's diagonal over the rows of all processes, where A is that of local rows.
+    """
+
+    weight: str
+    bias: str | None
+    inputs_first: bool
+    A: Tensor
+    S: Tensor
+    mean: Tensor | None = None
+
+
+@dataclass
+class Factors:
+    """What a tower's parameters are preconditioned with, in float64.
+
+    Attributes:
+        trainable: local names of the parameters to precondition.
+        layers: of weights.
+        biases: of biases kept apart from their weight, local name → (Σ r_i, S).
+        diagonals: of all other parameters, by local name.
+    """
+
+    trainable: Collection[str]
+    layers: list[Factor] = field(default_factory=list)
+    biases: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    diagonals: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, weight: str, bias: str | None, inputs_first: bool, A: Tensor, S: Tensor, total: Tensor) -> None:
+        """A ⊗ S of a layer with Σ r_i = ``total``; a diagonal A covers the weight alone."""
+        with_bias = bias is not None and bias in self.trainable
+        if A.dim() == 1:
+            if weight in self.trainable:
+                self.layers.append(Factor(weight, None, inputs_first, A, S))
+            if bias is not None and with_bias:
+                self.biases[bias] = (total, S)
+        elif weight in self.trainable:
+            inputs = len(A) if bias is None or with_bias else len(A) - 1
+            self.layers.append(Factor(weight, bias if with_bias else None, inputs_first, A[:inputs, :inputs], S))
+        elif bias is not None and with_bias:
+            self.biases[bias] = (A[-1, -1], S)
+
+
+def outer(x: Tensor, r: Tensor, bias: bool) -> Tensor:
+    """Σ r (x, 1)(x, 1)ᵀ, or without the 1, in float64."""
+    weighted = x * r[:, None]
+    A = (weighted.t() @ x).double()
+    if not bias:
+        return A
+    full = torch.empty(len(A) + 1, len(A) + 1, dtype=torch.float64, device=x.device)
+    full[:-1, :-1] = A
+    full[-1, :-1] = full[:-1, -1] = weighted.sum(0, dtype=torch.float64)
+    full[-1, -1] = r.sum(dtype=torch.float64)
+    return full
+
+
+def column_squares(block: SparseBlock, r: Tensor) -> Tensor:
+    """Σ_i r_i x_ij² for each feature j, in float64."""
+    total = torch.zeros(block.shape[1], dtype=torch.float64, device=r.device)
+    values = (block.values.square() * r[block.pattern.rows]).double()
+    return total.index_add_(0, block.pattern.columns.long(), values)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Normal rows that depend on an entity's number alone, not on blocks or processes.
+
+    Attributes:
+        seed: for the draws.
+        step: number of the step that they are drawn for.
+        draws: rows drawn for each entity.
+        first: number of the first entity held here.
+    """
+
+    seed: int
+    step: int
+    draws: int
+    first: int
+
+    def rows(self, draw: int, start: int, stop: int, root: Tensor) -> Tensor:
+        """Rows of covariance R Rᵀ for entities ``start:stop`` of this process; each chunk has a seed of its own."""
+        width, first, last = len(root), self.first + start, self.first + stop
+        chunks = range(first // _CHUNK, -(-last // _CHUNK))
+        parts = [torch.empty(0, width, dtype=torch.float64)]
+        for chunk in chunks:
+            key = np.random.SeedSequence((self.seed, self.step, draw, chunk)).generate_state(1, np.uint64)
+            generator = torch.Generator().manual_seed(int(key[0]) >> 1)
+            parts.append(torch.randn(_CHUNK, width, generator=generator, dtype=torch.float64))
+        offset = first - first // _CHUNK * _CHUNK
+        return torch.cat(parts)[offset : offset + stop - start].to(root.device) @ root.t()
+
+
+def root(S: Tensor) -> Tensor:
+    """R with R Rᵀ = S for a positive semidefinite S."""
+    values, vectors = clamped_spectrum(S)
+    return torch.as_tensor(vectors * values.sqrt())
+
+
+def clamped_spectrum(S: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues of a symmetric matrix, clamped at 0, and its eigenvectors.
+
+    Of a matrix that is not finite, or whose eigenvalues are not found, those of its diagonal, in which what is not
+    finite counts as 0: whatever the scale of the numbers, there is a preconditioner.
+    """
+    scale = S.abs().max()
+    if bool(scale.isfinite()):
+        try:
+            values, vectors = torch.linalg.eigh(S / scale.clamp_min(torch.finfo(S.dtype).tiny))
+            return values.clamp_min(0) * scale, vectors
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            pass
+    diagonal = S.diagonal().nan_to_num(0.0, 0.0, 0.0).clamp_min(0)
+    return diagonal, torch.eye(len(S), dtype=S.dtype, device=S.device)
