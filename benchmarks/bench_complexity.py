@@ -86,7 +86,8 @@ class Case:
 
     def naive(self, rows: torch.Tensor, columns: torch.Tensor) -> gt.Parameters:
         """An estimate of ∇L from some of the m·n pairs, whether observed or not: one tower row for each pair."""
-        problem, towers, s = self.problem, self.towers, self.problem.setting(torch.float32, torch.device("cpu"))
+        problem, towers = self.problem, self.towers
+        s = problem.resident_pairs(towers)
         sides = [f.take(e, towers.dtype, towers.device) for f, e in ((problem.left, rows), (problem.right, columns))]
         kernels = select(towers.device, problem.kernels)
         left, right = towers.linearize(self.theta, *sides, kernels, problem.activation_budget(towers), Work())
@@ -125,7 +126,7 @@ class Case:
         both = torch.cat([P, Q])
         square = gram(Q, Q).to(Q.dtype)
         slopes = point.observed.slopes
-        kernels, pairs = point.kernels, point.setting.pairs
+        kernels, pairs = point.evaluation.kernels, self.problem.resident_pairs(self.towers).pairs
 
         def backward() -> None:
             point.left.vjp(P, towers.own("left", out))

@@ -103,7 +103,7 @@ def product() -> None:
     ratio = median_ratio(times, "product", "floor")
     print(f"G·d {1e3 * whole:.1f} ms, its tower matrix products {1e3 * floor:.1f} ms: ratio {ratio:.2f} (<= 1.8)")
 
-    kernels, pairs = select(torch.device("cpu")), point.setting.pairs
+    kernels, pairs = select(torch.device("cpu")), problem.resident_pairs(towers).pairs
     P, Q = point.P, point.Q
     W, H = torch.randn_like(P), torch.randn_like(Q)
     c, total = point.observed.curvatures, torch.zeros_like(P)
@@ -160,7 +160,7 @@ def memory_child() -> None:
     problem = gt.Problem(paper_shape("ml10m"))
     towers = gt.mlp_towers(problem)
     d = towers.parameters()
-    problem.setting(towers.dtype, towers.device).pairs.by_column  # noqa: B018  # inputs in the form kernels read
+    problem.resident_pairs(towers).pairs.by_column  # noqa: B018  # inputs in the form kernels read
     before = _resident()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     point = problem.at(towers)

@@ -73,7 +73,7 @@ def test_bytes_of_a_product_are_those_of_the_formula(tmp_path):
             expected = {
                 "gather": (size - 1) * case["largest"] * k * s,
                 "scatter": (n - case["own"]) * k * s,
-                "reduce": sum(2 * (size - 1) * part // size for part in (2 * k * k * 8, case["shared"] * s)),
+                "reduce": sum(2 * (size - 1) * part // size for part in (k * k * 8, k * k * 8, case["shared"] * s)),
             }
             assert case["counted"] == {kind: count for kind, count in expected.items() if count}, rank
             assert case["said"] == sum(expected.values())

@@ -110,7 +110,7 @@ def test_sogram_averages_gramians_from_zero():
     assert problem.pairs.row_counts.min() > 0  # an entity without pair is not covered by eq:trans
     towers = gt.mlp_towers(problem, hidden=(8,), dim=6, dtype=torch.float64)
     theta, source = towers.parameters(), Subsets(seed=0, ratio=1.0, alpha=0.1)
-    exact = problem.at(towers).gramians
+    exact, _ = problem.at(towers).evaluation.gramians
     for step in range(1, 4):
         source.gradient(problem, towers, theta)
         assert torch.allclose(source.running.own[0], exact[0] * (1 - 0.9**step), rtol=1e-10)

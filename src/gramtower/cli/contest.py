@@ -17,7 +17,7 @@ from gramtower.cli.folder import environment
 from gramtower.cli.machine import OthersBusy
 from gramtower.cli.output import note
 from gramtower.model.towers import Towers
-from gramtower.objective.evaluation import Point
+from gramtower.objective.point import Point
 from gramtower.objective.problem import Problem
 from gramtower.report.store import checkpoint_path, history_path
 from gramtower.training.checkpoint import remove_checkpoint

@@ -26,7 +26,7 @@ from gramtower.estimator.warm_start import carry_over
 from gramtower.kernels.losses import Loss
 from gramtower.model.mlp import check_hidden, mlp_towers
 from gramtower.model.towers import Towers
-from gramtower.objective.evaluation import Point
+from gramtower.objective.point import Point
 from gramtower.objective.problem import Problem
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Record, Result

@@ -8,7 +8,7 @@ import scipy.sparse as sp
 
 from gramtower.distributed.shards import Shards
 from gramtower.metrics import evaluate_embeddings
-from gramtower.objective.evaluation import Point
+from gramtower.objective.point import Point
 from gramtower.training.fingerprint import sparse_digest
 
 
@@ -25,7 +25,7 @@ class RankingValidator:
 
     def __call__(self, point: Point) -> float:
         """The metric at a point."""
-        processes = point.setting.shards.group
+        processes = point.evaluation.constants.shards.group
         found = evaluate_embeddings(
             point.P, point.right_rows, self.held_out, train=self.train, metrics=(self.metric,), processes=processes
         )

@@ -1,12 +1,12 @@
 """A second stream of a GPU, on which the right side's work goes on while the left side's is done.
 
 Kernels over few right rows leave most of a GPU idle: beside others they take no time. That is for small problems, which
-run from graphs (objective/captured.py): a G·d at ml1m's and ml10m's shapes takes a fifth and a tenth less. Large ones
-keep a GPU busy by themselves, and the two sides would push each other out of its cache. Results are the same bits.
+run from graphs (objective/cuda_graphs.py): a G·d at ml1m's and ml10m's shapes takes a fifth and a tenth less. Large
+ones keep a GPU busy by themselves, and the two sides would push each other out of its cache. Results are the same bits.
 
 Memory stays safe because work within a lane begins when everything before ``fork`` is done and ends before what comes
 after ``join``, and because nobody lets go in between of what the other side still reads. Without a GPU there is no
-second place and nothing changes. Checked on a GPU by tests/test_captured.py; timed by benchmarks/bench_gpu.py.
+second place and nothing changes. Checked on a GPU by tests/test_cuda_graphs.py; timed by benchmarks/bench_gpu.py.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ for GPUs. Checked against finite differences and autograd in tests/test_losses.p
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -118,6 +118,16 @@ class LossTerms:
     pair_weight: Tensor | None
     loss_weight: Tensor | None
     constants: Tensor
+
+    def at(self, entries: Tensor) -> LossTerms:
+        """Those of some pairs, by number."""
+        return replace(
+            self,
+            labels=self.labels[entries],
+            imputed=self.imputed[entries] if isinstance(self.imputed, Tensor) else self.imputed,
+            pair_weight=None if self.pair_weight is None else self.pair_weight[entries],
+            loss_weight=None if self.loss_weight is None else self.loss_weight[entries],
+        )
 
 
 class Observed(Protocol):

@@ -54,9 +54,13 @@ class Work:
         """A copy that later work does not change."""
         return Work(**asdict(self))
 
+    def reset(self, other: Work) -> None:
+        """Take over the counts of ``other``."""
+        vars(self).update(asdict(other))
+
 
 class Linearization:
-    """A tower at θ over all rows of its features.
+    """A tower at θ over the rows of its features, or over a range of them.
 
     ``jvp`` and ``vjp`` are over all rows; ``forward_block``, ``jvp_block`` and ``vjp_block`` do one block, for callers
     that go through the rows block by block themselves and count what they did.
@@ -71,15 +75,27 @@ class Linearization:
         plan: BlockPlan,
         work: Work,
         check_output: Callable[[Tensor, int], None],
+        span: tuple[int, int] | None = None,
     ) -> None:
         self.side, self.steps, self.features, self.values, self.plan = side, steps, features, values, plan
         self.work = work
-        self._share = 1 if features.whole is None else features.rows / max(1, features.whole.rows)
+        self._first, stop = (0, features.rows) if span is None else span
+        self.rows = stop - self._first
+        whole = features if features.whole is None else features.whole
+        self._share = 1 if self.rows == whole.rows else self.rows / max(1, whole.rows)
         self._check_output = check_output
         self._kept: list[list[Any]] = []
         self._outputs: Tensor | None = None
         if plan.outputs:
             self._outputs = self._forward_all()
+
+    def over(self, start: int, stop: int) -> Linearization:
+        """The same tower over a range of rows, run forward and kept in one block."""
+        plan = BlockPlan(max(1, stop - start), keep=True)
+        span = self._first + start, self._first + stop
+        return Linearization(
+            self.side, self.steps, self.features, self.values, plan, self.work, self._check_output, span
+        )
 
     @property
     def outputs(self) -> Tensor:
@@ -88,7 +104,7 @@ class Linearization:
 
     def _forward_all(self) -> Tensor:
         outputs: Tensor | None = None
-        rows = self.features.rows
+        rows = self.rows
         for start, stop in self.blocks():
             y, saved = self.forward_block(start, stop, None if outputs is None else outputs[start:stop])
             if outputs is None:
@@ -103,8 +119,8 @@ class Linearization:
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """Row ranges, in order; one empty range if this process has no rows."""
-        for start in range(0, max(1, self.features.rows), self.plan.rows):
-            yield start, min(self.features.rows, start + self.plan.rows)
+        for start in range(0, max(1, self.rows), self.plan.rows):
+            yield start, min(self.rows, start + self.plan.rows)
 
     def saved_blocks(self) -> Iterator[tuple[int, int, list[Any]]]:
         """Row ranges with what each step kept, recomputed block by block if it was not kept."""
@@ -164,13 +180,15 @@ class Linearization:
         initial: tuple[Tensor, float] | None = None,
     ) -> None:
         """The vjp of one block, added to ``out``; see ``vjp``. Between ``start_vjp`` and ``flush_bias_sums``."""
-        steps, values = self.steps, self.values
+        steps, values, first = self.steps, self.values, self._first
         g: Tensor | Summed | None = cotangent.clone() if steps[-1].overwrites_cotangent else cotangent
         for index in range(len(steps) - 1, -1, -1):
             assert g is not None  # only the first step has nothing below it
             if index == 1 and initial is not None:
                 rows = steps[0].table_rows(saved[0], out)
-                lines = steps[1].vjp_fused(saved[1], g, values, rows, initial[0][start:stop], initial[1])
+                lines = steps[1].vjp_fused(
+                    saved[1], g, values, rows, initial[0][first + start : first + stop], initial[1]
+                )
                 steps[0].vjp_bias(lines, values, out)
                 return
             g = steps[index].vjp(saved[index], g, values, out, index > 0)
@@ -206,7 +224,8 @@ class Linearization:
 
     def inputs(self, start: int, stop: int) -> Any:
         """The features of one block."""
-        return self.features.block(start, stop, self.values.dtype, self.values.device)
+        first = self._first
+        return self.features.block(first + start, first + stop, self.values.dtype, self.values.device)
 
     def _forward(self, x: Any, out: Tensor | None = None) -> tuple[Tensor, list[Any]]:
         saved = []

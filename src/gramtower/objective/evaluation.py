@@ -1,58 +1,39 @@
-"""The objective at a point: value (eq:Ln_brief) and gradient (eq:final_grad) without ever visiting all m·n pairs.
+"""The objective at parameters θ: value (eq:Ln_brief), gradient (eq:final_grad), and what G and M need of it.
 
     L  = Σ_O ℓ⁺(R_ij, ŷ_ij) + ω L⁻ + ½λ‖θ‖² + embedding penalty
     ℓ⁺ = ℓ − ½ω a_i b_j (ỹ_ij − ŷ_ij)²                                  (eq:lij)
     L⁻ = ½⟨P̃_c, Q̃_c⟩ − ⟨P̂_c, Q̂_c⟩ + ½⟨P_c, Q_c⟩                       (eq:Ln_brief)
 
+There is one evaluation: a loop over blocks of left rows (blocks.py) with the formulas of formulas.py, then the right
+side. Whether the blocks are kept or made anew for each loop is not known here.
+
 Cost (eq:com_fun_val): one forward of each tower, one pass over O, O((m+n)k²). The gradient after it: one vjp of each
-tower and two passes over O. Compared with the dense twin of tests/dense.py in tests/test_engine.py.
+tower and two passes over O; where nothing is kept, a forward of the left tower more. Compared with the dense twin of
+tests/dense.py in tests/test_engine.py; passes are counted in tests/test_cost.py.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from gramtower import _checks as check
 from gramtower.distributed.group import Pending
 from gramtower.kernels import Kernels
 from gramtower.kernels.lanes import Lane
-from gramtower.kernels.losses import Observed
 from gramtower.kernels.precision import products_in
 from gramtower.model.linearization import Linearization, Work
-from gramtower.model.parameters import Parameters, as_parameters
+from gramtower.model.parameters import Parameters
 from gramtower.model.towers import Towers
-from gramtower.objective.gramians import gram, square_norms
-from gramtower.objective.setting import Setting
+from gramtower.objective.blocks import Block, LeftRows
+from gramtower.objective.constants import Constants
+from gramtower.objective.formulas import SideSums, output_gradient, pair_moments, side_sums, value_terms
+from gramtower.objective.gramians import gram
 
-if TYPE_CHECKING:
-    from gramtower.objective.curvature import GaussNewton
-    from gramtower.objective.kronecker import Kronecker
-
-
-@dataclass(frozen=True)
-class Terms:
-    """The value, term by term."""
-
-    observed: float  # Σ_O ℓ⁺
-    all_pairs: float  # ω L⁻
-    l2: float
-    embedding_l2: float
-
-    @property
-    def total(self) -> float:
-        """L(θ)."""
-        return self.observed + self.all_pairs + self.l2 + self.embedding_l2
-
-    def non_finite(self) -> list[str]:
-        """Names of the terms that are NaN or infinite."""
-        return [name for name, value in asdict(self).items() if not math.isfinite(value)]
+Gramians = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]  # (P_c, Q_c), (P̂_c, Q̂_c)
 
 
 @dataclass(frozen=True)
@@ -68,257 +49,216 @@ class Moments:
     squares: tuple[Tensor, Tensor]
 
 
-class Recorded(Protocol):
-    """An evaluation with gradient and products of its own: replayed (captured.py) or block by block (swept.py)."""
-
-    def gradient_now(self) -> Parameters:
-        """∇L."""
-
-    def product_now(self, d: Parameters, damping: float, out: Parameters) -> Parameters:
-        """(G + damping·I) d, written to ``out``."""
-
-    def attach(self, M: Kronecker) -> Kronecker:
-        """A preconditioner made here, made to be applied in the best way."""
-
-
-class Point:
-    """The problem evaluated at parameters θ. Made by :meth:`gramtower.Problem.at`.
-
-    Its tensors are valid as long as it is: on a GPU their memory may be used again afterwards.
+class Evaluation:
+    """The objective at parameters θ. point.py has its public face.
 
     Attributes:
         parameters: θ, this object's own copy.
+        constants: of the objective.
+        left: the left rows.
+        right: the right tower at θ.
+        stream: where the right side's work may go on beside the left one's.
 
-    Over several processes P and Q are this process's own rows; values, Gramians and dot products are those of all.
+    Over several processes P and Q are the rows held here; values, Gramians and dot products are those of all.
     """
-
-    slot: Recorded | None = None  # what has gradient and products of its own, if something does
-    lane = Lane()  # where the right side's work goes on beside the left one's
 
     def __init__(
         self,
-        setting: Setting,
+        constants: Constants,
         towers: Towers,
         parameters: Parameters,
-        left: Linearization,
+        left: LeftRows,
         right: Linearization,
         kernels: Kernels,
         work: Work,
-        at: Callable[[Parameters], Point],
         share: tuple[float, float] = (1, 1),
     ) -> None:
-        self.setting, self.towers, self.parameters = setting, towers, parameters
-        self.left, self.right, self.kernels, self.work, self._at = left, right, kernels, work, at
+        self.constants, self.towers, self.parameters = constants, towers, parameters
+        self.left, self.right, self.kernels, self.work = left, right, kernels, work
         self.share = share  # of the observed pairs, and of all pairs, that this evaluation covers
+        self.stream = Lane()
 
     @property
     def P(self) -> Tensor:
-        """The left embeddings, m × k."""
-        return self.left.outputs
+        """The left embeddings, m × k; a forward each time they are asked for where they are not kept."""
+        with products_in(self.constants.precision):
+            return self.left.tower.outputs
+
+    @property
+    def gathers_bfloat16(self) -> bool:
+        """Whether Gauss-Newton products gather embeddings in bfloat16."""
+        return self.constants.pair_precision == "bfloat16" and self.kernels.GATHERS_BFLOAT16
 
     @property
     def Q(self) -> Tensor:
         """The right embeddings, n × k."""
         return self.right.outputs
 
-    @property
-    def value(self) -> float:
-        """L(θ), accumulated in float64."""
-        return self.terms.total
-
     @cached_property
-    def terms(self) -> Terms:
-        """The value, term by term."""
-        self.work.data_passes += self.share[1]
-        observed, cross, gramian, penalty, square = self._sums
-        s = self.setting
-        all_pairs = s.omega * (0.5 * s.imputed_square - cross + 0.5 * gramian)
-        return Terms(observed, all_pairs, 0.5 * s.l2 * square, penalty)
+    def right_rows(self) -> Tensor:
+        """The right embeddings of all processes, n × k: what the pairs held here are with."""
+        return self.constants.shards.gather(self.Q).wait()
 
     @cached_property
     def sums(self) -> Tensor:
-        """Σ_O ℓ⁺, ⟨P̂_c, Q̂_c⟩, ⟨P_c, Q_c⟩, the embedding penalty and ‖θ‖²: what the value is made of, on the device.
+        """What the value is made of (formulas.value_terms), over all processes, on the device."""
+        (left, right), observed = self._side_sums
+        return value_terms(left, right, observed, self.parameters.inner(self.parameters))
 
-        Over several processes they are the sums over all of them.
-        """
-        fit = self.observed.value  # the longest pass first: what is short is launched while a GPU is busy with it
-        Pc, Qc = self.gramians
-        hPc, hQc = self.cross_gramians
-        penalty = torch.zeros((), dtype=torch.float64, device=self.P.device)
-        for weight, embeddings in zip(self.setting.penalties, (self.P, self.Q), strict=True):
-            if weight is not None:
-                penalty += 0.5 * (weight * square_norms(embeddings)).sum(dtype=torch.float64)
-        square = self.parameters.inner(self.parameters)
-        observed, penalty = self.setting.shards.group.sum_all(fit, penalty)
-        return torch.stack([observed, (hPc * hQc).sum(), (Pc * Qc).sum(), penalty, square])
+    @property
+    def gramians(self) -> Gramians:
+        """P_c = PᵀAP and Q_c = QᵀBQ, P̂_c = P̃ᵀAP and Q̂_c = Q̃ᵀBQ, in float64 (eq:gramian)."""
+        (left, right), _ = self._side_sums
+        return (left.gramian, right.gramian), (left.cross, right.cross)
 
     @cached_property
-    def _sums(self) -> list[float]:
-        return [float(x) for x in self.sums.tolist()]
+    @torch.no_grad()
+    def _side_sums(self) -> tuple[tuple[SideSums, SideSums], Tensor]:
+        """Both sides' sums and Σ_O ℓ⁺. One pass over O."""
+        parts: list[SideSums] = []
+        values: list[Tensor] = []
 
-    @cached_property
-    def observed(self) -> Observed:
-        """ℓ⁺ on the observed pairs, with its derivatives. One pass over O."""
-        s = self.setting
-        self.work.pair_passes += self.share[0]
-        return self.kernels.losses(s.pairs, self.P, self.right_rows, s.loss_terms)
+        def add(block: Block) -> None:
+            values.append(block.observed.value)  # the longest pass first: the rest is launched while a GPU is busy
+            part = side_sums(block.side, block.P)
+            parts[:] = [parts[0] + part] if parts else [part]
 
-    @cached_property
-    def right_rows(self) -> Tensor:
-        """The right embeddings of all processes, n × k: what this process's pairs are with."""
-        return self.setting.shards.gather(self.Q).wait()
+        self._visit(add, by_columns=False)
+        with products_in(self.constants.precision):
+            right = side_sums(self.constants.right, self.Q)
+        observed = values[0] if len(values) == 1 else torch.stack(values).sum()
+        own = *parts[0].tensors(), *right.tensors(), observed
+        P, hP, p, Q, hQ, q, observed = self.constants.shards.group.sum_all(*own)
+        return (SideSums(P, hP, p), SideSums(Q, hQ, q)), observed
 
-    @cached_property
-    def gramians(self) -> tuple[Tensor, Tensor]:
-        """P_c = PᵀAP and Q_c = QᵀBQ in float64 (eq:gramian)."""
-        a, b = self.setting.weights
-        with products_in(self.setting.precision):
-            own = gram(self.P, self.P, a), gram(self.Q, self.Q, b)
-        Pc, Qc = self.setting.shards.group.sum_all(*own)
-        return Pc, Qc
+    def side_gramians(self) -> Gramians:
+        """The same without a pass over O, which the value needs and samples do not."""
+        parts: list[SideSums] = []
+        self._visit(lambda block: parts.append(side_sums(block.side, block.P)), by_columns=False)
+        with products_in(self.constants.precision):
+            right = side_sums(self.constants.right, self.Q)
+        left = sum(parts[1:], parts[0])
+        P, hP, Q, hQ = self.constants.shards.group.sum_all(left.gramian, left.cross, right.gramian, right.cross)
+        return (P, Q), (hP, hQ)
 
-    @cached_property
-    def cross_gramians(self) -> tuple[Tensor, Tensor]:
-        """P̂_c = P̃ᵀAP and Q̂_c = Q̃ᵀBQ, r × k, in float64 (eq:gramian)."""
-        s = self.setting
-        a, b = s.weights
-        own = s.imputed.cross_gram(0, a, self.P), s.imputed.cross_gram(1, b, self.Q)
-        hPc, hQc = s.shards.group.sum_all(*own)
-        return hPc, hQc
+    def _visit(self, action: Callable[[Block], None], by_columns: bool = True) -> None:
+        """Call ``action`` with each block of left rows; passes over O are counted."""
+        with products_in(self.constants.precision):
+            passes = self.left.visit(action, self.right_rows, by_columns)
+        self.work.pair_passes += self.share[0] * passes
 
     @torch.no_grad()
-    def gradient(self) -> Parameters:
-        """∇L(θ) by eq:final_grad: one vjp of each tower, two passes over O."""
-        return self.pull_gradient() if self.slot is None else self.slot.gradient_now()
+    def gradient(
+        self, gramians: Gramians | None = None, scale: float = 1.0, out: Parameters | None = None
+    ) -> Parameters:
+        """∇L(θ) by eq:final_grad: one vjp of each tower, two passes over O.
 
-    def pull_gradient(self, out: Parameters | None = None) -> Parameters:
-        """The gradient, written over ``out`` if given."""
-        outputs = self.output_gradients(self.gramians, self.cross_gramians)
-        return self.pull_back(*outputs, self.parameters, 0.0, out)
+        Args:
+            gramians: (P_c, Q_c) and (P̂_c, Q̂_c) in the place of the point's own.
+            scale: of everything but λθ.
+            out: written over if given.
+        """
+        c, Q = self.constants, self.Q
+        own, cross = self.gramians if gramians is None else gramians
+        Pc, Qc, hPc, hQc = ((c.omega * g).to(Q.dtype) for g in (*own, *cross))
 
-    def output_gradients(
-        self, gramians: tuple[Tensor, Tensor], cross_gramians: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Pending]:
-        """∂L/∂P and ∂L/∂Q, the brackets of eq:final_grad, with these (P_c, Q_c) and (P̂_c, Q̂_c)."""
-        s = self.setting
-        x = self.observed.slopes
-        P, Q, right_rows = self.P, self.Q, self.right_rows
+        def rows(block: Block) -> tuple[Tensor, Tensor]:
+            U = output_gradient(block.side, block.P, Qc, hQc)
+            x = block.add_slopes(U)  # + X Q
+            return U if scale == 1.0 else U.mul_(scale), x
 
-        def all_pairs(side: int, own: Tensor) -> Tensor:
-            U = own @ (s.omega * gramians[1 - side]).to(own.dtype)  # ω P Q_c
-            s.imputed.subtract_product(side, (s.omega * cross_gramians[1 - side]).to(own.dtype), U)  # − ω P̃ Q̂_c
-            return weigh(s, side, U, own)
+        def finish(V: Tensor) -> Tensor:
+            V += output_gradient(c.right, Q, Pc, hPc)
+            return V if scale == 1.0 else V.mul_(scale)
 
-        with products_in(s.precision):
-            U = all_pairs(0, P)
-            self.kernels.left_sum(s.pairs, x, right_rows, U)  # + X Q
-            self.lane.fork()
-            with self.lane.within():
-                V = self.add_right_sum(x, P, all_pairs(1, Q))  # + Xᵀ P
-        self.work.pair_passes += self.share[0] * 2
         self.work.data_passes += self.share[1]
-        return U, V
-
-    def gauss_newton(self, damping: float = 0.0) -> GaussNewton:
-        """G of eq:general_G as a linear operator; ``G @ d`` by eq:final_Gd. ``damping`` is added to λ in G alone."""
-        from gramtower.objective.curvature import GaussNewton
-
-        return GaussNewton(self, check.number("damping", damping, minimum=0.0))
-
-    def preconditioner(self, kind: str = "kronecker", damping: float = 0.0) -> Kronecker:
-        """M with M @ r ≈ (G + damping·I)⁻¹ r, made of Kronecker factors of the all-pairs curvature."""
-        from gramtower.objective.kronecker import kronecker
-
-        check.choice("kind", kind, ("kronecker",))
-        M = kronecker(self, check.number("damping", damping, minimum=0.0))
-        return M if self.slot is None else self.slot.attach(M)
-
-    @property
-    def rounding(self) -> float:
-        """Differences of the value below this are noise: the last place of the sums it is made of."""
-        s = self.setting
-        sums = 0.5 * s.omega * (s.imputed_square + abs(self._sums[2]))
-        sums += sum(abs(term) for term in asdict(self.terms).values())
-        return float(torch.finfo(self.parameters.vector.dtype).eps * sums)
-
-    def along(self, direction: Parameters) -> Callable[[float], Point]:
-        """The problem along a line: ``point.along(d)(δ)`` is the point at θ + δ d."""
-        direction = as_parameters("direction", direction, self.parameters)
-        return lambda step: self._at(self.parameters.clone().axpy_(step, direction))
-
-    def _table(self, side: str, other: str) -> str | None:
-        """The name in Parameters of a tower's table that its vjp writes whole; none that the other tower adds to."""
-        own = (self.left if side == "left" else self.right).fusable_table
-        name = self.towers.own_names(side).get(own) if own is not None else None
-        return None if name in self.towers.own_names(other).values() else name
-
-    @property
-    def gathers_halves(self) -> bool:
-        """Whether Gauss-Newton products gather embeddings in bfloat16."""
-        return self.setting.pair_precision == "bfloat16" and self.kernels.GATHERS_BFLOAT16
-
-    def gathered(self, embeddings: Tensor) -> Tensor:
-        """Embeddings as Gauss-Newton products gather them for each pair."""
-        return embeddings.bfloat16() if self.gathers_halves else embeddings
-
-    def add_right_sum(self, x: Tensor, P: Tensor, V: Tensor) -> Pending:
-        """V += Xᵀ P, over the pairs of all processes; under way, in the lane it is asked for, until waited for."""
-        s = self.setting
-        pending = s.shards.add_right_sum(V, lambda out: self.kernels.right_sum(s.pairs, x, P, out))
-
-        read = None if self.lane.stream is None else (x, P)
-
-        def finish(_: object = read) -> Tensor:  # nobody may let go of what is read in a lane
-            self.lane.join()
-            return pending.wait()
-
-        return Pending(finish)
+        return self.pull_back(rows, finish, self.parameters, 0.0, out)
 
     def pull_back(
-        self, U: Tensor, V: Pending, regularised: Parameters, extra: float = 0.0, out: Parameters | None = None
+        self,
+        rows: Callable[[Block], tuple[Tensor, Tensor]],
+        finish: Callable[[Tensor], Tensor],
+        regularised: Parameters,
+        extra: float = 0.0,
+        out: Parameters | None = None,
+        bfloat16: bool = False,
     ) -> Parameters:
-        """(⟨Jᵘ, U⟩, ⟨Jᵛ, V⟩) + (λ + extra) · regularised, written over ``out`` if given."""
-        out, bases = self.begin_pull(regularised, extra, out)
-        with products_in(self.setting.precision):
-            lane = Lane() if self.towers.share_parameters else self.lane  # who adds to the same tensors takes turns
-            lane.fork()
-            self.left.vjp(U, self.towers.own("left", out), bases[0])
-            with lane.within():
-                self.right.vjp(V.wait(), self.towers.own("right", out), bases[1])
-            lane.join()
+        """(⟨Jᵘ, U⟩, ⟨Jᵛ, V⟩) + (λ + extra) · regularised: how gradient and G·d become parameters.
+
+        Args:
+            rows: gives a block's rows of U and a number x for each of its pairs.
+            finish: is given Xᵀ P over all blocks and processes, and makes V of it.
+            regularised: θ or a direction.
+            extra: added to λ.
+            out: written over if given.
+            bfloat16: whether P is gathered in bfloat16 for Xᵀ P.
+        """
+        out, initial = self._start_pull(regularised, extra, out)
+        left, right = self.towers.own("left", out), self.towers.own("right", out)
+        under_way: list[tuple[Pending, Tensor | None]] = []
+        V = torch.zeros_like(self.Q)
+
+        def visit(block: Block) -> None:
+            U, x = rows(block)
+            P = block.gathered_P if bfloat16 else block.P
+            self.stream.fork()
+            with self.stream.within():
+                pending = self.constants.shards.add_right_sum(V, lambda total: block.right_sum(x, P, total))
+            # What is read on another stream may not be freed before both have joined.
+            under_way.append((pending, None if self.stream.stream is None else x))
+            block.tower.vjp(U, left, initial[0])
+
+        self._visit(visit)
+        with products_in(self.constants.precision):
+            if self.towers.share_parameters:  # who adds to the same tensors takes turns
+                self.stream.join()
+                self.right.vjp(finish(self._arrived(under_way, V)), right, initial[1])
+            else:
+                with self.stream.within():
+                    self.right.vjp(finish(self._arrived(under_way, V)), right, initial[1])
+                self.stream.join()
         return out.end_sum_()
 
-    def begin_pull(
+    @staticmethod
+    def _arrived(under_way: list[tuple[Pending, Tensor | None]], V: Tensor) -> Tensor:
+        for pending, _ in under_way:
+            pending.wait()
+        return V
+
+    def _start_pull(
         self, regularised: Parameters, extra: float, out: Parameters | None
     ) -> tuple[Parameters, list[tuple[Tensor, float] | None]]:
-        """(λ + extra) · regularised in ``out``, but for tables that a vjp writes whole: those as its ``base``."""
+        """(λ + extra) · regularised in ``out``, but for tables whose gradient is fused with it: those for their vjp."""
         out = regularised.empty() if out is None else out
-        scale = self.setting.l2 + extra
-        names = [self._table(side, other) for side, other in (("left", "right"), ("right", "left"))]
+        scale = self.constants.l2 + extra
+        names = [self._fusable(side, other) for side, other in (("left", "right"), ("right", "left"))]
         for part in regularised.layout.without({name for name in names if name is not None}):
             torch.mul(regularised.vector[part], scale, out=out.vector[part])
         out.begin_sum_()  # leaves tables alone: over several processes each row of them has one owner
         return out, [None if name is None else (regularised[name], scale) for name in names]
 
+    def _fusable(self, side: str, other: str) -> str | None:
+        """The name in Parameters of a tower's table that its vjp writes whole; none that the other tower adds to."""
+        own = (self.left.tower if side == "left" else self.right).fusable_table
+        name = self.towers.own_names(side).get(own) if own is not None else None
+        return None if name in self.towers.own_names(other).values() else name
+
+    @torch.no_grad()
     def curvature_moments(self) -> Moments:
         """What the preconditioner needs of the observed pairs. Two passes over O with two columns."""
-        s, c = self.setting, self.observed.curvatures
-        norms = square_norms(self.P), square_norms(self.right_rows)
-        left, right = (torch.stack([torch.ones_like(n), n], 1) for n in norms)
-        sums = torch.zeros_like(left), self.Q.new_zeros(len(self.Q), 2)
-        self.kernels.left_sum(s.pairs, c, right, sums[0])
-        s.shards.add_right_sum(sums[1], lambda out: self.kernels.right_sum(s.pairs, c, left, out)).wait()
-        self.work.pair_passes += 4 / self.Q.shape[1]
-        grams = gram(self.P, self.P, sums[0][:, 0]), gram(self.Q, self.Q, sums[1][:, 0])
-        P_square, Q_square = s.shards.group.sum_all(*grams)
-        return Moments(sums, (P_square, Q_square))
+        c, Q = self.constants, self.Q
+        each_Q, k = pair_moments(self.right_rows), Q.shape[1]
+        left, right = Q.new_zeros(c.shards.left.count, 2), Q.new_zeros(len(Q), 2)
+        square = torch.zeros(k, k, dtype=torch.float64, device=Q.device)
 
+        def add(block: Block) -> None:
+            P, curvatures = block.P, block.observed.curvatures
+            sums = left[block.start : block.start + len(P)]
+            block.left_sum(curvatures, each_Q, sums)
+            each_P = pair_moments(P)
+            c.shards.add_right_sum(right, lambda total: block.right_sum(curvatures, each_P, total)).wait()
+            square.add_(gram(P, P, sums[:, 0]))
 
-def weigh(setting: Setting, side: int, U: Tensor, embeddings: Tensor) -> Tensor:
-    """diag(a) U + diag(μ c) embeddings: how a side's weights and penalty enter gradient and G·d alike."""
-    weight, penalty = setting.weights[side], setting.penalties[side]
-    if weight is not None:
-        U *= weight[:, None]
-    if penalty is not None:
-        U.addcmul_(embeddings, penalty[:, None])
-    return U
+        self._visit(add)
+        P_square, Q_square = c.shards.group.sum_all(square, gram(Q, Q, right[:, 0]))
+        return Moments((left, right), (P_square, Q_square))

@@ -21,53 +21,41 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gramtower.model.factors import tower_factors
 from gramtower.model.layer_factors import Factor, Factors, clamped_spectrum
-from gramtower.model.parameters import Parameters, as_parameters
-from gramtower.objective.evaluation import Moments, Point
+from gramtower.model.parameters import Parameters
+from gramtower.objective.evaluation import Evaluation, Moments
+from gramtower.objective.executor import EAGER, Executor
+from gramtower.objective.operators import LinearOperator
 
 _DRAWS = 4
 _TINY = 1e-12
 
 
-class Kronecker:
+class Kronecker(LinearOperator):
     """M ≈ (G + damping·I)⁻¹: symmetric, positive definite, applied block by block. Made by Point.preconditioner."""
 
-    replay: Applied | None = None  # what applies it in the place of single kernels, if something does
-
-    def __init__(self, like: Parameters, blocks: list[_Block], diagonal: dict[str, Tensor]) -> None:
-        self._like, self._blocks, self._diagonal = like, blocks, diagonal
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(D, D)."""
-        return len(self._like), len(self._like)
-
-    def __matmul__(self, r: Any) -> Any:
-        """M r for Parameters, or for a flat torch or numpy vector; the result is of the same kind."""
-        product = self.product(as_parameters("r", r, self._like))
-        if isinstance(r, Parameters):
-            return product
-        return product.vector.cpu().numpy() if isinstance(r, np.ndarray) else product.vector
+    def __init__(
+        self, like: Parameters, blocks: list[_Block], diagonal: dict[str, Tensor], executor: Executor = EAGER
+    ) -> None:
+        super().__init__(like)
+        self._blocks, self._diagonal, self.executor = blocks, diagonal, executor
 
     @torch.no_grad()
-    def product(self, r: Parameters, out: Parameters | None = None) -> Parameters:
-        """M r, written over ``out`` if given."""
-        out = r.empty() if out is None else out
-        return self.apply(r, out) if self.replay is None else self.replay.apply_now(self, r, out)
+    def product(self, d: Parameters, out: Parameters | None = None) -> Parameters:
+        """M d, written over ``out`` if given."""
+        return self.executor.apply(self, d, d.empty() if out is None else out)
 
-    def apply(self, r: Parameters, out: Parameters) -> Parameters:
-        """M r written over ``out``, kernel by kernel."""
+    def compute(self, d: Parameters, out: Parameters) -> Parameters:
+        """M d written over ``out``, kernel by kernel."""
         for block in self._blocks:
-            block.apply(r, out)
+            block.apply(d, out)
         for name, inverse in self._diagonal.items():
-            torch.mul(r[name], inverse, out=out[name])
+            torch.mul(d[name], inverse, out=out[name])
         return out
 
     def tensors(self) -> list[Tensor]:
@@ -79,14 +67,7 @@ class Kronecker:
         blocks = [copy.copy(block) for block in self._blocks]
         for block in blocks:
             block.A, block.S = block.A.clone(), block.S.clone()
-        return Kronecker(self._like, blocks, {name: t.clone() for name, t in self._diagonal.items()})
-
-
-class Applied(Protocol):
-    """A replayed application (captured.py)."""
-
-    def apply_now(self, M: Kronecker, r: Parameters, out: Parameters) -> Parameters:
-        """M r, written to ``out``."""
+        return Kronecker(self.like, blocks, {name: t.clone() for name, t in self._diagonal.items()})
 
 
 class _Block:
@@ -114,19 +95,19 @@ class _Block:
 
 
 @torch.no_grad()
-def kronecker(point: Point, damping: float, seed: int = 0) -> Kronecker:
+def kronecker(at: Evaluation, damping: float, executor: Executor = EAGER, seed: int = 0) -> Kronecker:
     """Build the preconditioner at a point."""
-    s, towers = point.setting, point.towers
-    moments = point.curvature_moments()
-    shift = max(s.l2 + damping, _TINY)
+    c, towers = at.constants, at.towers
+    moments = at.curvature_moments()
+    shift = max(c.l2 + damping, _TINY)
     merged: dict[str, list[Factor]] = {}
     squares: dict[str, Tensor] = {}
     extra: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    for index, (side, tower) in enumerate((("left", point.left), ("right", point.right))):
-        H, weight = _output_curvature(point, index, moments)
+    for index, (side, tower) in enumerate((("left", at.left.tower), ("right", at.right))):
+        H, weight = _output_curvature(at, index, moments)
         names = towers.own_names(side)
-        owned = {own for own, name in names.items() if name in point.parameters.layout.owned}
-        factors = tower_factors(tower, H, weight, set(names), _DRAWS, seed + index, s.shards.group, owned)
+        owned = {own for own, name in names.items() if name in at.parameters.layout.owned}
+        factors = tower_factors(tower, H, weight, set(names), _DRAWS, seed + index, c.shards.group, owned)
         for factor in factors.layers:
             renamed = Factor(
                 names[factor.weight],
@@ -140,7 +121,7 @@ def kronecker(point: Point, damping: float, seed: int = 0) -> Kronecker:
         _collect(factors, names, extra)
         for name, square in factors.diagonals.items():
             squares[names[name]] = squares[names[name]] + square if names[name] in squares else square
-    dtype = point.Q.dtype
+    dtype = at.Q.dtype
     inverses = _Inverses()
     pending = [_invert(factor, shift, inverses) for factor in _usable([_merge(parts) for parts in merged.values()])]
     biases = {name: inverses.ask(_bias_curvature(parts), shift) for name, parts in extra.items()}
@@ -150,10 +131,10 @@ def kronecker(point: Point, damping: float, seed: int = 0) -> Kronecker:
     covered = {name for block in blocks for name in (block.weight, block.bias)}
     diagonal = {
         name: (1 / (shift + squares.get(name, torch.zeros_like(tensor)))).to(dtype)
-        for name, tensor in point.parameters.items()
+        for name, tensor in at.parameters.items()
         if name not in covered
     }
-    return Kronecker(point.parameters, blocks, diagonal)
+    return Kronecker(at.parameters, blocks, diagonal, executor)
 
 
 def _collect(factors: Factors, names: dict[str, str], extra: dict[str, list[tuple[Tensor, Tensor]]]) -> None:
@@ -161,12 +142,13 @@ def _collect(factors: Factors, names: dict[str, str], extra: dict[str, list[tupl
         extra.setdefault(names[name], []).append(pair)
 
 
-def _output_curvature(point: Point, side: int, moments: Moments) -> tuple[Tensor, Tensor]:
+def _output_curvature(at: Evaluation, side: int, moments: Moments) -> tuple[Tensor, Tensor]:
     """H of one side, and each entity's share of it: r_i = tr H_i / mean tr H."""
-    s = point.setting
-    group, rows, k = s.shards.group, (s.shards.left, s.shards.right)[side].total, point.Q.shape[1]
+    c = at.constants
+    group, rows, k = c.shards.group, (c.shards.left, c.shards.right)[side].total, at.Q.shape[1]
     own_trace = moments.sums[side][:, 1]  # Σ_j ∂²ℓ⁺_ij ‖q_j‖²
-    weight, penalty, gramian = s.weights[side], s.penalties[side], s.omega * point.gramians[1 - side]
+    own, gramian = (c.left, c.right)[side], c.omega * at.gramians[0][1 - side]
+    weight, penalty = own.weight, own.penalty
     mean_weight = 1.0 if weight is None else group.sum_(weight.sum(dtype=torch.float64)) / rows
     H = mean_weight * gramian + moments.squares[1 - side] / rows
     trace = own_trace.double() + gramian.trace() * (1.0 if weight is None else weight.double())
@@ -177,7 +159,7 @@ def _output_curvature(point: Point, side: int, moments: Moments) -> tuple[Tensor
     trace = trace.clamp_min(0)
     mean = group.sum_(trace.sum()) / rows
     share = torch.where(mean > 0, trace / mean, torch.ones_like(trace))
-    return _semidefinite(H), share.to(point.Q.dtype)
+    return _semidefinite(H), share.to(at.Q.dtype)
 
 
 def _semidefinite(H: Tensor) -> Tensor:

@@ -33,13 +33,13 @@ from gramtower.model.memory import BlockPlan, default_budget, explained, free_me
 from gramtower.model.parameters import Parameters, as_parameters
 from gramtower.model.steps import Scratch
 from gramtower.model.towers import Towers
-from gramtower.objective.captured import LARGEST, Slots
-from gramtower.objective.evaluation import Point
+from gramtower.objective.blocks import LeftRows, PairBlocks
+from gramtower.objective.constants import Constants, PairConstants, make_constants, make_pair_constants
+from gramtower.objective.cuda_graphs import LARGEST, GraphPool
+from gramtower.objective.evaluation import Evaluation
 from gramtower.objective.footprint import Footprint, Sweep, footprint, plan_sweep
 from gramtower.objective.imputation import as_imputed
-from gramtower.objective.row_blocks import RowBlocks
-from gramtower.objective.setting import Setting, make_setting
-from gramtower.objective.swept import Swept
+from gramtower.objective.point import Point
 from gramtower.objective.weights import entity_weights
 
 
@@ -128,11 +128,11 @@ class Problem:
         self.pair_precision = check.choice("pair_precision", pair_precision, PAIR_PRECISIONS)
         self.work = Work()
         self.graphs = True  # small problems on a GPU run from CUDA graphs
-        self._slots: tuple[tuple[Any, ...], Slots | None] | None = None
+        self._graph_pool: tuple[tuple[Any, ...], GraphPool | None] | None = None
         self.sweep: Sweep | None = None  # asks for left rows block by block; otherwise the budget decides, on a GPU
         self._plans: WeakKeyDictionary[Towers, tuple[int, Footprint, Sweep | None]] = WeakKeyDictionary()
-        self._row_blocks: dict[tuple[torch.dtype, torch.device, Sweep], tuple[Setting, RowBlocks]] = {}
-        self._settings: dict[tuple[torch.dtype, torch.device], Setting] = {}
+        self._constants: dict[tuple[torch.dtype, torch.device], Constants] = {}
+        self._pair_blocks: dict[tuple[torch.dtype, torch.device, Sweep | None], PairBlocks] = {}
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -160,11 +160,54 @@ class Problem:
 
     def _evaluate(self, towers: Towers, own: Parameters) -> Point:
         """The point at parameters that nobody else will change."""
-        if (sweep := self._planned(towers, own)) is not None:
-            return self._evaluate_swept(towers, own, sweep)
-        if (slots := self._replayed(towers, own)) is not None:
-            return slots.point(own)
-        return self._evaluate_now(towers, own)
+        sweep = self._planned(towers, own)
+        pool = self._graphs(towers, own) if sweep is None else None
+        graphs = None if pool is None else pool.take(own)
+
+        def at(parameters: Parameters) -> Point:
+            return self._evaluate(towers, parameters)
+
+        if graphs is None:
+            return Point(self._evaluation(towers, own, sweep), own, at)
+        return Point(graphs.evaluation, own, at, graphs)
+
+    def _evaluation(
+        self, towers: Towers, own: Parameters, sweep: Sweep | None, scratch: dict[str, Scratch] | None = None
+    ) -> Evaluation:
+        """The objective at parameters, over resident left rows or over those of a sweep."""
+        kernels, constants = select(towers.device, self.kernels), self.constants(towers)
+        plans, budget = None, 0
+        if sweep is None:
+            budget = self.activation_budget(towers)
+        else:
+            plans = BlockPlan(sweep.rows, keep=False, outputs=False), BlockPlan(sweep.rows, keep=False)
+        with products_in(self.precision):
+            left, right = towers.linearize(own, self.left, self.right, kernels, budget, self.work, scratch, plans)
+        rows = LeftRows(constants.left, self._blocks_of_pairs(towers, sweep), left, kernels)
+        return Evaluation(constants, towers, own, rows, right, kernels, self.work)
+
+    def constants(self, towers: Towers) -> Constants:
+        """The constants of the objective in the towers' dtype on their device; made once."""
+        key = (towers.dtype, towers.device)
+        if key not in self._constants:
+            self._constants[key] = make_constants(self, *key)
+        return self._constants[key]
+
+    def resident_pairs(self, towers: Towers) -> PairConstants:
+        """All observed pairs on the towers' device."""
+        ((_, _, pairs),) = self._blocks_of_pairs(towers, None).visit()
+        return pairs
+
+    def _blocks_of_pairs(self, towers: Towers, sweep: Sweep | None) -> PairBlocks:
+        key = (towers.dtype, towers.device, sweep)
+        if key not in self._pair_blocks:
+            here, constants = weakref.proxy(self), self.constants(towers)  # the blocks are this object's own: no circle
+            height, pinned = (None, False) if sweep is None else (sweep.rows, sweep.streamed)
+            self._pair_blocks[key] = PairBlocks(
+                lambda rows: make_pair_constants(here, constants, rows),
+                self.shards.left.count, height, pinned, select(towers.device, self.kernels),
+            )  # fmt: skip
+        return self._pair_blocks[key]
 
     def _planned(self, towers: Towers, own: Parameters) -> Sweep | None:
         """Whether left rows must go block by block for the memory budget; found out once for towers and a budget."""
@@ -209,45 +252,22 @@ class Problem:
             given = f"{towers.size:,} parameters, which take {least} to train"
             check.fail("towers", given, f"at most what is free, {readable(free)}; {smaller}")
 
-    def _evaluate_swept(self, towers: Towers, own: Parameters, sweep: Sweep) -> Point:
-        dtype, device = towers.dtype, towers.device
-        kernels = select(device, self.kernels)
-        key = (dtype, device, sweep)
-        if key not in self._row_blocks:
-            blocks = RowBlocks(self.shape[0], sweep.rows, sweep.streamed, kernels)
-            self._row_blocks[key] = make_setting(self, dtype, device, with_pairs=False), blocks
-        constants, blocks = self._row_blocks[key]
-        plans = BlockPlan(sweep.rows, keep=False, outputs=False), BlockPlan(sweep.rows, keep=False)
-        with products_in(self.precision):
-            sides = towers.linearize(own, self.left, self.right, kernels, 0, self.work, plans=plans)
-        return Swept(
-            constants, blocks, lambda rows: make_setting(self, dtype, device, rows, constants), towers, own, *sides,
-            kernels, self.work, lambda p: self._evaluate(towers, p),
-        )  # fmt: skip
-
-    def _replayed(self, towers: Towers, own: Parameters) -> Slots | None:
+    def _graphs(self, towers: Towers, own: Parameters) -> GraphPool | None:
         """The CUDA graphs of this problem with these towers, where there is something to gain from them."""
         if not self.graphs or not self.shards.single or towers.device.type != "cuda":
             return None
         signature = (id(towers), *towers.signature())
-        if self._slots is None or self._slots[0] != signature:
+        if self._graph_pool is None or self._graph_pool[0] != signature:
             widths = towers.layer_widths()
             size = 4 * len(own) + 5 * len(self.pairs)
             size += sum(rows * sum(w) for rows, w in zip(self.shape, widths or ((), ()), strict=True))
             size *= torch.finfo(towers.dtype).bits // 8
             plain = widths is not None and self.left.kind == self.right.kind == "ids"
             fits = plain and size < LARGEST and 4 * size < self.activation_budget(towers)
-            here = weakref.proxy(self)  # the slots are this object's own: no circle
-            self._slots = signature, Slots(lambda p: here._evaluate_now(towers, p, {})) if fits else None
-        return self._slots[1]
-
-    def _evaluate_now(self, towers: Towers, own: Parameters, scratch: dict[str, Scratch] | None = None) -> Point:
-        setting = self.setting(towers.dtype, towers.device)
-        kernels = select(towers.device, self.kernels)
-        budget = self.activation_budget(towers)
-        with products_in(self.precision):
-            sides = towers.linearize(own, self.left, self.right, kernels, budget, self.work, scratch)
-        return Point(setting, towers, own, *sides, kernels, self.work, lambda p: self._evaluate(towers, p))
+            here = weakref.proxy(self)  # the pool is this object's own: no circle
+            pool = GraphPool(lambda p: here._evaluation(towers, p, None, {})) if fits else None
+            self._graph_pool = signature, pool
+        return self._graph_pool[1]
 
     @property
     def labels(self) -> NDArray[Any]:
@@ -268,13 +288,6 @@ class Problem:
     def penalty_arrays(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
         """μ c of the left and of the right entities, None without a penalty."""
         return self._penalty
-
-    def setting(self, dtype: torch.dtype, device: torch.device) -> Setting:
-        """The constants of the objective in a dtype on a device; made once."""
-        key = (dtype, device)
-        if key not in self._settings:
-            self._settings[key] = make_setting(self, dtype, device)
-        return self._settings[key]
 
     @property
     def column_counts(self) -> Tensor:

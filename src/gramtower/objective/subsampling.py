@@ -3,7 +3,7 @@
     block     all pairs of Û × V̂, scaled by mn / (m̂ n̂)                        (Û × V̂ selection)
     subsets   two subsets of O: one for gradients, one for Gramians            (eq:grad_sogram_naive, eq:gramian2)
 
-Both are the full gradient's own formulas (evaluation.Point) on a smaller setting: fewer rows, other weights. The
+Both are the full gradient's own evaluation (evaluation.py) on smaller constants: fewer rows, other weights. The
 second replaces a_i by ā_i = a_i/|O_i,:| times how often i was drawn (eq:trans); an entity without observed pair is
 never drawn and so not covered by it.
 
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from gramtower.data.pairs import Pairs
-from gramtower.distributed.group import Pending
 from gramtower.distributed.shards import Shards
 from gramtower.kernels import select
 from gramtower.model.parameters import Parameters
 from gramtower.model.towers import Towers
-from gramtower.objective.evaluation import Point
+from gramtower.objective.blocks import LeftRows, PairBlocks
+from gramtower.objective.evaluation import Evaluation
 from gramtower.objective.problem import Problem
 
 
@@ -55,26 +55,25 @@ def block_gradient(
     """Estimate of ∇L from the pairs of rows × columns (columns increasing), observed and not."""
     m, n = problem.shape
     left_share, right_share = len(rows) / m, len(columns) / n
-    s = problem.setting(towers.dtype, towers.device).shards
+    s = problem.shards
     shards = replace(s, left=s.left.take(rows), right=s.right.take(columns))
     rows, own_columns = s.left.own(rows), s.right.own(columns)
-    pairs, entries = problem.setting(towers.dtype, towers.device).pairs.take_block(rows, columns)
+    pairs, entries = problem.resident_pairs(towers).pairs.take_block(rows, columns)
     scale = 1 / (left_share * right_share)
     # Penalties are sums over one side: divided here by what the common scale multiplies too much.
     ones = (torch.full_like(rows, 1, dtype=towers.dtype), torch.full_like(own_columns, 1, dtype=towers.dtype))
-    point = _restrict(
+    sample = _restrict(
         problem, towers, parameters, shards, pairs, entries, (rows, own_columns), ones, (right_share, left_share),
         (len(entries) / max(1, len(problem.pairs)), left_share * right_share),
     )  # fmt: skip
-    return _scaled(point, *point.output_gradients(point.gramians, point.cross_gramians), scale)
+    return sample.gradient(sample.side_gramians(), scale)
 
 
 def subset_gramians(problem: Problem, towers: Towers, parameters: Parameters, entries: Tensor) -> Gramians:
     """eq:gramian2 from the pairs numbered ``entries`` (increasing)."""
-    point, scale = _subset(problem, towers, parameters, entries, 0.0)
-    P, Q = (g * scale for g in point.gramians)
-    hP, hQ = (g * scale for g in point.cross_gramians)
-    return Gramians((P, Q), (hP, hQ))
+    sample, scale = _subset(problem, towers, parameters, entries, 0.0)
+    (P, Q), (hP, hQ) = sample.side_gramians()
+    return Gramians((P * scale, Q * scale), (hP * scale, hQ * scale))
 
 
 def subset_gradient(
@@ -84,14 +83,14 @@ def subset_gradient(
 
     ``covered`` is the share of O × O that this step stands for; it is counted as data passes.
     """
-    point, scale = _subset(problem, towers, parameters, entries, covered)
-    return _scaled(point, *point.output_gradients(gramians.own, gramians.cross), scale)
+    sample, scale = _subset(problem, towers, parameters, entries, covered)
+    return sample.gradient((gramians.own, gramians.cross), scale)
 
 
 def _subset(
     problem: Problem, towers: Towers, parameters: Parameters, entries: Tensor, covered: float
-) -> tuple[Point, float]:
-    whole = problem.setting(towers.dtype, towers.device).pairs
+) -> tuple[Evaluation, float]:
+    whole = problem.resident_pairs(towers).pairs
     share = len(entries) / problem.observed
     entries = _own_entries(problem, entries)
     pairs, left, right = whole.take_entries(entries)
@@ -109,10 +108,10 @@ def _subset(
         pairs.row_counts.to(towers.dtype) / whole.row_counts[left],
         counts.to(towers.dtype) / whole_counts[right],
     )
-    point = _restrict(
+    sample = _restrict(
         problem, towers, parameters, shards, pairs, entries, (left, right), drawn, drawn, (share, covered)
     )  # fmt: skip
-    return point, 1 / share
+    return sample, 1 / share
 
 
 def _own_entries(problem: Problem, entries: Tensor) -> Tensor:
@@ -134,37 +133,21 @@ def _restrict(
     factors: tuple[Tensor, Tensor],
     penalty_factors: tuple[Tensor | float, Tensor | float],
     share: tuple[float, float],
-) -> Point:
-    """The problem's formulas on some entities and pairs, with weights and penalties multiplied by factors."""
-    s = problem.setting(towers.dtype, towers.device)
-    weights = [f if w is None else f * w[e] for w, e, f in zip(s.weights, entities, factors, strict=True)]
-    penalties = [
-        None if w is None else w[e] * f for w, e, f in zip(s.penalties, entities, penalty_factors, strict=True)
-    ]
-    setting = replace(
-        s,
-        pairs=pairs,
-        labels=s.labels[entries],
-        weights=(weights[0], weights[1]),
-        penalties=(penalties[0], penalties[1]),
-        pair_weight=None if s.pair_weight is None else s.pair_weight[entries],
-        loss_weight=None if s.loss_weight is None else s.loss_weight[entries],
-        imputed=s.imputed.take(*entities),
-        pair_imputed=s.pair_imputed[entries] if isinstance(s.pair_imputed, Tensor) else s.pair_imputed,
+) -> Evaluation:
+    """The objective on some entities and pairs, with weights and penalties multiplied by factors."""
+    whole = problem.constants(towers)
+    own = problem.resident_pairs(towers).sampled(pairs, entries)
+    constants = replace(
+        whole,
+        left=whole.left.sampled(entities[0], factors[0], penalty_factors[0]),
+        right=whole.right.sampled(entities[1], factors[1], penalty_factors[1]),
         shards=shards,
     )
     left, right = (
         f.take(e, towers.dtype, towers.device) for f, e in zip((problem.left, problem.right), entities, strict=True)
     )
     kernels = select(towers.device, problem.kernels)
-    sides = towers.linearize(parameters, left, right, kernels, problem.activation_budget(towers), problem.work)
-    return Point(setting, towers, parameters, *sides, kernels, problem.work, _nowhere, share)
-
-
-def _scaled(point: Point, U: Tensor, V: Pending, scale: float) -> Parameters:
-    """The pull-back scale · (⟨Jᵘ, U⟩, ⟨Jᵛ, V⟩) + λθ."""
-    return point.pull_back(U.mul_(scale), Pending(lambda: V.wait().mul_(scale)), point.parameters)
-
-
-def _nowhere(_: Parameters) -> Point:
-    raise ValueError("a point made from a sample has no line: evaluate the problem itself")
+    towers_at = towers.linearize(parameters, left, right, kernels, problem.activation_budget(towers), problem.work)
+    blocks = PairBlocks(lambda _: own, left.rows, None, False, kernels)
+    rows = LeftRows(constants.left, blocks, towers_at[0], kernels)
+    return Evaluation(constants, towers, parameters, rows, towers_at[1], kernels, problem.work, share)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gramtower.model.parameters import Parameters
-from gramtower.objective.evaluation import Point
+from gramtower.objective.point import Point
 from gramtower.optim.conjugate_gradient import conjugate_gradient
 from gramtower.optim.parts import Direction, Found, State
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from gramtower.model.parameters import Parameters
-from gramtower.objective.evaluation import Point
+from gramtower.objective.point import Point
 from gramtower.optim.parts import State, StepRule, Taken
 
 # Decreases this far below the rounding level are not even tried; above it a trial must still come out lower.
@@ -40,7 +40,7 @@ class Backtracking(StepRule):
         line, first = point.along(s), -math.inf
         step = self._start()
         for trial in range(1, self.max_trials + 1):
-            if not -slope * step > point.rounding * _NOISE:
+            if not -slope * step > point.value_noise * _NOISE:
                 return Taken(None, step, trial - 1, first)
             there = line(step)
             if trial == 1:
@@ -74,5 +74,5 @@ def _trustworthy(point: Point, there: Point) -> bool:
 
     Far out, L is a difference of sums so large that it is infinite, or rounding alone; both can look like a decrease.
     """
-    noise = there.rounding
-    return math.isfinite(there.value) and noise <= max(10 * point.rounding, 0.01 * abs(point.value))
+    noise = there.value_noise
+    return math.isfinite(there.value) and noise <= max(10 * point.value_noise, 0.01 * abs(point.value))

@@ -15,7 +15,7 @@ from typing import Any
 from gramtower import _checks as check
 from gramtower.model.parameters import Parameters
 from gramtower.model.towers import Towers
-from gramtower.objective.evaluation import Point
+from gramtower.objective.point import Point
 from gramtower.objective.problem import Problem
 from gramtower.optim.directions import LBFGS, Diagonal, NewtonCG, Steepest
 from gramtower.optim.line_search import Backtracking

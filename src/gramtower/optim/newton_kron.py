@@ -12,7 +12,7 @@ Checked by tests/test_optim.py; timed by `make reproduce` and benchmarks/bench_a
 from __future__ import annotations
 
 from gramtower.model.parameters import Parameters
-from gramtower.objective.evaluation import Point
+from gramtower.objective.point import Point
 from gramtower.optim.conjugate_gradient import conjugate_gradient
 from gramtower.optim.parts import Direction, Found, State, Taken
 

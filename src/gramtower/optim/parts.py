@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from gramtower.model.parameters import Parameters
-from gramtower.objective.evaluation import Point
+from gramtower.objective.point import Point
 
 State = dict[str, Any]  # tensors, numbers, text, or JSON-like values made of them
 

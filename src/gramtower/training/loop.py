@@ -27,7 +27,7 @@ from gramtower.model.linearization import Work
 from gramtower.model.memory import explained
 from gramtower.model.parameters import Parameters
 from gramtower.model.towers import Towers
-from gramtower.objective.evaluation import Point
+from gramtower.objective.point import Point
 from gramtower.objective.problem import Problem
 from gramtower.optim.methods import Method, Moved, make_method
 from gramtower.optim.parts import State
@@ -224,7 +224,7 @@ class _Run:
         point = problem.at(self.towers, as_parameters_like(saved.parameters, like))
         self.towers.bind(point.parameters)
         last = saved.history[-1]
-        if abs(point.value - last.value) > _SAME * abs(last.value) + 100 * point.rounding:
+        if abs(point.value - last.value) > _SAME * abs(last.value) + 100 * point.value_noise:
             raise ValueError(
                 f"checkpoint: {path} belongs to another run: at its parameters the objective is {point.value:.6g}, and "
                 f"was {last.value:.6g}, so that towers or loss compute something else; give this run another path, or "

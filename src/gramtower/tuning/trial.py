@@ -18,7 +18,7 @@ from gramtower.estimator import defaults
 from gramtower.estimator.matrices import aligned, matrix_and_ids
 from gramtower.estimator.two_tower import TwoTower
 from gramtower.estimator.validation import RankingValidator
-from gramtower.objective.evaluation import Point
+from gramtower.objective.point import Point
 from gramtower.objective.weights import degree_power
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Record

@@ -12,6 +12,7 @@ from own_step import LINE, squashed
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
 from gramtower.model import stack
+from gramtower.objective.cuda_graphs import GraphExecutor
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 
@@ -28,7 +29,7 @@ def test_value_gradient_and_product_are_the_same_and_counted_alike():
     for graphs in (True, False):
         problem, towers = make(graphs)
         point = problem.at(towers)
-        assert (point.slot is not None) == graphs
+        assert isinstance(point.executor, GraphExecutor) == graphs
         g = point.gradient()
         results.append((torch.tensor(point.value), g.vector, (point.gauss_newton(0.5) @ g).vector))
         works.append(asdict(problem.work))
@@ -55,7 +56,7 @@ def test_memory_of_points_that_are_gone_is_used_again():
         point = problem.at(towers, theta * (1 + step))
         _ = point.value
         del point
-    assert problem._slots[1]._made <= 2
+    assert problem._graph_pool[1].made <= 2
 
 
 @pytest.mark.parametrize("optimizer", ["newton-kron", "newton", "gd-diag", "lbfgs"])
@@ -112,7 +113,7 @@ def test_preconditioners_alive_at_the_same_time_do_not_disturb_each_other(activa
     wanted = [plain.at(same, theta * scale).preconditioner(damping=0.1) @ theta for scale in (1.0, 0.5)]
     for M, expected in ((first, wanted[0]), (second, wanted[1]), (first, wanted[0])):
         torch.testing.assert_close((M @ theta).vector, expected.vector, rtol=1e-6, atol=1e-9)
-    assert first.replay is not None
+    assert first.executor is second.executor
 
 
 def test_both_sides_at_once_do_not_race():
@@ -138,7 +139,7 @@ def compare(towers_of, tolerance, repeats=5, **options):
             problem, made = make(graphs, torch.float64, **options)
             towers = towers_of(made)
             point = problem.at(towers)
-            assert (point.slot is not None) == graphs
+            assert isinstance(point.executor, GraphExecutor) == graphs
             g = point.gradient()
             results.append((torch.tensor(point.value), g.vector, (point.gauss_newton(0.1) @ g).vector))
         for mine, wanted in zip(*results, strict=True):
