@@ -22,7 +22,7 @@ import gramtower as gt
 from gramtower.demo import thesaurus
 from gramtower.metrics import evaluate_embeddings
 
-METRICS = ("map@5", "recall@20", "ndcg@20")
+METRICS = ("paper_map@5", "recall@20", "ndcg@20")
 
 
 def halves(matrix: sp.csr_matrix, seed: int = 0) -> tuple[sp.csr_matrix, sp.csr_matrix]:

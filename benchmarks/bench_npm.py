@@ -71,11 +71,11 @@ def main() -> None:
     def look(record: gt.Record, point: Any) -> bool:
         if record.iteration % 2:
             return False
-        found = evaluate_embeddings(point.P, point.Q, held, train=train, metrics=("map@5", "recall@20"))
+        found = evaluate_embeddings(point.P, point.Q, held, train=train, metrics=("paper_map@5", "recall@20"))
         curve.append({"iteration": record.iteration, "seconds": record.seconds, "value": record.value, **found})
         print(curve[-1], flush=True)
-        best = max(row["map@5"] for row in curve)
-        return len(curve) > 3 and all(row["map@5"] > 0.995 * best for row in curve[-3:])
+        best = max(row["paper_map@5"] for row in curve)
+        return len(curve) > 3 and all(row["paper_map@5"] > 0.995 * best for row in curve[-3:])
 
     towers = gt.Towers(made.left.to(device), made.right.to(device))
     start = time.perf_counter()

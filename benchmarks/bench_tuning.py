@@ -63,7 +63,7 @@ if __name__ == "__main__":
     parser.add_argument("--ml1m", help="MovieLens-1M ratings file")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--trials", type=int, default=200)
-    parser.add_argument("--metric", default="map@5")
+    parser.add_argument("--metric", default="paper_map@5")
     parser.add_argument("--best", type=float, help="the best validation metric known")
     parser.add_argument("--storage", help="log of the search, to go on from")
     parser.add_argument("--seed", type=int, default=0, help="of the pairs put aside")

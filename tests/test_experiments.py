@@ -78,7 +78,7 @@ def test_the_model_is_the_papers(name):
     pairs = replace(paper(name), shape=(20, 15, 60)).synthetic_pairs()
     estimator = gt.TwoTower(**arguments | {"device": "cpu"})
     assert estimator.make_problem(estimator.take_up(pairs)).weight_arrays == (None, None)
-    assert arguments["metric"] == "map@5"
+    assert arguments["metric"] == "paper_map@5"
     assert paper(name).settings.data.validation == "0.1"
 
 

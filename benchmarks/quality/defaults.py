@@ -20,7 +20,7 @@ from gramtower.metrics import evaluate_embeddings
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import write_result
 
-TUNED_FOR = {"gowalla": "recall@20", "yelp2018": "recall@20", "ml1m": "map@5", "moby": "map@5"}
+TUNED_FOR = {"gowalla": "recall@20", "yelp2018": "recall@20", "ml1m": "paper_map@5", "moby": "paper_map@5"}
 
 
 def main(arguments: argparse.Namespace) -> None:

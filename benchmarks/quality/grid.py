@@ -42,7 +42,7 @@ from gramtower.metrics import evaluate_embeddings
 from gramtower.tuning.space import rescaled_penalty
 from gramtower.tuning.trial import chosen_features
 
-METRICS = ("recall@20", "ndcg@20", "map@5")
+METRICS = ("recall@20", "ndcg@20", "paper_map@5")
 DEFAULTS: dict[str, Any] = {
     "dim": 256, "hidden": [], "loss": "logistic", "imputed": -1.0, "l2": 2.0**-4, "share": 2.0, "omega": None,
     "penalty": 2.0**-8, "embedding_l2": None, "frequency_power": 1.0, "left_power": 0.0, "right_power": 0.0,

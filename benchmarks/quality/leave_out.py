@@ -27,7 +27,7 @@ import gramtower as gt
 from gramtower.estimator.matrices import history_features
 from gramtower.metrics import evaluate_embeddings
 
-METRICS = ("recall@20", "ndcg@20", "map@5")
+METRICS = ("recall@20", "ndcg@20", "paper_map@5")
 
 
 def folded(train: sp.csr_matrix, folds: int, seed: int = 0) -> tuple[sp.csr_matrix, sp.csr_matrix, np.ndarray]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import gramtower as gt
 from gramtower.metrics import evaluate_embeddings
 
-METRICS = ("recall@20", "ndcg@20", "map@5")
+METRICS = ("recall@20", "ndcg@20", "paper_map@5")
 TRIED = [
     *({"sides": "", "l2": 2.0**-4, "mu": 2.0**-power} for power in (8, 7, 6)),
     *({"sides": "both", "l2": l2, "mu": 0.0} for l2 in (2.0**-8, 2.0**-4, 1.0, 8.0)),

@@ -24,7 +24,7 @@ import gramtower as gt
 
 HERE = Path(__file__).resolve().parent
 ROWS = ("popularity", "als", "softmax", "hidden", "ours")
-METRICS = ("recall@20", "ndcg@20", "map@5")
+METRICS = ("recall@20", "ndcg@20", "paper_map@5")
 Look = Callable[[int, float, Tensor, Tensor], None]
 
 

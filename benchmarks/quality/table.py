@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-METRICS = ("recall@20", "ndcg@20", "map@5")
+METRICS = ("recall@20", "ndcg@20", "paper_map@5")
 SKIPPED = ("iterations", "every", "data", "optimizer_options")
 
 

@@ -17,8 +17,9 @@ from gramtower.cli.options import Common, DataOptions
 from gramtower.cli.output import print_facts, print_json, print_table
 from gramtower.cli.reading import read_pairs
 from gramtower.data.lookup import as_known
-from gramtower.estimator.fitted import METRICS, Fitted
+from gramtower.estimator.fitted import Fitted
 from gramtower.estimator.matrices import known_pairs
+from gramtower.metrics.definitions import DEFAULT
 
 Ids = Annotated[list[str] | None, Parameter(negative=())]
 Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
@@ -29,7 +30,7 @@ def evaluate(
     /,
     *,
     test: Path,
-    metrics: str = ",".join(METRICS),
+    metrics: str = ",".join(DEFAULT),
     exclude_seen: bool = True,
     by: str | None = None,
     left_features: Path | None = None,

@@ -22,11 +22,10 @@ from gramtower.distributed.shards import Shards
 from gramtower.estimator.matrices import aligned, matrix_and_ids
 from gramtower.estimator.side import Side, history_matrix, normalised
 from gramtower.metrics import evaluate_embeddings
+from gramtower.metrics.definitions import DEFAULT
 from gramtower.model.towers import Towers
 from gramtower.objective.problem import Problem
 from gramtower.retrieval.topk import top_k
-
-METRICS = ("map@5", "recall@20", "ndcg@20")
 
 
 class Fitted:
@@ -168,7 +167,7 @@ class Fitted:
     def evaluate(
         self,
         test: Any,
-        metrics: Sequence[str] = METRICS,
+        metrics: Sequence[str] = DEFAULT,
         *,
         exclude_seen: bool = True,
         by: str | None = None,

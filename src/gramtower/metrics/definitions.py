@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gramtower import _checks as check
 
-DEFAULT = ("paper_map@5", "recall@20", "ndcg@20")
+DEFAULT = ("map@5", "recall@20", "ndcg@20")
 
 Floats = NDArray[np.float64]
 Hits = NDArray[np.bool_]
@@ -57,12 +57,11 @@ def _precisions(hits: Hits) -> Floats:
 
 
 AT_K: dict[str, Callable[[Hits, Floats], Floats]] = {
+    "map": _average_precision,
     "paper_map": _paper_map,
-    "map": _paper_map,
     "precision": _precision,
     "recall": _recall,
     "ndcg": _ndcg,
-    "ap": _average_precision,
     "hit": _hit,
     "mrr": _reciprocal_rank,
 }
