@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -131,6 +131,10 @@ class Evaluation:
         P, hP, p, Q, hQ, q, observed = self.constants.shards.group.sum_all(*own)
         return (SideSums(P, hP, p), SideSums(Q, hQ, q)), observed
 
+    def scaled(self, gramian: Tensor) -> Tensor:
+        """ω times a Gramian, in the embeddings' dtype."""
+        return (self.constants.omega * gramian).to(self.Q.dtype)
+
     def side_gramians(self) -> Gramians:
         """The same without a pass over O, which the value needs and samples do not."""
         parts: list[SideSums] = []
@@ -159,16 +163,15 @@ class Evaluation:
             out: written over if given.
         """
         c, Q = self.constants, self.Q
-        own, cross = self.gramians if gramians is None else gramians
-        Pc, Qc, hPc, hQc = ((c.omega * g).to(Q.dtype) for g in (*own, *cross))
+        (Pc, Qc), (hPc, hQc) = self.gramians if gramians is None else gramians
 
         def rows(block: Block) -> tuple[Tensor, Tensor]:
-            U = output_gradient(block.side, block.P, Qc, hQc)
+            U = output_gradient(block.side, block.P, self.scaled(Qc), self.scaled(hQc))
             x = block.add_slopes(U)  # + X Q
             return U if scale == 1.0 else U.mul_(scale), x
 
         def finish(V: Tensor) -> Tensor:
-            V += output_gradient(c.right, Q, Pc, hPc)
+            V += output_gradient(c.right, Q, self.scaled(Pc), self.scaled(hPc))
             return V if scale == 1.0 else V.mul_(scale)
 
         self.work.data_passes += self.share[1]
@@ -193,22 +196,27 @@ class Evaluation:
             out: written over if given.
             bfloat16: whether P is gathered in bfloat16 for Xᵀ P.
         """
-        out, initial = self._start_pull(regularised, extra, out)
-        left, right = self.towers.own("left", out), self.towers.own("right", out)
         under_way: list[tuple[Pending, Tensor | None]] = []
         V = torch.zeros_like(self.Q)
+
+        @cache
+        def start() -> tuple[Parameters, list[tuple[Tensor, float] | None]]:
+            return self._start_pull(regularised, extra, out)  # while a GPU is busy with the first block's pairs
 
         def visit(block: Block) -> None:
             U, x = rows(block)
             P = block.gathered_P if bfloat16 else block.P
+            total, initial = start()
             self.stream.fork()
             with self.stream.within():
                 pending = self.constants.shards.add_right_sum(V, lambda total: block.right_sum(x, P, total))
             # What is read on another stream may not be freed before both have joined.
             under_way.append((pending, None if self.stream.stream is None else x))
-            block.tower.vjp(U, left, initial[0])
+            block.tower.vjp(U, self.towers.own("left", total), initial[0])
 
         self._visit(visit)
+        total, initial = start()
+        right = self.towers.own("right", total)
         with products_in(self.constants.precision):
             if self.towers.share_parameters:  # who adds to the same tensors takes turns
                 self.stream.join()
@@ -217,7 +225,7 @@ class Evaluation:
                 with self.stream.within():
                     self.right.vjp(finish(self._arrived(under_way, V)), right, initial[1])
                 self.stream.join()
-        return out.end_sum_()
+        return total.end_sum_()
 
     @staticmethod
     def _arrived(under_way: list[tuple[Pending, Tensor | None]], V: Tensor) -> Tensor:

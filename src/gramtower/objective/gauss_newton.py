@@ -71,12 +71,12 @@ class GaussNewton(LinearOperator):
                 Wc[:] = [Wc[0] + part] if Wc else [part]
                 if not right:
                     at.stream.join()
-                    right[:] = (c.omega * group.sum_all(gram_H)[0]).to(P.dtype), buffers.gather(every.wait())
+                    right[:] = at.scaled(group.sum_all(gram_H)[0]), buffers.gather(every.wait())
                 U = output_curvature(block.side, P, W, Qc, right[0], buffers.U[: len(P)])  # ωA (W Q_c + P H_c)
                 return U, block.add_curvatures(W, buffers.each_Q, right[1], U)  # + Z Q
 
             def finish(V: Tensor) -> Tensor:
-                d_gramian = (c.omega * group.sum_all(Wc[0])[0]).to(Q.dtype)  # ω Wᵀ A P
+                d_gramian = at.scaled(group.sum_all(Wc[0])[0])  # ω Wᵀ A P
                 return V.add_(output_curvature(c.right, Q, H, Pc, d_gramian, buffers.V))  # ωB (H P_c + Q W_c)
 
             product = at.pull_back(rows, finish, d, self.damping, out, at.gathers_bfloat16)
@@ -95,7 +95,7 @@ class _Buffers:
     def __init__(self, at: Evaluation) -> None:
         Q, c = at.Q, at.constants
         (Pc, Qc), _ = at.gramians
-        self.gramians = (c.omega * Pc).to(Q.dtype), (c.omega * Qc).to(Q.dtype)
+        self.gramians = at.scaled(Pc), at.scaled(Qc)
         self.W, self.U = (Q.new_empty(at.left.largest, Q.shape[1]) for _ in range(2))
         self.H, self.V = torch.empty_like(Q), torch.empty_like(Q)
         rows = at.right_rows
