@@ -35,7 +35,7 @@ from safetensors import safe_open
 import gramtower as gt
 from gramtower.cli import contest
 from gramtower.cli.app import run
-from gramtower.optim.methods import OPTIMIZERS
+from gramtower.optim.solvers import SOLVERS
 from gramtower.training.result import read_history
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -67,7 +67,7 @@ def jobs(data: Path) -> list[Job]:
         return lambda folder: run([*map(str, tokens), *columns, str(folder / out)])
 
     found = []
-    for name in OPTIMIZERS:
+    for name in SOLVERS:
         tokens = [*learn, "--hidden", "6", "--optimizer", name, "--max-iterations", "23"]
         tokens += ["--validation", "0.1", "--patience", "99", "--seed", "1"]
         if name.startswith(("sogram", "sampling")):
@@ -225,7 +225,7 @@ def prepare(data: Path) -> None:
     from gramtower.data.synthetic import planted_pairs
 
     matrix, held_out = (planted_pairs(60, 40, 400, groups=4, seed=seed) for seed in (1, 2))
-    for name in OPTIMIZERS:
+    for name in SOLVERS:
         options = {"ratio": 0.1, "steps": 3} if name.startswith(("sogram", "sampling")) else {}
         model = gt.TwoTower(
             dim=4, hidden=(6,), optimizer=name, optimizer_options=options, max_iterations=3, device="cpu"

@@ -14,8 +14,8 @@ import torch
 
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
-from gramtower.optim.methods import OPTIMIZERS
 from gramtower.optim.parts import join_state, split_state
+from gramtower.optim.solvers import SOLVERS
 
 
 def planted(seed=1, **options):
@@ -31,7 +31,7 @@ def trajectory(result):
     return [(r.iteration, r.value, r.gradient_norm, r.step, r.damping, r.cg_steps, r.metric) for r in result.history]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", SOLVERS)
 def test_a_resumed_run_equals_an_uninterrupted_one(name, tmp_path):
     common = dict(optimizer=name, seed=3, validation=lambda point: -point.value, **options_of(name))
     problem, towers = planted()
@@ -230,7 +230,7 @@ def interrupted_at(name, moment, path, calls):
         sys.setprofile(None)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", SOLVERS)
 def test_a_run_interrupted_anywhere_in_an_iteration_goes_on_as_if_it_had_not_been(name, tmp_path):
     calls: list[int] = []
     whole = interrupted_at(name, -1, tmp_path / "whole", calls)

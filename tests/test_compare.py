@@ -17,11 +17,12 @@ import pytest
 pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 pytest.importorskip("polars", reason="the command line reads tables with polars")
 
+import gramtower as gt
 from gramtower.cli import contest
 from gramtower.cli.app import run
 from gramtower.cli.contest import measured_at
-from gramtower.optim.methods import OPTIMIZERS, Sampled
-from gramtower.training import loop
+from gramtower.optim.methods import Sampled
+from gramtower.optim.solvers import SOLVERS
 from gramtower.training.lock import locked
 from gramtower.training.result import read_history
 
@@ -64,13 +65,13 @@ def curves(folder, name):
 
 
 def test_all_methods_start_alike_and_everything_is_written(pairs, tmp_path, capsys):
-    tokens = command(pairs, tmp_path, "--optimizers", ",".join(OPTIMIZERS), "--max-iterations", "2", *SAMPLED)
+    tokens = command(pairs, tmp_path, "--optimizers", ",".join(SOLVERS), "--max-iterations", "2", *SAMPLED)
     found = answer(capsys, tokens)
-    starts = {name: read_history(tmp_path / f"{name}.jsonl")[0] for name in OPTIMIZERS}
+    starts = {name: read_history(tmp_path / f"{name}.jsonl")[0] for name in SOLVERS}
     assert len({(r.value, r.metric, r.data_passes) for r in starts.values()}) == 1
     assert next(iter(starts.values())).metric is not None
     made = {"report.html", "summary.json", "comparison.json", "time.png", "time.svg", "passes.png", "passes.svg"}
-    assert {p.name for p in tmp_path.iterdir()} == made | {f"{name}.jsonl" for name in OPTIMIZERS}  # no checkpoint left
+    assert {p.name for p in tmp_path.iterdir()} == made | {f"{name}.jsonl" for name in SOLVERS}  # no checkpoint left
     assert json.loads((tmp_path / "summary.json").read_text()) == found
     assert found["commands"][0].startswith(f"gramtower compare '{pairs}' --left user")
     assert found["data"]["pairs"] + found["data"]["validation_pairs"] == len(pairs.read_text().splitlines()) - 1
@@ -156,14 +157,10 @@ def test_a_killed_comparison_goes_on_and_ends_with_the_same_figure(pairs, tmp_pa
 
 
 def test_what_goes_wrong_is_reported_and_the_rest_runs(pairs, tmp_path, capsys, monkeypatch):
-    iterate = loop.make_method
+    def broken(self, seed):
+        raise RuntimeError("out of\nluck")
 
-    def broken(name, seed, options):
-        if name == "newton":
-            raise RuntimeError("out of\nluck")
-        return iterate(name, seed, options)
-
-    monkeypatch.setattr(loop, "make_method", broken)
+    monkeypatch.setattr(gt.Newton, "method", broken)
     tokens = command(
         pairs, tmp_path, "--optimizers", "newton,sampling,newtn,gd-diag,newton-kron", "--max-iterations", "3",
         "--option", "sampling.step_size=1e9", "--option", "gd-diag.mo=1",

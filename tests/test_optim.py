@@ -16,8 +16,8 @@ from gramtower.data.synthetic import planted_pairs
 from gramtower.model.towers import clone
 from gramtower.objective.subsampling import subset_gradient, subset_gramians
 from gramtower.optim.directions import LBFGS, Diagonal
-from gramtower.optim.methods import OPTIMIZERS, make_method
 from gramtower.optim.sampled import Subsets
+from gramtower.optim.solvers import SOLVERS, as_solver
 
 DESCENDING = ("gd", "gd-diag", "newton", "newton-kron", "lbfgs")
 SAMPLED = ("sogram", "sogram-diag", "sampling", "sampling-diag")
@@ -140,13 +140,13 @@ def test_lbfgs_direction_solves_a_quadratic_when_memory_suffices():
 
 def test_line_search_constants_are_the_papers():
     for name in ("gd", "gd-diag", "newton"):
-        rule = make_method(name, 0, {}).rule
+        rule = as_solver(name, {}).method(0).rule
         assert (rule.eta, rule.initial, rule.double_every) == (1e-4, 1.0, 5)
-    newton = make_method("newton", 0, {}).direction
+    newton = as_solver("newton", {}).method(0).direction
     assert (newton.tolerance, newton.max_steps) == (0.1, 30)
-    sogram = make_method("sogram", 0, {})
+    sogram = as_solver("sogram", {}).method(0)
     assert (sogram.source.ratio, sogram.source.alpha, sogram.steps) == (0.01, 0.1, 100)
-    assert make_method("sampling-diag", 0, {}).step_size == 0.01
+    assert as_solver("sampling-diag", {}).method(0).step_size == 0.01
 
 
 def test_unknown_names_and_options_are_refused_by_name():
@@ -159,7 +159,30 @@ def test_unknown_names_and_options_are_refused_by_name():
         gt.minimize(problem, towers, "gd", alpha=0.5)
     with pytest.raises(ValueError, match=r"ratio: got 1\.5"):
         gt.minimize(problem, towers, "sampling", ratio=1.5)
-    assert set(OPTIMIZERS) == {*DESCENDING, *SAMPLED}
+    assert set(SOLVERS) == {*DESCENDING, *SAMPLED}
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_a_solver_and_its_name_are_the_same_run(name):
+    options = {"ratio": 0.2, "steps": 3} if name in SAMPLED else {"sufficient_decrease": 1e-3}
+    ends = []
+    for solver, given in ((name, options), (SOLVERS[name](**options), {})):
+        problem, towers = planted()
+        ends.append(gt.minimize(problem, towers, solver, max_iterations=2, seed=3, **given).parameters.vector)
+    assert torch.equal(*ends)
+
+
+def test_solvers_check_their_options_and_say_what_they_are():
+    assert repr(gt.NewtonKron(damping=0.5)).startswith("NewtonKron(damping=0.5, damping_up=2.5")
+    with pytest.raises(ValueError, match=r"^damping: got -1\.0, expected a finite number >= 0"):
+        gt.NewtonKron(damping=-1.0)
+    with pytest.raises(ValueError, match=r"^memory: got 0, expected an integer >= 1"):
+        gt.LBFGS(memory=0)
+    problem, towers = planted()
+    with pytest.raises(ValueError, match=r"^options: got damping, expected none beside a solver"):
+        gt.minimize(problem, towers, gt.NewtonKron(), damping=0.1)
+    with pytest.raises(ValueError, match=r"^optimizer: got <class"):
+        gt.minimize(problem, towers, gt.NewtonKron)
 
 
 def test_an_embedding_table_that_both_towers_share_is_trained():

@@ -21,7 +21,7 @@ from gramtower.cli.folder import HISTORY, environment
 from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions
 from gramtower.cli.output import note, print_json, print_table
 from gramtower.cli.subject import make_subject
-from gramtower.optim.methods import OPTIMIZERS
+from gramtower.optim.solvers import SOLVERS
 from gramtower.report.build import PAGE, build
 from gramtower.report.store import MANIFEST, checkpoint_path, plain, read_manifest, write_manifest
 from gramtower.training.checkpoint import remove_checkpoint
@@ -124,7 +124,7 @@ def _ends_before(contest: Contest, about: dict[str, Any], names: list[str], fres
     """The ends of methods that the folder already holds; refuses a folder of another comparison."""
     before = None if fresh else read_manifest(contest.folder)
     if before is None:
-        contest.forget(OPTIMIZERS)
+        contest.forget(SOLVERS)
         return {}
     outcomes: dict[str, dict[str, Any]] = before["methods"]
     now = plain(about)
@@ -141,8 +141,8 @@ def _ends_before(contest: Contest, about: dict[str, Any], names: list[str], fres
 def _run_all(contest: Contest, about: dict[str, Any], outcomes: dict[str, dict[str, Any]], names: list[str]) -> bool:
     """Run what has no end yet, keeping comparison.json up to date; whether one was interrupted, which ends it."""
     for name in names:
-        if name not in OPTIMIZERS:
-            message = f"got {name!r}, expected {nearest(name, OPTIMIZERS)!r}, or another of {', '.join(OPTIMIZERS)}"
+        if name not in SOLVERS:
+            message = f"got {name!r}, expected {nearest(name, SOLVERS)!r}, or another of {', '.join(SOLVERS)}"
             outcomes[name] = {"status": "unknown", "message": message}
             note(f"{name}: no such method; {message}")
         elif name not in outcomes:
@@ -163,9 +163,9 @@ def _run_all(contest: Contest, about: dict[str, Any], outcomes: dict[str, dict[s
 
 def _names(text: str) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not any(name in OPTIMIZERS for name in names):
-        near = f"{nearest(names[0], OPTIMIZERS)!r}, or another of " if names else "names separated by commas, of "
-        check.fail("optimizers", repr(names[0] if names else text), near + ", ".join(OPTIMIZERS))
+    if not any(name in SOLVERS for name in names):
+        near = f"{nearest(names[0], SOLVERS)!r}, or another of " if names else "names separated by commas, of "
+        check.fail("optimizers", repr(names[0] if names else text), near + ", ".join(SOLVERS))
     return names
 
 

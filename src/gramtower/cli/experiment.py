@@ -23,7 +23,7 @@ from gramtower.cli.options import DataOptions, ModelOptions, TrainOptions
 from gramtower.data.interactions import Interactions
 from gramtower.data.sources import read_toml, reading
 from gramtower.data.synthetic import planted_pairs
-from gramtower.optim.methods import OPTIMIZERS, make_method
+from gramtower.optim.solvers import SOLVERS, as_solver
 
 _OWN = ("problem", "towers", "optimizers", "run")  # tables that a config of fit does not have
 _TOWERS = ("hidden", "dim", "activation")
@@ -94,7 +94,7 @@ def load_experiment(path: Path) -> Experiment:
         "data": get_type_hints(DataOptions) | {"shape": list[int] | None},
         "problem": {key: kind for key, kind in model.items() if key not in _TOWERS},
         "towers": {key: model[key] for key in _TOWERS},
-        "optimizers": dict.fromkeys(OPTIMIZERS),
+        "optimizers": dict.fromkeys(SOLVERS),
         "run": {key: kind for key, kind in train.items() if key not in _BY_METHOD},
     }
     with reading(path, "config"):
@@ -119,14 +119,14 @@ def _methods(path: Path, given: Any) -> dict[str, dict[str, Any]]:
         check.fail("config", f"{path} with optimizers = {given!r}", "a table [optimizers.NAME] for each method to run")
     found: dict[str, dict[str, Any]] = {}
     for name, constants in given.items():
-        if name not in OPTIMIZERS:
-            expected = f"[optimizers.{nearest(name, OPTIMIZERS)}]"
+        if name not in SOLVERS:
+            expected = f"[optimizers.{nearest(name, SOLVERS)}]"
             check.fail("config", f"unknown method [optimizers.{name}] in {path}", expected)
         if not isinstance(constants, dict):
             check.fail("config", f"optimizers.{name} = {constants!r}", f"a table [optimizers.{name}]")
         found[name] = {key.replace("-", "_"): value for key, value in constants.items()}
         try:
-            make_method(name, 0, found[name])
+            as_solver(name, found[name])
         except ValueError as error:
             raise ValueError(f"config: [optimizers.{name}] of {path}: {error}") from error
     return found

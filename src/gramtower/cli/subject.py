@@ -21,7 +21,7 @@ from gramtower.estimator.defaults import pick_device
 from gramtower.estimator.given import Given
 from gramtower.estimator.two_tower import TwoTower
 from gramtower.model.towers import Towers
-from gramtower.optim.methods import OPTIMIZERS
+from gramtower.optim.solvers import SOLVERS
 from gramtower.training.fingerprint import fingerprint
 
 _SECONDS, _HELD_OUT = 60.0, "0.1"
@@ -171,7 +171,7 @@ def _constants(settings: Settings, experiment: Experiment | None) -> dict[str, d
     )
     for key, value in settings.estimator_arguments().get("optimizer_options", {}).items():
         method, dot, name = key.partition(".")
-        if not dot or method not in OPTIMIZERS:
-            check.fail("option", repr(key), "METHOD.NAME=VALUE with a METHOD of " + ", ".join(OPTIMIZERS))
+        if not dot or method not in SOLVERS:
+            check.fail("option", repr(key), "METHOD.NAME=VALUE with a METHOD of " + ", ".join(SOLVERS))
         found.setdefault(method, {})[name] = value
     return found

@@ -24,7 +24,7 @@ class Operator(Protocol):
 
 
 @dataclass
-class Solved:
+class CGResult:
     """What conjugate gradient found.
 
     Attributes:
@@ -52,7 +52,7 @@ def conjugate_gradient(
     max_steps: int = 30,
     preconditioner: Operator | None = None,
     progress: float = 0.0,
-) -> Solved:
+) -> CGResult:
     """Solve G s = b approximately from s = 0.
 
     Args:
@@ -98,7 +98,7 @@ def conjugate_gradient(
     return _solved(s, r, steps, depths[-1], bend > 0)
 
 
-def _solved(s: Parameters, r: Parameters, steps: int, model: float, converged: bool) -> Solved:
+def _solved(s: Parameters, r: Parameters, steps: int, model: float, converged: bool) -> CGResult:
     """With bᵀs from the residual, as b itself is gone: bᵀs = rᵀs + sᵀGs and model = ½ sᵀGs − bᵀs."""
     rest = r.dot(s)  # zero but for rounding; not a number where G was not one along some direction
-    return Solved(s, r, steps, model, 2 * model + (rest if math.isfinite(rest) else 0.0), converged)
+    return CGResult(s, r, steps, model, 2 * model + (rest if math.isfinite(rest) else 0.0), converged)

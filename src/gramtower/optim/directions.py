@@ -16,15 +16,15 @@ from torch import Tensor
 from gramtower.model.parameters import Parameters
 from gramtower.objective.point import Point
 from gramtower.optim.conjugate_gradient import conjugate_gradient
-from gramtower.optim.parts import Direction, Found, State
+from gramtower.optim.parts import Direction, DirectionResult, State
 
 
 class Steepest(Direction):
     """Against the gradient."""
 
-    def find(self, gradient: Parameters, point: Point | None) -> Found:
+    def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
         """s = −∇L."""
-        return Found(-gradient)
+        return DirectionResult(-gradient)
 
 
 class Diagonal(Direction):
@@ -38,11 +38,11 @@ class Diagonal(Direction):
         self.mu = mu
         self.squares: Tensor | None = None
 
-    def find(self, gradient: Parameters, point: Point | None) -> Found:
+    def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
         """s = −(μI + M)^(−½) ∇L, after adding this gradient's squares to M."""
         g = gradient.vector
         self.squares = g * g if self.squares is None else torch.addcmul(self.squares, g, g)
-        return Found(Parameters(gradient.layout, -g / (self.squares + self.mu).sqrt_()))
+        return DirectionResult(Parameters(gradient.layout, -g / (self.squares + self.mu).sqrt_()))
 
     def state(self) -> State:
         """M."""
@@ -64,13 +64,13 @@ class NewtonCG(Direction):
     def __init__(self, cg_tolerance: float, cg_max_steps: int) -> None:
         self.tolerance, self.max_steps = cg_tolerance, cg_max_steps
 
-    def find(self, gradient: Parameters, point: Point | None) -> Found:
+    def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
         """G s ≈ −∇L."""
         assert point is not None
         solved = conjugate_gradient(
             point.gauss_newton(), gradient.scale_(-1.0), tolerance=self.tolerance, max_steps=self.max_steps
         )
-        return Found(solved.s, solved.steps, solved.model, slope=solved.slope)
+        return DirectionResult(solved.s, solved.steps, solved.model, slope=solved.slope)
 
 
 class LBFGS(Direction):
@@ -85,7 +85,7 @@ class LBFGS(Direction):
         self.pairs: list[tuple[Tensor, Tensor]] = []  # (θ change, gradient change), oldest first
         self.before: tuple[Tensor, Tensor] | None = None  # θ and gradient of the last call
 
-    def find(self, gradient: Parameters, point: Point | None) -> Found:
+    def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
         """The two-loop recursion; the first direction is the gradient scaled to length one."""
         assert point is not None
         theta, g, self._layout = point.parameters, gradient.vector, gradient.layout
@@ -95,7 +95,7 @@ class LBFGS(Direction):
                 self.pairs = [*self.pairs, (step, change)][-self.memory :]
         self.before = (theta.vector, g)
         if not self.pairs:
-            return Found(gradient * (-1.0 / max(gradient.norm(), 1e-30)))
+            return DirectionResult(gradient * (-1.0 / max(gradient.norm(), 1e-30)))
         q, coefficients = g.clone(), []
         for step, change in reversed(self.pairs):
             a = self._dot(step, q) / self._dot(step, change)
@@ -106,7 +106,7 @@ class LBFGS(Direction):
         for (step, change), a in zip(self.pairs, reversed(coefficients), strict=True):
             b = self._dot(change, q) / self._dot(step, change)
             q.add_(step, alpha=a - b)
-        return Found(Parameters(gradient.layout, q.neg_()))
+        return DirectionResult(Parameters(gradient.layout, q.neg_()))
 
     def retry(self) -> bool:
         """Forget the pairs and go down the gradient once."""

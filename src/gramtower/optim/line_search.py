@@ -11,7 +11,7 @@ import math
 
 from gramtower.model.parameters import Parameters
 from gramtower.objective.point import Point
-from gramtower.optim.parts import State, StepRule, Taken
+from gramtower.optim.parts import State, StepResult, StepRule
 
 # Decreases this far below the rounding level are not even tried; above it a trial must still come out lower.
 _NOISE = 0.1
@@ -28,20 +28,20 @@ class Backtracking(StepRule):
     """
 
     def __init__(
-        self, sufficient_decrease: float, initial_step: float = 1.0, double_every: int = 5, max_trials: int = 60
+        self, sufficient_decrease: float = 1e-4, initial_step: float = 1.0, double_every: int = 5, max_trials: int = 60
     ) -> None:
         self.eta, self.initial, self.double_every, self.max_trials = (
             sufficient_decrease, initial_step, double_every, max_trials,
         )  # fmt: skip
         self.last, self.iterations = initial_step, 0
 
-    def take(self, point: Point, slope: float, s: Parameters) -> Taken:
+    def take(self, point: Point, slope: float, s: Parameters) -> StepResult:
         """See the class; ``slope`` is sᵀ∇L."""
         line, first = point.along(s), -math.inf
         step = self._start()
         for trial in range(1, self.max_trials + 1):
             if not -slope * step > point.value_noise * _NOISE:
-                return Taken(None, step, trial - 1, first)
+                return StepResult(None, step, trial - 1, first)
             there = line(step)
             if trial == 1:
                 first = point.value - there.value
@@ -49,10 +49,10 @@ class Backtracking(StepRule):
             if enough and _trustworthy(point, there):
                 self.last = step
                 self.iterations += 1
-                return Taken(there, step, trial, first)
+                return StepResult(there, step, trial, first)
             step /= 2
             del there  # before the next one is made: each is as large as an evaluation
-        return Taken(None, step, self.max_trials, first)
+        return StepResult(None, step, self.max_trials, first)
 
     def _start(self) -> float:
         if not self.double_every:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from gramtower.model.parameters import Parameters
 from gramtower.objective.point import Point
 from gramtower.optim.conjugate_gradient import conjugate_gradient
-from gramtower.optim.parts import Direction, Found, State, Taken
+from gramtower.optim.parts import Direction, DirectionResult, State, StepResult
 
 _LARGEST = 1e12
 _NONE = 1e-10  # damping below this is none
@@ -49,7 +49,7 @@ class KroneckerNewton(Direction):
         self.tolerance, self.progress = cg_tolerance, cg_progress
         self.converged = True
 
-    def find(self, gradient: Parameters, point: Point | None) -> Found:
+    def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
         """(G + damping) s ≈ −∇L."""
         assert point is not None
         solved = conjugate_gradient(
@@ -61,9 +61,9 @@ class KroneckerNewton(Direction):
             progress=self.progress,
         )
         self.converged = solved.converged
-        return Found(solved.s, solved.steps, solved.model, self.damping, solved.slope)
+        return DirectionResult(solved.s, solved.steps, solved.model, self.damping, solved.slope)
 
-    def learn(self, found: Found, taken: Taken) -> None:
+    def learn(self, found: DirectionResult, taken: StepResult) -> None:
         """Move the damping and the number of steps by how well the model predicted the full step."""
         if found.model is None or not found.model < 0:
             return

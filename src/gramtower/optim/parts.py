@@ -32,7 +32,7 @@ class Part:
 
 
 @dataclass
-class Found:
+class DirectionResult:
     """A direction.
 
     Attributes:
@@ -51,7 +51,7 @@ class Found:
 
 
 @dataclass
-class Taken:
+class StepResult:
     """A step.
 
     Attributes:
@@ -70,14 +70,14 @@ class Taken:
 class Direction(Part):
     """Which way to go."""
 
-    def find(self, gradient: Parameters, point: Point | None) -> Found:
+    def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
         """The direction for this gradient. ``point`` is None for gradients from samples.
 
         A direction that uses the gradient's memory says so by giving the slope.
         """
         raise NotImplementedError
 
-    def learn(self, found: Found, taken: Taken) -> None:
+    def learn(self, found: DirectionResult, taken: StepResult) -> None:
         """See how far the direction led."""
 
     def retry(self) -> bool:
@@ -88,7 +88,7 @@ class Direction(Part):
 class StepRule(Part):
     """How far to go."""
 
-    def take(self, point: Point, slope: float, s: Parameters) -> Taken:
+    def take(self, point: Point, slope: float, s: Parameters) -> StepResult:
         """The step from a point along s."""
         raise NotImplementedError
 

@@ -29,8 +29,9 @@ from gramtower.model.parameters import Parameters
 from gramtower.model.towers import Towers
 from gramtower.objective.point import Point
 from gramtower.objective.problem import Problem
-from gramtower.optim.methods import Method, Moved, make_method
+from gramtower.optim.methods import IterationResult, Method
 from gramtower.optim.parts import State
+from gramtower.optim.solvers import Solver, as_solver
 from gramtower.training.checkpoint import Saved, as_parameters_like, read_checkpoint, restore, write_checkpoint
 from gramtower.training.fingerprint import fingerprint
 from gramtower.training.lock import locked
@@ -45,7 +46,7 @@ _SAME = 1e-3  # relative difference beyond which an objective is another one, no
 def minimize(
     problem: Problem,
     towers: Towers,
-    optimizer: str = "newton-kron",
+    optimizer: str | Solver = "newton-kron",
     max_iterations: int = 30,
     time_limit: float | None = None,
     seed: int = 0,
@@ -70,7 +71,8 @@ def minimize(
     Args:
         problem: what is minimised.
         towers: where to start, and what is updated.
-        optimizer: newton-kron, gd, gd-diag, newton, sogram, sogram-diag, sampling, sampling-diag or lbfgs.
+        optimizer: a solver such as ``gt.NewtonKron(damping=0.1)``, or one by name: newton-kron, gd, gd-diag, newton,
+            sogram, sogram-diag, sampling, sampling-diag or lbfgs.
         max_iterations: stops after this many iterations.
         time_limit: stops after the iteration in which training time passes this many seconds.
         seed: for methods that draw.
@@ -87,17 +89,15 @@ def minimize(
         checkpoint_every: iterations between checkpoints.
         checkpoint_seconds: seconds of training that must lie between them too.
         verbose: one line an iteration on standard error.
-        options: constants of the method; see gramtower/optim/methods.py for names and defaults.
+        options: of a solver that is given by name; see gramtower/optim/solvers.py for names and defaults.
 
     Returns:
         The reason for stopping, the history and the final parameters.
     """
-    if validation is not None and not callable(validation):
-        check.fail("validation", repr(validation), "a function of a point")
     watchers = check.functions("callbacks", callbacks)
     path = None if checkpoint is None else check.path("checkpoint", checkpoint)
     written = None if history is None else check.path("history", history)
-    run = _Run(problem, towers, optimizer, seed, options, validation, validate_at)
+    run = _Run(problem, towers, as_solver(optimizer, options), seed, validation, validate_at)
     limits = _Limits(max_iterations, time_limit, tolerance, patience if validation is not None else None)
     if patience is not None and validation is None:
         check.fail("patience", patience, "a validation metric to be patient about: give validation as well")
@@ -162,9 +162,8 @@ class _Run:
         self,
         problem: Problem,
         towers: Towers,
-        optimizer: str,
+        solver: Solver,
         seed: int,
-        options: dict[str, Any],
         validation: Callable[[Point], float] | None,
         validate_at: Callable[[int], bool] | None,
     ) -> None:
@@ -173,8 +172,8 @@ class _Run:
         if not isinstance(towers, Towers):
             check.fail("towers", type(towers).__name__, "a gramtower.Towers")
         self.problem, self.towers, self.group = problem, towers, problem.shards.group
-        self.method: Method = make_method(optimizer, check.seed(seed), options)
-        self._identity = (optimizer, options, seed)
+        self.method: Method = solver.method(check.seed(seed))
+        self._identity = (solver.name, dict(vars(solver)), seed)
         check.functions("validation", () if validation is None else (validation,))
         check.functions("validate_at", () if validate_at is None else (validate_at,))
         self.validation, self.validate_at = validation, validate_at
@@ -279,7 +278,7 @@ class _Run:
         assert stop is not None
         return stop
 
-    def _iterate(self) -> Moved:
+    def _iterate(self) -> IterationResult:
         """One iteration of the method, timed and counted; its end is not yet where the run stands."""
         before, earlier, start = self.reached, self.problem.work.copy(), time.perf_counter()
         with explained(self.problem.memory_budget):
@@ -290,7 +289,7 @@ class _Run:
             moved.point = self.problem.at(self.towers, moved.parameters)
         return moved
 
-    def _step_to(self, moved: Moved, records: History) -> Record:
+    def _step_to(self, moved: IterationResult, records: History) -> Record:
         """Validate and record where an iteration led, and stand there."""
         assert moved.point is not None
         before, (seconds, work) = self.reached, self._spent
@@ -315,7 +314,7 @@ class _Run:
         self.towers.bind(parameters)
         return Result(reason, message, records.records, parameters, value, reached.best_metric)
 
-    def _failed(self, moved: Moved) -> tuple[Reason, str] | None:
+    def _failed(self, moved: IterationResult) -> tuple[Reason, str] | None:
         """The reason to stop if an iteration led to no point, or to one that is not finite."""
         if moved.point is None:
             if moved.gradient_norm < float("inf"):
@@ -339,7 +338,7 @@ class _Run:
             return replace(now, best_metric=metric, best=now.point.parameters, waited=0), metric
         return replace(now, waited=now.waited + 1), metric
 
-    def _record(self, now: _Reached, moved: Moved | None, before: float, metric: float | None) -> Record:
+    def _record(self, now: _Reached, moved: IterationResult | None, before: float, metric: float | None) -> Record:
         value = now.point.value
         passes = {k: round(v, 6) for k, v in asdict(now.work).items()}  # a resumed run adds fractions in another order
         return Record(
