@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
-from cases import FEATURES, LOSSES, TOWERS, first_layer, make_case
-from torch import nn
+from cases import FEATURES, LOSSES, TOWERS, make_case
 
 import gramtower as gt
-from gramtower.model import stack
-from gramtower.model import towers as towers_module
-from gramtower.model.deferred import pulled, settled
-from gramtower.model.factors import clamped_spectrum
-from gramtower.model.ops import Affine, InputAffine, Op
+from gramtower.model.layer_factors import clamped_spectrum
 from gramtower.objective import kronecker as kronecker_module
 from gramtower.optim.conjugate_gradient import conjugate_gradient
 
@@ -87,58 +80,6 @@ def test_unknown_kind_is_refused():
     case = make_case()
     with pytest.raises(ValueError, match="kind: got 'jacobi', expected one of 'kronecker'"):
         case.problem.at(case.towers).preconditioner("jacobi")
-
-
-@dataclass
-class GateStep(Op):
-    """A step as docs/architecture.md says: forward, jvp and vjp, and nothing else."""
-
-    gate: str
-
-    def forward(self, x, values):
-        x = settled(x)
-        return x * values.tensors[self.gate], x
-
-    def jvp(self, saved, dx, values, tangent, out=None):
-        dy = settled(dx) * values.tensors[self.gate]
-        return dy + saved * tangent[self.gate] if self.gate in tangent else dy
-
-    def vjp(self, saved, g, values, out, need_input):
-        g = pulled(g)
-        if self.gate in out:
-            out[self.gate] += (g * saved).sum(0)
-        return g.mul_(values.tensors[self.gate]) if need_input else None
-
-
-class Gate(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.gate = nn.Parameter(torch.linspace(0.5, 1.5, width, dtype=torch.float64))
-
-    def forward(self, x):
-        return x * self.gate
-
-
-@pytest.mark.parametrize("activations", [None, 1000])
-def test_a_step_with_forward_jvp_and_vjp_alone_is_preconditioned_like_its_module(activations, monkeypatch):
-    case = make_case(m=40, n=30, activations=activations, seed=6)
-    towers = [nn.Sequential(first_layer("ids", rows, 4, 0), Gate(4), nn.Linear(4, 3), Gate(3)) for rows in (40, 30)]
-    towers = gt.Towers(*(tower.double() for tower in towers))
-    by_autodiff = case.problem.at(towers)
-    plain = stack.steps
-
-    def with_gates(module, kind):
-        ops = plain(module, kind)
-        return [GateStep(step.names["gate"]) if type(getattr(step, "module", None)) is Gate else step for step in ops]
-
-    monkeypatch.setattr(towers_module, "steps", with_gates)
-    written = case.problem.at(gt.Towers(towers.left, towers.right))
-    assert [type(step) for step in written.left.steps] == [InputAffine, GateStep, Affine, GateStep]
-    r = by_autodiff.gradient()
-    assert torch.allclose(written.gradient().vector, r.vector, rtol=1e-10)
-    expected, found = by_autodiff.preconditioner() @ r, written.preconditioner() @ r
-    assert torch.allclose(found.vector, expected.vector, rtol=1e-8)
-    assert gt.minimize(case.problem, gt.Towers(towers.left, towers.right), max_iterations=3).value < written.value
 
 
 @pytest.mark.parametrize("bad", ["inf", "nan", "no convergence", "indefinite"])

@@ -7,8 +7,8 @@ of early stopping. A budget on a CPU below all that, with activations recomputed
 
 On a GPU, if all that, with activations recomputed, exceeds the budget, left rows go block by block (blocks.py). Where
 it makes larger blocks possible, the pairs are sent from host memory: a GPU waits for many small launches longer than
-for the pairs. Features of entities are not counted. Checked by tests/test_blocks.py and, against the resident memory of a
-process, by tests/test_memory.py and benchmarks/bench_memory.py.
+for the pairs. Features of entities are not counted. Checked by tests/test_blocks.py and, against the resident memory
+of a process, by tests/test_memory.py and benchmarks/bench_memory.py.
 """
 
 from __future__ import annotations
