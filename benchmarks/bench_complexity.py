@@ -90,7 +90,8 @@ class Case:
         s = problem.resident_pairs(towers)
         sides = [f.take(e, towers.dtype, towers.device) for f, e in ((problem.left, rows), (problem.right, columns))]
         kernels = select(towers.device, problem.kernels)
-        left, right = towers.linearize(self.theta, *sides, kernels, problem.activation_budget(towers), Work())
+        plans = problem.plan(towers).blocks_for((sides[0].rows, sides[1].rows))
+        left, right = towers.linearize(self.theta, *sides, kernels, plans, Work())
         P, Q = left.outputs, right.outputs
         scores = (P * Q).sum(1)
         keys = rows * self.size.n + columns

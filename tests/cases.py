@@ -161,6 +161,6 @@ def make_case(
         pairs, lf, rf, loss=COSH if loss == "cosh" else loss, left_weights=a, right_weights=b, **common, **options
     )
     if activations is not None:  # bytes for them, whatever the memory budget leaves
-        problem.activation_budget = lambda towers: activations
+        problem.activations = activations
     dense = Dense(labels, X, Y, loss=loss, a=a, b=b, w=w if pair_weights else None, **common)
     return Case(problem, gt.Towers(left, right), dense, left_dense, right_dense)

@@ -14,14 +14,14 @@ import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
 from gramtower.kernels import select
 from gramtower.model import factors
-from gramtower.objective.footprint import Footprint, Sweep, plan_sweep
+from gramtower.objective.plan import Footprint, Streamed, plan_streaming
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: pairs are sent to one")
 
 
 def swept(rows=3, **options):
     case = make_case(**options)
-    case.problem.sweep = Sweep(rows, streamed=False)
+    case.problem.streamed = Streamed(rows, pinned=False)
     return case
 
 
@@ -61,9 +61,9 @@ def test_blocks_of_any_size(rows):
 @pytest.mark.parametrize("tower", ["elu", "linear", "residual"])
 def test_the_preconditioner_is_the_same(tower):
     products = []
-    for sweep in (None, Sweep(4, streamed=False)):
+    for sweep in (None, Streamed(4, pinned=False)):
         case = make_case(tower=tower, weights=True, embedding_l2=0.1, seed=4)
-        case.problem.sweep = sweep
+        case.problem.streamed = sweep
         point = case.problem.at(case.towers)
         products.append((point.preconditioner("kronecker", 0.1) @ point.gradient()).vector)
     assert relative(products[1], products[0]) < 1e-10
@@ -74,9 +74,9 @@ def test_the_preconditioner_is_the_same(tower):
 def test_the_preconditioner_runs_again_what_it_is_estimated_from(tower, kind, monkeypatch):
     monkeypatch.setattr(factors, "_ROWS", 5)
     products, forwards = [], []
-    for sweep in (None, Sweep(7, streamed=False)):
+    for sweep in (None, Streamed(7, pinned=False)):
         case = make_case(m=30, n=11, tower=tower, kinds=(kind, kind), weights=True, seed=4)
-        case.problem.sweep = sweep
+        case.problem.streamed = sweep
         point = case.problem.at(case.towers)
         g, _ = point.gradient(), point.evaluation.curvature_moments()
         before = point.work.copy()
@@ -88,9 +88,9 @@ def test_the_preconditioner_runs_again_what_it_is_estimated_from(tower, kind, mo
 
 def test_training_takes_the_same_path():
     ends = []
-    for sweep in (None, Sweep(5, streamed=False)):
+    for sweep in (None, Streamed(5, pinned=False)):
         case = make_case(weights=True, embedding_l2=0.1, seed=5)
-        case.problem.sweep = sweep
+        case.problem.streamed = sweep
         ends.append([r.value for r in gt.minimize(case.problem, case.towers, max_iterations=6).history])
     assert ends[1] == pytest.approx(ends[0], rel=1e-9)
 
@@ -126,19 +126,19 @@ NETFLIX = Footprint(
 
 
 def test_what_fits_is_done_at_once():
-    assert plan_sweep(8_000_000_000, NETFLIX) is None
+    assert plan_streaming(8_000_000_000, NETFLIX) is None
 
 
 def test_a_smaller_budget_goes_block_by_block_and_a_still_smaller_one_sends_the_pairs():
-    kept, sent = plan_sweep(4_000_000_000, NETFLIX), plan_sweep(3_000_000_000, NETFLIX)
+    kept, sent = plan_streaming(4_000_000_000, NETFLIX), plan_streaming(3_000_000_000, NETFLIX)
     assert kept is not None
     assert sent is not None
-    assert not kept.streamed
-    assert sent.streamed
+    assert not kept.pinned
+    assert sent.pinned
     for sweep, budget in ((kept, 4_000_000_000), (sent, 3_000_000_000)):
-        pairs = 0 if sweep.streamed else NETFLIX.stored_pairs
-        assert NETFLIX.vectors + pairs + NETFLIX.block(sweep.rows, sweep.streamed) <= budget
-        larger = NETFLIX.vectors + pairs + NETFLIX.block(sweep.rows * 8 // 7, sweep.streamed)
+        pairs = 0 if sweep.pinned else NETFLIX.stored_pairs
+        assert NETFLIX.vectors + pairs + NETFLIX.block(sweep.rows, sweep.pinned) <= budget
+        larger = NETFLIX.vectors + pairs + NETFLIX.block(sweep.rows * 8 // 7, sweep.pinned)
         assert sweep.rows * 8 > 7 << 16 or larger > budget
         last = 478_251 % sweep.rows  # blocks of about one size: the last is not a remnant
         assert last == 0 or last > sweep.rows // 2
@@ -146,14 +146,14 @@ def test_a_smaller_budget_goes_block_by_block_and_a_still_smaller_one_sends_the_
 
 def test_a_busy_block_of_rows_counts():
     busy = replace(NETFLIX, most_pairs=lambda rows: 51_228_351)  # all pairs in one block
-    assert plan_sweep(3_000_000_000, busy).rows < plan_sweep(3_000_000_000, NETFLIX).rows
+    assert plan_streaming(3_000_000_000, busy).rows < plan_streaming(3_000_000_000, NETFLIX).rows
 
 
 @pytest.mark.parametrize("m", [1, 700, 1025, 66_000, 478_251])
 def test_the_smallest_blocks_are_tried_too(m):
     small = replace(NETFLIX, rows=(m, 17_768), most_pairs=lambda rows: 100 * rows)
-    room = small.block(1024, sent=True)
-    assert plan_sweep(small.vectors + room, small) == Sweep(1024, streamed=True)
+    room = small.block(1024, pinned=True)
+    assert plan_streaming(small.vectors + room, small) == Streamed(1024, pinned=True)
 
 
 def test_slopes_that_do_not_follow_from_outputs_count():
@@ -166,13 +166,13 @@ def test_slopes_that_do_not_follow_from_outputs_count():
 
 
 def test_a_budget_below_the_vectors_still_runs_in_the_smallest_blocks():
-    assert plan_sweep(1, NETFLIX) == Sweep(1 << 10, streamed=True)
+    assert plan_streaming(1, NETFLIX) == Streamed(1 << 10, pinned=True)
 
 
-def test_a_sweep_that_cannot_be_is_refused():
+def test_streaming_that_cannot_be_is_refused():
     case = make_case()
-    case.problem.sweep = Sweep(4, streamed=True)
-    with pytest.raises(ValueError, match=r"^sweep: got .*, expected streamed=False without a GPU"):
+    case.problem.streamed = Streamed(4, pinned=True)
+    with pytest.raises(ValueError, match=r"^streamed: got .*, expected pinned=False without a GPU"):
         case.problem.at(case.towers)
 
 
@@ -209,9 +209,9 @@ def test_on_a_gpu_results_agree_with_the_cpu(streamed, weighted):
             "pair_weights": torch.linspace(0.5, 2, pairs.nnz).numpy(),
         }
     results = []
-    for device, sweep in (("cpu", None), ("cuda", Sweep(128, streamed))):
+    for device, sweep in (("cpu", None), ("cuda", Streamed(128, streamed))):
         problem = gt.Problem(pairs, **options)
-        problem.sweep = sweep
+        problem.streamed = sweep
         made = gt.mlp_towers(problem, hidden=(24,), dim=12)
         point = problem.at(gt.Towers(made.left.to(device), made.right.to(device)))
         g = point.gradient()
@@ -226,9 +226,9 @@ def test_on_a_gpu_results_agree_with_the_cpu(streamed, weighted):
 def test_pairs_with_numbers_of_more_than_sixteen_bits_are_sent_whole():
     pairs = planted_pairs(500, 70_000, 200_000)  # right entities beyond 65,536
     results = []
-    for sweep in (None, Sweep(128, streamed=True)):
+    for sweep in (None, Streamed(128, pinned=True)):
         problem = gt.Problem(pairs)
-        problem.sweep = sweep
+        problem.streamed = sweep
         made = gt.mlp_towers(problem, hidden=(), dim=8, dtype=torch.float64)
         point = problem.at(gt.Towers(made.left.cuda(), made.right.cuda()))
         g = point.gradient()

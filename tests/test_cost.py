@@ -74,7 +74,7 @@ def test_counted_forwards_are_the_real_ones(activations):
     m, n = 40, 30
     problem = gt.Problem(planted_pairs(m, n, 200))
     if activations is not None:
-        problem.activation_budget = lambda towers: activations
+        problem.activations = activations
     towers = gt.Towers(Counted(m, 3), Counted(n, 3))
     problem.at(towers)  # the first evaluation also tries a few rows
     before, towers.left.rows, towers.right.rows = problem.work.copy(), 0, 0

@@ -18,7 +18,7 @@ from gramtower.data.synthetic import planted_pairs
 from gramtower.kernels import gpu, layout, reference
 from gramtower.kernels.activations import activation_of
 from gramtower.kernels.losses import LOSSES, LossTerms
-from gramtower.objective.footprint import Sweep
+from gramtower.objective.plan import Streamed
 
 GPU = torch.cuda.is_available()  # conftest.py asks for the interpreter where there is none
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -311,7 +311,7 @@ def test_a_loss_added_to_the_library_by_name_works_with_the_kernels_that_do_not_
     for kernels in ("triton", "reference"):
         case = make_case(m=9, n=8, loss="squared", seed=3, kernels=kernels)
         case.problem.loss = gt.Problem(sp.eye(2), loss="pseudo_huber").loss
-        case.problem.sweep = None if sweep is None else Sweep(sweep, streamed=False)
+        case.problem.streamed = None if sweep is None else Streamed(sweep, pinned=False)
         towers = gt.Towers(case.towers.left.to(DEVICE), case.towers.right.to(DEVICE))
         point = case.problem.at(towers)
         gradient = point.gradient()

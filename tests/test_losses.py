@@ -12,7 +12,7 @@ from test_engine import compare
 
 import gramtower as gt
 from gramtower.kernels.losses import LOSSES, as_loss
-from gramtower.objective.footprint import Sweep
+from gramtower.objective.plan import Streamed
 
 # Away from ŷ = ±1, where the second derivative of squared_hinge jumps.
 SCORES = torch.tensor([-30.0, -4.3, -1.1, -0.9, -0.2, 0.0, 0.3, 0.95, 1.05, 2.7, 45.0], dtype=torch.float64)
@@ -91,5 +91,5 @@ def test_a_new_loss_is_a_line_of_the_table(kernels, monkeypatch):
     case = make_case(loss="pseudo_huber", kernels=kernels, weights=True, imputed="low-rank", pair_weights=True)
     compare(case)
     if kernels != "reference":
-        case.problem.sweep = Sweep(2, False)
+        case.problem.streamed = Streamed(2, False)
         compare(case)

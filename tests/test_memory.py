@@ -16,8 +16,9 @@ from test_engine import relative
 import gramtower as gt
 from gramtower._checks import memory_size
 from gramtower.data.synthetic import planted_pairs
-from gramtower.model import memory
-from gramtower.model.memory import BlockPlan, default_budget, plan_blocks
+from gramtower.model.memory import BlockPlan, default_budget
+from gramtower.objective import plan
+from gramtower.objective.plan import Footprint, Streamed, plan_blocks
 
 CPU = torch.device("cpu")
 
@@ -47,23 +48,37 @@ def test_the_default_is_a_share_of_what_is_free():
     assert 2**20 < default_budget(CPU) < 2**50
 
 
+def blocks(activations, rows, least_block=(1, 1)):
+    needs = Footprint(10, rows, 4, (100, 100), 5, lambda rows: 5, 0, 4, on_cpu=True, least_block=least_block)
+    return plan_blocks(activations, rows, needs)
+
+
 def test_what_fits_is_kept():
-    plans = plan_blocks(10_000, (50, 40), (100, 100), (1, 1), CPU)
+    plans = blocks(10_000, (50, 40))
     assert plans == (BlockPlan(50, True), BlockPlan(40, True))
 
 
 def test_the_smaller_side_is_kept_first():
-    left, right = plan_blocks(6_000, (500, 40), (100, 100), (1, 1), CPU)
+    left, right = blocks(6_000, (500, 40))
     assert right == BlockPlan(40, True)
     assert not left.keep
     assert 3 * left.rows * 100 <= 6_000 - 40 * 100 or left.rows == 16  # a block and its temporaries fit what is left
 
 
 def test_blocks_are_never_larger_than_usual_nor_useless_small(monkeypatch):
-    monkeypatch.setattr(memory, "_CPU_BLOCK", 64)
-    assert plan_blocks(10**9, (500, 40), (100, 100), (1, 1), CPU) == (BlockPlan(64, True), BlockPlan(40, True))
-    assert plan_blocks(10**9, (500, 40), (100, 100), (200, 1), CPU)[0] == BlockPlan(200, True)
-    assert plan_blocks(1, (500, 10), (100, 100), (1, 1), CPU) == (BlockPlan(16, False), BlockPlan(10, False))
+    monkeypatch.setattr(plan, "_CPU_BLOCK", 64)
+    assert blocks(10**9, (500, 40)) == (BlockPlan(64, True), BlockPlan(40, True))
+    assert blocks(10**9, (500, 40), (200, 1))[0] == BlockPlan(200, True)
+    assert blocks(1, (500, 10)) == (BlockPlan(16, False), BlockPlan(10, False))
+
+
+def test_the_plan_says_what_it_does():
+    case = make_case(memory_budget="1GB")
+    assert repr(case.problem.plan(case.towers)) == "Plan(1MB of 1000MB: left activations kept; right activations kept)"
+    case.problem.activations = 1
+    assert "left activations recomputed in blocks of" in repr(case.problem.plan(case.towers))
+    case.problem.streamed = Streamed(4, pinned=False)
+    assert "left rows streamed in blocks of 4, their pairs on the device" in repr(case.problem.plan(case.towers))
 
 
 def results(case):
@@ -79,18 +94,18 @@ def results(case):
 def test_blocks_and_recomputation_do_not_change_results(tower, kind, activations, monkeypatch):
     size = dict(m=45, n=38, tower=tower, kinds=(kind, kind), weights=True, embedding_l2=0.1, seed=30)
     whole, expected = results(make_case(**size, memory_budget="1GB"))
-    assert whole.left.plan == BlockPlan(45, True)
-    monkeypatch.setattr(memory, "_CPU_BLOCK", 7)
+    assert whole.evaluation.left.tower.plan == BlockPlan(45, True)
+    monkeypatch.setattr(plan, "_CPU_BLOCK", 7)
     point, found = results(make_case(**size, activations=activations))
     assert relative(found, expected) < 1e-13
     table_by_autodiff = tower == "custom" and kind == "ids"  # which would be walked once for every block
-    assert point.left.plan.rows == (7 if not table_by_autodiff else 45 if activations is None else 16)
-    assert activations is None or not (point.left.plan.keep and point.right.plan.keep)
+    assert point.evaluation.left.tower.plan.rows == (7 if not table_by_autodiff else 45 if activations is None else 16)
+    assert activations is None or not (point.evaluation.left.tower.plan.keep and point.evaluation.right.plan.keep)
 
 
 def test_one_module_for_both_sides_in_blocks(monkeypatch):
     _, expected = results(make_case(m=45, shared=True, seed=31))
-    monkeypatch.setattr(memory, "_CPU_BLOCK", 7)
+    monkeypatch.setattr(plan, "_CPU_BLOCK", 7)
     assert relative(results(make_case(m=45, shared=True, seed=31, activations=1))[1], expected) < 1e-13
 
 

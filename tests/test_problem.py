@@ -215,8 +215,8 @@ def test_bad_arguments_at_a_point():
     point = problem.at(towers)
     with pytest.raises(ValueError, match=r"^parameters: got shape \(3,\), expected .* shape \(10,\)"):
         problem.at(towers, np.zeros(3))
-    with pytest.raises(ValueError, match=r"^d: got shape \(10, 1\), expected .* shape \(10,\)"):
-        point.gauss_newton() @ torch.zeros(10, 1)
+    with pytest.raises(ValueError, match=r"^d: got shape \(3,\), expected .* shape \(10,\)"):
+        point.gauss_newton() @ torch.zeros(3, 1)
     with pytest.raises(ValueError, match=r"^direction: got Parameters of other tensors"):
         point.along(gt.mlp_towers(problem, hidden=(2,), dim=2).parameters())
     with pytest.raises(ValueError, match=r"^damping: got -1, expected a finite number >= 0"):

@@ -22,7 +22,7 @@ from gramtower.model.analytic import Affine, Elementwise, InputAffine
 from gramtower.model.opaque import Opaque
 from gramtower.model.steps import Values
 from gramtower.model.towers import clone
-from gramtower.objective.footprint import Sweep
+from gramtower.objective.plan import Streamed
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(6, 3)), RNG.normal(size=(5, 4))
@@ -390,7 +390,7 @@ def planned(plan):
     left, right = (module.double() for module in own_towers())
     options = {"recomputed": dict(memory_budget=1), "triton": dict(kernels="triton")}.get(plan, {})
     problem, towers = gt.Problem(PAIRS, omega=0.5, l2=0.1, **options), gt.Towers(left, right)
-    problem.sweep = Sweep(4, False) if plan == "swept" else None
+    problem.streamed = Streamed(4, False) if plan == "swept" else None
     point = problem.at(towers)
     assert towers.sizes(point.parameters, problem.left, problem.right, point.kernels).row_bytes[0] >= 8 * (
         6 + 6 + 3 + 3

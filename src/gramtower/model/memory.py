@@ -1,7 +1,6 @@
-"""How much an evaluation may keep: the memory budget and the row blocks that follow from it.
+"""How much memory there is, and the row blocks of a tower; objective/plan.py decides what is kept of them.
 
-Towers run in row blocks. When the activations of all blocks fit the budget they are kept and every later jvp
-and vjp reads them; when not, each jvp and vjp runs the block forward again. Checked by tests/test_memory.py.
+Checked by tests/test_memory.py.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-_CPU_BLOCK, _GPU_BLOCK = 2048, 3 << 15  # rows; on a CPU one block's activations stay in cache
 _SHARE = 0.5
 _CONTAINER = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -76,34 +74,3 @@ def explained(budget: int | None) -> Iterator[None]:
             f"the GPU ran out of memory: memory_budget is {now}; give a smaller one, such as memory_budget={smaller!r}"
             ", so that towers run in row blocks and recompute, or a smaller dim"
         ) from error
-
-
-def plan_blocks(
-    budget: int,
-    rows: tuple[int, int],
-    row_bytes: tuple[int, int],
-    least: tuple[int, int],
-    device: torch.device,
-) -> tuple[BlockPlan, BlockPlan]:
-    """Blocks for both towers within ``budget`` bytes.
-
-    Args:
-        budget: bytes that activations may take.
-        rows: entities on each side.
-        row_bytes: bytes that one entity's activations take on each side.
-        least: smallest sensible block on each side.
-        device: where the towers run.
-    """
-    usual = _GPU_BLOCK if device.type == "cuda" else _CPU_BLOCK
-    plans: dict[int, BlockPlan] = {}
-    left_over = budget
-    for side in sorted((0, 1), key=lambda s: rows[s] * row_bytes[s]):
-        need = rows[side] * row_bytes[side]
-        block = max(1, min(rows[side], max(usual, least[side])))
-        if need <= left_over:
-            plans[side] = BlockPlan(block, True)
-            left_over -= need
-        else:  # a block is alive together with temporaries of about twice its size
-            fitting = max(16, left_over // (3 * max(1, row_bytes[side])))
-            plans[side] = BlockPlan(min(block, fitting), False)
-    return plans[0], plans[1]

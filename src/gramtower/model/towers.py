@@ -20,7 +20,7 @@ from gramtower.data.features import Features, SparseBlock
 from gramtower.distributed.shards import Shards
 from gramtower.kernels import Kernels, select
 from gramtower.model.linearization import Linearization, Work
-from gramtower.model.memory import BlockPlan, plan_blocks
+from gramtower.model.memory import BlockPlan
 from gramtower.model.parameters import Layout, Parameters, as_parameters
 from gramtower.model.sparse import FIRST_LAYER
 from gramtower.model.stack import refuse_unfit, steps
@@ -55,7 +55,7 @@ class _Prepared:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Columns of both towers, bytes of an entity's activations on each side, the least sensible block on the left.
+    """Columns of both towers, bytes of an entity's activations and the least sensible block on each side.
 
     Attributes:
         factor_bytes: of the preconditioner's factors with what is needed to invert them.
@@ -64,7 +64,7 @@ class Sizes:
 
     columns: int
     row_bytes: tuple[int, int]
-    least_block: int
+    least_block: tuple[int, int]
     factor_bytes: int
     autodiff: bool
 
@@ -216,21 +216,16 @@ class Towers:
         left: Features,
         right: Features,
         kernels: Kernels,
-        budget: int,
+        plans: tuple[BlockPlan, BlockPlan],
         work: Work,
         scratch: dict[str, Scratch] | None = None,
-        plans: tuple[BlockPlan, BlockPlan] | None = None,
     ) -> tuple[Linearization, Linearization]:
-        """Both towers evaluated at ``parameters`` over all their entities, within ``budget`` bytes of activations.
+        """Both towers evaluated at ``parameters`` over all their entities, in row blocks.
 
-        Room for the steps' results is shared by all evaluations of these towers, unless ``scratch`` is given: a place
-        for each side, so that both can be at work at the same time. Blocks follow from the budget unless ``plans`` says
-        them.
+        Buffers for the steps' results are shared by all evaluations of these towers, unless ``scratch`` is given: some
+        for each side, so that both can be at work at the same time.
         """
         f, g = self._prepare(parameters, left, right, kernels, self._scratch if scratch is None else scratch)
-        if plans is None:
-            row_bytes, least = (f.row_bytes, g.row_bytes), (f.least_block, g.least_block)
-            plans = plan_blocks(budget, (left.rows, right.rows), row_bytes, least, self.device)
         return f.linearize(plans[0], work), g.linearize(plans[1], work)
 
     def sizes(self, parameters: Parameters, left: Features, right: Features, kernels: Kernels) -> Sizes:
@@ -239,7 +234,7 @@ class Towers:
         peaks = [round(side.row_bytes * max(op.workspace_factor for op in side.steps)) for side in (f, g)]
         autodiff = not all(op.analytic for side in (f, g) for op in side.steps)
         factors = sum(_factor_bytes(side.steps, side.features.kind, side.values) for side in (f, g))
-        return Sizes(f.columns, (peaks[0], peaks[1]), f.least_block, factors, autodiff)
+        return Sizes(f.columns, (peaks[0], peaks[1]), (f.least_block, g.least_block), factors, autodiff)
 
     def _prepare(
         self, parameters: Parameters, left: Features, right: Features, kernels: Kernels, scratch: dict[str, Scratch]

@@ -26,7 +26,6 @@ from gramtower.objective.evaluation import Evaluation
 from gramtower.objective.executor import Damped, Executor, Factored
 from gramtower.objective.gauss_newton import GaussNewton
 
-LARGEST = 1 << 30  # bytes of parameters, activations and pairs above which launches no longer matter
 _SLOTS = 3
 
 Evaluate = Callable[[Parameters], Evaluation]

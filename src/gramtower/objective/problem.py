@@ -11,7 +11,6 @@ evaluation.py and curvature.py; the errors in tests/test_problem.py.
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,16 +28,16 @@ from gramtower.kernels import BACKENDS, select
 from gramtower.kernels.losses import Loss, as_loss
 from gramtower.kernels.precision import PAIR_PRECISIONS, PRECISIONS, products_in
 from gramtower.model.linearization import Work
-from gramtower.model.memory import BlockPlan, default_budget, explained, free_memory, readable
+from gramtower.model.memory import default_budget, explained, free_memory, readable
 from gramtower.model.parameters import Parameters, as_parameters
 from gramtower.model.steps import Scratch
 from gramtower.model.towers import Towers
 from gramtower.objective.blocks import LeftRows, PairBlocks
 from gramtower.objective.constants import Constants, PairConstants, make_constants, make_pair_constants
-from gramtower.objective.cuda_graphs import LARGEST, GraphPool
+from gramtower.objective.cuda_graphs import GraphPool
 from gramtower.objective.evaluation import Evaluation
-from gramtower.objective.footprint import Footprint, Sweep, footprint, plan_sweep
 from gramtower.objective.imputation import as_imputed
+from gramtower.objective.plan import Footprint, Plan, Streamed, make_plan
 from gramtower.objective.point import Point
 from gramtower.objective.weights import entity_weights
 
@@ -128,11 +127,12 @@ class Problem:
         self.pair_precision = check.choice("pair_precision", pair_precision, PAIR_PRECISIONS)
         self.work = Work()
         self.graphs = True  # small problems on a GPU run from CUDA graphs
-        self._graph_pool: tuple[tuple[Any, ...], GraphPool | None] | None = None
-        self.sweep: Sweep | None = None  # asks for left rows block by block; otherwise the budget decides, on a GPU
-        self._plans: WeakKeyDictionary[Towers, tuple[int, Footprint, Sweep | None]] = WeakKeyDictionary()
+        self._graph_pool: tuple[tuple[Any, ...], GraphPool] | None = None
+        self.streamed: Streamed | None = None  # asks for left rows block by block; otherwise the budget decides
+        self.activations: int | None = None  # bytes for them; otherwise what the budget leaves
+        self._plans: WeakKeyDictionary[Towers, tuple[tuple[Any, ...], Plan]] = WeakKeyDictionary()
         self._constants: dict[tuple[torch.dtype, torch.device], Constants] = {}
-        self._pair_blocks: dict[tuple[torch.dtype, torch.device, Sweep | None], PairBlocks] = {}
+        self._pair_blocks: dict[tuple[torch.dtype, torch.device, Streamed | None], PairBlocks] = {}
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -158,32 +158,36 @@ class Problem:
         with explained(self.memory_budget):
             return self._evaluate(towers, present)
 
+    def plan(self, towers: Towers) -> Plan:
+        """How evaluations with these towers stay within the memory budget.
+
+        Raises:
+            ValueError: if a budget on a CPU cannot be kept, or if the memory cannot hold what training takes.
+        """
+        towers.join(self.shards, self.left, self.right)
+        return self._planned(towers, towers.parameters())
+
     def _evaluate(self, towers: Towers, own: Parameters) -> Point:
         """The point at parameters that nobody else will change."""
-        sweep = self._planned(towers, own)
-        pool = self._graphs(towers, own) if sweep is None else None
-        graphs = None if pool is None else pool.take(own)
+        plan = self._planned(towers, own)
+        graphs = self._graphs(towers).take(own) if plan.graphs else None
 
         def at(parameters: Parameters) -> Point:
             return self._evaluate(towers, parameters)
 
         if graphs is None:
-            return Point(self._evaluation(towers, own, sweep), own, at)
+            return Point(self._evaluation(towers, own, plan), own, at)
         return Point(graphs.evaluation, own, at, graphs)
 
     def _evaluation(
-        self, towers: Towers, own: Parameters, sweep: Sweep | None, scratch: dict[str, Scratch] | None = None
+        self, towers: Towers, own: Parameters, plan: Plan, scratch: dict[str, Scratch] | None = None
     ) -> Evaluation:
-        """The objective at parameters, over resident left rows or over those of a sweep."""
+        """The objective at parameters, over resident or streamed left rows."""
         kernels, constants = select(towers.device, self.kernels), self.constants(towers)
-        plans, budget = None, 0
-        if sweep is None:
-            budget = self.activation_budget(towers)
-        else:
-            plans = BlockPlan(sweep.rows, keep=False, outputs=False), BlockPlan(sweep.rows, keep=False)
+        blocks = plan.left, plan.right
         with products_in(self.precision):
-            left, right = towers.linearize(own, self.left, self.right, kernels, budget, self.work, scratch, plans)
-        rows = LeftRows(constants.left, self._blocks_of_pairs(towers, sweep), left, kernels)
+            left, right = towers.linearize(own, self.left, self.right, kernels, blocks, self.work, scratch)
+        rows = LeftRows(constants.left, self._blocks_of_pairs(towers, plan.streamed), left, kernels)
         return Evaluation(constants, towers, own, rows, right, kernels, self.work)
 
     def constants(self, towers: Towers) -> Constants:
@@ -198,51 +202,67 @@ class Problem:
         ((_, _, pairs),) = self._blocks_of_pairs(towers, None).visit()
         return pairs
 
-    def _blocks_of_pairs(self, towers: Towers, sweep: Sweep | None) -> PairBlocks:
-        key = (towers.dtype, towers.device, sweep)
+    def _blocks_of_pairs(self, towers: Towers, streamed: Streamed | None) -> PairBlocks:
+        key = (towers.dtype, towers.device, streamed)
         if key not in self._pair_blocks:
             here, constants = weakref.proxy(self), self.constants(towers)  # the blocks are this object's own: no circle
-            height, pinned = (None, False) if sweep is None else (sweep.rows, sweep.streamed)
+            height, pinned = (None, False) if streamed is None else (streamed.rows, streamed.pinned)
             self._pair_blocks[key] = PairBlocks(
                 lambda rows: make_pair_constants(here, constants, rows),
                 self.shards.left.count, height, pinned, select(towers.device, self.kernels),
             )  # fmt: skip
         return self._pair_blocks[key]
 
-    def _planned(self, towers: Towers, own: Parameters) -> Sweep | None:
-        """Whether left rows must go block by block for the memory budget; found out once for towers and a budget."""
-        if self.sweep is not None:
-            if not self.shards.single:
-                check.fail("sweep", self.sweep, "None with several processes: each holds a part of the rows already")
-            if self.sweep.streamed and towers.device.type != "cuda":
-                check.fail("sweep", self.sweep, "streamed=False without a GPU to send pairs to")
-            return self.sweep
-        if not self.shards.single:
-            return None
-        budget = self._budget(towers)
+    def _planned(self, towers: Towers, own: Parameters) -> Plan:
+        """The plan, made once for towers and a budget."""
+        key = self._budget(towers), self.streamed, self.graphs, self.activations, towers.signature()
         known = self._plans.get(towers)
-        if known is None or known[0] != budget:
-            needs, least_block = self._footprint(towers, own)
-            sweep = None
-            if towers.device.type == "cuda":
-                sweep = plan_sweep(budget, needs)
-                sweep = None if sweep is None else replace(sweep, rows=max(sweep.rows, least_block))
-            else:
-                self._check_room(towers, needs)
-            self._plans[towers] = known = budget, needs, sweep
-        return known[2]
+        if known is None or known[0] != key:
+            if self.streamed is not None and not self.shards.single:
+                check.fail("streamed", self.streamed, "None with several processes: each holds a part of the rows")
+            if self.streamed is not None and self.streamed.pinned and towers.device.type != "cuda":
+                check.fail("streamed", self.streamed, "pinned=False without a GPU to copy pairs to")
+            needs = self._footprint(towers, own)
+            self._check_memory(towers, needs)
+            self._plans[towers] = known = key, make_plan(key[0], needs, *key[1:4])
+        return known[1]
 
     def least_budget(self, towers: Towers) -> int:
         """The smallest memory budget that training these towers in one process on a CPU can keep to, in bytes."""
-        return self._footprint(towers, towers.parameters())[0].least
+        return self._footprint(towers, towers.parameters()).least
 
-    def _footprint(self, towers: Towers, own: Parameters) -> tuple[Footprint, int]:
-        """What training takes, and the least sensible block of left rows."""
+    def _footprint(self, towers: Towers, own: Parameters) -> Footprint:
+        """What there is to plan."""
         sizes = towers.sizes(own, self.left, self.right, select(towers.device, self.kernels))
-        return footprint(self, len(own), sizes, towers.dtype, towers.device.type != "cuda"), sizes.least_block
+        labels, item = self._labels, torch.finfo(towers.dtype).bits // 8
+        kept = (
+            any(weight is not None for weight in self._weights),
+            self.pair_weights is not None,
+            self.imputed.factors is not None,
+            bool(len(labels)) and bool((labels != labels[0]).any()),  # one number stands for labels that are all alike
+        )
+        offsets = self.pairs.offsets.cpu().numpy()
 
-    def _check_room(self, towers: Towers, needs: Footprint) -> None:
-        """Refuse a budget that cannot be kept, or towers that the memory cannot hold."""
+        def most_pairs(rows: int) -> int:
+            return int(np.diff(np.append(offsets[:-1:rows], offsets[-1])).max(initial=0))
+
+        shards, on_cpu = self.shards, towers.device.type != "cuda"
+        rows = shards.left.count, shards.right.count
+        widths = towers.layer_widths() if shards.single and self.left.kind == self.right.kind == "ids" else None
+        graphed = 0
+        if widths is not None and not on_cpu:
+            layers = sum(count * sum(width) for count, width in zip(rows, widths, strict=True))
+            graphed = 4 * len(own) + 5 * len(self.pairs) + layers
+        return Footprint(
+            len(own), rows, sizes.columns, sizes.row_bytes, len(self.pairs), most_pairs, sum(kept), item,
+            sizes.factor_bytes + 2 * item * len(own) * sizes.autodiff, on_cpu,
+            0 if shards.single else shards.right.total, sizes.least_block, graphed,
+        )  # fmt: skip
+
+    def _check_memory(self, towers: Towers, needs: Footprint) -> None:
+        """Refuse a budget that cannot be kept in one process on a CPU, or towers that its memory cannot hold."""
+        if not needs.on_cpu or not self.shards.single:
+            return
         least, smaller = readable(needs.least), "a smaller dim or smaller hidden layers take less"
         if self.memory_budget is not None:
             if self.memory_budget < needs.least:
@@ -252,20 +272,12 @@ class Problem:
             given = f"{towers.size:,} parameters, which take {least} to train"
             check.fail("towers", given, f"at most what is free, {readable(free)}; {smaller}")
 
-    def _graphs(self, towers: Towers, own: Parameters) -> GraphPool | None:
-        """The CUDA graphs of this problem with these towers, where there is something to gain from them."""
-        if not self.graphs or not self.shards.single or towers.device.type != "cuda":
-            return None
+    def _graphs(self, towers: Towers) -> GraphPool:
+        """The CUDA graphs of this problem with these towers."""
         signature = (id(towers), *towers.signature())
         if self._graph_pool is None or self._graph_pool[0] != signature:
-            widths = towers.layer_widths()
-            size = 4 * len(own) + 5 * len(self.pairs)
-            size += sum(rows * sum(w) for rows, w in zip(self.shape, widths or ((), ()), strict=True))
-            size *= torch.finfo(towers.dtype).bits // 8
-            plain = widths is not None and self.left.kind == self.right.kind == "ids"
-            fits = plain and size < LARGEST and 4 * size < self.activation_budget(towers)
             here = weakref.proxy(self)  # the pool is this object's own: no circle
-            pool = GraphPool(lambda p: here._evaluation(towers, p, None, {})) if fits else None
+            pool = GraphPool(lambda p: here._evaluation(towers, p, here._planned(towers, p), {}))
             self._graph_pool = signature, pool
         return self._graph_pool[1]
 
@@ -331,18 +343,6 @@ class Problem:
                     f"a power that gives finite penalties; {side} entity {i} would get {values[i]}",
                 )
         return left, right
-
-    def activation_budget(self, towers: Towers) -> int:
-        """Bytes left for activations: the budget less all that footprint.py counts.
-
-        Over several processes less three vectors over the pairs.
-        """
-        budget = self._budget(towers)
-        if towers in self._plans:
-            fixed = self._plans[towers][1].whole
-            return budget - fixed if budget > fixed else budget // 8
-        fixed = 3 * len(self.pairs) * torch.finfo(towers.dtype).bits // 8
-        return max(budget - fixed, budget // 8)
 
     def _budget(self, towers: Towers) -> int:
         """The budget given, or a share of what is free, looked up once: all evaluations run in the same blocks."""
