@@ -115,3 +115,13 @@ def test_a_layer_whose_factors_overflow_is_preconditioned_by_damping_alone(monke
     assert z.dot(r) > 0
     first = "left.0.weight"
     assert torch.allclose(z[first], r[first] / (0.1 + 1.0))
+
+
+def test_a_singular_matrix_among_others_is_inverted_by_its_eigenvalues():
+    inverses = kronecker_module._Inverses()
+    for diagonal in ([1.0, 2.0, 4.0], [1.0, 2.0, 0.0], [1e300, 1.0, -1e-3]):
+        inverses.ask(torch.diag(torch.tensor(diagonal, dtype=torch.float64)), 0.0)
+    inverses.solve(torch.float64)
+    assert torch.allclose(inverses[0].diagonal(), torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64))
+    assert torch.allclose(inverses[1].diagonal()[:2], torch.tensor([1.0, 0.5], dtype=torch.float64))
+    assert all(bool((inverses[i].isfinite()).all()) and float(inverses[i].diagonal().min()) > 0 for i in range(3))

@@ -20,6 +20,8 @@ from gramtower.model.memory import free_memory, readable
 from gramtower.model.tables import draw_rows_
 from gramtower.model.towers import Towers, TwoSided
 
+_COPIES = 2  # of θ on the host: as drawn, and in its dtype or on its way; objective/plan.py counts what training takes
+
 
 def mlp_towers(
     problem: TwoSided,
@@ -45,20 +47,23 @@ def mlp_towers(
     """
     if dtype not in (torch.float32, torch.float64):
         check.fail("dtype", dtype, "torch.float32 or torch.float64")
-    towers = undrawn_towers(problem, hidden, dim, activation)
+    towers = undrawn_towers(problem, hidden, dim, activation, copies=_COPIES)
     generator = torch.Generator().manual_seed(check.seed(seed))
     for tower, features in ((towers.left, problem.left), (towers.right, problem.right)):
         _draw_(tower, features, generator)
     return towers.to(dtype)
 
 
-def undrawn_towers(problem: TwoSided, hidden: Sequence[int], dim: int, activation: str) -> Towers:
-    """The same network without its first numbers, for parameters that are loaded next."""
+def undrawn_towers(problem: TwoSided, hidden: Sequence[int], dim: int, activation: str, copies: int = 1) -> Towers:
+    """The same network without its first numbers, for parameters that are loaded next.
+
+    Refused if so many copies of it are more than the memory that is free.
+    """
     if not all(isinstance(getattr(problem, side, None), Features) for side in ("left", "right")):
         check.fail("problem", type(problem).__name__, "a gramtower.Problem")
     check.choice("activation", activation, tuple(ACTIVATIONS))
     widths = [*check_hidden(hidden), check.count("dim", dim)]
-    _check_size((problem.left.width, problem.right.width), widths)
+    _check_size((problem.left.width, problem.right.width), widths, copies)
 
     def tower(features: Features) -> nn.Module:
         layers: list[nn.Module] = [InputLinear(features.width, widths[0], bias=len(widths) > 1, draw=False)]
@@ -92,12 +97,12 @@ def check_hidden(hidden: object) -> tuple[int, ...]:
     return tuple(check.count("hidden", width) for width in hidden)
 
 
-def _check_size(inputs: tuple[int, int], widths: list[int]) -> None:
+def _check_size(inputs: tuple[int, int], widths: list[int], copies: int) -> None:
     """Refuse layers that the memory cannot hold, before they are made."""
 
     def size(widths: list[int]) -> int:
         above = sum((fan_in + 1) * fan_out for fan_in, fan_out in pairwise(widths))
-        return 4 * sum((width + 1) * widths[0] + above for width in inputs)
+        return 4 * copies * sum((width + 1) * widths[0] + above for width in inputs)
 
     free = free_memory(torch.device("cpu"))
     if size(widths) > free:

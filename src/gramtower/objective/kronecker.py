@@ -215,7 +215,8 @@ class _Inverses:
             numbers = [i for i, matrix in enumerate(self._asked) if len(matrix) == size]
             batch = torch.stack([self._asked[i] for i in numbers])
             factors, failed = torch.linalg.cholesky_ex(batch)
-            inverses = torch.cholesky_inverse(factors)
+            eye = torch.eye(size, dtype=batch.dtype, device=batch.device)
+            inverses = torch.cholesky_inverse(torch.where((failed > 0)[:, None, None], eye, factors))
             for i in failed.nonzero()[:, 0].tolist():  # rounding made a semidefinite matrix indefinite
                 values, vectors = clamped_spectrum(batch[i])
                 inverses[i] = (vectors / values.clamp_min(float(values.max().clamp_min(_TINY)) * 1e-15)) @ vectors.mT
