@@ -32,7 +32,23 @@ def test_blocks_of_float32_rows_are_added_in_float64(weighted):
     assert column_sums(A * A, weight).item() == scale * (2.0**24 + 8)
 
 
-def test_many_float32_rows_keep_seven_digits():
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("rows", [512, 1500, _ROWS, 2 * _ROWS + 13])
+@pytest.mark.parametrize("columns", [1, 2, 10, 50])
+def test_float32_rows_keep_six_digits_however_many_there_are(rows, columns, seed):
+    # Few columns are the hard case: a BLAS may then add the rows of a product one after the other.
+    torch.manual_seed(seed)
+    A, B, weight = torch.rand(rows, columns) + 1, torch.rand(rows, 3) + 1, torch.rand(rows) + 1
+    weighted = A.double() * weight.double()[:, None]
+    assert relative(gram(A, B), A.double().T @ B.double()) < 1e-6
+    assert relative(gram(A, B, weight), weighted.T @ B.double()) < 1e-6
+    assert relative(column_sums(A), A.double().sum(0)) < 1e-6
+    assert relative(column_sums(A, weight), weighted.sum(0)) < 1e-6
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_errors_of_many_blocks_do_not_add_up(seed):
+    torch.manual_seed(seed)
     A = torch.rand(300_000, 2) + 1
     assert relative(gram(A, A), A.double().T @ A.double()) < 2e-7
     assert relative(column_sums(A), A.double().sum(0)) < 2e-7

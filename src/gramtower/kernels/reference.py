@@ -93,7 +93,7 @@ def column_sums(x: Tensor, weight: Tensor | None = None, dtype: torch.dtype | No
     total = torch.zeros(x.shape[1], dtype=dtype or x.dtype, device=x.device)
     for start in range(0, x.shape[0], _ROWS):
         rows = slice(start, start + _ROWS)
-        total += x[rows].sum(0) if weight is None else weight[rows] @ x[rows]
+        total += (x[rows] if weight is None else x[rows] * weight[rows, None]).sum(0)
     return total
 
 
