@@ -1,6 +1,8 @@
 # make demo   learns a thesaurus and shows what it found
 # make test   lint, types and tests
 # make reproduce ML1M=path/to/ml-1m   the paper's comparison on MovieLens 1M and on the bundled thesaurus, about 26 minutes
+# make test-oldest   the tests with the oldest versions that pyproject.toml promises, in .venv-oldest; several GB
+# make resolves      constraints.txt against the plain package index, whatever pip is configured to use here
 # make fuzz MINUTES=30   hostile input: every fuzz test has its share of the time, from a new seed
 # make crash KILLS=1000   runs killed at random moments end as uninterrupted ones do
 # Each does its own set-up in .venv.
@@ -10,18 +12,32 @@ BIN := .venv/bin
 READY := .venv/.ready
 ML1M ?= ml-1m
 RUNS ?= runs
+OLDEST := .venv-oldest
+PLAIN := env -u PIP_FIND_LINKS -u PIP_NO_INDEX -u PIP_INDEX_URL -u PIP_EXTRA_INDEX_URL -u PIP_CONSTRAINT \
+  PIP_CONFIG_FILE=/dev/null PIP_DISABLE_PIP_VERSION_CHECK=1
 MINUTES ?= 30
 FUZZ_SEED ?= $(shell date +%s)
 KILLS ?= 100
 CRASH_SEED ?= 0
 
-.PHONY: demo test fuzz crash lint types reproduce clean
+.PHONY: demo test test-oldest resolves fuzz crash lint types reproduce clean
 
 demo: $(READY)
 	$(BIN)/gramtower demo
 
 test: lint types
 	$(BIN)/python -m pytest -n 2
+
+test-oldest: $(OLDEST)/.ready
+	$(OLDEST)/bin/python -m pytest -n 2
+
+# A pip that reads what wheels need without downloading them: torch's would be gigabytes. Without a network it fails.
+resolves:
+	@new=$$(mktemp -d) && trap 'rm -rf "$$new"' EXIT && $(PYTHON) -m venv "$$new" \
+	  && { $(PLAIN) "$$new/bin/python" -m pip install pip==26.3 && $(PLAIN) "$$new/bin/python" -m pip install --dry-run \
+	    --no-cache-dir --use-feature=fast-deps -c constraints.txt -e ".[dev,pages]"; } >"$$new/log" 2>&1 \
+	  && echo "constraints.txt can be installed from the package index" \
+	  || { tail -n 30 "$$new/log"; echo "constraints.txt cannot be installed from the package index"; exit 1; } >&2
 
 # Two fuzz tests run at a time.
 fuzz: $(READY)
@@ -58,5 +74,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(READY)
 
+$(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e ".[dev]"
+	touch $(OLDEST)/.ready
+
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(OLDEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis
