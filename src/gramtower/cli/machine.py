@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent.parent
+_STAT = Path("/proc/stat")
 
 
 def commit() -> str | None:
@@ -46,7 +47,7 @@ class OthersBusy:
 def _reading() -> tuple[float, float, float] | None:
     """Wall time, CPU seconds of all processes, CPU seconds of this one."""
     try:
-        fields = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        fields = [int(x) for x in _STAT.read_text().split("\n", 1)[0].split()[1:9]]
         ticks = os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError):
         return None
