@@ -258,7 +258,7 @@ def test_mlp_towers_are_the_papers_network():
 @pytest.mark.parametrize("kind", FEATURES)
 @pytest.mark.parametrize("scale", [0.01, 50.0])
 def test_mlp_towers_start_small_whatever_the_features(kind, scale):
-    features = RNG.normal(size=(400, 30)) * scale
+    features = np.random.default_rng(1).normal(size=(400, 30)) * scale
     features = {"ids": None, "dense": features, "sparse": sp.csr_matrix(features * (features > 0))}[kind]
     problem = gt.Problem(sp.eye(400, 5, format="csr"), left=features)
     towers = gt.mlp_towers(problem, hidden=(200, 100), dim=50)
