@@ -66,7 +66,7 @@ def test_the_preconditioner_is_the_same(tower):
         case.problem.streamed = sweep
         point = case.problem.at(case.towers)
         products.append((point.preconditioner("kronecker", 0.1) @ point.gradient()).vector)
-    assert relative(products[1], products[0]) < 1e-10
+    assert relative(products[1], products[0]) < 1e-7  # an opaque step takes roots: of rounding 1e-16 they are 1e-8
 
 
 @pytest.mark.parametrize("kind", FEATURES)
