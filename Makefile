@@ -28,8 +28,9 @@ demo: $(READY)
 test: lint types
 	$(BIN)/python -m pytest -n 2
 
+# The warning is of the interpreter of triton 3.2.
 test-oldest: $(OLDEST)/.ready
-	$(OLDEST)/bin/python -m pytest -n 2
+	$(OLDEST)/bin/python -m pytest -n 2 -W "ignore:Conversion of an array with ndim:DeprecationWarning"
 
 # A pip that reads what wheels need without downloading them: torch's would be gigabytes. Without a network it fails.
 resolves:

@@ -164,3 +164,10 @@ def make_case(
         problem.activations = activations
     dense = Dense(labels, X, Y, loss=loss, a=a, b=b, w=w if pair_weights else None, **common)
     return Case(problem, gt.Towers(left, right), dense, left_dense, right_dense)
+
+
+def zstandard(data):
+    """A Zstandard file of one block stored as it is; neither Python 3.11 nor older polars writes any."""
+    assert len(data) < 1 << 17
+    size, block = len(data).to_bytes(8, "little"), (len(data) << 3 | 1).to_bytes(3, "little")
+    return b"\x28\xb5\x2f\xfd\xe0" + size + block + data

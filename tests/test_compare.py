@@ -23,6 +23,7 @@ from gramtower.cli.app import run
 from gramtower.cli.contest import measured_at
 from gramtower.optim.methods import Sampled
 from gramtower.optim.solvers import SOLVERS
+from gramtower.training import loop
 from gramtower.training.lock import locked
 from gramtower.training.result import read_history
 
