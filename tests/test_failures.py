@@ -16,7 +16,7 @@ def test_processes_that_were_given_different_things_are_named(tmp_path):
     expected = {
         "omega": "omega: got 0.25 in process 1 of 2, expected 0.125 as in process 0",
         "seed": "seed: got 1 in process 1 of 2, expected 0 as in process 0",
-        "options": "options: got '{\"damping\": 2.0}' in process 1 of 2, expected '{\"damping\": 1.0}' as in process 0",
+        "options": "option damping: got '2.0' in process 1 of 2, expected '1.0' as in process 0",
         "version": "version of numpy: got '9.9' in process 1 of 2",
         "pairs": "pairs: got '30 × 20, 90 pairs, digest",
         "table": "tower: got a table of",

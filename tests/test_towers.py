@@ -17,11 +17,12 @@ from torch import nn
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
 from gramtower.kernels import activations, reference
-from gramtower.model import memory, stack, steps
+from gramtower.model import stack, steps
 from gramtower.model.analytic import Affine, Elementwise, InputAffine
 from gramtower.model.opaque import Opaque
 from gramtower.model.steps import Values
 from gramtower.model.towers import clone
+from gramtower.objective import plan as plan_module
 from gramtower.objective.plan import Streamed
 
 RNG = np.random.default_rng(0)
@@ -62,7 +63,10 @@ def test_written_out_steps_agree_with_autodiff(tower, kind, variant):
     for module in (case.towers.left, case.towers.right):
         module.register_forward_hook(lambda *_: None)  # a module with hooks is called as it is
     hooked = case.problem.at(gt.Towers(case.towers.left, case.towers.right))
-    assert [type(step) for step in (*hooked.left.steps, *hooked.right.steps)] == [Opaque, Opaque]
+    assert [type(step) for step in (*hooked.evaluation.left.tower.steps, *hooked.evaluation.right.steps)] == [
+        Opaque,
+        Opaque,
+    ]
     assert relative(evaluate_all(case.problem, case.towers.left, case.towers.right), plain) < 1e-12
 
 
@@ -74,7 +78,7 @@ def test_a_hook_that_changes_the_output_of_a_bare_layer_is_heard():
 
 def test_stacks_of_known_layers_are_written_out():
     case = make_case(tower="deep-tanh")
-    kinds = [type(step) for step in case.problem.at(case.towers).left.steps]
+    kinds = [type(step) for step in case.problem.at(case.towers).evaluation.left.tower.steps]
     assert kinds == [InputAffine, Elementwise, Affine, Elementwise, Affine]
 
 
@@ -317,7 +321,7 @@ def test_a_vjp_that_broke_off_leaves_nothing_behind(monkeypatch):
 
 
 def test_deferred_sums_are_added_up_before_they_grow(monkeypatch):
-    monkeypatch.setattr(memory, "_CPU_BLOCK", 2)
+    monkeypatch.setattr(plan_module, "_CPU_BLOCK", 2)
     problem = gt.Problem(planted_pairs(60, 30, 300))
     towers = gt.mlp_towers(problem, hidden=(8,), dim=4, dtype=torch.float64)
     wanted = problem.at(towers).gradient()
@@ -388,11 +392,12 @@ def test_a_new_step_is_a_class_and_a_line(own_step):
 def planned(plan):
     """Gradient and G·d, and M·g, of towers with that step."""
     left, right = (module.double() for module in own_towers())
-    options = {"recomputed": dict(memory_budget=1), "triton": dict(kernels="triton")}.get(plan, {})
+    options = dict(kernels="triton") if plan == "triton" else {}
     problem, towers = gt.Problem(PAIRS, omega=0.5, l2=0.1, **options), gt.Towers(left, right)
+    problem.activations = 1 if plan == "recomputed" else None
     problem.streamed = Streamed(4, False) if plan == "swept" else None
     point = problem.at(towers)
-    assert towers.sizes(point.parameters, problem.left, problem.right, point.kernels).row_bytes[0] >= 8 * (
+    assert towers.sizes(point.parameters, problem.left, problem.right, point.evaluation.kernels).row_bytes[0] >= 8 * (
         6 + 6 + 3 + 3
     )
     g = point.gradient().vector
@@ -407,7 +412,7 @@ def test_a_new_step_gives_what_autodiff_gives_however_it_is_planned(plan, monkey
     assert widths is None  # by autodiff: not for CUDA graphs
     request.getfixturevalue("own_step")
     if plan == "blocks":
-        monkeypatch.setattr(memory, "_CPU_BLOCK", 2)
+        monkeypatch.setattr(plan_module, "_CPU_BLOCK", 2)
     mine, M_mine, widths = planned(plan)
     assert widths == ([6, 0, 3, 0], [6, 0, 3, 0])
     assert relative(mine, exact) < 1e-12

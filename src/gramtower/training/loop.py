@@ -190,7 +190,8 @@ class _Run:
         objective = {"loss": p.loss.name, "omega": p.omega, "l2": p.l2, "embedding_l2": p.embedding_l2}
         objective |= {"frequency_power": p.frequency_power, "dtype": str(self.towers.dtype)}
         objective |= {"precision": p.precision, "pair_precision": p.pair_precision}
-        run = {"optimizer": optimizer, "options": json.dumps(options, sort_keys=True, default=str), "seed": seed}
+        run = {"optimizer": optimizer, "seed": seed}
+        run |= {f"option {name}": json.dumps(value, default=str) for name, value in options.items()}
         places = {"device": self.towers.device.type, "checkpoint": None if path is None else str(path)}
         agree(self.group, versions() | objective | run | places | vars(limits))
 
