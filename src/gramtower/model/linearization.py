@@ -157,17 +157,22 @@ class Linearization:
         return None
 
     @torch.no_grad()
-    def vjp(self, cotangent: Tensor, out: Named, initial: tuple[Tensor, float] | None = None) -> None:
+    def vjp(
+        self, cotangent: Tensor, out: Named, initial: tuple[Tensor, float] | None = None, flush: bool = True
+    ) -> None:
         """Add Σ_i (∂y_i/∂θ)ᵀ cotangent_i to ``out``, tensor by tensor.
 
         With ``initial`` the tensor :attr:`fusable_table` of ``out`` is written, not added to: its part and
-        initial[0] · initial[1].
+        initial[0] · initial[1]. Without ``flush`` the sums for biases stay deferred: the caller calls ``start_vjp``
+        before and ``flush_bias_sums`` after all that it pulls back, once for many ranges of rows.
         """
-        self.start_vjp()
+        if flush:
+            self.start_vjp()
         for start, stop, saved in self.saved_blocks():
             self.vjp_block(start, stop, saved, cotangent[start:stop], out, initial)
             del saved  # before the next block's are made
-        self.flush_bias_sums(out)
+        if flush:
+            self.flush_bias_sums(out)
         self.work.add(self.side, "vjps", self._share)
 
     def vjp_block(

@@ -212,10 +212,12 @@ class Evaluation:
                 pending = self.constants.shards.add_right_sum(V, lambda total: block.right_sum(x, P, total))
             # What is read on another stream may not be freed before both have joined.
             under_way.append((pending, None if self.stream.stream is None else x))
-            block.tower.vjp(U, self.towers.own("left", total), initial[0])
+            block.tower.vjp(U, self.towers.own("left", total), initial[0], flush=False)
 
+        self.left.tower.start_vjp()
         self._visit(visit)
         total, initial = start()
+        self.left.tower.flush_bias_sums(self.towers.own("left", total))
         right = self.towers.own("right", total)
         with products_in(self.constants.precision):
             if self.towers.share_parameters:  # who adds to the same tensors takes turns
