@@ -50,17 +50,11 @@ def main(rank, size, folder, target, *arguments):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=int(rank),
-        world_size=int(size),
-        timeout=timedelta(seconds=300),
-    )
-    if "TEST_TIMEOUT" in os.environ:  # once all have started, which may take long on a busy machine
-        dist.barrier()
-        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-        backend._set_default_timeout(timedelta(seconds=float(os.environ["TEST_TIMEOUT"])))
+    store = dist.FileStore(f"{folder}/store", int(size))
+    store.set(f"started/{rank}", "")  # all have to start first, which may take long on a busy machine
+    store.wait([f"started/{other}" for other in range(int(size))], timedelta(seconds=300))
+    timeout = timedelta(seconds=float(os.environ.get("TEST_TIMEOUT", "300")))
+    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(size), timeout=timeout)
     module, name = target.split(":")
     result = getattr(importlib.import_module(module), name)(Path(folder), *arguments)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
