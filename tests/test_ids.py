@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import uuid
 
@@ -199,9 +198,13 @@ def test_pandas_columns_keep_their_type_with_and_without_pyarrow(monkeypatch):
     frame = pandas.DataFrame(
         {"u": pandas.array([7, None, 8], dtype="Int64"), "i": ["a", pandas.NA, "b"], "v": [uuid.UUID(int=1)] * 3}
     )
+
+    def without_pyarrow(*_):
+        raise ModuleNotFoundError("pyarrow")
+
     for there in (True, False):
         if not there:
-            monkeypatch.setitem(sys.modules, "pyarrow", None)
+            monkeypatch.setattr(pl, "from_pandas", without_pyarrow)
         with pytest.warns(LeftOutWarning):
             pairs = Interactions.from_frame(frame, "u", "i")
         assert pairs_of(pairs) == [(7, "a"), (8, "b")]
