@@ -30,13 +30,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 
 import gramtower as gt
 from gramtower.cli import contest
 from gramtower.cli.app import run
+from gramtower.estimator.model_file import KIND
 from gramtower.optim.solvers import SOLVERS
 from gramtower.training.result import read_history
+from gramtower.training.shards_file import Reader
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 TIMES = ("seconds", "date", "environment", "others_busy", "resumed", "commands", "bytes")
@@ -107,9 +108,10 @@ def untimed(value: Any) -> Any:
 
 def fit_result(folder: Path) -> Any:
     out = folder / "out"
-    with safe_open(out / "model.gramtower", "pt") as file:
-        header = json.loads(file.metadata()["model"])
-        tensors = {key: hashlib.sha256(file.get_tensor(key).numpy().tobytes()).hexdigest() for key in file.keys()}  # noqa: SIM118
+    file = Reader(out / "model.gramtower", KIND)
+    header = file.header
+    tensors = {name: hashlib.sha256(file.read(name).numpy().tobytes()).hexdigest() for name in file.shapes}
+    file.close()
     kept = {key: header[key] for key in ("reason", "best_metric", "omega", "dim") if key in header}
     history = [untimed(vars(record)) for record in read_history(out / "history.jsonl")]
     summary = untimed(json.loads((out / "summary.json").read_text()))
