@@ -23,7 +23,7 @@ def test_many_processes_take_the_steps_of_one(size, cut, more, alone, tmp_path):
     many = run_group("shared_fits:trajectories", size, tmp_path, cut, *more)
     assert all(one == many[0] for one in many)  # the same numbers, to the bit, in every process
     for name, values in many[0].items():
-        tolerance = 1e-4 if "float32" in name else 1e-9
+        tolerance = 1e-3 if "float32" in name else 1e-9  # iterations amplify rounding
         assert values == pytest.approx(alone[name], rel=tolerance), name
         assert len(set(values)) == len(values)  # it moved in every iteration
 
