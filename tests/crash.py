@@ -34,6 +34,8 @@ import torch
 import gramtower as gt
 from gramtower.cli import contest
 from gramtower.cli.app import run
+from gramtower.data.partition import read_part
+from gramtower.distributed.group import SINGLE
 from gramtower.estimator.model_file import KIND
 from gramtower.optim.solvers import SOLVERS
 from gramtower.training.result import read_history
@@ -78,7 +80,7 @@ def jobs(data: Path) -> list[Job]:
     found.append(Job("tune", command("tune", pairs, *tokens), tune_result))
     tokens = [*learn, "--hidden", "6", "--optimizers", "gd,lbfgs,newton", "--max-iterations", "12"]
     found.append(Job("compare", command("compare", pairs, *tokens), compare_result))
-    found.append(Job("partition", command("partition", pairs, "--parts", "5"), digests))
+    found.append(Job("partition", command("partition", pairs, "--parts", "5"), partition_result))
     for ending in ("csv.gz", "parquet"):
         found.append(Job(f"convert:{ending}", command("convert", pairs, out=f"table.{ending}"), digests))
     old = (data / "old.gramtower").read_bytes()
@@ -95,7 +97,7 @@ def jobs(data: Path) -> list[Job]:
         if (out / "model").exists() and (out / "model").stat().st_size:
             gt.load(out / "model")
 
-    found.append(Job("model", save, digests, one_of_both))
+    found.append(Job("model", save, lambda folder: contents(folder / "model"), one_of_both))
     return found
 
 
@@ -106,12 +108,31 @@ def untimed(value: Any) -> Any:
     return [untimed(item) for item in value] if isinstance(value, list) else value
 
 
-def fit_result(folder: Path) -> Any:
-    out = folder / "out"
-    file = Reader(out / "model.gramtower", KIND)
-    header = file.header
+def contents(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The header of a model and digests of its tensors; their order in the file is none of its content."""
+    file = Reader(path, KIND)
     tensors = {name: hashlib.sha256(file.read(name).numpy().tobytes()).hexdigest() for name in file.shapes}
     file.close()
+    return file.header, tensors
+
+
+def partition_result(folder: Path) -> Any:
+    """What one process reads of a partition, and how many files there are: none of an earlier try."""
+    part = read_part(folder / "out", SINGLE)
+    matrix = part.matrix
+    return (
+        matrix.shape,
+        matrix.indptr.tolist(),
+        matrix.indices.tolist(),
+        list(map(str, part.left_ids)),
+        list(map(str, part.right_ids())),
+        len(list((folder / "out").iterdir())),
+    )
+
+
+def fit_result(folder: Path) -> Any:
+    out = folder / "out"
+    header, tensors = contents(out / "model.gramtower")
     kept = {key: header[key] for key in ("reason", "best_metric", "omega", "dim") if key in header}
     history = [untimed(vars(record)) for record in read_history(out / "history.jsonl")]
     summary = untimed(json.loads((out / "summary.json").read_text()))
