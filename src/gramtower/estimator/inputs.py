@@ -3,7 +3,8 @@
     "id"            a column for each entity of the training data; a new entity has none of them
     "history"       the observed right entities of a left one, equal values, length one
     a FeatureTable  its columns, joined by id; the encoding is kept, the rows are not
-    a matrix        one row for each entity, in the order of the ids
+    a matrix        one row for each entity, in the order of the ids; columns of numbers beyond 10¹² are divided by a
+                    power of two, the same for new entities
 
 One part is handed to the tower as it is, ids as row numbers and dense rows dense; several become one sparse matrix.
 Cost: O(entries). Checked by tests/test_inputs.py.
@@ -30,15 +31,33 @@ from gramtower.estimator.matrices import history_features, row_map
 Ids = tuple[NDArray[Any] | None, NDArray[Any] | None]  # of a side, and of the other one
 _NAMES = ("id", "history")
 _GIVEN = ("table", "sparse", "dense")  # parts that the caller describes new entities by
+_LARGE = 1e12  # columns with larger numbers are divided: their squares would not add up in float32
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some columns: their kind (``id``, ``history``, ``table``, ``sparse``, ``dense``) and number."""
+    """Some columns: their kind (``id``, ``history``, ``table``, ``sparse``, ``dense``) and number.
+
+    Attributes:
+        table: how a table is encoded.
+        exponents: columns of a matrix that are divided by a power of two → which.
+    """
 
     kind: str
     width: int
     table: FeatureTable | None = None
+    exponents: tuple[tuple[int, int], ...] = ()
+
+    def scaled(self, matrix: Any) -> Any:
+        """A matrix with its large columns divided; itself where there are none."""
+        if not self.exponents:
+            return matrix
+        factors = np.ones(self.width)
+        for column, exponent in self.exponents:
+            factors[column] = 2.0**-exponent
+        if sp.issparse(matrix):
+            return sp.csr_matrix(sp.csr_matrix(matrix, dtype=np.float64) @ sp.diags(factors))
+        return check.as_float_array("features", matrix).astype(np.float64) * factors
 
 
 @dataclass(frozen=True)
@@ -48,6 +67,7 @@ class _Form:
     kind: str
     width: int
     table: dict[str, Any] | None = None
+    exponents: list[list[int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -141,7 +161,9 @@ class Inputs:
     def to_plain(self) -> list[dict[str, Any]]:
         """The parts without their rows, as JSON has them."""
         return [
-            {"kind": p.kind, "width": p.width} | ({} if p.table is None else {"table": json.loads(p.table.to_json())})
+            {"kind": p.kind, "width": p.width}
+            | ({} if p.table is None else {"table": json.loads(p.table.to_json())})
+            | ({"exponents": [list(pair) for pair in p.exponents]} if p.exponents else {})
             for p in self.parts
         ]
 
@@ -161,7 +183,12 @@ class Inputs:
             table = None if form.table is None else FeatureTable.encoder_from_json(json.dumps(form.table))
             if not 0 < form.width < 2**31 or (table is not None and table.width != form.width):
                 check.fail("inputs.width", form.width, "a positive number" if table is None else f"{table.width}")
-            parts.append(Part(kind, form.width, table))
+            exponents = tuple((pair[0], pair[1]) for pair in form.exponents or () if len(pair) == 2)
+            if any(not 0 <= c < form.width or not abs(e) < 1024 for c, e in exponents) or (
+                len(exponents) < len(form.exponents or ())
+            ):
+                check.fail("inputs.exponents", str(form.exponents)[:60], "pairs of a column and a power of two")
+            parts.append(Part(kind, form.width, table, exponents))
         kinds = [part.kind for part in parts if part.kind in _NAMES]
         if not parts or len(set(kinds)) < len(kinds):
             check.fail("inputs", " + ".join(kinds) or "nothing", "parts, id and history once each")
@@ -221,9 +248,23 @@ def _training_part(
         shape = f" of shape {tuple(one.shape)}" if hasattr(one, "shape") else ""
         expected = f'scipy.sparse, numpy or torch with {rows} rows, a FeatureTable, "id", "history", or a list of these'
         check.fail(f"{side}_features", type(one).__name__ + shape, expected)
-    if sp.issparse(one):
-        return Part("sparse", int(one.shape[1])), checked(f"{side}_features", one)
-    return Part("dense", int(one.shape[1])), one
+    one = checked(f"{side}_features", one) if sp.issparse(one) else one
+    kind = "sparse" if sp.issparse(one) else "dense"
+    whole = rows == place.total  # one of several processes does not know all rows of a column
+    part = Part(kind, int(one.shape[1]), exponents=_exponents(one) if whole else ())
+    return part, part.scaled(one)
+
+
+def _exponents(matrix: Any) -> tuple[tuple[int, int], ...]:
+    """Columns of numbers that are finite and large, and the powers of two that bring them to about one."""
+    if "float" not in str(matrix.dtype):  # counts and codes are small, and other kinds are refused elsewhere
+        return ()
+    if sp.issparse(matrix):
+        most = abs(sp.csr_matrix(matrix)).max(axis=0).toarray().reshape(-1)
+    else:
+        most = np.abs(check.as_float_array("features", matrix)).max(axis=0, initial=0.0)
+    large = np.flatnonzero((most > _LARGE) & np.isfinite(most))
+    return tuple((int(column), int(np.frexp(float(most[column]))[1])) for column in large)
 
 
 def _new_part(side: str, part: Part, rows: Any) -> Any:
@@ -235,7 +276,7 @@ def _new_part(side: str, part: Part, rows: Any) -> Any:
     if not hasattr(rows, "shape") or len(rows.shape) != 2 or rows.shape[1] != part.width:
         shape = f" of shape {tuple(rows.shape)}" if hasattr(rows, "shape") else ""
         check.fail(f"{side}_features", type(rows).__name__ + shape, f"{part.width} columns, as in training")
-    return checked(f"{side}_features", rows) if sp.issparse(rows) else rows
+    return part.scaled(checked(f"{side}_features", rows) if sp.issparse(rows) else rows)
 
 
 def _missing(side: str, part: Part, rows: int) -> sp.csr_matrix:
