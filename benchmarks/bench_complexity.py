@@ -34,9 +34,9 @@ from common import best_seconds, write_result
 
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
-from gramtower.kernels import select
-from gramtower.model.linearization import Work
-from gramtower.objective.gramians import gram
+from gramtower.engine.kernels import select
+from gramtower.engine.objective.gramians import gram
+from gramtower.engine.towers.linearization import Work
 from gramtower.optim.sampled import Blocks, Subsets
 
 METHODS = ("naive", "gradient", "blocks", "subsets")

@@ -29,8 +29,8 @@ import gzip, json, re, sys, time
 from pathlib import Path
 import polars as pl
 import scipy.sparse
-from gramtower.data.mediawiki import mediawiki_links
-from gramtower.data.netflix import netflix
+from gramtower.data.readers.mediawiki import mediawiki_links
+from gramtower.data.readers.netflix import netflix
 
 def peak(reset=False):
     if reset:

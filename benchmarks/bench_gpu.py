@@ -25,8 +25,8 @@ from common import write_result
 
 import gramtower as gt
 from gramtower.data.synthetic import PAPER_SHAPES
-from gramtower.kernels.precision import products_in
-from gramtower.model.towers import clone
+from gramtower.engine.towers.towers import clone
+from gramtower.runtime.precision import products_in
 
 
 def random_pairs(m: int, n: int, count: int, device: torch.device, seed: int = 0) -> sp.csr_matrix:

@@ -32,14 +32,14 @@ import numpy as np
 import torch
 
 import gramtower as gt
-from gramtower.cli import contest
 from gramtower.cli.app import run
+from gramtower.compare import runner
 from gramtower.data.partition import read_part
 from gramtower.distributed.group import SINGLE
+from gramtower.distributed.shard_files import Reader
 from gramtower.estimator.model_file import KIND
 from gramtower.optim.solvers import SOLVERS
 from gramtower.training.result import read_history
-from gramtower.training.shards_file import Reader
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 TIMES = ("seconds", "date", "environment", "others_busy", "resumed", "commands", "bytes")
@@ -268,7 +268,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/crash.json"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    contest._CHECKPOINT_SECONDS = 0.0
+    runner._CHECKPOINT_SECONDS = 0.0
     rng, counts, failures = random.Random(arguments.seed), Counter[str](), []
     with tempfile.TemporaryDirectory(prefix="gramtower-crash-") as scratch:
         base = Path(scratch)

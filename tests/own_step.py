@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import gramtower as gt
-from gramtower.model.steps import Op, materialise, plain
+from gramtower.engine.towers.steps import Op, materialise, plain
 
 
 class Squash(nn.Module):

@@ -12,8 +12,8 @@ import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
 from gramtower.distributed.group import current_group
 from gramtower.distributed.shards import Rows, Shards
-from gramtower.model import stack
-from gramtower.objective.sharded import sharded_problem
+from gramtower.engine.objective.sharded import sharded_problem
+from gramtower.engine.towers import stack
 
 SAMPLED = dict(ratio=0.1, steps=4, step_size=2**-13)
 METHODS = {"gd-diag": {}, "newton": {}, "newton-kron": {}, "sogram": SAMPLED}

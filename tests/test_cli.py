@@ -21,10 +21,10 @@ pytest.importorskip("polars", reason="the command line reads tables with polars"
 
 import gramtower.training.log
 from gramtower import demo
+from gramtower._toml import toml
 from gramtower.cli.app import run
 from gramtower.cli.config import TABLES
 from gramtower.data.interactions import Interactions
-from gramtower.estimator.config_file import toml
 from gramtower.estimator.model_file import load
 from gramtower.estimator.two_tower import TwoTower
 from gramtower.training.lock import locked
@@ -279,7 +279,7 @@ def test_a_report_on_a_fit_says_its_end_and_leaves_its_summary(pairs, tmp_path, 
 
 @pytest.mark.parametrize("command", ["fit", "tune", "compare", "convert", "partition", "demo"])
 def test_every_command_ends_with_130_after_ctrl_c(command, pairs, tmp_path, capsys, monkeypatch):
-    from gramtower.objective.problem import Problem
+    from gramtower.engine.objective.problem import Problem
 
     def interrupt(*_, **__):
         raise KeyboardInterrupt

@@ -18,9 +18,9 @@ pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 pytest.importorskip("polars", reason="the command line reads tables with polars")
 
 import gramtower as gt
-from gramtower.cli import contest
 from gramtower.cli.app import run
-from gramtower.cli.contest import measured_at
+from gramtower.compare import runner as contest
+from gramtower.compare.runner import measured_at
 from gramtower.optim.methods import Sampled
 from gramtower.optim.solvers import SOLVERS
 from gramtower.training import loop
@@ -122,7 +122,7 @@ def test_a_folder_of_another_comparison_is_refused_by_what_differs(pairs, tmp_pa
 
 SCRIPT = """
     import sys
-    from gramtower.cli import contest
+    from gramtower.compare import runner as contest
     from gramtower.cli.app import run
     contest._CHECKPOINT_SECONDS = 0.0  # so short a run would have none otherwise
     sys.exit(run(sys.argv[1:]))

@@ -11,8 +11,8 @@ import warnings
 import numpy as np
 import pytest
 
-from gramtower.kernels import compiled as module
-from gramtower.kernels.compiled import compiled
+from gramtower.runtime import compiled as module
+from gramtower.runtime.compiled import compiled
 
 READ_ONLY = """
 import warnings

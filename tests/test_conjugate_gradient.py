@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gramtower.model.parameters import Layout, Parameters
+from gramtower.engine.towers.parameters import Layout, Parameters
 from gramtower.optim.conjugate_gradient import conjugate_gradient
 
 

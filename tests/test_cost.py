@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
-from gramtower.kernels import cpu
+from gramtower.engine.kernels import cpu
 
 VALUE = dict(left_forwards=1, right_forwards=1, pair_passes=1)
 GRADIENT = dict(left_vjps=1, right_vjps=1, pair_passes=2)

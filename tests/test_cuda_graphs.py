@@ -11,8 +11,8 @@ from own_step import LINE, squashed
 
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
-from gramtower.model import stack
-from gramtower.objective.cuda_graphs import GraphExecutor
+from gramtower.engine.objective.cuda_graphs import GraphExecutor
+from gramtower.engine.towers import stack
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 

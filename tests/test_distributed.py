@@ -10,7 +10,7 @@ from processes import run_group
 
 import gramtower as gt
 from gramtower.distributed.shards import Rows, balanced
-from gramtower.model.tables import draw_rows_
+from gramtower.engine.towers.id_tables import draw_rows_
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from processes import HERE, run_group
 import gramtower as gt
 from gramtower.data.partition import read_part, write_partition
 from gramtower.data.splits import random_pairs
-from gramtower.training import shards_file
+from gramtower.distributed import shard_files as shards_file
 
 
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path):

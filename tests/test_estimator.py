@@ -17,7 +17,7 @@ from gramtower.data.splits import random_pairs
 from gramtower.distributed.group import SINGLE
 from gramtower.estimator import defaults
 from gramtower.estimator.matrices import history_features
-from gramtower.model import memory
+from gramtower.runtime import host, memory
 
 CPU = torch.device("cpu")
 
@@ -300,9 +300,9 @@ def test_what_a_container_may_have_counts(monkeypatch, tmp_path):
     assert memory.total_memory(CPU) > 10**8
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "limit").write_text("123456\n")
-    monkeypatch.setattr(memory, "_CONTAINER", (str(tmp_path / "memory.max"), str(tmp_path / "none")))
+    monkeypatch.setattr(host, "_CONTAINER", (str(tmp_path / "memory.max"), str(tmp_path / "none")))
     whole = memory.total_memory(CPU)
-    monkeypatch.setattr(memory, "_CONTAINER", (str(tmp_path / "limit"), str(tmp_path / "memory.max")))
+    monkeypatch.setattr(host, "_CONTAINER", (str(tmp_path / "limit"), str(tmp_path / "memory.max")))
     assert memory.total_memory(CPU) == 123456 < whole
 
 

@@ -65,7 +65,7 @@ def save_search(folder):
 
 def save_figures(folder):
     pytest.importorskip("matplotlib", reason="figures are drawn with matplotlib")
-    from gramtower.report.build import build
+    from gramtower.compare.build import build
 
     gt.minimize((problem := gt.Problem(eye(9))), gt.mlp_towers(problem, (), 2), "gd", 9, history=folder / "gd.jsonl")
     return lambda: build(folder)

@@ -15,10 +15,10 @@ from test_kernels import TOLERANCE, assert_same, make_operands, make_pairs, run,
 import gramtower as gt
 from gramtower.data.pairs import from_sparse
 from gramtower.data.synthetic import planted_pairs
-from gramtower.kernels import gpu, layout, reference
-from gramtower.kernels.activations import activation_of
-from gramtower.kernels.losses import LOSSES, LossTerms
-from gramtower.objective.plan import Streamed
+from gramtower.engine.kernels import gpu, layout, reference
+from gramtower.engine.kernels.activations import activation_of
+from gramtower.engine.kernels.losses import LOSSES, LossTerms
+from gramtower.engine.objective.plan import Streamed
 
 GPU = torch.cuda.is_available()  # conftest.py asks for the interpreter where there is none
 DEVICE = torch.device("cuda" if GPU else "cpu")

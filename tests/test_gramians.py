@@ -6,8 +6,8 @@ import pytest
 import torch
 from test_engine import relative
 
-from gramtower.objective import gramians
-from gramtower.objective.gramians import _ROWS, column_sums, gram, square_norms
+from gramtower.engine.objective import gramians
+from gramtower.engine.objective.gramians import _ROWS, column_sums, gram, square_norms
 
 
 @pytest.mark.parametrize("rows", [1, 7, _ROWS, _ROWS + 1, 2 * _ROWS + 13])

@@ -7,8 +7,8 @@ import torch
 from cases import FEATURES, LOSSES, TOWERS, make_case
 
 import gramtower as gt
-from gramtower.model.layer_factors import clamped_spectrum
-from gramtower.objective import kronecker as kronecker_module
+from gramtower.engine.objective import kronecker as kronecker_module
+from gramtower.engine.towers.layer_factors import clamped_spectrum
 from gramtower.optim.conjugate_gradient import conjugate_gradient
 
 

@@ -9,8 +9,9 @@ import random
 
 import pytest
 
-from gramtower.data import sources, sqldump
-from gramtower.data.mediawiki import is_mediawiki, mediawiki_links
+from gramtower.data import sources
+from gramtower.data.readers import sqldump
+from gramtower.data.readers.mediawiki import is_mediawiki, mediawiki_links
 
 CREATE = {
     "page": ["page_id", "page_namespace", "page_title", "page_restrictions", "page_is_redirect", "page_random"],

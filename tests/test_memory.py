@@ -16,9 +16,9 @@ from test_engine import relative
 import gramtower as gt
 from gramtower._checks import memory_size
 from gramtower.data.synthetic import planted_pairs
-from gramtower.model.memory import BlockPlan, default_budget
-from gramtower.objective import plan
-from gramtower.objective.plan import Footprint, Streamed, plan_blocks
+from gramtower.engine.objective import plan
+from gramtower.engine.objective.plan import Footprint, Streamed, plan_blocks
+from gramtower.runtime.memory import BlockPlan, default_budget
 
 CPU = torch.device("cpu")
 
@@ -140,7 +140,7 @@ def test_a_budget_that_cannot_be_kept_is_refused_with_the_smallest_that_can():
 
 def test_towers_that_the_memory_cannot_train_are_refused_before_work(monkeypatch):
     case = make_case()
-    monkeypatch.setattr("gramtower.objective.problem.free_memory", lambda device: 100)
+    monkeypatch.setattr("gramtower.engine.objective.problem.free_memory", lambda device: 100)
     with pytest.raises(
         ValueError, match=r"^towers: got \d+ parameters, which take 1MB to train, expected at most what"
     ):

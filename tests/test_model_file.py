@@ -15,8 +15,8 @@ import gramtower as gt
 from gramtower import _tensors
 from gramtower._tensors import TensorFile
 from gramtower.data.tables import FeatureTable
+from gramtower.engine.towers.mlp import mlp_shapes
 from gramtower.estimator.model_file import KIND
-from gramtower.model.mlp import mlp_shapes
 
 
 def fitted(**options):

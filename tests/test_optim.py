@@ -13,8 +13,8 @@ from torch import nn
 
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
-from gramtower.model.towers import clone
-from gramtower.objective.subsampling import subset_gradient, subset_gramians
+from gramtower.engine.objective.subsampling import subset_gradient, subset_gramians
+from gramtower.engine.towers.towers import clone
 from gramtower.optim.directions import LBFGS, Diagonal
 from gramtower.optim.sampled import Subsets
 from gramtower.optim.solvers import SOLVERS, as_solver

@@ -10,7 +10,7 @@ import torch
 from cases import make_case
 
 import gramtower as gt
-from gramtower.model.parameters import Layout, as_parameters
+from gramtower.engine.towers.parameters import Layout, as_parameters
 
 LAYOUT = Layout.of({"left.weight": (2, 3), "left.bias": (3,), "right.scale": ()})
 

@@ -8,7 +8,7 @@ from cases import make_case
 
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
-from gramtower.kernels.precision import products_in
+from gramtower.runtime.precision import products_in
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import gramtower as gt
-from gramtower.model.linearization import Work
+from gramtower.engine.towers.linearization import Work
 
 M, N = 4, 3
 X = np.arange(8.0).reshape(M, 2)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from gramtower.report import figures
-from gramtower.report.build import build
-from gramtower.report.levels import relative_difference, speed_up, summarise
-from gramtower.report.page import POINTS, page, thinned
-from gramtower.report.store import Method, read_comparison, write_manifest
+from gramtower.compare import figures
+from gramtower.compare.build import build
+from gramtower.compare.levels import relative_difference, speed_up, summarise
+from gramtower.compare.page import POINTS, page, thinned
+from gramtower.compare.store import Method, read_comparison, write_manifest
 from gramtower.training.result import Record
 
 BROWSER = Path("/usr/bin/chromium")

@@ -18,9 +18,10 @@ from gramtower.cli.config import parse_option, read_config
 from gramtower.data import readers, sources, streams
 from gramtower.data.interactions import Interactions
 from gramtower.data.left_out import LeftOutWarning
-from gramtower.data.mediawiki import mediawiki_links
-from gramtower.data.netflix import netflix
+from gramtower.data.readers.mediawiki import mediawiki_links
+from gramtower.data.readers.netflix import netflix
 from gramtower.data.tables import FeatureTable
+from gramtower.runtime import host
 from gramtower.tuning.space import read_space
 
 pl = pytest.importorskip("polars", reason="reading tables needs polars")
@@ -142,7 +143,7 @@ ZEROS = bytes(3_000_000)
 
 @pytest.mark.parametrize("ending", [".gz", ".xz", ".bz2", ".zst", ".zip"])
 def test_what_explodes_is_refused(ending, tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "memory", lambda: 4_000_000)
+    monkeypatch.setattr(host, "memory_size", lambda: 4_000_000)
     path = tmp_path / (f"ratings.csv{ending}" if ending != ".zip" else "ml.zip")
     if ending == ".zip":
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -152,7 +153,6 @@ def test_what_explodes_is_refused(ending, tmp_path, monkeypatch):
     else:
         path.write_bytes({".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}[ending](ZEROS))
     kinds = (readers.movielens,) if ending == ".zip" else (table, readers.item_lists, readers.movielens)
-    monkeypatch.setattr(readers, "memory", sources.memory)
     for read in kinds:
         with pytest.raises(ValueError, match=rf"{path.name}, which decompresses to more than 0.001 GB"):
             read(path)
@@ -293,7 +293,7 @@ def test_damaged_parquet_files_are_named_and_end_no_process(tmp_path):
 def test_parquet_files_of_more_rows_than_memory_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "t.parquet"
     pl.DataFrame({"user": ["1"] * 1_000_000, "item": "a"}).write_parquet(path)
-    monkeypatch.setattr(sources, "memory", lambda: 10_000_000)
+    monkeypatch.setattr(host, "memory_size", lambda: 10_000_000)
     with pytest.raises(ValueError, match="with 1,000,000 rows, expected a table that fits in memory"):
         Interactions.from_parquet(path, "user", "item")
 

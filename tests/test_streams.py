@@ -19,7 +19,7 @@ from gramtower import _checks as check
 from gramtower.cli.app import run
 from gramtower.cli.output import print_table
 from gramtower.cli.streams import prepare_streams, showable
-from gramtower.kernels import compiled
+from gramtower.runtime import compiled
 
 NAMES = ["ann", "bo", "naïve → 😀", "日本"]
 

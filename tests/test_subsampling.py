@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import make_case
 
-from gramtower.objective.subsampling import block_gradient, subset_gradient, subset_gramians
+from gramtower.engine.objective.subsampling import block_gradient, subset_gradient, subset_gramians
 
 CASES = [
     dict(weights=True, imputed="low-rank", embedding_l2=0.2),

@@ -16,14 +16,14 @@ from torch import nn
 
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
-from gramtower.kernels import activations, reference
-from gramtower.model import stack, steps
-from gramtower.model.analytic import Affine, Elementwise, InputAffine
-from gramtower.model.opaque import Opaque
-from gramtower.model.steps import Values
-from gramtower.model.towers import clone
-from gramtower.objective import plan as plan_module
-from gramtower.objective.plan import Streamed
+from gramtower.engine.kernels import activations, reference
+from gramtower.engine.objective import plan as plan_module
+from gramtower.engine.objective.plan import Streamed
+from gramtower.engine.towers import stack, steps
+from gramtower.engine.towers.analytic import Affine, Elementwise, InputAffine
+from gramtower.engine.towers.opaque import Opaque
+from gramtower.engine.towers.steps import Values
+from gramtower.engine.towers.towers import clone
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(6, 3)), RNG.normal(size=(5, 4))

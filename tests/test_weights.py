@@ -8,7 +8,7 @@ import scipy.sparse as sp
 import torch
 
 import gramtower as gt
-from gramtower.objective.weights import degree_power, entity_weights
+from gramtower.engine.objective.weights import degree_power, entity_weights
 
 
 def with_lonely_entities():

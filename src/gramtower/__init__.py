@@ -6,15 +6,15 @@ point = problem.at(towers)                      value, gradient() and gauss_newt
 """
 
 from gramtower.data.interactions import Interactions as Interactions
+from gramtower.engine.kernels.losses import Loss as Loss
+from gramtower.engine.objective.point import Point as Point
+from gramtower.engine.objective.problem import Problem as Problem
+from gramtower.engine.towers.layers import InputLinear as InputLinear
+from gramtower.engine.towers.mlp import mlp_towers as mlp_towers
+from gramtower.engine.towers.parameters import Parameters as Parameters
+from gramtower.engine.towers.towers import Towers as Towers
 from gramtower.estimator.model_file import load as load
 from gramtower.estimator.two_tower import TwoTower as TwoTower
-from gramtower.kernels.losses import Loss as Loss
-from gramtower.model.layers import InputLinear as InputLinear
-from gramtower.model.mlp import mlp_towers as mlp_towers
-from gramtower.model.parameters import Parameters as Parameters
-from gramtower.model.towers import Towers as Towers
-from gramtower.objective.point import Point as Point
-from gramtower.objective.problem import Problem as Problem
 from gramtower.optim.line_search import Backtracking as Backtracking
 from gramtower.optim.methods import Descent as Descent
 from gramtower.optim.methods import Method as Method

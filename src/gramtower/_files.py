@@ -7,12 +7,15 @@ may read. Checked by tests/test_files.py.
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 _PREFIX, _SUFFIX, _LOCK = ".gramtower-", ".partial", "lock"
 
@@ -53,6 +56,24 @@ def write_text(path: Path, text: str) -> None:
     """Save UTF-8 text in one step; file names that were not read as UTF-8 keep their bytes."""
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8", errors="surrogateescape")
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Save a JSON object in one step; see :func:`plain` for what becomes of other values."""
+    write_text(path, json.dumps(plain(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def plain(value: Any) -> Any:
+    """Values that JSON can hold: numbers that are not finite become None, arrays lists, paths and the like text."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy arrays and scalars
+        return plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def take_lock(path: Path) -> int | None:

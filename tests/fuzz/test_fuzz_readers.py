@@ -22,8 +22,8 @@ from gramtower.cli.config import read_config
 from gramtower.cli.experiment import load_experiment
 from gramtower.data import readers
 from gramtower.data.interactions import Interactions
-from gramtower.data.mediawiki import mediawiki_links
-from gramtower.data.netflix import netflix
+from gramtower.data.readers.mediawiki import mediawiki_links
+from gramtower.data.readers.netflix import netflix
 from gramtower.data.tables import FeatureTable
 from gramtower.tuning.space import read_space
 

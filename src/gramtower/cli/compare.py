@@ -15,15 +15,17 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from gramtower import _checks as check
+from gramtower._files import plain
 from gramtower.cli.config import nearest
-from gramtower.cli.contest import Contest
-from gramtower.cli.folder import HISTORY, environment
+from gramtower.cli.folder import HISTORY
 from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions
 from gramtower.cli.output import note, print_json, print_table
-from gramtower.cli.subject import make_subject
+from gramtower.cli.setup import make_setup
+from gramtower.compare.build import PAGE, build
+from gramtower.compare.machine import environment
+from gramtower.compare.runner import Runner
+from gramtower.compare.store import MANIFEST, checkpoint_path, read_manifest, write_manifest
 from gramtower.optim.solvers import SOLVERS
-from gramtower.report.build import PAGE, build
-from gramtower.report.store import MANIFEST, checkpoint_path, plain, read_manifest, write_manifest
 from gramtower.training.checkpoint import remove_checkpoint
 from gramtower.training.lock import locked
 
@@ -75,18 +77,18 @@ def compare(
     if out is None or out.is_file():
         check.fail("out", out, "a folder")
     asked = None if optimizers is None else _names(optimizers)
-    subject = make_subject(path, config, synthetic, (data, model, train, features))
-    names = list(subject.methods) if asked is None else asked
-    contest, about = subject.contest(out, not common.quiet)
+    setup = make_setup(path, config, synthetic, (data, model, train, features))
+    names = list(setup.methods) if asked is None else asked
+    runner, about = setup.runner(out, not common.quiet)
     about |= {"commands": [shlex.join(["gramtower", *tokens])], "environment": environment()}
     if (out / HISTORY).exists() and not (out / MANIFEST).exists():
         check.fail("out", f"{out}, which holds a fit", "a folder of its own for a comparison")
     out.mkdir(parents=True, exist_ok=True)
     with locked(out, name="out"):
-        outcomes = _ends_before(contest, about, names, fresh)
+        outcomes = _ends_before(runner, about, names, fresh)
         kept = f"what was learned so far is in {out}, and the same command goes on"
         try:
-            interrupted = _run_all(contest, about, outcomes, names)
+            interrupted = _run_all(runner, about, outcomes, names)
             content, problems = build(out)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(kept) from None
@@ -120,25 +122,25 @@ def show(content: dict[str, Any], out: Path) -> None:
     print(f"report: {out / PAGE}")
 
 
-def _ends_before(contest: Contest, about: dict[str, Any], names: list[str], fresh: bool) -> dict[str, dict[str, Any]]:
+def _ends_before(runner: Runner, about: dict[str, Any], names: list[str], fresh: bool) -> dict[str, dict[str, Any]]:
     """The ends of methods that the folder already holds; refuses a folder of another comparison."""
-    before = None if fresh else read_manifest(contest.folder)
+    before = None if fresh else read_manifest(runner.folder)
     if before is None:
-        contest.forget(SOLVERS)
+        runner.forget(SOLVERS)
         return {}
     outcomes: dict[str, dict[str, Any]] = before["methods"]
     now = plain(about)
     differing = [key for key in ("data", "settings", "metric", "synthetic") if before.get(key) != now[key]]
-    differing += [n for n in names if n in outcomes and outcomes[n].get("options", {}) != contest.options.get(n, {})]
+    differing += [n for n in names if n in outcomes and outcomes[n].get("options", {}) != runner.options.get(n, {})]
     if differing:
-        given = f"{contest.folder}, whose {MANIFEST} differs in {', '.join(differing)}"
+        given = f"{runner.folder}, whose {MANIFEST} differs in {', '.join(differing)}"
         check.fail("out", given, "a folder of its own for another comparison, or --fresh to replace it")
     about["environment"] = before["environment"]
     about["commands"] = list(dict.fromkeys([*before["commands"], *about["commands"]]))
     return outcomes
 
 
-def _run_all(contest: Contest, about: dict[str, Any], outcomes: dict[str, dict[str, Any]], names: list[str]) -> bool:
+def _run_all(runner: Runner, about: dict[str, Any], outcomes: dict[str, dict[str, Any]], names: list[str]) -> bool:
     """Run what has no end yet, keeping comparison.json up to date; whether one was interrupted, which ends it."""
     for name in names:
         if name not in SOLVERS:
@@ -146,18 +148,18 @@ def _run_all(contest: Contest, about: dict[str, Any], outcomes: dict[str, dict[s
             outcomes[name] = {"status": "unknown", "message": message}
             note(f"{name}: no such method; {message}")
         elif name not in outcomes:
-            waits = {"status": "unfinished", "message": "not started yet", "options": contest.options.get(name, {})}
+            waits = {"status": "unfinished", "message": "not started yet", "options": runner.options.get(name, {})}
             outcomes[name] = waits
-    write_manifest(contest.folder, about | {"methods": outcomes})
+    write_manifest(runner.folder, about | {"methods": outcomes})
     waiting = [name for name in names if outcomes[name]["status"] == "unfinished"]
     if waiting:
-        contest.prepare()
+        runner.prepare()
     for name in waiting:
-        outcomes[name] = contest.run(name)
-        write_manifest(contest.folder, about | {"methods": outcomes})
+        outcomes[name] = runner.run(name)
+        write_manifest(runner.folder, about | {"methods": outcomes})
         if outcomes[name]["status"] == "unfinished":
             return True
-        remove_checkpoint(checkpoint_path(contest.folder, name))
+        remove_checkpoint(checkpoint_path(runner.folder, name))
     return False
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from gramtower import _checks as check
+from gramtower._toml import toml
 from gramtower.cli.options import DataOptions, FeatureOptions, ModelOptions, TrainOptions
 from gramtower.data.sources import read_toml, reading
-from gramtower.estimator.config_file import toml
 
 TABLES: dict[str, type] = {
     "data": DataOptions,

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from gramtower import _checks as check
+from gramtower._files import write_json
+from gramtower._toml import write_config
 from gramtower.cli import folder
 from gramtower.cli.config import Settings, parse_option, settle
 from gramtower.cli.features import tower_features
@@ -16,14 +18,14 @@ from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOpti
 from gramtower.cli.output import note, print_facts, print_json
 from gramtower.cli.processes import joined
 from gramtower.cli.reading import read_pairs, split_validation
+from gramtower.compare.machine import environment
+from gramtower.compare.store import MANIFEST
 from gramtower.data.interactions import Interactions
 from gramtower.data.left_out import rows_left_out
 from gramtower.data.partition import Part, is_partition, read_part
 from gramtower.distributed.group import Group
-from gramtower.estimator.config_file import write_config
 from gramtower.estimator.matrices import known_pairs
 from gramtower.estimator.two_tower import TwoTower
-from gramtower.report.store import MANIFEST
 from gramtower.training.checkpoint import remove_checkpoint
 from gramtower.training.lock import locked
 from gramtower.training.result import Reason, Record
@@ -136,7 +138,7 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
         facts = summary(estimator, observed, validation_pairs)
         facts |= left_out | ({"features": matched} if matched else {})
         facts |= {"resumed": resumed, "model": str(out / folder.MODEL)}
-        folder.write_json(out / folder.SUMMARY, facts | {"environment": folder.environment()})
+        write_json(out / folder.SUMMARY, facts | {"environment": environment()})
         if estimator.reason_ not in (Reason.MAX_ITERATIONS, Reason.TIME_LIMIT, Reason.INTERRUPTED):
             remove_checkpoint(checkpoint)  # last: until then a kill leaves something to go on from
     return _report(facts, common)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from gramtower._files import plain
 from gramtower.cli.streams import showable, visible
 from gramtower.data.left_out import LeftOutWarning
 
@@ -20,22 +20,9 @@ _NARROWEST, _WIDEST = 40, 1000  # columns of text
 
 def print_json(payload: dict[str, Any]) -> None:
     """One JSON object; numbers that JSON does not know become null, characters that the terminal lacks escapes."""
-    plain = clean(payload)
-    text = json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False)
-    print(text if showable(text) == text else json.dumps(plain, indent=2, allow_nan=False))
-
-
-def clean(value: Any) -> Any:
-    """Plain Python values that JSON can hold."""
-    if isinstance(value, dict):
-        return {str(key): clean(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [clean(item) for item in value]
-    if hasattr(value, "tolist"):  # numpy arrays and scalars
-        return clean(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    content = plain(payload)
+    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+    print(text if showable(text) == text else json.dumps(content, indent=2, allow_nan=False))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None) -> None:

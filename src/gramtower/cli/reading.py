@@ -11,9 +11,9 @@ from gramtower.cli.options import FORMATS, DataOptions
 from gramtower.data import readers, splits
 from gramtower.data.frames import separator_of, suffix_of
 from gramtower.data.interactions import Interactions
-from gramtower.data.mediawiki import is_mediawiki, mediawiki_links
-from gramtower.data.netflix import is_netflix, netflix
 from gramtower.data.partition import is_partition
+from gramtower.data.readers.mediawiki import is_mediawiki, mediawiki_links
+from gramtower.data.readers.netflix import is_netflix, netflix
 
 
 def read_pairs(path: Path, options: DataOptions) -> Interactions:

@@ -8,7 +8,7 @@ from gramtower import _checks as check
 from gramtower.cli.compare import show
 from gramtower.cli.options import Common
 from gramtower.cli.output import note, print_json
-from gramtower.report.build import build
+from gramtower.compare.build import build
 
 
 def report(run: Path, /, *, common: Common | None = None) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 from gramtower import _checks as check
 from gramtower.data import sources, trial
 from gramtower.data.sources import BOM, PACKED, Budget, existing, reading
+from gramtower.runtime import host
 
 if TYPE_CHECKING:
     from polars import DataFrame, Series
@@ -84,7 +85,7 @@ def _check_zst(path: Path, encoding: str) -> None:
     """Refuses a .zst file that polars, which decompresses it whole, cannot or must not read."""
     if not sources.is_utf8(encoding):
         check.fail("encoding", repr(encoding), f"utf8 for a .zst file; decompress {path} first")
-    Budget(path, sources.memory() // 4).take(sources.zst_size(path))
+    Budget(path, host.memory_size() // 4).take(sources.zst_size(path))
 
 
 def _source(path: Path, encoding: str) -> Path | bytes:
@@ -236,7 +237,7 @@ def read_parquet(path: Path, choices: Sequence[Choice] | None, label: str = "pat
         chosen = None if choices is None else [column for _, column in choices]
         present, rows = trial.columns_and_rows(label, path, chosen)
         names = present if choices is None else pick_all(choices, present)
-        if 8 * rows * len(names) > sources.memory():
+        if 8 * rows * len(names) > host.memory_size():
             check.fail(label, f"{path} with {rows:,} rows", "a table that fits in memory")
         wanted = _in_order(names, present)
         table = pl.read_parquet(path.absolute(), columns=wanted, glob=False, hive_partitioning=False)

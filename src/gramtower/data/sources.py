@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from gramtower import _checks as check
+from gramtower.runtime import host
 
 PathLike = str | os.PathLike[str]
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
@@ -50,7 +51,6 @@ _BELOW = (  # what the layers below raise for damaged files
     tarfile.TarError,
     zipfile.BadZipFile,
 )
-_CONTAINER = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _TOML_BYTES, _TOML_LINE = 1 << 16, 2000  # tomllib takes quadratic time for keys of many parts
 
 
@@ -111,17 +111,6 @@ def existing(name: str, path: PathLike, *, folder: bool = False) -> Path:
     if found.stat().st_size == 0:
         check.fail(name, f"{found}, which is empty", "a file with rows")
     return found
-
-
-def memory() -> int:
-    """Bytes of memory that the machine has, or the container it runs in."""
-    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in _CONTAINER:
-        try:
-            sizes.append(int(Path(path).read_text()))
-        except (OSError, ValueError):  # no such control, or "max"
-            continue
-    return min(sizes)
 
 
 def compression(head: bytes) -> str:
@@ -198,7 +187,7 @@ def opened(path: Path, most: int | None = None) -> Iterator[Metered]:
 def content(path: Path) -> bytes:
     """The bytes of a file, decompressed; at most a quarter of the machine's memory."""
     whole = io.BytesIO()
-    with opened(path, memory() // 4) as stream:
+    with opened(path, host.memory_size() // 4) as stream:
         while piece := stream.read():
             whole.write(piece)
     return whole.getvalue()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gramtower import _checks as check
-from gramtower.data import sources
+from gramtower.runtime import host
 
 _ROOM = 1 << 33  # bytes of address space for the interpreter and its threads
 _PROGRAM = """
@@ -54,7 +54,7 @@ def columns_and_rows(label: str, path: Path, chosen: list[str | int] | None) -> 
     Raises:
         ValueError: if polars cannot read those columns.
     """
-    given = json.dumps([str(path.absolute()), chosen, sources.memory(), _ROOM])
+    given = json.dumps([str(path.absolute()), chosen, host.memory_size(), _ROOM])
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM],
         input=given,

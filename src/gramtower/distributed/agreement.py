@@ -74,7 +74,7 @@ class Digest:
     def text(self, group: Group) -> str:
         """The sums over all processes, in hexadecimal."""
         parts = group.gather_json([int(x) for x in self._sums])
-        return "".join(f"{sum(part[lane] for part in parts) % 2**64:016x}" for lane in range(2))
+        return "".join(f"{sum(part[half] for part in parts) % 2**64:016x}" for half in range(2))
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

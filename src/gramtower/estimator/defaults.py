@@ -20,7 +20,7 @@ import torch
 
 from gramtower import _checks as check
 from gramtower.distributed.group import Group
-from gramtower.model.memory import total_memory
+from gramtower.runtime.memory import total_memory
 
 HIDDEN = (256, 256)
 UNOBSERVED_SHARE = 4.0

@@ -19,12 +19,12 @@ from gramtower import _checks as check
 from gramtower.data.interactions import Interactions
 from gramtower.distributed.group import SINGLE
 from gramtower.distributed.shards import Shards
+from gramtower.engine.objective.problem import Problem
+from gramtower.engine.towers.towers import Towers
 from gramtower.estimator.matrices import aligned, matrix_and_ids
 from gramtower.estimator.side import Side, history_matrix, normalised
 from gramtower.metrics import evaluate_embeddings
 from gramtower.metrics.definitions import DEFAULT
-from gramtower.model.towers import Towers
-from gramtower.objective.problem import Problem
 from gramtower.retrieval.topk import top_k
 
 

@@ -8,9 +8,9 @@
     SIDE_numbers              ids that are numbers; neither where rows are known by number
     left_weights, …           weights that were given as arrays
 
-One process writes one file, several one each (training/shards_file.py); either is read by one process. Every tensor has
-checksums. All of it is checked against :class:`Header` before anything is allocated: what is read is a valid model, or
-an error names the file and the field. Checked by tests/test_model_file.py and tests/fuzz/test_fuzz_models.py.
+One process writes one file, several one each (distributed/shard_files.py); either is read by one process. Every tensor
+has checksums. All of it is checked against :class:`Header` before anything is allocated: what is read is a valid model,
+or an error names the file and the field. Checked by tests/test_model_file.py and tests/fuzz/test_fuzz_models.py.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from gramtower._schema import build, fits
 from gramtower.data.features import Features
 from gramtower.data.matrices import pattern
 from gramtower.data.packing import pack_ids, unpack_ids
+from gramtower.distributed import shard_files as shards_file
 from gramtower.distributed.shards import whole
+from gramtower.engine.kernels.activations import ACTIVATIONS
+from gramtower.engine.objective.problem import Problem
+from gramtower.engine.towers.mlp import mlp_shapes, undrawn_towers
+from gramtower.engine.towers.towers import Towers
 from gramtower.estimator.inputs import Inputs
 from gramtower.estimator.matrices import pattern_of
 from gramtower.estimator.side import Side
 from gramtower.estimator.two_tower import TwoTower
-from gramtower.kernels.activations import ACTIVATIONS
-from gramtower.model.mlp import mlp_shapes, undrawn_towers
-from gramtower.model.towers import Towers
-from gramtower.objective.problem import Problem
-from gramtower.training import shards_file
 from gramtower.training.result import Reason, Record
 
 KIND = ("gramtower-model", 4)

@@ -15,6 +15,11 @@ from gramtower import _checks as check
 from gramtower.distributed.agreement import agree
 from gramtower.distributed.group import current_group
 from gramtower.distributed.shards import row_work
+from gramtower.engine.kernels.losses import Loss
+from gramtower.engine.objective.point import Point
+from gramtower.engine.objective.problem import Problem
+from gramtower.engine.towers.mlp import check_hidden, mlp_towers
+from gramtower.engine.towers.towers import Towers
 from gramtower.estimator import defaults
 from gramtower.estimator.fitted import Fitted
 from gramtower.estimator.given import Given, own_weights, take_up
@@ -23,11 +28,6 @@ from gramtower.estimator.matrices import pattern_of
 from gramtower.estimator.side import Side
 from gramtower.estimator.validation import RankingValidator
 from gramtower.estimator.warm_start import carry_over
-from gramtower.kernels.losses import Loss
-from gramtower.model.mlp import check_hidden, mlp_towers
-from gramtower.model.towers import Towers
-from gramtower.objective.point import Point
-from gramtower.objective.problem import Problem
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Record, Result
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import scipy.sparse as sp
 
 from gramtower.distributed.shards import Shards
+from gramtower.engine.objective.point import Point
 from gramtower.metrics import evaluate_embeddings
-from gramtower.objective.point import Point
 from gramtower.training.fingerprint import sparse_digest
 
 

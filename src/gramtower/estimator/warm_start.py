@@ -10,9 +10,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
+from gramtower.engine.towers.towers import Towers
 from gramtower.estimator.inputs import Inputs
 from gramtower.estimator.side import Side
-from gramtower.model.towers import Towers
 
 
 def carry_over(

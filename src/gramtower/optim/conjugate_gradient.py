@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from gramtower.model.parameters import Parameters
+from gramtower.engine.towers.parameters import Parameters
 
 
 class Operator(Protocol):

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gramtower.model.parameters import Parameters
-from gramtower.objective.point import Point
+from gramtower.engine.objective.point import Point
+from gramtower.engine.towers.parameters import Parameters
 from gramtower.optim.conjugate_gradient import conjugate_gradient
 from gramtower.optim.parts import Direction, DirectionResult, State
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 
-from gramtower.model.parameters import Parameters
-from gramtower.objective.point import Point
+from gramtower.engine.objective.point import Point
+from gramtower.engine.towers.parameters import Parameters
 from gramtower.optim.parts import State, StepResult, StepRule
 
 # Decreases this far below the rounding level are not even tried; above it a trial must still come out lower.

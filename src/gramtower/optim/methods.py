@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gramtower.model.parameters import Parameters
-from gramtower.model.towers import Towers
-from gramtower.objective.point import Point
-from gramtower.objective.problem import Problem
+from gramtower.engine.objective.point import Point
+from gramtower.engine.objective.problem import Problem
+from gramtower.engine.towers.parameters import Parameters
+from gramtower.engine.towers.towers import Towers
 from gramtower.optim.directions import Steepest
 from gramtower.optim.line_search import Backtracking
 from gramtower.optim.parts import Direction, Part, State, StepRule

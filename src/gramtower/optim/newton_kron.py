@@ -1,8 +1,8 @@
 """The direction of `newton-kron`: Gauss-Newton by conjugate gradient, preconditioned and damped.
 
 Plain conjugate gradient stalls on all-pairs problems: the mean direction of all embeddings has a curvature millions of
-times λ, and thirty steps cannot see past it. The Kronecker preconditioner (objective/kronecker.py) takes that direction
-out in closed form, so that a handful of steps suffices. Levenberg-Marquardt damping is added to G and to the
+times λ, and thirty steps cannot see past it. The Kronecker preconditioner (engine/objective/kronecker.py) takes that
+direction out in closed form, so that a handful of steps suffices. Levenberg-Marquardt damping is added to G and to the
 preconditioner: it grows when the real decrease at the full step falls short of the quadratic model's promise, and
 shrinks when they agree.
 
@@ -11,8 +11,8 @@ Checked by tests/test_optim.py; timed by `make reproduce` and benchmarks/bench_a
 
 from __future__ import annotations
 
-from gramtower.model.parameters import Parameters
-from gramtower.objective.point import Point
+from gramtower.engine.objective.point import Point
+from gramtower.engine.towers.parameters import Parameters
 from gramtower.optim.conjugate_gradient import conjugate_gradient
 from gramtower.optim.parts import Direction, DirectionResult, State, StepResult
 

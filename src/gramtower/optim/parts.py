@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gramtower.model.parameters import Parameters
-from gramtower.objective.point import Point
+from gramtower.engine.objective.point import Point
+from gramtower.engine.towers.parameters import Parameters
 
 State = dict[str, Any]  # tensors, numbers, text, or JSON-like values made of them
 

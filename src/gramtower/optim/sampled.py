@@ -4,7 +4,7 @@
     Subsets   Ô₁, Ô₂ ⊂ O of size ρ|O|; Gramians averaged with rate α over steps  (`sogram`, eq:grad_sogram)
 
 Draws come from a generator whose state is part of a checkpoint. The estimates themselves are
-objective/subsampling.py. Checked by tests/test_subsampling.py and tests/test_optim.py.
+engine/objective/subsampling.py. Checked by tests/test_subsampling.py and tests/test_optim.py.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from gramtower import _checks as check
-from gramtower.model.parameters import Parameters
-from gramtower.model.towers import Towers
-from gramtower.objective.problem import Problem
-from gramtower.objective.subsampling import Gramians, block_gradient, subset_gradient, subset_gramians
+from gramtower.engine.objective.problem import Problem
+from gramtower.engine.objective.subsampling import Gramians, block_gradient, subset_gradient, subset_gramians
+from gramtower.engine.towers.parameters import Parameters
+from gramtower.engine.towers.towers import Towers
 from gramtower.optim.parts import Part, State
 
 

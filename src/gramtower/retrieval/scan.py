@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gramtower.kernels.compiled import compiled
-from gramtower.kernels.threads import share_out
+from gramtower.runtime.compiled import compiled
+from gramtower.runtime.threads import share_out
 
 _TOGETHER = 64  # scores compared before a branch
 

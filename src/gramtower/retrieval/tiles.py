@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower import _checks as check
-from gramtower.kernels.threads import pool
 from gramtower.retrieval.scores import score_blocks
 from gramtower.retrieval.select import best, compiled
+from gramtower.runtime.threads import pool
 
 _ROWS = 512  # of a tile; with fewer, products are slower
 _TILE = 1 << 18  # scores of a tile

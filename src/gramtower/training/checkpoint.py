@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from gramtower._schema import build
+from gramtower.distributed import shard_files as shards_file
 from gramtower.distributed.shards import Shards
-from gramtower.model.linearization import Work
-from gramtower.model.parameters import Layout, Parameters
+from gramtower.engine.towers.linearization import Work
+from gramtower.engine.towers.parameters import Layout, Parameters
 from gramtower.optim.parts import Part, State, join_state, split_state
-from gramtower.training import shards_file
 from gramtower.training.fingerprint import global_shapes
 from gramtower.training.result import Record
 from gramtower.training.stored_history import StoredHistory, history_path, read_stored

@@ -18,9 +18,9 @@ from gramtower.data.features import Features
 from gramtower.distributed.agreement import Digest
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.distributed.shards import Rows, Shards
-from gramtower.model.parameters import Layout
-from gramtower.model.towers import Towers
-from gramtower.objective.problem import Problem
+from gramtower.engine.objective.problem import Problem
+from gramtower.engine.towers.parameters import Layout
+from gramtower.engine.towers.towers import Towers
 
 #: Attributes that every module has, and sizes of first layers.
 _INTERNAL = {*vars(nn.Module()), "in_features", "num_embeddings"}

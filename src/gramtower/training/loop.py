@@ -23,15 +23,15 @@ import torch
 
 from gramtower import _checks as check
 from gramtower.distributed.agreement import agree, versions
-from gramtower.model.linearization import Work
-from gramtower.model.memory import explained
-from gramtower.model.parameters import Parameters
-from gramtower.model.towers import Towers
-from gramtower.objective.point import Point
-from gramtower.objective.problem import Problem
+from gramtower.engine.objective.point import Point
+from gramtower.engine.objective.problem import Problem
+from gramtower.engine.towers.linearization import Work
+from gramtower.engine.towers.parameters import Parameters
+from gramtower.engine.towers.towers import Towers
 from gramtower.optim.methods import IterationResult, Method
 from gramtower.optim.parts import State
 from gramtower.optim.solvers import Solver, as_solver
+from gramtower.runtime.memory import explained
 from gramtower.training.checkpoint import Saved, as_parameters_like, read_checkpoint, restore, write_checkpoint
 from gramtower.training.fingerprint import fingerprint
 from gramtower.training.lock import locked

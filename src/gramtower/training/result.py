@@ -10,7 +10,7 @@ from typing import Any
 
 from gramtower import _checks as check
 from gramtower._files import write_text
-from gramtower.model.parameters import Parameters
+from gramtower.engine.towers.parameters import Parameters
 
 
 class Reason(Enum):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gramtower._files import write_text
-from gramtower.estimator.config_file import config_text
+from gramtower._toml import config_text
 from gramtower.tuning.space import Value
 
 if TYPE_CHECKING:

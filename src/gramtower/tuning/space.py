@@ -23,7 +23,7 @@ import scipy.sparse as sp
 
 from gramtower import _checks as check
 from gramtower.data.sources import read_toml
-from gramtower.kernels.losses import LOSSES
+from gramtower.engine.kernels.losses import LOSSES
 
 Value = float | int | str
 LOGARITHMIC = ("omega", "l2", "penalty")

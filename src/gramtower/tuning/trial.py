@@ -14,12 +14,12 @@ from torch import Tensor
 from gramtower import _checks as check
 from gramtower.data.interactions import Interactions
 from gramtower.data.splits import per_user
+from gramtower.engine.objective.point import Point
+from gramtower.engine.objective.weights import degree_power
 from gramtower.estimator import defaults
 from gramtower.estimator.matrices import aligned, matrix_and_ids
 from gramtower.estimator.two_tower import TwoTower
 from gramtower.estimator.validation import RankingValidator
-from gramtower.objective.point import Point
-from gramtower.objective.weights import degree_power
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Record
 from gramtower.tuning import curve as curves

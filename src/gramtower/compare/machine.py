@@ -1,0 +1,85 @@
+"""What a timing depends on besides the code's own work: the version it is of, and what else the machine was doing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_STAT = Path("/proc/stat")
+
+
+def environment() -> dict[str, Any]:
+    """Where and with what a run ran."""
+    processor = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+        processor = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), processor)
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "gramtower": version("gramtower"),
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__.split("+")[0],
+        "numpy": np.__version__,
+        "system": platform.system(),
+        "processor": processor,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def commit() -> str | None:
+    """The commit that this code is of, with a + if files were changed since; None outside a repository of it."""
+    if _git("ls-files", "--error-unmatch", "__init__.py") is None:
+        return None  # not a repository, or another project's that this package is only installed in
+    head = _git("rev-parse", "--short=12", "HEAD")
+    return head if head is None or not _git("status", "--porcelain", "--", ".") else head + "+"
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(_PACKAGE), *arguments], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+class OthersBusy:
+    """Measures how many cores other processes keep busy from its making on."""
+
+    def __init__(self) -> None:
+        self.start = _reading()
+
+    def cores(self) -> float | None:
+        """Cores busy with others' work on average so far; None where the system does not tell, as Linux does."""
+        now = _reading()
+        if self.start is None or now is None:
+            return None
+        wall, everyone, own = (b - a for a, b in zip(self.start, now, strict=True))
+        return max(0.0, everyone - own) / max(wall, 1e-9)
+
+
+def _reading() -> tuple[float, float, float] | None:
+    """Wall time, CPU seconds of all processes, CPU seconds of this one."""
+    try:
+        fields = [int(x) for x in _STAT.read_text().split("\n", 1)[0].split()[1:9]]
+        ticks = os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        return None
+    idle = fields[3] + fields[4]  # also waiting for disks
+    own = os.times()
+    return time.monotonic(), (sum(fields) - idle) / ticks, own.user + own.system

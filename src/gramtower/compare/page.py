@@ -1,0 +1,261 @@
+"""report.html: one file that needs nothing else, with tables as plain HTML and curves drawn by page.js from its data.
+
+Under 3 MB whatever the length of the histories: at most POINTS records of a method are put into it, and the page says
+so. A Content-Security-Policy keeps the browser from loading anything. Checked by tests/test_report.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from gramtower._files import plain
+from gramtower.compare.figures import FLOOR
+from gramtower.compare.levels import LEVELS
+from gramtower.compare.store import STATUSES, Comparison
+from gramtower.compare.style import line_of
+from gramtower.training.result import Record
+
+POINTS = 2000
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
+def page(comparison: Comparison, summary: dict[str, Any]) -> str:
+    """The page of a comparison with the numbers of :func:`gramtower.compare.levels.summarise`."""
+    asset = files("gramtower.compare")
+    title = escape(f"Comparison of methods: {comparison.title}")
+    data = json.dumps(page_data(comparison, summary["lowest"]), allow_nan=False).replace("<", "\\u003c")
+    body = [
+        f"<h1>{title}</h1>",
+        *_synthetic(comparison),
+        *_opening(comparison, summary),
+        *_charts(comparison),
+        *_outcomes(comparison, summary),
+        *_levels_table(summary, "seconds_to", "Seconds to a relative difference", "training time in seconds"),
+        *_levels_table(summary, "passes_to", "Data passes to a relative difference", "passes over all m·n pairs"),
+        *_speed_ups(summary),
+        *_settings(comparison),
+    ]
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+            f"<title>{title}</title>",
+            f"<style>\n{asset.joinpath('page.css').read_text(encoding='utf-8')}</style></head><body>",
+            *body,
+            f'<script type="application/json" id="data">{data}</script>',
+            f"<script>\n{asset.joinpath('page.js').read_text(encoding='utf-8')}</script>",
+            "</body></html>\n",
+        ]
+    )
+
+
+def page_data(comparison: Comparison, lowest: float | None) -> dict[str, Any]:
+    """What page.js draws: for each method its line and the columns of its history."""
+    methods = {}
+    for method in comparison.methods:
+        records = thinned(method.history, POINTS)
+        methods[method.name] = {
+            "line": line_of(method.name)._asdict(),
+            "seconds": [record.seconds for record in records],
+            "passes": [record.data_passes for record in records],
+            "value": [record.value for record in records],
+            "metric": [record.metric for record in records],
+        }
+    return {"lowest": lowest, "floor": FLOOR, "methods": plain(methods)}
+
+
+def thinned(history: list[Record], most: int) -> list[Record]:
+    """At most ``most`` records: the first, the last and an even choice of the others."""
+    if len(history) <= most:
+        return history
+    return [history[round(place * (len(history) - 1) / (most - 1))] for place in range(most)]
+
+
+def _synthetic(comparison: Comparison) -> list[str]:
+    text = comparison.about.get("synthetic")
+    return [f'<p class="mark">Synthetic data: {escape(str(text))}</p>'] if text else []
+
+
+def _opening(comparison: Comparison, summary: dict[str, Any]) -> list[str]:
+    about, parts = comparison.about.get("data", {}), []
+    if {"left", "right", "pairs"} <= set(about):
+        text = f"{about['left']:,} left × {about['right']:,} right entities, {about['pairs']:,} pairs to learn from"
+        held = about.get("validation_pairs")
+        parts.append(text + (f", {held:,} held out for {comparison.metric}." if held else "."))
+    parts.append("All methods start from the same point and run one after the other; only their own work is timed.")
+    found = [f"<p>{escape(' '.join(parts))}</p>"]
+    first = summary["first"].get("0.1")
+    if first is not None and first["times"] is not None:
+        who = f"{first['times']:.1f} times sooner than the next, {first['next']}" if first["next"] else (
+            f"at least {first['times']:.1f} times sooner than any other, as no other got there")  # fmt: skip
+        text = f"{first['method']} reached a relative difference of 0.1 first, after {first['seconds']:.3g} s: {who}."
+        found.append(f"<p><strong>{escape(text)}</strong></p>")
+    troubled = [m for m in comparison.methods if m.outcome["status"] != "finished"]
+    if troubled:
+        names = ", ".join(f"{m.name} ({m.outcome['status']})" for m in troubled)
+        found.append(f'<p class="warn">Not all methods ran to their limit: {escape(names)}. Reasons are below.</p>')
+    return found
+
+
+def _charts(comparison: Comparison) -> list[str]:
+    metric = comparison.metric
+    charts = [("objective", "Relative difference of the objective, (L − L*) / L*")]
+    charts += [("metric", f"{metric.upper()} on the held-out pairs")] if metric else []
+    keys = []
+    for method in comparison.methods:
+        if not method.history:
+            continue
+        line, name = line_of(method.name), escape(method.name)
+        dashes = " ".join(map(str, line.dashes))
+        stroke = f'stroke="{line.colour}" stroke-width="{line.width}" stroke-dasharray="{dashes}"'
+        swatch = f'<svg viewBox="0 0 28 10" aria-hidden="true"><path d="M0 5H28" {stroke}/></svg>'
+        keys.append(
+            f'<li><button type="button" aria-pressed="true" data-method="{name}">{swatch}{name} '
+            f'<output data-method="{name}"></output></button></li>'
+        )
+    figures = [
+        f'<figure><figcaption>{escape(label)}</figcaption><div class="chart" data-chart="{kind}" '
+        f'data-label="{escape(label)}"></div></figure>'
+        for kind, label in charts
+    ]
+    cut = [method.name for method in comparison.methods if len(method.history) > POINTS]
+    note = [f'<p class="soft">Of {escape(", ".join(cut))}, {POINTS:,} records are drawn.</p>'] if cut else []
+    return [
+        "<h2>Curves</h2>",
+        '<div class="controls"><span>Horizontal axis:</span>'
+        '<label><input type="radio" name="x" value="seconds" checked> seconds</label>'
+        '<label><input type="radio" name="x" value="passes"> data passes</label>'
+        '<label><input type="checkbox" id="log" checked> logarithmic</label></div>',
+        f'<div id="readout"></div><ul class="keys">{"".join(keys)}</ul>',
+        f'<div class="charts{" two" if len(charts) > 1 else ""}">{"".join(figures)}</div>',
+        "<noscript><p>The curves need JavaScript; the tables and the figures beside this file do not.</p></noscript>",
+        *note,
+        '<p class="soft">L* is the lowest value that any method reached; the record that reached it has no place on '
+        f"the logarithmic axis. Differences below {FLOOR:g} are not shown. Buttons hide and show methods.</p>",
+    ]
+
+
+def _outcomes(comparison: Comparison, summary: dict[str, Any]) -> list[str]:
+    metric = comparison.metric
+    head = ["method", "lowest L", "(L − L*) / L*", *([f"best {metric}"] if metric else [])]
+    head += ["iterations", "seconds", "data passes", "status", "why it stopped"]
+    rows = []
+    for method in comparison.methods:
+        found = summary["methods"][method.name]
+        metrics = [number(found.get("best_metric"))] if metric else []
+        cells = [number(found.get("lowest"), 6), number(found.get("relative_difference")), *metrics]
+        cells += [number(found.get(key)) for key in ("iterations", "seconds", "data_passes")]
+        rows.append([method.name, *cells, found["status"], found["message"]])
+    met = {found["status"] for found in summary["methods"].values()}
+    legend = "".join(f" {name}: {text}." for name, text in STATUSES.items() if name in met)
+    return [
+        "<h2>What became of each method</h2>",
+        _table(head, rows, text=[len(head) - 1]),
+        '<p class="soft">Seconds are of training alone: validation, checkpoints and, for methods that sample, the '
+        f"value of the record are left out. Data passes are counted alike.{escape(legend)}</p>",
+    ]
+
+
+def _levels_table(summary: dict[str, Any], key: str, heading: str, unit: str) -> list[str]:
+    ran = {name: found[key] for name, found in summary["methods"].items() if key in found}
+    if not ran:
+        return []
+    levels = [f"{level:g}" for level in LEVELS]
+    best = {level: min((t[level] for t in ran.values() if t[level] is not None), default=None) for level in levels}
+    rows = [[name, *(number(times[level]) for level in levels)] for name, times in ran.items()]
+    marked = [[times[level] is not None and times[level] == best[level] for level in levels] for times in ran.values()]
+    return [f"<h2>{heading}</h2>", _table(["method", *levels], rows, marked),
+            f'<p class="soft">In {unit}, at the first record at or below; – is never.</p>']  # fmt: skip
+
+
+def _speed_ups(summary: dict[str, Any]) -> list[str]:
+    tables = summary["speed_up"]
+    if not tables or len(next(iter(tables.values()))) < 2:
+        return []
+    options = "".join(f"<option{' selected' if level == '0.1' else ''}>{level}</option>" for level in tables)
+    found = [
+        "<h2>How many times sooner</h2>",
+        f'<p><label>To a relative difference of <select id="level">{options}</select></label>: '
+        "the seconds of the column's method over those of the row's.</p>",
+    ]
+    for level, table in tables.items():
+        names = list(table)
+        rows = [[a, *(_times(table[a].get(b)) if a != b else "" for b in names)] for a in names]
+        found.append(f'<div data-level="{level}"><p class="soft">Relative difference {level}:</p>')
+        found.append(_table(["sooner ↓ than →", *names], rows) + "</div>")
+    found.append(
+        '<p class="soft">&gt;: the column never got there in its time, so at least so many times; &lt;: the row never '
+        "did, so at most; –: neither did.</p>"
+    )
+    return found
+
+
+def _settings(comparison: Comparison) -> list[str]:
+    about = comparison.about
+    if not about:
+        return ["<h2>Settings</h2><p>comparison.json, which holds them, is not in the folder.</p>"]
+    found = ["<h2>Command</h2>"]
+    found += [f"<pre>{escape(command)}</pre>" for command in about.get("commands", [])]
+    options = {m.name: m.outcome["options"] for m in comparison.methods if m.outcome.get("options")}
+    settings = {"data": about.get("data", {}), **about.get("settings", {}), "method options": options}
+    found += ["<h2>Configuration</h2>", *(_facts(name, part) for name, part in settings.items() if part)]
+    places = {json.dumps(_machine(m.outcome)): m.outcome for m in comparison.methods if m.outcome.get("environment")}
+    found.append("<h2>Machine</h2>")
+    if len(places) > 1:
+        found.append('<p class="warn">Methods ran on different machines or versions; their times do not compare.</p>')
+    for outcome in places.values():
+        names = [m.name for m in comparison.methods if _machine(m.outcome) == _machine(outcome)]
+        found.append(_facts(", ".join(names), outcome["environment"]))
+    busy = {m.name: m.outcome.get("others_busy") for m in comparison.methods}
+    known = {name: value for name, value in busy.items() if value is not None}
+    if known:
+        text = ", ".join(f"{name} {value:.2f}" for name, value in known.items())
+        kind = ' class="warn"' if max(known.values()) > 0.1 else ""
+        found.append(f"<p{kind}>Cores kept busy by other processes meanwhile: {escape(text)}.</p>")
+    return found
+
+
+def _machine(outcome: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in outcome.get("environment", {}).items() if key != "date"}
+
+
+def _facts(name: str, facts: dict[str, Any]) -> str:
+    lines = [f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in facts.items()]
+    return f"<p>{escape(name)}</p><pre>{escape(chr(10).join(lines))}</pre>"
+
+
+def _table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], marked: list[list[bool]] | None = None, text: Sequence[int] = ()
+) -> str:
+    """An HTML table whose first column names the rows; ``marked`` cells are bold, ``text`` columns hold sentences."""
+    tops = [f"<th scope=col{' class=text' if n in text else ''}>{escape(cell)}</th>" for n, cell in enumerate(head)]
+    body = []
+    for place, (name, *cells) in enumerate(rows):
+        parts = [f"<th scope=row>{escape(name)}</th>"]
+        for column, cell in enumerate(cells):
+            kinds = ["best"] if marked is not None and marked[place][column] else []
+            kinds += ["text"] if column + 1 in text else []
+            kinds += ["none"] if cell == "–" else []
+            parts.append(f'<td class="{" ".join(kinds)}">{escape(cell)}</td>' if kinds else f"<td>{escape(cell)}</td>")
+        body.append(f"<tr>{''.join(parts)}</tr>")
+    table = f"<table><thead><tr>{''.join(tops)}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+    return f'<div class="scroll">{table}</div>'
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number for people: counts with separators, others to a few digits, – for none."""
+    if value is None:
+        return "–"
+    if isinstance(value, int) or abs(value) >= 10 ** (digits - 1):
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
+
+
+def _times(found: dict[str, Any] | None) -> str:
+    return "–" if found is None else f"{found['bound']}{' ' if found['bound'] else ''}{number(found['times'])}"

@@ -1,0 +1,153 @@
+"""The folder of a comparison, and how it is read and written.
+
+    comparison.json   what was compared and what became of each method; rewritten after every method
+    NAME.jsonl        history of a method: one record an iteration
+    NAME.safetensors  checkpoint of a method that has not ended
+
+A fit's folder is read too, as a comparison of one method: its history.jsonl, and its end from its own summary.json.
+
+Everything else in the folder (summary.json, figures, report.html) is made from these by compare/build.py. Histories
+alone are enough: without comparison.json the page lacks only what is written there. Checked by tests/test_report.py.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gramtower import _checks as check
+from gramtower._files import write_json
+from gramtower.training.result import Record, read_history
+
+MANIFEST = "comparison.json"
+_FIT = "history"  # name of a fit's history
+_STATUS_OF = {"INTERRUPTED": "unfinished", "NON_FINITE": "diverged"}  # reasons that are no proper end of a fit
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method of a comparison.
+
+    Attributes:
+        name: of the method.
+        history: its records; empty if it never started.
+        outcome: ``status`` (one of STATUSES), ``message`` and what else is known of its run.
+    """
+
+    name: str
+    history: list[Record]
+    outcome: dict[str, Any] = field(default_factory=dict)
+
+
+#: What can become of a method, and what that means.
+STATUSES = {
+    "finished": "stopped by a limit or at a minimum",
+    "diverged": "its objective became NaN or infinite, or ended above its start",
+    "too slow": "its first iteration took longer than the time limit",
+    "failed": "it raised an error",
+    "unknown": "there is no method of this name",
+    "unfinished": "it was interrupted; the same command goes on",
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A folder's content: its methods in the order they were asked for, and what comparison.json says of the rest."""
+
+    folder: Path
+    methods: list[Method]
+    about: dict[str, Any]
+    of_fit: bool = False  # a fit's folder, whose summary.json is the fit's own
+
+    @property
+    def title(self) -> str:
+        """What was compared on."""
+        return str(self.about.get("title") or self.folder.resolve().name)
+
+    @property
+    def metric(self) -> str | None:
+        """The validation metric that was recorded, if any was."""
+        measured = any(r.metric is not None for method in self.methods for r in method.history)
+        return str(self.about.get("metric") or "metric") if measured else None
+
+
+def history_path(folder: Path, name: str) -> Path:
+    """Where the history of a method is."""
+    return folder / f"{name}.jsonl"
+
+
+def checkpoint_path(folder: Path, name: str) -> Path:
+    """Where the checkpoint of a method is."""
+    return folder / f"{name}.safetensors"
+
+
+def read_comparison(folder: Path) -> Comparison:
+    """The comparison in a folder.
+
+    Raises:
+        ValueError: if there is none, or a file of it is damaged.
+    """
+    about = read_manifest(folder)
+    if about is None and history_path(folder, _FIT).exists():
+        return _read_fit(folder)
+    about = about or {}
+    outcomes: dict[str, dict[str, Any]] = about.pop("methods", {})
+    found = {path.stem for path in folder.glob("*.jsonl")}
+    names = [*outcomes, *sorted(found - set(outcomes))]
+    if not names:
+        check.fail("folder", folder, f"a folder with {MANIFEST} or histories NAME.jsonl, as gramtower compare writes")
+    histories = {name: _history(folder, name) if name in found else [] for name in names}
+    return Comparison(folder, [Method(n, h, _outcome(outcomes.get(n, {}), h)) for n, h in histories.items()], about)
+
+
+def _read_fit(folder: Path) -> Comparison:
+    """A fit's folder as a comparison of one method."""
+    history, end = _history(folder, _FIT), {}
+    try:
+        facts = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        name, metric = str(facts.get("optimizer", _FIT)), facts.get("metric")
+        if facts["iterations"] == history[-1].iteration:  # and not of a run before, to which this one adds
+            status = _STATUS_OF.get(facts["reason"], "finished")
+            end = {"status": status, "message": str(facts["stopped"])}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        name, metric = _FIT, None
+    return Comparison(folder, [Method(name, history, _outcome(end, history))], {"metric": metric}, of_fit=True)
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """comparison.json, or None if there is none.
+
+    Raises:
+        ValueError: if it is damaged.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(about, dict) or not isinstance(about.get("methods"), dict):
+            raise KeyError("methods")
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"folder: {path} is damaged or of something else ({error})") from error
+    return about
+
+
+def write_manifest(folder: Path, about: dict[str, Any]) -> None:
+    """Save comparison.json in one step."""
+    write_json(folder / MANIFEST, about)
+
+
+def _history(folder: Path, name: str) -> list[Record]:
+    path = history_path(folder, name)
+    try:
+        return read_history(path)
+    except TypeError as error:  # JSON, but not a record
+        raise ValueError(f"folder: {path} is not a history: {error}") from error
+
+
+def _outcome(outcome: dict[str, Any], history: list[Record]) -> dict[str, Any]:
+    if outcome.get("status") in STATUSES:
+        return outcome
+    return {**outcome, "status": "unfinished", "message": "no end was recorded" if history else "not started yet"}

@@ -1,0 +1,157 @@
+"""The operations over pairs, rows and long vectors, and the one place where their implementation is chosen.
+
+Every implementation ("backend") is a module with all of these, same names, same signatures, same meaning:
+
+    dots(pairs, A, B)                       x_e = a_i · b_j                    for each pair e = (i, j)
+    left_sum(pairs, x, B, out)              out += X B                         X the m × n matrix holding x
+    right_sum(pairs, x, A, out)             out += Xᵀ A
+    curvature_left(pairs, c, P, W, Q, H, out)   z_e = c_e (w_i·q_j + p_i·h_j);  out += Z Q;  returns z
+    losses(pairs, P, Q, terms)              Σ_O ℓ⁺, ∂ℓ⁺/∂ŷ, ∂²ℓ⁺/∂ŷ²
+    loss_left(pairs, P, Q, terms, out, …)   X = ∂ℓ⁺/∂ŷ, or ∂²ℓ⁺ (w·q + p·h); out += X Q; returns x and its passes
+    inner(a, b)                             Σ a_e b_e of two long vectors, accumulated in float64
+    column_sums(x, weight, dtype)           Σ_i weight_i x_i over the rows of a matrix
+    column_lines(x)                         fewer rows with the same column sums
+    activate(x, bias, φ)                    φ(x + bias)
+    slope_product(g, bias, y, φ, out, …)    (g + bias) ∘ φ′                    φ′ from the activation's output y
+    export_order(pairs), import_order(…)    the traversal order of pairs that are kept in host memory meanwhile
+
+``reference`` (plain torch) is their definition and works on every device; ``numba`` is for the CPU, ``triton`` for
+NVIDIA GPUs. The agreement of all of them is tests/test_kernels.py and tests/test_gpu_kernels.py. Each costs O(|O| k),
+or O(size) of its matrix, and makes nothing larger than its result, a fixed-size buffer and a few lines for rows that
+several programs share.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import warnings
+from functools import cache
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+from torch import Tensor
+
+import gramtower.runtime.threads  # noqa: F401  # from the start: it sees to processes that are forked
+from gramtower import _checks as check
+from gramtower.data.pairs import Pairs
+from gramtower.engine.kernels.activations import Activation
+from gramtower.engine.kernels.layout import Order
+from gramtower.engine.kernels.losses import LossTerms, Observed
+
+_MODULES = {
+    "reference": "gramtower.engine.kernels.reference",
+    "numba": "gramtower.engine.kernels.cpu",
+    "triton": "gramtower.engine.kernels.gpu",
+}
+_NEEDS = {"numba": ("cpu", "numba"), "triton": ("cuda", "triton")}  # device type, package
+BACKENDS = ("auto", *_MODULES)
+
+
+class Kernels(Protocol):
+    """What a backend provides; reference.py says in full what each operation does.
+
+    Attributes:
+        SLOPES_FROM_OUTPUTS: whether φ′ is recovered from activations' outputs, in the pass that needs it, where it
+            follows from them; otherwise slopes are stored.
+        GATHERS_BFLOAT16: whether gathered rows may be bfloat16 where the others are float32.
+    """
+
+    SLOPES_FROM_OUTPUTS: bool
+    GATHERS_BFLOAT16: bool
+
+    def dots(self, pairs: Pairs, A: Tensor, B: Tensor) -> Tensor:
+        """x_e = a_i · b_j."""
+
+    def left_sum(self, pairs: Pairs, x: Tensor, B: Tensor, out: Tensor) -> None:
+        """out += X B."""
+
+    def right_sum(self, pairs: Pairs, x: Tensor, A: Tensor, out: Tensor) -> None:
+        """out += Xᵀ A."""
+
+    def curvature_left(
+        self, pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: Tensor, out: Tensor
+    ) -> Tensor:
+        """z_e = c_e (w_i·q_j + p_i·h_j) returned; out += Z Q."""
+
+    def losses(self, pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms) -> Observed:
+        """ℓ⁺ on O with its derivatives, in one pass over O."""
+
+    def loss_left(
+        self,
+        pairs: Pairs,
+        P: Tensor,
+        Q: Tensor,
+        terms: LossTerms,
+        out: Tensor,
+        moved: tuple[Tensor, Tensor] | None = None,
+        gathered: Tensor | None = None,
+    ) -> tuple[Tensor, int]:
+        """x_e = ∂ℓ⁺/∂ŷ, or ∂²ℓ⁺/∂ŷ² (w_i·q_j + p_i·h_j), returned with its number of passes over O; out += X Q."""
+
+    def inner(self, a: Tensor, b: Tensor) -> Tensor:
+        """Σ a_e b_e in float64, a scalar on the device."""
+
+    def column_sums(self, x: Tensor, weight: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Σ_i weight_i x_i in ``dtype`` or that of x."""
+
+    def column_lines(self, x: Tensor) -> Tensor:
+        """Fewer rows with the same column sums."""
+
+    def activate(self, x: Tensor, bias: Tensor, activation: Activation) -> Tensor:
+        """φ(x + bias)."""
+
+    def slope_product(
+        self,
+        g: Tensor,
+        bias: Tensor | None,
+        y: Tensor,
+        activation: Activation,
+        out: Tensor,
+        initial: Tensor | None = None,
+        scale: float = 1.0,
+        sums: bool = False,
+    ) -> Tensor | None:
+        """scale·initial + (g + bias) ∘ φ′ written to ``out``; rows with the column sums of the second term if asked."""
+
+    def export_order(self, pairs: Pairs) -> tuple[Order | None, dict[str, Tensor]]:
+        """The traversal order of pairs: short index tensors, and by name the O(|O|) tensors of the order by columns."""
+
+    def import_order(self, pairs: Pairs, order: Order | None, by_columns: dict[str, Tensor] | None) -> None:
+        """Remember an exported order for a copy of the same pairs; None where nobody will sum over columns."""
+
+
+if TYPE_CHECKING:
+    from gramtower.engine.kernels import cpu, gpu, reference
+
+    _complete: tuple[Kernels, ...] = (reference, cpu, gpu)  # checked by mypy: every backend has every operation
+
+
+def select(device: torch.device, backend: str = "auto") -> Kernels:
+    """The kernels for a device; ``backend`` asks for one by name.
+
+    Raises:
+        ValueError: if ``backend`` is unknown or does not run on ``device``.
+    """
+    check.choice("kernels", backend, BACKENDS)
+    if backend == "auto":
+        backend = next((name for name, (kind, _) in _NEEDS.items() if kind == device.type), "reference")
+        package = _NEEDS.get(backend, ("", ""))[1]
+        if package and not _installed(package):
+            backend = "reference"
+            warnings.warn(
+                f"{package} is not installed: pair operations run in plain torch, several times slower "
+                f"(pip install {package})",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    kind = _NEEDS.get(backend, (device.type, ""))[0]
+    if kind != device.type and not (backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"):
+        check.fail("kernels", f"{backend!r} with parameters on {device}", "'auto' or 'reference' on that device")
+    return cast(Kernels, importlib.import_module(_MODULES[backend]))
+
+
+@cache
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

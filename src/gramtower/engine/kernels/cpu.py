@@ -1,0 +1,269 @@
+"""The pair operations for CPUs, compiled by numba: parallel, fused, bit-identical for any number of threads.
+
+Rows come cut into pieces of bounded length (data.pairs.Segments), so that several threads share a popular item: the
+first piece of a row adds to the result, later ones to a line of ``carry`` that is added afterwards, in order. A task
+is a run of pieces. Within a task the columns are visited tile by tile, a tile being as many gathered rows as stay in a
+core's second-level cache; pairs are taken four at a time, so that a row's own vectors are read once for four products.
+
+Tasks run on plain threads, as many as ``torch.get_num_threads()``, without the GIL. Numba's own thread pools are left
+alone: their workers keep spinning after a call and would compete with torch's for the same cores.
+
+Compared with engine/kernels/reference.py in tests/test_kernels.py; timed by benchmarks/bench_engine.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gramtower.data.pairs import Pairs, Segments
+from gramtower.engine.kernels import reference
+from gramtower.engine.kernels.losses import LossTerms, Observed, Scored, loss_left_from_scores
+from gramtower.runtime import threads
+from gramtower.runtime.compiled import compiled
+
+activate, slope_product = reference.activate, reference.slope_product  # torch has nothing faster for these
+column_sums, column_lines = reference.column_sums, reference.column_lines
+export_order, import_order = reference.export_order, reference.import_order
+SLOPES_FROM_OUTPUTS = False  # a stored slope is one multiplication, cheaper than computing it again
+GATHERS_BFLOAT16 = False
+_TILE_BYTES = 1 << 19  # half of a usual second-level cache
+_TASK = 1 << 15  # pairs in a task, or fewer when there would be too few tasks
+_RUN = 1 << 20  # elements of a dot product added up by themselves
+_FLAGS = {"reassoc", "contract", "nsz", "arcp"}  # sums may be reordered; NaN and infinity keep their meaning
+
+
+def dots(pairs: Pairs, A: Tensor, B: Tensor) -> Tensor:
+    """See reference.dots."""
+    x = torch.empty(len(pairs), dtype=A.dtype)
+    s = pairs.segments
+    tile = _tile(s, B, 1)
+    _run_tasks(_dots, s, tile, s.rows, s.starts, _np(pairs.columns), _np(A), _np(B), x.numpy())
+    return x
+
+
+def left_sum(pairs: Pairs, x: Tensor, B: Tensor, out: Tensor) -> None:
+    """See reference.left_sum."""
+    _sum_into(pairs.segments, pairs.columns, x, None, B, out)
+
+
+def right_sum(pairs: Pairs, x: Tensor, A: Tensor, out: Tensor) -> None:
+    """See reference.right_sum."""
+    columns = pairs.by_column
+    _sum_into(columns.segments, columns.rows, x, _np(columns.position), A, out)
+
+
+def curvature_left(pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: Tensor, out: Tensor) -> Tensor:
+    """See reference.curvature_left; one pass does both halves."""
+    z = torch.empty_like(c)
+    s, result = pairs.segments, _out(out)
+    carry = np.zeros((s.continued, Q.shape[1]), dtype=result.dtype)
+    _run_tasks(
+        _curvature_left, s, _tile(s, Q, 2), s.rows, s.starts, s.lines, _np(pairs.columns), _np(c),
+        _np(P), _np(W), _np(Q), _np(H), z.numpy(), result, carry,
+    )  # fmt: skip
+    _add_carry(s, result, carry)
+    return z
+
+
+def losses(pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms) -> Observed:
+    """See reference.losses."""
+    return Scored(terms, dots(pairs, P, Q))
+
+
+def loss_left(
+    pairs: Pairs,
+    P: Tensor,
+    Q: Tensor,
+    terms: LossTerms,
+    out: Tensor,
+    moved: tuple[Tensor, Tensor] | None = None,
+    gathered: Tensor | None = None,
+) -> tuple[Tensor, int]:
+    """See reference.loss_left."""
+    observed = losses(pairs, P, Q, terms)
+    return loss_left_from_scores(observed, left_sum, curvature_left, pairs, P, Q, out, moved, gathered), 2
+
+
+def inner(a: Tensor, b: Tensor) -> Tensor:
+    """See reference.inner; sums of fixed runs, added in order."""
+    runs = -(-len(a) // _RUN)
+    sums = np.zeros(runs)
+    x, y = _np(a), _np(b)
+
+    def add(first: int, last: int) -> None:
+        for run in range(first, last):
+            part = slice(run * _RUN, (run + 1) * _RUN)
+            sums[run] = _dot(x[part], y[part])
+
+    threads.share_out(add, list(range(runs + 1)))
+    return torch.tensor(sums.sum())
+
+
+def _sum_into(s: Segments, others: Tensor, x: Tensor, position: NDArray[Any] | None, B: Tensor, out: Tensor) -> None:
+    result = _out(out)
+    carry = np.zeros((s.continued, B.shape[1]), dtype=result.dtype)
+    _run_tasks(
+        _row_sum, s, _tile(s, B, 1), s.rows, s.starts, s.lines, _np(others), _np(x), position, _np(B), result, carry
+    )
+    _add_carry(s, result, carry)
+
+
+def _run_tasks(kernel: Callable[..., None], s: Segments, *arguments: Any) -> None:
+    """Run ``kernel(first piece, last piece, *arguments)`` over all pieces, task by task, on all threads."""
+    pieces, entries = len(s.rows), int(s.starts[-1])
+    tasks = max(1, min(pieces, max(entries // _TASK, min(4 * torch.get_num_threads(), entries // 1024))))
+    bounds = np.searchsorted(s.starts, np.linspace(0, entries, tasks + 1)).tolist()
+    bounds[-1] = pieces
+    threads.share_out(lambda first, last: kernel(first, last, *arguments), bounds)
+
+
+def _tile(s: Segments, gathered: Tensor, matrices: int) -> int:
+    """Columns in a tile. Tiles pay only while a piece has several pairs in each of them."""
+    columns, row_bytes = gathered.shape[0], matrices * gathered.shape[1] * gathered.element_size()
+    tiles = min(columns * row_bytes // _TILE_BYTES, int(s.starts[-1]) // (8 * max(1, len(s.rows))))
+    return max(1, -(-columns // max(1, tiles)))  # a process may hold no rows at all
+
+
+def _add_carry(s: Segments, out: NDArray[Any], carry: NDArray[Any]) -> None:
+    later = s.lines >= 0
+    np.add.at(out, s.rows[later], carry)
+
+
+def _np(tensor: Tensor) -> NDArray[Any]:
+    return tensor.detach().contiguous().numpy()
+
+
+def _out(tensor: Tensor) -> NDArray[Any]:
+    if not tensor.is_contiguous():
+        raise ValueError("out must be contiguous: the kernel adds to it in place")
+    return tensor.numpy()
+
+
+@compiled(fastmath=_FLAGS, nogil=True)
+def _dot(a, b):  # type: ignore[no-untyped-def]  # pragma: no cover
+    total = 0.0
+    for e in range(a.shape[0]):
+        total += np.float64(a[e]) * np.float64(b[e])
+    return total
+
+
+@compiled(fastmath=_FLAGS, inline="always")
+def _dots_run(e, stop, columns, a, B, x):  # type: ignore[no-untyped-def]  # pragma: no cover
+    zero, k = x.dtype.type(0), a.shape[0]
+    while e + 4 <= stop:
+        b0, b1, b2, b3 = B[columns[e]], B[columns[e + 1]], B[columns[e + 2]], B[columns[e + 3]]
+        s0, s1, s2, s3 = zero, zero, zero, zero
+        for d in range(k):
+            s0 += a[d] * b0[d]
+            s1 += a[d] * b1[d]
+            s2 += a[d] * b2[d]
+            s3 += a[d] * b3[d]
+        x[e], x[e + 1], x[e + 2], x[e + 3] = s0, s1, s2, s3
+        e += 4
+    while e < stop:
+        b, s = B[columns[e]], zero
+        for d in range(k):
+            s += a[d] * b[d]
+        x[e] = s
+        e += 1
+
+
+@compiled(fastmath=_FLAGS, inline="always")
+def _sum_run(e, stop, columns, x, position, B, total):  # type: ignore[no-untyped-def]  # pragma: no cover
+    k = total.shape[0]
+    while e + 4 <= stop:
+        b0, b1, b2, b3 = B[columns[e]], B[columns[e + 1]], B[columns[e + 2]], B[columns[e + 3]]
+        if position is None:
+            x0, x1, x2, x3 = x[e], x[e + 1], x[e + 2], x[e + 3]
+        else:
+            x0, x1, x2, x3 = x[position[e]], x[position[e + 1]], x[position[e + 2]], x[position[e + 3]]
+        for d in range(k):
+            total[d] += x0 * b0[d] + x1 * b1[d] + x2 * b2[d] + x3 * b3[d]
+        e += 4
+    while e < stop:
+        b, x0 = B[columns[e]], x[e] if position is None else x[position[e]]
+        for d in range(k):
+            total[d] += x0 * b[d]
+        e += 1
+
+
+@compiled(fastmath=_FLAGS, inline="always")
+def _curvature_run(e, stop, columns, c, p, w, Q, H, z, total):  # type: ignore[no-untyped-def]  # pragma: no cover
+    zero, k = z.dtype.type(0), total.shape[0]
+    while e + 4 <= stop:
+        j0, j1, j2, j3 = columns[e], columns[e + 1], columns[e + 2], columns[e + 3]
+        q0, q1, q2, q3 = Q[j0], Q[j1], Q[j2], Q[j3]
+        h0, h1, h2, h3 = H[j0], H[j1], H[j2], H[j3]
+        s0, s1, s2, s3 = zero, zero, zero, zero
+        for d in range(k):
+            s0 += w[d] * q0[d] + p[d] * h0[d]
+            s1 += w[d] * q1[d] + p[d] * h1[d]
+            s2 += w[d] * q2[d] + p[d] * h2[d]
+            s3 += w[d] * q3[d] + p[d] * h3[d]
+        s0, s1, s2, s3 = s0 * c[e], s1 * c[e + 1], s2 * c[e + 2], s3 * c[e + 3]
+        z[e], z[e + 1], z[e + 2], z[e + 3] = s0, s1, s2, s3
+        for d in range(k):
+            total[d] += s0 * q0[d] + s1 * q1[d] + s2 * q2[d] + s3 * q3[d]
+        e += 4
+    while e < stop:
+        q, h, s = Q[columns[e]], H[columns[e]], zero
+        for d in range(k):
+            s += w[d] * q[d] + p[d] * h[d]
+        s *= c[e]
+        z[e] = s
+        for d in range(k):
+            total[d] += s * q[d]
+        e += 1
+
+
+@compiled(inline="always")
+def _run_end(e, last, columns, end):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """The first entry from e on whose column is outside the tile; columns increase within a piece."""
+    while e < last and columns[e] < end:
+        e += 1
+    return e
+
+
+@compiled(fastmath=_FLAGS, nogil=True)
+def _dots(low, high, tile, rows, starts, columns, A, B, x):  # type: ignore[no-untyped-def]  # pragma: no cover
+    at = starts[low:high].copy()
+    for end in range(tile, B.shape[0] + tile, tile):
+        for s in range(low, high):
+            e = at[s - low]
+            stop = _run_end(e, starts[s + 1], columns, end)
+            if stop > e:
+                _dots_run(e, stop, columns, A[rows[s]], B, x)
+                at[s - low] = stop
+
+
+@compiled(fastmath=_FLAGS, nogil=True)
+def _row_sum(low, high, tile, rows, starts, lines, columns, x, position, B, out, carry):  # type: ignore[no-untyped-def]  # pragma: no cover
+    at = starts[low:high].copy()
+    for end in range(tile, B.shape[0] + tile, tile):
+        for s in range(low, high):
+            e = at[s - low]
+            stop = _run_end(e, starts[s + 1], columns, end)
+            if stop > e:
+                total = out[rows[s]] if lines[s] < 0 else carry[lines[s]]
+                _sum_run(e, stop, columns, x, position, B, total)
+                at[s - low] = stop
+
+
+@compiled(fastmath=_FLAGS, nogil=True)
+def _curvature_left(low, high, tile, rows, starts, lines, columns, c, P, W, Q, H, z, out, carry):  # type: ignore[no-untyped-def]  # pragma: no cover
+    at = starts[low:high].copy()
+    for end in range(tile, Q.shape[0] + tile, tile):
+        for s in range(low, high):
+            e = at[s - low]
+            stop = _run_end(e, starts[s + 1], columns, end)
+            if stop > e:
+                i = rows[s]
+                total = out[i] if lines[s] < 0 else carry[lines[s]]
+                _curvature_run(e, stop, columns, c, P[i], W[i], Q, H, z, total)
+                at[s - low] = stop

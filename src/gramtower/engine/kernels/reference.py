@@ -1,0 +1,139 @@
+"""The kernels in plain torch: their definition, and what runs on a device without kernels of its own.
+
+Works through the pairs in blocks so that gathered rows stay within a fixed buffer. O(|O| k) time. The other
+implementations are compared with this one, and this one with dense products, in tests/test_kernels.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gramtower.data.pairs import Pairs
+from gramtower.engine.kernels.activations import Activation
+from gramtower.engine.kernels.layout import Order
+from gramtower.engine.kernels.losses import LossTerms, Observed, Scored, loss_left_from_scores
+
+SLOPES_FROM_OUTPUTS = False
+GATHERS_BFLOAT16 = False
+_BUFFER = 1 << 22  # gathered numbers held at a time
+_ROWS = 8192  # rows added up in their own precision
+
+
+def _blocks(pairs: Pairs, k: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Blocks of entries with their rows i and columns j."""
+    step = max(1, _BUFFER // max(1, k))
+    for start in range(0, len(pairs), step):
+        part = slice(start, min(len(pairs), start + step))
+        yield part, pairs.rows[part].long(), pairs.columns[part].long()
+
+
+def dots(pairs: Pairs, A: Tensor, B: Tensor) -> Tensor:
+    """x_e = a_i · b_j for each pair e = (i, j), in row order."""
+    x = torch.empty(len(pairs), dtype=A.dtype, device=A.device)
+    for part, i, j in _blocks(pairs, A.shape[1]):
+        x[part] = (A[i] * B[j]).sum(1)
+    return x
+
+
+def left_sum(pairs: Pairs, x: Tensor, B: Tensor, out: Tensor) -> None:
+    """out_i += Σ_j x_ij b_j."""
+    for part, i, j in _blocks(pairs, B.shape[1]):
+        out.index_add_(0, i, x[part, None] * B[j])
+
+
+def right_sum(pairs: Pairs, x: Tensor, A: Tensor, out: Tensor) -> None:
+    """out_j += Σ_i x_ij a_i."""
+    for part, i, j in _blocks(pairs, A.shape[1]):
+        out.index_add_(0, j, x[part, None] * A[i])
+
+
+def curvature_left(pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: Tensor, out: Tensor) -> Tensor:
+    """z_e = c_e (w_i·q_j + p_i·h_j), returned; out_i += Σ_j z_ij q_j."""
+    z = c * (dots(pairs, W, Q) + dots(pairs, P, H))
+    left_sum(pairs, z, Q, out)
+    return z
+
+
+def losses(pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms) -> Observed:
+    """ℓ⁺ on O with its derivatives, from the scores. One pass over O."""
+    return Scored(terms, dots(pairs, P, Q))
+
+
+def loss_left(
+    pairs: Pairs,
+    P: Tensor,
+    Q: Tensor,
+    terms: LossTerms,
+    out: Tensor,
+    moved: tuple[Tensor, Tensor] | None = None,
+    gathered: Tensor | None = None,
+) -> tuple[Tensor, int]:
+    """x_e = ∂ℓ⁺/∂ŷ, or with ``moved`` = (W, H) ∂²ℓ⁺/∂ŷ² (w_i·q_j + p_i·h_j); out += X Q. Returns x and 2, the passes.
+
+    ``gathered``, of H's dtype, takes Q's place in all but the scores.
+    """
+    observed = losses(pairs, P, Q, terms)
+    return loss_left_from_scores(observed, left_sum, curvature_left, pairs, P, Q, out, moved, gathered), 2
+
+
+def inner(a: Tensor, b: Tensor) -> Tensor:
+    """Σ a_e b_e, products and sum in float64; a scalar on the device."""
+    total = torch.zeros((), dtype=torch.float64, device=a.device)
+    for start in range(0, len(a), _BUFFER):
+        part = slice(start, start + _BUFFER)
+        total += (a[part].double() * b[part]).sum()
+    return total
+
+
+def column_sums(x: Tensor, weight: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Σ_i weight_i x_i, in ``dtype`` or that of x; blocks of rows in x's own dtype."""
+    total = torch.zeros(x.shape[1], dtype=dtype or x.dtype, device=x.device)
+    for start in range(0, x.shape[0], _ROWS):
+        rows = slice(start, start + _ROWS)
+        total += (x[rows] if weight is None else x[rows] * weight[rows, None]).sum(0)
+    return total
+
+
+def column_lines(x: Tensor) -> Tensor:
+    """Fewer rows with the same column sums: here one."""
+    return x.sum(0, keepdim=True)
+
+
+def activate(x: Tensor, bias: Tensor, activation: Activation) -> Tensor:
+    """φ(x + bias), a bias for each column."""
+    return activation.function(x + bias)
+
+
+def slope_product(
+    g: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    activation: Activation,
+    out: Tensor,
+    initial: Tensor | None = None,
+    scale: float = 1.0,
+    sums: bool = False,
+) -> Tensor | None:
+    """scale·initial + (g + bias) ∘ φ′ written to ``out``, φ′ from the activation's output y.
+
+    All matrices are rows × columns; ``initial`` may be ``out``, and so may g. Returns rows with the column sums of the
+    second term if asked for ``sums``.
+    """
+    product = (g if bias is None else g + bias) * activation.slope(y)
+    if initial is None:
+        out.copy_(product)
+    else:
+        torch.add(product, initial, alpha=scale, out=out)
+    return column_lines(product) if sums else None
+
+
+def export_order(pairs: Pairs) -> tuple[Order | None, dict[str, Tensor]]:
+    """The order in which pairs are visited, to be kept while they are away: here they need none."""
+    return None, {}
+
+
+def import_order(pairs: Pairs, order: Order | None, by_columns: dict[str, Tensor] | None) -> None:
+    """An order exported before, for a copy of the same pairs: here there is nothing to remember."""

@@ -1,0 +1,297 @@
+"""The left rows of a point in blocks, and what their observed pairs add to value, gradient and G·d.
+
+One evaluation (point.py) loops over these blocks; how long things live is theirs to know:
+
+    resident   one block of all rows: embeddings, activations and ℓ⁺ on the pairs are kept as long as the point
+    streamed   many blocks, each made for one visit: its rows run forward again, and nothing of it is kept
+
+Pairs of streamed blocks stay on the device, or in pinned host memory from where a block's columns, weights and orders
+are copied on a stream of their own while the block before is used: double-buffered, block t + 1 is copied once block
+t − 1 has been freed. Checked by tests/test_blocks.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gramtower.data.pairs import Pairs
+from gramtower.engine.kernels import Kernels
+from gramtower.engine.kernels.layout import Order
+from gramtower.engine.kernels.losses import LossTerms, Observed
+from gramtower.engine.objective.constants import PairConstants, Side
+from gramtower.engine.towers.linearization import Linearization
+
+_PER_PAIR = ("labels", "pair_weight", "loss_weight", "imputed")  # of LossTerms, as far as they are tensors
+
+
+class Block:
+    """Some left rows at θ with their observed pairs.
+
+    Attributes:
+        start: the first of the rows.
+        side: the rows' constants.
+        tower: the left tower over these rows.
+        passes: passes over the block's pairs made so far.
+    """
+
+    def __init__(
+        self,
+        start: int,
+        side: Side,
+        pairs: PairConstants,
+        tower: Linearization,
+        Q: Tensor,
+        kernels: Kernels,
+        resident: bool,
+    ) -> None:
+        self.start, self.side, self.tower, self.passes = start, side, tower, 0.0
+        self._pairs, self._terms, self._Q, self._kernels, self._resident = (
+            pairs.pairs,
+            pairs.terms,
+            Q,
+            kernels,
+            resident,
+        )
+
+    @property
+    def P(self) -> Tensor:
+        """The rows' embeddings."""
+        return self.tower.outputs
+
+    @cached_property
+    def gathered_P(self) -> Tensor:
+        """The embeddings in bfloat16."""
+        return self.P.bfloat16()
+
+    @cached_property
+    def observed(self) -> Observed:
+        """ℓ⁺ on the pairs with its derivatives. One pass over them, as long as the block lives."""
+        self.passes += 1
+        return self._kernels.losses(self._pairs, self.P, self._Q, self._terms)
+
+    def add_slopes(self, U: Tensor) -> Tensor:
+        """X of eq:Xij, and U += X Q."""
+        if self._resident:
+            x = self.observed.slopes
+            self._kernels.left_sum(self._pairs, x, self._Q, U)
+            self.passes += 1
+            return x
+        x, passes = self._kernels.loss_left(self._pairs, self.P, self._Q, self._terms, U)
+        self.passes += passes
+        return x
+
+    def add_curvatures(self, W: Tensor, Q: Tensor, H: Tensor, U: Tensor) -> Tensor:
+        """Z_ij = ∂²ℓ⁺ (w_i·q_j + p_i·h_j) of eq:final_Gd, and U += Z Q; Q and H as they are gathered for each pair."""
+        if self._resident:
+            z = self._kernels.curvature_left(self._pairs, self.observed.curvatures, self.P, W, Q, H, U)
+            self.passes += 1
+            return z
+        gathered = None if Q is self._Q else Q
+        z, passes = self._kernels.loss_left(self._pairs, self.P, self._Q, self._terms, U, (W, H), gathered)
+        self.passes += passes
+        return z
+
+    def left_sum(self, x: Tensor, B: Tensor, out: Tensor) -> None:
+        """out += X B; of fewer columns than k, counted as that share of a pass."""
+        self._kernels.left_sum(self._pairs, x, B, out)
+        self.passes += B.shape[1] / self._Q.shape[1]
+
+    def right_sum(self, x: Tensor, A: Tensor, out: Tensor) -> None:
+        """out += Xᵀ A, likewise."""
+        self._kernels.right_sum(self._pairs, x, A, out)
+        self.passes += A.shape[1] / self._Q.shape[1]
+
+
+class LeftRows:
+    """The left rows of one point.
+
+    Args:
+        side: constants of all left rows.
+        pairs: where the blocks' pairs come from.
+        tower: the left tower at θ: over all rows if they are resident, not yet run if they are streamed.
+        kernels: the pair operations.
+    """
+
+    def __init__(self, side: Side, pairs: PairBlocks, tower: Linearization, kernels: Kernels) -> None:
+        self.tower, self.resident = tower, pairs.resident
+        self._side, self._pairs, self._kernels = side, pairs, kernels
+        self._block: Block | None = None
+
+    @property
+    def largest(self) -> int:
+        """Rows of the largest block."""
+        return max((stop - start for start, stop in self._pairs.bounds), default=0)
+
+    def visit(self, action: Callable[[Block], None], Q: Tensor, by_columns: bool = True) -> float:
+        """Call ``action`` with each block in order; how many passes over its pairs each made.
+
+        A streamed block is valid during the call. An action that only sums over rows can do without the order of the
+        pairs ``by_columns``, which need not be copied then.
+        """
+        passes = 0.0
+        for start, stop, pairs in self._pairs.visit(by_columns):
+            block = self._block or self._make(start, stop, pairs, Q)
+            del pairs
+            before = block.passes
+            action(block)
+            passes = block.passes - before
+            if self.resident:
+                self._block = block
+            del block  # before the next one is made
+        return passes
+
+    def _make(self, start: int, stop: int, pairs: PairConstants, Q: Tensor) -> Block:
+        if self.resident:
+            return Block(start, self._side, pairs, self.tower, Q, self._kernels, True)
+        return Block(start, self._side.rows(start, stop), pairs, self.tower.over(start, stop), Q, self._kernels, False)
+
+
+class PairBlocks:
+    """The pairs of a problem on a device, in blocks of left rows; made when they are first visited.
+
+    Args:
+        make: gives the constants of the pairs of a range of rows; of all rows for None.
+        rows: left rows.
+        block: rows of a block; None keeps all rows resident.
+        pinned: whether what is as long as the pairs stays in pinned host memory.
+        kernels: whose order of the pairs is kept with them.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[tuple[int, int] | None], PairConstants],
+        rows: int,
+        block: int | None,
+        pinned: bool,
+        kernels: Kernels,
+    ) -> None:
+        self.resident, self._pinned, self._kernels, self._maker = block is None, pinned, kernels, make
+        height = max(1, rows) if block is None else block
+        self.bounds = [(start, min(rows, start + height)) for start in range(0, max(1, rows), height)]
+        self._copy_stream: Any = None  # one for all visits: memory that was used on a stream is kept for that stream
+        self._made: list[PairConstants] = []
+        self._stored: list[_PinnedPairs] = []
+
+    def visit(self, by_columns: bool = True) -> Iterator[tuple[int, int, PairConstants]]:
+        """Ranges of rows with their pairs, in order; each is valid until the next one is asked for."""
+        if self._pinned:
+            yield from self._copied(by_columns)
+            return
+        for index, (start, stop) in enumerate(self.bounds):
+            if index == len(self._made):
+                self._made.append(self._maker(None if self.resident else (start, stop)))
+            yield start, stop, self._made[index]
+
+    def _copied(self, by_columns: bool) -> Iterator[tuple[int, int, PairConstants]]:
+        for index in range(len(self._stored), len(self.bounds)):
+            self._stored.append(_PinnedPairs.of(self._maker(self.bounds[index]), self._kernels))
+        if self._copy_stream is None:
+            self._copy_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        freed: torch.cuda.Event | None = None  # when the work on the block before has ended
+        coming: tuple[PairConstants, torch.cuda.Event] | None = self._copy(0, by_columns)
+        for index, (start, stop) in enumerate(self.bounds):
+            assert coming is not None
+            (pairs, arrived), coming = coming, None
+            torch.cuda.current_stream().wait_event(arrived)
+            more = index + 1 < len(self.bounds)
+            if more and (freed is None or freed.query()):  # type: ignore[no-untyped-call]
+                coming = self._copy(index + 1, by_columns)
+            yield start, stop, pairs
+            del pairs
+            used = _record_event()
+            if more and coming is None:
+                assert freed is not None
+                freed.synchronize()  # the device is busy with this block meanwhile
+                coming = self._copy(index + 1, by_columns)
+            freed = used
+
+    def _copy(self, index: int, by_columns: bool) -> tuple[PairConstants, torch.cuda.Event]:
+        user = torch.cuda.current_stream()
+        with torch.cuda.stream(self._copy_stream):
+            pairs = self._stored[index].to_device(user, by_columns)
+            return pairs, _record_event()
+
+
+def _record_event() -> torch.cuda.Event:
+    """The moment at which what the present stream was given so far is done."""
+    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+@dataclass
+class _PinnedPairs:
+    """The pairs of a block in pinned host memory.
+
+    Attributes:
+        offsets: of the pattern's rows, on the device, with an empty pattern.
+        terms: what is short of the loss's constants, on the device.
+        per_pair: what of them is as long as the pairs.
+        columns: of the pairs.
+        kernels: which visit the pairs.
+        order: the small index tensors of the kernels' order of visits, on the device.
+        by_columns: its tensors that are as long as the pairs.
+    """
+
+    offsets: Pairs
+    terms: LossTerms
+    per_pair: dict[str, _Pinned]
+    columns: _Pinned
+    kernels: Kernels
+    order: Order | None
+    by_columns: dict[str, _Pinned]
+
+    @staticmethod
+    def of(constants: PairConstants, kernels: Kernels) -> _PinnedPairs:
+        """Move what is as long as the pairs to host memory."""
+        pairs, terms = constants.pairs, constants.terms
+        values = {name: getattr(terms, name) for name in _PER_PAIR}
+        per_pair = {k: v for k, v in values.items() if isinstance(v, Tensor) and v.dim() and 0 not in v.stride()}
+        missing: dict[str, Any] = dict.fromkeys(per_pair)
+        order, long = kernels.export_order(pairs)
+        limits = {"rows": pairs.shape[0]}
+        return _PinnedPairs(
+            Pairs(pairs.shape, pairs.offsets, pairs.columns[:0].clone()),
+            replace(terms, **missing),
+            {name: _Pinned.of(tensor) for name, tensor in per_pair.items()},
+            _Pinned.of(pairs.columns, pairs.shape[1]),
+            kernels,
+            order,
+            {name: _Pinned.of(tensor, limits.get(name)) for name, tensor in long.items()},
+        )
+
+    def to_device(self, user: torch.cuda.Stream, by_columns: bool) -> PairConstants:
+        """All of it on the device, for ``user`` to read."""
+        pairs = Pairs(self.offsets.shape, self.offsets.offsets, self.columns.to_device(user))
+        long = {name: sent.to_device(user) for name, sent in self.by_columns.items()} if by_columns else None
+        self.kernels.import_order(pairs, self.order, long)
+        values: dict[str, Any] = {name: sent.to_device(user) for name, sent in self.per_pair.items()}
+        return PairConstants(pairs, replace(self.terms, **values))
+
+
+@dataclass(frozen=True)
+class _Pinned:
+    """A tensor in pinned memory; numbers below 65,536 are copied, and read, in 16 bits."""
+
+    tensor: Tensor
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: Tensor, limit: int | None = None) -> _Pinned:
+        """Copy a tensor to pinned memory; its numbers are below ``limit``."""
+        short = tensor.cpu()
+        if limit is not None and limit <= 1 << 16:
+            short = short.to(torch.uint16)
+        return _Pinned(short.pin_memory(), tensor.device)
+
+    def to_device(self, user: torch.cuda.Stream) -> Tensor:
+        """The tensor on the device, for ``user`` to read."""
+        here = self.tensor.to(self.device, non_blocking=True)
+        here.record_stream(user)
+        return here

@@ -1,0 +1,239 @@
+"""The constants of the objective as tensors on a device: of the entities of each side, and of observed pairs.
+
+    Side             a_i, μ c_i and p̃_i of the left entities; b_j, μ c_j and q̃_j of the right ones
+    Constants        both sides, ω, λ and what else does not depend on single pairs
+    PairConstants    the pattern of some left rows' pairs with R_ij, a_i b_j, ỹ_ij and weights of the losses
+
+A constant ỹ has rank one: p̃_i = ỹ and q̃_j = 1 are numbers here, never matrices. O(m + n + |O|) once.
+Checked through tests/test_engine.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gramtower import _checks as check
+from gramtower.data.pairs import Pairs
+from gramtower.distributed.shards import Shards
+from gramtower.engine.kernels import select
+from gramtower.engine.kernels.losses import Loss, LossTerms
+from gramtower.engine.objective.gramians import column_sums, gram
+from gramtower.engine.objective.imputation import Imputed
+
+
+class Terms(Protocol):
+    """What the constants are made of, before dtype and device: a :class:`~gramtower.Problem`."""
+
+    pairs: Pairs
+    shards: Shards
+    loss: Loss
+    imputed: Imputed
+    pair_weights: NDArray[np.float64] | None
+    omega: float
+    l2: float
+    embedding_l2: float
+    precision: str
+    pair_precision: str
+    kernels: str
+
+    @property
+    def labels(self) -> NDArray[Any]:
+        """R on O."""
+
+    @property
+    def weight_arrays(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
+        """a and b."""
+
+    @property
+    def penalty_arrays(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
+        """μ c of both sides."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side's entities.
+
+    Attributes:
+        weight: a (left) or b (right), None for ones.
+        penalty: μ c, None without a penalty on embeddings.
+        imputed: P̃ (left) or Q̃ (right), rows × r; or the one number that all rows of a rank-one factor hold.
+    """
+
+    weight: Tensor | None
+    penalty: Tensor | None
+    imputed: Tensor | float
+
+    def rows(self, start: int, stop: int) -> Side:
+        """A range of the entities, as views."""
+        part = slice(start, stop)
+        return Side(_part(self.weight, part), _part(self.penalty, part), _factor(self.imputed, part))
+
+    def sampled(self, rows: Tensor, factor: Tensor, penalty_factor: Tensor | float) -> Side:
+        """Some of the entities, with weights and penalties multiplied."""
+        weight = factor if self.weight is None else factor * self.weight[rows]
+        penalty = None if self.penalty is None else self.penalty[rows] * penalty_factor
+        return Side(weight, penalty, _factor(self.imputed, rows))
+
+    def cross_gramian(self, embeddings: Tensor) -> Tensor:
+        """P̂_c = P̃ᵀAP, r × k in float64 (eq:gramian)."""
+        if isinstance(self.imputed, Tensor):
+            return gram(self.imputed, embeddings, self.weight)
+        return self.imputed * column_sums(embeddings, self.weight)[None, :]
+
+    def subtract_imputed(self, matrix: Tensor, out: Tensor) -> None:
+        """out −= P̃ matrix, with an r × k matrix."""
+        if isinstance(self.imputed, Tensor):
+            out.addmm_(self.imputed, matrix, alpha=-1.0)
+        else:
+            out.sub_(matrix[0], alpha=self.imputed)
+
+    def imputed_gramian(self, rows: int) -> Tensor:
+        """P̃_c = P̃ᵀAP̃, r × r in float64."""
+        if isinstance(self.imputed, Tensor):
+            return gram(self.imputed, self.imputed, self.weight)
+        total = float(rows) if self.weight is None else float(self.weight.double().sum())
+        return torch.full((1, 1), self.imputed * self.imputed * total, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What the objective holds of all entities, in one dtype on one device (problem.py has the formula).
+
+    Attributes:
+        left: the left entities held here.
+        right: the right entities held here.
+        omega: ω.
+        l2: λ.
+        imputed_square: ⟨P̃_c, Q̃_c⟩ = Σ_ij a_i b_j ỹ_ij².
+        scalars: ω, and ỹ where it is one number, on the device.
+        precision: of matrix products on a GPU.
+        pair_precision: of what Gauss-Newton products gather on a GPU.
+        shards: which process holds which rows.
+    """
+
+    left: Side
+    right: Side
+    omega: float
+    l2: float
+    imputed_square: float
+    scalars: Tensor
+    precision: str
+    pair_precision: str
+    shards: Shards
+
+
+@dataclass(frozen=True)
+class PairConstants:
+    """The observed pairs of some left rows.
+
+    Attributes:
+        pairs: their pattern, rows numbered from the first of these.
+        terms: what ℓ⁺ needs of them besides the scores.
+    """
+
+    pairs: Pairs
+    terms: LossTerms
+
+    def sampled(self, pairs: Pairs, entries: Tensor) -> PairConstants:
+        """Some of the pairs, by number, in a pattern of their own."""
+        return PairConstants(pairs, self.terms.at(entries))
+
+
+def make_constants(problem: Terms, dtype: torch.dtype, device: torch.device) -> Constants:
+    """The entities' part of a problem; refuses constants that the dtype cannot hold."""
+    _check_range(problem, dtype)
+    weights, penalties = problem.weight_arrays, problem.penalty_arrays
+    factors = problem.imputed.factors
+    imputed: tuple[Tensor | float, ...] = (
+        (problem.imputed.constant, 1.0) if factors is None else tuple(f.to(device, dtype) for f in factors)
+    )
+    left, right = (
+        Side(_tensor(weights[side], dtype, device), _tensor(penalties[side], dtype, device), imputed[side])
+        for side in (0, 1)
+    )
+    shards = problem.shards
+    own = left.imputed_gramian(shards.left.count), right.imputed_gramian(shards.right.count)
+    square = (own[0] * own[1]).sum() if shards.single else torch.mul(*shards.group.sum_all(*own)).sum()
+    scalars = torch.tensor([problem.omega, problem.imputed.constant], dtype=dtype, device=device)
+    return Constants(
+        left,
+        right,
+        problem.omega,
+        problem.l2,
+        float(square),
+        scalars,
+        problem.precision,
+        problem.pair_precision,
+        shards,
+    )
+
+
+def make_pair_constants(problem: Terms, constants: Constants, rows: tuple[int, int] | None = None) -> PairConstants:
+    """The pairs of a range of left rows held here, None for all of them."""
+    dtype, device = constants.scalars.dtype, constants.scalars.device
+    pairs, where, left = problem.pairs, slice(None), constants.left
+    if rows is not None:
+        (pairs, where), left = problem.pairs.row_range(*rows), left.rows(*rows)
+    pairs = pairs.to(device)
+    right = constants.right
+    weight = None
+    if left.weight is not None or right.weight is not None:
+        weight = torch.ones(len(pairs), dtype=dtype, device=device)
+        if left.weight is not None:
+            weight *= left.weight[pairs.rows]
+        if right.weight is not None:
+            weight *= constants.shards.gather(right.weight).wait()[pairs.columns]
+    imputed: Tensor | float = problem.imputed.constant
+    if isinstance(left.imputed, Tensor) and isinstance(right.imputed, Tensor):
+        every = constants.shards.gather(right.imputed).wait()
+        imputed = select(device, problem.kernels).dots(pairs, left.imputed, every)
+    loss_weight = None if problem.pair_weights is None else problem.pair_weights[where]
+    terms = LossTerms(
+        problem.loss,
+        _labels(problem.labels[where], dtype, device),
+        problem.omega,
+        imputed,
+        weight,
+        _tensor(loss_weight, dtype, device),
+        constants.scalars,
+    )
+    return PairConstants(pairs, terms)
+
+
+def _check_range(problem: Terms, dtype: torch.dtype) -> None:
+    """Refuse constants that the towers' dtype cannot hold, by name."""
+    (a, b), (left, right) = problem.weight_arrays, problem.penalty_arrays
+    for name, value in (
+        ("omega", problem.omega), ("l2", problem.l2), ("embedding_l2", problem.embedding_l2),
+        ("imputed", problem.imputed.constant), ("imputed", problem.imputed.factors), ("pairs", problem.labels),
+        ("left_weights", a), ("right_weights", b), ("pair_weights", problem.pair_weights),
+        ("embedding_l2 and frequency_power", left), ("embedding_l2 and frequency_power", right),
+    ):  # fmt: skip
+        for part in value if isinstance(value, tuple) else (value,):
+            if part is not None:
+                check.fits(name, part, dtype)
+
+
+def _part(tensor: Tensor | None, rows: slice) -> Tensor | None:
+    return None if tensor is None else tensor[rows]
+
+
+def _factor(imputed: Tensor | float, rows: slice | Tensor) -> Tensor | float:
+    return imputed[rows] if isinstance(imputed, Tensor) else imputed
+
+
+def _tensor(array: NDArray[Any] | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    return None if array is None else torch.tensor(array, dtype=dtype, device=device)
+
+
+def _labels(array: NDArray[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """R on O; one number expanded to all where they are equal, as for plain implicit feedback."""
+    if len(array) and (array == array[0]).all():
+        return torch.tensor([array[0]], dtype=dtype, device=device).expand(len(array))
+    return torch.tensor(array, dtype=dtype, device=device)

@@ -1,0 +1,214 @@
+"""Small problems on a GPU run from CUDA graphs: one launch in the place of a hundred.
+
+A slot is one evaluation over fixed memory: θ is copied in and the value is replayed; gradients and Gauss-Newton
+products are replayed when they are asked for, the right side's kernels on a second stream beside the left side's
+(runtime/streams.py); so is the preconditioner, whose factors are copied in. The work is the same as kernel by kernel. A
+slot belongs to a point until nobody holds that point or its G; a line search needs two. Large problems, and towers that
+are not analytic steps over ids, gain nothing and are evaluated kernel by kernel.
+
+Checked on a GPU by tests/test_cuda_graphs.py; timed by benchmarks/bench_gpu.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from gramtower.engine.objective.evaluation import Evaluation
+from gramtower.engine.objective.executor import Damped, Executor, Factored
+from gramtower.engine.objective.gauss_newton import GaussNewton
+from gramtower.engine.towers.linearization import Work
+from gramtower.engine.towers.parameters import Parameters
+from gramtower.runtime.streams import SideStream
+
+_SLOTS = 3
+
+Evaluate = Callable[[Parameters], Evaluation]
+
+
+class GraphPool:
+    """The slots of one problem with one pair of towers.
+
+    Args:
+        evaluate: the problem at parameters, kernel by kernel.
+    """
+
+    def __init__(self, evaluate: Evaluate) -> None:
+        self._evaluate = evaluate
+        self._free: list[_Slot] = []
+        self.made = 0
+        self._apply = _GraphedApply()
+
+    def take(self, parameters: Parameters) -> GraphExecutor | None:
+        """A slot evaluated at ``parameters``, free again when nobody holds it; None if all are in use."""
+        if self._free:
+            slot = self._free.pop()
+        elif self.made < _SLOTS:
+            self.made += 1
+            slot = _Slot(self._evaluate, parameters)
+        else:
+            return None
+        slot.load(parameters)
+        executor = GraphExecutor(slot, self._apply)
+        weakref.finalize(executor, self._free.append, slot)
+        return executor
+
+
+class _Recording:
+    """Some work captured once and replayed, counted each time."""
+
+    def __init__(self, work: Work, pool: Any, action: Callable[[], object]) -> None:
+        before = work.copy()
+        self.graph = torch.cuda.CUDAGraph()
+        stream = _waiting_stream()
+        collecting = gc.isenabled()
+        gc.disable()  # a graph that dies while another is recorded would spoil the recording
+        try:
+            with torch.cuda.stream(stream):
+                self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    action()
+                except BaseException:
+                    with suppress(RuntimeError):  # what went wrong first is what matters
+                        self.graph.capture_end()
+                    raise
+                self.graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.work, self.share = work, work.since(before)
+        work.reset(before)
+
+    def __call__(self) -> None:
+        self.graph.replay()
+        self.work.reset(self.work.plus(self.share))
+
+
+def _waiting_stream() -> torch.cuda.Stream:
+    """Another stream, which has waited for the present one."""
+    stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    return stream
+
+
+class _GraphedApply(Executor):
+    """M r over fixed memory, into which the preconditioner that is applied is copied first."""
+
+    def __init__(self) -> None:
+        self._held: Factored | None = None
+        self._holds: weakref.ref[Factored] | None = None
+
+    def apply(self, M: Factored, r: Parameters, out: Parameters) -> Parameters:
+        """M r, written over ``out``."""
+        if self._held is None:
+            self._held = self._record(M, r)
+        if self._holds is None or self._holds() is not M:
+            torch._foreach_copy_(self._held.tensors(), M.tensors())
+            self._holds = weakref.ref(M)
+        self._r.vector.copy_(r.vector)
+        self._replay()
+        out.vector.copy_(self._out.vector)
+        return out
+
+    def _record(self, M: Factored, r: Parameters) -> Factored:
+        held, self._r, self._out = M.copy(), r.clone(), r.empty()
+        stream = _waiting_stream()
+        with torch.cuda.stream(stream):
+            held.compute(self._r, self._out)
+        torch.cuda.current_stream().wait_stream(stream)
+        pool = torch.cuda.graph_pool_handle()
+        self._replay = _Recording(Work(), pool, lambda: held.compute(self._r, self._out))
+        return held
+
+
+class _Slot:
+    """One evaluation over fixed memory.
+
+    Attributes:
+        evaluation: at the θ that was loaded last.
+    """
+
+    def __init__(self, evaluate: Evaluate, parameters: Parameters) -> None:
+        self._stream = SideStream(torch.cuda.Stream(parameters.vector.device))  # type: ignore[no-untyped-call]
+        self._theta, self._direction = parameters.clone(), parameters.clone()
+        self._gradient, self._product = parameters.empty(), parameters.empty()
+        work = self._try_out(evaluate)
+        pool = torch.cuda.graph_pool_handle()
+        self._replay_value = _Recording(work, pool, lambda: self._evaluate(evaluate))
+        self._replay_gradient = _Recording(work, pool, lambda: self.evaluation.gradient(out=self._gradient))
+        self._replay_product = _Recording(work, pool, lambda: self._multiply(self.evaluation))
+
+    def load(self, parameters: Parameters) -> None:
+        """Evaluate at other parameters."""
+        self._theta.vector.copy_(parameters.vector)
+        self._replay_value()
+
+    def gradient(self) -> Parameters:
+        """∇L at the θ that was loaded."""
+        self._replay_gradient()
+        return self._gradient.clone()
+
+    def product(self, d: Parameters, damping: float, out: Parameters) -> Parameters:
+        """(G + damping·I) d at the θ that was loaded, written over ``out``."""
+        self._direction.vector.copy_(d.vector)
+        self._replay_product()
+        torch.add(self._product.vector, self._direction.vector, alpha=damping, out=out.vector)
+        return out
+
+    def _try_out(self, evaluate: Evaluate) -> Work:
+        """Compile kernels and make what is made once, outside of the recording; not counted."""
+        stream = _waiting_stream()
+        with torch.cuda.stream(stream):
+            evaluation = evaluate(self._theta)
+            evaluation.stream = self._stream
+            work = evaluation.work
+            before = work.copy()
+            before.left_forwards -= 1
+            before.right_forwards -= 1
+            _ = evaluation.sums
+            evaluation.gradient(out=self._gradient)
+            self._multiply(evaluation)
+        torch.cuda.current_stream().wait_stream(stream)
+        work.reset(before)
+        return work
+
+    def _evaluate(self, evaluate: Evaluate) -> None:
+        self.evaluation = evaluate(self._theta)
+        self.evaluation.stream = self._stream
+        _ = self.evaluation.sums
+        for tower in (self.evaluation.left.tower, self.evaluation.right):
+            tower.precompute()  # here, as a product or a preconditioner may come before a gradient
+
+    def _multiply(self, evaluation: Evaluation) -> None:
+        GaussNewton(evaluation, 0.0).compute(self._direction, self._product)
+
+
+class GraphExecutor(Executor):
+    """Replays the graphs of a slot, which is this object's as long as a point or an operator holds it."""
+
+    def __init__(self, slot: _Slot, apply: _GraphedApply) -> None:
+        self._slot, self._apply = slot, apply
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """The slot's."""
+        return self._slot.evaluation
+
+    @property
+    def unbound(self) -> Executor:
+        """Applies preconditioners from a graph that all slots share."""
+        return self._apply
+
+    def gradient(self, compute: Callable[[], Parameters]) -> Parameters:
+        """∇L."""
+        return self._slot.gradient()
+
+    def product(self, G: Damped, d: Parameters, out: Parameters) -> Parameters:
+        """G d, written over ``out``."""
+        return self._slot.product(d, G.damping, out)

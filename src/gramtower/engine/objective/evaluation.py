@@ -1,0 +1,274 @@
+"""The objective at parameters θ: value (eq:Ln_brief), gradient (eq:final_grad), and what G and M need of it.
+
+    L  = Σ_O ℓ⁺(R_ij, ŷ_ij) + ω L⁻ + ½λ‖θ‖² + embedding penalty
+    ℓ⁺ = ℓ − ½ω a_i b_j (ỹ_ij − ŷ_ij)²                                  (eq:lij)
+    L⁻ = ½⟨P̃_c, Q̃_c⟩ − ⟨P̂_c, Q̂_c⟩ + ½⟨P_c, Q_c⟩                       (eq:Ln_brief)
+
+There is one evaluation: a loop over blocks of left rows (blocks.py) with the formulas of formulas.py, then the right
+side. Whether the blocks are kept or made anew for each loop is not known here.
+
+Cost (eq:com_fun_val): one forward of each tower, one pass over O, O((m+n)k²). The gradient after it: one vjp of each
+tower and two passes over O; where nothing is kept, a forward of the left tower more. Compared with the dense twin of
+tests/dense.py in tests/test_engine.py; passes are counted in tests/test_cost.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import torch
+from torch import Tensor
+
+from gramtower.distributed.group import Pending
+from gramtower.engine.kernels import Kernels
+from gramtower.engine.objective.blocks import Block, LeftRows
+from gramtower.engine.objective.constants import Constants
+from gramtower.engine.objective.formulas import SideSums, output_gradient, pair_moments, side_sums, value_terms
+from gramtower.engine.objective.gramians import gram
+from gramtower.engine.towers.linearization import Linearization, Work
+from gramtower.engine.towers.parameters import Parameters
+from gramtower.engine.towers.towers import Towers
+from gramtower.runtime.precision import products_in
+from gramtower.runtime.streams import SideStream
+
+Gramians = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]  # (P_c, Q_c), (P̂_c, Q̂_c)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Sums over the observed pairs of ∂²ℓ⁺, for the preconditioner.
+
+    Attributes:
+        sums: for each left entity Σ_j ∂²ℓ⁺_ij (1, ‖q_j‖²), and likewise for each right one.
+        squares: Pᵀ diag(c) P with c_i = Σ_j ∂²ℓ⁺_ij, and Qᵀ diag(c) Q with c_j = Σ_i ∂²ℓ⁺_ij, in float64.
+    """
+
+    sums: tuple[Tensor, Tensor]
+    squares: tuple[Tensor, Tensor]
+
+
+class Evaluation:
+    """The objective at parameters θ. point.py has its public face.
+
+    Attributes:
+        parameters: θ, this object's own copy.
+        constants: of the objective.
+        left: the left rows.
+        right: the right tower at θ.
+        stream: where the right side's work may go on beside the left one's.
+
+    Over several processes P and Q are the rows held here; values, Gramians and dot products are those of all.
+    """
+
+    def __init__(
+        self,
+        constants: Constants,
+        towers: Towers,
+        parameters: Parameters,
+        left: LeftRows,
+        right: Linearization,
+        kernels: Kernels,
+        work: Work,
+        share: tuple[float, float] = (1, 1),
+    ) -> None:
+        self.constants, self.towers, self.parameters = constants, towers, parameters
+        self.left, self.right, self.kernels, self.work = left, right, kernels, work
+        self.share = share  # of the observed pairs, and of all pairs, that this evaluation covers
+        self.stream = SideStream()
+
+    @property
+    def P(self) -> Tensor:
+        """The left embeddings, m × k; a forward each time they are asked for where they are not kept."""
+        with products_in(self.constants.precision):
+            return self.left.tower.outputs
+
+    @property
+    def gathers_bfloat16(self) -> bool:
+        """Whether Gauss-Newton products gather embeddings in bfloat16."""
+        return self.constants.pair_precision == "bfloat16" and self.kernels.GATHERS_BFLOAT16
+
+    @property
+    def Q(self) -> Tensor:
+        """The right embeddings, n × k."""
+        return self.right.outputs
+
+    @cached_property
+    def right_rows(self) -> Tensor:
+        """The right embeddings of all processes, n × k: what the pairs held here are with."""
+        return self.constants.shards.gather(self.Q).wait()
+
+    @cached_property
+    def sums(self) -> Tensor:
+        """What the value is made of (formulas.value_terms), over all processes, on the device."""
+        (left, right), observed = self._side_sums
+        return value_terms(left, right, observed, self.parameters.inner(self.parameters))
+
+    @property
+    def gramians(self) -> Gramians:
+        """P_c = PᵀAP and Q_c = QᵀBQ, P̂_c = P̃ᵀAP and Q̂_c = Q̃ᵀBQ, in float64 (eq:gramian)."""
+        (left, right), _ = self._side_sums
+        return (left.gramian, right.gramian), (left.cross, right.cross)
+
+    @cached_property
+    @torch.no_grad()
+    def _side_sums(self) -> tuple[tuple[SideSums, SideSums], Tensor]:
+        """Both sides' sums and Σ_O ℓ⁺. One pass over O."""
+        parts: list[SideSums] = []
+        values: list[Tensor] = []
+
+        def add(block: Block) -> None:
+            values.append(block.observed.value)  # the longest pass first: the rest is launched while a GPU is busy
+            part = side_sums(block.side, block.P)
+            parts[:] = [parts[0] + part] if parts else [part]
+
+        self._visit(add, by_columns=False)
+        with products_in(self.constants.precision):
+            right = side_sums(self.constants.right, self.Q)
+        observed = values[0] if len(values) == 1 else torch.stack(values).sum()
+        own = *parts[0].tensors(), *right.tensors(), observed
+        P, hP, p, Q, hQ, q, observed = self.constants.shards.group.sum_all(*own)
+        return (SideSums(P, hP, p), SideSums(Q, hQ, q)), observed
+
+    def scaled(self, gramian: Tensor) -> Tensor:
+        """ω times a Gramian, in the embeddings' dtype."""
+        return (self.constants.omega * gramian).to(self.Q.dtype)
+
+    def side_gramians(self) -> Gramians:
+        """The same without a pass over O, which the value needs and samples do not."""
+        parts: list[SideSums] = []
+        self._visit(lambda block: parts.append(side_sums(block.side, block.P)), by_columns=False)
+        with products_in(self.constants.precision):
+            right = side_sums(self.constants.right, self.Q)
+        left = sum(parts[1:], parts[0])
+        P, hP, Q, hQ = self.constants.shards.group.sum_all(left.gramian, left.cross, right.gramian, right.cross)
+        return (P, Q), (hP, hQ)
+
+    def _visit(self, action: Callable[[Block], None], by_columns: bool = True) -> None:
+        """Call ``action`` with each block of left rows; passes over O are counted."""
+        with products_in(self.constants.precision):
+            passes = self.left.visit(action, self.right_rows, by_columns)
+        self.work.pair_passes += self.share[0] * passes
+
+    @torch.no_grad()
+    def gradient(
+        self, gramians: Gramians | None = None, scale: float = 1.0, out: Parameters | None = None
+    ) -> Parameters:
+        """∇L(θ) by eq:final_grad: one vjp of each tower, two passes over O.
+
+        Args:
+            gramians: (P_c, Q_c) and (P̂_c, Q̂_c) in the place of the point's own.
+            scale: of everything but λθ.
+            out: written over if given.
+        """
+        c, Q = self.constants, self.Q
+        (Pc, Qc), (hPc, hQc) = self.gramians if gramians is None else gramians
+
+        def rows(block: Block) -> tuple[Tensor, Tensor]:
+            U = output_gradient(block.side, block.P, self.scaled(Qc), self.scaled(hQc))
+            x = block.add_slopes(U)  # + X Q
+            return U if scale == 1.0 else U.mul_(scale), x
+
+        def finish(V: Tensor) -> Tensor:
+            V += output_gradient(c.right, Q, self.scaled(Pc), self.scaled(hPc))
+            return V if scale == 1.0 else V.mul_(scale)
+
+        self.work.data_passes += self.share[1]
+        return self.pull_back(rows, finish, self.parameters, 0.0, out)
+
+    def pull_back(
+        self,
+        rows: Callable[[Block], tuple[Tensor, Tensor]],
+        finish: Callable[[Tensor], Tensor],
+        regularised: Parameters,
+        extra: float = 0.0,
+        out: Parameters | None = None,
+        bfloat16: bool = False,
+    ) -> Parameters:
+        """(⟨Jᵘ, U⟩, ⟨Jᵛ, V⟩) + (λ + extra) · regularised: how gradient and G·d become parameters.
+
+        Args:
+            rows: gives a block's rows of U and a number x for each of its pairs.
+            finish: is given Xᵀ P over all blocks and processes, and makes V of it.
+            regularised: θ or a direction.
+            extra: added to λ.
+            out: written over if given.
+            bfloat16: whether P is gathered in bfloat16 for Xᵀ P.
+        """
+        under_way: list[tuple[Pending, Tensor | None]] = []
+        V = torch.zeros_like(self.Q)
+
+        @cache
+        def start() -> tuple[Parameters, list[tuple[Tensor, float] | None]]:
+            return self._start_pull(regularised, extra, out)  # while a GPU is busy with the first block's pairs
+
+        def visit(block: Block) -> None:
+            U, x = rows(block)
+            P = block.gathered_P if bfloat16 else block.P
+            total, initial = start()
+            self.stream.fork()
+            with self.stream.within():
+                pending = self.constants.shards.add_right_sum(V, lambda total: block.right_sum(x, P, total))
+            # What is read on another stream may not be freed before both have joined.
+            under_way.append((pending, None if self.stream.stream is None else x))
+            block.tower.vjp(U, self.towers.own("left", total), initial[0], flush=False)
+
+        self.left.tower.start_vjp()
+        self._visit(visit)
+        total, initial = start()
+        self.left.tower.flush_bias_sums(self.towers.own("left", total))
+        right = self.towers.own("right", total)
+        with products_in(self.constants.precision):
+            if self.towers.share_parameters:  # who adds to the same tensors takes turns
+                self.stream.join()
+                self.right.vjp(finish(self._arrived(under_way, V)), right, initial[1])
+            else:
+                with self.stream.within():
+                    self.right.vjp(finish(self._arrived(under_way, V)), right, initial[1])
+                self.stream.join()
+        return total.end_sum_()
+
+    @staticmethod
+    def _arrived(under_way: list[tuple[Pending, Tensor | None]], V: Tensor) -> Tensor:
+        for pending, _ in under_way:
+            pending.wait()
+        return V
+
+    def _start_pull(
+        self, regularised: Parameters, extra: float, out: Parameters | None
+    ) -> tuple[Parameters, list[tuple[Tensor, float] | None]]:
+        """(λ + extra) · regularised in ``out``, but for tables whose gradient is fused with it: those for their vjp."""
+        out = regularised.empty() if out is None else out
+        scale = self.constants.l2 + extra
+        names = [self._fusable(side, other) for side, other in (("left", "right"), ("right", "left"))]
+        for part in regularised.layout.without({name for name in names if name is not None}):
+            torch.mul(regularised.vector[part], scale, out=out.vector[part])
+        out.begin_sum_()  # leaves tables alone: over several processes each row of them has one owner
+        return out, [None if name is None else (regularised[name], scale) for name in names]
+
+    def _fusable(self, side: str, other: str) -> str | None:
+        """The name in Parameters of a tower's table that its vjp writes whole; none that the other tower adds to."""
+        own = (self.left.tower if side == "left" else self.right).fusable_table
+        name = self.towers.own_names(side).get(own) if own is not None else None
+        return None if name in self.towers.own_names(other).values() else name
+
+    @torch.no_grad()
+    def curvature_moments(self) -> Moments:
+        """What the preconditioner needs of the observed pairs. Two passes over O with two columns."""
+        c, Q = self.constants, self.Q
+        each_Q, k = pair_moments(self.right_rows), Q.shape[1]
+        left, right = Q.new_zeros(c.shards.left.count, 2), Q.new_zeros(len(Q), 2)
+        square = torch.zeros(k, k, dtype=torch.float64, device=Q.device)
+
+        def add(block: Block) -> None:
+            P, curvatures = block.P, block.observed.curvatures
+            sums = left[block.start : block.start + len(P)]
+            block.left_sum(curvatures, each_Q, sums)
+            each_P = pair_moments(P)
+            c.shards.add_right_sum(right, lambda total: block.right_sum(curvatures, each_P, total)).wait()
+            square.add_(gram(P, P, sums[:, 0]))
+
+        self._visit(add)
+        P_square, Q_square = c.shards.group.sum_all(square, gram(Q, Q, right[:, 0]))
+        return Moments((left, right), (P_square, Q_square))

@@ -1,0 +1,112 @@
+"""The Gauss-Newton matrix (eq:general_G) as an operator: G·d by eq:final_Gd.
+
+    W = J_f dᵘ,  H = J_g dᵛ                                              (eq:Jvp)
+    Z_ij = ∂²ℓ⁺ (w_i·q_j + p_i·h_j) on O
+    G d = ⟨Jᵘ, ZQ + ωA(W Q_c + P H_c)⟩, ⟨Jᵛ, ZᵀP + ωB(H P_c + Q W_c)⟩ + (λ + damping) d
+
+H and H_c come first; then for each block of left rows W, U and Z, which are pulled back at once; then W_c and V. Cost:
+one jvp and one vjp of each tower, two passes over O, O((m+n)k²); no forward where left rows are resident. Compared with
+the explicit matrix of tests/dense.py in tests/test_engine.py; the counts are asserted in tests/test_cost.py.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gramtower import _checks as check
+from gramtower.engine.objective.blocks import Block
+from gramtower.engine.objective.evaluation import Evaluation
+from gramtower.engine.objective.executor import EAGER, Executor
+from gramtower.engine.objective.formulas import output_curvature
+from gramtower.engine.objective.gramians import gram
+from gramtower.engine.objective.operators import LinearOperator
+from gramtower.engine.towers.parameters import Parameters
+from gramtower.runtime.precision import products_in
+
+
+class GaussNewton(LinearOperator):
+    """G + damping·I at a point. Symmetric, and positive definite when λ + damping > 0."""
+
+    def __init__(self, at: Evaluation, damping: float, executor: Executor = EAGER) -> None:
+        super().__init__(at.parameters)
+        self.at, self.damping, self.executor = at, damping, executor
+
+    def __add__(self, other: Any) -> LinearOperator:
+        """A number is added to the damping, which costs nothing."""
+        if isinstance(other, LinearOperator) or self.damping + check.number("operator", other) < 0:
+            return super().__add__(other)
+        return GaussNewton(self.at, self.damping + other, self.executor)
+
+    __radd__ = __add__
+
+    @torch.no_grad()
+    def product(self, d: Parameters, out: Parameters | None = None) -> Parameters:
+        """G d, written over ``out`` if given: a solver saves itself a fresh vector of θ's size in each step."""
+        return self.executor.product(self, d, d.empty() if out is None else out)
+
+    def compute(self, d: Parameters, out: Parameters) -> Parameters:
+        """G d, kernel by kernel."""
+        at, c, buffers = self.at, self.at.constants, self._buffers
+        towers, group, Q = at.towers, c.shards.group, at.Q
+        sent = group.total_bytes
+        tangent = towers.own("left", d)
+        Pc, Qc = buffers.gramians
+        with products_in(c.precision):
+            at.stream.fork()
+            with at.stream.within():
+                H = at.right.jvp(towers.own("right", d), buffers.H)  # d → J_g d
+                every = c.shards.gather(H, buffers.every)  # travels during the left tower's jvp
+                gram_H = gram(H, Q, c.right.weight)
+            Wc: list[Tensor] = []
+            right: list[Tensor] = []  # ω Hᵀ B Q, and H as it is gathered for each pair
+
+            def rows(block: Block) -> tuple[Tensor, Tensor]:
+                P = block.P
+                W = block.tower.jvp(tangent, buffers.W[: len(P)])  # d → J_f d
+                part = gram(W, P, block.side.weight)
+                Wc[:] = [Wc[0] + part] if Wc else [part]
+                if not right:
+                    at.stream.join()
+                    right[:] = at.scaled(group.sum_all(gram_H)[0]), buffers.gather(every.wait())
+                U = output_curvature(block.side, P, W, Qc, right[0], buffers.U[: len(P)])  # ωA (W Q_c + P H_c)
+                return U, block.add_curvatures(W, buffers.each_Q, right[1], U)  # + Z Q
+
+            def finish(V: Tensor) -> Tensor:
+                d_gramian = at.scaled(group.sum_all(Wc[0])[0])  # ω Wᵀ A P
+                return V.add_(output_curvature(c.right, Q, H, Pc, d_gramian, buffers.V))  # ωB (H P_c + Q W_c)
+
+            product = at.pull_back(rows, finish, d, self.damping, out, at.gathers_bfloat16)
+        at.work.data_passes += 1
+        group.product_bytes = group.total_bytes - sent
+        return product
+
+    @cached_property
+    def _buffers(self) -> _Buffers:
+        return _Buffers(self.at)
+
+
+class _Buffers:
+    """Results of a product's steps, the same memory in every product: fresh pages would cost as much as a layer."""
+
+    def __init__(self, at: Evaluation) -> None:
+        Q, c = at.Q, at.constants
+        (Pc, Qc), _ = at.gramians
+        self.gramians = at.scaled(Pc), at.scaled(Qc)
+        self.W, self.U = (Q.new_empty(at.left.largest, Q.shape[1]) for _ in range(2))
+        self.H, self.V = torch.empty_like(Q), torch.empty_like(Q)
+        rows = at.right_rows
+        self.every = None if c.shards.single else torch.empty_like(rows)
+        self.each_Q: Tensor = rows
+        self._each_H: Tensor | None = None
+        if at.gathers_bfloat16:  # both rows of an entity beside each other
+            both = torch.empty(len(rows), 2 * rows.shape[1], dtype=torch.bfloat16, device=rows.device)
+            self.each_Q, self._each_H = both.tensor_split(2, dim=1)
+            self.each_Q.copy_(rows)
+
+    def gather(self, H: Tensor) -> Tensor:
+        """H of all right rows as it is gathered for each pair."""
+        return H if self._each_H is None else self._each_H.copy_(H)

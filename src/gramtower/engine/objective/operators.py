@@ -1,0 +1,152 @@
+"""Linear operators on parameters: products with G, M, multiples of the identity, and what is composed of them.
+
+An operator is known by its products. ``A @ d`` takes Parameters, a flat torch or numpy vector, or a matrix of columns,
+and gives the same kind back; ``A @ B``, ``A + B``, ``A + 0.1`` (a multiple of the identity), ``2.0 * A`` and ``A.T``
+are operators again; ``A.to_scipy()`` hands any of them to scipy's solvers. After curvlinops' PyTorchLinearOperator:
+vectors are converted in one place, operators compute on Parameters alone. Checked by tests/test_operators.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from gramtower import _checks as check
+from gramtower.engine.towers.parameters import Parameters, as_parameters
+
+
+class LinearOperator:
+    """A square matrix over parameters. Subclasses compute ``product``.
+
+    Args:
+        like: parameters of the layout, dtype and device that it works on.
+    """
+
+    def __init__(self, like: Parameters) -> None:
+        self.like = like
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(D, D)."""
+        return len(self.like), len(self.like)
+
+    @property
+    def T(self) -> LinearOperator:
+        """The transpose; operators here are symmetric unless they say otherwise."""
+        return self
+
+    def product(self, d: Parameters, out: Parameters | None = None) -> Parameters:
+        """The operator times d, written over ``out`` if given (never d itself)."""
+        raise NotImplementedError
+
+    def __matmul__(self, d: Any) -> Any:
+        """The product with Parameters, a flat vector or a matrix of columns, of the same kind; or a composition."""
+        if isinstance(d, LinearOperator):
+            return Composed(self, d)
+        if isinstance(d, Parameters):
+            return self.product(as_parameters("d", d, self.like))
+        if not isinstance(d, (np.ndarray, torch.Tensor)):
+            check.fail("d", type(d).__name__, "Parameters, a vector or a matrix of columns (torch or numpy)")
+        if d.ndim == 2:
+            columns = [self @ d[:, j] for j in range(d.shape[1])]
+            return np.stack(columns, 1) if isinstance(d, np.ndarray) else torch.stack(columns, 1)
+        product = self.product(as_parameters("d", d, self.like)).vector
+        return product.cpu().numpy() if isinstance(d, np.ndarray) else product
+
+    def __add__(self, other: Any) -> LinearOperator:
+        return Sum(self, _as_operator(other, self.like))
+
+    __radd__ = __add__
+
+    def __mul__(self, scale: Any) -> LinearOperator:
+        return Scaled(self, check.number("scale", scale))
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> LinearOperator:
+        return Scaled(self, -1.0)
+
+    def __sub__(self, other: Any) -> LinearOperator:
+        return self + -_as_operator(other, self.like)
+
+    def to_scipy(self) -> Any:
+        """The same as a scipy.sparse.linalg.LinearOperator, over numpy vectors."""
+        from scipy.sparse.linalg import LinearOperator as ScipyOperator
+
+        dtype = np.dtype(str(self.like.vector.dtype).removeprefix("torch."))
+
+        def times(operator: LinearOperator) -> Any:
+            return lambda v: operator @ np.asarray(v, dtype=dtype).reshape(-1)
+
+        return ScipyOperator(self.shape, matvec=times(self), rmatvec=times(self.T), dtype=dtype)
+
+
+class Identity(LinearOperator):
+    """I."""
+
+    def product(self, d: Parameters, out: Parameters | None = None) -> Parameters:
+        """A copy of d."""
+        out = d.empty() if out is None else out
+        out.vector.copy_(d.vector)
+        return out
+
+
+class Scaled(LinearOperator):
+    """scale · A."""
+
+    def __init__(self, operator: LinearOperator, scale: float) -> None:
+        super().__init__(operator.like)
+        self.operator, self.scale = operator, scale
+
+    @property
+    def T(self) -> LinearOperator:
+        """scale · Aᵀ."""
+        return Scaled(self.operator.T, self.scale)
+
+    def product(self, d: Parameters, out: Parameters | None = None) -> Parameters:
+        """scale · (A d)."""
+        return self.operator.product(d, out).scale_(self.scale)
+
+
+class Sum(LinearOperator):
+    """A + B."""
+
+    def __init__(self, one: LinearOperator, other: LinearOperator) -> None:
+        super().__init__(one.like)
+        self.one, self.other = one, other
+
+    @property
+    def T(self) -> LinearOperator:
+        """Aᵀ + Bᵀ."""
+        return Sum(self.one.T, self.other.T)
+
+    def product(self, d: Parameters, out: Parameters | None = None) -> Parameters:
+        """A d + B d."""
+        return self.one.product(d, out).axpy_(1.0, self.other.product(d))
+
+
+class Composed(LinearOperator):
+    """A B."""
+
+    def __init__(self, outer: LinearOperator, inner: LinearOperator) -> None:
+        super().__init__(inner.like)
+        self.outer, self.inner = outer, inner
+
+    @property
+    def T(self) -> LinearOperator:
+        """Bᵀ Aᵀ."""
+        return Composed(self.inner.T, self.outer.T)
+
+    def product(self, d: Parameters, out: Parameters | None = None) -> Parameters:
+        """A (B d)."""
+        return self.outer.product(self.inner.product(d), out)
+
+
+def _as_operator(value: Any, like: Parameters) -> LinearOperator:
+    if isinstance(value, LinearOperator):
+        if value.like.layout.shapes != like.layout.shapes:
+            check.fail("operator", "one over other parameters", f"one over the tensors {list(like)[:4]}…")
+        return value
+    return Scaled(Identity(like), check.number("operator", value))

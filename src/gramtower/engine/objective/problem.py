@@ -1,0 +1,370 @@
+"""The problem (eq:prob): which pairs were observed, what is known of the entities, and what is minimised.
+
+    L(θ) = Σ_O w_ij ℓ(R_ij, ŷ_ij) + ½ω Σ_∉O a_i b_j (ỹ_ij − ŷ_ij)² + ½λ‖θ‖²
+           + ½μ Σ_i c_i ‖p_i‖² + ½μ Σ_j c_j ‖q_j‖²,        c_i = (|O_i| + ω Σ_j b_j)^ν,  c_j = (|O_j| + ω Σ_i a_i)^ν
+
+The last line, a penalty on embeddings that grows with how often an entity is seen, goes beyond the paper; it is
+off (μ = 0) by default. All arguments are checked here, before any work. Values, gradients and curvature are in
+evaluation.py and curvature.py; the errors in tests/test_problem.py.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gramtower import _checks as check
+from gramtower.data.features import Features, as_features
+from gramtower.data.interactions import Interactions
+from gramtower.data.pairs import Pairs, from_sparse
+from gramtower.distributed.shards import Shards, whole
+from gramtower.engine.kernels import BACKENDS, select
+from gramtower.engine.kernels.losses import Loss, as_loss
+from gramtower.engine.objective.blocks import LeftRows, PairBlocks
+from gramtower.engine.objective.constants import Constants, PairConstants, make_constants, make_pair_constants
+from gramtower.engine.objective.cuda_graphs import GraphPool
+from gramtower.engine.objective.evaluation import Evaluation
+from gramtower.engine.objective.imputation import as_imputed
+from gramtower.engine.objective.plan import Footprint, Plan, Streamed, make_plan
+from gramtower.engine.objective.point import Point
+from gramtower.engine.objective.weights import entity_weights
+from gramtower.engine.towers.linearization import Work
+from gramtower.engine.towers.parameters import Parameters, as_parameters
+from gramtower.engine.towers.steps import Scratch
+from gramtower.engine.towers.towers import Towers
+from gramtower.runtime.memory import default_budget, explained, free_memory, readable
+from gramtower.runtime.precision import PAIR_PRECISIONS, PRECISIONS, products_in
+
+
+class Problem:
+    """An extreme similarity learning problem over all m·n pairs; see the module's first lines for the formula.
+
+    Args:
+        pairs: scipy.sparse m × n. Stored entries are the observed pairs O, their values the labels R_ij. Or
+            :class:`~gramtower.Interactions`, whose weights are then the default of ``pair_weights``.
+        left: features of the left entities: None for one-hot ids, scipy.sparse, numpy or torch 2-D.
+        right: features of the right entities, likewise.
+        loss: "logistic" (labels ±1), "squared", "squared_hinge" (labels ±1) or your own :class:`Loss`.
+        omega: ω ≥ 0, the weight of unobserved pairs.
+        l2: λ ≥ 0, the weight of ½‖θ‖².
+        imputed: ỹ of unobserved pairs: one number, or (P̃, Q̃) of shapes (m, r) and (n, r).
+        left_weights: a ≥ 0, one for each left entity; "degree^0.5" and the like for a power of how often it is
+            observed, of mean 1; None for ones.
+        right_weights: b ≥ 0, likewise for the right entities.
+        embedding_l2: μ ≥ 0.
+        frequency_power: ν.
+        pair_weights: weights ≥ 0 of the observed pairs' losses, one for each stored entry in row order (that of a
+            sorted CSR matrix); None for ones.
+        memory_budget: bytes that training by newton-kron may take beyond the data and the towers, such as "512MB"; None
+            for half of what is free. To stay below it, towers run in row blocks and recompute. On a CPU a budget that
+            cannot be kept is refused, with the smallest that can. On a GPU θ counts as well; left entities go block by
+            block through the whole evaluation, and pairs are sent from host memory, as far as it takes. ``lbfgs`` keeps
+            two vectors of θ's size for each step it remembers, beyond the budget.
+        kernels: "auto", or a pair-kernel backend by name ("numba", "triton", "reference").
+        precision: of matrix products on a GPU: "float32", or "tf32", which is faster and rounds their inputs to ten
+            bits.
+        pair_precision: of the embeddings that Gauss-Newton products gather for each pair on a GPU: "float32", or
+            "bfloat16", which halves the bytes. Value and gradient gather float32 in any case.
+        shards: which process holds which entities, when there are several. Everything above is then this process's
+            own: the pairs of its left entities with all right ones, and the rows of its own entities.
+    """
+
+    def __init__(
+        self,
+        pairs: Any,
+        left: Any = None,
+        right: Any = None,
+        loss: str | Loss = "logistic",
+        omega: float = 2.0**-8,
+        l2: float = 1.0,
+        imputed: Any = -1.0,
+        left_weights: Any = None,
+        right_weights: Any = None,
+        embedding_l2: float = 0.0,
+        frequency_power: float = 1.0,
+        *,
+        pair_weights: Any = None,
+        memory_budget: int | str | None = None,
+        kernels: str = "auto",
+        precision: str = "float32",
+        pair_precision: str = "float32",
+        shards: Shards | None = None,
+    ) -> None:
+        if isinstance(pairs, Interactions):
+            pair_weights = pairs.weights if pair_weights is None else pair_weights
+            pairs = pairs.matrix
+        self.pairs, self._labels = from_sparse("pairs", pairs, least_rows=int(shards is None))
+        self.shards = whole(self.pairs.shape) if shards is None else shards
+        m, n = self.shards.left.count, self.shards.right.count
+        if self.pairs.shape != (m, self.shards.right.total):
+            check.fail("pairs", f"shape {self.pairs.shape}", f"shape {(m, self.shards.right.total)}, as shards says")
+        self.loss = as_loss(loss)
+        _check_labels(self.loss, self._labels, self.pairs)
+        self.left, self.right = as_features("left", left, m), as_features("right", right, n)
+        self.omega = check.number("omega", omega, minimum=0.0)
+        self.l2 = check.number("l2", l2, minimum=0.0)
+        self.imputed = as_imputed(imputed, (m, n))
+        self.observed, self.first_entry, self._column_counts = self._place_rows()
+        group = self.shards.group
+        self._weights = (
+            entity_weights("left_weights", left_weights, self.pairs.row_counts.numpy(), group),
+            entity_weights("right_weights", right_weights, self.column_counts.numpy(), group),
+        )
+        self.pair_weights = check.weights("pair_weights", pair_weights, len(self.pairs))
+        self.embedding_l2 = check.number("embedding_l2", embedding_l2, minimum=0.0)
+        self.frequency_power = check.number("frequency_power", frequency_power)
+        self._penalty = self._penalties()
+        self.memory_budget = None if memory_budget is None else check.memory_size("memory_budget", memory_budget)
+        self.planned_budget: int | None = None  # what evaluations were planned with; a resumed run sets it
+        self.kernels = check.choice("kernels", kernels, BACKENDS)
+        self.precision = check.choice("precision", precision, PRECISIONS)
+        self.pair_precision = check.choice("pair_precision", pair_precision, PAIR_PRECISIONS)
+        self.work = Work()
+        self.graphs = True  # small problems on a GPU run from CUDA graphs
+        self._graph_pool: tuple[tuple[Any, ...], GraphPool] | None = None
+        self.streamed: Streamed | None = None  # asks for left rows block by block; otherwise the budget decides
+        self.activations: int | None = None  # bytes for them; otherwise what the budget leaves
+        self._plans: WeakKeyDictionary[Towers, tuple[tuple[Any, ...], Plan]] = WeakKeyDictionary()
+        self._constants: dict[tuple[torch.dtype, torch.device], Constants] = {}
+        self._pair_blocks: dict[tuple[torch.dtype, torch.device, Streamed | None], PairBlocks] = {}
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(m, n), over all processes."""
+        return self.shards.left.total, self.shards.right.total
+
+    def __repr__(self) -> str:
+        m, n = self.shape
+        terms = f"{self.loss.name}, omega={self.omega:g}, l2={self.l2:g}"
+        return f"Problem({m:,} × {n:,}, {self.observed:,} observed, {terms})"
+
+    def at(self, towers: Towers, parameters: Parameters | None = None) -> Point:
+        """The problem evaluated at the towers' present parameters, or at those given.
+
+        The result keeps its own copy of the parameters: later changes of the modules do not reach it.
+        """
+        if not isinstance(towers, Towers):
+            check.fail("towers", type(towers).__name__, "a gramtower.Towers")
+        towers.join(self.shards, self.left, self.right)
+        present = towers.parameters()
+        if parameters is not None:
+            present.vector.copy_(as_parameters("parameters", parameters, present).vector)
+        with explained(self.memory_budget):
+            return self._evaluate(towers, present)
+
+    def plan(self, towers: Towers) -> Plan:
+        """How evaluations with these towers stay within the memory budget.
+
+        Raises:
+            ValueError: if a budget on a CPU cannot be kept, or if the memory cannot hold what training takes.
+        """
+        towers.join(self.shards, self.left, self.right)
+        return self._planned(towers, towers.parameters())
+
+    def _evaluate(self, towers: Towers, own: Parameters) -> Point:
+        """The point at parameters that nobody else will change."""
+        plan = self._planned(towers, own)
+        graphs = self._graphs(towers).take(own) if plan.graphs else None
+
+        def at(parameters: Parameters) -> Point:
+            return self._evaluate(towers, parameters)
+
+        if graphs is None:
+            return Point(self._evaluation(towers, own, plan), own, at)
+        return Point(graphs.evaluation, own, at, graphs)
+
+    def _evaluation(
+        self, towers: Towers, own: Parameters, plan: Plan, scratch: dict[str, Scratch] | None = None
+    ) -> Evaluation:
+        """The objective at parameters, over resident or streamed left rows."""
+        kernels, constants = select(towers.device, self.kernels), self.constants(towers)
+        blocks = plan.left, plan.right
+        with products_in(self.precision):
+            left, right = towers.linearize(own, self.left, self.right, kernels, blocks, self.work, scratch)
+        rows = LeftRows(constants.left, self._blocks_of_pairs(towers, plan.streamed), left, kernels)
+        return Evaluation(constants, towers, own, rows, right, kernels, self.work)
+
+    def constants(self, towers: Towers) -> Constants:
+        """The constants of the objective in the towers' dtype on their device; made once."""
+        key = (towers.dtype, towers.device)
+        if key not in self._constants:
+            self._constants[key] = make_constants(self, *key)
+        return self._constants[key]
+
+    def resident_pairs(self, towers: Towers) -> PairConstants:
+        """All observed pairs on the towers' device."""
+        ((_, _, pairs),) = self._blocks_of_pairs(towers, None).visit()
+        return pairs
+
+    def _blocks_of_pairs(self, towers: Towers, streamed: Streamed | None) -> PairBlocks:
+        key = (towers.dtype, towers.device, streamed)
+        if key not in self._pair_blocks:
+            here, constants = weakref.proxy(self), self.constants(towers)  # the blocks are this object's own: no circle
+            height, pinned = (None, False) if streamed is None else (streamed.rows, streamed.pinned)
+            self._pair_blocks[key] = PairBlocks(
+                lambda rows: make_pair_constants(here, constants, rows),
+                self.shards.left.count, height, pinned, select(towers.device, self.kernels),
+            )  # fmt: skip
+        return self._pair_blocks[key]
+
+    def _planned(self, towers: Towers, own: Parameters) -> Plan:
+        """The plan, made once for towers and a budget."""
+        key = self._budget(towers), self.streamed, self.graphs, self.activations, towers.signature()
+        known = self._plans.get(towers)
+        if known is None or known[0] != key:
+            if self.streamed is not None and not self.shards.single:
+                check.fail("streamed", self.streamed, "None with several processes: each holds a part of the rows")
+            if self.streamed is not None and self.streamed.pinned and towers.device.type != "cuda":
+                check.fail("streamed", self.streamed, "pinned=False without a GPU to copy pairs to")
+            needs = self._footprint(towers, own)
+            self._check_memory(towers, needs)
+            self._plans[towers] = known = key, make_plan(key[0], needs, *key[1:4])
+        return known[1]
+
+    def least_budget(self, towers: Towers) -> int:
+        """The smallest memory budget that training these towers in one process on a CPU can keep to, in bytes."""
+        return self._footprint(towers, towers.parameters()).least
+
+    def _footprint(self, towers: Towers, own: Parameters) -> Footprint:
+        """What there is to plan."""
+        sizes = towers.sizes(own, self.left, self.right, select(towers.device, self.kernels))
+        labels, item = self._labels, torch.finfo(towers.dtype).bits // 8
+        kept = (
+            any(weight is not None for weight in self._weights),
+            self.pair_weights is not None,
+            self.imputed.factors is not None,
+            bool(len(labels)) and bool((labels != labels[0]).any()),  # one number stands for labels that are all alike
+        )
+        offsets = self.pairs.offsets.cpu().numpy()
+
+        def most_pairs(rows: int) -> int:
+            return int(np.diff(np.append(offsets[:-1:rows], offsets[-1])).max(initial=0))
+
+        shards, on_cpu = self.shards, towers.device.type != "cuda"
+        rows = shards.left.count, shards.right.count
+        widths = towers.layer_widths() if shards.single and self.left.kind == self.right.kind == "ids" else None
+        graphed = 0
+        if widths is not None and not on_cpu:
+            layers = sum(count * sum(width) for count, width in zip(rows, widths, strict=True))
+            graphed = 4 * len(own) + 5 * len(self.pairs) + layers
+        return Footprint(
+            len(own), rows, sizes.columns, sizes.row_bytes, len(self.pairs), most_pairs, sum(kept), item,
+            sizes.factor_bytes + 2 * item * len(own) * sizes.autodiff, on_cpu,
+            0 if shards.single else shards.right.total, sizes.least_block, graphed,
+        )  # fmt: skip
+
+    def _check_memory(self, towers: Towers, needs: Footprint) -> None:
+        """Refuse a budget that cannot be kept in one process on a CPU, or towers that its memory cannot hold."""
+        if not needs.on_cpu or not self.shards.single:
+            return
+        least, smaller = readable(needs.least), "a smaller dim or smaller hidden layers take less"
+        if self.memory_budget is not None:
+            if self.memory_budget < needs.least:
+                given = f"{self.memory_budget:,} bytes"
+                check.fail("memory_budget", given, f"at least {least!r} to train {towers.size:,} parameters; {smaller}")
+        elif needs.least > (free := free_memory(towers.device)):
+            given = f"{towers.size:,} parameters, which take {least} to train"
+            check.fail("towers", given, f"at most what is free, {readable(free)}; {smaller}")
+
+    def _graphs(self, towers: Towers) -> GraphPool:
+        """The CUDA graphs of this problem with these towers."""
+        signature = (id(towers), *towers.signature())
+        if self._graph_pool is None or self._graph_pool[0] != signature:
+            here = weakref.proxy(self)  # the pool is this object's own: no circle
+            pool = GraphPool(lambda p: here._evaluation(towers, p, here._planned(towers, p), {}))
+            self._graph_pool = signature, pool
+        return self._graph_pool[1]
+
+    @property
+    def labels(self) -> NDArray[Any]:
+        """R_ij of the observed pairs, in row order."""
+        return self._labels
+
+    @property
+    def weight_arrays(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
+        """a and b as arrays, None for ones."""
+        return self._weights
+
+    @property
+    def imputed_arrays(self) -> tuple[Any, ...]:
+        """The imputed labels as arrays: the constant, or P̃ and Q̃."""
+        return self.imputed.factors or (np.array(self.imputed.constant),)
+
+    @property
+    def penalty_arrays(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
+        """μ c of the left and of the right entities, None without a penalty."""
+        return self._penalty
+
+    @property
+    def column_counts(self) -> Tensor:
+        """|O_:,j| for each right entity held here, over the pairs of all processes."""
+        return self.pairs.column_counts if self._column_counts is None else self._column_counts
+
+    @property
+    def _sides(self) -> tuple[tuple[Features, NDArray[Any] | None], ...]:
+        return (self.left, self._weights[0]), (self.right, self._weights[1])
+
+    def _place_rows(self) -> tuple[int, int, Tensor | None]:
+        """Pairs of all processes, those of the processes before this one, and the right entities' numbers of pairs."""
+        group, rows = self.shards.group, (self.shards.left, self.shards.right)
+        if self.shards.single:
+            return len(self.pairs), 0, None
+        before = [int(count) for count in group.gather_json(len(self.pairs))]
+        squares = group.totals(self.left.square_sum, self.right.square_sum)
+        for features, side, square in zip((self.left, self.right), rows, squares, strict=True):
+            features.place(side.first, side.total, square)
+        counts = group.scatter_rows(self.pairs.column_counts, self.shards.right.counts).wait()
+        return sum(before), sum(before[: group.rank]), counts
+
+    def _penalties(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
+        """μ (|O_i| + ω Σ_j b_j)^ν for left entities, and likewise for right ones."""
+        if self.embedding_l2 == 0.0:
+            return None, None
+        own = (float(side.rows if w is None else w.sum()) for side, w in self._sides)
+        sums = self.shards.group.totals(*own)[::-1]  # Σ_j b_j for left entities, Σ_i a_i for right ones
+        counts = (self.pairs.row_counts.numpy(), self.column_counts.numpy())
+        with np.errstate(divide="ignore", over="ignore"):  # refused by name below
+            left, right = (
+                self.embedding_l2 * (c + self.omega * s) ** self.frequency_power
+                for c, s in zip(counts, sums, strict=True)
+            )
+        for side, values in (("left", left), ("right", right)):
+            if not np.isfinite(values).all():
+                i = int(np.argmin(np.isfinite(values)))
+                check.fail(
+                    "frequency_power",
+                    f"{self.frequency_power} (embedding_l2 {self.embedding_l2}, omega {self.omega})",
+                    f"a power that gives finite penalties; {side} entity {i} would get {values[i]}",
+                )
+        return left, right
+
+    def _budget(self, towers: Towers) -> int:
+        """The budget given, or a share of what is free, looked up once: all evaluations run in the same blocks."""
+        if self.memory_budget is not None:
+            self.planned_budget = self.memory_budget
+        elif self.planned_budget is None:
+            sharing = self.shards.group.local_size if towers.device.type == "cpu" else 1
+            self.planned_budget = default_budget(towers.device) // sharing
+        return self.planned_budget
+
+
+def _check_labels(loss: Loss, labels: NDArray[Any], pairs: Pairs) -> None:
+    check.finite("pairs", labels)
+    if loss.labels is not None:
+        wrong = ~np.isin(labels, loss.labels)
+        if wrong.any():
+            e = int(np.argmax(wrong))
+            i = int(pairs.rows[e])
+            allowed = " or ".join(f"{x:+g}" for x in loss.labels)
+            check.fail(
+                "pairs",
+                f"label {labels[e]:g} at row {i}, column {int(pairs.columns[e])} ({int(wrong.sum())} such labels)",
+                f"labels {allowed} for the {loss.name} loss: (matrix > 0) for counts, pairs read with a threshold for "
+                'ratings, or loss="squared", which takes any label',
+            )

@@ -1,0 +1,154 @@
+"""Gradients from a part of the data: the stochastic estimates of Section "(Stochastic) Gradient Descent Method".
+
+    block     all pairs of Û × V̂, scaled by mn / (m̂ n̂)                        (Û × V̂ selection)
+    subsets   two subsets of O: one for gradients, one for Gramians            (eq:grad_sogram_naive, eq:gramian2)
+
+Both are the full gradient's own evaluation (evaluation.py) on smaller constants: fewer rows, other weights. The
+second replaces a_i by ā_i = a_i/|O_i,:| times how often i was drawn (eq:trans); an entity without observed pair is
+never drawn and so not covered by it.
+
+Cost: forward and vjp on the entities drawn, O(|θ|) for the regulariser. Unbiasedness and the exact limits are
+tests/test_subsampling.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gramtower.data.pairs import Pairs
+from gramtower.distributed.shards import Shards
+from gramtower.engine.kernels import select
+from gramtower.engine.objective.blocks import LeftRows, PairBlocks
+from gramtower.engine.objective.evaluation import Evaluation
+from gramtower.engine.objective.problem import Problem
+from gramtower.engine.towers.parameters import Parameters
+from gramtower.engine.towers.towers import Towers
+
+
+@dataclass
+class Gramians:
+    """Estimates of (P_c, Q_c) and (P̂_c, Q̂_c)."""
+
+    own: tuple[Tensor, Tensor]
+    cross: tuple[Tensor, Tensor]
+
+    def toward(self, other: Gramians, alpha: float) -> Gramians:
+        """(1 − α) self + α other: the running average of eq:gramian_sogram."""
+        P, Q = (torch.lerp(a, b, alpha) for a, b in zip(self.own, other.own, strict=True))
+        hP, hQ = (torch.lerp(a, b, alpha) for a, b in zip(self.cross, other.cross, strict=True))
+        return Gramians((P, Q), (hP, hQ))
+
+    def zeros(self) -> Gramians:
+        """Zeros of the same shapes, where the running average starts."""
+        return Gramians(
+            (torch.zeros_like(self.own[0]), torch.zeros_like(self.own[1])),
+            (torch.zeros_like(self.cross[0]), torch.zeros_like(self.cross[1])),
+        )
+
+
+def block_gradient(
+    problem: Problem, towers: Towers, parameters: Parameters, rows: Tensor, columns: Tensor
+) -> Parameters:
+    """Estimate of ∇L from the pairs of rows × columns (columns increasing), observed and not."""
+    m, n = problem.shape
+    left_share, right_share = len(rows) / m, len(columns) / n
+    s = problem.shards
+    shards = replace(s, left=s.left.take(rows), right=s.right.take(columns))
+    rows, own_columns = s.left.own(rows), s.right.own(columns)
+    pairs, entries = problem.resident_pairs(towers).pairs.take_block(rows, columns)
+    scale = 1 / (left_share * right_share)
+    # Penalties are sums over one side: divided here by what the common scale multiplies too much.
+    ones = (torch.full_like(rows, 1, dtype=towers.dtype), torch.full_like(own_columns, 1, dtype=towers.dtype))
+    sample = _restrict(
+        problem, towers, parameters, shards, pairs, entries, (rows, own_columns), ones, (right_share, left_share),
+        (len(entries) / max(1, len(problem.pairs)), left_share * right_share),
+    )  # fmt: skip
+    return sample.gradient(sample.side_gramians(), scale)
+
+
+def subset_gramians(problem: Problem, towers: Towers, parameters: Parameters, entries: Tensor) -> Gramians:
+    """eq:gramian2 from the pairs numbered ``entries`` (increasing)."""
+    sample, scale = _subset(problem, towers, parameters, entries, 0.0)
+    (P, Q), (hP, hQ) = sample.side_gramians()
+    return Gramians((P * scale, Q * scale), (hP * scale, hQ * scale))
+
+
+def subset_gradient(
+    problem: Problem, towers: Towers, parameters: Parameters, entries: Tensor, gramians: Gramians, covered: float
+) -> Parameters:
+    """eq:grad_sogram from the pairs numbered ``entries`` (increasing) with the given Gramians.
+
+    ``covered`` is the share of O × O that this step stands for; it is counted as data passes.
+    """
+    sample, scale = _subset(problem, towers, parameters, entries, covered)
+    return sample.gradient((gramians.own, gramians.cross), scale)
+
+
+def _subset(
+    problem: Problem, towers: Towers, parameters: Parameters, entries: Tensor, covered: float
+) -> tuple[Evaluation, float]:
+    whole = problem.resident_pairs(towers).pairs
+    share = len(entries) / problem.observed
+    entries = _own_entries(problem, entries)
+    pairs, left, right = whole.take_entries(entries)
+    counts, shards = pairs.column_counts, problem.shards
+    whole_counts = whole.column_counts if shards.single else problem.column_counts.to(entries.device)
+    if not shards.single:  # the right entities that any process has drawn, and how often all have
+        every = shards.group.sum_(torch.bincount(whole.columns[entries], minlength=whole.shape[1]))
+        touched = every.nonzero()[:, 0]
+        columns = torch.searchsorted(touched, right)[pairs.columns.long()].to(torch.int32)
+        pairs = Pairs((len(left), len(touched)), pairs.offsets, columns)
+        shards = replace(shards, right=shards.right.take(touched))
+        right = problem.shards.right.own(touched)
+        counts = every[right + problem.shards.right.first]
+    drawn = (
+        pairs.row_counts.to(towers.dtype) / whole.row_counts[left],
+        counts.to(towers.dtype) / whole_counts[right],
+    )
+    sample = _restrict(
+        problem, towers, parameters, shards, pairs, entries, (left, right), drawn, drawn, (share, covered)
+    )  # fmt: skip
+    return sample, 1 / share
+
+
+def _own_entries(problem: Problem, entries: Tensor) -> Tensor:
+    """Of numbers of pairs over all processes, those held here, counted from the first one here."""
+    if problem.shards.single:
+        return entries
+    here = entries - problem.first_entry
+    return here[(here >= 0) & (here < len(problem.pairs))]
+
+
+def _restrict(
+    problem: Problem,
+    towers: Towers,
+    parameters: Parameters,
+    shards: Shards,
+    pairs: Pairs,
+    entries: Tensor,
+    entities: tuple[Tensor, Tensor],
+    factors: tuple[Tensor, Tensor],
+    penalty_factors: tuple[Tensor | float, Tensor | float],
+    share: tuple[float, float],
+) -> Evaluation:
+    """The objective on some entities and pairs, with weights and penalties multiplied by factors."""
+    whole = problem.constants(towers)
+    own = problem.resident_pairs(towers).sampled(pairs, entries)
+    constants = replace(
+        whole,
+        left=whole.left.sampled(entities[0], factors[0], penalty_factors[0]),
+        right=whole.right.sampled(entities[1], factors[1], penalty_factors[1]),
+        shards=shards,
+    )
+    left, right = (
+        f.take(e, towers.dtype, towers.device) for f, e in zip((problem.left, problem.right), entities, strict=True)
+    )
+    kernels = select(towers.device, problem.kernels)
+    plans = problem.plan(towers).blocks_for((left.rows, right.rows))
+    towers_at = towers.linearize(parameters, left, right, kernels, plans, problem.work)
+    blocks = PairBlocks(lambda _: own, left.rows, None, False, kernels)
+    rows = LeftRows(constants.left, blocks, towers_at[0], kernels)
+    return Evaluation(constants, towers, parameters, rows, towers_at[1], kernels, problem.work, share)

@@ -1,0 +1,302 @@
+"""The steps whose derivatives are written out: first layers, linear layers and activations. See steps.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gramtower import _checks as check
+from gramtower.data.features import Block, Features, IdBlock, SparseBlock
+from gramtower.engine.kernels.activations import Activation
+from gramtower.engine.towers.layer_factors import column_squares, outer
+from gramtower.engine.towers.steps import CurvatureContext, Named, Op, Shifted, Summed, Values, materialise, plain
+
+
+def _named(weight: str, bias: str | None) -> tuple[str, ...]:
+    return (weight,) if bias is None else (weight, bias)
+
+
+@dataclass
+class InputAffine(Op):
+    """First step: x ↦ xᵀW + b on ids, sparse rows or dense rows.
+
+    Attributes:
+        weight: the tensor's name.
+        bias: the bias' name or None.
+        inputs_first: whether W is stored inputs × outputs (Embedding, EmbeddingBag, InputLinear) or outputs ×
+            inputs (Linear).
+        width: features expected; for ids, the largest number of entities.
+    """
+
+    weight: str
+    bias: str | None
+    inputs_first: bool
+    width: int
+
+    overwrites_cotangent = False
+    moment_from_inputs = True
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """See Op."""
+        return _named(self.weight, self.bias)
+
+    def forward(self, x: Block, values: Values, out: Tensor | None = None) -> tuple[Tensor | Shifted, Block]:
+        """XW + b; for ids without a bias, a view of W."""
+        weight = values.tensors[self.weight]
+        if isinstance(x, Tensor):
+            x = x.to(weight.dtype)
+        y = self._product(x, weight, values, True)
+        return (y if self.bias is None else Shifted(y, values.tensors[self.bias])), x
+
+    def jvp(
+        self, saved: Block, dx: Tensor | Shifted | None, values: Values, tangent: Named, out: Tensor | None = None
+    ) -> Shifted:
+        """X dW + db."""
+        if self.weight in tangent:
+            dy = self._product(saved, tangent[self.weight], values, False)
+        else:
+            rows = len(saved) if isinstance(saved, IdBlock) else saved.shape[0]
+            dy = values.tensors[self.weight].new_zeros(rows, self.layer_width(values.tensors))
+        return Shifted(dy, None if self.bias is None else tangent.get(self.bias))
+
+    def vjp(self, saved: Block, g: Tensor | Summed, values: Values, out: Named, need_input: bool) -> None:
+        """XᵀG and the column sums of G."""
+        values.defer_bias_sum(self.bias, g, out)
+        g = plain(g)
+        if self.weight not in out:
+            return
+        total = out[self.weight]
+        if isinstance(saved, IdBlock):
+            if saved.rows is None:
+                total[saved.start : saved.stop] += g
+            else:
+                total.index_add_(0, saved.rows, g)
+        elif isinstance(saved, Tensor):
+            if self.inputs_first:
+                total.addmm_(saved.t(), g)
+            else:
+                total.addmm_(g.t(), saved)
+        else:
+            target = total if self.inputs_first else g.new_zeros(self.width, g.shape[1])
+            values.kernels.right_sum(saved.pattern, saved.values, g.contiguous(), target)
+            if not self.inputs_first:
+                total += target.t()
+
+    def _product(self, x: Block, matrix: Tensor, values: Values, is_weight: bool) -> Tensor:
+        if isinstance(x, IdBlock):
+            return matrix[x.start : x.stop] if x.rows is None else matrix[x.rows]
+        if isinstance(x, Tensor):
+            return x @ (matrix if self.inputs_first else matrix.t())
+        if not self.inputs_first:
+            matrix = values.transpose(self.weight) if is_weight else matrix.t().contiguous()
+        y = matrix.new_zeros(x.shape[0], matrix.shape[1])
+        values.kernels.left_sum(x.pattern, x.values, matrix, y)
+        return y
+
+    def fusable_table(self, features: Features) -> str | None:
+        """See Op: ids in order, with a row for each."""
+        whole = features.kind == "ids" and features.whole is None and self.width == features.rows
+        return self.weight if whole and self.inputs_first else None
+
+    def table_rows(self, saved: IdBlock, tensors: Named) -> Tensor:
+        """See Op."""
+        return tensors[self.weight][saved.start : saved.stop]
+
+    def vjp_bias(self, lines: Tensor, values: Values, out: Named) -> None:
+        """See Op."""
+        if self.bias is not None and self.bias in out:
+            values.defer_bias_lines(self.bias, lines)
+
+    def moment(self, saved: Block, r: Tensor, some: slice, stride: int) -> Tensor:
+        """Σ r x xᵀ, the bias an input of 1; for ids and sparse rows its diagonal, so that tables go row by row."""
+        if isinstance(saved, IdBlock):
+            counts = torch.zeros(self.width, dtype=torch.float64, device=r.device)
+            return counts.index_add_(0, saved.tensor(r.device), r.double())
+        if isinstance(saved, SparseBlock):
+            return column_squares(saved, r)
+        return outer(saved[some], stride * r[some], self.bias is not None)
+
+    def pull_curvature(self, S: Tensor, moment: Tensor | None, context: CurvatureContext) -> Tensor:
+        """A ⊗ S; nothing is below."""
+        assert moment is not None
+        context.factors.add(self.weight, self.bias, self.inputs_first, moment, S, context.total_weight)
+        return S
+
+    def layer_width(self, tensors: Named) -> int:
+        """See Op."""
+        return int(tensors[self.weight].shape[1 if self.inputs_first else 0])
+
+    def check_features(self, side: str, features: Features) -> None:
+        """See Op."""
+        fits = self.width >= features.rows if features.kind == "ids" else self.width == features.width
+        if not fits:
+            need = f"{features.rows} ids" if features.kind == "ids" else f"{features.width} features"
+            check.fail(f"{side} tower", f"a first layer for {self.width} inputs", f"one for {need}")
+
+    def id_tables(self, side: str, features: Features) -> list[str]:
+        """See Op."""
+        if self.width != features.rows:
+            self.refuse_table(side, f"a table of {self.width} rows", features)
+        return [self.weight]
+
+
+@dataclass
+class Affine(Op):
+    """nn.Linear after the first step: x ↦ xWᵀ + b."""
+
+    weight: str
+    bias: str | None
+
+    overwrites_cotangent = False
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """See Op."""
+        return _named(self.weight, self.bias)
+
+    def forward(self, x: Tensor | Shifted, values: Values, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """XWᵀ + b, in ``out`` where given."""
+        rows, weight = materialise(x), values.tensors[self.weight]
+        if self.bias is None:
+            return torch.mm(rows, weight.t(), out=out), rows
+        return torch.addmm(values.tensors[self.bias], rows, weight.t(), out=out), rows
+
+    def jvp(
+        self, saved: Tensor, dx: Tensor | Shifted | None, values: Values, tangent: Named, out: Tensor | None = None
+    ) -> Tensor:
+        """dX Wᵀ + X dWᵀ + db."""
+        assert dx is not None
+        weight = values.tensors[self.weight]
+        dx = materialise(dx)
+        out = values.workspace(dx, weight.shape[0]) if out is None else out
+        bias = None if self.bias is None else tangent.get(self.bias)
+        dy = torch.mm(dx, weight.t(), out=out) if bias is None else torch.addmm(bias, dx, weight.t(), out=out)
+        return dy.addmm_(saved, tangent[self.weight].t()) if self.weight in tangent else dy
+
+    def vjp(self, saved: Tensor, g: Tensor | Summed, values: Values, out: Named, need_input: bool) -> Tensor | None:
+        """GᵀX, column sums of G, and G W."""
+        values.defer_bias_sum(self.bias, g, out)
+        g = plain(g)
+        if self.weight in out:
+            out[self.weight].addmm_(g.t(), saved)
+        if not need_input:
+            return None
+        weight = values.tensors[self.weight]
+        return torch.mm(g, weight, out=values.workspace(g, weight.shape[1]))
+
+    def moment(self, saved: Tensor, r: Tensor, some: slice, stride: int) -> Tensor:
+        """Σ r x xᵀ, the bias an input of 1."""
+        return outer(saved[some], stride * r[some], self.bias is not None)
+
+    def pull_curvature(self, S: Tensor, moment: Tensor | None, context: CurvatureContext) -> Tensor:
+        """A ⊗ S, and WᵀSW."""
+        assert moment is not None
+        context.factors.add(self.weight, self.bias, False, moment, S, context.total_weight)
+        W = context.values.tensors[self.weight].double()
+        return W.t() @ S @ W
+
+    def layer_width(self, tensors: Named) -> int:
+        """See Op."""
+        return int(tensors[self.weight].shape[0])
+
+
+class _Slopes:
+    """What an activation keeps: φ′ stored, made from the input z when first asked for; or the output y it follows from.
+
+    Attributes:
+        y: the output, if φ′ is computed from it wherever it is needed.
+    """
+
+    def __init__(self, activation: Activation, z: Tensor | None, y: Tensor | None) -> None:
+        self.activation, self.y, self._z = activation, y, z
+        self._slope: Tensor | None = None
+
+    def of(self, rows: slice) -> Tensor:
+        """φ′ of some rows."""
+        return self.stored[rows] if self.y is None else self.activation.slope(self.y[rows])
+
+    @property
+    def stored(self) -> Tensor:
+        """φ′ of all rows, in memory."""
+        if self._slope is None:
+            assert self._z is not None
+            self._slope, self._z = self.activation.slope_at(self._z), None
+        return self._slope
+
+
+@dataclass
+class Elementwise(Op):
+    """An activation φ applied to every number by itself."""
+
+    activation: Activation
+
+    def forward(self, x: Tensor | Shifted, values: Values, out: Tensor | None = None) -> tuple[Tensor, _Slopes]:
+        """φ(x)."""
+        if not self._keeps_output(values):
+            z = materialise(x)
+            return self.activation.function(z), _Slopes(self.activation, z, None)
+        if isinstance(x, Shifted) and x.bias is not None:
+            y = values.kernels.activate(x.tensor, x.bias, self.activation)
+        else:
+            y = self.activation.function(materialise(x))
+        return y, _Slopes(self.activation, None, y)
+
+    def _keeps_output(self, values: Values) -> bool:
+        return values.kernels.SLOPES_FROM_OUTPUTS and self.activation.slope_from_output
+
+    def jvp(
+        self, saved: _Slopes, dx: Tensor | Shifted | None, values: Values, tangent: Named, out: Tensor | None = None
+    ) -> Tensor:
+        """φ′ ∘ dx."""
+        assert dx is not None
+        given = dx if isinstance(dx, Shifted) else Shifted(dx, None)
+        dy = values.workspace(given.tensor, given.tensor.shape[1]) if given is dx else given.tensor
+        if saved.y is not None:
+            values.kernels.slope_product(given.tensor, given.bias, saved.y, self.activation, dy)
+            return dy
+        return (given.materialise(dy) if given is dx else dy).mul_(saved.stored)
+
+    def vjp(self, saved: _Slopes, g: Tensor | Summed, values: Values, out: Named, need_input: bool) -> Tensor | Summed:
+        """φ′ ∘ g."""
+        g = plain(g)
+        if saved.y is None:
+            return g.mul_(saved.stored)
+        lines = values.kernels.slope_product(g, None, saved.y, self.activation, g, sums=True)
+        assert lines is not None
+        return Summed(g, lines)
+
+    def precompute(self, saved: _Slopes) -> None:
+        """See Op: φ′ where it is stored."""
+        if saved.y is None:
+            _ = saved.stored
+
+    def fuses_initial(self, values: Values) -> bool:
+        """See Op: in float32, the dtype of programs' arguments."""
+        return self._keeps_output(values) and values.dtype == torch.float32
+
+    def vjp_fused(
+        self, saved: _Slopes, g: Tensor | Summed, values: Values, rows: Tensor, initial: Tensor, scale: float
+    ) -> Tensor:
+        """See Op."""
+        assert saved.y is not None
+        lines = values.kernels.slope_product(plain(g), None, saved.y, self.activation, rows, initial, scale, sums=True)
+        assert lines is not None
+        return lines
+
+    def moment(self, saved: _Slopes, r: Tensor, some: slice, stride: int) -> Tensor:
+        """Σ r φ′φ′ᵀ."""
+        slope = saved.of(some)
+        return ((slope * (stride * r[some, None])).t() @ slope).double()
+
+    def pull_curvature(self, S: Tensor, moment: Tensor | None, context: CurvatureContext) -> Tensor:
+        """S ∘ mean(φ′φ′ᵀ)."""
+        assert moment is not None
+        return S * (moment / context.rows)
+
+    @property
+    def workspace_factor(self) -> float:
+        """See Op: a stored φ′ takes memory, also to be made; where it is recovered from outputs, these are reused."""
+        return 1.0 if self.activation.slope_from_output else 1.75

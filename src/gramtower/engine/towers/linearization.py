@@ -1,0 +1,240 @@
+"""One tower evaluated at θ for all its entities: outputs, jvp (eq:Jvp) and vjp (eq:ten-mat).
+
+Forward once; each jvp or vjp after it costs one pass of the tower and no forward, unless the memory budget asks
+for recomputation. Rows never depend on how they are cut into blocks. Checked by tests/test_engine.py; counted in
+:class:`Work` and asserted in tests/test_cost.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gramtower.data.features import Features
+from gramtower.engine.towers.steps import Named, Op, Shifted, Summed, Values, materialise
+from gramtower.runtime.memory import BlockPlan
+
+
+@dataclass
+class Work:
+    """What has been done so far. A pass over some of the rows or pairs counts as that fraction.
+
+    Attributes:
+        data_passes: how often all m·n pairs were taken into account (one value, gradient or G·d each: once).
+        pair_passes: passes over the observed pairs.
+    """
+
+    left_forwards: float = 0
+    left_jvps: float = 0
+    left_vjps: float = 0
+    right_forwards: float = 0
+    right_jvps: float = 0
+    right_vjps: float = 0
+    pair_passes: float = 0
+    data_passes: float = 0
+
+    def add(self, side: str, what: str, share: float = 1) -> None:
+        """Count a pass of a tower over a share of its rows."""
+        name = f"{side}_{what}"
+        setattr(self, name, getattr(self, name) + share)
+
+    def since(self, earlier: Work) -> Work:
+        """The difference to an earlier copy."""
+        return Work(**{k: v - getattr(earlier, k) for k, v in asdict(self).items()})
+
+    def plus(self, other: Work) -> Work:
+        """The sum with other work."""
+        return Work(**{k: v + getattr(other, k) for k, v in asdict(self).items()})
+
+    def copy(self) -> Work:
+        """A copy that later work does not change."""
+        return Work(**asdict(self))
+
+    def reset(self, other: Work) -> None:
+        """Take over the counts of ``other``."""
+        vars(self).update(asdict(other))
+
+
+class Linearization:
+    """A tower at θ over the rows of its features, or over a range of them.
+
+    ``jvp`` and ``vjp`` are over all rows; ``forward_block``, ``jvp_block`` and ``vjp_block`` do one block, for callers
+    that go through the rows block by block themselves and count what they did.
+    """
+
+    def __init__(
+        self,
+        side: str,
+        steps: list[Op],
+        features: Features,
+        values: Values,
+        plan: BlockPlan,
+        work: Work,
+        check_output: Callable[[Tensor, int], None],
+        span: tuple[int, int] | None = None,
+    ) -> None:
+        self.side, self.steps, self.features, self.values, self.plan = side, steps, features, values, plan
+        self.work = work
+        self._first, stop = (0, features.rows) if span is None else span
+        self.rows = stop - self._first
+        whole = features if features.whole is None else features.whole
+        self._share = 1 if self.rows == whole.rows else self.rows / max(1, whole.rows)
+        self._check_output = check_output
+        self._kept: list[list[Any]] = []
+        self._outputs: Tensor | None = None
+        if plan.outputs:
+            self._outputs = self._forward_all()
+
+    def over(self, start: int, stop: int) -> Linearization:
+        """The same tower over a range of rows, run forward and kept in one block."""
+        plan = BlockPlan(max(1, stop - start), keep=True)
+        span = self._first + start, self._first + stop
+        return Linearization(
+            self.side, self.steps, self.features, self.values, plan, self.work, self._check_output, span
+        )
+
+    @property
+    def outputs(self) -> Tensor:
+        """The embeddings, rows × k; where the plan does not keep them, a forward each time they are asked for."""
+        return self._forward_all() if self._outputs is None else self._outputs
+
+    def _forward_all(self) -> Tensor:
+        outputs: Tensor | None = None
+        rows = self.rows
+        for start, stop in self.blocks():
+            y, saved = self.forward_block(start, stop, None if outputs is None else outputs[start:stop])
+            if outputs is None:
+                outputs = y if stop == rows else y.new_empty(rows, y.shape[1])
+            if y.data_ptr() != outputs[start:stop].data_ptr():
+                outputs[start:stop] = y
+            if self.plan.keep:
+                self._kept.append(saved)
+        assert outputs is not None
+        self.work.add(self.side, "forwards", self._share)
+        return outputs.contiguous()
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """Row ranges, in order; one empty range if this process has no rows."""
+        for start in range(0, max(1, self.rows), self.plan.rows):
+            yield start, min(self.rows, start + self.plan.rows)
+
+    def saved_blocks(self) -> Iterator[tuple[int, int, list[Any]]]:
+        """Row ranges with what each step kept, recomputed block by block if it was not kept."""
+        for index, (start, stop) in enumerate(self.blocks()):
+            yield start, stop, self._kept[index] if self.plan.keep else self.forward_block(start, stop)[1]
+        if not self.plan.keep:
+            self.work.add(self.side, "forwards", self._share)
+
+    @torch.no_grad()
+    def jvp(self, tangent: Named, out: Tensor | None = None) -> Tensor:
+        """The change of every output along a direction of this tower's parameters: rows × k, in ``out`` if given."""
+        out = torch.empty_like(self.outputs) if out is None else out
+        for start, stop, saved in self.saved_blocks():
+            self.jvp_block(saved, tangent, out[start:stop])
+            del saved  # before the next block's are made
+        self.work.add(self.side, "jvps", self._share)
+        return out
+
+    def jvp_block(self, saved: list[Any], tangent: Named, rows: Tensor) -> None:
+        """The jvp of one block, written to ``rows``."""
+        dy: Tensor | Shifted | None = None
+        for step, kept in zip(self.steps, saved, strict=True):
+            dy = step.jvp(kept, dy, self.values, tangent, rows if step is self.steps[-1] else None)
+        if isinstance(dy, Shifted):
+            dy.materialise(rows)
+        elif dy is not None and dy.data_ptr() != rows.data_ptr():
+            rows.copy_(dy)
+
+    @property
+    def fusable_table(self) -> str | None:
+        """Name of the table whose gradient the kernels can write fused with ``initial`` (no separate add), or None."""
+        if len(self.steps) > 1 and self.steps[1].fuses_initial(self.values):
+            return self.steps[0].fusable_table(self.features)
+        return None
+
+    @torch.no_grad()
+    def vjp(
+        self, cotangent: Tensor, out: Named, initial: tuple[Tensor, float] | None = None, flush: bool = True
+    ) -> None:
+        """Add Σ_i (∂y_i/∂θ)ᵀ cotangent_i to ``out``, tensor by tensor.
+
+        With ``initial`` the tensor :attr:`fusable_table` of ``out`` is written, not added to: its part and
+        initial[0] · initial[1]. Without ``flush`` the sums for biases stay deferred: the caller calls ``start_vjp``
+        before and ``flush_bias_sums`` after all that it pulls back, once for many ranges of rows.
+        """
+        if flush:
+            self.start_vjp()
+        for start, stop, saved in self.saved_blocks():
+            self.vjp_block(start, stop, saved, cotangent[start:stop], out, initial)
+            del saved  # before the next block's are made
+        if flush:
+            self.flush_bias_sums(out)
+        self.work.add(self.side, "vjps", self._share)
+
+    def vjp_block(
+        self,
+        start: int,
+        stop: int,
+        saved: list[Any],
+        cotangent: Tensor,
+        out: Named,
+        initial: tuple[Tensor, float] | None = None,
+    ) -> None:
+        """The vjp of one block, added to ``out``; see ``vjp``. Between ``start_vjp`` and ``flush_bias_sums``."""
+        steps, values, first = self.steps, self.values, self._first
+        g: Tensor | Summed | None = cotangent.clone() if steps[-1].overwrites_cotangent else cotangent
+        for index in range(len(steps) - 1, -1, -1):
+            assert g is not None  # only the first step has nothing below it
+            if index == 1 and initial is not None:
+                rows = steps[0].table_rows(saved[0], out)
+                lines = steps[1].vjp_fused(
+                    saved[1], g, values, rows, initial[0][first + start : first + stop], initial[1]
+                )
+                steps[0].vjp_bias(lines, values, out)
+                return
+            g = steps[index].vjp(saved[index], g, values, out, index > 0)
+
+    def precompute(self) -> None:
+        """What a first jvp or vjp would compute from what was kept, now."""
+        for saved in self._kept:
+            for step, kept in zip(self.steps, saved, strict=True):
+                step.precompute(kept)
+
+    def start_vjp(self) -> None:
+        """Forget what a vjp that did not come to its end has deferred."""
+        self.values.pending_bias_rows.clear()
+
+    def flush_bias_sums(self, out: Named) -> None:
+        """Add the sums over all blocks that ``vjp_block`` deferred."""
+        self.values.flush_bias_sums(out)
+
+    @torch.no_grad()
+    def forward_block(self, start: int, stop: int, out: Tensor | None = None) -> tuple[Tensor, list[Any]]:
+        """Outputs of one block, in ``out`` if the last layer can write there, and what the steps keep."""
+        y, saved = self._forward(self.inputs(start, stop), out)
+        self._check_output(y, stop - start)
+        return y, saved
+
+    @torch.no_grad()
+    def forward_some(self, rows: slice) -> list[Any]:
+        """What the steps keep of some rows; counted as the share of a forward that it is."""
+        values, chosen = self.values, torch.arange(self.features.rows)[rows]
+        some = self.features.take(chosen, values.dtype, values.device)
+        self.work.add(self.side, "forwards", self._share * len(chosen) / self.features.rows)
+        return self._forward(some.block(0, len(chosen), values.dtype, values.device))[1]
+
+    def inputs(self, start: int, stop: int) -> Any:
+        """The features of one block."""
+        first = self._first
+        return self.features.block(first + start, first + stop, self.values.dtype, self.values.device)
+
+    def _forward(self, x: Any, out: Tensor | None = None) -> tuple[Tensor, list[Any]]:
+        saved = []
+        for step in self.steps:
+            x, kept = step.forward(x, self.values, out if step is self.steps[-1] else None)
+            saved.append(kept)
+        return materialise(x), saved

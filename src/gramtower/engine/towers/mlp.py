@@ -1,0 +1,124 @@
+"""The paper's network (Section "Model and Hyper-parameters"), drawn from a seed or left for stored numbers.
+
+Torch's global generator is left as it was. Checked by tests/test_towers.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from gramtower import _checks as check
+from gramtower.data.features import Features
+from gramtower.engine.kernels.activations import ACTIVATIONS
+from gramtower.engine.towers.id_tables import draw_rows_
+from gramtower.engine.towers.layers import InputLinear
+from gramtower.engine.towers.towers import Towers, TwoSided
+from gramtower.runtime.memory import free_memory, readable
+
+_COPIES = (
+    2  # of θ on the host: as drawn, and in its dtype or on its way; engine/objective/plan.py counts what training takes
+)
+
+
+def mlp_towers(
+    problem: TwoSided,
+    hidden: Sequence[int] = (256, 256),
+    dim: int = 128,
+    activation: str = "elu",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Towers:
+    """The paper's network: fully connected layers, none active at the end.
+
+    First-layer weights are drawn so that pre-activations have standard deviation 0.1 whatever the features; layers
+    above by He's rule; biases start at zero. Scaling a one-hot first layer by its fan-in instead would start at a
+    saddle, P ≈ Q ≈ 0.
+
+    Args:
+        problem: says which features each side has.
+        hidden: widths of the hidden layers; ``()`` gives linear towers without bias.
+        dim: k, the number of columns of the embeddings.
+        activation: one of elu, relu, gelu, tanh, silu, sigmoid, softplus, leaky_relu, selu, mish.
+        seed: for the random draws.
+        dtype: torch.float32 or torch.float64.
+    """
+    if dtype not in (torch.float32, torch.float64):
+        check.fail("dtype", dtype, "torch.float32 or torch.float64")
+    towers = undrawn_towers(problem, hidden, dim, activation, copies=_COPIES)
+    generator = torch.Generator().manual_seed(check.seed(seed))
+    for tower, features in ((towers.left, problem.left), (towers.right, problem.right)):
+        _draw_(tower, features, generator)
+    return towers.to(dtype)
+
+
+def undrawn_towers(problem: TwoSided, hidden: Sequence[int], dim: int, activation: str, copies: int = 1) -> Towers:
+    """The same network without its first numbers, for parameters that are loaded next.
+
+    Refused if so many copies of it are more than the memory that is free.
+    """
+    if not all(isinstance(getattr(problem, side, None), Features) for side in ("left", "right")):
+        check.fail("problem", type(problem).__name__, "a gramtower.Problem")
+    check.choice("activation", activation, tuple(ACTIVATIONS))
+    widths = [*check_hidden(hidden), check.count("dim", dim)]
+    _check_size((problem.left.width, problem.right.width), widths, copies)
+
+    def tower(features: Features) -> nn.Module:
+        layers: list[nn.Module] = [InputLinear(features.width, widths[0], bias=len(widths) > 1, draw=False)]
+        for fan_in, fan_out in pairwise(widths):
+            layers += [ACTIVATIONS[activation](), nn.Linear(fan_in, fan_out)]
+        return nn.Sequential(*layers)
+
+    with torch.random.fork_rng(devices=[]):  # nn.Linear draws; those numbers are not used
+        return Towers(tower(problem.left), tower(problem.right))
+
+
+def mlp_shapes(side: str, width: int, hidden: Sequence[int], dim: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the parameters of one side's tower, whose features are ``width`` columns."""
+    widths = [*hidden, dim]
+    shapes: dict[str, tuple[int, ...]] = {f"{side}.0.weight": (width, widths[0])}
+    if hidden:
+        shapes[f"{side}.0.bias"] = (widths[0],)
+    for layer, (fan_in, fan_out) in enumerate(pairwise(widths), 1):
+        shapes |= {f"{side}.{2 * layer}.weight": (fan_out, fan_in), f"{side}.{2 * layer}.bias": (fan_out,)}
+    return shapes
+
+
+def check_hidden(hidden: object) -> tuple[int, ...]:
+    """Widths of hidden layers.
+
+    Raises:
+        ValueError: if they are not positive integers.
+    """
+    if not isinstance(hidden, Iterable) or isinstance(hidden, str) or getattr(hidden, "ndim", 1) != 1:
+        check.fail("hidden", repr(hidden), "a sequence of layer widths, such as (256, 256) or ()")
+    return tuple(check.count("hidden", width) for width in hidden)
+
+
+def _check_size(inputs: tuple[int, int], widths: list[int], copies: int) -> None:
+    """Refuse layers that the memory cannot hold, before they are made."""
+
+    def size(widths: list[int]) -> int:
+        above = sum((fan_in + 1) * fan_out for fan_in, fan_out in pairwise(widths))
+        return 4 * copies * sum((width + 1) * widths[0] + above for width in inputs)
+
+    free = free_memory(torch.device("cpu"))
+    if size(widths) > free:
+        name = "hidden" if size([*widths[:-1], 1]) > free else "dim"
+        given = widths[-1] if name == "dim" else tuple(widths[:-1])
+        expected = f"towers within what is free, {readable(free)}; with {sum(inputs):,} inputs these take "
+        check.fail(name, given, expected + readable(size(widths)))
+
+
+def _draw_(tower: nn.Module, features: Features, generator: torch.Generator) -> None:
+    for layer in tower.modules():
+        if isinstance(layer, InputLinear):
+            draw_rows_(layer.weight, features, 0.1 / math.sqrt(max(features.mean_square_norm(), 1e-12)), generator)
+        elif isinstance(layer, nn.Linear):
+            nn.init.normal_(layer.weight, std=math.sqrt(2.0 / layer.in_features), generator=generator)
+        if isinstance(layer, (InputLinear, nn.Linear)) and layer.bias is not None:
+            nn.init.zeros_(layer.bias)

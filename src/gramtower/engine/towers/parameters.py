@@ -1,0 +1,187 @@
+"""θ: the trainable tensors of both towers as named views of one flat vector.
+
+One flat vector makes the vector operations of an optimizer (dot, axpy, norm) single passes. Sums are
+accumulated in float64. Checked by tests/test_parameters.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gramtower import _checks as check
+from gramtower.distributed.group import SINGLE, Group
+from gramtower.engine.kernels import select
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names, shapes and places of the tensors within the flat vector.
+
+    Over several processes, ``owned`` tensors hold this process's rows of a table; all others are the same everywhere.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    places: Mapping[str, slice]
+    size: int
+    owned: frozenset[str] = frozenset()
+    group: Group = field(default=SINGLE, compare=False)
+
+    @staticmethod
+    def of(shapes: Mapping[str, tuple[int, ...]], owned: frozenset[str] = frozenset(), group: Group = SINGLE) -> Layout:
+        """The layout that stores tensors one after the other, in the order given."""
+        places, start = {}, 0
+        for name, shape in shapes.items():
+            places[name] = slice(start, start + math.prod(shape))
+            start += math.prod(shape)
+        return Layout(dict(shapes), places, start, owned, group)
+
+    def replicated(self, vector: Tensor) -> list[Tensor]:
+        """Views of the tensors that all processes hold alike."""
+        return [vector[place] for name, place in self.places.items() if name not in self.owned]
+
+    def counted(self) -> list[slice]:
+        """What this process contributes to sums over all entries: own rows, and in the first process all else too."""
+        if self.group.rank == 0:
+            return [slice(0, self.size)]
+        return [place for name, place in self.places.items() if name in self.owned]
+
+    def without(self, names: set[str]) -> list[slice]:
+        """The vector without some tensors, in as few pieces as possible."""
+        pieces, start = [], 0
+        for name in sorted(names, key=lambda name: self.places[name].start):
+            pieces.append(slice(start, self.places[name].start))
+            start = self.places[name].stop
+        pieces.append(slice(start, self.size))
+        return [piece for piece in pieces if piece.start < piece.stop]
+
+
+class Parameters:
+    """A point or a direction in parameter space.
+
+    ``p["left.0.weight"]`` is a view of the flat vector. Arithmetic returns new objects; methods ending in
+    ``_`` work in place.
+    """
+
+    __slots__ = ("layout", "vector")
+
+    def __init__(self, layout: Layout, vector: Tensor) -> None:
+        if vector.shape != (layout.size,):
+            check.fail("vector", f"shape {tuple(vector.shape)}", f"shape ({layout.size},)")
+        self.layout, self.vector = layout, vector
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.vector[self.layout.places[name]].view(self.layout.shapes[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout.shapes)
+
+    def __len__(self) -> int:
+        return self.layout.size
+
+    def __repr__(self) -> str:
+        return f"Parameters({len(self.layout.shapes)} tensors, {len(self):,} numbers, {self.vector.dtype})"
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """Names with views."""
+        return ((name, self[name]) for name in self)
+
+    def to_vector(self) -> Tensor:
+        """A copy of the flat vector."""
+        return self.vector.clone()
+
+    def from_vector(self, vector: Tensor) -> Parameters:
+        """Parameters of this layout and dtype holding a copy of ``vector``."""
+        return Parameters(self.layout, torch.as_tensor(vector).to(self.vector, copy=True))
+
+    def clone(self) -> Parameters:
+        """A copy."""
+        return Parameters(self.layout, self.vector.clone())
+
+    def empty(self) -> Parameters:
+        """Room for parameters of this layout, not yet written."""
+        return Parameters(self.layout, torch.empty_like(self.vector))
+
+    def zeros(self) -> Parameters:
+        """Zeros of this layout."""
+        return Parameters(self.layout, torch.zeros_like(self.vector))
+
+    def inner(self, other: Parameters) -> Tensor:
+        """⟨self, other⟩ accumulated in float64, a scalar on the device; over several processes that of all of them."""
+        kernels, layout = select(self.vector.device), self.layout
+        if layout.group.size == 1:
+            return kernels.inner(self.vector, other.vector)
+        parts = [kernels.inner(self.vector[p], other.vector[p]) for p in layout.counted()]
+        own = torch.zeros((), dtype=torch.float64, device=self.vector.device)
+        return layout.group.sum_(sum(parts, own))
+
+    def dot(self, other: Parameters) -> float:
+        """⟨self, other⟩ accumulated in float64."""
+        return float(self.inner(other))
+
+    def norm(self) -> float:
+        """Euclidean norm, accumulated in float64."""
+        return math.sqrt(self.dot(self))
+
+    def axpy_(self, a: float | Tensor, other: Parameters) -> Parameters:
+        """self += a · other, in place; ``a`` may be a scalar on the device."""
+        if isinstance(a, Tensor) and a.is_cuda:
+            self.vector.addcmul_(other.vector, a.to(self.vector.dtype))
+        else:
+            self.vector.add_(other.vector, alpha=float(a))
+        return self
+
+    def scale_(self, a: float) -> Parameters:
+        """self *= a, in place."""
+        self.vector.mul_(a)
+        return self
+
+    def begin_sum_(self) -> Parameters:
+        """Before processes add their parts: what all hold alike is counted in the first process alone."""
+        if self.layout.group.rank > 0:
+            for part in self.layout.replicated(self.vector):
+                part.zero_()
+        return self
+
+    def end_sum_(self) -> Parameters:
+        """After processes added their parts: the sums of what all hold alike, in every process."""
+        if self.layout.group.size > 1:
+            parts = self.layout.replicated(self.vector)
+            for part, total in zip(parts, self.layout.group.sum_all(*parts), strict=True):
+                part.copy_(total)
+        return self
+
+    def is_finite(self) -> bool:
+        """Whether every entry is finite."""
+        return bool(torch.isfinite(self.vector).all())
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(self.layout, self.vector + other.vector)
+
+    def __sub__(self, other: Parameters) -> Parameters:
+        return Parameters(self.layout, self.vector - other.vector)
+
+    def __mul__(self, a: float) -> Parameters:
+        return Parameters(self.layout, self.vector * a)
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> Parameters:
+        return Parameters(self.layout, -self.vector)
+
+
+def as_parameters(name: str, value: Any, like: Parameters) -> Parameters:
+    """Parameters from Parameters or from a flat vector (torch or numpy) of the right length."""
+    if isinstance(value, Parameters):
+        if value.layout.shapes != like.layout.shapes:
+            check.fail(name, "Parameters of other tensors", f"the tensors {list(like)[:4]}…")
+        return Parameters(like.layout, value.vector.to(like.vector))
+    vector = value if isinstance(value, Tensor) else torch.from_numpy(check.as_float_array(name, value))
+    if vector.shape != (len(like),):
+        check.fail(name, f"shape {tuple(vector.shape)}", f"Parameters or a vector of shape ({len(like)},)")
+    return Parameters(like.layout, vector.to(like.vector))

@@ -1,0 +1,367 @@
+"""The two towers f and g: any two torch modules (mlp.py has the paper's network ready made).
+
+A :class:`Towers` holds the modules, knows which parameters are trainable and shared, and linearises both sides at
+given parameters. Checked by tests/test_towers.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gramtower import _checks as check
+from gramtower.data.features import Features, SparseBlock
+from gramtower.distributed.shards import Shards
+from gramtower.engine.kernels import Kernels, select
+from gramtower.engine.towers.id_tables import join
+from gramtower.engine.towers.linearization import Linearization, Work
+from gramtower.engine.towers.parameters import Layout, Parameters, as_parameters
+from gramtower.engine.towers.sparse import FIRST_LAYER
+from gramtower.engine.towers.stack import refuse_unfit, steps
+from gramtower.engine.towers.steps import Named, Op, Scratch, Values, materialise
+from gramtower.runtime.memory import BlockPlan
+
+_LARGEST_FEATURE = {torch.float32: 1e15, torch.float64: 1e150}  # the squares of 10⁸ rows add up within the dtype
+_PROBE = 3  # rows tried before the first evaluation
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A tower with its tensors, tried out on a few rows."""
+
+    side: str
+    features: Features
+    steps: list[Op]
+    values: Values
+    columns: int
+    row_bytes: int  # of its activations
+
+    @property
+    def least_block(self) -> int:
+        return self.steps[0].least_block(self.features)
+
+    def linearize(self, plan: BlockPlan, work: Work) -> Linearization:
+        def check_output(y: Tensor, rows: int) -> None:
+            _check_shape(self.side, y, rows, self.columns)
+
+        return Linearization(self.side, self.steps, self.features, self.values, plan, work, check_output)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Columns of both towers, bytes of an entity's activations and the least sensible block on each side.
+
+    Attributes:
+        factor_bytes: of the preconditioner's factors with what is needed to invert them.
+        autodiff: whether a module is differentiated by autodiff, which makes gradients of its own.
+    """
+
+    columns: int
+    row_bytes: tuple[int, int]
+    least_block: tuple[int, int]
+    factor_bytes: int
+    autodiff: bool
+
+
+class TwoSided(Protocol):
+    """What :func:`mlp_towers` needs to know of a problem: the features of both sides."""
+
+    @property
+    def left(self) -> Features:
+        """Features of the left entities."""
+
+    @property
+    def right(self) -> Features:
+        """Features of the right entities."""
+
+
+class Towers:
+    """Two modules that map feature rows to k columns each; they may be one and the same module.
+
+    Dense rows arrive as a tensor, ids as a LongTensor of row numbers, sparse rows through the module's first
+    layer (``nn.Linear``, ``nn.EmbeddingBag(mode="sum")`` or :class:`~gramtower.InputLinear`). Parameters with
+    ``requires_grad=False`` stay as they are. Modules whose rows influence each other, or that are random in the
+    mode they are in, are refused.
+
+    Args:
+        left: f, for the left entities.
+        right: g, for the right entities.
+    """
+
+    def __init__(self, left: nn.Module, right: nn.Module) -> None:
+        for side, module in (("left", left), ("right", right)):
+            if not isinstance(module, nn.Module):
+                check.fail(side, type(module).__name__, "a torch.nn.Module that maps feature rows to k columns")
+        self.left, self.right = left, right
+        self._names: dict[str, dict[str, str]] = {"left": {}, "right": {}}
+        self._owners: dict[str, nn.Parameter] = {}
+        known: dict[int, str] = {}
+        for side, module in (("left", left), ("right", right)):
+            for own, parameter in module.named_parameters():
+                if parameter.requires_grad:
+                    name = known.setdefault(id(parameter), f"{side}.{own}")
+                    self._names[side][own] = name
+                    self._owners[name] = parameter
+        if not self._owners:
+            check.fail("towers", "no trainable parameter", "at least one parameter with requires_grad=True")
+        kinds = {(p.dtype, p.device) for p in self._owners.values()}
+        if len(kinds) > 1 or next(iter(kinds))[0] not in (torch.float32, torch.float64):
+            given = sorted(f"{dtype} on {device}" for dtype, device in kinds)
+            check.fail("towers", ", ".join(given), "all parameters float32, or all float64, on one device")
+        ((self.dtype, self.device),) = kinds
+        self._layout = Layout.of({name: tuple(p.shape) for name, p in self._owners.items()})
+        self._probes: dict[tuple[str, int, str], tuple[Features, int, int]] = {}
+        room: Scratch = {}
+        self._scratch = {"left": room, "right": room}  # the towers take turns
+        self._bound = False  # whether the modules' tensors are views of a point's parameters
+
+    def to(self, target: torch.device | torch.dtype | str) -> Towers:
+        """Towers of the same modules, moved to a device or cast to a dtype in place, as nn.Module.to does."""
+        return Towers(self.left.to(target), self.right.to(target))
+
+    def parameters(self) -> Parameters:
+        """A copy of the present trainable parameters."""
+        with torch.no_grad():
+            return Parameters(self._layout, torch.cat([p.reshape(-1) for p in self._owners.values()]))
+
+    @property
+    def size(self) -> int:
+        """Numbers in θ."""
+        return self._layout.size
+
+    @torch.no_grad()
+    def load(self, parameters: Parameters | Tensor | Mapping[str, Tensor]) -> None:
+        """Write parameters (also as a flat vector, or by name) into the modules; no other copy is made."""
+        if isinstance(parameters, Mapping):
+            self._load_named(parameters)
+            return
+        one = next(iter(self._owners.values())).new_empty(1)
+        like = Parameters(self._layout, one.expand(self.size))  # its kind and length, without the room for it
+        written = as_parameters("parameters", parameters, like)
+        self.unbind()
+        for name, owner in self._owners.items():
+            owner.copy_(written[name])
+
+    def _load_named(self, tensors: Mapping[str, Tensor]) -> None:
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if shapes != dict(self._layout.shapes):
+            differing = sorted(name for name, _ in shapes.items() ^ self._layout.shapes.items())
+            given = f"other parameters, such as {differing[0]}; {self.size} numbers"
+            expected = f"those that were saved; {sum(map(math.prod, shapes.values()))} numbers"
+            check.fail("towers", given, expected)
+        self.unbind()
+        for name, owner in self._owners.items():
+            owner.copy_(tensors[name])
+
+    def bind(self, parameters: Parameters) -> None:
+        """Let the modules' tensors be views of ``parameters``: one copy of θ in memory while it is trained."""
+        self._bound = True
+        for name, owner in self._owners.items():
+            owner.data = parameters[name]
+
+    def unbind(self) -> None:
+        """Give the modules tensors of their own again, if they were bound."""
+        if self._bound:
+            for owner in self._owners.values():
+                owner.data = owner.data.clone()
+        self._bound = False
+
+    def join(self, shards: Shards, left: Features, right: Features) -> None:
+        """Before the first evaluation over several processes: tell own table rows from what all hold alike."""
+        if self._layout.group is not shards.group:
+            sides = (self.left, left), (self.right, right)
+            owned = frozenset[str]() if shards.single else join(shards, self._owners, self._names, sides)
+            self._layout = Layout.of(self._layout.shapes, owned, shards.group)
+
+    def own(self, side: str, parameters: Parameters) -> Named:
+        """One tower's part of ``parameters`` under the module's own names, as views."""
+        return {own: parameters[name] for own, name in self._names[side].items()}
+
+    def own_names(self, side: str) -> dict[str, str]:
+        """Trainable parameters of one tower: the module's own name → the name in Parameters."""
+        return dict(self._names[side])
+
+    @property
+    def share_parameters(self) -> bool:
+        """Whether both towers have some parameter in common."""
+        return not set(self._names["left"].values()).isdisjoint(self._names["right"].values())
+
+    def signature(self) -> tuple[Any, ...]:
+        """What an evaluation depends on besides the trainable parameters; equal when nothing was exchanged."""
+        modules = [part for side in (self.left, self.right) for part in side.modules()]
+        tensors = (p for part in modules for p in part._parameters.values())
+        frozen = tuple(p.data_ptr() for p in tensors if p is not None and not p.requires_grad)
+        return tuple((id(part), part.training) for part in modules), frozen
+
+    def layer_widths(self) -> tuple[list[int], list[int]] | None:
+        """Output widths of both towers' layers over ids, 0 for other steps; None if some step is not analytic."""
+        result: list[list[int]] = []
+        for module in (self.left, self.right):
+            ops = steps(module, "ids")
+            if not all(op.analytic for op in ops):
+                return None
+            tensors: Named = dict(module.named_parameters())
+            result.append([op.layer_width(tensors) for op in ops])
+        return result[0], result[1]
+
+    def linearize(
+        self,
+        parameters: Parameters,
+        left: Features,
+        right: Features,
+        kernels: Kernels,
+        plans: tuple[BlockPlan, BlockPlan],
+        work: Work,
+        scratch: dict[str, Scratch] | None = None,
+    ) -> tuple[Linearization, Linearization]:
+        """Both towers evaluated at ``parameters`` over all their entities, in row blocks.
+
+        Buffers for the steps' results are shared by all evaluations of these towers, unless ``scratch`` is given: some
+        for each side, so that both can be at work at the same time.
+        """
+        f, g = self._prepare(parameters, left, right, kernels, self._scratch if scratch is None else scratch)
+        return f.linearize(plans[0], work), g.linearize(plans[1], work)
+
+    def sizes(self, parameters: Parameters, left: Features, right: Features, kernels: Kernels) -> Sizes:
+        """Columns of the towers and bytes that an entity's activations take on each side."""
+        f, g = self._prepare(parameters, left, right, kernels, self._scratch)
+        peaks = [round(side.row_bytes * max(op.workspace_factor for op in side.steps)) for side in (f, g)]
+        autodiff = not all(op.analytic for side in (f, g) for op in side.steps)
+        factors = sum(_factor_bytes(side.steps, side.features.kind, side.values) for side in (f, g))
+        return Sizes(f.columns, (peaks[0], peaks[1]), (f.least_block, g.least_block), factors, autodiff)
+
+    def _prepare(
+        self, parameters: Parameters, left: Features, right: Features, kernels: Kernels, scratch: dict[str, Scratch]
+    ) -> tuple[_Prepared, _Prepared]:
+        """Both towers' steps, tensors and sizes; refuses what cannot be a tower."""
+        prepared: list[_Prepared] = []
+        for side, module, features in (("left", self.left, left), ("right", self.right, right)):
+            frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
+            tensors = {**frozen, **self.own(side, parameters)}
+            values = Values(tensors, kernels, self.dtype, self.device, scratch=scratch.setdefault(side, {}))
+            prepared.append(self._prepare_side(side, module, features, values))
+        f, g = prepared
+        if f.columns != g.columns:
+            check.fail("towers", f"{f.columns} columns left and {g.columns} right", "the same number of columns")
+        return f, g
+
+    def _prepare_side(self, side: str, module: nn.Module, features: Features, values: Values) -> _Prepared:
+        refuse_unfit(side, module)
+        ops = steps(module, features.kind)
+        return _Prepared(side, features, ops, values, *self._probe(side, module, ops, features, values))
+
+    def embed(self, side: str, features: Features) -> Tensor:
+        """Embeddings of any entities with the present parameters, in row blocks; nothing is kept for derivatives."""
+        module = self.left if side == "left" else self.right
+        tensors: Named = {name: p.detach() for name, p in module.named_parameters()}
+        values = Values(tensors, select(self.device), self.dtype, self.device)
+        return self._prepare_side(side, module, features, values).linearize(BlockPlan(4096, False), Work()).outputs
+
+    def _probe(
+        self, side: str, module: nn.Module, ops: list[Op], features: Features, values: Values
+    ) -> tuple[int, int]:
+        """Columns of the tower and activation bytes per row, from a few rows; refuses what cannot be a tower.
+
+        Done once for a module and a set of features; the rows tried are not counted as work.
+        """
+        features = features.whole or features
+        key = (side, id(features), repr([type(op).__name__ for op in ops]))
+        if key not in self._probes:
+            _check_magnitude(side, features, self.dtype)
+            ops[0].check_features(side, features)
+            rows = min(_PROBE, features.rows)  # a process without rows tries none
+            y, size = _try_rows(side, ops, features, values, rows)
+            _check_shape(side, y, rows, None)
+            if y.dtype != self.dtype:
+                check.fail(f"{side} tower", f"an output of {y.dtype}", f"{self.dtype}, as its trainable parameters")
+            if rows and not all(op.analytic for op in ops):
+                again, _ = _try_rows(side, ops, features, values, rows)
+                alone, _ = _try_rows(side, ops, features, values, 1)
+                _check_shape(side, alone, 1, y.shape[1])
+                tolerance = 1e-3 if y.dtype == torch.float32 else 1e-7
+                scale = float(y.abs().max()) + 1e-30
+                if float((again - y).abs().max()) > tolerance * scale:
+                    raise ValueError(
+                        f"{side} tower: {type(module).__name__} gives different results for the same rows; the "
+                        "objective over all pairs needs a deterministic module: call .eval() or take the noise out"
+                    )
+                if float((alone - y[:1]).abs().max()) > tolerance * scale:
+                    raise ValueError(
+                        f"{side} tower: {type(module).__name__} gives a row another result when other rows stand "
+                        "beside it; each row must be mapped by itself (use nn.LayerNorm, not batch statistics)"
+                    )
+            self._probes[key] = (
+                features,
+                int(y.shape[1]),
+                size,
+            )  # holds the features, so that the id stays theirs
+        return self._probes[key][1:]
+
+
+def _check_magnitude(side: str, features: Features, dtype: torch.dtype) -> None:
+    """Refuse features whose sums of squares over many rows are beyond the dtype."""
+    if not features.arrays or not (numbers := features.arrays[-1]).numel() or not numbers.is_floating_point():
+        return
+    most = _LARGEST_FEATURE[dtype]
+    if float(torch.stack(numbers.aminmax()).abs().max()) > most:
+        place = int(numbers.abs().argmax())
+        if features.kind == "sparse":
+            offsets, columns, _ = features.arrays
+            row, column = int(torch.searchsorted(offsets, place, right=True)) - 1, int(columns[place])
+        else:
+            row, column = divmod(place, features.width)
+        given = f"{float(numbers.reshape(-1)[place]):g} at row {row}, column {column}"
+        kind = str(dtype).removeprefix("torch.")
+        expected = f"numbers of at most {most:g} with towers in {kind}: divide the column by its largest number"
+        check.fail(f"{side} features", given, expected)
+
+
+def _try_rows(side: str, ops: list[Op], features: Features, values: Values, rows: int) -> tuple[Tensor, int]:
+    """A few rows through the tower: the result and the bytes kept per row."""
+    x: Any = features.block(0, rows, values.dtype, values.device)
+    sizes: list[int] = []
+
+    def pack(t: Tensor) -> Tensor:
+        if not any(t.data_ptr() == v.data_ptr() for v in values.tensors.values()):
+            sizes.append(t.numel() * t.element_size())
+        return t
+
+    for op in ops:
+        try:
+            with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                x = materialise(op.forward(x, values)[0])
+        except (RuntimeError, TypeError, IndexError, AttributeError) as error:
+            advice = f"; {FIRST_LAYER}" if isinstance(x, SparseBlock) else ""
+            raise ValueError(f"{side} tower: {op.label} failed on a block of {rows} rows: {error}{advice}") from error
+        sizes.append(x.numel() * x.element_size())
+    total = sum(sizes) * max(op.kept_copies for op in ops)
+    return x, math.ceil(total / max(1, rows))
+
+
+def _check_shape(side: str, y: Tensor, rows: int, width: int | None) -> None:
+    if y.dim() != 2 or y.shape[0] != rows or (width is not None and y.shape[1] != width):
+        columns = "k" if width is None else width
+        check.fail(f"{side} tower", f"an output of shape {tuple(y.shape)} for {rows} rows", f"({rows}, {columns})")
+
+
+def _factor_bytes(ops: list[Op], kind: str, values: Values) -> int:
+    """A and S of each layer in float64, damped, factorised and inverted."""
+    sides: list[int] = []
+    for op in ops:
+        shapes = [values.tensors[name].shape for name in op.parameters if name in values.tensors]
+        for shape in (shape for shape in shapes if len(shape) == 2):
+            table = kind != "dense" and op is ops[0]
+            sides += [min(shape)] if table else list(shape)  # of a table A is a diagonal
+    return 8 * 4 * sum(side * side for side in sides)
+
+
+def clone(towers: Towers) -> Towers:
+    """Towers with modules of their own, equal to the present ones (shared modules stay shared)."""
+    left, right = copy.deepcopy((towers.left, towers.right))
+    return Towers(left, right)
