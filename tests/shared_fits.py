@@ -12,8 +12,8 @@ import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
 from gramtower.distributed.group import current_group
 from gramtower.distributed.shards import Rows, Shards
-from gramtower.engine.objective.sharded import sharded_problem
 from gramtower.engine.towers import stack
+from gramtower.estimator.fit_data import local_pairs, spread_pairs
 
 SAMPLED = dict(ratio=0.1, steps=4, step_size=2**-13)
 METHODS = {"gd-diag": {}, "newton": {}, "newton-kron": {}, "sogram": SAMPLED}
@@ -92,8 +92,18 @@ def problem_of(processes, features="ids", cut="even", m=61, n=47, observed=500):
         options |= dict(left_weights="degree^0.5", right_weights="degree^-0.5")
     if processes.size == 1:
         return gt.Problem(pairs, left, right, **options)
-    shards = uneven(processes, pairs.shape) if cut == "uneven" else None
-    return sharded_problem(processes, pairs, left, right, row_work=3.0, shards=shards, **options)
+    shards = uneven(processes, pairs.shape) if cut == "uneven" else spread_pairs(processes, pairs, 3.0)
+    pairs, options["pair_weights"] = local_pairs(pairs, options.get("pair_weights"), shards)
+    sides = {"left": shards.left, "right": shards.right}
+    for side, rows in sides.items():
+        options[f"{side}_weights"] = rows.local(side, options.get(f"{side}_weights"))
+    if "imputed" in options:
+        options["imputed"] = tuple(
+            r.local("imputed", f) for r, f in zip(sides.values(), options["imputed"], strict=True)
+        )
+    return gt.Problem(
+        pairs, shards.left.local("left", left), shards.right.local("right", right), shards=shards, **options
+    )  # fmt: skip
 
 
 def towers_of(problem, features, dtype):

@@ -25,9 +25,8 @@ from gramtower._toml import toml
 from gramtower.cli.app import run
 from gramtower.cli.config import TABLES
 from gramtower.data.interactions import Interactions
-from gramtower.estimator.model_file import load
-from gramtower.estimator.two_tower import TwoTower
 from gramtower.training.lock import locked
+from gramtower.two_tower import TwoTower, load
 
 SMALL = ["--dim", "4", "--hidden", "8", "--device", "cpu", "--quiet"]
 COLUMNS = ["--left", "user", "--right", "item"]

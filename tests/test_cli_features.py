@@ -11,7 +11,7 @@ pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 pytest.importorskip("polars", reason="the command line reads tables with polars")
 
 from gramtower.cli.app import run
-from gramtower.estimator.model_file import load
+from gramtower.two_tower import load
 
 SMALL = ["--dim", "4", "--hidden", "8", "--device", "cpu"]
 COLUMNS = ["--left", "user", "--right", "item"]

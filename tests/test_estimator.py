@@ -16,7 +16,9 @@ import gramtower as gt
 from gramtower.data.splits import random_pairs
 from gramtower.distributed.group import SINGLE
 from gramtower.estimator import defaults
-from gramtower.estimator.matrices import history_features
+from gramtower.estimator.fit import make_problem, sized_as
+from gramtower.estimator.fit_data import prepare_data
+from gramtower.estimator.inputs import history_features
 from gramtower.runtime import host, memory
 
 CPU = torch.device("cpu")
@@ -312,8 +314,7 @@ def test_a_default_fit_has_the_penalty_of_its_size_and_weights_of_right_entities
 
     def made(**options):
         model = gt.TwoTower(device="cpu", **options)
-        given = model.take_up(pairs)
-        return model.make_problem(given)
+        return make_problem(model, prepare_data(model, pairs))
 
     dense = 2 * 0.0065
     assert made().embedding_l2 == pytest.approx(dense)
@@ -330,9 +331,9 @@ def test_a_default_fit_has_the_penalty_of_its_size_and_weights_of_right_entities
 
 def test_a_warm_start_keeps_the_penalty_of_its_size():
     model = small(dim=2048, hidden=(), max_iterations=1).fit(checkerboard())
-    assert model.set_params(dim=None).prepare(checkerboard(), warm_start=True)[0].embedding_l2 == pytest.approx(
-        0.013 * 2**0.5
-    )
+    settings = sized_as(model.set_params(dim=None), model.fitted_)
+    problem = make_problem(settings, prepare_data(settings, checkerboard()))
+    assert problem.embedding_l2 == pytest.approx(0.013 * 2**0.5)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,9 @@ import gramtower as gt
 from gramtower.cli.experiment import Experiment, is_experiment, load_experiment
 from gramtower.cli.reading import read_pairs, split_validation
 from gramtower.data.synthetic import PAPER_SHAPES
+from gramtower.estimator.fit import make_problem
+from gramtower.estimator.fit_data import prepare_data
+from gramtower.estimator.settings import ModelSettings
 
 FOLDER = Path(__file__).parent.parent / "experiments"
 TABLE = {  # Table "Data statistics and the selected hyper-parameters": m, n, |O|, log2 omega, log2 lambda
@@ -76,8 +79,8 @@ def test_the_model_is_the_papers(name):
     assert (arguments["dim"], arguments["activation"], arguments["loss"]) == (128, "elu", "logistic")
     assert (arguments["imputed"], arguments["embedding_l2"]) == (-1.0, 0.0)
     pairs = replace(paper(name), shape=(20, 15, 60)).synthetic_pairs()
-    estimator = gt.TwoTower(**arguments | {"device": "cpu"})
-    assert estimator.make_problem(estimator.take_up(pairs)).weight_arrays == (None, None)
+    model = ModelSettings(**arguments | {"device": "cpu"})
+    assert make_problem(model, prepare_data(model, pairs)).weight_arrays == (None, None)
     assert arguments["metric"] == "paper_map@5"
     assert paper(name).settings.data.validation == "0.1"
 

@@ -217,7 +217,8 @@ def test_settings_of_numpy_are_saved_and_others_are_named(tmp_path):
 
 def test_a_model_that_is_not_finite_is_not_saved(tmp_path):
     model = fitted()
-    model.right_ = replace(model.right_, embeddings=model.right_.embeddings * torch.inf)
+    right = replace(model.right_, embeddings=model.right_.embeddings * torch.inf)
+    model.fitted_ = replace(model.fitted_, right=right)
     with pytest.raises(ValueError, match="model: got right with NaN or infinity"):
         model.save(tmp_path / "m")
     assert not (tmp_path / "m").exists()

@@ -24,7 +24,7 @@ import scipy.sparse as sp
 from data import FILES, inner_split, load, omega_of_share, write_result
 
 import gramtower as gt
-from gramtower.estimator.matrices import history_features
+from gramtower.estimator.inputs import history_features
 from gramtower.metrics import evaluate_embeddings
 
 METRICS = ("recall@20", "ndcg@20", "paper_map@5")

@@ -17,10 +17,12 @@ from typing import Any
 
 import baselines
 import scipy.sparse as sp
-import torch
 from torch import Tensor
 
 import gramtower as gt
+from gramtower.estimator.fit import make_problem, make_towers
+from gramtower.estimator.fit_data import prepare_data
+from gramtower.estimator.settings import ModelSettings
 
 HERE = Path(__file__).resolve().parent
 ROWS = ("popularity", "als", "softmax", "hidden", "ours")
@@ -59,14 +61,14 @@ def train(
 def ours(pairs: sp.csr_matrix, settings: dict[str, Any], device: str, look: Look | None) -> tuple[Tensor, Tensor]:
     """Two towers learned from all pairs, embeddings left where they were computed."""
     known = {k: v for k, v in settings.items() if k not in ("history", "option")}
-    model = gt.TwoTower(**{**known, "device": device}, optimizer_options=settings.get("option"))
-    problem, made, *_ = model.prepare(pairs, "history" if settings.get("history") else None)
-    place = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
-    towers = gt.Towers(made.left.to(place), made.right.to(place))
+    model = ModelSettings(**{**known, "device": device}, optimizer_options=settings.get("option"))
+    data = prepare_data(model, pairs, "history" if settings.get("history") else None)
+    problem = make_problem(model, data)
+    towers = make_towers(model, data, problem)
     callbacks = [] if look is None else [lambda record, point: look(record.iteration, record.seconds, point.P, point.Q)]
     gt.minimize(
         problem, towers, model.optimizer, model.max_iterations, model.time_limit, model.seed, callbacks,
-        **(model.optimizer_options or {}),
+        **model.solver_options(),
     )  # fmt: skip
     point = problem.at(towers)
     return point.P, point.Q

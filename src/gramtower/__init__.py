@@ -13,8 +13,6 @@ from gramtower.engine.towers.layers import InputLinear as InputLinear
 from gramtower.engine.towers.mlp import mlp_towers as mlp_towers
 from gramtower.engine.towers.parameters import Parameters as Parameters
 from gramtower.engine.towers.towers import Towers as Towers
-from gramtower.estimator.model_file import load as load
-from gramtower.estimator.two_tower import TwoTower as TwoTower
 from gramtower.optim.line_search import Backtracking as Backtracking
 from gramtower.optim.methods import Descent as Descent
 from gramtower.optim.methods import Method as Method
@@ -37,5 +35,7 @@ from gramtower.training.result import Reason as Reason
 from gramtower.training.result import Record as Record
 from gramtower.training.result import Result as Result
 from gramtower.training.result import read_history as read_history
+from gramtower.two_tower import TwoTower as TwoTower
+from gramtower.two_tower import load as load
 
 __version__ = "0.1.0"

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from gramtower import _checks as check
 from gramtower._files import replacing
 from gramtower.data.interactions import Interactions
-from gramtower.estimator.two_tower import TwoTower
 from gramtower.metrics import ranking_metrics
 from gramtower.training.result import Reason
+from gramtower.two_tower import TwoTower
 
 WORDS = ("swift", "melancholy", "storm", "brilliant", "whisper", "wise")
 METRICS = ("map@5", "recall@20")

@@ -19,7 +19,7 @@ from gramtower.data.partition import Part
 from gramtower.data.sources import existing
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import SINGLE, Group
-from gramtower.estimator.two_tower import TwoTower
+from gramtower.two_tower import TwoTower
 
 _MOVIELENS = {"left": ("user",), "right": ("movie",)}
 

@@ -24,11 +24,11 @@ from gramtower.data.interactions import Interactions
 from gramtower.data.left_out import rows_left_out
 from gramtower.data.partition import Part, is_partition, read_part
 from gramtower.distributed.group import Group
-from gramtower.estimator.matrices import known_pairs
-from gramtower.estimator.two_tower import TwoTower
+from gramtower.estimator.fit_data import known_pairs
 from gramtower.training.checkpoint import remove_checkpoint
 from gramtower.training.lock import locked
 from gramtower.training.result import Reason, Record
+from gramtower.two_tower import TwoTower
 
 
 def fit(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gramtower.cli.config import Settings, read_config
-from gramtower.estimator.model_file import load
-from gramtower.estimator.two_tower import TwoTower
+from gramtower.two_tower import TwoTower, load
 
 MODEL, CONFIG, HISTORY, SUMMARY = "model.gramtower", "config.toml", "history.jsonl", "summary.json"
 CHECKPOINT = "checkpoint.safetensors"

@@ -16,7 +16,7 @@ from gramtower.cli.output import print_facts, print_json, print_table
 from gramtower.cli.reading import read_pairs
 from gramtower.data.interactions import Interactions
 from gramtower.data.partition import is_partition, read_manifest, read_part
-from gramtower.estimator.two_tower import TwoTower
+from gramtower.two_tower import TwoTower
 
 QUANTILES = {"least": 0.0, "quarter": 0.25, "median": 0.5, "three quarters": 0.75, "most": 1.0}
 

@@ -7,16 +7,15 @@ Checked by tests/test_cli.py.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from gramtower.estimator.two_tower import TwoTower
+from gramtower.estimator.settings import ModelSettings
 
 FORMATS = ("csv", "parquet", "movielens", "netflix", "mediawiki", "lists", "edges")
-_DEFAULTS = {name: p.default for name, p in inspect.signature(TwoTower.__init__).parameters.items()}
+_DEFAULTS = ModelSettings().get_params()
 
 
 def _flag(name: str, text: str, default: str | None = None) -> Parameter:

@@ -17,9 +17,9 @@ from gramtower.cli.options import Common, DataOptions
 from gramtower.cli.output import print_facts, print_json, print_table
 from gramtower.cli.reading import read_pairs
 from gramtower.data.lookup import as_known
-from gramtower.estimator.fitted import Fitted
-from gramtower.estimator.matrices import known_pairs
+from gramtower.estimator.fit_data import known_pairs
 from gramtower.metrics.definitions import DEFAULT
+from gramtower.two_tower import TwoTower
 
 Ids = Annotated[list[str] | None, Parameter(negative=())]
 Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
@@ -155,7 +155,7 @@ def _test_options(settings: Settings, test: Path, given: DataOptions | None) -> 
     return over(options, given)
 
 
-def _keys(model: Fitted, side: str, ids: list[str] | None) -> Any:
+def _keys(model: TwoTower, side: str, ids: list[str] | None) -> Any:
     """Ids as the model knows them: text, whole numbers, or row numbers for a model that was fitted on a matrix."""
     return None if ids is None else as_known(ids, model.left_.ids if side == "left" else model.right_.ids)
 

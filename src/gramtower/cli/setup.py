@@ -18,10 +18,9 @@ from gramtower.cli.output import note
 from gramtower.cli.reading import read_pairs, split_validation
 from gramtower.compare.runner import Runner
 from gramtower.data.interactions import Interactions
-from gramtower.engine.towers.towers import Towers
-from gramtower.estimator.defaults import pick_device
-from gramtower.estimator.given import Given
-from gramtower.estimator.two_tower import TwoTower
+from gramtower.estimator.fit import make_problem, make_towers, make_validation
+from gramtower.estimator.fit_data import FitData, prepare_data
+from gramtower.estimator.settings import ModelSettings
 from gramtower.optim.solvers import SOLVERS
 from gramtower.training.fingerprint import fingerprint
 
@@ -50,41 +49,35 @@ class Setup:
     held_out: Interactions | None
 
     @property
-    def estimator(self) -> TwoTower:
-        """The estimator whose objective and towers these are."""
+    def model(self) -> ModelSettings:
+        """The settings of the model whose objective and towers these are."""
         arguments = self.settings.estimator_arguments()
-        return TwoTower(**{k: v for k, v in arguments.items() if k not in ("optimizer_options", "optimizer")})
+        return ModelSettings(**{k: v for k, v in arguments.items() if k not in ("optimizer_options", "optimizer")})
 
     def runner(self, out: Path, verbose: bool) -> tuple[Runner, dict[str, Any]]:
         """The methods' runner in a folder, and what comparison.json says of everything but the methods."""
-        estimator = self.estimator
-        device = pick_device(estimator.device)
+        model = self.model
         features, _ = tower_features(self.settings, self.pairs, not verbose)
-        given = estimator.take_up(self.pairs, **features, validation=self.held_out)
-        problem = estimator.make_problem(given)
-
-        def start() -> Towers:
-            towers = estimator.make_towers(problem, given)
-            return towers.to(device)
-
-        limit = _SECONDS if estimator.time_limit is None else estimator.time_limit
+        data = prepare_data(model, self.pairs, **features, validation=self.held_out)
+        problem = make_problem(model, data)
+        limit = _SECONDS if model.time_limit is None else model.time_limit
         iterations = self.settings.train.max_iterations
         if iterations is not None:
             check.count("max_iterations", iterations)
         runner = Runner(
-            problem, start, estimator.make_validation(given),
-            check.number("time_limit", limit, above=0.0), iterations, check.seed(estimator.seed),
+            problem, lambda: make_towers(model, data, problem), make_validation(model, data),
+            check.number("time_limit", limit, above=0.0), iterations, check.seed(model.seed),
             out, self.methods, verbose, note,
         )  # fmt: skip
-        return runner, self._about(runner, estimator, given)
+        return runner, self._about(runner, model, data)
 
-    def _about(self, runner: Runner, estimator: TwoTower, given: Given) -> dict[str, Any]:
+    def _about(self, runner: Runner, model: ModelSettings, fit_data: FitData) -> dict[str, Any]:
         problem, data = runner.problem, self.settings.data
         marks = fingerprint(problem, runner.start(), "", {}, runner.seed, runner.validation)
         return {
             "title": self.title,
             "synthetic": self.synthetic,
-            "metric": estimator.metric,
+            "metric": model.metric,
             "data": {
                 "path": None if self.synthetic else data.path,
                 "left": self.pairs.shape[0],
@@ -101,19 +94,19 @@ class Setup:
                     "pair_precision": problem.pair_precision,
                     "omega": problem.omega,
                     "l2": problem.l2,
-                    "imputed": estimator.imputed,
+                    "imputed": model.imputed,
                     "embedding_l2": problem.embedding_l2,
                     "frequency_power": problem.frequency_power,
-                    "left_weights": estimator.left_weights,
-                    "right_weights": estimator.right_weights,
+                    "left_weights": model.left_weights,
+                    "right_weights": model.right_weights,
                 },
                 "towers": {
-                    "features": {"left": given.inputs[0].kind, "right": given.inputs[1].kind},
-                    "hidden": list(given.hidden),
-                    "dim": given.dim,
-                    "activation": estimator.activation,
+                    "features": {"left": fit_data.inputs[0].kind, "right": fit_data.inputs[1].kind},
+                    "hidden": list(fit_data.hidden),
+                    "dim": fit_data.dim,
+                    "activation": model.activation,
                     "seed": runner.seed,
-                    "device": estimator.device,
+                    "device": model.device,
                 },
                 "limits": {"time_limit": runner.time_limit, "max_iterations": runner.max_iterations},
             },

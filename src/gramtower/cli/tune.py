@@ -15,7 +15,7 @@ from gramtower.cli.fit import features_table
 from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions
 from gramtower.cli.output import note, print_facts, print_json
 from gramtower.cli.reading import read_pairs
-from gramtower.estimator.two_tower import TwoTower
+from gramtower.estimator.settings import ModelSettings
 from gramtower.training.lock import locked
 from gramtower.tuning.report import CONFIG, TABLE, Search
 from gramtower.tuning.search import tune as search
@@ -72,7 +72,7 @@ def tune(
         check.fail("out", out, "a folder")
     wanted = None if space is None else read_space(space)
     limit, settings.train.time_limit = settings.train.time_limit, None
-    estimator = TwoTower(**settings.estimator_arguments())
+    estimator = ModelSettings(**settings.estimator_arguments())
     metric = settings.train.metric or "recall@20"
     pairs = read_pairs(Path(settings.data.path), settings.data)
     validation = _validation(settings.data)
@@ -96,7 +96,7 @@ def tune(
         try:
             found = search(
                 estimator, pairs, trials=trials, time_limit=limit, metric=metric, validation=validation, space=wanted,
-                storage=storage, seed=estimator.seed, progress=progress, refit=False, **seen,
+                storage=storage, seed=estimator.seed, progress=progress, **seen,
             )  # fmt: skip
         except KeyboardInterrupt:
             text = f"trials that ended are in {storage}, and the same command goes on after them"

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 
 from gramtower import _checks as check
 from gramtower.data.interactions import Interactions
-from gramtower.estimator.model_file import load as load_estimator
 from gramtower.estimator.side import normalised
-from gramtower.estimator.two_tower import TwoTower as Estimator
 from gramtower.retrieval.topk import top_k
+from gramtower.two_tower import TwoTower as Estimator
+from gramtower.two_tower import load as load_estimator
 
 _FAR = 2**62
 Answer = tuple[NDArray[Any], NDArray[Any]]

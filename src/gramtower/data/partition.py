@@ -119,12 +119,10 @@ class Part:
     def __len__(self) -> int:
         return self.pairs
 
-    def right_ids(self, own: bool = False) -> NDArray[Any]:
-        """Ids of all right entities, or of the own ones."""
-        rows = self.shards.right
+    def right_ids(self) -> NDArray[Any]:
+        """Ids of all right entities."""
         with _refusing(self.folder):
-            ids = _ids(_read(self.folder, read_manifest(self.folder).ids), "", rows.total)
-        return ids[rows.first : rows.stop] if own else ids
+            return _ids(_read(self.folder, read_manifest(self.folder).ids), "", self.shards.right.total)
 
 
 def write_partition(

@@ -60,6 +60,17 @@ class Rows:
         """Of row numbers over all processes, increasing, those held here, counted from the first row here."""
         return rows if len(self.bounds) == 2 else rows[(rows >= self.first) & (rows < self.stop)] - self.first
 
+    def local(self, name: str, rows: Any) -> Any:
+        """Of the rows of all entities of the side (an array, or a sparse matrix by rows), those held here.
+
+        None, and text, which says the same of all, stay as they are.
+        """
+        if rows is None or isinstance(rows, str) or self.count == self.total:
+            return rows
+        if rows.shape[0] != self.total:
+            check.fail(name, f"{rows.shape[0]} rows", f"{self.total}, one for each of all entities of that side")
+        return rows[self.first : self.stop]
+
     def take(self, rows: Tensor) -> Rows:
         """The ranges that some rows (increasing) fall into, numbered anew."""
         cuts = torch.searchsorted(rows, torch.tensor(self.bounds, device=rows.device))

@@ -1,4 +1,4 @@
-"""What a fitted model answers: recommendations, neighbours, scores, embeddings, metrics. Its subclass learns it.
+"""A fitted model, and what it answers: recommendations, neighbours, scores, embeddings, metrics.
 
 Exact: lists come from all scores, in blocks. Answers are copies: changing one changes nothing in the model. Checked by
 tests/test_estimator.py.
@@ -7,6 +7,7 @@ tests/test_estimator.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,34 +17,50 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower import _checks as check
+from gramtower.data.features import as_features
 from gramtower.data.interactions import Interactions
 from gramtower.distributed.group import SINGLE
 from gramtower.distributed.shards import Shards
-from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
-from gramtower.estimator.matrices import aligned, matrix_and_ids
+from gramtower.estimator.fit_data import aligned, matrix_and_ids
 from gramtower.estimator.side import Side, history_matrix, normalised
 from gramtower.metrics import evaluate_embeddings
 from gramtower.metrics.definitions import DEFAULT
 from gramtower.retrieval.topk import top_k
+from gramtower.training.result import Reason, Record
 
 
-class Fitted:
-    """The questions to a fitted model.
+@dataclass(frozen=True, eq=False)
+class FittedModel:
+    """What training ended in, and the questions to it.
 
     Attributes:
-        left_: ids, inputs and embeddings of the left entities: the model's own memory, as all attributes are.
-        right_: those of the right entities.
-        seen_: the pairs of training, as ones.
-        towers_: what embeds new entities; None if loaded without towers of its own.
-        shards_: which rows this process holds.
+        left: ids, inputs and embeddings of the left entities: the model's own memory, as all attributes are.
+        right: those of the right entities.
+        seen: the pairs of training, as ones.
+        towers: what embeds new entities; None if they are the caller's own and were not given to ``load``.
+        shards: which rows this process holds.
+        dim: size of the embeddings.
+        hidden: widths of the hidden layers; none for towers of the caller's own.
+        omega: ω of the training.
+        history: records of the training.
+        reason: why it stopped.
+        message: the same with particulars.
+        best_metric: of the validation, or None.
     """
 
-    left_: Side
-    right_: Side
-    seen_: sp.csr_matrix
-    towers_: Towers
-    shards_: Shards
+    left: Side
+    right: Side
+    seen: sp.csr_matrix
+    towers: Towers | None
+    shards: Shards
+    dim: int
+    hidden: tuple[int, ...]
+    omega: float
+    history: list[Record]
+    reason: Reason
+    message: str
+    best_metric: float | None
 
     def recommend(
         self,
@@ -74,7 +91,6 @@ class Fitted:
             Ids, of the type that the training data has, and scores, one row for each left entity. A score of −inf marks
             a place without an answer; its id is None, or −1 where ids are numbers.
         """
-        self._check_fitted()
         check.count("k", k)
         exclude_seen = check.flag("exclude_seen", exclude_seen)
         new = left_features is not None or histories is not None
@@ -82,25 +98,24 @@ class Fitted:
             given = "None" if left is None else "ids, and features or histories"
             check.fail("left", given, "ids of left entities; or, for new ones, left_features, histories or both")
         if new:
-            seen = None if histories is None else history_matrix(self.right_, histories)
+            seen = None if histories is None else history_matrix(self.right, histories)
             P = self._embed_new("left", left_features, seen)
         else:
-            rows = self.left_.rows(check.ids("left", left))
-            P, seen = self.left_.embeddings[torch.from_numpy(rows)], self.seen_[rows]
+            rows = self.left.rows(check.ids("left", left))
+            P, seen = self.left.embeddings[torch.from_numpy(rows)], self.seen[rows]
         found, scores = top_k(
-            P, self.right_.embeddings, min(k, len(self.right_)),
+            P, self.right.embeddings, min(k, len(self.right)),
             exclude=seen if exclude_seen else None,
-            allow=None if allow is None else self.right_.rows(check.ids("allow", allow)),
-            deny=None if deny is None else self.right_.rows(check.ids("deny", deny)),
+            allow=None if allow is None else self.right.rows(check.ids("allow", allow)),
+            deny=None if deny is None else self.right.rows(check.ids("deny", deny)),
         )  # fmt: skip
-        return self.right_.names(found), scores
+        return self.right.names(found), scores
 
     def similar(self, ids: Any, side: str = "right", k: int = 10) -> tuple[NDArray[Any], NDArray[np.float32]]:
         """The k entities of the same side whose embeddings point most alike (cosine), the entity itself left out.
 
         Entities without a direction of their own, see :meth:`has_direction`, are refused and never listed.
         """
-        self._check_fitted()
         this = self._side(side)
         rows = this.rows(check.ids("ids", ids))
         directed = self.has_direction(side)
@@ -122,22 +137,20 @@ class Fitted:
         All others, known by their id alone, end up with embeddings of about the same direction, which says nothing
         of what they are like. Of several processes none knows all pairs of a right entity: there all count as known.
         """
-        self._check_fitted()
         this = self._side(side)
         described = any(part.kind not in ("id", "history") for part in this.inputs.parts)
-        if described or (side == "right" and not self.shards_.single):
+        if described or (side == "right" and not self.shards.single):
             return np.ones(len(this), dtype=bool)
         if side == "left":
-            return np.asarray(np.diff(self.seen_.indptr) > 0)
-        return np.bincount(self.seen_.indices, minlength=len(this)) > 0
+            return np.asarray(np.diff(self.seen.indptr) > 0)
+        return np.bincount(self.seen.indices, minlength=len(this)) > 0
 
     def score(self, left: Any, right: Any) -> NDArray[np.float32]:
         """p_iᵀq_j for pairs of ids, element by element."""
-        self._check_fitted()
-        rows, columns = self.left_.rows(check.ids("left", left)), self.right_.rows(check.ids("right", right))
+        rows, columns = self.left.rows(check.ids("left", left)), self.right.rows(check.ids("right", right))
         if len(rows) != len(columns):
             check.fail("left, right", f"{len(rows)} and {len(columns)} ids", "as many left as right ids")
-        P, Q = self.left_.embeddings[torch.from_numpy(rows)], self.right_.embeddings[torch.from_numpy(columns)]
+        P, Q = self.left.embeddings[torch.from_numpy(rows)], self.right.embeddings[torch.from_numpy(columns)]
         return np.asarray((P * Q).sum(1).numpy(), dtype=np.float32)
 
     def embed(
@@ -153,9 +166,8 @@ class Fitted:
 
         Features and histories of new entities are those of :meth:`recommend`.
         """
-        self._check_fitted()
         if left_features is not None or histories is not None:
-            history = None if histories is None else history_matrix(self.right_, histories)
+            history = None if histories is None else history_matrix(self.right, histories)
             return np.asarray(self._embed_new("left", left_features, history).numpy())
         if right_features is not None:
             return np.asarray(self._embed_new("right", right_features).numpy())
@@ -180,51 +192,53 @@ class Fitted:
         for :meth:`recommend`, one row for each row of ``test``; histories may be Interactions, such as those of
         :func:`gramtower.data.splits.held_out_users`, and are what counts as seen.
         """
-        self._check_fitted()
         exclude_seen = check.flag("exclude_seen", exclude_seen)
-        P, seen, processes = self.left_.embeddings, self.seen_, self.shards_.group
+        P, seen, processes = self.left.embeddings, self.seen, self.shards.group
         if left_features is not None or histories is not None:
             if by is not None:
                 check.fail("by", repr(by), "None for new entities, whose training pairs there are none of")
             matrix, (rows, _) = matrix_and_ids(test, "test")
             if isinstance(histories, Interactions):
-                histories = aligned(
-                    "histories", histories, (rows, self.right_.ids), (matrix.shape[0], len(self.right_))
-                )
-            seen = None if histories is None else history_matrix(self.right_, histories)
+                histories = aligned("histories", histories, (rows, self.right.ids), (matrix.shape[0], len(self.right)))
+            seen = None if histories is None else history_matrix(self.right, histories)
             P = self._embed_new("left", left_features, seen)
-            truth = aligned("test", test, (rows, self.right_.ids), (len(P), len(self.right_)))
+            truth = aligned("test", test, (rows, self.right.ids), (len(P), len(self.right)))
             processes = SINGLE  # every process knows all new entities
         else:
             truth = self._align(test)
         return evaluate_embeddings(
-            P, self.right_.embeddings, truth,
+            P, self.right.embeddings, truth,
             train=seen, metrics=metrics, exclude_train=exclude_seen, by=by, processes=processes,
         )  # fmt: skip
 
     def _embed_new(self, name: str, features: Any, history: sp.csr_matrix | None = None) -> Tensor:
         """New entities through their tower."""
-        side = self._side(name)
-        given = side.inputs.new(name, features, history)
-        if self.towers_ is None:
-            check.fail(
-                "model", "loaded without its own towers", "gramtower.load(path, towers=...) to embed new entities"
-            )
-        rows = given.shape[0]
-        empty = sp.csr_matrix((rows, 1) if name == "left" else (1, rows), dtype=np.float32)
-        problem = Problem(empty, **{name: given})
-        return self.towers_.embed(name, problem.left if name == "left" else problem.right).cpu()
+        given = self._side(name).inputs.new(name, features, history)
+        towers = self.known_towers("embed new entities")
+        return towers.embed(name, as_features(name, given, given.shape[0])).cpu()
+
+    def known_towers(self, purpose: str) -> Towers:
+        """The towers, needed for some purpose.
+
+        Raises:
+            ValueError: if the model was loaded without them.
+        """
+        if self.towers is None:
+            check.fail("model", "loaded without its own towers", f"gramtower.load(path, towers=...) to {purpose}")
+        return self.towers
 
     def _align(self, test: Any) -> sp.csr_matrix:
         """Held-out pairs of the left entities that this process knows."""
-        rows, ids = self.shards_.left, (self.left_.ids, self.right_.ids)
+        rows, ids = self.shards.left, (self.left.ids, self.right.ids)
         if ids[0] is not None or rows.count == rows.total:
-            return aligned("test", test, ids, self.seen_.shape, every=self.shards_.single)
-        return aligned("test", test, ids, (rows.total, self.shards_.right.total))[rows.first : rows.stop]
+            return aligned("test", test, ids, self.seen.shape, every=self.shards.single)
+        return aligned("test", test, ids, (rows.total, self.shards.right.total))[rows.first : rows.stop]
 
     def _side(self, side: str) -> Side:
-        return self.left_ if check.choice("side", side, ("left", "right")) == "left" else self.right_
+        return self.left if check.choice("side", side, ("left", "right")) == "left" else self.right
 
-    def _check_fitted(self) -> None:
-        if not hasattr(self, "left_"):
-            raise ValueError("model: not fitted yet; call fit first")
+
+def pattern_of(matrix: sp.csr_matrix) -> sp.csr_matrix:
+    """A copy of a matrix's pattern, with ones for values."""
+    ones = np.ones(len(matrix.indices), dtype=np.float32)
+    return sp.csr_matrix((ones, matrix.indices.copy(), matrix.indptr.copy()), shape=matrix.shape)

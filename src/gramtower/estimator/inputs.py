@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 
 from gramtower import _checks as check
 from gramtower._schema import build
+from gramtower.data.lookup import index_of, join
 from gramtower.data.matrices import checked
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.shards import Rows
-from gramtower.estimator.matrices import history_features, row_map
 
 Ids = tuple[NDArray[Any] | None, NDArray[Any] | None]  # of a side, and of the other one
 _NAMES = ("id", "history")
@@ -154,7 +154,12 @@ class Inputs:
             elif part.width != before.width:
                 check.fail("warm_start", f"{part.width} features", f"{before.width}, as before")
             here, there = slice(start, start + part.width), slice(old_start, old_start + before.width)
-            found.append((here, there, row_map(keys[0], keys[1], before.width, part.width)))
+            if keys[0] is None or keys[1] is None:
+                numbers = np.arange(part.width)
+                places = np.where(numbers < before.width, numbers, -1)
+            else:
+                places = join(keys[1], index_of(keys[0]))
+            found.append((here, there, places))
             start, old_start = here.stop, there.stop
         return found
 
@@ -200,6 +205,13 @@ class Inputs:
             wanted = {"id": rows, "history": right}.get(part.kind, part.width)
             if part.width != wanted or (part.kind == "history" and side == "right"):
                 check.fail(f"inputs.{side}", f"{part.width} columns of {part.kind}", f"{wanted}")
+
+
+def history_features(matrix: sp.csr_matrix) -> sp.csr_matrix:
+    """Each row's observed columns with equal values and length one."""
+    counts = np.diff(matrix.indptr)
+    values = np.repeat(1 / np.sqrt(np.maximum(counts, 1)), counts).astype(np.float32)
+    return sp.csr_matrix((values, matrix.indices, matrix.indptr), shape=matrix.shape)
 
 
 def ids_alone(given: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A fitted model as a file: written by :meth:`TwoTower.save`, read by :func:`load`. No code runs when it is read.
+"""A fitted model as a file, with its settings: :func:`write_model`, :func:`read_model`. No code runs when it is read.
 
     header                    :class:`Header`, as JSON
     parameters|NAME           the tensors of the towers
@@ -39,15 +39,15 @@ from gramtower.engine.kernels.activations import ACTIVATIONS
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.mlp import mlp_shapes, undrawn_towers
 from gramtower.engine.towers.towers import Towers
+from gramtower.estimator.fitted import FittedModel, pattern_of
 from gramtower.estimator.inputs import Inputs
-from gramtower.estimator.matrices import pattern_of
+from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.side import Side
-from gramtower.estimator.two_tower import TwoTower
 from gramtower.training.result import Reason, Record
 
 KIND = ("gramtower-model", 4)
 _ARRAYS = ("left_weights", "right_weights")
-_PARAMS = {k: v for k, v in typing.get_type_hints(TwoTower.__init__).items() if k not in ("towers", "return")}
+_PARAMS = {name: kind for name, kind in typing.get_type_hints(ModelSettings).items() if name != "towers"}
 _FLOATS, _LIMIT = (torch.float32, torch.float64), 2**31
 _Shape = tuple[int | None, ...]  # None for a length that the content says
 
@@ -83,14 +83,13 @@ class Header:
     history: list[dict[str, Any]]
 
 
-def write_model(model: TwoTower, path: Path) -> None:
+def write_model(path: Path, settings: ModelSettings, fitted: FittedModel) -> None:
     """Save a fitted model; the file at ``path`` is replaced in one step and stays whole if anything fails."""
-    shards = model.shards_
+    shards = fitted.shards
     with shards.group.together():
-        if model.towers_ is None:
-            check.fail("model", "loaded without its own towers", "gramtower.load(path, towers=...) to save it again")
-        header, arrays = _header(model)
-        tensors = _tensors_of(model)
+        parameters = fitted.known_towers("save it again").parameters()
+        header, arrays = _header(settings, fitted)
+        tensors = _tensors_of(header, fitted) | {f"parameters|{name}": part for name, part in parameters.items()}
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not _finite(tensor):
                 check.fail("model", f"{name} with NaN or infinity", "a model of finite numbers")
@@ -98,7 +97,7 @@ def write_model(model: TwoTower, path: Path) -> None:
     if not shards.single:
         rows |= {name: "left" for name in ("left", "left_lengths", "left_numbers", "seen_counts") if name in tensors}
         rows |= {name: "left ragged" for name in ("left_text", "seen_columns") if name in tensors}
-        for name in model.towers_.parameters().layout.owned:
+        for name in parameters.layout.owned:
             rows[f"parameters|{name}"] = "left" if name.startswith("left.") else "right"
         if "right" in tensors:
             rows["right"] = "right"
@@ -106,19 +105,8 @@ def write_model(model: TwoTower, path: Path) -> None:
     shards_file.write(path, KIND, vars(header), tensors | arrays, rows, shards)
 
 
-def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None) -> TwoTower:
-    """A model that :meth:`TwoTower.save` wrote.
-
-    Args:
-        path: the file.
-        towers: for a model with towers of your own, the function it was made with; without it the model recommends but
-            cannot embed new entities.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if the file is not a model, is damaged, or does not hold together.
-    """
-    path = check.path("path", path)
+def read_model(path: Path, towers: Callable[[Problem], Towers] | None) -> tuple[ModelSettings, FittedModel]:
+    """The settings and the model of a file, its towers made by ``towers`` if they are the caller's own; see load."""
     if towers is not None and not callable(towers):
         check.fail("towers", type(towers).__name__, "a function from a Problem to Towers, or None")
     if not path.exists():
@@ -141,37 +129,38 @@ def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None) ->
         raise ValueError(f"model: {path} is damaged or not a gramtower model ({error})") from error
     params: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in header.params.items()}
     params |= {name: tensors[name].numpy() for name in _ARRAYS if name in tensors}
-    model = TwoTower(**params, towers=towers)
-    model.dim_, model.hidden_, model.omega_ = header.dim, tuple(header.hidden), header.omega
-    model.towers_ = _towers(model, header, inputs, tensors)
-    tables = {side: tensors.get(side) for side in ("left", "right")}
-    model.left_, model.right_ = (
-        Side(side, ids[side], _table(model.towers_, side) if table is None else table, inputs[side])
-        for side, table in tables.items()
+    settings = ModelSettings(**params, towers=towers)
+    made = _towers(settings, header, inputs, tensors)
+    left, right = (
+        Side(side, ids[side], tensors[side] if side in tensors else _table(made, side), inputs[side])
+        for side in ("left", "right")
     )
-    model.shards_, model.seen_ = whole((header.shape[0], header.shape[1])), seen
-    model.history_ = [Record(**record) for record in header.history]
-    model.best_metric_, model.reason_, model.message_ = header.best_metric, Reason[header.reason], header.message
-    return model
+    return settings, FittedModel(
+        left=left, right=right, seen=seen, towers=made, shards=whole((header.shape[0], header.shape[1])),
+        dim=header.dim, hidden=tuple(header.hidden), omega=header.omega,
+        history=[Record(**record) for record in header.history],
+        reason=Reason[header.reason], message=header.message, best_metric=header.best_metric,
+    )  # fmt: skip
 
 
-def _header(model: TwoTower) -> tuple[Header, dict[str, Tensor]]:
-    """The header, and those of the constructor's arguments that are arrays."""
+def _header(settings: ModelSettings, fitted: FittedModel) -> tuple[Header, dict[str, Tensor]]:
+    """The header, and those of the settings that are arrays."""
     params: dict[str, Any] = {}
     arrays: dict[str, Tensor] = {}
-    for name, value in model.get_params().items():
+    for name, kind in _PARAMS.items():
+        value = getattr(settings, name)
         if name in _ARRAYS and value is not None and not isinstance(value, str):
             arrays[name] = torch.from_numpy(check.as_float_array(name, value))
-        elif name in _PARAMS:
+        else:
             value = value.name if name == "loss" and not isinstance(value, str) else value
             params[name] = _plain(list(value) if name == "hidden" and value is not None else value)
-            if not fits(_PARAMS[name], params[name]):
+            if not fits(kind, params[name]):
                 check.fail(name, f"a {type(value).__name__}", "a value that a file can hold")
     header = Header(
-        params, model.towers is not None, [model.shards_.left.total, model.shards_.right.total], model.dim_,
-        list(model.hidden_), {side.name: side.inputs.to_plain() for side in (model.left_, model.right_)},
-        model.reason_.name, model.message_, model.omega_, model.best_metric_,
-        [vars(record) for record in model.history_],
+        params, settings.towers is not None, [fitted.shards.left.total, fitted.shards.right.total], fitted.dim,
+        list(fitted.hidden), {side.name: side.inputs.to_plain() for side in (fitted.left, fitted.right)},
+        fitted.reason.name, fitted.message, fitted.omega, fitted.best_metric,
+        [vars(record) for record in fitted.history],
     )  # fmt: skip
     return header, arrays
 
@@ -185,26 +174,26 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _tensors_of(model: TwoTower) -> dict[str, Tensor]:
-    seen = model.seen_
+def _tensors_of(header: Header, fitted: FittedModel) -> dict[str, Tensor]:
+    """Training pairs, ids and embeddings."""
+    seen = fitted.seen
     tensors = {
         "seen_counts": torch.from_numpy(np.diff(seen.indptr).astype(np.int64)),
         "seen_columns": torch.from_numpy(seen.indices.astype(np.int32)),
     }
-    for side in (model.left_, model.right_):
-        if not _is_table(model.towers is not None, model.hidden_, side.inputs):
+    for side in (fitted.left, fitted.right):
+        if not _is_table(header, side.inputs):
             tensors[side.name] = side.embeddings
         packed = pack_ids(side.ids)
         if "offsets" in packed:
             packed["lengths"] = packed.pop("offsets").diff()
         tensors |= {f"{side.name}_{key}": tensor for key, tensor in packed.items()}
-    parameters = model.towers_.parameters()
-    return tensors | {f"parameters|{name}": part for name, part in parameters.items()}
+    return tensors
 
 
-def _is_table(own: bool, hidden: typing.Sequence[int], inputs: Inputs) -> bool:
+def _is_table(header: Header, inputs: Inputs) -> bool:
     """Whether a side's embeddings are its tower's table, and need not be stored beside it."""
-    return not own and not hidden and inputs.kind == "id"
+    return not header.own_towers and not header.hidden and inputs.kind == "id"
 
 
 def _checked_header(file: shards_file.Reader) -> Header:
@@ -245,7 +234,7 @@ def _check_tensors(file: shards_file.Reader, header: Header, inputs: dict[str, I
     }
     for side, rows in (("left", m), ("right", n)):
         inputs[side].check_sizes(side, rows, n)
-        if not _is_table(header.own_towers, header.hidden, inputs[side]):
+        if not _is_table(header, inputs[side]):
             expected[side] = ((rows, header.dim), _FLOATS)
         if not header.own_towers:
             shapes = mlp_shapes(side, inputs[side].width, header.hidden, header.dim)
@@ -297,7 +286,7 @@ def _finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
-def _table(towers: Towers, side: str) -> Tensor:
+def _table(towers: Towers | None, side: str) -> Tensor:
     """The embeddings of entities that are known by id alone: the tower's table."""
     table: Tensor = getattr(towers, side)[0].weight.detach()
     return table
@@ -311,16 +300,18 @@ class _Sides:
     right: Features
 
 
-def _towers(model: TwoTower, header: Header, inputs: dict[str, Inputs], tensors: dict[str, Tensor]) -> Any:
+def _towers(
+    settings: ModelSettings, header: Header, inputs: dict[str, Inputs], tensors: dict[str, Tensor]
+) -> Towers | None:
     """The towers from the stored architecture and parameters, or None if they are the caller's and were not given."""
-    if header.own_towers and model.towers is None:
+    if header.own_towers and settings.towers is None:
         return None
-    m, n = header.shape
-    if model.towers is None:
+    if settings.towers is None:
         sides = _Sides(*(Features("ids", 0, inputs[side].width, None) for side in ("left", "right")))
-        towers = undrawn_towers(sides, model.hidden_, model.dim_, model.activation)
+        towers = undrawn_towers(sides, header.hidden, header.dim, settings.activation)
     else:
+        m, n = header.shape
         empty = sp.csr_matrix((m, n), dtype=np.float32)
-        towers = model.towers(Problem(empty, inputs["left"].placeholder(m), inputs["right"].placeholder(n)))
+        towers = settings.towers(Problem(empty, inputs["left"].placeholder(m), inputs["right"].placeholder(n)))
     towers.load({key.partition("|")[2]: value for key, value in tensors.items() if key.startswith("parameters|")})
     return towers

@@ -5,25 +5,16 @@ Entities and features that are new start near the average of those known. Checke
 
 from __future__ import annotations
 
-from typing import Any
-
-from numpy.typing import NDArray
-
 from gramtower import _checks as check
 from gramtower.engine.towers.towers import Towers
-from gramtower.estimator.inputs import Inputs
-from gramtower.estimator.side import Side
+from gramtower.estimator.fit_data import FitData
+from gramtower.estimator.fitted import FittedModel
 
 
-def carry_over(
-    fitted: Towers,
-    sides: tuple[Side, Side],
-    towers: Towers,
-    inputs: tuple[Inputs, Inputs],
-    ids: tuple[NDArray[Any] | None, NDArray[Any] | None],
-) -> None:
-    """Copy the weights of ``fitted``, whose entities are ``sides``, into fresh towers over ``inputs`` and ``ids``."""
-    before, after = fitted.parameters(), towers.parameters()
+def carry_over(fitted: FittedModel, towers: Towers, data: FitData) -> None:
+    """Copy the weights of a fitted model into fresh towers for other data."""
+    sides, inputs, ids = (fitted.left, fitted.right), data.inputs, data.ids
+    before, after = fitted.known_towers("start from it").parameters(), towers.parameters()
     for name, fresh in after.items():
         if name not in before.layout.shapes:
             check.fail("warm_start", f"towers with a new parameter {name}", "the same architecture as before")

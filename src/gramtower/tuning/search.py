@@ -9,7 +9,6 @@ Checked by tests/test_tuning.py; benchmarks/bench_tuning.py has the time it take
 
 from __future__ import annotations
 
-import inspect
 import tempfile
 import time
 import zlib
@@ -21,14 +20,15 @@ from typing import Any
 import numpy as np
 
 from gramtower import _checks as check
-from gramtower.estimator.two_tower import TwoTower
+from gramtower.distributed.group import current_group
+from gramtower.estimator.settings import ModelSettings
 from gramtower.metrics import parse
 from gramtower.training.lock import locked
 from gramtower.training.result import Reason
 from gramtower.tuning import study as studies
 from gramtower.tuning.report import Search, Tried, pick
 from gramtower.tuning.space import NAMES, Choices, Space, Value, as_space, default_space, describe, first_settings
-from gramtower.tuning.trial import Outcome, Parts, chosen_features, make_parts, model_arguments, run_trial, start_values
+from gramtower.tuning.trial import Outcome, Parts, make_parts, model_arguments, run_trial, start_values
 from gramtower.tuning.warm import Solutions
 
 #: Arguments of the model that a name of the space stands for, where they differ.
@@ -38,22 +38,26 @@ _WARM_BYTES = 2 * 10**9
 
 
 def tune(
-    model: TwoTower,
+    model: ModelSettings,
     pairs: Any,
     *,
-    trials: int = 50,
-    time_limit: float | None = None,
-    metric: str = "recall@20",
-    validation: Any = 0.1,
-    space: Mapping[str, Any] | None = None,
-    storage: str | Path | None = None,
-    seed: int = 0,
-    left_features: Any = None,
-    right_features: Any = None,
-    refit: bool = True,
+    trials: int,
+    time_limit: float | None,
+    metric: str,
+    validation: Any,
+    space: Mapping[str, Any] | None,
+    storage: str | Path | None,
+    seed: int,
+    left_features: Any,
+    right_features: Any,
     progress: Callable[[Search], None] | None = None,
 ) -> Search:
-    """See :meth:`gramtower.TwoTower.tune`; ``progress`` is called with the search so far after each trial."""
+    """See :meth:`gramtower.TwoTower.tune`, which fits the model afterwards.
+
+    ``progress`` is called with the search so far after each trial.
+    """
+    if (processes := current_group().size) > 1:
+        check.fail("tune", f"{processes} processes", "one: trials do not run over several")
     count = check.count("trials", trials)
     limit = None if time_limit is None else check.number("time_limit", time_limit, above=0.0)
     if len(parse(metric)) != 1 or not isinstance(metric, str):
@@ -74,8 +78,6 @@ def tune(
             found = run.confirm()
     if progress is not None:
         progress(found)
-    if refit and not found.interrupted:
-        _refit(model, pairs, found, (left_features, right_features))
     return found
 
 
@@ -96,14 +98,16 @@ def _is_interrupt(error: BaseException | None) -> bool:
     return error is not None
 
 
-def make_space(model: TwoTower, start: Mapping[str, Value], given: Mapping[str, Any] | None, parts: Parts) -> Space:
+def make_space(
+    model: ModelSettings, start: Mapping[str, Value], given: Mapping[str, Any] | None, parts: Parts
+) -> Space:
     """What is searched: what was asked for, or everything that the model was not given explicitly."""
     labels = not np.isin(parts.matrix.data, (-1.0, 1.0)).all()
     with_features = any(features is not None for features in parts.features)
     whole = default_space(start, labels=labels, given_features=with_features)
     if given is not None:
         return as_space(given, whole)
-    default = {name: p.default for name, p in inspect.signature(TwoTower.__init__).parameters.items()}
+    default = ModelSettings().get_params()
 
     def is_given(name: str) -> bool:
         argument = _ARGUMENT.get(name, name)
@@ -114,7 +118,7 @@ def make_space(model: TwoTower, start: Mapping[str, Value], given: Mapping[str, 
     return as_space({name: True for name in NAMES if name not in left_out and not is_given(name)}, whole)
 
 
-def _identity(parts: Parts, space: Space, metric: str, seed: int, model: TwoTower) -> dict[str, Any]:
+def _identity(parts: Parts, space: Space, metric: str, seed: int, model: ModelSettings) -> dict[str, Any]:
     """What must be the same for a stored search to be continued."""
     marks = [zlib.crc32(np.ascontiguousarray(x).tobytes()) for x in (parts.matrix.indptr, parts.matrix.indices)]
     held = [zlib.crc32(np.ascontiguousarray(x).tobytes()) for x in (parts.held_out.indptr, parts.held_out.indices)]
@@ -134,7 +138,7 @@ class _Run:
 
     def __init__(
         self,
-        model: TwoTower,
+        model: ModelSettings,
         parts: Parts,
         start: Mapping[str, Value],
         space: Space,
@@ -237,18 +241,11 @@ class _Run:
         confirming: bool = False,
     ) -> Outcome:
         arguments = model_arguments(settings, self.model, self.parts.matrix, self.start)
-        estimator = TwoTower(**{**self.model.get_params(), **arguments, "metric": self.metric})
+        model = self.model.with_changes(**{**arguments, "metric": self.metric})
         return run_trial(
-            estimator, settings, self.parts, warm=None if near is None else self.solutions.load(near),
+            model, settings, self.parts, warm=None if near is None else self.solutions.load(near),
             best=best, report=report, deadline=None if self.limit is None or confirming else self.began + self.limit,
         )  # fmt: skip
 
     def _late(self) -> bool:
         return self.limit is not None and time.perf_counter() - self.began >= self.limit
-
-
-def _refit(model: TwoTower, pairs: Any, found: Search, given: tuple[Any, Any]) -> None:
-    """Give the model the settings that were found and train it on all pairs."""
-    model.set_params(**found.arguments)
-    settings: dict[str, Value] = {"features": found.features}
-    model.fit(pairs, *chosen_features(settings, given))

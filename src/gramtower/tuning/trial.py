@@ -17,8 +17,9 @@ from gramtower.data.splits import per_user
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.weights import degree_power
 from gramtower.estimator import defaults
-from gramtower.estimator.matrices import aligned, matrix_and_ids
-from gramtower.estimator.two_tower import TwoTower
+from gramtower.estimator.fit import make_problem, make_towers
+from gramtower.estimator.fit_data import aligned, matrix_and_ids, prepare_data
+from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.validation import RankingValidator
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Record
@@ -115,11 +116,11 @@ def make_parts(pairs: Any, validation: Any, features: tuple[Any, Any], seed: int
     return Parts(train, inner, kept, len(users), len(shown), features)
 
 
-def start_values(model: TwoTower, parts: Parts) -> dict[str, Value]:
+def start_values(model: ModelSettings, parts: Parts) -> dict[str, Value]:
     """The settings that a model has without tuning, by the names of the search space."""
     given_features = any(features is not None for features in parts.features)
-    given = model.take_up(parts.train, *parts.features)
-    problem = model.make_problem(given)
+    data = prepare_data(model, parts.train, *parts.features)
+    problem = make_problem(model, data)
     return {
         "omega": problem.omega,
         "l2": model.l2,
@@ -128,8 +129,8 @@ def start_values(model: TwoTower, parts: Parts) -> dict[str, Value]:
         "left_power": weights_power("left_weights", model.left_weights),
         "right_power": weights_power("right_weights", model.right_weights),
         "imputed": model.imputed,
-        "dim": given.dim,
-        "hidden": widths_text(given.hidden),
+        "dim": data.dim,
+        "hidden": widths_text(data.hidden),
         "loss": model.loss if isinstance(model.loss, str) else model.loss.name,
         "features": "given" if given_features else "ids",
     }
@@ -141,7 +142,7 @@ def weights_power(name: str, weights: Any) -> float:
 
 
 def model_arguments(
-    settings: dict[str, Value], model: TwoTower, matrix: sp.csr_matrix, start: Mapping[str, Value]
+    settings: dict[str, Value], model: ModelSettings, matrix: sp.csr_matrix, start: Mapping[str, Value]
 ) -> dict[str, Any]:
     """Arguments of TwoTower from settings of the search space; what is not among them stays the model's.
 
@@ -176,7 +177,7 @@ def chosen_features(settings: dict[str, Value], given: tuple[Any, Any]) -> tuple
 
 
 def run_trial(
-    estimator: TwoTower,
+    model: ModelSettings,
     settings: dict[str, Value],
     parts: Parts,
     *,
@@ -188,7 +189,7 @@ def run_trial(
     """Train until the metric stops improving, settles (warm starts), or cannot reach the best any more.
 
     Args:
-        estimator: a model with the trial's settings; ``metric`` is what is looked at.
+        model: the trial's settings as a model's; ``metric`` is what is looked at.
         settings: the same by the names of the search space.
         parts: what to learn from and be ranked on.
         warm: parameters to start from, or None.
@@ -196,12 +197,12 @@ def run_trial(
         report: told each iteration and its metric.
         deadline: the moment, by ``time.perf_counter``, after which it stops.
     """
-    problem, towers, given = estimator.prepare(parts.train, *chosen_features(settings, parts.features))
+    data = prepare_data(model, parts.train, *chosen_features(settings, parts.features))
+    problem = make_problem(model, data)
+    towers = make_towers(model, data, problem)
     if warm is not None:
         towers.load(warm)
-    device = defaults.pick_device(estimator.device)
-    towers = towers.to(device)
-    measure = RankingValidator(estimator.metric, parts.held_out, given.matrix)
+    measure = RankingValidator(model.metric, parts.held_out, data.matrix)
     curve: list[float] = []
     last: Tensor | None = None
     pruned = late = False
@@ -215,13 +216,13 @@ def run_trial(
         nonlocal pruned, late, last
         last = point.parameters.vector
         late = deadline is not None and time.perf_counter() >= deadline
-        pruned = curves.hopeless(curve, estimator.max_iterations - record.iteration, best, warm is not None)
+        pruned = curves.hopeless(curve, model.max_iterations - record.iteration, best, warm is not None)
         return late or pruned or (warm is not None and curves.settled(curve))
 
     result = minimize(
-        problem, towers, estimator.optimizer, estimator.max_iterations, estimator.time_limit, estimator.seed, [watch],
-        validation=look, patience=estimator.patience if warm is None else None,
-        **(estimator.optimizer_options or {}),
+        problem, towers, model.optimizer, model.max_iterations, model.time_limit, model.seed, [watch],
+        validation=look, patience=model.patience if warm is None else None,
+        **model.solver_options(),
     )  # fmt: skip
     best_or_last = result.parameters.vector if warm is None or last is None else last
     seconds = result.history[-1].seconds

@@ -1,0 +1,126 @@
+"""From pairs to a fitted model: the data are prepared, a problem and towers are made for them, and it is minimised.
+
+Each step is a function of the settings and of what the steps before it returned; tuning and comparisons take the same
+steps with another end. Checked by tests/test_estimator.py and, over several processes, tests/test_distributed_fit.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gramtower import _checks as check
+from gramtower.distributed.group import current_group
+from gramtower.distributed.shards import Rows
+from gramtower.engine.objective.point import Point
+from gramtower.engine.objective.problem import Problem
+from gramtower.engine.towers.mlp import mlp_towers
+from gramtower.engine.towers.towers import Towers
+from gramtower.estimator import defaults
+from gramtower.estimator.fit_data import FitData, prepare_data
+from gramtower.estimator.fitted import FittedModel, pattern_of
+from gramtower.estimator.settings import ModelSettings
+from gramtower.estimator.side import Side
+from gramtower.estimator.validation import RankingValidator
+from gramtower.estimator.warm_start import carry_over
+from gramtower.training.loop import minimize
+from gramtower.training.result import Reason, Result
+
+
+def fit(
+    settings: ModelSettings,
+    pairs: Any,
+    left_features: Any = None,
+    right_features: Any = None,
+    validation: Any = None,
+    previous: FittedModel | None = None,
+    checkpoint: str | Path | None = None,
+    history: str | Path | None = None,
+) -> FittedModel:
+    """Learn from observed pairs, starting from a previous model if there is one; see TwoTower.fit."""
+    options = settings.solver_options()
+    if previous is not None:
+        settings = sized_as(settings, previous)
+    data = prepare_data(settings, pairs, left_features, right_features, validation)
+    problem = make_problem(settings, data)
+    towers = make_towers(settings, data, problem, previous)
+    result = minimize(
+        problem, towers, settings.optimizer, settings.max_iterations, settings.time_limit, settings.seed,
+        validation=make_validation(settings, data), patience=None if data.held_out is None else settings.patience,
+        checkpoint=checkpoint, history=history, verbose=settings.verbose, **options,
+    )  # fmt: skip
+    point = problem.at(towers)
+    _refuse_non_finite(problem, point, result)
+    return FittedModel(
+        left=Side("left", data.ids[0], point.P.cpu(), data.inputs[0]),
+        right=Side("right", data.ids[1], point.right_rows.cpu(), data.inputs[1]),
+        seen=pattern_of(data.matrix), towers=towers, shards=problem.shards,
+        dim=point.Q.shape[1], hidden=data.hidden if settings.towers is None else (), omega=problem.omega,
+        history=result.history, reason=result.reason, message=result.message, best_metric=result.best_metric,
+    )  # fmt: skip
+
+
+def sized_as(settings: ModelSettings, previous: FittedModel) -> ModelSettings:
+    """Settings whose towers stay as large as a previous model's, whatever the default for more data."""
+    if (processes := current_group().size) > 1:
+        check.fail("warm_start", f"True in {processes} processes", "False, or a fit in one process")
+    if settings.towers is not None:  # their size is their own
+        return settings
+    return settings.with_changes(dim=previous.dim, hidden=previous.hidden)
+
+
+def make_problem(settings: ModelSettings, data: FitData) -> Problem:
+    """What is minimised, ω and μ set by the data where they were left out."""
+    size, shards, mu = (data.shape, data.observed), data.shards, settings.embedding_l2
+    if mu is None:  # of towers of one's own the size is not known yet
+        mu = defaults.default_embedding_l2(*size, data.dim if settings.towers is None else settings.dim or 1)
+    return Problem(
+        data.matrix, *data.features, loss=settings.loss,
+        omega=defaults.default_omega(*size) if settings.omega is None else settings.omega,
+        l2=settings.l2, imputed=settings.imputed,
+        left_weights=_local_weights("left_weights", settings.left_weights, shards.left),
+        right_weights=_local_weights("right_weights", settings.right_weights, shards.right),
+        embedding_l2=mu, frequency_power=settings.frequency_power, memory_budget=settings.memory_budget,
+        precision=settings.precision, pair_precision=settings.pair_precision,
+        pair_weights=data.weights, shards=None if shards.single else shards,
+    )  # fmt: skip
+
+
+def make_towers(
+    settings: ModelSettings, data: FitData, problem: Problem, previous: FittedModel | None = None
+) -> Towers:
+    """Towers on the device of the data, freshly drawn, with a previous model's weights for all that it knows."""
+    if settings.towers is not None:
+        towers = settings.towers(problem)
+    else:
+        towers = mlp_towers(problem, data.hidden, data.dim, settings.activation, settings.seed)
+    if previous is not None:
+        carry_over(previous, towers, data)
+    return towers.to(data.device)
+
+
+def make_validation(settings: ModelSettings, data: FitData) -> RankingValidator | None:
+    """The metric of a point on held-out pairs, None without them."""
+    return None if data.held_out is None else RankingValidator(settings.metric, data.held_out, data.matrix)
+
+
+def _local_weights(name: str, weights: Any, rows: Rows) -> Any:
+    """Weights of the local entities, cut from those of all; None and text are the same for all."""
+    if weights is None or isinstance(weights, str) or rows.count == rows.total:
+        return weights
+    return rows.local(name, check.weights(name, weights, rows.total))
+
+
+def _refuse_non_finite(problem: Problem, point: Point, result: Result) -> None:
+    """Refuse a model that is not finite, or that learned nothing because the objective was not."""
+    stopped = result.reason is Reason.NON_FINITE and result.history[-1].iteration == 0
+    bad = [name for name, rows in (("left", point.P), ("right", point.Q)) if not bool(rows.isfinite().all())]
+    if problem.shards.group.totals(float(bool(bad)))[0] or stopped:
+        found = result.message.split(" became")[0] if stopped else f"{' and '.join(bad) or 'other'} embeddings"
+        dtype = str(point.Q.dtype).removeprefix("torch.")
+        check.fail(
+            "fit",
+            f"NaN or infinite numbers: {found}",
+            f"an objective that is finite in {dtype}: smaller labels, imputed, omega, l2, embedding_l2 or weights, "
+            "features scaled to about 1, or a smaller step_size",
+        )

@@ -1,0 +1,222 @@
+"""The data of a fit as this process holds them: everything with one process, its local rows with several.
+
+:func:`prepare_data` is the only place where they are put together. Over several processes pairs come as a
+:class:`~gramtower.data.partition.Part`, or whole and the same in every process; then each keeps its local rows.
+Checked by tests/test_estimator.py and tests/test_distributed_fit.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from numpy.typing import NDArray
+
+from gramtower import _checks as check
+from gramtower.data.interactions import Interactions
+from gramtower.data.left_out import warn_of_pairs
+from gramtower.data.lookup import index_of, join
+from gramtower.data.matrices import checked
+from gramtower.data.partition import Part
+from gramtower.data.tables import FeatureTable
+from gramtower.distributed.agreement import Digest, agree
+from gramtower.distributed.group import SINGLE, Group, current_group
+from gramtower.distributed.shards import Rows, Shards, entity_costs, row_work, spread, whole
+from gramtower.engine.towers.mlp import check_hidden
+from gramtower.estimator import defaults
+from gramtower.estimator.inputs import Ids, Inputs, ids_alone, training_inputs
+from gramtower.estimator.settings import ModelSettings
+
+
+@dataclass(frozen=True, eq=False)
+class FitData:
+    """What a fit learns from, and the sizes of towers for so much data.
+
+    Attributes:
+        matrix: the observed pairs, local left rows × all right columns.
+        weights: of the local pairs, or None.
+        ids: of the local left rows, and of all right columns.
+        shards: which process holds which rows.
+        observed: number of pairs of all processes.
+        held_out: local pairs to validate on, or None.
+        inputs: what each tower sees.
+        features: that of the local entities of both sides.
+        device: where it is trained.
+        hidden: widths of the towers' hidden layers.
+        dim: size of the embeddings.
+    """
+
+    matrix: sp.csr_matrix
+    weights: NDArray[Any] | None
+    ids: Ids
+    shards: Shards
+    observed: int
+    held_out: sp.csr_matrix | None
+    inputs: tuple[Inputs, Inputs]
+    features: tuple[Any, Any]
+    device: torch.device
+    hidden: tuple[int, ...]
+    dim: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(m, n) of all processes."""
+        return self.shards.left.total, self.shards.right.total
+
+
+def prepare_data(
+    settings: ModelSettings, pairs: Any, left_features: Any = None, right_features: Any = None, validation: Any = None
+) -> FitData:
+    """A fit's arguments, checked, as this process holds them; see TwoTower.fit for what they may be."""
+    group, part = current_group(), pairs if isinstance(pairs, Part) else None
+    with group.together():
+        device = defaults.pick_device(settings.device)
+        hidden = defaults.default_hidden(not (ids_alone(left_features) and ids_alone(right_features)))
+        if settings.hidden is not None and settings.towers is None:
+            hidden = check_hidden(settings.hidden)
+        given_dim = None if settings.dim is None else check.count("dim", settings.dim)
+    agree(group, {"dim": given_dim, "hidden": hidden})
+    room = defaults.room_for_training(device, group, settings.memory_budget)
+    with group.together():
+        matrix, ids, weights = _read_pairs(pairs, group)
+    shape = matrix.shape if part is None else part.shape
+    dim = given_dim or defaults.default_dim(shape, hidden, device, room, group.size)
+    if part is not None:
+        shards, observed, held_out = part.shards, part.pairs, part.held_out
+    else:
+        _agree_on_pairs(group, matrix)
+        shards, observed, held_out = spread_pairs(group, matrix, row_work(dim, hidden)), matrix.nnz, None
+    with group.together():
+        if validation is not None:
+            held_out = _held_out(validation, part, ids, shape, shards.left)
+        if part is None:
+            matrix, weights = local_pairs(matrix, weights, shards)
+            ids = shards.left.local("left ids", ids[0]), ids[1]
+        left_features = _local_features("left_features", left_features, shards.left, part is not None)
+        right_features = _local_features("right_features", right_features, shards.right, part is not None)
+        right_ids = shards.right.local("right ids", ids[1])
+        left, left_rows = training_inputs("left", left_features, ids[0], matrix, shards.left)
+        right, right_rows = training_inputs("right", right_features, right_ids, matrix.T, shards.right)
+    return FitData(
+        matrix, weights, ids, shards, observed, held_out, (left, right), (left_rows, right_rows), device, hidden, dim
+    )
+
+
+def spread_pairs(group: Group, matrix: sp.csr_matrix, work: float) -> Shards:
+    """Which process holds which rows of pairs that all know; ``work`` is that of a tower row in units of a pair's."""
+    if group.size == 1:
+        return whole(matrix.shape)
+    return spread(group, entity_costs(np.diff(matrix.indptr), work), np.ones(matrix.shape[1]))
+
+
+def local_pairs(
+    matrix: sp.csr_matrix, weights: NDArray[Any] | None, shards: Shards
+) -> tuple[sp.csr_matrix, NDArray[Any] | None]:
+    """The local left rows of all pairs, and the weights of these pairs, which are in the order of sorted rows."""
+    if shards.single:
+        return matrix, weights
+    if not matrix.has_sorted_indices:
+        matrix = matrix.sorted_indices()
+    rows = shards.left
+    span = slice(int(matrix.indptr[rows.first]), int(matrix.indptr[rows.stop]))
+    return matrix[rows.first : rows.stop], None if weights is None else weights[span]
+
+
+def matrix_and_ids(pairs: Any, name: str = "pairs") -> tuple[sp.csr_matrix, Ids]:
+    """The matrix of Interactions or of a sparse matrix, and the ids of its rows and columns if it has any."""
+    if isinstance(pairs, Interactions):
+        return pairs.matrix, (pairs.left_ids, pairs.right_ids)
+    if sp.issparse(pairs):
+        return sp.csr_matrix(checked(name, pairs)), (None, None)
+    check.fail(name, type(pairs).__name__, "gramtower.Interactions or a scipy.sparse matrix")
+
+
+def aligned(name: str, test: Any, ids: Ids, shape: tuple[int, int], every: bool = True) -> sp.csr_matrix:
+    """Held-out pairs in the model's row numbers; pairs of unknown entities cannot be ranked and are left out.
+
+    Args:
+        name: of the argument, for errors and warnings.
+        test: the pairs.
+        ids: of the model.
+        shape: of the model.
+        every: whether ``ids`` are those of all processes; then pairs that are left out are warned of, and it is an
+            error if all are.
+    """
+    matrix, test_ids = matrix_and_ids(test, name)
+    if ids[0] is None or ids[1] is None:
+        if matrix.shape != shape:
+            check.fail(name, f"shape {matrix.shape}", f"shape {shape}, as in training")
+        return matrix
+    if test_ids[0] is None or test_ids[1] is None:
+        check.fail(name, "a matrix without ids", "gramtower.Interactions, as in training")
+    known, given = (ids[0], ids[1]), (test_ids[0], test_ids[1])
+    rows, columns = join(given[0], index_of(known[0])), join(given[1], index_of(known[1]))
+    coo = matrix.tocoo()
+    i, j = rows[coo.row], columns[coo.col]
+    keep = (i >= 0) & (j >= 0)
+    lost = int(len(keep) - keep.sum())
+    if every and lost:
+        entry = int(np.argmin(keep))
+        side, place = (0, coo.row[entry]) if i[entry] < 0 else (1, coo.col[entry])
+        example = given[side].tolist()[place]
+        if lost == len(keep):
+            shown = f"{lost:,} pairs, none of them with two known ids ({example!r} is not known)"
+            such = f", with ids such as {known[side].tolist()[0]!r}" if len(known[side]) else ""
+            check.fail(name, shown, f"pairs of entities of the model{such}")
+        warn_of_pairs(name, lost, len(keep), example)
+    return sp.csr_matrix((coo.data[keep], (i[keep], j[keep])), shape=shape)
+
+
+def known_pairs(ids: Ids, pairs: Interactions) -> int:
+    """How many pairs have both ids among those known; None for a side whose every id will do."""
+    given = (pairs.left_ids, pairs.right_ids)
+    there = [
+        np.ones(len(new), dtype=bool) if known is None else join(new, index_of(known)) >= 0
+        for known, new in zip(ids, given, strict=True)
+    ]
+    coo = pairs.matrix.tocoo()
+    return int((there[0][coo.row] & there[1][coo.col]).sum())
+
+
+def _read_pairs(pairs: Any, group: Group) -> tuple[sp.csr_matrix, Ids, NDArray[Any] | None]:
+    """Matrix, ids and weights of pairs: of all of them, or of the part that this process read."""
+    if not isinstance(pairs, Part):
+        return *matrix_and_ids(pairs), pairs.weights if isinstance(pairs, Interactions) else None
+    if pairs.shards.group.size != group.size:
+        given = f"a part read for {pairs.shards.group.size} processes"
+        check.fail("pairs", given, f"one read for {group.size}: read_part inside the process group")
+    return pairs.matrix, (pairs.left_ids, pairs.right_ids()), pairs.weights
+
+
+def _agree_on_pairs(group: Group, matrix: sp.csr_matrix) -> None:
+    """Refuse pairs that are not the same in every process."""
+    if group.size > 1:
+        keys = np.arange(matrix.nnz) * np.int64(matrix.shape[1]) + matrix.indices
+        digest = Digest().add(keys, matrix.data).text(SINGLE)
+        agree(group, {"pairs": f"{matrix.shape[0]} × {matrix.shape[1]}, {matrix.nnz} pairs, digest {digest}"})
+
+
+def _held_out(validation: Any, part: Part | None, ids: Ids, shape: tuple[int, int], rows: Rows) -> sp.csr_matrix:
+    """The local rows of pairs to validate on."""
+    if part is None:
+        return aligned("validation", validation, ids, shape)[rows.first : rows.stop]
+    if not isinstance(validation, Part):
+        check.fail("validation", type(validation).__name__, "nothing: a partition holds its own held-out pairs")
+    return validation.matrix
+
+
+def _local_features(name: str, features: Any, rows: Rows, local: bool) -> Any:
+    """Matrices among the features as rows of the local entities: given so, or cut from those of all."""
+    if isinstance(features, (list, tuple)):
+        return [_local_features(name, part, rows, local) for part in features]
+    if isinstance(features, FeatureTable) or not hasattr(features, "shape") or rows.count == rows.total:
+        return features
+    if not local:
+        return rows.local(name, checked(name, features).tocsr() if sp.issparse(features) else features)
+    if features.shape[0] != rows.count:
+        expected = f"{rows.count}, one for each of this process's own entities of that side"
+        check.fail(name, f"{features.shape[0]} rows", expected)
+    return features

@@ -1,0 +1,81 @@
+"""The arguments of `gramtower.TwoTower` as one object, which everything between pairs and a fitted model is handed.
+
+scikit-learn conventions: arguments are kept as they are given, and checked where they are used;
+`get_params`/`set_params` and `sklearn.base.clone` work. Checked by tests/test_estimator.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from gramtower import _checks as check
+from gramtower.engine.kernels.losses import Loss
+from gramtower.engine.objective.problem import Problem
+from gramtower.engine.towers.towers import Towers
+from gramtower.estimator import defaults
+
+
+@dataclass(eq=False, repr=False)
+class ModelSettings:
+    """What is learned and how; :class:`gramtower.TwoTower` says what each argument means."""
+
+    dim: int | None = None
+    hidden: Sequence[int] | None = None
+    activation: str = "elu"
+    loss: str | Loss = "logistic"
+    omega: float | None = None
+    l2: float = defaults.L2
+    embedding_l2: float | None = None
+    frequency_power: float = 1.0
+    imputed: float = defaults.IMPUTED
+    left_weights: Any = None
+    right_weights: Any = defaults.RIGHT_WEIGHTS
+    optimizer: str = "newton-kron"
+    optimizer_options: dict[str, Any] | None = None
+    max_iterations: int = 20
+    time_limit: float | None = None
+    patience: int = 5
+    metric: str = "map@5"
+    device: str = "auto"
+    seed: int = 0
+    towers: Callable[[Problem], Towers] | None = None
+    memory_budget: int | str | None = None
+    precision: str = "tf32"
+    pair_precision: str = "float32"
+    verbose: bool = False
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """The constructor's arguments."""
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+
+    def set_params(self, **params: Any) -> Self:
+        """Change constructor arguments by name."""
+        known = self.get_params()
+        for name, value in params.items():
+            if name not in known:
+                check.fail("parameter", repr(name), "one of " + ", ".join(known))
+            setattr(self, name, value)
+        return self
+
+    def __repr__(self) -> str:
+        given = inspect.signature(type(self)).parameters
+        changed = [
+            f"{k}={v!r}"
+            for k, v in self.get_params().items()
+            if v is not given[k].default and (type(v) is not type(given[k].default) or v != given[k].default)
+        ]
+        return f"{type(self).__name__}({', '.join(changed)})"
+
+    def with_changes(self, **changes: Any) -> ModelSettings:
+        """A copy, as settings alone, with some of them changed."""
+        return ModelSettings(**{field.name: getattr(self, field.name) for field in fields(ModelSettings)} | changes)
+
+    def solver_options(self) -> Mapping[str, Any]:
+        """The constants of the optimizer."""
+        options = {} if self.optimizer_options is None else self.optimizer_options
+        if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+            check.fail("optimizer_options", repr(options), "names and values")
+        return options

@@ -1,0 +1,254 @@
+"""`gramtower.TwoTower`: pairs in, recommendations out.
+
+scikit-learn conventions: the constructor keeps its arguments, `fit` learns, names that `fit` makes end in an
+underscore, `get_params`/`set_params` and `sklearn.base.clone` work. What is learned is one object, ``fitted_``, which
+answers all questions. Checked by tests/test_estimator.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import scipy.sparse as sp
+
+from gramtower import _checks as check
+from gramtower.distributed.shards import Shards
+from gramtower.engine.objective.problem import Problem
+from gramtower.engine.towers.towers import Towers
+from gramtower.estimator.fit import fit
+from gramtower.estimator.fitted import FittedModel
+from gramtower.estimator.model_file import read_model, write_model
+from gramtower.estimator.settings import ModelSettings
+from gramtower.estimator.side import Side
+from gramtower.training.result import Reason, Record
+from gramtower.tuning.report import Search
+from gramtower.tuning.search import tune
+from gramtower.tuning.trial import chosen_features
+
+_Arguments = ParamSpec("_Arguments")
+_Answer = TypeVar("_Answer")
+
+
+def _asked(
+    question: Callable[Concatenate[FittedModel, _Arguments], _Answer],
+) -> Callable[Concatenate[TwoTower, _Arguments], _Answer]:
+    """A method of the fitted model as one of the estimator that has it."""
+
+    @wraps(question)
+    def ask(self: TwoTower, /, *arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Answer:
+        return question(self._known(), *arguments, **named)
+
+    return ask
+
+
+class TwoTower(ModelSettings):
+    """Two networks whose dot product says how well a left and a right entity go together, learned from all pairs.
+
+    Args:
+        dim: k, the size of the embeddings; None picks it from the size of the data (see docs/choosing.md).
+        hidden: widths of the hidden layers of each tower; ``()`` for linear factors; None for linear factors where ids
+            are all that is known, hidden layers where there are features.
+        activation: of the hidden layers.
+        loss: on observed pairs.
+        omega: ω, the weight of unobserved pairs; None scales it with the data (see docs/choosing.md).
+        l2: λ.
+        embedding_l2: μ, the penalty on embeddings that grows with how often an entity is seen; None scales it with the
+            data.
+        frequency_power: ν, how fast it grows.
+        imputed: the label of unobserved pairs.
+        left_weights: a, how much a left entity's unobserved pairs count: text such as "degree^0.5", an array, or None.
+        right_weights: b, likewise for right entities; by default those of frequent ones count a little more.
+        optimizer: see docs/choosing.md.
+        optimizer_options: the method's own constants.
+        max_iterations: stops after this many.
+        time_limit: seconds of training after which it stops, or None.
+        patience: with validation data, stops when the metric has not improved for this many iterations.
+        metric: the validation metric.
+        device: "auto", "cpu" or "cuda".
+        seed: for the initial weights and for methods that draw.
+        towers: a function from a Problem to Towers of your own, instead of the multi-layer ones.
+        memory_budget: bytes that training may take beyond the data and the towers, such as "2GB"; see docs/choosing.md.
+        precision: of matrix products on a GPU, "tf32" or "float32"; both end at the same objective
+            (benchmarks/bench_gpu.py --same-objective).
+        pair_precision: of embeddings gathered for each pair on a GPU, "float32" or "bfloat16".
+        verbose: one line an iteration on standard error.
+
+    Attributes:
+        fitted_: what the last ``fit`` learned; the other attributes with an underscore are read from it.
+    """
+
+    fitted_: FittedModel
+
+    def fit(
+        self,
+        pairs: Any,
+        left_features: Any = None,
+        right_features: Any = None,
+        validation: Any = None,
+        warm_start: bool = False,
+        checkpoint: str | Path | None = None,
+        history: str | Path | None = None,
+    ) -> TwoTower:
+        """Learn from observed pairs.
+
+        Args:
+            pairs: :class:`~gramtower.Interactions`, or a scipy.sparse matrix whose rows and columns are then the ids.
+                Inside an initialised torch.distributed process group all processes learn one model: every one gives
+                the same pairs and keeps its share, or gives its :func:`~gramtower.data.partition.read_part`.
+            left_features: what the left tower sees: None or "id" for ids alone, one row for each entity (scipy.sparse,
+                numpy or torch), a :class:`~gramtower.data.tables.FeatureTable` joined by id, "history" for the entity's
+                own observed right entities, or a list of these side by side, such as ``["id", "history", table]``.
+            right_features: the same for the right tower, without "history".
+            validation: held-out pairs (same ids) to stop early on.
+            warm_start: start from this model's towers; entities it knows keep their weights, new ones are added.
+            checkpoint: path of a checkpoint that an interrupted fit continues from.
+            history: path of a JSONL file with one record an iteration.
+        """
+        previous = self._known() if warm_start else None
+        self.fitted_ = fit(self, pairs, left_features, right_features, validation, previous, checkpoint, history)
+        return self
+
+    def tune(
+        self,
+        pairs: Any,
+        *,
+        trials: int = 50,
+        time_limit: float | None = None,
+        metric: str = "recall@20",
+        validation: Any = 0.1,
+        space: Mapping[str, Any] | None = None,
+        storage: str | Path | None = None,
+        seed: int = 0,
+        left_features: Any = None,
+        right_features: Any = None,
+        refit: bool = True,
+    ) -> Search:
+        """Choose settings by how well they rank a validation part of the pairs, then fit all pairs with them.
+
+        Searched is what this model was not given explicitly, or what ``space`` names. Trials stop early, are given up
+        when their curve cannot reach the best, and start from a finished neighbour's solution where there is one. The
+        same seed gives the same search. Needs optuna: ``pip install "gramtower[tune]"``.
+
+        Args:
+            pairs: as for ``fit``.
+            trials: how many settings to try; the first are this model's own.
+            time_limit: seconds for the whole search, without the last fit.
+            metric: what to maximise.
+            validation: the share of each user's pairs to rank, drawn with ``seed``, or pairs held out by yourself.
+            space: names and what to search for each; see gramtower/tuning/space.py and docs/tuning.md.
+            storage: a file that keeps the log, so that a search can be stopped and continued: SQLite if it ends in .db,
+                otherwise a journal.
+            seed: of the split and of the proposals.
+            left_features: as for ``fit``.
+            right_features: as for ``fit``.
+            refit: whether this model takes the settings that were found and is fitted on all pairs; not after Ctrl-C,
+                which ends a search with what it has found.
+
+        Returns:
+            The search: trials, importances, and ``config()``, a config file for ``gramtower fit``.
+        """
+        found = tune(
+            self.with_changes(), pairs, trials=trials, time_limit=time_limit, metric=metric, validation=validation,
+            space=space, storage=storage, seed=seed, left_features=left_features, right_features=right_features,
+        )  # fmt: skip
+        if refit and not found.interrupted:
+            features = chosen_features({"features": found.features}, (left_features, right_features))
+            self.set_params(**found.arguments).fit(pairs, *features)
+        return found
+
+    def save(self, path: str | Path) -> None:
+        """Write the model to one file with checksums; nothing is pickled, an old file stays whole if writing fails."""
+        write_model(check.path("path", path), self, self._known())
+
+    recommend = _asked(FittedModel.recommend)
+    similar = _asked(FittedModel.similar)
+    has_direction = _asked(FittedModel.has_direction)
+    score = _asked(FittedModel.score)
+    embed = _asked(FittedModel.embed)
+    evaluate = _asked(FittedModel.evaluate)
+
+    @property
+    def left_(self) -> Side:
+        """Ids, inputs and embeddings of the left entities: the model's own memory, as all attributes are."""
+        return self.fitted_.left
+
+    @property
+    def right_(self) -> Side:
+        """Those of the right entities."""
+        return self.fitted_.right
+
+    @property
+    def seen_(self) -> sp.csr_matrix:
+        """The pairs of training, as ones."""
+        return self.fitted_.seen
+
+    @property
+    def towers_(self) -> Towers | None:
+        """What embeds new entities; None if loaded without towers of its own."""
+        return self.fitted_.towers
+
+    @property
+    def shards_(self) -> Shards:
+        """Which rows this process holds."""
+        return self.fitted_.shards
+
+    @property
+    def dim_(self) -> int:
+        """Size of the embeddings."""
+        return self.fitted_.dim
+
+    @property
+    def hidden_(self) -> tuple[int, ...]:
+        """Widths of the hidden layers."""
+        return self.fitted_.hidden
+
+    @property
+    def omega_(self) -> float:
+        """ω of the training."""
+        return self.fitted_.omega
+
+    @property
+    def history_(self) -> list[Record]:
+        """Records of the training."""
+        return self.fitted_.history
+
+    @property
+    def reason_(self) -> Reason:
+        """Why training stopped."""
+        return self.fitted_.reason
+
+    @property
+    def message_(self) -> str:
+        """The same with particulars."""
+        return self.fitted_.message
+
+    @property
+    def best_metric_(self) -> float | None:
+        """The best metric of the validation, or None."""
+        return self.fitted_.best_metric
+
+    def _known(self) -> FittedModel:
+        if not hasattr(self, "fitted_"):
+            raise ValueError("model: not fitted yet; call fit first")
+        return self.fitted_
+
+
+def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None) -> TwoTower:
+    """A model that :meth:`TwoTower.save` wrote.
+
+    Args:
+        path: the file.
+        towers: for a model with towers of your own, the function it was made with; without it the model recommends but
+            cannot embed new entities.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file is not a model, is damaged, or does not hold together.
+    """
+    settings, fitted = read_model(check.path("path", path), towers)
+    model = TwoTower(**settings.get_params())
+    model.fitted_ = fitted
+    return model
