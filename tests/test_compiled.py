@@ -37,7 +37,7 @@ print(sum("NUMBA_CACHE_DIR" in str(w.message) for w in caught))
 
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch):
-    monkeypatch.setattr(module, "_told", False)
+    monkeypatch.setattr(module, "_warned", False)
 
 
 def test_where_nothing_can_be_written_kernels_and_lists_work_and_say_so_once():

@@ -43,7 +43,7 @@ def test_ranges_are_even_in_cost_and_may_be_empty():
 def test_rows_chosen_over_all_processes_are_found_in_each():
     chosen = torch.tensor([0, 3, 4, 8, 9])
     parts = [Rows((0, 4, 4, 10), rank) for rank in range(3)]
-    assert [part.own(chosen).tolist() for part in parts] == [[0, 3], [], [0, 4, 5]]
+    assert [part.local(chosen).tolist() for part in parts] == [[0, 3], [], [0, 4, 5]]
     assert [part.take(chosen).counts for part in parts] == [[2, 0, 3]] * 3
 
 

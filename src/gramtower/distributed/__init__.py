@@ -1,1 +1,1 @@
-"""Many processes, one fit: row shards and the few collectives. One process runs the same code without any of them."""
+"""One fit by many processes: row shards and the few collectives, which do nothing in a single process."""

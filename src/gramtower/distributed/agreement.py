@@ -1,7 +1,7 @@
 """What must be the same in every process, compared before anything is computed.
 
-:func:`agree` compares named facts and says in which process one differs. :class:`Digest` is a number that stands for
-rows spread over processes, the same however they are spread: a sum, modulo 2⁶⁴, of one hashed number for each entry.
+:func:`agree` compares named facts and says in which process one differs. :class:`Digest` is a fingerprint of rows
+spread over processes, the same however they are spread: a sum, modulo 2⁶⁴, of one hashed number for each entry.
 Checked by tests/test_distributed.py and tests/test_failures.py.
 """
 
@@ -27,9 +27,9 @@ def agree(group: Group, facts: Mapping[str, Any]) -> None:
     Raises:
         ValueError: in every process, naming the fact, the process and both values.
     """
-    said = group.gather_json(dict(facts))
-    for name, value in said[0].items():
-        for rank, other in enumerate(said):
+    reports = group.gather_json(dict(facts))
+    for name, value in reports[0].items():
+        for rank, other in enumerate(reports):
             if other.get(name) != value:
                 check.fail(name, f"{other.get(name)!r} in process {rank} of {group.size}", f"{value!r} as in process 0")
 

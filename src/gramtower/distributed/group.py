@@ -1,7 +1,7 @@
-"""The processes of a run and what they do together: sums, gathered rows, scattered sums of rows.
+"""The processes of a run and their collectives: all-reduce, all-gather, reduce-scatter, broadcast.
 
-:class:`Group` is one process: every sum is already whole, and nothing is copied. :class:`ProcessGroup` is the same
-interface over torch.distributed (gloo on CPUs, NCCL on GPUs). No other module of the engine calls torch.distributed.
+:class:`Group` is a single process: every sum is already complete, and nothing is copied. :class:`ProcessGroup` is the
+same over torch.distributed (gloo on CPUs, NCCL on GPUs). No other module of the engine uses torch.distributed.
 
 ``bytes`` counts what this process sends or receives, by kind of operation (docs/scale.md has the formulas):
 
@@ -30,7 +30,7 @@ from gramtower.distributed.watch import PeerError, Watch
 
 
 class Pending:
-    """Something under way; ``wait()`` ends it and gives the result."""
+    """An asynchronous operation; ``wait()`` completes it and returns the result."""
 
     def __init__(self, finish: Callable[[], Tensor]) -> None:
         self._finish = finish
@@ -57,7 +57,7 @@ class Group:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around work of each process by itself: an error in one of them is raised in all."""
+        """Around work without collectives: an error in one process is raised in all."""
         error: Exception | None = None
         try:
             yield
@@ -65,19 +65,19 @@ class Group:
             if self.size == 1:
                 raise
             error = caught
-        said = self.gather_json(None if error is None else [isinstance(error, ValueError), str(error)])
+        reports = self.gather_json(None if error is None else [isinstance(error, ValueError), str(error)])
         if error is not None:
             raise error
-        for rank, text in enumerate(said):
+        for rank, text in enumerate(reports):
             if text is not None:
                 raise (ValueError if text[0] else RuntimeError)(f"process {rank} of {self.size}: {text[1]}")
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor over the processes, in place."""
+        """All-reduce: the sum of a tensor over the processes, in place."""
         return tensor
 
     def sum_all(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Sums of several tensors of one dtype, in one message."""
+        """All-reduce of several tensors of one dtype, in one message."""
         return tensors
 
     def totals(self, *numbers: float) -> tuple[float, ...]:
@@ -85,23 +85,23 @@ class Group:
         return numbers
 
     def from_first(self, value: Any) -> Any:
-        """The first process's value of something that JSON can hold."""
+        """Broadcast the first process's value, which JSON can hold."""
         return value
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Every process's value of something that JSON can hold, by rank."""
+        """All-gather values that JSON can hold, by rank."""
         return [value]
 
     def copy_from_first_(self, tensor: Tensor) -> Tensor:
-        """The first process's tensor, in place."""
+        """Broadcast the first process's tensor, in place."""
         return tensor
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Pending:
-        """All processes' rows one after the other; ``counts`` says how many each has."""
+        """All-gather: all processes' rows by rank; ``counts`` are the numbers of rows of each."""
         return Pending(lambda: rows)
 
-    def scatter_rows(self, rows: Tensor, counts: Sequence[int]) -> Pending:
-        """The sum over the processes of this process's part of ``rows``, which hold everyone's parts in order."""
+    def reduce_scatter_rows(self, rows: Tensor, counts: Sequence[int]) -> Pending:
+        """Reduce-scatter: sum ``rows`` over processes, keep this rank's slice; ``counts`` are the rows of each."""
         return Pending(lambda: rows)
 
     def barrier(self) -> None:
@@ -137,13 +137,13 @@ class ProcessGroup(Group):
     def sum_(self, tensor: Tensor) -> Tensor:
         """See Group."""
         self.bytes["reduce"] += 2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size
-        there = tensor.to(self.device)
-        self._call("sum", lambda: self._dist.all_reduce(there))
-        return tensor if there is tensor else tensor.copy_(there)
+        buffer = tensor.to(self.device)
+        self._call("sum", lambda: self._dist.all_reduce(buffer))
+        return tensor if buffer is tensor else tensor.copy_(buffer)
 
     def sum_all(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """See Group."""
-        if not tensors:  # towers of tables alone have nothing that all processes hold alike
+        if not tensors:  # towers of tables alone have no replicated tensors
             return ()
         flat = self.sum_(torch.cat([tensor.reshape(-1) for tensor in tensors]))
         parts = torch.split(flat, [tensor.numel() for tensor in tensors])
@@ -151,11 +151,11 @@ class ProcessGroup(Group):
 
     def totals(self, *numbers: float) -> tuple[float, ...]:
         """See Group."""
-        own = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        every = own.new_empty(self.size * len(numbers))
-        self.bytes["scalars"] += (self.size - 1) * own.numel() * 8
-        self._call("totals", lambda: self._gather(every, own))
-        rows = every.view(self.size, len(numbers)).tolist()
+        local = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        gathered = local.new_empty(self.size * len(numbers))
+        self.bytes["scalars"] += (self.size - 1) * local.numel() * 8
+        self._call("totals", lambda: self._gather(gathered, local))
+        rows = gathered.view(self.size, len(numbers)).tolist()
         return tuple(sum(column) for column in zip(*rows, strict=True))
 
     def from_first(self, value: Any) -> Any:
@@ -166,18 +166,18 @@ class ProcessGroup(Group):
         """See Group; as text, so that nothing is unpickled."""
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
         lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
-        own = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
-        self._call("gather_json", lambda: self._gather(lengths, own))
+        local = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
+        self._call("gather_json", lambda: self._gather(lengths, local))
         counts = lengths.tolist()
-        every = self.gather_rows(text[:, None], counts).wait()[:, 0].cpu().numpy().tobytes()
+        gathered = self.gather_rows(text[:, None], counts).wait()[:, 0].cpu().numpy().tobytes()
         ends = [sum(counts[: rank + 1]) for rank in range(self.size)]
-        return [json.loads(every[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+        return [json.loads(gathered[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
     def copy_from_first_(self, tensor: Tensor) -> Tensor:
         """See Group."""
-        there = tensor.to(self.device)
-        self._call("copy_from_first", lambda: self._dist.broadcast(there, 0))
-        return tensor if there is tensor else tensor.copy_(there)
+        buffer = tensor.to(self.device)
+        self._call("copy_from_first", lambda: self._dist.broadcast(buffer, 0))
+        return tensor if buffer is tensor else tensor.copy_(buffer)
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Pending:
         """See Group. Shards of unequal length travel padded to the longest."""
@@ -191,34 +191,36 @@ class ProcessGroup(Group):
         padded = rows.contiguous() if len(rows) == longest else rows.new_zeros(longest, *tail)
         if len(rows) < longest:
             padded[: len(rows)] = rows
-        every = rows.new_empty(self.size * longest, *tail) if out is None or not even else out
+        gathered = rows.new_empty(self.size * longest, *tail) if out is None or not even else out
         self.bytes["gather"] += (self.size - 1) * padded.numel() * padded.element_size()
-        work = self._call("gather_rows", lambda: self._gather(every, padded, async_op=True))
+        work = self._call("gather_rows", lambda: self._gather(gathered, padded, async_op=True))
 
         def finish() -> Tensor:
             self._call("gather_rows", work.wait)
             if even:
-                return every
-            parts = [part[:count] for part, count in zip(torch.split(every, longest), counts, strict=True)]
+                return gathered
+            parts = [part[:count] for part, count in zip(torch.split(gathered, longest), counts, strict=True)]
             return torch.cat(parts) if out is None else torch.cat(parts, out=out)
 
         return Pending(finish)
 
-    def scatter_rows(self, rows: Tensor, counts: Sequence[int]) -> Pending:
+    def reduce_scatter_rows(self, rows: Tensor, counts: Sequence[int]) -> Pending:
         """See Group. The parts are added here in the order of ranks: the same sum whatever the backend."""
         if rows.device.type != self.device.type:
-            elsewhere = self.scatter_rows(rows.to(self.device), counts)
+            elsewhere = self.reduce_scatter_rows(rows.to(self.device), counts)
             return Pending(lambda: elsewhere.wait().to(rows.device))
-        own, tail = counts[self.rank], rows.shape[1:]
-        received = rows.new_empty(self.size * own, *tail)
+        local, tail = counts[self.rank], rows.shape[1:]
+        received = rows.new_empty(self.size * local, *tail)
         rows = rows.contiguous()
-        self.bytes["scatter"] += (len(rows) - own) * rows[:1].numel() * rows.element_size()
-        splits = ([own] * self.size, list(counts))
-        work = self._call("scatter_rows", lambda: self._dist.all_to_all_single(received, rows, *splits, async_op=True))
+        self.bytes["scatter"] += (len(rows) - local) * rows[:1].numel() * rows.element_size()
+        splits = ([local] * self.size, list(counts))
+        work = self._call(
+            "reduce_scatter_rows", lambda: self._dist.all_to_all_single(received, rows, *splits, async_op=True)
+        )
 
         def finish() -> Tensor:
-            self._call("scatter_rows", work.wait)
-            return received.view(self.size, own, *tail).sum(0)
+            self._call("reduce_scatter_rows", work.wait)
+            return received.view(self.size, local, *tail).sum(0)
 
         return Pending(finish)
 

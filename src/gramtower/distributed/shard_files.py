@@ -1,8 +1,8 @@
 """Tensors of a run on disk: one file from one process, one from each of several, with an index. Nothing is pickled.
 
-The main file holds JSON, what all processes hold alike, and the first process's rows of tables; every other process
+The main file holds JSON, the replicated tensors, and the first process's rows of tables; every other process
 writes its rows beside it. The main file names the others and says which rows are where, so that any number of processes
-can read what any number wrote, each reading its own rows alone. The main file is renamed into place after all others
+can read what any number wrote, each reading its local rows alone. The main file is renamed into place after all others
 are written: whoever is killed at any moment leaves the old set or the new one. Each file has checksums (_tensors.py).
 
 Used for checkpoints (training/checkpoint.py) and models (estimator/model_file.py). Checked by tests/test_checkpoint.py
@@ -71,17 +71,17 @@ def write(
         shards: who holds which rows.
     """
     group = shards.group
-    own = {name: tensor for name, tensor in tensors.items() if group.rank == 0 or name in rows}
+    local = {name: tensor for name, tensor in tensors.items() if group.rank == 0 or name in rows}
     token = group.from_first(secrets.token_hex(4)) if group.size > 1 else ""
     names = [path.name, *(f"{path.name}.{token}.{rank}-of-{group.size}" for rank in range(1, group.size))]
     with group.together():
         path.parent.mkdir(parents=True, exist_ok=True)
         if group.rank > 0:
-            _tensors.write(path.with_name(names[group.rank]), *kind, {"file": names[group.rank]}, own)
+            _tensors.write(path.with_name(names[group.rank]), *kind, {"file": names[group.rank]}, local)
     with group.together():
         if group.rank == 0:
             index = Index(rows, list(shards.left.bounds), list(shards.right.bounds), names)
-            _tensors.write(path, *kind, {"content": header, "index": asdict(index)}, own)
+            _tensors.write(path, *kind, {"content": header, "index": asdict(index)}, local)
             for other in others(path):
                 if other.name not in names:
                     other.unlink(missing_ok=True)
@@ -123,16 +123,16 @@ class Reader:
         """Whether several processes wrote rows of a tensor."""
         return name in self._index.rows
 
-    def read(self, name: str, own: Rows | None = None) -> Tensor:
-        """A tensor, whole or the rows ``own`` of it."""
+    def read(self, name: str, rows: Rows | None = None) -> Tensor:
+        """A tensor, or ``rows`` of it."""
         files = range(len(self._index.files))
         if not self.spread(name):
-            found = self._file(0).read(name, *(() if own is None else (own.first, own.stop)))
+            found = self._file(0).read(name, *(() if rows is None else (rows.first, rows.stop)))
         elif self._index.rows[name] == "left ragged":
             found = torch.cat([self._file(number).read(name) for number in files])
         else:
             bounds = self._bounds[self._index.rows[name]]
-            first, stop = (0, bounds[-1]) if own is None else (own.first, own.stop)
+            first, stop = (0, bounds[-1]) if rows is None else (rows.first, rows.stop)
             parts = [self._file(0).read(name, 0, 0)]
             for file, (a, b) in enumerate(itertools.pairwise(bounds)):
                 low, high = max(a, first), min(b, stop)
@@ -143,7 +143,7 @@ class Reader:
 
     @contextmanager
     def reading(self) -> Iterator[Callable[[str], Tensor]]:
-        """All tensors, read whole by a few threads, small ones first, while the block goes on.
+        """All tensors, read in full by a few threads, small ones first, while the block goes on.
 
         Gives a function that waits for one of them; the end of the block waits for all. Checksums cost little time
         this way, as numpy and zlib let other threads run.
@@ -176,12 +176,12 @@ class Reader:
                 raise Damaged(f"{self._path}: got rows {side!r} of {name!r}, expected rows of a tensor of the file")
 
     def _check_rows(self, file: TensorFile, number: int, name: str) -> None:
-        shape, whole, side = file.shapes.get(name, ()), self.shapes[name], self._index.rows[name]
+        shape, full, side = file.shapes.get(name, ()), self.shapes[name], self._index.rows[name]
         bounds = self._bounds["left" if side == "left ragged" else side]
         count = None if side == "left ragged" else bounds[number + 1] - bounds[number]
-        same = len(shape) == len(whole) and shape[1:] == whole[1:] and file.dtypes[name] == self.dtypes[name]
+        same = len(shape) == len(full) and shape[1:] == full[1:] and file.dtypes[name] == self.dtypes[name]
         if not same or count not in (None, shape[0]):
-            raise Damaged(f"{self._path}: got {name} of shape {shape} in file {number}, expected {(count, *whole[1:])}")
+            raise Damaged(f"{self._path}: got {name} of shape {shape} in file {number}, expected {(count, *full[1:])}")
 
     def _file(self, number: int) -> TensorFile:
         if number not in self._files:

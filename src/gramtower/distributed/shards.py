@@ -1,7 +1,7 @@
 """Which process holds which rows: contiguous ranges of the left and of the right entities.
 
-Process r holds its left entities with their features and all their pairs (own left rows × all right columns), and its
-right entities with their features. Rows of id tables live only with their owner. What the formulas need of other
+Process r holds its left entities with their features and all their pairs (local left rows × all right columns), and its
+right entities with their features. Rows of id tables are held by one process each. What the formulas need of other
 processes' right rows comes through ``gather`` and goes back through ``add_right_sum``; with one process both do
 nothing.
 
@@ -56,8 +56,8 @@ class Rows:
         """Rows of each process."""
         return [b - a for a, b in itertools.pairwise(self.bounds)]
 
-    def own(self, rows: Tensor) -> Tensor:
-        """Of row numbers over all processes, increasing, those held here, counted from the first row here."""
+    def local(self, rows: Tensor) -> Tensor:
+        """Of global row numbers, increasing, those held here, as local ones."""
         return rows if len(self.bounds) == 2 else rows[(rows >= self.first) & (rows < self.stop)] - self.first
 
     def local(self, name: str, rows: Any) -> Any:
@@ -72,7 +72,7 @@ class Rows:
         return rows[self.first : self.stop]
 
     def take(self, rows: Tensor) -> Rows:
-        """The ranges that some rows (increasing) fall into, numbered anew."""
+        """The ranges of a subset of global rows (increasing), renumbered from 0."""
         cuts = torch.searchsorted(rows, torch.tensor(self.bounds, device=rows.device))
         return Rows(tuple(cuts.tolist()), self.rank)
 
@@ -91,21 +91,21 @@ class Shards:
         return self.group.size == 1
 
     def gather(self, rows: Tensor, out: Tensor | None = None) -> Pending:
-        """All right rows from each process's own."""
+        """All-gather the right rows."""
         return self.group.gather_rows(rows, self.right.counts, out)
 
     def add_right_sum(self, out: Tensor, add: Callable[[Tensor], None]) -> Pending:
-        """Add to the own right rows ``out`` what all processes' ``add`` adds to a matrix of all right rows."""
+        """Call ``add`` on zeros (n, …) in every process, reduce-scatter them, and add the local rows to ``out``."""
         if self.single:
             add(out)
             return Pending(lambda: out)
         partial = out.new_zeros(self.right.total, *out.shape[1:])
         add(partial)
-        pending = self.group.scatter_rows(partial, self.right.counts)
+        pending = self.group.reduce_scatter_rows(partial, self.right.counts)
         return Pending(lambda: out.add_(pending.wait()))
 
 
-def whole(shape: tuple[int, int]) -> Shards:
+def unsharded(shape: tuple[int, int]) -> Shards:
     """All rows in one process."""
     return Shards(SINGLE, Rows((0, shape[0])), Rows((0, shape[1])))
 

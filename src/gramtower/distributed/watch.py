@@ -1,7 +1,7 @@
-"""Who is missing: each process says at which operation it stands, so that a failed wait can name the culprit.
+"""Heartbeats: each process reports which collective it is in, so that a failed wait can name the missing process.
 
 A thread writes a line to the store of torch.distributed every few seconds: how many operations were begun, and a count
-of its own, which shows that the process lives. When an operation fails or times out, the lines are read twice: a
+of its own, which shows that the process is alive. When an operation fails or times out, the lines are read twice: a
 process whose count stands still is gone, one that began fewer operations is hung. NCCL ends a process by itself on a
 time-out; there the thread prints who is missing while the process waits.
 
@@ -62,20 +62,20 @@ class Watch:
         first = [self._read(rank) for rank in range(self.size)]
         self._stop.wait(1.6 * _BEAT)
         second = [self._read(rank) for rank in range(self.size)]
-        said = []
+        reports = []
         for rank, (before, now) in enumerate(zip(first, second, strict=True)):
             if rank == self.rank:
                 continue
             if now is None:
-                said.append(f"process {rank} of {self.size} never began")
+                reports.append(f"process {rank} of {self.size} never began")
             elif before is not None and before["beats"] == now["beats"]:
-                said.append(f"process {rank} of {self.size} ({_where(now)}) is gone: it gives no sign of life")
+                reports.append(f"process {rank} of {self.size} ({_where(now)}) is gone: it gives no sign of life")
             elif now["begun"] < self.begun:
-                said.append(
+                reports.append(
                     f"process {rank} of {self.size} ({_where(now)}) is hung: it lives but has begun {now['begun']} "
                     f"operations, the last of them {now['operation']}, where this process has begun {self.begun}"
                 )
-        return "; ".join(said)
+        return "; ".join(reports)
 
     def explain(self, error: BaseException) -> PeerError:
         """An error that names the missing processes."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower.runtime.compiled import compiled
-from gramtower.runtime.threads import share_out
+from gramtower.runtime.threads import parallel_for
 
 _TOGETHER = 64  # scores compared before a branch
 
@@ -32,7 +32,7 @@ def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         part = slice(first, last)
         take_in(given[part], 0, columns[part], values[part], none[part], none[part], nothing, nothing)
 
-    share_out(work, _tasks(rows))
+    parallel_for(work, _tasks(rows))
     return torch.from_numpy(columns), torch.from_numpy(values)
 
 
@@ -44,7 +44,7 @@ def empty_lists(rows: int, k: int) -> tuple[NDArray[np.int64], NDArray[np.float3
 def above(scores: Tensor, offsets: NDArray[Any], columns: NDArray[Any]) -> NDArray[np.float64]:
     """See ranks.above; columns[offsets[i]:offsets[i + 1]] are relevant to row i."""
     counts, given = np.empty(len(columns)), scores.numpy()
-    share_out(lambda first, last: _above(first, last, given, offsets, columns, counts), _tasks(len(scores)))
+    parallel_for(lambda first, last: _above(first, last, given, offsets, columns, counts), _tasks(len(scores)))
     return counts
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from numba import config, njit
 
 _UNUSABLE = (OSError, EOFError, ValueError, pickle.UnpicklingError)  # of a cache: unwritable, or its files damaged
-_told = False
+_warned = False
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -34,7 +34,7 @@ def _with_cache(made: Any) -> Any:
     try:
         made.enable_caching()
     except (RuntimeError, OSError):  # no place that can be written
-        _tell("no folder for compiled code can be written")
+        _warn_once("no folder for compiled code can be written")
         return made
     cache = made._cache
     for name in ("load_overload", "save_overload"):
@@ -45,20 +45,22 @@ def _with_cache(made: Any) -> Any:
 def _tolerant(step: Callable[..., Any], folder: str) -> Callable[..., Any]:
     """A step of the cache that does nothing where its files cannot be used."""
 
-    def tried(*arguments: Any) -> Any:
+    def guarded(*arguments: Any) -> Any:
         try:
             return step(*arguments)
         except _UNUSABLE as error:
-            _tell(f"compiled code cannot be kept in {folder} ({getattr(error, 'strerror', None) or 'a damaged file'})")
+            _warn_once(
+                f"compiled code cannot be kept in {folder} ({getattr(error, 'strerror', None) or 'a damaged file'})"
+            )
             return None
 
-    return tried
+    return guarded
 
 
-def _tell(reason: str) -> None:
-    """Warn, once in a process."""
-    global _told
-    if not _told:
-        _told = True
+def _warn_once(reason: str) -> None:
+    """Warn, once per process."""
+    global _warned
+    if not _warned:
+        _warned = True
         text = f"{reason}: every process compiles anew, which takes seconds; set NUMBA_CACHE_DIR to a writable folder"
         warnings.warn(text, RuntimeWarning, stacklevel=2)

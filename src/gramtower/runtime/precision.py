@@ -3,8 +3,8 @@
     "float32"   as IEEE float32
     "tf32"      inputs rounded to 10 bits of mantissa, sums in float32: several times faster on tensor cores
 
-torch keeps this setting for the whole process; it is set for the time of a computation and put back. CPUs and float64
-are not affected. Checked by tests/test_precision.py.
+In torch this is a process-wide setting; it is set during a computation and restored after it. CPUs and float64 are not
+affected. Checked by tests/test_precision.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PAIR_PRECISIONS = ("float32", "bfloat16")
 
 @contextmanager
 def products_in(precision: str) -> Iterator[None]:
-    """Matrix products inside the block are made in that precision."""
+    """Matrix products inside the block use that precision."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_tf32
     matmul.allow_tf32 = precision == "tf32"

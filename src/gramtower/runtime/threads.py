@@ -20,8 +20,8 @@ from functools import lru_cache
 import torch
 
 
-def share_out(work: Callable[[int, int], None], bounds: list[int]) -> None:
-    """Call ``work(bounds[t], bounds[t + 1])`` for each t, each by whichever thread is free; work releases the GIL."""
+def parallel_for(work: Callable[[int, int], None], bounds: list[int]) -> None:
+    """Call ``work(bounds[t], bounds[t + 1])`` for each t, on the next free thread; work releases the GIL."""
     tasks, numbers, threads = len(bounds) - 1, itertools.count(), torch.get_num_threads()
 
     def run() -> None:

@@ -101,7 +101,7 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
             part = slice(run * _RUN, (run + 1) * _RUN)
             sums[run] = _dot(x[part], y[part])
 
-    threads.share_out(add, list(range(runs + 1)))
+    threads.parallel_for(add, list(range(runs + 1)))
     return torch.tensor(sums.sum())
 
 
@@ -120,7 +120,7 @@ def _run_tasks(kernel: Callable[..., None], s: Segments, *arguments: Any) -> Non
     tasks = max(1, min(pieces, max(entries // _TASK, min(4 * torch.get_num_threads(), entries // 1024))))
     bounds = np.searchsorted(s.starts, np.linspace(0, entries, tasks + 1)).tolist()
     bounds[-1] = pieces
-    threads.share_out(lambda first, last: kernel(first, last, *arguments), bounds)
+    threads.parallel_for(lambda first, last: kernel(first, last, *arguments), bounds)
 
 
 def _tile(s: Segments, gathered: Tensor, matrices: int) -> int:

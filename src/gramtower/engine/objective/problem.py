@@ -23,7 +23,7 @@ from gramtower import _checks as check
 from gramtower.data.features import Features, as_features
 from gramtower.data.interactions import Interactions
 from gramtower.data.pairs import Pairs, from_sparse
-from gramtower.distributed.shards import Shards, whole
+from gramtower.distributed.shards import Shards, unsharded
 from gramtower.engine.kernels import BACKENDS, select
 from gramtower.engine.kernels.losses import Loss, as_loss
 from gramtower.engine.objective.blocks import LeftRows, PairBlocks
@@ -100,7 +100,7 @@ class Problem:
             pair_weights = pairs.weights if pair_weights is None else pair_weights
             pairs = pairs.matrix
         self.pairs, self._labels = from_sparse("pairs", pairs, least_rows=int(shards is None))
-        self.shards = whole(self.pairs.shape) if shards is None else shards
+        self.shards = unsharded(self.pairs.shape) if shards is None else shards
         m, n = self.shards.left.count, self.shards.right.count
         if self.pairs.shape != (m, self.shards.right.total):
             check.fail("pairs", f"shape {self.pairs.shape}", f"shape {(m, self.shards.right.total)}, as shards says")
@@ -319,7 +319,7 @@ class Problem:
         squares = group.totals(self.left.square_sum, self.right.square_sum)
         for features, side, square in zip((self.left, self.right), rows, squares, strict=True):
             features.place(side.first, side.total, square)
-        counts = group.scatter_rows(self.pairs.column_counts, self.shards.right.counts).wait()
+        counts = group.reduce_scatter_rows(self.pairs.column_counts, self.shards.right.counts).wait()
         return sum(before), sum(before[: group.rank]), counts
 
     def _penalties(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:

@@ -57,7 +57,7 @@ def block_gradient(
     left_share, right_share = len(rows) / m, len(columns) / n
     s = problem.shards
     shards = replace(s, left=s.left.take(rows), right=s.right.take(columns))
-    rows, own_columns = s.left.own(rows), s.right.own(columns)
+    rows, own_columns = s.left.local(rows), s.right.local(columns)
     pairs, entries = problem.resident_pairs(towers).pairs.take_block(rows, columns)
     scale = 1 / (left_share * right_share)
     # Penalties are sums over one side: divided here by what the common scale multiplies too much.
@@ -102,7 +102,7 @@ def _subset(
         columns = torch.searchsorted(touched, right)[pairs.columns.long()].to(torch.int32)
         pairs = Pairs((len(left), len(touched)), pairs.offsets, columns)
         shards = replace(shards, right=shards.right.take(touched))
-        right = problem.shards.right.own(touched)
+        right = problem.shards.right.local(touched)
         counts = every[right + problem.shards.right.first]
     drawn = (
         pairs.row_counts.to(towers.dtype) / whole.row_counts[left],
