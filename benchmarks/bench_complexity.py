@@ -100,8 +100,8 @@ class Case:
         slope = torch.where(observed, s.loss.first(s.labels[place], scores), s.omega * (scores - s.pair_imputed))
         slope *= self.size.m * self.size.n / len(rows)
         out = self.theta * s.l2
-        left.vjp(slope[:, None] * Q, towers.own("left", out))
-        right.vjp(slope[:, None] * P, towers.own("right", out))
+        left.vjp(slope[:, None] * Q, towers.local_tensors("left", out))
+        right.vjp(slope[:, None] * P, towers.local_tensors("right", out))
         return out
 
     def step(self, method: str) -> tuple[Callable[[], object], float]:
@@ -130,8 +130,8 @@ class Case:
         kernels, pairs = point.evaluation.kernels, self.problem.resident_pairs(self.towers).pairs
 
         def backward() -> None:
-            point.left.vjp(P, towers.own("left", out))
-            point.right.vjp(Q, towers.own("right", out))
+            point.left.vjp(P, towers.local_tensors("left", out))
+            point.right.vjp(Q, towers.local_tensors("right", out))
 
         def pair_work() -> None:
             kernels.dots(pairs, P, Q)

@@ -130,11 +130,11 @@ def test_loss_and_sum_in_one_pass_agree_with_two(loss, k, weighted, monkeypatch)
     imputed, a, w = (torch.rand(len(pairs), dtype=torch.float64, device=DEVICE) if weighted else None for _ in range(3))
     constants = torch.tensor([0.3, -0.7], dtype=torch.float64, device=DEVICE)
     terms = LossTerms(LOSSES[loss], labels, 0.3, -0.7 if imputed is None else imputed, a, w, constants)
-    for moved in (None, (W, H)):
+    for tangents in (None, (W, H)):
         wanted, mine = out.clone(), out.clone()
-        x, passes = reference.loss_left(pairs, P, Q, terms, wanted, moved)
+        x, passes = reference.loss_left(pairs, P, Q, terms, wanted, tangents)
         assert passes == 2
-        y, passes = gpu.loss_left(pairs, P, Q, terms, mine, moved)
+        y, passes = gpu.loss_left(pairs, P, Q, terms, mine, tangents)
         assert passes == 1
         torch.testing.assert_close(y, x, rtol=1e-11, atol=1e-11)
         torch.testing.assert_close(mine, wanted, rtol=1e-11, atol=1e-11)
@@ -147,10 +147,10 @@ def test_what_cannot_be_done_in_one_pass_is_done_in_two(monkeypatch):
     terms = [LossTerms(loss, labels, 0.3, -0.7, None, None, constants) for loss in (LOSSES["logistic"], COSH)]
     half = [t.bfloat16() for t in (Q, H)]
     cases = [(terms[1], None, None), (terms[1], (W, H), None), (terms[0], (W, half[1]), half[0])]
-    for which, moved, gathered in cases:
+    for which, tangents, gathered in cases:
         wanted, mine = out.clone(), out.clone()
-        x, _ = reference.loss_left(pairs, P, Q, which, wanted, moved, gathered)
-        y, passes = gpu.loss_left(pairs, P, Q, which, mine, moved, gathered)
+        x, _ = reference.loss_left(pairs, P, Q, which, wanted, tangents, gathered)
+        y, passes = gpu.loss_left(pairs, P, Q, which, mine, tangents, gathered)
         assert passes == 2
         torch.testing.assert_close(y, x, rtol=2e-2 if gathered is not None else 1e-5, atol=1e-4)
         torch.testing.assert_close(mine, wanted, rtol=2e-2 if gathered is not None else 1e-5, atol=1e-3)

@@ -64,7 +64,7 @@ class Features:
         kind: ``"ids"`` (row numbers), ``"dense"`` or ``"sparse"``.
         rows: number of entities.
         width: number of features; for ids, the number of entities.
-        whole: the features of all entities of the side, when these are some of them; otherwise None.
+        parent: the features that these rows were taken from, or None.
         first: over several processes, the number of this process's first entity.
         total: over several processes, the number of entities of all.
     """
@@ -75,10 +75,10 @@ class Features:
         rows: int,
         width: int,
         data: Tensor | SparseBlock | None,
-        whole: Features | None = None,
+        parent: Features | None = None,
         ids: Tensor | None = None,
     ) -> None:
-        self.kind, self.rows, self.width, self._data, self.whole, self._ids = kind, rows, width, data, whole, ids
+        self.kind, self.rows, self.width, self._data, self.parent, self._ids = kind, rows, width, data, parent, ids
         self.first, self.total = 0, rows
         self._casts: dict[tuple[torch.dtype, torch.device], Tensor | SparseBlock] = {}
         self._blocks: dict[tuple[torch.dtype, torch.device, int, int], SparseBlock] = {}

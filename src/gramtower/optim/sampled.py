@@ -88,7 +88,7 @@ class Subsets(Source):
         """The generator's state and the running Gramians."""
         state = super().state()
         if self.running is not None:
-            (P, Q), (hP, hQ) = self.running.own, self.running.cross
+            (P, Q), (hP, hQ) = self.running.plain, self.running.cross
             state |= {"P": P, "Q": Q, "hP": hP, "hQ": hQ}
         return state
 

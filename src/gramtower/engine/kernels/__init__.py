@@ -13,7 +13,7 @@ Every implementation ("backend") is a module with all of these, same names, same
     column_lines(x)                         fewer rows with the same column sums
     activate(x, bias, φ)                    φ(x + bias)
     slope_product(g, bias, y, φ, out, …)    (g + bias) ∘ φ′                    φ′ from the activation's output y
-    export_order(pairs), import_order(…)    the traversal order of pairs that are kept in host memory meanwhile
+    export_order(pairs), import_order(…)    the traversal order of pairs that are kept in host memory
 
 ``reference`` (plain torch) is their definition and works on every device; ``numba`` is for the CPU, ``triton`` for
 NVIDIA GPUs. The agreement of all of them is tests/test_kernels.py and tests/test_gpu_kernels.py. Each costs O(|O| k),
@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 from torch import Tensor
 
-import gramtower.runtime.threads  # noqa: F401  # from the start: it sees to processes that are forked
+import gramtower.runtime.threads  # noqa: F401  # registers its fork handler
 from gramtower import _checks as check
 from gramtower.data.pairs import Pairs
 from gramtower.engine.kernels.activations import Activation
@@ -85,7 +85,7 @@ class Kernels(Protocol):
         Q: Tensor,
         terms: LossTerms,
         out: Tensor,
-        moved: tuple[Tensor, Tensor] | None = None,
+        tangents: tuple[Tensor, Tensor] | None = None,
         gathered: Tensor | None = None,
     ) -> tuple[Tensor, int]:
         """x_e = ∂ℓ⁺/∂ŷ, or ∂²ℓ⁺/∂ŷ² (w_i·q_j + p_i·h_j), returned with its number of passes over O; out += X Q."""

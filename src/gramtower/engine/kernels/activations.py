@@ -1,6 +1,6 @@
-"""The elementwise activations φ that have steps of their own: one table for users, modules and GPU programs.
+"""The elementwise activations φ that have analytic steps: one table for users, modules and GPU programs.
 
-A line of ``TABLE`` is all there is to an activation. Where φ′ is a function of the output y = φ(z), nothing has to be
+A line of ``TABLE`` defines an activation. Where φ′ is a function of the output y = φ(z), nothing has to be
 kept for it besides what the next layer keeps anyway (on backends with SLOPES_FROM_OUTPUTS); otherwise φ′ comes by
 autodiff and is stored. Checked by tests/test_towers.py and tests/test_gpu_kernels.py.
 """

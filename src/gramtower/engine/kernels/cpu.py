@@ -3,7 +3,7 @@
 Rows come cut into pieces of bounded length (data.pairs.Segments), so that several threads share a popular item: the
 first piece of a row adds to the result, later ones to a line of ``carry`` that is added afterwards, in order. A task
 is a run of pieces. Within a task the columns are visited tile by tile, a tile being as many gathered rows as stay in a
-core's second-level cache; pairs are taken four at a time, so that a row's own vectors are read once for four products.
+core's second-level cache; pairs are taken four at a time, so that a row's vectors are read once for four products.
 
 Tasks run on plain threads, as many as ``torch.get_num_threads()``, without the GIL. Numba's own thread pools are left
 alone: their workers keep spinning after a call and would compete with torch's for the same cores.
@@ -34,7 +34,7 @@ SLOPES_FROM_OUTPUTS = False  # a stored slope is one multiplication, cheaper tha
 GATHERS_BFLOAT16 = False
 _TILE_BYTES = 1 << 19  # half of a usual second-level cache
 _TASK = 1 << 15  # pairs in a task, or fewer when there would be too few tasks
-_RUN = 1 << 20  # elements of a dot product added up by themselves
+_RUN = 1 << 20  # elements of a dot product summed in one run
 _FLAGS = {"reassoc", "contract", "nsz", "arcp"}  # sums may be reordered; NaN and infinity keep their meaning
 
 
@@ -59,7 +59,7 @@ def right_sum(pairs: Pairs, x: Tensor, A: Tensor, out: Tensor) -> None:
 
 
 def curvature_left(pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: Tensor, out: Tensor) -> Tensor:
-    """See reference.curvature_left; one pass does both halves."""
+    """See reference.curvature_left; fused, in one pass."""
     z = torch.empty_like(c)
     s, result = pairs.segments, _out(out)
     carry = np.zeros((s.continued, Q.shape[1]), dtype=result.dtype)
@@ -82,12 +82,12 @@ def loss_left(
     Q: Tensor,
     terms: LossTerms,
     out: Tensor,
-    moved: tuple[Tensor, Tensor] | None = None,
+    tangents: tuple[Tensor, Tensor] | None = None,
     gathered: Tensor | None = None,
 ) -> tuple[Tensor, int]:
     """See reference.loss_left."""
     observed = losses(pairs, P, Q, terms)
-    return loss_left_from_scores(observed, left_sum, curvature_left, pairs, P, Q, out, moved, gathered), 2
+    return loss_left_from_scores(observed, left_sum, curvature_left, pairs, P, Q, out, tangents, gathered), 2
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:

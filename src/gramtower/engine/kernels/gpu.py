@@ -26,8 +26,8 @@ SLOPES_FROM_OUTPUTS = True  # φ′ costs nothing in a pass that reads the outpu
 GATHERS_BFLOAT16 = True
 
 # Numbers gathered by a program at a time, as measured on an H200 with rows of 128.
-_TILE, _DOT_TILE, _TWO_TILES, _TWO_HALF_TILES = 2048, 1024, 512, 1024
-LONGEST = 2048  # the longest row that a program holds whole
+_TILE, _DOT_TILE, _TWO_TILES, _TWO_BFLOAT16_TILES = 2048, 1024, 512, 1024
+LONGEST = 2048  # the longest row that a program holds in full
 _COLUMNS = 128  # columns of a sum made by one program
 _RUN = 1 << 14  # elements of a dot product added up by one program
 
@@ -57,7 +57,7 @@ def right_sum(pairs: Pairs, x: Tensor, A: Tensor, out: Tensor) -> None:
 
 
 def curvature_left(pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: Tensor, out: Tensor) -> Tensor:
-    """See reference.curvature_left; one pass does both halves."""
+    """See reference.curvature_left; fused, in one pass."""
     k, order = P.shape[1], left_order(pairs)
     if k > LONGEST:
         z = dots(pairs, W, Q).add_(dots(pairs, P, H)).mul_(c)
@@ -68,7 +68,7 @@ def curvature_left(pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: 
         partial = out.new_empty(order.partial_lines, k)
         Q, H = _rows(Q), _rows(H)
         width = _power(k)
-        tile = _TWO_HALF_TILES if Q.dtype == torch.bfloat16 else _TWO_TILES
+        tile = _TWO_BFLOAT16_TILES if Q.dtype == torch.bfloat16 else _TWO_TILES
         p.curvature_program[(len(order),)](
             order.targets, order.starts, order.lines, order.gathered, c, P.contiguous(), W.contiguous(), Q, H,
             z, out, partial, k, Q.stride(0), H.stride(0),
@@ -109,7 +109,7 @@ def loss_left(
     Q: Tensor,
     terms: LossTerms,
     out: Tensor,
-    moved: tuple[Tensor, Tensor] | None = None,
+    tangents: tuple[Tensor, Tensor] | None = None,
     gathered: Tensor | None = None,
 ) -> tuple[Tensor, int]:
     """See reference.loss_left; in one pass, without scores, where a program knows the loss and all is of one dtype."""
@@ -117,17 +117,17 @@ def loss_left(
     one_dtype = P.dtype == Q.dtype and (gathered is None or gathered.dtype == Q.dtype)
     if terms.loss.program is None or k > LONGEST or not one_dtype:
         observed = losses(pairs, P, Q, terms)
-        return loss_left_from_scores(observed, left_sum, curvature_left, pairs, P, Q, out, moved, gathered), 2
+        return loss_left_from_scores(observed, left_sum, curvature_left, pairs, P, Q, out, tangents, gathered), 2
     x = torch.empty(len(pairs), dtype=P.dtype, device=P.device)
     if len(order):
         partial = out.new_empty(order.partial_lines, k)
         P, Q = P.contiguous(), _rows(Q)
-        W, H = (P, Q) if moved is None else (moved[0].contiguous(), _rows(moved[1]))
+        W, H = (P, Q) if tangents is None else (tangents[0].contiguous(), _rows(tangents[1]))
         width = _power(k)
         tensors, kinds = _terms(terms, x)
         p.loss_left_program[(len(order),)](
             order.targets, order.starts, order.lines, order.gathered, *tensors, P, W, Q, H, x, out, partial, k,
-            Q.stride(0), H.stride(0), **kinds, CURVED=moved is not None,
+            Q.stride(0), H.stride(0), **kinds, CURVED=tangents is not None,
             PAIRS=_pairs(width, _TWO_TILES), K=width, num_warps=_warps(width),
         )  # fmt: skip
         _gather_lines(order, partial, out)
@@ -135,7 +135,7 @@ def loss_left(
 
 
 def _terms(terms: LossTerms, absent: Tensor) -> tuple[tuple[Tensor | int, ...], dict[str, int | None]]:
-    """A loss as arguments of a program: its tensors, ``absent`` in the place of those it has not, and its kinds."""
+    """A loss as arguments of a program: its tensors, ``absent`` for those it lacks, and its compile-time flags."""
     tensors = (
         terms.labels, terms.labels.stride(0), terms.constants,
         terms.imputed if isinstance(terms.imputed, Tensor) else absent,
@@ -203,7 +203,7 @@ def _column_lines(x: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tenso
     x, (rows, columns) = x.contiguous(), x.shape
     width, step = _columns(columns, 256), max(1, 2048 // _columns(columns, 256))
     height = step * _repeats(rows, step)
-    if step * 8 < rows <= 1024:  # a narrow program for all rows, in the place of a second launch
+    if step * 8 < rows <= 1024:  # one narrow program for all rows instead of a second launch
         width, step = _columns(columns, 32), 64
         height = _power(rows)
     lines = torch.empty(_ceil(rows, height), columns, dtype=dtype, device=x.device)
@@ -216,7 +216,7 @@ def _column_lines(x: Tensor, weight: Tensor | None, dtype: torch.dtype) -> Tenso
 
 
 def _repeats(rows: int, step: int, most: int = 8) -> int:
-    """How many times a program goes on by ``step`` rows, such that several hundred programs share the rows."""
+    """How many steps of ``step`` rows a program makes, so that several hundred programs share the rows."""
     return int(min(most, max(1, 1 << (rows // (512 * step)).bit_length() >> 1))) if rows > 64 * step else 8
 
 

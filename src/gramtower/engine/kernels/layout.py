@@ -84,8 +84,8 @@ def right_order(pairs: Pairs) -> Pieces:
             first, last = int(offsets[start]), int(offsets[stop])
             order = torch.argsort(pairs.columns[first:last], stable=True)
             entries[first:last] = order + first
-            own = torch.arange(start, stop, dtype=torch.int32, device=device)
-            rows[first:last] = torch.repeat_interleave(own, pairs.offsets[start : stop + 1].diff())[order]
+            block_rows = torch.arange(start, stop, dtype=torch.int32, device=device)
+            rows[first:last] = torch.repeat_interleave(block_rows, pairs.offsets[start : stop + 1].diff())[order]
             each = torch.bincount(pairs.columns[first:last], minlength=n).cpu().numpy()
             found = np.flatnonzero(each)
             targets.append(found)
@@ -95,7 +95,7 @@ def right_order(pairs: Pairs) -> Pieces:
 
 
 def remember(pairs: Pairs, left: Pieces, right: Pieces | None) -> None:
-    """Orders made elsewhere, for pairs that have just been put together."""
+    """Register orders computed earlier for a new copy of the same pairs."""
     _left[pairs] = left
     if right is not None:
         _right[pairs] = right

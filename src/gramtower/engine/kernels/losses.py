@@ -89,7 +89,7 @@ LOSSES = {
 
 
 def as_loss(loss: str | Loss) -> Loss:
-    """A loss by name, or the caller's own."""
+    """A loss by name, or a custom one."""
     if isinstance(loss, Loss):
         return loss
     if not isinstance(loss, str) or loss not in LOSSES:
@@ -207,13 +207,13 @@ def loss_left_from_scores(
     P: Tensor,
     Q: Tensor,
     out: Tensor,
-    moved: tuple[Tensor, Tensor] | None,
+    tangents: tuple[Tensor, Tensor] | None,
     gathered: Tensor | None,
 ) -> Tensor:
     """``loss_left`` of the kernels (see reference.py) by the passes that a backend has in any case."""
-    if moved is None:
+    if tangents is None:
         x = observed.slopes
         left_sum(pairs, x, Q, out)
         return x
-    W, H = moved
+    W, H = tangents
     return curvature_left(pairs, observed.curvatures, P, W, Q if gathered is None else gathered, H, out)

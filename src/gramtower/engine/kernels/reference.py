@@ -1,4 +1,4 @@
-"""The kernels in plain torch: their definition, and what runs on a device without kernels of its own.
+"""The kernels in plain torch: their definition, and the fallback on devices without other kernels.
 
 Works through the pairs in blocks so that gathered rows stay within a fixed buffer. O(|O| k) time. The other
 implementations are compared with this one, and this one with dense products, in tests/test_kernels.py.
@@ -19,7 +19,7 @@ from gramtower.engine.kernels.losses import LossTerms, Observed, Scored, loss_le
 SLOPES_FROM_OUTPUTS = False
 GATHERS_BFLOAT16 = False
 _BUFFER = 1 << 22  # gathered numbers held at a time
-_ROWS = 8192  # rows added up in their own precision
+_ROWS = 8192  # rows summed in their own dtype
 
 
 def _blocks(pairs: Pairs, k: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -68,15 +68,15 @@ def loss_left(
     Q: Tensor,
     terms: LossTerms,
     out: Tensor,
-    moved: tuple[Tensor, Tensor] | None = None,
+    tangents: tuple[Tensor, Tensor] | None = None,
     gathered: Tensor | None = None,
 ) -> tuple[Tensor, int]:
-    """x_e = ∂ℓ⁺/∂ŷ, or with ``moved`` = (W, H) ∂²ℓ⁺/∂ŷ² (w_i·q_j + p_i·h_j); out += X Q. Returns x and 2, the passes.
+    """x_e = ∂ℓ⁺/∂ŷ, or with ``tangents`` = (W, H) ∂²ℓ⁺/∂ŷ² (w_i·q_j + p_i·h_j); out += X Q. Returns x and 2 (passes).
 
     ``gathered``, of H's dtype, takes Q's place in all but the scores.
     """
     observed = losses(pairs, P, Q, terms)
-    return loss_left_from_scores(observed, left_sum, curvature_left, pairs, P, Q, out, moved, gathered), 2
+    return loss_left_from_scores(observed, left_sum, curvature_left, pairs, P, Q, out, tangents, gathered), 2
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
@@ -131,9 +131,9 @@ def slope_product(
 
 
 def export_order(pairs: Pairs) -> tuple[Order | None, dict[str, Tensor]]:
-    """The order in which pairs are visited, to be kept while they are away: here they need none."""
+    """The traversal order of pairs: none here."""
     return None, {}
 
 
 def import_order(pairs: Pairs, order: Order | None, by_columns: dict[str, Tensor] | None) -> None:
-    """An order exported before, for a copy of the same pairs: here there is nothing to remember."""
+    """Restore an exported order for a copy of the same pairs: nothing to do here."""

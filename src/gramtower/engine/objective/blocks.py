@@ -1,13 +1,13 @@
 """The left rows of a point in blocks, and what their observed pairs add to value, gradient and G·d.
 
-One evaluation (point.py) loops over these blocks; how long things live is theirs to know:
+One evaluation (evaluation.py) loops over these blocks, which know what is kept:
 
     resident   one block of all rows: embeddings, activations and ℓ⁺ on the pairs are kept as long as the point
     streamed   many blocks, each made for one visit: its rows run forward again, and nothing of it is kept
 
 Pairs of streamed blocks stay on the device, or in pinned host memory from where a block's columns, weights and orders
-are copied on a stream of their own while the block before is used: double-buffered, block t + 1 is copied once block
-t − 1 has been freed. Checked by tests/test_blocks.py.
+are copied on a copy stream while the previous block is used: double-buffered, block t + 1 is copied once block t − 1
+has been freed. Checked by tests/test_blocks.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gramtower.engine.towers.linearization import Linearization
 _PER_PAIR = ("labels", "pair_weight", "loss_weight", "imputed")  # of LossTerms, as far as they are tensors
 
 
-class Block:
+class LeftBlock:
     """Some left rows at θ with their observed pairs.
 
     Attributes:
@@ -121,18 +121,18 @@ class LeftRows:
     def __init__(self, side: Side, pairs: PairBlocks, tower: Linearization, kernels: Kernels) -> None:
         self.tower, self.resident = tower, pairs.resident
         self._side, self._pairs, self._kernels = side, pairs, kernels
-        self._block: Block | None = None
+        self._block: LeftBlock | None = None
 
     @property
     def largest(self) -> int:
         """Rows of the largest block."""
         return max((stop - start for start, stop in self._pairs.bounds), default=0)
 
-    def visit(self, action: Callable[[Block], None], Q: Tensor, by_columns: bool = True) -> float:
-        """Call ``action`` with each block in order; how many passes over its pairs each made.
+    def visit(self, action: Callable[[LeftBlock], None], Q: Tensor, by_columns: bool = True) -> float:
+        """Call ``action`` with each block in order; returns the passes over its pairs that each made.
 
-        A streamed block is valid during the call. An action that only sums over rows can do without the order of the
-        pairs ``by_columns``, which need not be copied then.
+        A streamed block is valid during the call. An action that only sums over rows does not need the order of the
+        pairs ``by_columns``, which is not copied then.
         """
         passes = 0.0
         for start, stop, pairs in self._pairs.visit(by_columns):
@@ -146,10 +146,12 @@ class LeftRows:
             del block  # before the next one is made
         return passes
 
-    def _make(self, start: int, stop: int, pairs: PairConstants, Q: Tensor) -> Block:
+    def _make(self, start: int, stop: int, pairs: PairConstants, Q: Tensor) -> LeftBlock:
         if self.resident:
-            return Block(start, self._side, pairs, self.tower, Q, self._kernels, True)
-        return Block(start, self._side.rows(start, stop), pairs, self.tower.over(start, stop), Q, self._kernels, False)
+            return LeftBlock(start, self._side, pairs, self.tower, Q, self._kernels, True)
+        return LeftBlock(
+            start, self._side.rows(start, stop), pairs, self.tower.over(start, stop), Q, self._kernels, False
+        )
 
 
 class PairBlocks:
@@ -159,7 +161,7 @@ class PairBlocks:
         make: gives the constants of the pairs of a range of rows; of all rows for None.
         rows: left rows.
         block: rows of a block; None keeps all rows resident.
-        pinned: whether what is as long as the pairs stays in pinned host memory.
+        pinned: whether O(|O|) tensors stay in pinned host memory.
         kernels: whose order of the pairs is kept with them.
     """
 
@@ -174,7 +176,7 @@ class PairBlocks:
         self.resident, self._pinned, self._kernels, self._maker = block is None, pinned, kernels, make
         height = max(1, rows) if block is None else block
         self.bounds = [(start, min(rows, start + height)) for start in range(0, max(1, rows), height)]
-        self._copy_stream: Any = None  # one for all visits: memory that was used on a stream is kept for that stream
+        self._copy_stream: Any = None  # one for all visits: the allocator caches memory per stream
         self._made: list[PairConstants] = []
         self._stored: list[_PinnedPairs] = []
 
@@ -193,22 +195,22 @@ class PairBlocks:
             self._stored.append(_PinnedPairs.of(self._maker(self.bounds[index]), self._kernels))
         if self._copy_stream is None:
             self._copy_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        freed: torch.cuda.Event | None = None  # when the work on the block before has ended
-        coming: tuple[PairConstants, torch.cuda.Event] | None = self._copy(0, by_columns)
+        freed: torch.cuda.Event | None = None  # the end of the work on the previous block
+        upcoming: tuple[PairConstants, torch.cuda.Event] | None = self._copy(0, by_columns)
         for index, (start, stop) in enumerate(self.bounds):
-            assert coming is not None
-            (pairs, arrived), coming = coming, None
+            assert upcoming is not None
+            (pairs, arrived), upcoming = upcoming, None
             torch.cuda.current_stream().wait_event(arrived)
             more = index + 1 < len(self.bounds)
             if more and (freed is None or freed.query()):  # type: ignore[no-untyped-call]
-                coming = self._copy(index + 1, by_columns)
+                upcoming = self._copy(index + 1, by_columns)
             yield start, stop, pairs
             del pairs
             used = _record_event()
-            if more and coming is None:
+            if more and upcoming is None:
                 assert freed is not None
                 freed.synchronize()  # the device is busy with this block meanwhile
-                coming = self._copy(index + 1, by_columns)
+                upcoming = self._copy(index + 1, by_columns)
             freed = used
 
     def _copy(self, index: int, by_columns: bool) -> tuple[PairConstants, torch.cuda.Event]:
@@ -219,7 +221,7 @@ class PairBlocks:
 
 
 def _record_event() -> torch.cuda.Event:
-    """The moment at which what the present stream was given so far is done."""
+    """An event after all work submitted to the current stream so far."""
     event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event
@@ -231,12 +233,12 @@ class _PinnedPairs:
 
     Attributes:
         offsets: of the pattern's rows, on the device, with an empty pattern.
-        terms: what is short of the loss's constants, on the device.
-        per_pair: what of them is as long as the pairs.
+        terms: the loss's scalar constants, on the device.
+        per_pair: its O(|O|) tensors.
         columns: of the pairs.
-        kernels: which visit the pairs.
-        order: the small index tensors of the kernels' order of visits, on the device.
-        by_columns: its tensors that are as long as the pairs.
+        kernels: whose traversal order is kept.
+        order: the small index tensors of that order, on the device.
+        by_columns: its O(|O|) tensors.
     """
 
     offsets: Pairs
@@ -249,7 +251,7 @@ class _PinnedPairs:
 
     @staticmethod
     def of(constants: PairConstants, kernels: Kernels) -> _PinnedPairs:
-        """Move what is as long as the pairs to host memory."""
+        """Move the O(|O|) tensors to host memory."""
         pairs, terms = constants.pairs, constants.terms
         values = {name: getattr(terms, name) for name in _PER_PAIR}
         per_pair = {k: v for k, v in values.items() if isinstance(v, Tensor) and v.dim() and 0 not in v.stride()}
@@ -269,9 +271,9 @@ class _PinnedPairs:
     def to_device(self, user: torch.cuda.Stream, by_columns: bool) -> PairConstants:
         """All of it on the device, for ``user`` to read."""
         pairs = Pairs(self.offsets.shape, self.offsets.offsets, self.columns.to_device(user))
-        long = {name: sent.to_device(user) for name, sent in self.by_columns.items()} if by_columns else None
+        long = {name: tensor.to_device(user) for name, tensor in self.by_columns.items()} if by_columns else None
         self.kernels.import_order(pairs, self.order, long)
-        values: dict[str, Any] = {name: sent.to_device(user) for name, sent in self.per_pair.items()}
+        values: dict[str, Any] = {name: tensor.to_device(user) for name, tensor in self.per_pair.items()}
         return PairConstants(pairs, replace(self.terms, **values))
 
 
@@ -292,6 +294,6 @@ class _Pinned:
 
     def to_device(self, user: torch.cuda.Stream) -> Tensor:
         """The tensor on the device, for ``user`` to read."""
-        here = self.tensor.to(self.device, non_blocking=True)
-        here.record_stream(user)
-        return here
+        copy = self.tensor.to(self.device, non_blocking=True)
+        copy.record_stream(user)
+        return copy

@@ -27,7 +27,7 @@ from gramtower.engine.objective.gramians import column_sums, gram
 from gramtower.engine.objective.imputation import Imputed
 
 
-class Terms(Protocol):
+class ProblemData(Protocol):
     """What the constants are made of, before dtype and device: a :class:`~gramtower.Problem`."""
 
     pairs: Pairs
@@ -72,7 +72,7 @@ class Side:
     def rows(self, start: int, stop: int) -> Side:
         """A range of the entities, as views."""
         part = slice(start, stop)
-        return Side(_part(self.weight, part), _part(self.penalty, part), _factor(self.imputed, part))
+        return Side(_rows(self.weight, part), _rows(self.penalty, part), _factor(self.imputed, part))
 
     def sampled(self, rows: Tensor, factor: Tensor, penalty_factor: Tensor | float) -> Side:
         """Some of the entities, with weights and penalties multiplied."""
@@ -141,11 +141,11 @@ class PairConstants:
     terms: LossTerms
 
     def sampled(self, pairs: Pairs, entries: Tensor) -> PairConstants:
-        """Some of the pairs, by number, in a pattern of their own."""
+        """Some of the pairs, by number, with their pattern."""
         return PairConstants(pairs, self.terms.at(entries))
 
 
-def make_constants(problem: Terms, dtype: torch.dtype, device: torch.device) -> Constants:
+def make_constants(problem: ProblemData, dtype: torch.dtype, device: torch.device) -> Constants:
     """The entities' part of a problem; refuses constants that the dtype cannot hold."""
     _check_range(problem, dtype)
     weights, penalties = problem.weight_arrays, problem.penalty_arrays
@@ -158,8 +158,8 @@ def make_constants(problem: Terms, dtype: torch.dtype, device: torch.device) -> 
         for side in (0, 1)
     )
     shards = problem.shards
-    own = left.imputed_gramian(shards.left.count), right.imputed_gramian(shards.right.count)
-    square = (own[0] * own[1]).sum() if shards.single else torch.mul(*shards.group.sum_all(*own)).sum()
+    local = left.imputed_gramian(shards.left.count), right.imputed_gramian(shards.right.count)
+    square = (local[0] * local[1]).sum() if shards.single else torch.mul(*shards.group.sum_all(*local)).sum()
     scalars = torch.tensor([problem.omega, problem.imputed.constant], dtype=dtype, device=device)
     return Constants(
         left,
@@ -174,7 +174,9 @@ def make_constants(problem: Terms, dtype: torch.dtype, device: torch.device) -> 
     )
 
 
-def make_pair_constants(problem: Terms, constants: Constants, rows: tuple[int, int] | None = None) -> PairConstants:
+def make_pair_constants(
+    problem: ProblemData, constants: Constants, rows: tuple[int, int] | None = None
+) -> PairConstants:
     """The pairs of a range of left rows held here, None for all of them."""
     dtype, device = constants.scalars.dtype, constants.scalars.device
     pairs, where, left = problem.pairs, slice(None), constants.left
@@ -191,8 +193,8 @@ def make_pair_constants(problem: Terms, constants: Constants, rows: tuple[int, i
             weight *= constants.shards.gather(right.weight).wait()[pairs.columns]
     imputed: Tensor | float = problem.imputed.constant
     if isinstance(left.imputed, Tensor) and isinstance(right.imputed, Tensor):
-        every = constants.shards.gather(right.imputed).wait()
-        imputed = select(device, problem.kernels).dots(pairs, left.imputed, every)
+        gathered = constants.shards.gather(right.imputed).wait()
+        imputed = select(device, problem.kernels).dots(pairs, left.imputed, gathered)
     loss_weight = None if problem.pair_weights is None else problem.pair_weights[where]
     terms = LossTerms(
         problem.loss,
@@ -206,7 +208,7 @@ def make_pair_constants(problem: Terms, constants: Constants, rows: tuple[int, i
     return PairConstants(pairs, terms)
 
 
-def _check_range(problem: Terms, dtype: torch.dtype) -> None:
+def _check_range(problem: ProblemData, dtype: torch.dtype) -> None:
     """Refuse constants that the towers' dtype cannot hold, by name."""
     (a, b), (left, right) = problem.weight_arrays, problem.penalty_arrays
     for name, value in (
@@ -220,7 +222,7 @@ def _check_range(problem: Terms, dtype: torch.dtype) -> None:
                 check.fits(name, part, dtype)
 
 
-def _part(tensor: Tensor | None, rows: slice) -> Tensor | None:
+def _rows(tensor: Tensor | None, rows: slice) -> Tensor | None:
     return None if tensor is None else tensor[rows]
 
 

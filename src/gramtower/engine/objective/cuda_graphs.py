@@ -1,10 +1,10 @@
-"""Small problems on a GPU run from CUDA graphs: one launch in the place of a hundred.
+"""Small problems on a GPU run from CUDA graphs: one launch instead of a hundred.
 
 A slot is one evaluation over fixed memory: θ is copied in and the value is replayed; gradients and Gauss-Newton
-products are replayed when they are asked for, the right side's kernels on a second stream beside the left side's
-(runtime/streams.py); so is the preconditioner, whose factors are copied in. The work is the same as kernel by kernel. A
-slot belongs to a point until nobody holds that point or its G; a line search needs two. Large problems, and towers that
-are not analytic steps over ids, gain nothing and are evaluated kernel by kernel.
+products are replayed when they are asked for, the right side's kernels on a side stream (runtime/streams.py); so is the
+preconditioner, whose factors are copied in. The work is the same as kernel by kernel. A slot belongs to a point until
+nobody holds that point or its G; a line search needs two. Large problems, and towers that are not analytic steps over
+ids, gain nothing and are evaluated kernel by kernel.
 
 Checked on a GPU by tests/test_cuda_graphs.py; timed by benchmarks/bench_gpu.py.
 """
@@ -44,7 +44,7 @@ class GraphPool:
         self.made = 0
         self._apply = _GraphedApply()
 
-    def take(self, parameters: Parameters) -> GraphExecutor | None:
+    def acquire(self, parameters: Parameters) -> GraphExecutor | None:
         """A slot evaluated at ``parameters``, free again when nobody holds it; None if all are in use."""
         if self._free:
             slot = self._free.pop()
@@ -67,7 +67,7 @@ class _Recording:
         self.graph = torch.cuda.CUDAGraph()
         stream = _waiting_stream()
         collecting = gc.isenabled()
-        gc.disable()  # a graph that dies while another is recorded would spoil the recording
+        gc.disable()  # a graph that dies while another is recorded would invalidate the capture
         try:
             with torch.cuda.stream(stream):
                 self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")

@@ -5,10 +5,10 @@
     L⁻ = ½⟨P̃_c, Q̃_c⟩ − ⟨P̂_c, Q̂_c⟩ + ½⟨P_c, Q_c⟩                       (eq:Ln_brief)
 
 There is one evaluation: a loop over blocks of left rows (blocks.py) with the formulas of formulas.py, then the right
-side. Whether the blocks are kept or made anew for each loop is not known here.
+side. Whether blocks are resident or streamed makes no difference here.
 
 Cost (eq:com_fun_val): one forward of each tower, one pass over O, O((m+n)k²). The gradient after it: one vjp of each
-tower and two passes over O; where nothing is kept, a forward of the left tower more. Compared with the dense twin of
+tower and two passes over O; with streamed blocks, one more forward of the left tower. Compared with the dense twin of
 tests/dense.py in tests/test_engine.py; passes are counted in tests/test_cost.py.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gramtower.distributed.group import Pending
 from gramtower.engine.kernels import Kernels
-from gramtower.engine.objective.blocks import Block, LeftRows
+from gramtower.engine.objective.blocks import LeftBlock, LeftRows
 from gramtower.engine.objective.constants import Constants
 from gramtower.engine.objective.formulas import SideSums, output_gradient, pair_moments, side_sums, value_terms
 from gramtower.engine.objective.gramians import gram
@@ -50,14 +50,14 @@ class Moments:
 
 
 class Evaluation:
-    """The objective at parameters θ. point.py has its public face.
+    """The objective at parameters θ. Its public interface is Point.
 
     Attributes:
-        parameters: θ, this object's own copy.
+        parameters: θ, a private copy.
         constants: of the objective.
         left: the left rows.
         right: the right tower at θ.
-        stream: where the right side's work may go on beside the left one's.
+        stream: a side stream for the right side's work.
 
     Over several processes P and Q are the rows held here; values, Gramians and dot products are those of all.
     """
@@ -96,7 +96,7 @@ class Evaluation:
 
     @cached_property
     def right_rows(self) -> Tensor:
-        """The right embeddings of all processes, n × k: what the pairs held here are with."""
+        """The right embeddings of all processes, n × k: the columns of the local pairs."""
         return self.constants.shards.gather(self.Q).wait()
 
     @cached_property
@@ -118,7 +118,7 @@ class Evaluation:
         parts: list[SideSums] = []
         values: list[Tensor] = []
 
-        def add(block: Block) -> None:
+        def add(block: LeftBlock) -> None:
             values.append(block.observed.value)  # the longest pass first: the rest is launched while a GPU is busy
             part = side_sums(block.side, block.P)
             parts[:] = [parts[0] + part] if parts else [part]
@@ -127,8 +127,8 @@ class Evaluation:
         with products_in(self.constants.precision):
             right = side_sums(self.constants.right, self.Q)
         observed = values[0] if len(values) == 1 else torch.stack(values).sum()
-        own = *parts[0].tensors(), *right.tensors(), observed
-        P, hP, p, Q, hQ, q, observed = self.constants.shards.group.sum_all(*own)
+        local = *parts[0].tensors(), *right.tensors(), observed
+        P, hP, p, Q, hQ, q, observed = self.constants.shards.group.sum_all(*local)
         return (SideSums(P, hP, p), SideSums(Q, hQ, q)), observed
 
     def scaled(self, gramian: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class Evaluation:
         return (self.constants.omega * gramian).to(self.Q.dtype)
 
     def side_gramians(self) -> Gramians:
-        """The same without a pass over O, which the value needs and samples do not."""
+        """The same without a pass over O."""
         parts: list[SideSums] = []
         self._visit(lambda block: parts.append(side_sums(block.side, block.P)), by_columns=False)
         with products_in(self.constants.precision):
@@ -145,7 +145,7 @@ class Evaluation:
         P, hP, Q, hQ = self.constants.shards.group.sum_all(left.gramian, left.cross, right.gramian, right.cross)
         return (P, Q), (hP, hQ)
 
-    def _visit(self, action: Callable[[Block], None], by_columns: bool = True) -> None:
+    def _visit(self, action: Callable[[LeftBlock], None], by_columns: bool = True) -> None:
         """Call ``action`` with each block of left rows; passes over O are counted."""
         with products_in(self.constants.precision):
             passes = self.left.visit(action, self.right_rows, by_columns)
@@ -158,14 +158,14 @@ class Evaluation:
         """∇L(θ) by eq:final_grad: one vjp of each tower, two passes over O.
 
         Args:
-            gramians: (P_c, Q_c) and (P̂_c, Q̂_c) in the place of the point's own.
+            gramians: (P_c, Q_c) and (P̂_c, Q̂_c) instead of those at θ.
             scale: of everything but λθ.
             out: written over if given.
         """
         c, Q = self.constants, self.Q
         (Pc, Qc), (hPc, hQc) = self.gramians if gramians is None else gramians
 
-        def rows(block: Block) -> tuple[Tensor, Tensor]:
+        def rows(block: LeftBlock) -> tuple[Tensor, Tensor]:
             U = output_gradient(block.side, block.P, self.scaled(Qc), self.scaled(hQc))
             x = block.add_slopes(U)  # + X Q
             return U if scale == 1.0 else U.mul_(scale), x
@@ -179,7 +179,7 @@ class Evaluation:
 
     def pull_back(
         self,
-        rows: Callable[[Block], tuple[Tensor, Tensor]],
+        rows: Callable[[LeftBlock], tuple[Tensor, Tensor]],
         finish: Callable[[Tensor], Tensor],
         regularised: Parameters,
         extra: float = 0.0,
@@ -196,42 +196,42 @@ class Evaluation:
             out: written over if given.
             bfloat16: whether P is gathered in bfloat16 for Xᵀ P.
         """
-        under_way: list[tuple[Pending, Tensor | None]] = []
+        pending_sums: list[tuple[Pending, Tensor | None]] = []
         V = torch.zeros_like(self.Q)
 
         @cache
         def start() -> tuple[Parameters, list[tuple[Tensor, float] | None]]:
             return self._start_pull(regularised, extra, out)  # while a GPU is busy with the first block's pairs
 
-        def visit(block: Block) -> None:
+        def visit(block: LeftBlock) -> None:
             U, x = rows(block)
             P = block.gathered_P if bfloat16 else block.P
             total, initial = start()
             self.stream.fork()
             with self.stream.within():
                 pending = self.constants.shards.add_right_sum(V, lambda total: block.right_sum(x, P, total))
-            # What is read on another stream may not be freed before both have joined.
-            under_way.append((pending, None if self.stream.stream is None else x))
-            block.tower.vjp(U, self.towers.own("left", total), initial[0], flush=False)
+            # What the side stream reads may not be freed before the join.
+            pending_sums.append((pending, None if self.stream.stream is None else x))
+            block.tower.vjp(U, self.towers.local_tensors("left", total), initial[0], flush=False)
 
         self.left.tower.start_vjp()
         self._visit(visit)
         total, initial = start()
-        self.left.tower.flush_bias_sums(self.towers.own("left", total))
-        right = self.towers.own("right", total)
+        self.left.tower.flush_bias_sums(self.towers.local_tensors("left", total))
+        right = self.towers.local_tensors("right", total)
         with products_in(self.constants.precision):
-            if self.towers.share_parameters:  # who adds to the same tensors takes turns
+            if self.towers.share_parameters:  # both add to the same tensors: one after the other
                 self.stream.join()
-                self.right.vjp(finish(self._arrived(under_way, V)), right, initial[1])
+                self.right.vjp(finish(self._wait_all(pending_sums, V)), right, initial[1])
             else:
                 with self.stream.within():
-                    self.right.vjp(finish(self._arrived(under_way, V)), right, initial[1])
+                    self.right.vjp(finish(self._wait_all(pending_sums, V)), right, initial[1])
                 self.stream.join()
         return total.end_sum_()
 
     @staticmethod
-    def _arrived(under_way: list[tuple[Pending, Tensor | None]], V: Tensor) -> Tensor:
-        for pending, _ in under_way:
+    def _wait_all(pending_sums: list[tuple[Pending, Tensor | None]], V: Tensor) -> Tensor:
+        for pending, _ in pending_sums:
             pending.wait()
         return V
 
@@ -248,10 +248,10 @@ class Evaluation:
         return out, [None if name is None else (regularised[name], scale) for name in names]
 
     def _fusable(self, side: str, other: str) -> str | None:
-        """The name in Parameters of a tower's table that its vjp writes whole; none that the other tower adds to."""
-        own = (self.left.tower if side == "left" else self.right).fusable_table
-        name = self.towers.own_names(side).get(own) if own is not None else None
-        return None if name in self.towers.own_names(other).values() else name
+        """The name in Parameters of the table that a tower's vjp writes in full; None if the other tower adds to it."""
+        local = (self.left.tower if side == "left" else self.right).fusable_table
+        name = self.towers.local_names(side).get(local) if local is not None else None
+        return None if name in self.towers.local_names(other).values() else name
 
     @torch.no_grad()
     def curvature_moments(self) -> Moments:
@@ -261,7 +261,7 @@ class Evaluation:
         left, right = Q.new_zeros(c.shards.left.count, 2), Q.new_zeros(len(Q), 2)
         square = torch.zeros(k, k, dtype=torch.float64, device=Q.device)
 
-        def add(block: Block) -> None:
+        def add(block: LeftBlock) -> None:
             P, curvatures = block.P, block.observed.curvatures
             sums = left[block.start : block.start + len(P)]
             block.left_sum(curvatures, each_Q, sums)

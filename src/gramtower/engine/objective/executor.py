@@ -29,7 +29,7 @@ class Factored(Protocol):
         """What it is made of, always in the same order."""
 
     def copy(self) -> Factored:
-        """The same in memory of its own."""
+        """A deep copy."""
 
 
 class Executor:

@@ -4,7 +4,7 @@
     Z_ij = ∂²ℓ⁺ (w_i·q_j + p_i·h_j) on O
     G d = ⟨Jᵘ, ZQ + ωA(W Q_c + P H_c)⟩, ⟨Jᵛ, ZᵀP + ωB(H P_c + Q W_c)⟩ + (λ + damping) d
 
-H and H_c come first; then for each block of left rows W, U and Z, which are pulled back at once; then W_c and V. Cost:
+H and H_c come first; then for each block of left rows W, U and Z, pulled back immediately; then W_c and V. Cost:
 one jvp and one vjp of each tower, two passes over O, O((m+n)k²); no forward where left rows are resident. Compared with
 the explicit matrix of tests/dense.py in tests/test_engine.py; the counts are asserted in tests/test_cost.py.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gramtower import _checks as check
-from gramtower.engine.objective.blocks import Block
+from gramtower.engine.objective.blocks import LeftBlock
 from gramtower.engine.objective.evaluation import Evaluation
 from gramtower.engine.objective.executor import EAGER, Executor
 from gramtower.engine.objective.formulas import output_curvature
@@ -45,7 +45,7 @@ class GaussNewton(LinearOperator):
 
     @torch.no_grad()
     def product(self, d: Parameters, out: Parameters | None = None) -> Parameters:
-        """G d, written over ``out`` if given: a solver saves itself a fresh vector of θ's size in each step."""
+        """G d, written over ``out`` if given: a solver then needs no new vector of θ's size in each step."""
         return self.executor.product(self, d, d.empty() if out is None else out)
 
     def compute(self, d: Parameters, out: Parameters) -> Parameters:
@@ -53,25 +53,25 @@ class GaussNewton(LinearOperator):
         at, c, buffers = self.at, self.at.constants, self._buffers
         towers, group, Q = at.towers, c.shards.group, at.Q
         sent = group.total_bytes
-        tangent = towers.own("left", d)
+        tangent = towers.local_tensors("left", d)
         Pc, Qc = buffers.gramians
         with products_in(c.precision):
             at.stream.fork()
             with at.stream.within():
-                H = at.right.jvp(towers.own("right", d), buffers.H)  # d → J_g d
-                every = c.shards.gather(H, buffers.every)  # travels during the left tower's jvp
+                H = at.right.jvp(towers.local_tensors("right", d), buffers.H)  # d → J_g d
+                gathered = c.shards.gather(H, buffers.gathered_H)  # overlaps the left tower's jvp
                 gram_H = gram(H, Q, c.right.weight)
             Wc: list[Tensor] = []
             right: list[Tensor] = []  # ω Hᵀ B Q, and H as it is gathered for each pair
 
-            def rows(block: Block) -> tuple[Tensor, Tensor]:
+            def rows(block: LeftBlock) -> tuple[Tensor, Tensor]:
                 P = block.P
                 W = block.tower.jvp(tangent, buffers.W[: len(P)])  # d → J_f d
                 part = gram(W, P, block.side.weight)
                 Wc[:] = [Wc[0] + part] if Wc else [part]
                 if not right:
                     at.stream.join()
-                    right[:] = at.scaled(group.sum_all(gram_H)[0]), buffers.gather(every.wait())
+                    right[:] = at.scaled(group.sum_all(gram_H)[0]), buffers.for_pairs(gathered.wait())
                 U = output_curvature(block.side, P, W, Qc, right[0], buffers.U[: len(P)])  # ωA (W Q_c + P H_c)
                 return U, block.add_curvatures(W, buffers.each_Q, right[1], U)  # + Z Q
 
@@ -99,14 +99,14 @@ class _Buffers:
         self.W, self.U = (Q.new_empty(at.left.largest, Q.shape[1]) for _ in range(2))
         self.H, self.V = torch.empty_like(Q), torch.empty_like(Q)
         rows = at.right_rows
-        self.every = None if c.shards.single else torch.empty_like(rows)
+        self.gathered_H = None if c.shards.single else torch.empty_like(rows)
         self.each_Q: Tensor = rows
         self._each_H: Tensor | None = None
-        if at.gathers_bfloat16:  # both rows of an entity beside each other
+        if at.gathers_bfloat16:  # q_j and h_j adjacent in memory
             both = torch.empty(len(rows), 2 * rows.shape[1], dtype=torch.bfloat16, device=rows.device)
             self.each_Q, self._each_H = both.tensor_split(2, dim=1)
             self.each_Q.copy_(rows)
 
-    def gather(self, H: Tensor) -> Tensor:
+    def for_pairs(self, H: Tensor) -> Tensor:
         """H of all right rows as it is gathered for each pair."""
         return H if self._each_H is None else self._each_H.copy_(H)

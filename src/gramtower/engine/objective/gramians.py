@@ -16,7 +16,7 @@ from gramtower.engine.kernels import select
 
 _ROWS = 8192
 _CPU_ROWS, _FEW = 1024, 256  # a block's rows on a CPU; so few are not worth two blocks
-_GPU_ROWS, _GPU_ROOM = 2048, 1 << 24  # a GPU makes many blocks' products at once; numbers in all of them together
+_GPU_ROWS, _GPU_BUFFER = 2048, 1 << 24  # a GPU makes many blocks' products at once; numbers in all of them together
 
 
 def gram(A: Tensor, B: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -24,7 +24,7 @@ def gram(A: Tensor, B: Tensor, weight: Tensor | None = None) -> Tensor:
     if A.shape[0] <= _ROWS:
         return _product(A if weight is None else A * weight[:, None], B)
     shape = A.shape[1], B.shape[1]
-    height = max(_GPU_ROWS, A.shape[0] * shape[0] * shape[1] // _GPU_ROOM)
+    height = max(_GPU_ROWS, A.shape[0] * shape[0] * shape[1] // _GPU_BUFFER)
     blocks = A.shape[0] // height
     done = 0
     if A.is_cuda and blocks:

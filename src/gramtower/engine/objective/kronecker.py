@@ -105,7 +105,7 @@ def kronecker(at: Evaluation, damping: float, executor: Executor = EAGER, seed: 
     extra: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for index, (side, tower) in enumerate((("left", at.left.tower), ("right", at.right))):
         H, weight = _output_curvature(at, index, moments)
-        names = towers.own_names(side)
+        names = towers.local_names(side)
         owned = {own for own, name in names.items() if name in at.parameters.layout.owned}
         factors = tower_factors(tower, H, weight, set(names), _DRAWS, seed + index, c.shards.group, owned)
         for factor in factors.layers:

@@ -28,7 +28,7 @@ _VECTORS = 5  # of θ's size: θ itself, the solution, the residual, the directi
 _ORDERS = 12  # bytes of a pair: its column, its row and its place in the order by columns
 _FEWEST = 256  # rows of a block on a CPU: with fewer, towers run many times slower
 _UNSORTED = 20  # more of it on a CPU, while it is sorted by columns
-_SENT = 2  # blocks of pairs on the device at a time, one of them on the way
+_IN_FLIGHT = 2  # blocks of pairs on the device at a time, one of them on the way
 _CPU_BLOCK, _GPU_BLOCK = 2048, 3 << 15  # rows that a tower works on; on a CPU a block's activations stay in cache
 _GRAPHED = 1 << 30  # bytes of parameters, activations and pairs above which launches no longer matter
 
@@ -78,8 +78,8 @@ class Footprint:
         return self.pairs * (_ORDERS + self.item * self.per_pair)
 
     @property
-    def whole(self) -> int:
-        """All but activations, when everything is done at once."""
+    def resident(self) -> int:
+        """All but activations, with everything resident."""
         left = 3 * self.rows[0] * self.columns
         passes = self.pairs * (_UNSORTED + 3 * self.item) if self.on_cpu else 0
         return self.vectors + self.stored_pairs + self.item * (3 * self.pairs + left) + passes + self.extra
@@ -87,14 +87,16 @@ class Footprint:
     @property
     def least(self) -> int:
         """The smallest budget that is kept on a CPU: activations recomputed, in the smallest blocks."""
-        return self.whole + 3 * max(min(_FEWEST, n) * size for n, size in zip(self.rows, self.row_bytes, strict=True))
+        return self.resident + 3 * max(
+            min(_FEWEST, n) * size for n, size in zip(self.rows, self.row_bytes, strict=True)
+        )
 
     def block(self, rows: int, pinned: bool) -> int:
         """A block of left rows: activations and buffers for their changes, P, W, U, and its pairs' values."""
-        own = max(self.row_bytes) + 3 * self.item * self.columns
+        per_row = max(self.row_bytes) + 3 * self.item * self.columns
         orders = _ORDERS - (4 if self.rows[1] <= _LARGEST else 2)  # rows, and few columns, in 16 bits
-        pair = 3 * self.item + (_SENT * (orders + self.item * self.per_pair) if pinned else 0)
-        return int(rows * own + pair * self.most_pairs(rows))
+        pair = 3 * self.item + (_IN_FLIGHT * (orders + self.item * self.per_pair) if pinned else 0)
+        return int(rows * per_row + pair * self.most_pairs(rows))
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ class Plan:
             pairs = 0 if self.streamed.pinned else n.stored_pairs
             return n.vectors + pairs + n.block(self.streamed.rows, self.streamed.pinned)
         kept = [(rows if plan.keep else 3 * plan.rows) * size for plan, rows, size in towers]
-        return n.whole + sum(kept)
+        return n.resident + sum(kept)
 
     def blocks_for(self, rows: tuple[int, int]) -> tuple[BlockPlan, BlockPlan]:
         """Row blocks for a sample of so many rows."""
@@ -178,7 +180,7 @@ def make_plan(
     if streamed is None and not needs.on_cpu and not needs.all_right:
         streamed = plan_streaming(budget, needs)
     if activations is None:
-        activations = budget - needs.whole if budget > needs.whole else budget // 8
+        activations = budget - needs.resident if budget > needs.resident else budget // 8
     if streamed is not None:
         blocks = BlockPlan(streamed.rows, keep=False, outputs=False), BlockPlan(streamed.rows, keep=False)
         return Plan(budget, needs, activations, *blocks, streamed, False)
@@ -207,14 +209,14 @@ def plan_blocks(activations: int, rows: tuple[int, int], needs: Footprint) -> tu
 def plan_streaming(budget: int, needs: Footprint) -> Streamed | None:
     """How to stay within ``budget`` bytes on a GPU; None if there is no need to go block by block."""
     recomputed = 3 * min(16 * _SMALLEST, max(needs.rows)) * max(needs.row_bytes)
-    if needs.whole + recomputed <= budget:
+    if needs.resident + recomputed <= budget:
         return None
-    kept, sent = (
+    resident, copied = (
         _rows(budget - needs.vectors - pairs, needs, pinned)
         for pairs, pinned in ((needs.stored_pairs, False), (0, True))
     )
-    rows = max(kept, sent, _SMALLEST, needs.least_block[0])
-    return Streamed(rows, pinned=sent > kept or kept < _SMALLEST)
+    rows = max(resident, copied, _SMALLEST, needs.least_block[0])
+    return Streamed(rows, pinned=copied > resident or resident < _SMALLEST)
 
 
 def _rows(left_over: int, needs: Footprint, pinned: bool) -> int:

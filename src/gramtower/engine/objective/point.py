@@ -50,7 +50,7 @@ class Point:
 
     Args:
         evaluation: the objective at θ.
-        parameters: θ, this object's own copy.
+        parameters: θ, a private copy.
         at: the problem at other parameters.
         executor: runs gradients and products.
     """
@@ -100,7 +100,7 @@ class Point:
 
     @property
     def value_noise(self) -> float:
-        """Differences of the value below this are rounding: the last place of the sums it is made of."""
+        """Rounding level of the value: the last place of the sums it is made of."""
         c = self.evaluation.constants
         sums = 0.5 * c.omega * (c.imputed_square + abs(self._sums[2]))
         sums += sum(abs(term) for term in asdict(self.terms).values())

@@ -5,7 +5,7 @@
 
 The last line, a penalty on embeddings that grows with how often an entity is seen, goes beyond the paper; it is
 off (μ = 0) by default. All arguments are checked here, before any work. Values, gradients and curvature are in
-evaluation.py and curvature.py; the errors in tests/test_problem.py.
+evaluation.py and gauss_newton.py; the errors in tests/test_problem.py.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Problem:
             :class:`~gramtower.Interactions`, whose weights are then the default of ``pair_weights``.
         left: features of the left entities: None for one-hot ids, scipy.sparse, numpy or torch 2-D.
         right: features of the right entities, likewise.
-        loss: "logistic" (labels ±1), "squared", "squared_hinge" (labels ±1) or your own :class:`Loss`.
+        loss: "logistic" (labels ±1), "squared", "squared_hinge" (labels ±1) or a custom :class:`Loss`.
         omega: ω ≥ 0, the weight of unobserved pairs.
         l2: λ ≥ 0, the weight of ½‖θ‖².
         imputed: ỹ of unobserved pairs: one number, or (P̃, Q̃) of shapes (m, r) and (n, r).
@@ -71,8 +71,8 @@ class Problem:
             bits.
         pair_precision: of the embeddings that Gauss-Newton products gather for each pair on a GPU: "float32", or
             "bfloat16", which halves the bytes. Value and gradient gather float32 in any case.
-        shards: which process holds which entities, when there are several. Everything above is then this process's
-            own: the pairs of its left entities with all right ones, and the rows of its own entities.
+        shards: which process holds which entities, when there are several. Everything above is then local:
+            the pairs of local left entities with all right ones, and the rows of local entities.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Problem:
         self.graphs = True  # small problems on a GPU run from CUDA graphs
         self._graph_pool: tuple[tuple[Any, ...], GraphPool] | None = None
         self.streamed: Streamed | None = None  # asks for left rows block by block; otherwise the budget decides
-        self.activations: int | None = None  # bytes for them; otherwise what the budget leaves
+        self.activations: int | None = None  # bytes for activations; otherwise what the budget leaves
         self._plans: WeakKeyDictionary[Towers, tuple[tuple[Any, ...], Plan]] = WeakKeyDictionary()
         self._constants: dict[tuple[torch.dtype, torch.device], Constants] = {}
         self._pair_blocks: dict[tuple[torch.dtype, torch.device, Streamed | None], PairBlocks] = {}
@@ -147,7 +147,7 @@ class Problem:
     def at(self, towers: Towers, parameters: Parameters | None = None) -> Point:
         """The problem evaluated at the towers' present parameters, or at those given.
 
-        The result keeps its own copy of the parameters: later changes of the modules do not reach it.
+        The result keeps a copy of the parameters: later changes of the modules do not reach it.
         """
         if not isinstance(towers, Towers):
             check.fail("towers", type(towers).__name__, "a gramtower.Towers")
@@ -167,28 +167,28 @@ class Problem:
         towers.join(self.shards, self.left, self.right)
         return self._planned(towers, towers.parameters())
 
-    def _evaluate(self, towers: Towers, own: Parameters) -> Point:
+    def _evaluate(self, towers: Towers, theta: Parameters) -> Point:
         """The point at parameters that nobody else will change."""
-        plan = self._planned(towers, own)
-        graphs = self._graphs(towers).take(own) if plan.graphs else None
+        plan = self._planned(towers, theta)
+        graphs = self._graphs(towers).acquire(theta) if plan.graphs else None
 
         def at(parameters: Parameters) -> Point:
             return self._evaluate(towers, parameters)
 
         if graphs is None:
-            return Point(self._evaluation(towers, own, plan), own, at)
-        return Point(graphs.evaluation, own, at, graphs)
+            return Point(self._evaluation(towers, theta, plan), theta, at)
+        return Point(graphs.evaluation, theta, at, graphs)
 
     def _evaluation(
-        self, towers: Towers, own: Parameters, plan: Plan, scratch: dict[str, Scratch] | None = None
+        self, towers: Towers, theta: Parameters, plan: Plan, scratch: dict[str, Scratch] | None = None
     ) -> Evaluation:
         """The objective at parameters, over resident or streamed left rows."""
         kernels, constants = select(towers.device, self.kernels), self.constants(towers)
         blocks = plan.left, plan.right
         with products_in(self.precision):
-            left, right = towers.linearize(own, self.left, self.right, kernels, blocks, self.work, scratch)
+            left, right = towers.linearize(theta, self.left, self.right, kernels, blocks, self.work, scratch)
         rows = LeftRows(constants.left, self._blocks_of_pairs(towers, plan.streamed), left, kernels)
-        return Evaluation(constants, towers, own, rows, right, kernels, self.work)
+        return Evaluation(constants, towers, theta, rows, right, kernels, self.work)
 
     def constants(self, towers: Towers) -> Constants:
         """The constants of the objective in the towers' dtype on their device; made once."""
@@ -205,7 +205,7 @@ class Problem:
     def _blocks_of_pairs(self, towers: Towers, streamed: Streamed | None) -> PairBlocks:
         key = (towers.dtype, towers.device, streamed)
         if key not in self._pair_blocks:
-            here, constants = weakref.proxy(self), self.constants(towers)  # the blocks are this object's own: no circle
+            here, constants = weakref.proxy(self), self.constants(towers)  # no reference cycle
             height, pinned = (None, False) if streamed is None else (streamed.rows, streamed.pinned)
             self._pair_blocks[key] = PairBlocks(
                 lambda rows: make_pair_constants(here, constants, rows),
@@ -213,7 +213,7 @@ class Problem:
             )  # fmt: skip
         return self._pair_blocks[key]
 
-    def _planned(self, towers: Towers, own: Parameters) -> Plan:
+    def _planned(self, towers: Towers, theta: Parameters) -> Plan:
         """The plan, made once for towers and a budget."""
         key = self._budget(towers), self.streamed, self.graphs, self.activations, towers.signature()
         known = self._plans.get(towers)
@@ -222,7 +222,7 @@ class Problem:
                 check.fail("streamed", self.streamed, "None with several processes: each holds a part of the rows")
             if self.streamed is not None and self.streamed.pinned and towers.device.type != "cuda":
                 check.fail("streamed", self.streamed, "pinned=False without a GPU to copy pairs to")
-            needs = self._footprint(towers, own)
+            needs = self._footprint(towers, theta)
             self._check_memory(towers, needs)
             self._plans[towers] = known = key, make_plan(key[0], needs, *key[1:4])
         return known[1]
@@ -231,15 +231,15 @@ class Problem:
         """The smallest memory budget that training these towers in one process on a CPU can keep to, in bytes."""
         return self._footprint(towers, towers.parameters()).least
 
-    def _footprint(self, towers: Towers, own: Parameters) -> Footprint:
+    def _footprint(self, towers: Towers, theta: Parameters) -> Footprint:
         """What there is to plan."""
-        sizes = towers.sizes(own, self.left, self.right, select(towers.device, self.kernels))
+        sizes = towers.sizes(theta, self.left, self.right, select(towers.device, self.kernels))
         labels, item = self._labels, torch.finfo(towers.dtype).bits // 8
         kept = (
             any(weight is not None for weight in self._weights),
             self.pair_weights is not None,
             self.imputed.factors is not None,
-            bool(len(labels)) and bool((labels != labels[0]).any()),  # one number stands for labels that are all alike
+            bool(len(labels)) and bool((labels != labels[0]).any()),  # equal labels are stored once
         )
         offsets = self.pairs.offsets.cpu().numpy()
 
@@ -252,10 +252,10 @@ class Problem:
         graphed = 0
         if widths is not None and not on_cpu:
             layers = sum(count * sum(width) for count, width in zip(rows, widths, strict=True))
-            graphed = 4 * len(own) + 5 * len(self.pairs) + layers
+            graphed = 4 * len(theta) + 5 * len(self.pairs) + layers
         return Footprint(
-            len(own), rows, sizes.columns, sizes.row_bytes, len(self.pairs), most_pairs, sum(kept), item,
-            sizes.factor_bytes + 2 * item * len(own) * sizes.autodiff, on_cpu,
+            len(theta), rows, sizes.columns, sizes.row_bytes, len(self.pairs), most_pairs, sum(kept), item,
+            sizes.factor_bytes + 2 * item * len(theta) * sizes.autodiff, on_cpu,
             0 if shards.single else shards.right.total, sizes.least_block, graphed,
         )  # fmt: skip
 
@@ -276,7 +276,7 @@ class Problem:
         """The CUDA graphs of this problem with these towers."""
         signature = (id(towers), *towers.signature())
         if self._graph_pool is None or self._graph_pool[0] != signature:
-            here = weakref.proxy(self)  # the pool is this object's own: no circle
+            here = weakref.proxy(self)  # no reference cycle
             pool = GraphPool(lambda p: here._evaluation(towers, p, here._planned(towers, p), {}))
             self._graph_pool = signature, pool
         return self._graph_pool[1]
@@ -326,8 +326,8 @@ class Problem:
         """μ (|O_i| + ω Σ_j b_j)^ν for left entities, and likewise for right ones."""
         if self.embedding_l2 == 0.0:
             return None, None
-        own = (float(side.rows if w is None else w.sum()) for side, w in self._sides)
-        sums = self.shards.group.totals(*own)[::-1]  # Σ_j b_j for left entities, Σ_i a_i for right ones
+        local = (float(side.rows if w is None else w.sum()) for side, w in self._sides)
+        sums = self.shards.group.totals(*local)[::-1]  # Σ_j b_j for left entities, Σ_i a_i for right ones
         counts = (self.pairs.row_counts.numpy(), self.column_counts.numpy())
         with np.errstate(divide="ignore", over="ignore"):  # refused by name below
             left, right = (

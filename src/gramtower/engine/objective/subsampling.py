@@ -3,7 +3,7 @@
     block     all pairs of Û × V̂, scaled by mn / (m̂ n̂)                        (Û × V̂ selection)
     subsets   two subsets of O: one for gradients, one for Gramians            (eq:grad_sogram_naive, eq:gramian2)
 
-Both are the full gradient's own evaluation (evaluation.py) on smaller constants: fewer rows, other weights. The
+Both are the same evaluation as the full gradient (evaluation.py) on smaller constants: fewer rows, other weights. The
 second replaces a_i by ā_i = a_i/|O_i,:| times how often i was drawn (eq:trans); an entity without observed pair is
 never drawn and so not covered by it.
 
@@ -32,19 +32,19 @@ from gramtower.engine.towers.towers import Towers
 class Gramians:
     """Estimates of (P_c, Q_c) and (P̂_c, Q̂_c)."""
 
-    own: tuple[Tensor, Tensor]
+    plain: tuple[Tensor, Tensor]
     cross: tuple[Tensor, Tensor]
 
     def toward(self, other: Gramians, alpha: float) -> Gramians:
         """(1 − α) self + α other: the running average of eq:gramian_sogram."""
-        P, Q = (torch.lerp(a, b, alpha) for a, b in zip(self.own, other.own, strict=True))
+        P, Q = (torch.lerp(a, b, alpha) for a, b in zip(self.plain, other.plain, strict=True))
         hP, hQ = (torch.lerp(a, b, alpha) for a, b in zip(self.cross, other.cross, strict=True))
         return Gramians((P, Q), (hP, hQ))
 
     def zeros(self) -> Gramians:
         """Zeros of the same shapes, where the running average starts."""
         return Gramians(
-            (torch.zeros_like(self.own[0]), torch.zeros_like(self.own[1])),
+            (torch.zeros_like(self.plain[0]), torch.zeros_like(self.plain[1])),
             (torch.zeros_like(self.cross[0]), torch.zeros_like(self.cross[1])),
         )
 
@@ -57,13 +57,13 @@ def block_gradient(
     left_share, right_share = len(rows) / m, len(columns) / n
     s = problem.shards
     shards = replace(s, left=s.left.take(rows), right=s.right.take(columns))
-    rows, own_columns = s.left.local(rows), s.right.local(columns)
+    rows, local_columns = s.left.local(rows), s.right.local(columns)
     pairs, entries = problem.resident_pairs(towers).pairs.take_block(rows, columns)
     scale = 1 / (left_share * right_share)
     # Penalties are sums over one side: divided here by what the common scale multiplies too much.
-    ones = (torch.full_like(rows, 1, dtype=towers.dtype), torch.full_like(own_columns, 1, dtype=towers.dtype))
+    ones = (torch.full_like(rows, 1, dtype=towers.dtype), torch.full_like(local_columns, 1, dtype=towers.dtype))
     sample = _restrict(
-        problem, towers, parameters, shards, pairs, entries, (rows, own_columns), ones, (right_share, left_share),
+        problem, towers, parameters, shards, pairs, entries, (rows, local_columns), ones, (right_share, left_share),
         (len(entries) / max(1, len(problem.pairs)), left_share * right_share),
     )  # fmt: skip
     return sample.gradient(sample.side_gramians(), scale)
@@ -84,29 +84,29 @@ def subset_gradient(
     ``covered`` is the share of O × O that this step stands for; it is counted as data passes.
     """
     sample, scale = _subset(problem, towers, parameters, entries, covered)
-    return sample.gradient((gramians.own, gramians.cross), scale)
+    return sample.gradient((gramians.plain, gramians.cross), scale)
 
 
 def _subset(
     problem: Problem, towers: Towers, parameters: Parameters, entries: Tensor, covered: float
 ) -> tuple[Evaluation, float]:
-    whole = problem.resident_pairs(towers).pairs
+    full = problem.resident_pairs(towers).pairs
     share = len(entries) / problem.observed
-    entries = _own_entries(problem, entries)
-    pairs, left, right = whole.take_entries(entries)
+    entries = _local_entries(problem, entries)
+    pairs, left, right = full.take_entries(entries)
     counts, shards = pairs.column_counts, problem.shards
-    whole_counts = whole.column_counts if shards.single else problem.column_counts.to(entries.device)
+    full_counts = full.column_counts if shards.single else problem.column_counts.to(entries.device)
     if not shards.single:  # the right entities that any process has drawn, and how often all have
-        every = shards.group.sum_(torch.bincount(whole.columns[entries], minlength=whole.shape[1]))
-        touched = every.nonzero()[:, 0]
+        drawn_counts = shards.group.sum_(torch.bincount(full.columns[entries], minlength=full.shape[1]))
+        touched = drawn_counts.nonzero()[:, 0]
         columns = torch.searchsorted(touched, right)[pairs.columns.long()].to(torch.int32)
         pairs = Pairs((len(left), len(touched)), pairs.offsets, columns)
         shards = replace(shards, right=shards.right.take(touched))
         right = problem.shards.right.local(touched)
-        counts = every[right + problem.shards.right.first]
+        counts = drawn_counts[right + problem.shards.right.first]
     drawn = (
-        pairs.row_counts.to(towers.dtype) / whole.row_counts[left],
-        counts.to(towers.dtype) / whole_counts[right],
+        pairs.row_counts.to(towers.dtype) / full.row_counts[left],
+        counts.to(towers.dtype) / full_counts[right],
     )
     sample = _restrict(
         problem, towers, parameters, shards, pairs, entries, (left, right), drawn, drawn, (share, covered)
@@ -114,8 +114,8 @@ def _subset(
     return sample, 1 / share
 
 
-def _own_entries(problem: Problem, entries: Tensor) -> Tensor:
-    """Of numbers of pairs over all processes, those held here, counted from the first one here."""
+def _local_entries(problem: Problem, entries: Tensor) -> Tensor:
+    """Of global pair numbers, those held here, as local ones."""
     if problem.shards.single:
         return entries
     here = entries - problem.first_entry
@@ -135,12 +135,12 @@ def _restrict(
     share: tuple[float, float],
 ) -> Evaluation:
     """The objective on some entities and pairs, with weights and penalties multiplied by factors."""
-    whole = problem.constants(towers)
-    own = problem.resident_pairs(towers).sampled(pairs, entries)
+    full = problem.constants(towers)
+    sampled = problem.resident_pairs(towers).sampled(pairs, entries)
     constants = replace(
-        whole,
-        left=whole.left.sampled(entities[0], factors[0], penalty_factors[0]),
-        right=whole.right.sampled(entities[1], factors[1], penalty_factors[1]),
+        full,
+        left=full.left.sampled(entities[0], factors[0], penalty_factors[0]),
+        right=full.right.sampled(entities[1], factors[1], penalty_factors[1]),
         shards=shards,
     )
     left, right = (
@@ -149,6 +149,6 @@ def _restrict(
     kernels = select(towers.device, problem.kernels)
     plans = problem.plan(towers).blocks_for((left.rows, right.rows))
     towers_at = towers.linearize(parameters, left, right, kernels, plans, problem.work)
-    blocks = PairBlocks(lambda _: own, left.rows, None, False, kernels)
+    blocks = PairBlocks(lambda _: sampled, left.rows, None, False, kernels)
     rows = LeftRows(constants.left, blocks, towers_at[0], kernels)
     return Evaluation(constants, towers, parameters, rows, towers_at[1], kernels, problem.work, share)

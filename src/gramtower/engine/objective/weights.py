@@ -4,7 +4,7 @@
 
 The mean is 1, so that Σ_ij a_i b_j = mn and ω keeps its meaning whatever the powers. An entity without pairs counts as
 one with a single pair: its weight stays finite for s < 0 and does not vanish for s > 0, where a weight of zero would
-leave its embedding to the penalties alone. O(m + n). Checked by tests/test_weights.py against arrays written out.
+leave its embedding to the penalties alone. O(m + n). Checked by tests/test_weights.py against explicit arrays.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXPECTED = 'an array of weights, or text such as "degree^0.5", "degree^-0.5", or
 def entity_weights(name: str, value: Any, degrees: NDArray[Any], group: Group = SINGLE) -> NDArray[Any] | None:
     """The weights of one side, from an array, from text such as ``"degree^0.5"``, or None for ones.
 
-    Over several processes degrees and weights are those of own entities; the mean is over all.
+    Over several processes degrees and weights are those of local entities; the mean is over all.
     """
     if not isinstance(value, str):
         return check.weights(name, value, len(degrees))

@@ -1,1 +1,1 @@
-"""Towers: the functions f and g, their parameters θ, and their derivatives along and against a direction."""
+"""Towers: the functions f and g, their parameters θ, and their jvps and vjps."""

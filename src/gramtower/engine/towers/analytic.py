@@ -1,4 +1,4 @@
-"""The steps whose derivatives are written out: first layers, linear layers and activations. See steps.py."""
+"""Steps with analytic derivatives: first layers, linear layers and activations. See steps.py."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ class InputAffine(Op):
 
     def fusable_table(self, features: Features) -> str | None:
         """See Op: ids in order, with a row for each."""
-        whole = features.kind == "ids" and features.whole is None and self.width == features.rows
-        return self.weight if whole and self.inputs_first else None
+        in_order = features.kind == "ids" and features.parent is None and self.width == features.rows
+        return self.weight if in_order and self.inputs_first else None
 
     def table_rows(self, saved: IdBlock, tensors: Named) -> Tensor:
         """See Op."""
@@ -252,12 +252,12 @@ class Elementwise(Op):
     ) -> Tensor:
         """φ′ ∘ dx."""
         assert dx is not None
-        given = dx if isinstance(dx, Shifted) else Shifted(dx, None)
-        dy = values.workspace(given.tensor, given.tensor.shape[1]) if given is dx else given.tensor
+        shifted = dx if isinstance(dx, Shifted) else Shifted(dx, None)
+        dy = values.workspace(shifted.tensor, shifted.tensor.shape[1]) if shifted is dx else shifted.tensor
         if saved.y is not None:
-            values.kernels.slope_product(given.tensor, given.bias, saved.y, self.activation, dy)
+            values.kernels.slope_product(shifted.tensor, shifted.bias, saved.y, self.activation, dy)
             return dy
-        return (given.materialise(dy) if given is dx else dy).mul_(saved.stored)
+        return (shifted.materialise(dy) if shifted is dx else dy).mul_(saved.stored)
 
     def vjp(self, saved: _Slopes, g: Tensor | Summed, values: Values, out: Named, need_input: bool) -> Tensor | Summed:
         """φ′ ∘ g."""

@@ -8,7 +8,7 @@ last layer and moves down as
     S ← S ∘ mean(φ′φ′ᵀ)   through an elementwise activation
     S ← mean(g gᵀ)        through any other step, g the back-propagation of vectors drawn with covariance S
 
-Each step does its own part (``moment`` and ``pull_curvature`` in steps.py). For ids and sparse features A is kept to
+Each step adds its own factors (``moment`` and ``pull_curvature`` in steps.py). For ids and sparse features A is kept to
 its diagonal, so that tables are preconditioned row by row. Parameters of other steps that belong to no Linear or
 Embedding get the diagonal Σ_i (J_iᵀ S J_i), from the same drawn vectors.
 
@@ -99,7 +99,7 @@ def _sampled_blocks(tower: Linearization, stride: int) -> Iterator[tuple[slice, 
 
     Those are every ``stride``-th row of all processes, independent of blocks and processes. If activations were not
     kept, only those rows are recomputed; a first pass then yields the inputs of all rows, which diagonals need, with
-    None for what later steps would have kept. Modules differentiated by autodiff are gone through anyway.
+    None for what later steps would have kept. With autodiff steps all rows run forward in any case.
     """
     features, steps = tower.features, tower.steps
     skipped = -features.first % stride

@@ -1,7 +1,7 @@
 """Tables with one row for each entity, spread over processes: which tensors they are, and their first values.
 
-Over several processes a tower sees its own entities numbered from 0, and a table over ids holds their rows alone. All
-other tensors are the same in every process. Checked by tests/test_distributed.py.
+Over several processes a tower sees local entities numbered from 0, and a table over ids holds their rows alone. All
+other tensors are replicated. Checked by tests/test_distributed.py.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def draw_rows_(table: Tensor, features: Features, std: float, generator: torch.G
 @torch.no_grad()
 def join(
     shards: Shards,
-    owners: Mapping[str, nn.Parameter],
+    trainable: Mapping[str, nn.Parameter],
     names: Mapping[str, Mapping[str, str]],
     sides: tuple[tuple[nn.Module, Features], tuple[nn.Module, Features]],
 ) -> frozenset[str]:
-    """The names of the tensors that hold own rows; makes all others equal to the first process's.
+    """The names of the sharded tables; all other tensors are broadcast from the first process.
 
     Args:
-        shards: who holds what.
-        owners: trainable tensors by their name in Parameters.
-        names: for each side, the module's own name → the name in Parameters.
+        shards: the row ranges.
+        trainable: trainable tensors by their name in Parameters.
+        names: for each side, name in the module → name in Parameters.
         sides: module and features of the left and the right side.
     """
     used = [set(names[side].values()) for side in ("left", "right")]
@@ -64,16 +64,16 @@ def join(
         check.fail(
             "towers", f"one table {twice[0]} for both sides", "a table of its own for each side of many processes"
         )
-    shared = {name: list(tensor.shape) for name, tensor in owners.items() if name not in owned}
-    said = shards.group.gather_json({"tables": sorted(owned), "shared": shared})
-    for rank, other in enumerate(said):
-        if other != said[0]:
-            differing = _first_difference(said[0], other)
+    shared = {name: list(tensor.shape) for name, tensor in trainable.items() if name not in owned}
+    reports = shards.group.gather_json({"tables": sorted(owned), "shared": shared})
+    for rank, other in enumerate(reports):
+        if other != reports[0]:
+            differing = _first_difference(reports[0], other)
             check.fail(
                 "towers", f"{differing} in process {rank}", "towers that differ between processes in table rows alone"
             )
     for name in shared:
-        shards.group.copy_from_first_(owners[name].data)
+        shards.group.copy_from_first_(trainable[name].data)
     return frozenset(owned)
 
 

@@ -81,8 +81,8 @@ class Linearization:
         self.work = work
         self._first, stop = (0, features.rows) if span is None else span
         self.rows = stop - self._first
-        whole = features if features.whole is None else features.whole
-        self._share = 1 if self.rows == whole.rows else self.rows / max(1, whole.rows)
+        parent = features if features.parent is None else features.parent
+        self._share = 1 if self.rows == parent.rows else self.rows / max(1, parent.rows)
         self._check_output = check_output
         self._kept: list[list[Any]] = []
         self._outputs: Tensor | None = None
@@ -131,7 +131,7 @@ class Linearization:
 
     @torch.no_grad()
     def jvp(self, tangent: Named, out: Tensor | None = None) -> Tensor:
-        """The change of every output along a direction of this tower's parameters: rows × k, in ``out`` if given."""
+        """The change of all outputs along a direction of this tower's parameters: rows × k, in ``out`` if given."""
         out = torch.empty_like(self.outputs) if out is None else out
         for start, stop, saved in self.saved_blocks():
             self.jvp_block(saved, tangent, out[start:stop])
@@ -164,7 +164,7 @@ class Linearization:
 
         With ``initial`` the tensor :attr:`fusable_table` of ``out`` is written, not added to: its part and
         initial[0] · initial[1]. Without ``flush`` the sums for biases stay deferred: the caller calls ``start_vjp``
-        before and ``flush_bias_sums`` after all that it pulls back, once for many ranges of rows.
+        first and ``flush_bias_sums`` last, once for many ranges of rows.
         """
         if flush:
             self.start_vjp()
@@ -199,13 +199,13 @@ class Linearization:
             g = steps[index].vjp(saved[index], g, values, out, index > 0)
 
     def precompute(self) -> None:
-        """What a first jvp or vjp would compute from what was kept, now."""
+        """Compute now what the first jvp or vjp would compute from the saved activations."""
         for saved in self._kept:
             for step, kept in zip(self.steps, saved, strict=True):
                 step.precompute(kept)
 
     def start_vjp(self) -> None:
-        """Forget what a vjp that did not come to its end has deferred."""
+        """Drop the sums deferred by a vjp that was interrupted."""
         self.values.pending_bias_rows.clear()
 
     def flush_bias_sums(self, out: Named) -> None:

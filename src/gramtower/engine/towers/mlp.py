@@ -1,4 +1,4 @@
-"""The paper's network (Section "Model and Hyper-parameters"), drawn from a seed or left for stored numbers.
+"""The paper's network (Section "Model and Hyper-parameters"), drawn from a seed, or uninitialised.
 
 Torch's global generator is left as it was. Checked by tests/test_towers.py.
 """
@@ -33,7 +33,7 @@ def mlp_towers(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Towers:
-    """The paper's network: fully connected layers, none active at the end.
+    """The paper's network: fully connected layers, no activation after the last.
 
     First-layer weights are drawn so that pre-activations have standard deviation 0.1 whatever the features; layers
     above by He's rule; biases start at zero. Scaling a one-hot first layer by its fan-in instead would start at a
@@ -57,7 +57,7 @@ def mlp_towers(
 
 
 def undrawn_towers(problem: TwoSided, hidden: Sequence[int], dim: int, activation: str, copies: int = 1) -> Towers:
-    """The same network without its first numbers, for parameters that are loaded next.
+    """The same network, uninitialised, for parameters that are loaded next.
 
     Refused if so many copies of it are more than the memory that is free.
     """

@@ -23,7 +23,7 @@ from gramtower.engine.kernels import select
 class Layout:
     """Names, shapes and places of the tensors within the flat vector.
 
-    Over several processes, ``owned`` tensors hold this process's rows of a table; all others are the same everywhere.
+    Over several processes, ``owned`` tensors are local rows of sharded tables; all others are replicated.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -42,11 +42,11 @@ class Layout:
         return Layout(dict(shapes), places, start, owned, group)
 
     def replicated(self, vector: Tensor) -> list[Tensor]:
-        """Views of the tensors that all processes hold alike."""
+        """Views of the replicated tensors."""
         return [vector[place] for name, place in self.places.items() if name not in self.owned]
 
     def counted(self) -> list[slice]:
-        """What this process contributes to sums over all entries: own rows, and in the first process all else too."""
+        """What this process adds to sums over all entries: local rows; in the first process replicated tensors too."""
         if self.group.rank == 0:
             return [slice(0, self.size)]
         return [place for name, place in self.places.items() if name in self.owned]
@@ -104,7 +104,7 @@ class Parameters:
         return Parameters(self.layout, self.vector.clone())
 
     def empty(self) -> Parameters:
-        """Room for parameters of this layout, not yet written."""
+        """Uninitialised parameters of this layout."""
         return Parameters(self.layout, torch.empty_like(self.vector))
 
     def zeros(self) -> Parameters:
@@ -117,8 +117,8 @@ class Parameters:
         if layout.group.size == 1:
             return kernels.inner(self.vector, other.vector)
         parts = [kernels.inner(self.vector[p], other.vector[p]) for p in layout.counted()]
-        own = torch.zeros((), dtype=torch.float64, device=self.vector.device)
-        return layout.group.sum_(sum(parts, own))
+        zero = torch.zeros((), dtype=torch.float64, device=self.vector.device)
+        return layout.group.sum_(sum(parts, zero))
 
     def dot(self, other: Parameters) -> float:
         """⟨self, other⟩ accumulated in float64."""
@@ -142,14 +142,14 @@ class Parameters:
         return self
 
     def begin_sum_(self) -> Parameters:
-        """Before processes add their parts: what all hold alike is counted in the first process alone."""
+        """Before a sum over processes: zero the replicated tensors in all processes but the first."""
         if self.layout.group.rank > 0:
             for part in self.layout.replicated(self.vector):
                 part.zero_()
         return self
 
     def end_sum_(self) -> Parameters:
-        """After processes added their parts: the sums of what all hold alike, in every process."""
+        """All-reduce the replicated tensors."""
         if self.layout.group.size > 1:
             parts = self.layout.replicated(self.vector)
             for part, total in zip(parts, self.layout.group.sum_all(*parts), strict=True):

@@ -5,7 +5,7 @@
     vjp       g ↦ gᵀ∂y/∂x, gᵀ∂y/∂θ       the tensor-matrix product of eq:ten-mat, reverse mode
 
 :class:`Op` is the interface, and everything that asks something of a step asks it there. A new step needs ``forward``,
-``jvp`` and ``vjp``; all else has a default that works. analytic.py has the steps whose derivatives are written out,
+``jvp`` and ``vjp``; all else has a default that works. analytic.py has the steps with analytic derivatives,
 opaque.py wraps any other module by autodiff, stack.py recognises modules.
 
 Steps hand two things to each other besides plain tensors, each to save a pass over a rows × width matrix:
@@ -38,13 +38,13 @@ _BLOCKS, _LINES = 64, 1 << 13  # blocks and rows of partial sums that are kept b
 
 @dataclass(frozen=True)
 class Shifted:
-    """Somebody else's tensor plus a bias, not yet added."""
+    """A tensor that must not be overwritten, plus a bias not yet added."""
 
     tensor: Tensor
     bias: Tensor | None
 
     def materialise(self, out: Tensor | None = None) -> Tensor:
-        """The sum, in memory of its own or in ``out``."""
+        """The sum, in new memory or in ``out``."""
         if self.bias is None:
             return self.tensor.clone() if out is None else out.copy_(self.tensor)
         return torch.add(self.tensor, self.bias, out=out)
@@ -70,7 +70,7 @@ def plain(g: Tensor | Summed) -> Tensor:
 
 @dataclass(frozen=True)
 class Values:
-    """The tensors of one tower at θ (trainable and frozen, by the module's own names), its kernels, its buffers."""
+    """The tensors of one tower at θ (trainable and frozen, by local name), its kernels, its buffers."""
 
     tensors: Named
     kernels: Kernels
@@ -86,21 +86,21 @@ class Values:
             self.transposed[name] = self.tensors[name].t().contiguous()
         return self.transposed[name]
 
-    def workspace(self, given: Tensor, columns: int) -> Tensor:
-        """A rows × columns buffer for a step's result, another than the one that ``given`` lies in.
+    def workspace(self, source: Tensor, columns: int) -> Tensor:
+        """A rows × columns buffer for a step's result, in other memory than ``source``.
 
-        It is the same memory in every block and every product. A step's result is read by the next step only, so that
-        two buffers of a width are enough.
+        The same buffer serves all blocks and products: a step's result is read by the next step only, so two buffers
+        per width are enough.
         """
-        buffer = self._buffer(0, given, columns)
-        if buffer.untyped_storage().data_ptr() == given.untyped_storage().data_ptr():
-            buffer = self._buffer(1, given, columns)
+        buffer = self._buffer(0, source, columns)
+        if buffer.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
+            buffer = self._buffer(1, source, columns)
         return buffer
 
-    def _buffer(self, index: int, given: Tensor, columns: int) -> Tensor:
-        key, rows = (index, columns), given.shape[0]
+    def _buffer(self, index: int, source: Tensor, columns: int) -> Tensor:
+        key, rows = (index, columns), source.shape[0]
         if key not in self.scratch or self.scratch[key].shape[0] < rows:
-            self.scratch[key] = given.new_empty(rows, columns)
+            self.scratch[key] = source.new_empty(rows, columns)
         return self.scratch[key][:rows]
 
     def defer_bias_sum(self, bias: str | None, g: Tensor | Summed, out: Named) -> None:
@@ -160,8 +160,8 @@ class Op:
     again; they may overwrite the tensor that they are handed (dx, g), and what they return may be overwritten.
 
     Attributes:
-        analytic: whether nothing here is left to autodiff. Steps that say so are recorded in CUDA graphs, and their
-            rows are not tried for independence.
+        analytic: whether derivatives need no autodiff. Such steps are recorded in CUDA graphs, and the independence of
+            their rows is not tested.
         overwrites_cotangent: whether ``vjp`` overwrites g; if not, a copy is saved where g is the caller's.
         moment_from_inputs: whether a first step keeps the block of features itself, and ``moment`` needs all rows of
             ids and sparse features.
@@ -174,13 +174,13 @@ class Op:
     kept_copies: int = 1
 
     def forward(self, x: Any, values: Values, out: Tensor | None = None) -> tuple[Tensor | Shifted, Any]:
-        """y and what to keep; ``out`` is a place for y that a step may use or not."""
+        """y and what to keep; ``out`` is an optional buffer for y."""
         raise NotImplementedError
 
     def jvp(
         self, saved: Any, dx: Tensor | Shifted | None, values: Values, tangent: Named, out: Tensor | None = None
     ) -> Tensor | Shifted:
-        """dy along (dx, tangent); ``out`` is a place for it. Frozen tensors have no tangent, a first step no dx."""
+        """dy along (dx, tangent); ``out`` is an optional buffer. Frozen tensors have no tangent, a first step no dx."""
         raise NotImplementedError
 
     def vjp(
@@ -238,7 +238,7 @@ class Op:
     def pull_curvature(self, S: Tensor, moment: Tensor | None, context: CurvatureContext) -> Tensor:
         """Add this step's factors; return the curvature at its input, given S at its output.
 
-        For steps without a formula of their own: mean(g gᵀ), g the vjp of vectors v_i drawn with covariance S, and for
+        The default, for steps without a formula: mean(g gᵀ), g the vjp of vectors v_i drawn with covariance S, and for
         the parameters (Σ_i J_iᵀ v_i)², whose mean is the diagonal Σ_i J_iᵀ S J_i. Independent of blocks and processes.
         """
         values, noise, group, R = context.values, context.noise, context.group, root(S)
@@ -264,7 +264,7 @@ class Op:
 
     @property
     def workspace_factor(self) -> float:
-        """Peak bytes of a row, relative to the results of all steps, while a block is worked on."""
+        """Peak bytes of a row, relative to the results of all steps, while a block is processed."""
         return 1.0
 
     def layer_width(self, tensors: Named) -> int:
@@ -281,7 +281,7 @@ class Op:
         """As a first step: refuse features that do not fit."""
 
     def id_tables(self, side: str, features: Features) -> list[str]:
-        """As a first step over ids: its trainable tables with one row for each entity, held process by process."""
+        """As a first step over ids: its trainable tables with one row for each entity, sharded over processes."""
         self.refuse_table(side, f"{self.label} without a table over the ids", features)
 
     def refuse_table(self, side: str, given: str, features: Features) -> NoReturn:

@@ -28,12 +28,12 @@ from gramtower.engine.towers.steps import Named, Op, Scratch, Values, materialis
 from gramtower.runtime.memory import BlockPlan
 
 _LARGEST_FEATURE = {torch.float32: 1e15, torch.float64: 1e150}  # the squares of 10⁸ rows add up within the dtype
-_PROBE = 3  # rows tried before the first evaluation
+_PROBE = 3  # rows probed before the first evaluation
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A tower with its tensors, tried out on a few rows."""
+    """A tower with its tensors, probed on a few rows."""
 
     side: str
     features: Features
@@ -59,7 +59,7 @@ class Sizes:
 
     Attributes:
         factor_bytes: of the preconditioner's factors with what is needed to invert them.
-        autodiff: whether a module is differentiated by autodiff, which makes gradients of its own.
+        autodiff: whether a module is differentiated by autodiff, which allocates gradients.
     """
 
     columns: int
@@ -100,25 +100,25 @@ class Towers:
                 check.fail(side, type(module).__name__, "a torch.nn.Module that maps feature rows to k columns")
         self.left, self.right = left, right
         self._names: dict[str, dict[str, str]] = {"left": {}, "right": {}}
-        self._owners: dict[str, nn.Parameter] = {}
+        self._trainable: dict[str, nn.Parameter] = {}
         known: dict[int, str] = {}
         for side, module in (("left", left), ("right", right)):
-            for own, parameter in module.named_parameters():
+            for local, parameter in module.named_parameters():
                 if parameter.requires_grad:
-                    name = known.setdefault(id(parameter), f"{side}.{own}")
-                    self._names[side][own] = name
-                    self._owners[name] = parameter
-        if not self._owners:
+                    name = known.setdefault(id(parameter), f"{side}.{local}")
+                    self._names[side][local] = name
+                    self._trainable[name] = parameter
+        if not self._trainable:
             check.fail("towers", "no trainable parameter", "at least one parameter with requires_grad=True")
-        kinds = {(p.dtype, p.device) for p in self._owners.values()}
+        kinds = {(p.dtype, p.device) for p in self._trainable.values()}
         if len(kinds) > 1 or next(iter(kinds))[0] not in (torch.float32, torch.float64):
             given = sorted(f"{dtype} on {device}" for dtype, device in kinds)
             check.fail("towers", ", ".join(given), "all parameters float32, or all float64, on one device")
         ((self.dtype, self.device),) = kinds
-        self._layout = Layout.of({name: tuple(p.shape) for name, p in self._owners.items()})
+        self._layout = Layout.of({name: tuple(p.shape) for name, p in self._trainable.items()})
         self._probes: dict[tuple[str, int, str], tuple[Features, int, int]] = {}
-        room: Scratch = {}
-        self._scratch = {"left": room, "right": room}  # the towers take turns
+        shared: Scratch = {}
+        self._scratch = {"left": shared, "right": shared}  # the towers take turns
         self._bound = False  # whether the modules' tensors are views of a point's parameters
 
     def to(self, target: torch.device | torch.dtype | str) -> Towers:
@@ -128,7 +128,7 @@ class Towers:
     def parameters(self) -> Parameters:
         """A copy of the present trainable parameters."""
         with torch.no_grad():
-            return Parameters(self._layout, torch.cat([p.reshape(-1) for p in self._owners.values()]))
+            return Parameters(self._layout, torch.cat([p.reshape(-1) for p in self._trainable.values()]))
 
     @property
     def size(self) -> int:
@@ -141,12 +141,12 @@ class Towers:
         if isinstance(parameters, Mapping):
             self._load_named(parameters)
             return
-        one = next(iter(self._owners.values())).new_empty(1)
-        like = Parameters(self._layout, one.expand(self.size))  # its kind and length, without the room for it
+        one = next(iter(self._trainable.values())).new_empty(1)
+        like = Parameters(self._layout, one.expand(self.size))  # dtype, device and size, without the memory
         written = as_parameters("parameters", parameters, like)
         self.unbind()
-        for name, owner in self._owners.items():
-            owner.copy_(written[name])
+        for name, tensor in self._trainable.items():
+            tensor.copy_(written[name])
 
     def _load_named(self, tensors: Mapping[str, Tensor]) -> None:
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -156,35 +156,35 @@ class Towers:
             expected = f"those that were saved; {sum(map(math.prod, shapes.values()))} numbers"
             check.fail("towers", given, expected)
         self.unbind()
-        for name, owner in self._owners.items():
-            owner.copy_(tensors[name])
+        for name, tensor in self._trainable.items():
+            tensor.copy_(tensors[name])
 
     def bind(self, parameters: Parameters) -> None:
         """Let the modules' tensors be views of ``parameters``: one copy of θ in memory while it is trained."""
         self._bound = True
-        for name, owner in self._owners.items():
-            owner.data = parameters[name]
+        for name, tensor in self._trainable.items():
+            tensor.data = parameters[name]
 
     def unbind(self) -> None:
-        """Give the modules tensors of their own again, if they were bound."""
+        """Give the modules copies of the tensors they were bound to."""
         if self._bound:
-            for owner in self._owners.values():
-                owner.data = owner.data.clone()
+            for tensor in self._trainable.values():
+                tensor.data = tensor.data.clone()
         self._bound = False
 
     def join(self, shards: Shards, left: Features, right: Features) -> None:
-        """Before the first evaluation over several processes: tell own table rows from what all hold alike."""
+        """Before the first evaluation over several processes: tell sharded id tables from replicated tensors."""
         if self._layout.group is not shards.group:
             sides = (self.left, left), (self.right, right)
-            owned = frozenset[str]() if shards.single else join(shards, self._owners, self._names, sides)
+            owned = frozenset[str]() if shards.single else join(shards, self._trainable, self._names, sides)
             self._layout = Layout.of(self._layout.shapes, owned, shards.group)
 
-    def own(self, side: str, parameters: Parameters) -> Named:
-        """One tower's part of ``parameters`` under the module's own names, as views."""
-        return {own: parameters[name] for own, name in self._names[side].items()}
+    def local_tensors(self, side: str, parameters: Parameters) -> Named:
+        """One tower's part of ``parameters`` by local name, as views."""
+        return {local: parameters[name] for local, name in self._names[side].items()}
 
-    def own_names(self, side: str) -> dict[str, str]:
-        """Trainable parameters of one tower: the module's own name → the name in Parameters."""
+    def local_names(self, side: str) -> dict[str, str]:
+        """Trainable parameters of one tower: name in the module → name in Parameters."""
         return dict(self._names[side])
 
     @property
@@ -193,7 +193,7 @@ class Towers:
         return not set(self._names["left"].values()).isdisjoint(self._names["right"].values())
 
     def signature(self) -> tuple[Any, ...]:
-        """What an evaluation depends on besides the trainable parameters; equal when nothing was exchanged."""
+        """What an evaluation depends on besides the trainable parameters; equal when no module was replaced."""
         modules = [part for side in (self.left, self.right) for part in side.modules()]
         tensors = (p for part in modules for p in part._parameters.values())
         frozen = tuple(p.data_ptr() for p in tensors if p is not None and not p.requires_grad)
@@ -222,8 +222,8 @@ class Towers:
     ) -> tuple[Linearization, Linearization]:
         """Both towers evaluated at ``parameters`` over all their entities, in row blocks.
 
-        Buffers for the steps' results are shared by all evaluations of these towers, unless ``scratch`` is given: some
-        for each side, so that both can be at work at the same time.
+        Buffers for the steps' results are shared by all evaluations of these towers, unless ``scratch`` is given: one
+        set for each side, so that both can run concurrently.
         """
         f, g = self._prepare(parameters, left, right, kernels, self._scratch if scratch is None else scratch)
         return f.linearize(plans[0], work), g.linearize(plans[1], work)
@@ -243,7 +243,7 @@ class Towers:
         prepared: list[_Prepared] = []
         for side, module, features in (("left", self.left, left), ("right", self.right, right)):
             frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
-            tensors = {**frozen, **self.own(side, parameters)}
+            tensors = {**frozen, **self.local_tensors(side, parameters)}
             values = Values(tensors, kernels, self.dtype, self.device, scratch=scratch.setdefault(side, {}))
             prepared.append(self._prepare_side(side, module, features, values))
         f, g = prepared
@@ -268,9 +268,9 @@ class Towers:
     ) -> tuple[int, int]:
         """Columns of the tower and activation bytes per row, from a few rows; refuses what cannot be a tower.
 
-        Done once for a module and a set of features; the rows tried are not counted as work.
+        Done once for a module and a set of features; the rows probed are not counted as work.
         """
-        features = features.whole or features
+        features = features.parent or features
         key = (side, id(features), repr([type(op).__name__ for op in ops]))
         if key not in self._probes:
             _check_magnitude(side, features, self.dtype)
@@ -362,6 +362,6 @@ def _factor_bytes(ops: list[Op], kind: str, values: Values) -> int:
 
 
 def clone(towers: Towers) -> Towers:
-    """Towers with modules of their own, equal to the present ones (shared modules stay shared)."""
+    """A deep copy (shared modules stay shared)."""
     left, right = copy.deepcopy((towers.left, towers.right))
     return Towers(left, right)
