@@ -25,7 +25,7 @@ class Operator(Protocol):
 
 @dataclass
 class CGResult:
-    """What conjugate gradient found.
+    """The outcome of conjugate gradient.
 
     Attributes:
         s: the solution.
@@ -63,10 +63,10 @@ def conjugate_gradient(
         preconditioner: M ≈ G⁻¹.
         progress: stops when five steps lowered the model by less than this share of its depth; 0 never stops so.
     """
-    s, r, room = b.zeros(), b, b.empty()  # room for G d and, once that is used up, for M r
+    s, r, buffer = b.zeros(), b, b.empty()  # the buffer holds G d, then M r
 
     def preconditioned() -> Parameters:
-        return r if preconditioner is None else preconditioner.product(r, room)
+        return r if preconditioner is None else preconditioner.product(r, buffer)
 
     z = preconditioned()
     d = z.clone()
@@ -75,7 +75,7 @@ def conjugate_gradient(
     depths = [0.0]
     steps = 0
     while steps < max_steps and now > 0:
-        Gd = G.product(d, room)
+        Gd = G.product(d, buffer)
         curvature = d.inner(Gd)
         steps += 1
         t = torch.where(curvature > 0, gamma / curvature, 0.0)
@@ -83,9 +83,9 @@ def conjugate_gradient(
         r.axpy_(-t, Gd)
         z = preconditioned()
         gamma, before = r.inner(z), gamma
-        # The one moment of a step in which a GPU is waited for.
+        # The only synchronisation with a GPU in a step.
         bend, drop, now = torch.stack([curvature, 0.5 * t * before, gamma]).tolist()
-        if not bend > 0:  # only rounding, or a matrix that is not positive definite, leads here; t was 0
+        if not bend > 0:  # rounding, or a matrix that is not positive definite; t was 0
             break
         depths.append(depths[-1] - drop)  # each step lowers the model by tγ/2
         if now <= tolerance**2 * first:
@@ -94,11 +94,11 @@ def conjugate_gradient(
             break
         torch.addcmul(z.vector, d.vector, (gamma / before).to(d.vector.dtype), out=d.vector)
     else:
-        return _solved(s, r, steps, depths[-1], False)
-    return _solved(s, r, steps, depths[-1], bend > 0)
+        return _result(s, r, steps, depths[-1], False)
+    return _result(s, r, steps, depths[-1], bend > 0)
 
 
-def _solved(s: Parameters, r: Parameters, steps: int, model: float, converged: bool) -> CGResult:
+def _result(s: Parameters, r: Parameters, steps: int, model: float, converged: bool) -> CGResult:
     """With bᵀs from the residual, as b itself is gone: bᵀs = rᵀs + sᵀGs and model = ½ sᵀGs − bᵀs."""
     rest = r.dot(s)  # zero but for rounding; not a number where G was not one along some direction
     return CGResult(s, r, steps, model, 2 * model + (rest if math.isfinite(rest) else 0.0), converged)

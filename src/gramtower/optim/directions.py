@@ -49,7 +49,7 @@ class Diagonal(Direction):
         return {} if self.squares is None else {"squares": self.squares}
 
     def restore(self, state: State) -> None:
-        """See Part."""
+        """See Stateful."""
         self.squares = state.get("squares")
 
 
@@ -67,10 +67,10 @@ class NewtonCG(Direction):
     def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
         """G s ≈ −∇L."""
         assert point is not None
-        solved = conjugate_gradient(
+        result = conjugate_gradient(
             point.gauss_newton(), gradient.scale_(-1.0), tolerance=self.tolerance, max_steps=self.max_steps
         )
-        return DirectionResult(solved.s, solved.steps, solved.model, slope=solved.slope)
+        return DirectionResult(result.s, result.steps, result.model, slope=result.slope)
 
 
 class LBFGS(Direction):
@@ -122,7 +122,7 @@ class LBFGS(Direction):
         return dict(tensors)
 
     def restore(self, state: State) -> None:
-        """See Part."""
+        """See Stateful."""
         count = sum(key.startswith("step") for key in state)
         self.pairs = [(state[f"step{i}"], state[f"change{i}"]) for i in range(count)]
         self.before = (state["theta"], state["gradient"]) if "theta" in state else None

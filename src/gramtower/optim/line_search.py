@@ -2,7 +2,7 @@
 
 The paper checks δ in {δ_init, δ_init/2, δ_init/4, …}, δ_init being the last step taken, doubled every five iterations
 (Section "Compared Optimization Methods"). A value has rounding errors; once the decrease that the slope promises is
-below them, the search ends and says so. Checked by tests/test_line_search.py.
+below them, the search ends without a point. Checked by tests/test_line_search.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Backtracking(StepRule):
         sufficient_decrease: η.
         initial_step: δ_init of the first iteration, and of every iteration if ``double_every`` is 0.
         double_every: iterations after which δ_init is doubled; 0 starts every search from ``initial_step``.
-        max_trials: values looked at before giving up.
+        max_trials: objective values computed before giving up.
     """
 
     def __init__(
@@ -42,16 +42,16 @@ class Backtracking(StepRule):
         for trial in range(1, self.max_trials + 1):
             if not -slope * step > point.value_noise * _NOISE:
                 return StepResult(None, step, trial - 1, first)
-            there = line(step)
+            trial_point = line(step)
             if trial == 1:
-                first = point.value - there.value
-            enough = there.value <= point.value + self.eta * step * slope and there.value < point.value
-            if enough and _trustworthy(point, there):
+                first = point.value - trial_point.value
+            enough = trial_point.value <= point.value + self.eta * step * slope and trial_point.value < point.value
+            if enough and _trustworthy(point, trial_point):
                 self.last = step
                 self.iterations += 1
-                return StepResult(there, step, trial, first)
+                return StepResult(trial_point, step, trial, first)
             step /= 2
-            del there  # before the next one is made: each is as large as an evaluation
+            del trial_point  # before the next one is made: each is as large as an evaluation
         return StepResult(None, step, self.max_trials, first)
 
     def _start(self) -> float:
@@ -65,14 +65,14 @@ class Backtracking(StepRule):
         return {"last": self.last, "iterations": self.iterations}
 
     def restore(self, state: State) -> None:
-        """See Part."""
+        """See Stateful."""
         self.last, self.iterations = state["last"], state["iterations"]
 
 
-def _trustworthy(point: Point, there: Point) -> bool:
+def _trustworthy(point: Point, trial_point: Point) -> bool:
     """Whether a trial's value means anything.
 
     Far out, L is a difference of sums so large that it is infinite, or rounding alone; both can look like a decrease.
     """
-    noise = there.value_noise
-    return math.isfinite(there.value) and noise <= max(10 * point.value_noise, 0.01 * abs(point.value))
+    noise = trial_point.value_noise
+    return math.isfinite(trial_point.value) and noise <= max(10 * point.value_noise, 0.01 * abs(point.value))

@@ -13,7 +13,7 @@ from gramtower.engine.towers.parameters import Parameters
 from gramtower.engine.towers.towers import Towers
 from gramtower.optim.directions import Steepest
 from gramtower.optim.line_search import Backtracking
-from gramtower.optim.parts import Direction, Part, State, StepRule
+from gramtower.optim.parts import Direction, State, Stateful, StepRule
 from gramtower.optim.sampled import Source
 
 _SEARCHED_STEPS = 10
@@ -30,7 +30,7 @@ class IterationResult:
         cg_steps: conjugate gradient steps.
         step: δ.
         damping: damping that was in force, or None.
-        trials: values looked at by the line search.
+        trials: objective values computed by the line search.
     """
 
     point: Point | None
@@ -42,7 +42,7 @@ class IterationResult:
     parameters: Parameters | None = None
 
 
-class Method(Part):
+class Method(Stateful):
     """Goes from one point to the next."""
 
     def iterate(self, problem: Problem, towers: Towers, point: Point) -> IterationResult:
@@ -63,14 +63,14 @@ class Descent(Method):
         if not norm < float("inf") or norm == 0.0:
             return IterationResult(None, norm)
         while True:
-            found = self.direction.find(gradient, point)
-            slope = gradient.dot(found.s) if found.slope is None else found.slope
-            kept = gradient if found.slope is None else None  # otherwise its memory was used for the direction
+            direction = self.direction.find(gradient, point)
+            slope = gradient.dot(direction.s) if direction.slope is None else direction.slope
+            kept = gradient if direction.slope is None else None  # otherwise it was overwritten
             del gradient
-            taken = self.rule.take(point, slope, found.s)
-            self.direction.learn(found, taken)
-            if taken.point is not None or not self.direction.retry():
-                return IterationResult(taken.point, norm, found.cg_steps, taken.size, found.damping, taken.trials)
+            step = self.rule.take(point, slope, direction.s)
+            self.direction.learn(direction, step)
+            if step.point is not None or not self.direction.retry():
+                return IterationResult(step.point, norm, direction.cg_steps, step.size, direction.damping, step.trials)
             gradient = point.gradient() if kept is None else kept
 
     def state(self) -> State:
@@ -78,7 +78,7 @@ class Descent(Method):
         return {"direction": self.direction.state(), "rule": self.rule.state()}
 
     def restore(self, state: State) -> None:
-        """See Part."""
+        """See Stateful."""
         self.direction.restore(state.get("direction", {}))
         self.rule.restore(state.get("rule", {}))
 
@@ -110,11 +110,11 @@ class Sampled(Method):
         return IterationResult(None, norm, step=self.step_size, parameters=theta)
 
     def state(self) -> State:
-        """The parts' states and the step found."""
+        """The parts' states and the step size."""
         return {"source": self.source.state(), "direction": self.direction.state(), "step_size": self.step_size}
 
     def restore(self, state: State) -> None:
-        """See Part."""
+        """See Stateful."""
         self.source.restore(state["source"])
         self.direction.restore(state.get("direction", {}))
         self.step_size = state["step_size"]
@@ -125,9 +125,9 @@ def searched_step(problem: Problem, towers: Towers, point: Point) -> float:
     method = Descent(Steepest(), Backtracking())
     sizes: list[float] = []
     for _ in range(_SEARCHED_STEPS):
-        moved = method.iterate(problem, towers, point)
-        if moved.point is None:
+        result = method.iterate(problem, towers, point)
+        if result.point is None:
             break
-        point = moved.point
-        sizes.append(moved.step)
+        point = result.point
+        sizes.append(result.step)
     return min(sizes, default=2.0**-25)

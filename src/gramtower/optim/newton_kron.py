@@ -63,11 +63,11 @@ class KroneckerNewton(Direction):
         self.converged = solved.converged
         return DirectionResult(solved.s, solved.steps, solved.model, self.damping, solved.slope)
 
-    def learn(self, found: DirectionResult, taken: StepResult) -> None:
+    def learn(self, direction: DirectionResult, step: StepResult) -> None:
         """Move the damping and the number of steps by how well the model predicted the full step."""
-        if found.model is None or not found.model < 0:
+        if direction.model is None or not direction.model < 0:
             return
-        ratio = taken.first_decrease / -found.model
+        ratio = step.first_decrease / -direction.model
         if ratio > 0.75:
             self.damping *= self.down ** (3 if abs(ratio - 1) < 0.05 else 1)  # a model this good needs little damping
             if self.damping < _NONE:
@@ -88,5 +88,5 @@ class KroneckerNewton(Direction):
         return {"damping": self.damping, "steps": self.steps, "converged": self.converged}
 
     def restore(self, state: State) -> None:
-        """See Part."""
+        """See Stateful."""
         self.damping, self.steps, self.converged = state["damping"], state["steps"], state["converged"]

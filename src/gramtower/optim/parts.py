@@ -3,8 +3,8 @@
     direction   which way: from a gradient, and for second-order ones the point it belongs to, to a direction s
     step rule   how far: from a point and a direction to the next point
 
-Every part can say what it remembers (``state``) and take it back (``restore``), which is all that a checkpoint needs.
-Parts replace what they remember and never write into it, so that a state stays that of the moment it was asked for.
+Every part has ``state`` and ``restore``, which is all that a checkpoint needs. Parts replace their tensors and never
+write into them, so that a state is a snapshot.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from gramtower.engine.towers.parameters import Parameters
 State = dict[str, Any]  # tensors, numbers, text, or JSON-like values made of them
 
 
-class Part:
-    """Something with a memory."""
+class Stateful:
+    """Something whose state a checkpoint saves and restores."""
 
     def state(self) -> State:
-        """What must be remembered to go on exactly as if never stopped; it does not change when the part goes on."""
+        """What is needed to continue exactly as if never interrupted; later iterations do not change it."""
         return {}
 
     def restore(self, state: State) -> None:
-        """Take back what :meth:`state` gave."""
+        """Continue from what :meth:`state` returned."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class DirectionResult:
         cg_steps: conjugate gradient steps it took.
         model: the decrease that a quadratic model promises for the full step (negative), or None without a model.
         damping: damping in force, or None.
-        slope: sᵀ∇L where the gradient's memory was used for the direction; None where the gradient is still there.
+        slope: sᵀ∇L, set when ``find`` overwrote the gradient; None if the gradient is still valid.
     """
 
     s: Parameters
@@ -55,9 +55,9 @@ class StepResult:
     """A step.
 
     Attributes:
-        point: where it led, or None if no measurable decrease was found.
+        point: the new point, or None if no measurable decrease was found.
         size: δ.
-        trials: values looked at.
+        trials: objective values computed.
         first_decrease: decrease of the objective at the first trial (negative if it rose).
     """
 
@@ -67,25 +67,25 @@ class StepResult:
     first_decrease: float
 
 
-class Direction(Part):
+class Direction(Stateful):
     """Which way to go."""
 
     def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
         """The direction for this gradient. ``point`` is None for gradients from samples.
 
-        A direction that uses the gradient's memory says so by giving the slope.
+        A direction that overwrites the gradient sets ``slope``.
         """
         raise NotImplementedError
 
-    def learn(self, found: DirectionResult, taken: StepResult) -> None:
-        """See how far the direction led."""
+    def learn(self, direction: DirectionResult, step: StepResult) -> None:
+        """Adapt to how well the direction did."""
 
     def retry(self) -> bool:
-        """After a failed step: change something and say whether another try makes sense."""
+        """After a failed step: adapt, and return whether to try again."""
         return False
 
 
-class StepRule(Part):
+class StepRule(Stateful):
     """How far to go."""
 
     def take(self, point: Point, slope: float, s: Parameters) -> StepResult:

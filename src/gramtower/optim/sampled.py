@@ -18,10 +18,10 @@ from gramtower.engine.objective.problem import Problem
 from gramtower.engine.objective.subsampling import Gramians, block_gradient, subset_gradient, subset_gramians
 from gramtower.engine.towers.parameters import Parameters
 from gramtower.engine.towers.towers import Towers
-from gramtower.optim.parts import Part, State
+from gramtower.optim.parts import State, Stateful
 
 
-class Source(Part):
+class Source(Stateful):
     """A stream of gradient estimates.
 
     Args:
@@ -47,7 +47,7 @@ class Source(Part):
         return {"rng": _plain(self.rng.bit_generator.state)}
 
     def restore(self, state: State) -> None:
-        """See Part."""
+        """See Stateful."""
         self.rng.bit_generator.state = state["rng"]
 
 
@@ -93,7 +93,7 @@ class Subsets(Source):
         return state
 
     def restore(self, state: State) -> None:
-        """See Part."""
+        """See Stateful."""
         super().restore(state)
         if "P" in state:
             own, cross = ([state[name] for name in names] for names in (("P", "Q"), ("hP", "hQ")))

@@ -24,7 +24,7 @@ from gramtower.distributed import shard_files as shards_file
 from gramtower.distributed.shards import Shards
 from gramtower.engine.towers.linearization import Work
 from gramtower.engine.towers.parameters import Layout, Parameters
-from gramtower.optim.parts import Part, State, join_state, split_state
+from gramtower.optim.parts import State, Stateful, join_state, split_state
 from gramtower.training.fingerprint import global_shapes
 from gramtower.training.result import Record
 from gramtower.training.stored_history import StoredHistory, history_path, read_stored
@@ -34,7 +34,7 @@ _KIND = ("gramtower-checkpoint", 3)
 
 @dataclass
 class _Header:
-    """What a checkpoint holds beside its tensors."""
+    """What a checkpoint holds besides its tensors."""
 
     fingerprint: dict[str, str]
     values: dict[str, Any]
@@ -147,7 +147,7 @@ def _refusing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def restore(path: Path, method: Part, state: State) -> None:
+def restore(path: Path, method: Stateful, state: State) -> None:
     """Give a method its stored state back.
 
     Raises:
@@ -210,7 +210,7 @@ def _refuse_another_run(path: Path, found: dict[str, str], marks: dict[str, str]
 
 
 def _tables(layout: Layout, shards: Shards) -> frozenset[str]:
-    """Tensors that hold one row for each own entity; with one process none needs to be told apart."""
+    """Tensors that hold one row for each local entity; none with one process."""
     return layout.owned if shards.group.size > 1 else frozenset()
 
 

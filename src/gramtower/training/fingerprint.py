@@ -86,14 +86,14 @@ def _name(function: Any) -> str:
 def _architecture(towers: Towers, problem: Problem) -> str:
     """Every module of both towers: its class, what it was set to, and what it holds and does not learn.
 
-    Sizes of first layers are left out: over processes they are those of own rows. "towers" has them for all rows.
+    Sizes of first layers are left out: over processes they count local rows. "towers" has them for all rows.
     """
     lines = []
     sides = ("left", towers.left, problem.shards.left), ("right", towers.right, problem.shards.right)
     for side, module, rows in sides:
         for name, part in module.named_modules():
-            own = {key: value for key, value in vars(part).items() if key not in _INTERNAL}
-            held = {**own, **dict(part.named_buffers(recurse=False))}
+            settings = {key: value for key, value in vars(part).items() if key not in _INTERNAL}
+            held = {**settings, **dict(part.named_buffers(recurse=False))}
             held |= {key: p for key, p in part.named_parameters(recurse=False) if not p.requires_grad}
             texts = [f"{key}={_text(held[key], rows, problem.shards.group)}" for key in sorted(held)]
             lines.append(f"{side}.{name}: {_name(part)}({', '.join(texts)})")
@@ -108,7 +108,7 @@ def _text(value: Any, rows: Rows, group: Group) -> str:
         return f"[{', '.join(_text(item, rows, group) for item in value)}]"
     if isinstance(value, (Tensor, np.ndarray)):
         array = torch.as_tensor(value).detach().cpu().to(torch.float64).numpy()
-        # A table over ids holds own rows; its content is that of all processes' rows.
+        # A table over ids holds local rows; its content is that of all processes' rows.
         table = group.from_first(bool(array.ndim) and len(array) == rows.count)
         digest = Digest().add_rows(np.atleast_1d(array), rows.first if table else 0)
         return f"{'rows of ' if table else ''}{array.shape[1:] if table else array.shape} " + digest.text(

@@ -142,7 +142,7 @@ class _Limits:
 
 @dataclass(frozen=True)
 class _Reached:
-    """Where a run stands after a whole iteration. Nothing of it changes while the next one is under way."""
+    """The state of a run after a complete iteration; the next iteration does not change it."""
 
     point: Point
     method: State
@@ -196,14 +196,14 @@ class _Run:
         agree(self.group, versions() | objective | run | places | vars(limits))
 
     def begin(self, path: Path | None, limits: _Limits, records: History) -> None:
-        """Evaluate the start, or take up the run that a checkpoint holds."""
+        """Evaluate the start, or resume from a checkpoint."""
         problem, towers = self.problem, self.towers
         towers.join(problem.shards, problem.left, problem.right)
         if path is not None:
             self.marks = fingerprint(problem, towers, *self._identity, self.validation, limits.patience)
             self.stored = StoredHistory(path)
         if path is not None and self.group.from_first(path.exists()):
-            self._take_up(path, records)
+            self._resume(path, records)
             return
         earlier, start = problem.work.copy(), time.perf_counter()
         point = problem.at(towers)
@@ -216,8 +216,8 @@ class _Run:
         records.add(self._record(first, None, point.value, metric))
         self.reached = first
 
-    def _take_up(self, path: Path, records: History) -> None:
-        """Go on from a checkpoint."""
+    def _resume(self, path: Path, records: History) -> None:
+        """Resume from a checkpoint."""
         problem, like = self.problem, self.towers.parameters()
         saved, self.stored = read_checkpoint(path, self.marks, like, problem.shards, self.towers.device)
         problem.planned_budget = saved.memory_budget or None  # the same blocks and rounding, unless one is given
@@ -252,10 +252,10 @@ class _Run:
             return Reason.NON_FINITE, Reason.NON_FINITE.value.format(what="at the start, the term " + ", ".join(bad))
         try:
             while (stop := limits.reached(self.reached)) is None:
-                moved = self._iterate()
-                if (stop := self._failed(moved)) is not None:
+                result = self._iterate()
+                if (stop := self._failed(result)) is not None:
                     break
-                record = self._step_to(moved, records)
+                record = self._step_to(result, records)
                 if log is not None:
                     log(record)
                 asked = [callback(record, self.reached.point) for callback in callbacks]
@@ -266,11 +266,11 @@ class _Run:
                     stop = Reason.CALLBACK, Reason.CALLBACK.value
                     break
                 assert self.reached.first_norm is not None
-                if moved.gradient_norm <= limits.tolerance * self.reached.first_norm and moved.trials:
+                if result.gradient_norm <= limits.tolerance * self.reached.first_norm and result.trials:
                     stop = Reason.TOLERANCE, Reason.TOLERANCE.value
                     break
         except KeyboardInterrupt:
-            if self.group.size > 1:  # processes stand at different places: only the last checkpoint is whole
+            if self.group.size > 1:  # processes are at different places: only the last checkpoint is consistent
                 raise
             stop = Reason.INTERRUPTED, Reason.INTERRUPTED.value
             records.cut(self.reached.iteration + 1)
@@ -280,27 +280,27 @@ class _Run:
         return stop
 
     def _iterate(self) -> IterationResult:
-        """One iteration of the method, timed and counted; its end is not yet where the run stands."""
+        """One iteration of the method, timed and counted, not yet recorded."""
         before, earlier, start = self.reached, self.problem.work.copy(), time.perf_counter()
         with explained(self.problem.memory_budget):
-            moved = self.method.iterate(self.problem, self.towers, before.point)
+            result = self.method.iterate(self.problem, self.towers, before.point)
         seconds = self._first(before.seconds + time.perf_counter() - start)
         self._spent = seconds, before.work.plus(self.problem.work.since(earlier))
-        if moved.parameters is not None:
-            moved.point = self.problem.at(self.towers, moved.parameters)
-        return moved
+        if result.parameters is not None:
+            result.point = self.problem.at(self.towers, result.parameters)
+        return result
 
-    def _step_to(self, moved: IterationResult, records: History) -> Record:
-        """Validate and record where an iteration led, and stand there."""
-        assert moved.point is not None
+    def _step_to(self, result: IterationResult, records: History) -> Record:
+        """Validate and record the new point, and make it the current one."""
+        assert result.point is not None
         before, (seconds, work) = self.reached, self._spent
-        self.towers.bind(moved.point.parameters)  # they need no copy of their own
+        self.towers.bind(result.point.parameters)  # no second copy of θ
         now = replace(
-            before, point=moved.point, method=self.method.state(), iteration=before.iteration + 1, seconds=seconds,
-            work=work, first_norm=moved.gradient_norm if before.first_norm is None else before.first_norm,
+            before, point=result.point, method=self.method.state(), iteration=before.iteration + 1, seconds=seconds,
+            work=work, first_norm=result.gradient_norm if before.first_norm is None else before.first_norm,
         )  # fmt: skip
         now, metric = self._validate(now)
-        record = self._record(now, moved, before.point.value, metric)
+        record = self._record(now, result, before.point.value, metric)
         records.add(record)
         self.reached = now
         return record
@@ -315,14 +315,14 @@ class _Run:
         self.towers.bind(parameters)
         return Result(reason, message, records.records, parameters, value, reached.best_metric)
 
-    def _failed(self, moved: IterationResult) -> tuple[Reason, str] | None:
+    def _failed(self, result: IterationResult) -> tuple[Reason, str] | None:
         """The reason to stop if an iteration led to no point, or to one that is not finite."""
-        if moved.point is None:
-            if moved.gradient_norm < float("inf"):
+        if result.point is None:
+            if result.gradient_norm < float("inf"):
                 dtype = str(self.towers.dtype).removeprefix("torch.")
                 return Reason.NO_DECREASE, Reason.NO_DECREASE.value.format(dtype=dtype)
             return Reason.NON_FINITE, Reason.NON_FINITE.value.format(what="the gradient")
-        if bad := moved.point.terms.non_finite():
+        if bad := result.point.terms.non_finite():
             return Reason.NON_FINITE, Reason.NON_FINITE.value.format(what="the term " + ", ".join(bad))
         return None
 
@@ -339,7 +339,7 @@ class _Run:
             return replace(now, best_metric=metric, best=now.point.parameters, waited=0), metric
         return replace(now, waited=now.waited + 1), metric
 
-    def _record(self, now: _Reached, moved: IterationResult | None, before: float, metric: float | None) -> Record:
+    def _record(self, now: _Reached, result: IterationResult | None, before: float, metric: float | None) -> Record:
         value = now.point.value
         passes = {k: round(v, 6) for k, v in asdict(now.work).items()}  # a resumed run adds fractions in another order
         return Record(
@@ -347,11 +347,11 @@ class _Run:
             seconds=now.seconds,
             value=value,
             relative_decrease=(before - value) / abs(before) if before else 0.0,
-            gradient_norm=None if moved is None else moved.gradient_norm,
-            cg_steps=0 if moved is None else moved.cg_steps,
-            step=0.0 if moved is None else moved.step,
-            damping=None if moved is None else moved.damping,
-            trials=0 if moved is None else moved.trials,
+            gradient_norm=None if result is None else result.gradient_norm,
+            cg_steps=0 if result is None else result.cg_steps,
+            step=0.0 if result is None else result.step,
+            damping=None if result is None else result.damping,
+            trials=0 if result is None else result.trials,
             data_passes=passes.pop("data_passes"),
             work=passes,
             terms=asdict(now.point.terms),
