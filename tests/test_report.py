@@ -15,7 +15,7 @@ from gramtower.compare import figures
 from gramtower.compare.build import build
 from gramtower.compare.levels import relative_difference, speed_up, summarise
 from gramtower.compare.page import POINTS, page, thinned
-from gramtower.compare.store import Method, read_comparison, write_manifest
+from gramtower.compare.store import MethodRun, read_comparison, write_manifest
 from gramtower.training.result import Record
 
 BROWSER = Path("/usr/bin/chromium")
@@ -232,7 +232,7 @@ def test_long_histories_stay_below_the_size(tmp_path):
     names = ["gd", "gd-diag", "newton", "sogram", "sogram-diag", "sampling", "sampling-diag", "newton-kron", "lbfgs"]
     write(tmp_path, dict.fromkeys(names[:1], long))
     comparison = read_comparison(tmp_path)
-    whole = type(comparison)(tmp_path, [Method(name, long, {"status": "finished"}) for name in names], {})
+    whole = type(comparison)(tmp_path, [MethodRun(name, long, {"status": "finished"}) for name in names], {})
     text = page(whole, summarise(whole))
     assert len(text.encode()) < 3e6
     assert f"{POINTS:,} records are drawn" in text

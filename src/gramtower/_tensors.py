@@ -80,8 +80,8 @@ class TensorFile:
             raise Damaged(f"{path} is no safetensors file, or not all of one") from error
         self._check_kind(facts, kind, version)
         self._sums = self._checksums(facts, content)
-        every = {name: [dtype, list(shape), self._sums[name]] for name, (dtype, shape) in content.items()}
-        if facts.get("checksum") != _seal(kind, version, every):
+        summed = {name: [dtype, list(shape), self._sums[name]] for name, (dtype, shape) in content.items()}
+        if facts.get("checksum") != _seal(kind, version, summed):
             raise Damaged(f"{path}: its table of contents does not match its checksum")
         unknown = [dtype for dtype, _ in content.values() if dtype not in _TYPES]
         if unknown or _HEADER not in content or content[_HEADER][0] != "U8":
@@ -153,8 +153,8 @@ def _chunks(tensor: Tensor) -> list[NDArray[np.uint8]]:
 
 def _alone(tensor: Tensor) -> Tensor:
     """The tensor on the CPU in memory that it shares with no other, as safetensors asks."""
-    own = tensor.detach().cpu().contiguous()
-    return own if own.untyped_storage().nbytes() == own.numel() * own.element_size() else own.clone()
+    plain = tensor.detach().cpu().contiguous()
+    return plain if plain.untyped_storage().nbytes() == plain.numel() * plain.element_size() else plain.clone()
 
 
 def _seal(kind: str, version: int, content: Mapping[str, Any]) -> str:

@@ -46,17 +46,17 @@ class Settings:
         return given
 
 
-def settle(
+def merge_flags(
     config: Path | None,
     data: DataOptions | None = None,
     model: ModelOptions | None = None,
     train: TrainOptions | None = None,
     features: FeatureOptions | None = None,
 ) -> Settings:
-    """The file's settings with the flags over them."""
+    """The file's settings, overridden by flags."""
     file = Settings() if config is None else read_config(config)
     return Settings(
-        over(file.data, data), over(file.model, model), over(file.train, train), over(file.features, features)
+        merged(file.data, data), merged(file.model, model), merged(file.train, train), merged(file.features, features)
     )
 
 
@@ -119,11 +119,11 @@ def parse_option(text: str) -> tuple[str, Any]:
         return name.strip(), value
 
 
-def over(below: _Table, above: _Table | None) -> _Table:
-    """Options with those that were given above in their place."""
-    if above is None:
-        return below
-    return replace(below, **{f.name: v for f in fields(above) if (v := getattr(above, f.name)) is not None})
+def merged(defaults: _Table, flags: _Table | None) -> _Table:
+    """``defaults`` overridden by the ``flags`` that were given."""
+    if flags is None:
+        return defaults
+    return replace(defaults, **{f.name: v for f in fields(flags) if (v := getattr(flags, f.name)) is not None})
 
 
 def _read_table(path: Path, name: str, table: dict[str, Any], known: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gramtower import _checks as check
 from gramtower._files import replacing
-from gramtower.cli.config import settle
+from gramtower.cli.config import merge_flags
 from gramtower.cli.options import Common, DataOptions
 from gramtower.cli.output import print_facts, print_json
 from gramtower.cli.reading import read_pairs
@@ -47,7 +47,7 @@ def convert(
     common = common or Common()
     if frames.suffix_of(out) not in _ENDINGS or out.suffix.lower() not in (*_ENDINGS, ".gz"):
         check.fail("out", out, ".csv, .tsv (both also .gz) or .parquet")
-    pairs = read_pairs(path, settle(config, data).data)
+    pairs = read_pairs(path, merge_flags(config, data).data)
     write_pairs(pairs, out)
     facts = {**pairs.report, "columns": columns(pairs), "out": str(out)}
     if common.json:

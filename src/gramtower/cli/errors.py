@@ -31,8 +31,8 @@ _MEMORY = re.compile(r"out of memory|can.t allocate memory|not enough memory|una
 def explain(error: BaseException) -> tuple[str, int]:
     """The line and the exit status for an exception."""
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _MEMORY.search(str(error))):
-        own = f": {error}" if str(error) and _ours(error) else "; try a smaller --dim, --hidden or --memory-budget"
-        return f"not enough memory{own}", 1
+        detail = f": {error}" if str(error) and _ours(error) else "; try a smaller --dim, --hidden or --memory-budget"
+        return f"not enough memory{detail}", 1
     if isinstance(error, RecursionError):
         return "input that is nested too deeply", 2
     if isinstance(error, UnicodeEncodeError):
@@ -47,7 +47,7 @@ def explain(error: BaseException) -> tuple[str, int]:
 
 
 def _about_file(error: OSError) -> tuple[str, int]:
-    if error.errno is None:  # raised with words of its own
+    if error.errno is None:  # raised with its own message
         return str(error), 2
     words = _WORDS.get(error.errno) or (error.strerror or "cannot be read or written").lower()
     name = error.filename2 if error.filename2 is not None else error.filename
@@ -68,5 +68,5 @@ def _ours(error: BaseException) -> bool:
 
 def _place(error: BaseException) -> str:
     """The last place of the library that an exception came through."""
-    own = [f for f in _frames(error) if Path(f.filename).is_relative_to(_ROOT)]
-    return f" ({Path(own[-1].filename).relative_to(_ROOT).as_posix()}, line {own[-1].lineno})" if own else ""
+    frames = [f for f in _frames(error) if Path(f.filename).is_relative_to(_ROOT)]
+    return f" ({Path(frames[-1].filename).relative_to(_ROOT).as_posix()}, line {frames[-1].lineno})" if frames else ""

@@ -25,7 +25,7 @@ from gramtower.data.sources import read_toml, reading
 from gramtower.data.synthetic import planted_pairs
 from gramtower.optim.solvers import SOLVERS, as_solver
 
-_OWN = ("problem", "towers", "optimizers", "run")  # tables that a config of fit does not have
+_TABLES = ("problem", "towers", "optimizers", "run")  # tables that a config of fit does not have
 _TOWERS = ("hidden", "dim", "activation")
 _BY_METHOD = ("optimizer", "option", "patience")  # of fit, where one method runs
 
@@ -80,7 +80,7 @@ class Experiment:
 
 def is_experiment(path: Path) -> bool:
     """Whether a TOML file has a table that only experiments have; otherwise it is a config as for fit."""
-    return any(name in _OWN for name in read_toml("config", path))
+    return any(name in _TABLES for name in read_toml("config", path))
 
 
 def load_experiment(path: Path) -> Experiment:

@@ -15,7 +15,7 @@ from gramtower.data import frames, readers
 from gramtower.data.ids import as_objects, id_series
 from gramtower.data.interactions import Interactions
 from gramtower.data.lookup import index_of, join
-from gramtower.data.partition import Part
+from gramtower.data.partition import Shard
 from gramtower.data.sources import existing
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import SINGLE, Group
@@ -25,14 +25,14 @@ _MOVIELENS = {"left": ("user",), "right": ("movie",)}
 
 
 def tower_features(
-    settings: Settings, pairs: Interactions | Part, quiet: bool, group: Group = SINGLE
+    settings: Settings, pairs: Interactions | Shard, quiet: bool, group: Group = SINGLE
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """``left_features`` and ``right_features`` for :meth:`TwoTower.fit`, and what the join by id found, by side."""
-    every = pairs.right_ids() if isinstance(pairs, Part) else pairs.right_ids
-    spread = group if isinstance(pairs, Part) else SINGLE  # the processes that the left ids are spread over
+    right_ids = pairs.right_ids() if isinstance(pairs, Shard) else pairs.right_ids
+    spread = group if isinstance(pairs, Shard) else SINGLE  # the processes that the left ids are spread over
     arguments: dict[str, Any] = {}
     report: dict[str, Any] = {}
-    for side, ids, processes in (("left", pairs.left_ids, spread), ("right", every, SINGLE)):
+    for side, ids, processes in (("left", pairs.left_ids, spread), ("right", right_ids, SINGLE)):
         parts: list[Any] = ["history"] if side == "left" and settings.model.history else []
         path = getattr(settings.features, f"{side}_features")
         if path is not None:
@@ -134,9 +134,9 @@ def _table_of(model: TwoTower, path: Path) -> FeatureTable:
 def _join(side: str, table: FeatureTable, ids: Any, quiet: bool, group: Group) -> dict[str, Any]:
     table.match(ids)
     found = dict(table.report) | {"columns": table.kinds, "features": len(table.feature_names)}
-    own, unused = found["ids_without_features"], found["features_without_ids"]
-    without, count = (int(total) for total in group.totals(own, len(ids)))
-    unused += (len(ids) - own) - (count - without)  # what other processes' ids use
+    local, unused = found["ids_without_features"], found["features_without_ids"]
+    without, count = (int(total) for total in group.totals(local, len(ids)))
+    unused += (len(ids) - local) - (count - without)  # what other processes' ids use
     found |= {"ids_without_features": without, "features_without_ids": unused}
     if without == count:
         given = f"{found['rows']:,} rows, none of them with the id of a {side} entity"

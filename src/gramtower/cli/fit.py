@@ -12,7 +12,7 @@ from gramtower import _checks as check
 from gramtower._files import write_json
 from gramtower._toml import write_config
 from gramtower.cli import folder
-from gramtower.cli.config import Settings, parse_option, settle
+from gramtower.cli.config import Settings, merge_flags, parse_option
 from gramtower.cli.features import tower_features
 from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions
 from gramtower.cli.output import note, print_facts, print_json
@@ -22,7 +22,7 @@ from gramtower.compare.machine import environment
 from gramtower.compare.store import MANIFEST
 from gramtower.data.interactions import Interactions
 from gramtower.data.left_out import rows_left_out
-from gramtower.data.partition import Part, is_partition, read_part
+from gramtower.data.partition import Shard, is_partition, read_shard
 from gramtower.distributed.group import Group
 from gramtower.estimator.fit_data import known_pairs
 from gramtower.training.checkpoint import remove_checkpoint
@@ -74,7 +74,7 @@ def fit(
         common: Output.
     """
     common = common or Common()
-    settings = settle(config, data, model, train, features)
+    settings = merge_flags(config, data, model, train, features)
     if path is not None:
         settings.data.path = str(path)
     if settings.data.path is None:
@@ -91,12 +91,12 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
     """Fit in this process, which may be one of several: the first one writes and prints."""
     loud, source = not common.quiet and group.rank == 0, Path(settings.data.path or "")
     estimator = TwoTower(**settings.estimator_arguments(), verbose=not common.quiet)
-    observed: Interactions | Part
+    observed: Interactions | Shard
     left_out: dict[str, int] = {}
     if is_partition(source):
         if settings.data.validation is not None:
             check.fail("validation", settings.data.validation, "nothing: gramtower partition chooses held-out pairs")
-        part = read_part(source, group)
+        part = read_shard(source, group)
         observed, held_out, validation_pairs = part, None, part.held_out_pairs
     else:
         with group.together():
@@ -163,7 +163,7 @@ def features_table(options: FeatureOptions) -> dict[str, Any]:
     return table
 
 
-def summary(estimator: TwoTower, observed: Interactions | Part, held_out: int | None) -> dict[str, Any]:
+def summary(estimator: TwoTower, observed: Interactions | Shard, held_out: int | None) -> dict[str, Any]:
     """The end of a run in numbers, at the point that was kept."""
     history, best = estimator.history_, estimator.best_metric_
     kept = history[-1] if best is None else next(r for r in reversed(history) if r.metric == best)

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from gramtower.cli.config import settle
+from gramtower.cli.config import merge_flags
 from gramtower.cli.fit import traffic_facts
 from gramtower.cli.folder import is_model, open_model
 from gramtower.cli.options import Common, DataOptions
 from gramtower.cli.output import print_facts, print_json, print_table
 from gramtower.cli.reading import read_pairs
 from gramtower.data.interactions import Interactions
-from gramtower.data.partition import is_partition, read_manifest, read_part
+from gramtower.data.partition import is_partition, read_manifest, read_shard
 from gramtower.two_tower import TwoTower
 
 QUANTILES = {"least": 0.0, "quarter": 0.25, "median": 0.5, "three quarters": 0.75, "most": 1.0}
@@ -36,11 +36,11 @@ def info(
     if is_model(path):
         found = describe_model(open_model(path)[0])
     elif is_partition(path):
-        part = read_part(path)
+        part = read_shard(path)
         found = {"kind": "partition", "parts": len(read_manifest(path).parts), **_counts(part.matrix)}
         found |= {"validation_pairs": part.held_out_pairs, "pairs_per_entity": _degrees(part.matrix)}
     else:
-        found = describe_pairs(read_pairs(path, settle(config, data).data))
+        found = describe_pairs(read_pairs(path, merge_flags(config, data).data))
     if common.json:
         print_json(found)
         return 0

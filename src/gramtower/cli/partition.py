@@ -1,4 +1,4 @@
-"""``gramtower partition``: pairs cut into parts, of which each process of a fit reads its own."""
+"""``gramtower partition``: pairs cut into parts, of which each process of a fit reads its shard."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from gramtower import _checks as check
-from gramtower.cli.config import settle
+from gramtower.cli.config import merge_flags
 from gramtower.cli.options import Common, DataOptions
 from gramtower.cli.output import print_facts, print_json
 from gramtower.cli.reading import read_pairs, split_validation
@@ -46,7 +46,7 @@ def partition(
     if out is None or (out.exists() and not out.is_dir()):
         check.fail("out", out, "a folder")
     check.count("parts", parts, most=MOST_PARTS)
-    options = settle(config, data).data
+    options = merge_flags(config, data).data
     pairs, held_out = split_validation(read_pairs(path, options), options, seed)
     manifest = write_partition(pairs, out, parts, held_out)
     sizes = [part["pairs"] for part in manifest.parts]

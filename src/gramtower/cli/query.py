@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
-from gramtower.cli.config import Settings, over
+from gramtower.cli.config import Settings, merged
 from gramtower.cli.features import new_rows, rows_of
 from gramtower.cli.folder import open_model
 from gramtower.cli.options import Common, DataOptions
@@ -152,7 +152,7 @@ def _test_options(settings: Settings, test: Path, given: DataOptions | None) -> 
     options = settings.data
     if options.path is not None and Path(options.path).suffixes != test.suffixes:
         options.format = None
-    return over(options, given)
+    return merged(options, given)
 
 
 def _keys(model: TwoTower, side: str, ids: list[str] | None) -> Any:

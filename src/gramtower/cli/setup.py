@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gramtower import _checks as check
-from gramtower.cli.config import Settings, over, settle
+from gramtower.cli.config import Settings, merge_flags, merged
 from gramtower.cli.experiment import Experiment, is_experiment, load_experiment
 from gramtower.cli.features import tower_features
 from gramtower.cli.options import DataOptions, FeatureOptions, ModelOptions, TrainOptions
@@ -35,7 +35,7 @@ class Setup:
     Attributes:
         settings: the options in force.
         title: a name for people.
-        synthetic: what must be said of generated pairs, None for real ones.
+        synthetic: a notice for generated pairs, None for real ones.
         methods: constants by method; without --optimizers these are the methods to run.
         pairs: to learn from.
         held_out: for the metric.
@@ -126,11 +126,11 @@ def make_setup(
     """
     experiment = load_experiment(config) if config is not None and is_experiment(config) else None
     if experiment is None:
-        settings = settle(config, *flags)
+        settings = merge_flags(config, *flags)
     else:
         file = experiment.settings
         parts = zip((file.data, file.model, file.train, file.features), flags, strict=True)
-        settings = Settings(*(over(below, above) for below, above in parts))  # type: ignore[type-var, arg-type]
+        settings = Settings(*(merged(defaults, flags) for defaults, flags in parts))  # type: ignore[type-var, arg-type]
     if path is not None:
         settings.data.path = str(path)
     settings.data.validation = settings.data.validation or _HELD_OUT
@@ -159,9 +159,11 @@ def _source(settings: Settings, experiment: Experiment | None) -> Path:
 
 
 def _constants(settings: Settings, experiment: Experiment | None) -> dict[str, dict[str, Any]]:
-    """Constants by method: the experiment's, with those of --option METHOD.NAME=VALUE over them."""
+    """Constants by method: the experiment's, overridden by --option METHOD.NAME=VALUE."""
     found = (
-        {name: dict(own) for name, own in experiment.optimizers.items()} if experiment else {n: {} for n in _METHODS}
+        {name: dict(options) for name, options in experiment.optimizers.items()}
+        if experiment
+        else {n: {} for n in _METHODS}
     )
     for key, value in settings.estimator_arguments().get("optimizer_options", {}).items():
         method, dot, name = key.partition(".")

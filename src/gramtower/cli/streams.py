@@ -40,7 +40,7 @@ def showable(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """A text whose control characters, which a terminal might obey, are written out."""
+    """A text whose control characters, which a terminal might obey, are escaped."""
     return "".join(c.encode("unicode_escape").decode() if unicodedata.category(c) in ("Cc", "Cs") else c for c in text)
 
 

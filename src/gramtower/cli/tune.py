@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from gramtower import _checks as check
-from gramtower.cli.config import settle
+from gramtower.cli.config import merge_flags
 from gramtower.cli.features import tower_features
 from gramtower.cli.fit import features_table
 from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions
@@ -63,7 +63,7 @@ def tune(
         common: Output.
     """
     common = common or Common()
-    settings = settle(config, data, model, train, features)
+    settings = merge_flags(config, data, model, train, features)
     if path is not None:
         settings.data.path = str(path)
     if settings.data.path is None:

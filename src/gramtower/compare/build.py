@@ -15,7 +15,7 @@ SUMMARY, PAGE = "summary.json", "report.html"
 
 
 def build(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Make everything that is made from histories anew; a fit's folder keeps its own summary.json.
+    """Rebuild everything that is derived from histories; a fit's folder keeps its own summary.json.
 
     Returns:
         What summary.json holds, and what could not be made and why.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gramtower._files import replacing
 from gramtower.compare.levels import lowest_value, relative_difference
-from gramtower.compare.store import Comparison, Method
+from gramtower.compare.store import Comparison, MethodRun
 from gramtower.compare.style import line_of
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _fill(figure: Figure, comparison: Comparison, axis: str) -> None:
         figure.legend(handles, labels, loc="outside right upper", fontsize=9)
 
 
-def _curve(axes: Axes, method: Method, points: list[tuple[float, float]]) -> None:
+def _curve(axes: Axes, method: MethodRun, points: list[tuple[float, float]]) -> None:
     line = line_of(method.name)
     style: Any = (0, line.dashes) if line.dashes else "-"
     status = method.outcome["status"]

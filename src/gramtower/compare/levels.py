@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gramtower.compare.store import Comparison, Method
+from gramtower.compare.store import Comparison, MethodRun
 from gramtower.training.result import Record
 
 #: Relative differences that tables are made for.
@@ -23,7 +23,7 @@ LEVELS = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01)
 SpeedUp = dict[str, Any]  # {"times": float, "bound": "" or ">" or "<"}
 
 
-def lowest_value(methods: list[Method]) -> float | None:
+def lowest_value(methods: list[MethodRun]) -> float | None:
     """L*: the lowest value that any method reached, None without records."""
     return min((record.value for method in methods for record in method.history), default=None)
 
@@ -72,7 +72,7 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
     return found
 
 
-def _method(method: Method, lowest: float | None) -> dict[str, Any]:
+def _method(method: MethodRun, lowest: float | None) -> dict[str, Any]:
     history = method.history
     found: dict[str, Any] = {"status": method.outcome["status"], "message": method.outcome.get("message", "")}
     if not history or lowest is None:
@@ -103,16 +103,16 @@ def _time_limit(comparison: Comparison) -> float:
     return float(limits.get("time_limit") or 0.0) if limits.get("max_iterations") is None else 0.0
 
 
-def _first(ran: list[Method], lowest: float, level: float, limit: float) -> dict[str, Any] | None:
+def _first(ran: list[MethodRun], lowest: float, level: float, limit: float) -> dict[str, Any] | None:
     """Who reached a level first, and how many times sooner than the next (at least so many if no other did).
 
-    A method that stopped by itself without getting there says nothing of how long it would take.
+    A method that stopped before the level gives no bound on how long it would take.
     """
-    there = [(record.seconds, m) for m in ran if (record := reached(m.history, lowest, level)) is not None]
-    if not there:
+    times = [(record.seconds, m) for m in ran if (record := reached(m.history, lowest, level)) is not None]
+    if not times:
         return None
-    seconds, winner = min(there, key=lambda pair: pair[0])
-    others = [(time, m) for time, m in there if m is not winner]
+    seconds, winner = min(times, key=lambda pair: pair[0])
+    others = [(time, m) for time, m in times if m is not winner]
     found: dict[str, Any] = {"method": winner.name, "seconds": seconds}
     if others:
         time, second = min(others, key=lambda pair: pair[0])

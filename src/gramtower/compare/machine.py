@@ -1,4 +1,4 @@
-"""What a timing depends on besides the code's own work: the version it is of, and what else the machine was doing."""
+"""What a timing depends on besides the code: its version, and the load of the machine."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ def _git(*arguments: str) -> str | None:
 
 
 class OthersBusy:
-    """Measures how many cores other processes keep busy from its making on."""
+    """Measures how many cores other processes keep busy, from its construction on."""
 
     def __init__(self) -> None:
         self.start = _reading()
 
     def cores(self) -> float | None:
-        """Cores busy with others' work on average so far; None where the system does not tell, as Linux does."""
+        """Cores busy with others' work on average so far; None on systems other than Linux."""
         now = _reading()
         if self.start is None or now is None:
             return None
-        wall, everyone, own = (b - a for a, b in zip(self.start, now, strict=True))
-        return max(0.0, everyone - own) / max(wall, 1e-9)
+        wall, total, process = (b - a for a, b in zip(self.start, now, strict=True))
+        return max(0.0, total - process) / max(wall, 1e-9)
 
 
 def _reading() -> tuple[float, float, float] | None:
@@ -81,5 +81,5 @@ def _reading() -> tuple[float, float, float] | None:
     except (OSError, ValueError):
         return None
     idle = fields[3] + fields[4]  # also waiting for disks
-    own = os.times()
-    return time.monotonic(), (sum(fields) - idle) / ticks, own.user + own.system
+    process = os.times()
+    return time.monotonic(), (sum(fields) - idle) / ticks, process.user + process.system

@@ -41,7 +41,7 @@ class Runner:
         options: constants of methods, by name of the method.
         folder: where histories and checkpoints are.
         verbose: one line an iteration on standard error.
-        note: where the name of a method that starts is said.
+        note: called with the name of each method that starts.
     """
 
     problem: Problem

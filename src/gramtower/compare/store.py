@@ -27,8 +27,8 @@ _STATUS_OF = {"INTERRUPTED": "unfinished", "NON_FINITE": "diverged"}  # reasons 
 
 
 @dataclass(frozen=True)
-class Method:
-    """One method of a comparison.
+class MethodRun:
+    """The run of one method of a comparison.
 
     Attributes:
         name: of the method.
@@ -57,7 +57,7 @@ class Comparison:
     """A folder's content: its methods in the order they were asked for, and what comparison.json says of the rest."""
 
     folder: Path
-    methods: list[Method]
+    methods: list[MethodRun]
     about: dict[str, Any]
     of_fit: bool = False  # a fit's folder, whose summary.json is the fit's own
 
@@ -99,7 +99,7 @@ def read_comparison(folder: Path) -> Comparison:
     if not names:
         check.fail("folder", folder, f"a folder with {MANIFEST} or histories NAME.jsonl, as gramtower compare writes")
     histories = {name: _history(folder, name) if name in found else [] for name in names}
-    return Comparison(folder, [Method(n, h, _outcome(outcomes.get(n, {}), h)) for n, h in histories.items()], about)
+    return Comparison(folder, [MethodRun(n, h, _outcome(outcomes.get(n, {}), h)) for n, h in histories.items()], about)
 
 
 def _read_fit(folder: Path) -> Comparison:
@@ -113,7 +113,7 @@ def _read_fit(folder: Path) -> Comparison:
             end = {"status": status, "message": str(facts["stopped"])}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
         name, metric = _FIT, None
-    return Comparison(folder, [Method(name, history, _outcome(end, history))], {"metric": metric}, of_fit=True)
+    return Comparison(folder, [MethodRun(name, history, _outcome(end, history))], {"metric": metric}, of_fit=True)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

@@ -48,10 +48,10 @@ class Numeric:
     def fit(cls, column: Series) -> Numeric:
         """Mean and standard deviation of the values that are there; a constant column has deviation 1."""
         values = frames.numbers("numeric", column).to_numpy()
-        there = values[~np.isnan(values)]
-        mean = float(there.mean()) if len(there) else 0.0
-        deviation = float(there.std()) if len(there) else 0.0
-        return cls(column.name, mean, deviation if deviation > 1e-12 * abs(mean) else 1.0, len(there) < len(values))
+        present = values[~np.isnan(values)]
+        mean = float(present.mean()) if len(present) else 0.0
+        deviation = float(present.std()) if len(present) else 0.0
+        return cls(column.name, mean, deviation if deviation > 1e-12 * abs(mean) else 1.0, len(present) < len(values))
 
     @property
     def names(self) -> list[str]:
@@ -228,8 +228,8 @@ def _places(texts: Series, values: Sequence[str]) -> NDArray[np.int64]:
 
 def _ones(rows: NDArray[Any], places: NDArray[Any], height: int, width: int) -> sp.csr_matrix:
     """1 at (row, place) for every place that is not -1."""
-    there = places >= 0
-    entries = (np.ones(int(there.sum()), np.float32), (rows[there], places[there]))
+    present = places >= 0
+    entries = (np.ones(int(present.sum()), np.float32), (rows[present], places[present]))
     matrix = sp.csr_matrix(entries, shape=(height, width))
     matrix.data[:] = 1  # an element named twice counts once
     return matrix
@@ -242,8 +242,8 @@ def _exploded(column: Series, separator: str) -> tuple[NDArray[Any], Series]:
         table = pl.DataFrame({"row": np.arange(len(column)), "element": column}).explode("element")
         table = table.with_columns(frames.texts(table["element"]).alias("element")).lazy()
     else:
-        whole = pl.DataFrame({"row": np.arange(len(column)), "element": frames.texts(column)}).lazy()
-        table = whole.with_columns(pl.col("element").str.split(separator)).explode("element")
+        table = pl.DataFrame({"row": np.arange(len(column)), "element": frames.texts(column)}).lazy()
+        table = table.with_columns(pl.col("element").str.split(separator)).explode("element")
     element = pl.col("element")
     table = table.with_columns(element.str.strip_chars()).filter(element.is_not_null() & (element != "")).collect()
     return table["row"].to_numpy(), table["element"]

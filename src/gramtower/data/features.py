@@ -133,7 +133,7 @@ class Features:
         return float(values.double().square().sum())
 
     def place(self, first: int, total: int, square_sum: float) -> Features:
-        """Say where these rows stand among those of all processes, and what all rows' squares add up to."""
+        """Set the position of these rows among those of all processes, and the square sum of all rows."""
         self.first, self.total, self.__dict__["square_sum"] = first, total, square_sum
         return self
 

@@ -182,7 +182,7 @@ def id_array(name: str, values: Any) -> tuple[NDArray[Any], NDArray[np.bool_] | 
     if isinstance(values, np.ndarray) and values.dtype.kind not in "iufUOT":
         check.fail(name, f"an array of {values.dtype}", _EXPECTED)
     if isinstance(values, np.ndarray) and values.dtype.kind in "iuf" and not isinstance(values, np.ma.MaskedArray):
-        return _whole(name, values)
+        return _integers(name, values)
     cells = values.tolist() if isinstance(values, np.ndarray) else list(values)
     keys = [None if is_missing(cell) else key_of(name, cell) for cell in cells]
     absent = np.fromiter((key is None for key in keys), dtype=bool, count=len(keys))
@@ -192,17 +192,17 @@ def id_array(name: str, values: Any) -> tuple[NDArray[Any], NDArray[np.bool_] | 
     return np.array([_in_range(name, key or 0) for key in keys], dtype=np.int64), missing
 
 
-def _whole(name: str, values: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
+def _integers(name: str, values: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
     if values.dtype.kind != "f":
         if values.dtype == np.uint64 and len(values):
             _in_range(name, int(values.max()))
         return values.astype(np.int64), None
     missing = np.isnan(values)
-    there = np.where(missing, 0.0, values)
-    wrong = (there != np.floor(there)) | (np.abs(there) > _EXACT)
+    filled = np.where(missing, 0.0, values)
+    wrong = (filled != np.floor(filled)) | (np.abs(filled) > _EXACT)
     if wrong.any():
         key_of(name, float(values[np.argmax(wrong)]))
-    return there.astype(np.int64), missing if missing.any() else None
+    return filled.astype(np.int64), missing if missing.any() else None
 
 
 def is_missing(cell: Any) -> bool:

@@ -205,12 +205,12 @@ class Interactions:
         right_name: str = "right",
     ) -> Interactions:
         """Pairs from any scipy.sparse matrix; ids default to row and column numbers. Duplicates are added."""
-        own = _canonical(matrix)
-        rows = as_ids("left_ids", range(own.shape[0]) if left_ids is None else check.listed("left_ids", left_ids))
+        csr = _canonical(matrix)
+        rows = as_ids("left_ids", range(csr.shape[0]) if left_ids is None else check.listed("left_ids", left_ids))
         columns = as_ids(
-            "right_ids", range(own.shape[1]) if right_ids is None else check.listed("right_ids", right_ids)
+            "right_ids", range(csr.shape[1]) if right_ids is None else check.listed("right_ids", right_ids)
         )
-        return cls(own, rows, columns, left_name=left_name, right_name=right_name, report=_counts(own))
+        return cls(csr, rows, columns, left_name=left_name, right_name=right_name, report=_counts(csr))
 
     @classmethod
     def _from_columns(cls, columns: list[pl.Series], others: list[Choice], rule: Rule) -> Interactions:
@@ -283,8 +283,8 @@ class Interactions:
 
     def with_matrix(self, matrix: Any) -> Interactions:
         """Other pairs of the same entities. Times and weights are those of the old pairs and are not kept."""
-        own = _canonical(matrix, self.shape)
-        return replace(self, matrix=own, times=None, weights=None, report=_counts(own))
+        csr = _canonical(matrix, self.shape)
+        return replace(self, matrix=csr, times=None, weights=None, report=_counts(csr))
 
     def renamed(self, left_name: str, right_name: str, **counts: int) -> Interactions:
         """The same pairs under other column names, with more counts in the report."""
@@ -292,9 +292,9 @@ class Interactions:
 
 
 def _canonical(matrix: Any, shape: tuple[int, int] | None = None) -> sp.csr_matrix:
-    own = sp.csr_matrix(canonical("matrix", matrix, shape), dtype=np.float32, copy=True)
-    check.finite("matrix", own.data)  # float64 may be too large for float32, and added duplicates too
-    return own
+    csr = sp.csr_matrix(canonical("matrix", matrix, shape), dtype=np.float32, copy=True)
+    check.finite("matrix", csr.data)  # float64 may be too large for float32, and added duplicates too
+    return csr
 
 
 def _counts(matrix: sp.csr_matrix) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What was left out of the data, said aloud: rows that make no pair, and pairs of entities that are not known.
+"""Warnings about what was left out of the data: rows that make no pair, and pairs of entities that are not known.
 
 Checked by tests/test_interactions.py and tests/test_estimator.py.
 """

@@ -133,7 +133,7 @@ class Pairs:
         return torch.bincount(self.columns, minlength=self.shape[1])
 
     def row_range(self, start: int, stop: int) -> tuple[Pairs, slice]:
-        """Rows ``start:stop`` as a pattern of their own (a view), and where their entries stand in this one."""
+        """Rows ``start:stop`` as a pattern (a view), and the positions of their entries in this one."""
         first, last = int(self.offsets[start]), int(self.offsets[stop])
         part = Pairs(
             (stop - start, self.shape[1]),
@@ -143,7 +143,7 @@ class Pairs:
         return part, slice(first, last)
 
     def take_rows(self, rows: Tensor) -> tuple[Pairs, Tensor]:
-        """Some rows as a pattern of their own, and the numbers of their entries in this one."""
+        """Some rows as a pattern, and the numbers of their entries in this one."""
         counts = self.row_counts[rows]
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         entries = torch.arange(int(offsets[-1]), device=self.device)

@@ -1,4 +1,4 @@
-"""A folder of pairs cut by left entity, from which each process of a fit reads its own part and nothing else.
+"""A folder of pairs cut by left entity, from which each process of a fit reads its shard and nothing else.
 
     manifest.json                  shape, counts, which rows are in which part, the names of the files, a checksum
     part-00000-TOKEN.safetensors   offsets, columns and labels of the part's rows, weights and held-out pairs if any,
@@ -44,7 +44,7 @@ from gramtower.distributed.shards import Rows, Shards, balanced, entity_costs
 MANIFEST = "manifest.json"
 _FORMAT, _VERSION = "gramtower-partition", 2
 _KIND = ("gramtower-part", _VERSION)
-_OWN = re.compile(r"(part-\d+|right)-[0-9a-f]{8}\.safetensors")
+_FILE_NAME = re.compile(r"(part-\d+|right)-[0-9a-f]{8}\.safetensors")
 _TYPES = {"offsets": torch.int64, "columns": torch.int32, "labels": torch.float32}
 _ROW_WORK = 200.0  # tower work of an entity in units of a pair's, for the default towers
 
@@ -88,16 +88,16 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one process reads of a folder.
+class Shard:
+    """The local rows of a partition: what one process reads of it.
 
     Attributes:
-        matrix: own left rows × all right columns.
+        matrix: local left rows × all right columns.
         weights: of the pairs, or None.
         held_out: pairs to validate on, in the same form, or None.
-        left_ids: ids of the own left rows.
+        left_ids: ids of the local left rows.
         folder: where it was read from.
-        shards: who holds what.
+        shards: the row ranges of all processes.
         pairs: number of pairs of all processes.
         held_out_pairs: number of held-out pairs of all processes, or None.
     """
@@ -177,7 +177,7 @@ def write_partition(
     text = json.dumps(asdict(manifest) | {"checksum": _checksum(manifest)}, indent=1) + "\n"
     write_text(folder / MANIFEST, text)
     for old in folder.iterdir():
-        if _OWN.fullmatch(old.name) and token not in old.name:
+        if _FILE_NAME.fullmatch(old.name) and token not in old.name:
             old.unlink(missing_ok=True)
     return manifest
 
@@ -210,8 +210,8 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def read_part(folder: str | Path, group: Group = SINGLE) -> Part:
-    """This process's part of a folder; one process alone reads all of it.
+def read_shard(folder: str | Path, group: Group = SINGLE) -> Shard:
+    """This process's shard of a partition; a single process reads all of it.
 
     Raises:
         ValueError: in every process, if the folder is not a partition, is damaged or has too few parts.
@@ -228,19 +228,19 @@ def read_part(folder: str | Path, group: Group = SINGLE) -> Part:
         left = Rows(tuple(ends[cut] for cut in cuts), group.rank)
         right = Rows(balanced(np.ones(n), group.size), group.rank)
         with _refusing(folder):
-            own = [_read_listed(folder, manifest, part) for part in listed[cuts[group.rank] : cuts[group.rank + 1]]]
-            typed = own or [_read_listed(folder, manifest, listed[0])]  # says of which type ids are
-        part = Part(
-            _stack(own, "", n, left.count),
-            np.concatenate([t["weights"].numpy() for t, _ in own]) if manifest.weights and own else None,
-            None if manifest.held_out is None else _stack(own, "held_out_", n, left.count),
+            local = [_read_listed(folder, manifest, part) for part in listed[cuts[group.rank] : cuts[group.rank + 1]]]
+            typed = local or [_read_listed(folder, manifest, listed[0])]  # says of which type ids are
+        shard = Shard(
+            _stack(local, "", n, left.count),
+            np.concatenate([t["weights"].numpy() for t, _ in local]) if manifest.weights and local else None,
+            None if manifest.held_out is None else _stack(local, "held_out_", n, left.count),
             np.concatenate([ids for _, ids in typed])[: left.count],
             folder,
             Shards(group, left, right),
             manifest.pairs,
             manifest.held_out,
         )
-    return part
+    return shard
 
 
 def _check_manifest(manifest: Manifest) -> None:
@@ -249,8 +249,8 @@ def _check_manifest(manifest: Manifest) -> None:
         check.fail("shape", manifest.shape[:4], "two numbers of entities")
     parts = [build("parts", Listed, part) for part in manifest.parts]
     names = [manifest.ids, *(part.file for part in parts)]
-    if len(set(names)) < len(names) or not all(_OWN.fullmatch(name) for name in names):
-        wrong = next((name for name in names if not _OWN.fullmatch(name)), names[0])
+    if len(set(names)) < len(names) or not all(_FILE_NAME.fullmatch(name) for name in names):
+        wrong = next((name for name in names if not _FILE_NAME.fullmatch(name)), names[0])
         check.fail("parts", f"a file {wrong[:80]!r}", "distinct names such as part-00000-0a1b2c3d.safetensors")
     at = 0
     for part in parts:
@@ -343,4 +343,4 @@ def _format_of(folder: Path) -> object:
 
 def _is_own(path: Path) -> bool:
     """Whether write_partition made a file, or left it unfinished."""
-    return path.name == MANIFEST or bool(_OWN.fullmatch(path.name)) or path.name.endswith(".partial")
+    return path.name == MANIFEST or bool(_FILE_NAME.fullmatch(path.name)) or path.name.endswith(".partial")

@@ -126,10 +126,10 @@ def packing(path: Path) -> str:
     """
     with path.open("rb") as stream:
         found = compression(stream.read(16))
-    said = path.suffix.lower()
-    if (said in PACKED and found != said) or found == "zlib":
+    suffix = path.suffix.lower()
+    if (suffix in PACKED and found != suffix) or found == "zlib":
         shown = f"{found} data" if found else "not compressed"
-        check.fail("path", f"{path}, which is {shown}", f"{said} data" if said in PACKED else "text, plain or .gz")
+        check.fail("path", f"{path}, which is {shown}", f"{suffix} data" if suffix in PACKED else "text, plain or .gz")
     return found
 
 
@@ -186,11 +186,11 @@ def opened(path: Path, most: int | None = None) -> Iterator[Metered]:
 
 def content(path: Path) -> bytes:
     """The bytes of a file, decompressed; at most a quarter of the machine's memory."""
-    whole = io.BytesIO()
+    buffer = io.BytesIO()
     with opened(path, host.memory_size() // 4) as stream:
         while piece := stream.read():
-            whole.write(piece)
-    return whole.getvalue()
+            buffer.write(piece)
+    return buffer.getvalue()
 
 
 def zst_size(path: Path) -> int:

@@ -97,12 +97,12 @@ class FeatureTable:
         with _named(frame):
             ids, columns = _identified(frame, id, choices, len(numeric))
             self.report: dict[str, Any] = {"rows": len(ids), "rows_without_id": int(ids.null_count())}
-            there = ids.is_not_null()
-            named = ids.filter(there)
+            present = ids.is_not_null()
+            named = ids.filter(present)
             if named.n_unique() < len(named):
                 twice = named.filter(named.is_duplicated())
                 check.fail("id", f"{twice[0]!r} in {int((named == twice[0]).sum())} rows", "each id in one row")
-            kept = [column.filter(there) for _, column in columns]
+            kept = [column.filter(present) for _, column in columns]
             kind = [kind for (kind, _), _ in columns]
             self.encoders = [
                 _fit(k, column, separator, hash_bits, ngrams) for k, column in zip(kind, kept, strict=True)
@@ -125,14 +125,16 @@ class FeatureTable:
             options: ``hash_bits``, ``ngrams``, ``strict``.
         """
         with _named(frame):
-            whole = frames.read_frame("frame", Path(frame)) if _is_path(frame) else frames.as_frame("frame", frame)
-            frames.pick("id", id, whole.columns)
-            found = infer_kinds(whole, id, kinds or {}, separator)
-            chosen: dict[str, Any] = {kind: [name for name, own in found.items() if own == kind] for kind in KINDS}
+            source = frames.read_frame("frame", Path(frame)) if _is_path(frame) else frames.as_frame("frame", frame)
+            frames.pick("id", id, source.columns)
+            found = infer_kinds(source, id, kinds or {}, separator)
+            chosen: dict[str, Any] = {
+                kind: [name for name, inferred in found.items() if inferred == kind] for kind in KINDS
+            }
             if not set(found.values()) - {"skip"}:
                 check.fail("columns", ", ".join(found) or "none", "at least one that can be encoded; name it in kinds")
             del chosen["skip"]
-            table = cls(whole, id, lists=chosen.pop("list"), separator=separator, **chosen, **options)
+            table = cls(source, id, lists=chosen.pop("list"), separator=separator, **chosen, **options)
             table._source = frame
             table.report["skipped"] = [name for name, kind in found.items() if kind == "skip"]
             return table

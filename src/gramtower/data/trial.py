@@ -1,4 +1,4 @@
-"""Parquet files read on trial, in a process of its own, before they are read here.
+"""Parquet files read on trial, in a separate process, before they are read here.
 
 polars ends the whole process ("memory allocation of 2305843009213693944 bytes failed") or panics on some damaged files,
 and nothing in that process can prevent it. The trial takes as long as reading does, and the start of an interpreter.
@@ -17,13 +17,13 @@ from typing import Any
 from gramtower import _checks as check
 from gramtower.runtime import host
 
-_ROOM = 1 << 33  # bytes of address space for the interpreter and its threads
+_OVERHEAD = 1 << 33  # bytes of address space for the interpreter and its threads
 _PROGRAM = """
 import json, sys
-path, chosen, memory, room = json.load(sys.stdin)
+path, chosen, memory, overhead = json.load(sys.stdin)
 try:
     import resource
-    resource.setrlimit(resource.RLIMIT_AS, (memory + room, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (memory + overhead, resource.getrlimit(resource.RLIMIT_AS)[1]))
 except (ImportError, ValueError, OSError):
     pass
 import polars as pl
@@ -54,7 +54,7 @@ def columns_and_rows(label: str, path: Path, chosen: list[str | int] | None) -> 
     Raises:
         ValueError: if polars cannot read those columns.
     """
-    given = json.dumps([str(path.absolute()), chosen, host.memory_size(), _ROOM])
+    given = json.dumps([str(path.absolute()), chosen, host.memory_size(), _OVERHEAD])
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM],
         input=given,

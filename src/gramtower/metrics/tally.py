@@ -148,10 +148,10 @@ def _first(hits: Hits, k: int) -> Hits:
     return hits[:, :k] if hits.shape[1] >= k else np.pad(hits, ((0, 0), (0, k - hits.shape[1])))
 
 
-def _terciles(counts: NDArray[Any], every: NDArray[Any] | None = None) -> list[NDArray[np.bool_]]:
+def _terciles(counts: NDArray[Any], gathered: NDArray[Any] | None = None) -> list[NDArray[np.bool_]]:
     """Three groups by the terciles of counts, or of those of all processes.
 
     Equal counts are in the same group, which may leave one empty.
     """
-    low, high = np.quantile(counts if every is None else every, [1 / 3, 2 / 3])
+    low, high = np.quantile(counts if gathered is None else gathered, [1 / 3, 2 / 3])
     return [counts <= low, (counts > low) & (counts <= high), counts > high]

@@ -35,12 +35,12 @@ def above_torch(scores: Tensor, relevant: sp.csr_matrix, start: int, stop: int) 
     place = np.arange(offsets[-1] - offsets[0]) - np.repeat(offsets[:-1] - offsets[0], counts)
     places = torch.from_numpy(place).to(scores.device)
     columns = torch.from_numpy(relevant.indices[offsets[0] : offsets[-1]].astype(np.int64)).to(scores.device)
-    own = scores.new_full((stop - start, int(counts.max(initial=0))), -torch.inf)
-    own[rows, places] = scores[rows, columns]
-    total = torch.zeros_like(own, dtype=torch.float64)
-    for among, sign in ((scores, 1), (own, -1)):
+    wanted = scores.new_full((stop - start, int(counts.max(initial=0))), -torch.inf)
+    wanted[rows, places] = scores[rows, columns]
+    total = torch.zeros_like(wanted, dtype=torch.float64)
+    for among, sign in ((scores, 1), (wanted, -1)):
         ordered = among.sort(1).values
-        not_below = among.shape[1] - torch.searchsorted(ordered, own)
-        higher = among.shape[1] - torch.searchsorted(ordered, own, right=True)
+        not_below = among.shape[1] - torch.searchsorted(ordered, wanted)
+        higher = among.shape[1] - torch.searchsorted(ordered, wanted, right=True)
         total += sign * 0.5 * (not_below + higher)
     return np.asarray(total[rows, places].cpu().numpy())

@@ -26,11 +26,11 @@ def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """See select.best; for k of at most a few hundred, because the best so far are kept sorted."""
     rows = len(scores)
     columns, values = empty_lists(rows, k)
-    given, none, nothing = scores.numpy(), np.zeros(rows, np.int64), np.empty(0, np.int32)
+    array, none, nothing = scores.numpy(), np.zeros(rows, np.int64), np.empty(0, np.int32)
 
     def work(first: int, last: int) -> None:
         part = slice(first, last)
-        take_in(given[part], 0, columns[part], values[part], none[part], none[part], nothing, nothing)
+        update_lists(array[part], 0, columns[part], values[part], none[part], none[part], nothing, nothing)
 
     parallel_for(work, _tasks(rows))
     return torch.from_numpy(columns), torch.from_numpy(values)
@@ -43,8 +43,8 @@ def empty_lists(rows: int, k: int) -> tuple[NDArray[np.int64], NDArray[np.float3
 
 def above(scores: Tensor, offsets: NDArray[Any], columns: NDArray[Any]) -> NDArray[np.float64]:
     """See ranks.above; columns[offsets[i]:offsets[i + 1]] are relevant to row i."""
-    counts, given = np.empty(len(columns)), scores.numpy()
-    parallel_for(lambda first, last: _above(first, last, given, offsets, columns, counts), _tasks(len(scores)))
+    counts, array = np.empty(len(columns)), scores.numpy()
+    parallel_for(lambda first, last: _above(first, last, array, offsets, columns, counts), _tasks(len(scores)))
     return counts
 
 
@@ -64,14 +64,14 @@ def _enter(c, v, s, j):  # type: ignore[no-untyped-def]  # pragma: no cover
 
 
 @compiled(nogil=True)
-def take_in(scores, offset, columns, values, places, ends, excluded, denied):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """Take scores of the columns from ``offset`` on into the lists of their rows.
+def update_lists(scores, offset, columns, values, places, ends, excluded, denied):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Merge scores of the columns from ``offset`` on into the lists of their rows.
 
     Columns excluded[places[i]:ends[i]] of row i, and those of ``denied``, become −inf first; both increase. places[i]
-    moves on past the columns given. Earlier columns were taken in before.
+    moves on past the columns given. Earlier columns were merged before.
     """
     width, k = scores.shape[1], values.shape[1]
-    whole = width - width % _TOGETHER
+    vectorised = width - width % _TOGETHER
     first, last = np.searchsorted(denied, offset), np.searchsorted(denied, offset + width)
     for i in range(scores.shape[0]):
         row, c, v = scores[i], columns[i], values[i]
@@ -82,7 +82,7 @@ def take_in(scores, offset, columns, values, places, ends, excluded, denied):  #
             row[excluded[e] - offset] = -np.inf
             e += 1
         places[i] = e
-        for start in range(0, whole, _TOGETHER):
+        for start in range(0, vectorised, _TOGETHER):
             least, any_above = v[k - 1], np.uint8(0)
             for l in range(start, start + _TOGETHER):
                 any_above |= np.uint8(row[l] > least)
@@ -90,7 +90,7 @@ def take_in(scores, offset, columns, values, places, ends, excluded, denied):  #
                 for l in range(start, start + _TOGETHER):
                     if row[l] > v[k - 1]:
                         _enter(c, v, row[l], offset + l)
-        for l in range(whole, width):
+        for l in range(vectorised, width):
             if row[l] > v[k - 1]:
                 _enter(c, v, row[l], offset + l)
 
@@ -109,13 +109,13 @@ def _ranks(row, s):  # type: ignore[no-untyped-def]  # pragma: no cover
 def _above(first, last, scores, offsets, columns, counts):  # type: ignore[no-untyped-def]  # pragma: no cover
     for i in range(first, last):
         row = scores[i]
-        own = np.empty(offsets[i + 1] - offsets[i], np.float32)
-        for e in range(len(own)):
-            own[e] = row[columns[offsets[i] + e]]
-        ordered = np.sort(own)
-        for e in range(len(own)):
-            s = own[e]
+        relevant = np.empty(offsets[i + 1] - offsets[i], np.float32)
+        for e in range(len(relevant)):
+            relevant[e] = row[columns[offsets[i] + e]]
+        ordered = np.sort(relevant)
+        for e in range(len(relevant)):
+            s = relevant[e]
             higher, not_below = _ranks(row, s)
-            higher -= len(own) - np.searchsorted(ordered, s, "right")
-            not_below -= len(own) - np.searchsorted(ordered, s)
+            higher -= len(relevant) - np.searchsorted(ordered, s, "right")
+            not_below -= len(relevant) - np.searchsorted(ordered, s)
             counts[offsets[i] + e] = 0.5 * (higher + not_below)

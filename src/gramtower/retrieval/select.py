@@ -40,8 +40,8 @@ def best_torch(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         again, size = tied.nonzero()[:, 0], -(-len(scores) // 16)
         for start in range(0, len(again), size):  # torch chose among equals; here the smaller column is chosen
             rows = again[start : start + size]
-            whole = scores[rows].sort(stable=True, dim=1, descending=True)
-            values[rows], columns[rows] = whole.values[:, :k], whole.indices[:, :k]
+            ordered = scores[rows].sort(stable=True, dim=1, descending=True)
+            values[rows], columns[rows] = ordered.values[:, :k], ordered.indices[:, :k]
     by_column = columns.sort(1)
     by_score = values.gather(1, by_column.indices).sort(stable=True, dim=1, descending=True)
     columns = by_column.values.gather(1, by_score.indices)

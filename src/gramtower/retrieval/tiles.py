@@ -1,8 +1,8 @@
-"""The k best columns of many rows without whole rows of scores: tiles of scores are ranked where they were made.
+"""The k best columns of many rows without full rows of scores: tiles of scores are ranked in cache.
 
-On a CPU each thread takes some rows, multiplies them with a few columns at a time, and takes the scores into its
-rows' lists while they are in its cache, so that the scores never travel to memory and back. Elsewhere, for long lists
-and for little work, blocks of whole rows. Cost: the score products and one pass over the scores.
+On a CPU each thread takes some rows, multiplies them with a few columns at a time, and merges the scores into
+its rows' lists while they are in its cache, so that scores never go to memory and back. Elsewhere, for long lists and
+for little work, blocks of full rows. Cost: the score products and one pass over the scores.
 Checked by tests/test_topk.py against sorted dense scores; timed by benchmarks/bench_evaluation.py.
 """
 
@@ -87,7 +87,7 @@ def _tiled(
                 tile = torch.empty(len(left), right.shape[1])
                 scores = tile.numpy()
             torch.mm(left, right, out=tile)
-            scan.take_in(scores, first, columns, values, places, ends, excluded, denied)
+            scan.update_lists(scores, first, columns, values, places, ends, excluded, denied)
         return start, stop, columns, values
 
     workers, waiting = pool(threads), deque[Future[Any]]()

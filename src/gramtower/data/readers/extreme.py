@@ -52,13 +52,13 @@ def extreme_classification(path: PathLike) -> Extreme:
         size = 0
         for number, line in numbered:
             try:
-                own, places, cells = _point(line)
-                label_columns.extend(own)
+                point_labels, places, cells = _point(line)
+                label_columns.extend(point_labels)
                 columns.extend(places)
                 values.extend(cells)
             except (ValueError, OverflowError):
                 check.fail("path", f"line {number} of {path}: {line[:60]!r}", "a line 'l1,l2,… f:v f:v …'")
-            label_counts.append(len(own))
+            label_counts.append(len(point_labels))
             counts.append(len(places))
             size += len(line)
         if len(counts) != points:

@@ -91,9 +91,9 @@ def _movielens_file(path: PathLike, table: str) -> tuple[str, bytes]:
         return place.name, frames.content(place)
     found = members(place, re.compile(stems + _ENDING, re.IGNORECASE))
     if not found:
-        there = ", ".join(members(place, re.compile(".*"))[:20]) or "nothing"
+        listing = ", ".join(members(place, re.compile(".*"))[:20]) or "nothing"
         kind = "folder" if place.is_dir() else "zip"
-        check.fail("path", f"{place}, which holds {there}", f"a {kind} with {table}.dat or {table}.csv")
+        check.fail("path", f"{place}, which holds {listing}", f"a {kind} with {table}.dat or {table}.csv")
     if place.is_dir():
         return found[0], frames.content(place / found[0])
     return found[0], b"".join(read_members(place, found[:1], most=host.memory_size() // 4)).rstrip(b"\r\n")
@@ -104,9 +104,9 @@ def _movielens_layout(name: str, data: bytes, table: str) -> tuple[bytes, dict[s
     first = data.split(b"\n", 1)[0].strip().removeprefix(BOM)
     for separator in (b"::", b"\t"):
         if separator in first:
-            text, own = one_byte(data, separator) if len(separator) > 1 else (data, "\t")
+            text, single = one_byte(data, separator) if len(separator) > 1 else (data, "\t")
             present = list(_COLUMNS[table][: first.count(separator) + 1])
-            options: dict[str, Any] = {"separator": own, "header": False, "quote": None}
+            options: dict[str, Any] = {"separator": single, "header": False, "quote": None}
             break
     else:
         present = [_RENAMED.get(column, column) for column in first.decode("utf-8", "replace").split(",")]

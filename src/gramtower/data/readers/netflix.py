@@ -116,15 +116,15 @@ def _ratings(
         below = "before any line 'movie:'" if wrong["movie"][0] == _NONE else f"below '{wrong['movie'][0]}:'"
         check.fail("path", f"a line {line[:60]!r} {below}", "'movie:' or 'user,rating,date' with a finite rating")
     counts["rows"] += len(ratings)
-    there = ratings.filter(pl.col("value").is_not_nan())
-    counts["rows_without_number"] += len(ratings) - len(there)
+    kept = ratings.filter(pl.col("value").is_not_nan())
+    counts["rows_without_number"] += len(ratings) - len(kept)
     if rule.threshold is not None:
-        there = there.filter(pl.col("value") >= rule.threshold)
-    columns = {"user": there["id"].to_numpy(), "movie": there["movie"].to_numpy()}
+        kept = kept.filter(pl.col("value") >= rule.threshold)
+    columns = {"user": kept["id"].to_numpy(), "movie": kept["movie"].to_numpy()}
     if rule.labels:
-        columns["value"] = there["value"].to_numpy()
+        columns["value"] = kept["value"].to_numpy()
     if times:
-        columns["time"] = frames.seconds("times", there["date"]).to_numpy()
+        columns["time"] = frames.seconds("times", kept["date"]).to_numpy()
     return columns, movie
 
 
