@@ -188,7 +188,7 @@ def summary(estimator: TwoTower, observed: Interactions | Shard, held_out: int |
 
 
 def traffic_facts(last: Record) -> dict[str, Any]:
-    """Processes and what travelled between them, as the first one saw it; empty for one process."""
+    """Processes and bytes sent between them, as counted by the first one; empty for one process."""
     if last.processes == 1:
         return {}
     return {"processes": last.processes, "bytes": last.bytes, "bytes_per_product": last.product_bytes}

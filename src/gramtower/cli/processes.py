@@ -52,8 +52,8 @@ def joined(device: str | None) -> Iterator[Group]:
 def leave(code: int) -> NoReturn:
     """End the program.
 
-    One that was among several ends without the interpreter's own end: threads of gloo that still let go of tensors then
-    abort it now and then (pytorch issue 190489), and torchrun would call a run failed whose model is written.
+    One of several processes skips the interpreter's shutdown: gloo's threads, still freeing tensors, sometimes abort it
+    (pytorch issue 190489), and torchrun would count a run as failed whose model is written.
     """
     if _started_among_several():
         sys.stdout.flush()
@@ -67,9 +67,9 @@ def _started_among_several() -> bool:
 
 
 def _store(rank: int, timeout: timedelta) -> Any:
-    """Where processes find each other: torchrun's store, with names of its own for each restart.
+    """The rendezvous store: torchrun's, with a prefix for each restart.
 
-    Torch does not tell attempts apart there: after a restart gloo would find the addresses of processes that are gone.
+    Torch does not separate attempts: after a restart gloo would find the addresses of processes that are gone.
     """
     import torch.distributed as dist
 

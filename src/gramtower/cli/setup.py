@@ -160,11 +160,8 @@ def _source(settings: Settings, experiment: Experiment | None) -> Path:
 
 def _constants(settings: Settings, experiment: Experiment | None) -> dict[str, dict[str, Any]]:
     """Constants by method: the experiment's, overridden by --option METHOD.NAME=VALUE."""
-    found = (
-        {name: dict(options) for name, options in experiment.optimizers.items()}
-        if experiment
-        else {n: {} for n in _METHODS}
-    )
+    optimizers = experiment.optimizers if experiment else {name: {} for name in _METHODS}
+    found: dict[str, dict[str, Any]] = {name: dict(options) for name, options in optimizers.items()}
     for key, value in settings.estimator_arguments().get("optimizer_options", {}).items():
         method, dot, name = key.partition(".")
         if not dot or method not in SOLVERS:

@@ -1,4 +1,4 @@
-"""Which kind of features each column of a table holds, when nobody said.
+"""Which kind of features each column of a table holds, when it is not given.
 
     list         lists, or text with the separator in at least a tenth of the cells and elements that recur
     numeric      numbers, or text that is a number in every cell; numbers with leading zeros, such as "02139", are codes

@@ -21,9 +21,9 @@ RULES = ("max", "sum", "first", "last", "error")
 def ordered(
     rows: NDArray[Any], columns: NDArray[Any], bits: int, places: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
-    """Keys row · 2^bits + column in order, duplicates kept, and with ``places`` where each of them came from.
+    """Sorted keys row · 2^bits + column, duplicates kept, and with ``places`` the input position of each.
 
-    Places of equal keys increase: they are the low bits of what is sorted where that fits into 63 bits.
+    The sort is stable: positions are sorted along as low bits where that fits into 63 bits.
     """
     keys = rows.astype(np.int64)
     keys <<= bits

@@ -22,7 +22,7 @@ from torch import Tensor
 from gramtower import _checks as check
 from gramtower.data.matrices import checked, rows_increase
 
-SEGMENT = 4096  # entries of a row worked on as one piece
+SEGMENT = 4096  # entries of a row handled as one piece
 
 
 @dataclass(frozen=True)

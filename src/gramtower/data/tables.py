@@ -128,9 +128,7 @@ class FeatureTable:
             source = frames.read_frame("frame", Path(frame)) if _is_path(frame) else frames.as_frame("frame", frame)
             frames.pick("id", id, source.columns)
             found = infer_kinds(source, id, kinds or {}, separator)
-            chosen: dict[str, Any] = {
-                kind: [name for name, inferred in found.items() if inferred == kind] for kind in KINDS
-            }
+            chosen: dict[str, Any] = {kind: [name for name, k in found.items() if k == kind] for kind in KINDS}
             if not set(found.values()) - {"skip"}:
                 check.fail("columns", ", ".join(found) or "none", "at least one that can be encoded; name it in kinds")
             del chosen["skip"]

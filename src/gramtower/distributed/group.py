@@ -115,7 +115,7 @@ class ProcessGroup(Group):
     """The processes of torch.distributed's default group, which must be initialised.
 
     Args:
-        device: where tensors travel from: the GPU with NCCL, the CPU with gloo. Others are copied there and back.
+        device: of the collectives: the GPU with NCCL, the CPU with gloo. Other tensors are copied to it and back.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -180,7 +180,7 @@ class ProcessGroup(Group):
         return tensor if buffer is tensor else tensor.copy_(buffer)
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Pending:
-        """See Group. Shards of unequal length travel padded to the longest."""
+        """See Group. Shards of unequal length are padded to the longest."""
         if rows.device.type != self.device.type:
             elsewhere = self.gather_rows(rows.to(self.device), counts)
             return Pending(lambda: elsewhere.wait().to(rows.device))

@@ -143,7 +143,7 @@ class Reader:
 
     @contextmanager
     def reading(self) -> Iterator[Callable[[str], Tensor]]:
-        """All tensors, read in full by a few threads, small ones first, while the block goes on.
+        """All tensors, read in full by a few threads, small ones first, while the block runs.
 
         Gives a function that waits for one of them; the end of the block waits for all. Checksums cost little time
         this way, as numpy and zlib let other threads run.

@@ -49,9 +49,8 @@ def _tolerant(step: Callable[..., Any], folder: str) -> Callable[..., Any]:
         try:
             return step(*arguments)
         except _UNUSABLE as error:
-            _warn_once(
-                f"compiled code cannot be kept in {folder} ({getattr(error, 'strerror', None) or 'a damaged file'})"
-            )
+            reason = getattr(error, "strerror", None) or "a damaged file"
+            _warn_once(f"compiled code cannot be kept in {folder} ({reason})")
             return None
 
     return guarded

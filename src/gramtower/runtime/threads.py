@@ -3,7 +3,7 @@
 Idle threads sleep. Thread pools that spin between calls, numba's own among them, would compete with torch's workers for
 the same cores.
 
-A forked process has none of its parent's threads: the pool is made anew there. Torch's own OpenMP threads are gone too,
+A forked process has none of its parent's threads: the pool is recreated there. Torch's own OpenMP threads are gone too,
 and torch would wait for them for ever, so that a forked process works with one torch thread; to use several, start
 processes by "spawn". Checked by tests/test_kernels.py.
 """
@@ -32,7 +32,7 @@ def parallel_for(work: Callable[[int, int], None], bounds: list[int]) -> None:
     try:
         helpers += (pool(threads).submit(run) for _ in range(min(threads, tasks) - 1))
         run()
-    finally:  # also after Ctrl-C: nobody may still write where the caller goes on
+    finally:  # also after Ctrl-C: no thread may still write after this returns
         numbers = itertools.count(tasks)
         wait(helpers)
     for helper in helpers:
@@ -41,7 +41,7 @@ def parallel_for(work: Callable[[int, int], None], bounds: list[int]) -> None:
 
 @lru_cache(maxsize=1)
 def pool(threads: int) -> ThreadPoolExecutor:
-    """So many threads, in each of which torch works with one. What runs in them must not wait for others of them."""
+    """A pool of threads with one torch thread each. Tasks must not wait for other tasks of the pool."""
     made = ThreadPoolExecutor(threads, "gramtower", _begin_thread)
     started = threading.Barrier(threads)
     for future in [made.submit(started.wait) for _ in range(threads)]:

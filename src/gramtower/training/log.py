@@ -1,4 +1,4 @@
-"""One line an iteration in fixed columns, and on a terminal a line that tells where the run stands."""
+"""One line an iteration in fixed columns, and on a terminal a line of progress."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def line(record: Record) -> str:
 
 
 def traffic(record: Record) -> str:
-    """What travelled between processes, as the first one saw it."""
+    """Bytes sent between processes, as counted by the first one."""
     product = f", {record.product_bytes / 1e6:.3g} MB for one G·d" if record.product_bytes else ""
     return f"{record.processes} processes; each sent and received about {record.bytes / 1e6:.3g} MB{product}"
 

@@ -119,7 +119,7 @@ class Kernels(Protocol):
         """The traversal order of pairs: short index tensors, and by name the O(|O|) tensors of the order by columns."""
 
     def import_order(self, pairs: Pairs, order: Order | None, by_columns: dict[str, Tensor] | None) -> None:
-        """Remember an exported order for a copy of the same pairs; None where nobody will sum over columns."""
+        """Restore an exported order for a copy of the same pairs; None if no sum over columns will follow."""
 
 
 if TYPE_CHECKING:

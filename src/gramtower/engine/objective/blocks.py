@@ -149,9 +149,8 @@ class LeftRows:
     def _make(self, start: int, stop: int, pairs: PairConstants, Q: Tensor) -> LeftBlock:
         if self.resident:
             return LeftBlock(start, self._side, pairs, self.tower, Q, self._kernels, True)
-        return LeftBlock(
-            start, self._side.rows(start, stop), pairs, self.tower.over(start, stop), Q, self._kernels, False
-        )
+        side, tower = self._side.rows(start, stop), self.tower.over(start, stop)
+        return LeftBlock(start, side, pairs, tower, Q, self._kernels, False)
 
 
 class PairBlocks:

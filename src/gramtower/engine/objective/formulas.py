@@ -79,7 +79,7 @@ def pair_moments(E: Tensor) -> Tensor:
 
 
 def _weigh(side: Side, U: Tensor, E: Tensor) -> Tensor:
-    """diag(a) U + diag(μ c) E, in the place of U."""
+    """diag(a) U + diag(μ c) E, in place of U."""
     if side.weight is not None:
         U *= side.weight[:, None]
     if side.penalty is not None:

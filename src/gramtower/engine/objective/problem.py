@@ -168,7 +168,7 @@ class Problem:
         return self._planned(towers, towers.parameters())
 
     def _evaluate(self, towers: Towers, theta: Parameters) -> Point:
-        """The point at parameters that nobody else will change."""
+        """The point at ``theta``, which it keeps without a copy."""
         plan = self._planned(towers, theta)
         graphs = self._graphs(towers).acquire(theta) if plan.graphs else None
 
