@@ -27,7 +27,7 @@ import torch
 from common import write_result
 
 import gramtower as gt
-from gramtower.data.partition import read_shard, write_partition
+from gramtower.data.partition import read_part, write_partition
 from gramtower.data.synthetic import PAPER_SHAPES, planted_pairs
 from gramtower.distributed.group import current_group
 
@@ -95,7 +95,7 @@ def child(folder: Path, what: str, repeats: int) -> None:
         torch.distributed.init_process_group("gloo", init_method=os.environ["STORE"], rank=rank, world_size=size)
     group = current_group()
     before = _status("VmRSS")
-    part = read_shard(folder, group)
+    part = read_part(folder, group)
     shards = None if group.size == 1 else part.shards
     problem = gt.Problem(part.matrix, omega=2.0**-8, l2=1.0, shards=shards, memory_budget="10GB")
     towers = gt.mlp_towers(problem, HIDDEN, DIM)

@@ -34,7 +34,7 @@ import torch
 import gramtower as gt
 from gramtower.cli.app import run
 from gramtower.compare import runner
-from gramtower.data.partition import read_shard
+from gramtower.data.partition import read_part
 from gramtower.distributed.group import SINGLE
 from gramtower.distributed.shard_files import Reader
 from gramtower.estimator.model_file import KIND
@@ -118,7 +118,7 @@ def contents(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 def partition_result(folder: Path) -> Any:
     """What one process reads of a partition, and how many files there are: none of an earlier try."""
-    part = read_shard(folder / "out", SINGLE)
+    part = read_part(folder / "out", SINGLE)
     matrix = part.matrix
     return (
         matrix.shape,

@@ -96,13 +96,13 @@ def problem_of(processes, features="ids", cut="even", m=61, n=47, observed=500):
     pairs, options["pair_weights"] = local_pairs(pairs, options.get("pair_weights"), shards)
     sides = {"left": shards.left, "right": shards.right}
     for side, rows in sides.items():
-        options[f"{side}_weights"] = rows.local(side, options.get(f"{side}_weights"))
+        options[f"{side}_weights"] = rows.local_rows(side, options.get(f"{side}_weights"))
     if "imputed" in options:
         options["imputed"] = tuple(
-            r.local("imputed", f) for r, f in zip(sides.values(), options["imputed"], strict=True)
+            r.local_rows("imputed", f) for r, f in zip(sides.values(), options["imputed"], strict=True)
         )
     return gt.Problem(
-        pairs, shards.left.local("left", left), shards.right.local("right", right), shards=shards, **options
+        pairs, shards.left.local_rows("left", left), shards.right.local_rows("right", right), shards=shards, **options
     )  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def interactions(user="u{:02d}".format):
 
 def estimator_fit(folder, partition):
     """Fit, evaluate and save by the estimator: from whole data and from a folder of parts."""
-    from gramtower.data.partition import read_shard
+    from gramtower.data.partition import read_part
     from gramtower.data.splits import random_pairs
 
     split = random_pairs(interactions(int), 0.2, seed=0)
@@ -187,7 +187,7 @@ def estimator_fit(folder, partition):
         weights = dict(left_weights="degree^0.5", right_weights=np.linspace(0.5, 1.5, 30)) if kind == "beside" else {}
         model = gt.TwoTower(dim=4, hidden=(8,), max_iterations=4, device="cpu", metric="recall@5", **weights)
         if kind == "parts":
-            model.fit(read_shard(partition, group()))
+            model.fit(read_part(partition, group()))
         else:
             model.fit(split.train, *seen[kind], validation=split.test)
         metrics = ("map@5", "recall@5", "ndcg@5", "auc", "coverage@5")

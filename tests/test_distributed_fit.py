@@ -17,7 +17,7 @@ import torch
 from processes import HERE, run_group
 
 import gramtower as gt
-from gramtower.data.partition import read_shard, write_partition
+from gramtower.data.partition import read_part, write_partition
 from gramtower.data.splits import random_pairs
 from gramtower.distributed import shard_files as shards_file
 
@@ -102,7 +102,7 @@ def test_torchrun_fits_a_partition_and_restarts_from_the_checkpoint_when_a_proce
     records = gt.read_history(history)
     assert [record.iteration for record in records] == list(range(121))
     alone = gt.TwoTower(dim=3, hidden=(4,), device="cpu", optimizer="gd", max_iterations=120)
-    alone.fit(read_shard(tmp_path / "parts"))
+    alone.fit(read_part(tmp_path / "parts"))
     values, expected = ([record.value for record in h] for h in (records, alone.history_))
     assert values[:41] == pytest.approx(expected[:41], rel=1e-5)
     # later a line search may halve a step once more: float32 is rounded otherwise in two processes

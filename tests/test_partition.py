@@ -12,7 +12,7 @@ import torch
 
 from gramtower import _tensors
 from gramtower._tensors import TensorFile
-from gramtower.data.partition import read_shard, write_partition
+from gramtower.data.partition import read_part, write_partition
 from gramtower.data.splits import random_pairs
 
 
@@ -20,7 +20,7 @@ from gramtower.data.splits import random_pairs
 def test_a_partition_gives_back_what_was_written(user, tmp_path):
     split = random_pairs(shared_fits.interactions(user), 0.2, seed=0)
     manifest = write_partition(split.train, tmp_path, 4, split.test)
-    part = read_shard(tmp_path)
+    part = read_part(tmp_path)
     assert (part.matrix != split.train.matrix).nnz == 0
     assert (part.held_out != split.test.matrix).nnz == 0
     assert part.left_ids.tolist() == split.train.left_ids.tolist()
@@ -107,12 +107,12 @@ def test_a_damaged_partition_is_refused(spoil, match, tmp_path):
     write_partition(shared_fits.interactions(), tmp_path, 3)
     spoil(tmp_path)
     with pytest.raises(ValueError, match=f"folder: .*{match}"):
-        read_shard(tmp_path)
+        read_part(tmp_path)
 
 
 def test_damaged_right_ids_are_refused(tmp_path):
     write_partition(shared_fits.interactions(), tmp_path, 3)
-    part = read_shard(tmp_path)
+    part = read_part(tmp_path)
     flip(tmp_path, "right-*")
     with pytest.raises(ValueError, match=f"folder: {tmp_path} is missing or damaged"):
         part.right_ids()
@@ -140,9 +140,9 @@ def test_a_partition_that_was_killed_can_be_written_again(earlier, tmp_path, mon
         write_partition(pairs, tmp_path, 3)
     monkeypatch.undo()
     if earlier:
-        assert (read_shard(tmp_path).matrix != pairs.matrix).nnz == 0  # the old one is whole
+        assert (read_part(tmp_path).matrix != pairs.matrix).nnz == 0  # the old one is whole
     write_partition(pairs, tmp_path, 4)
-    assert (read_shard(tmp_path).matrix != pairs.matrix).nnz == 0
+    assert (read_part(tmp_path).matrix != pairs.matrix).nnz == 0
     assert len(list(tmp_path.iterdir())) == 6  # four parts, right ids and the manifest: nothing of the others
 
 

@@ -23,7 +23,7 @@ from harness import Fuzz, mutated
 import gramtower as gt
 from gramtower import _tensors
 from gramtower._tensors import TensorFile
-from gramtower.data.partition import read_shard, write_partition
+from gramtower.data.partition import read_part, write_partition
 from gramtower.data.tables import FeatureTable
 
 pytestmark = pytest.mark.usefixtures("without_waiting_for_the_disk")
@@ -236,7 +236,7 @@ def test_mutated_partitions(tmp_path):
     write_partition(pairs, original, 3, pairs)
 
     def read():
-        part = read_shard(folder)
+        part = read_part(folder)
         return part, part.right_ids()
 
     for rng in fuzz:

@@ -22,7 +22,7 @@ from gramtower.compare.machine import environment
 from gramtower.compare.store import MANIFEST
 from gramtower.data.interactions import Interactions
 from gramtower.data.left_out import rows_left_out
-from gramtower.data.partition import Shard, is_partition, read_shard
+from gramtower.data.partition import Shard, is_partition, read_part
 from gramtower.distributed.group import Group
 from gramtower.estimator.fit_data import known_pairs
 from gramtower.training.checkpoint import remove_checkpoint
@@ -96,7 +96,7 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
     if is_partition(source):
         if settings.data.validation is not None:
             check.fail("validation", settings.data.validation, "nothing: gramtower partition chooses held-out pairs")
-        part = read_shard(source, group)
+        part = read_part(source, group)
         observed, held_out, validation_pairs = part, None, part.held_out_pairs
     else:
         with group.together():

@@ -15,7 +15,7 @@ from gramtower.cli.options import Common, DataOptions
 from gramtower.cli.output import print_facts, print_json, print_table
 from gramtower.cli.reading import read_pairs
 from gramtower.data.interactions import Interactions
-from gramtower.data.partition import is_partition, read_manifest, read_shard
+from gramtower.data.partition import is_partition, read_manifest, read_part
 from gramtower.two_tower import TwoTower
 
 QUANTILES = {"least": 0.0, "quarter": 0.25, "median": 0.5, "three quarters": 0.75, "most": 1.0}
@@ -36,7 +36,7 @@ def info(
     if is_model(path):
         found = describe_model(open_model(path)[0])
     elif is_partition(path):
-        part = read_shard(path)
+        part = read_part(path)
         found = {"kind": "partition", "parts": len(read_manifest(path).parts), **_counts(part.matrix)}
         found |= {"validation_pairs": part.held_out_pairs, "pairs_per_entity": _degrees(part.matrix)}
     else:

@@ -210,7 +210,7 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def read_shard(folder: str | Path, group: Group = SINGLE) -> Shard:
+def read_part(folder: str | Path, group: Group = SINGLE) -> Shard:
     """This process's shard of a partition; a single process reads all of it.
 
     Raises:

@@ -60,7 +60,7 @@ class Rows:
         """Of global row numbers, increasing, those held here, as local ones."""
         return rows if len(self.bounds) == 2 else rows[(rows >= self.first) & (rows < self.stop)] - self.first
 
-    def local(self, name: str, rows: Any) -> Any:
+    def local_rows(self, name: str, rows: Any) -> Any:
         """Of the rows of all entities of the side (an array, or a sparse matrix by rows), those held here.
 
         None, and text, which says the same of all, stay as they are.

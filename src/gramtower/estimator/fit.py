@@ -108,7 +108,7 @@ def _local_weights(name: str, weights: Any, rows: Rows) -> Any:
     """Weights of the local entities, cut from those of all; None and text are the same for all."""
     if weights is None or isinstance(weights, str) or rows.count == rows.total:
         return weights
-    return rows.local(name, check.weights(name, weights, rows.total))
+    return rows.local_rows(name, check.weights(name, weights, rows.total))
 
 
 def _refuse_non_finite(problem: Problem, point: Point, result: Result) -> None:

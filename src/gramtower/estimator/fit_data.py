@@ -1,7 +1,7 @@
 """The data of a fit as this process holds them: everything with one process, its local rows with several.
 
 :func:`prepare_data` is the only place where they are put together. Over several processes pairs come as a
-:class:`~gramtower.data.partition.Part`, or whole and the same in every process; then each keeps its local rows.
+:class:`~gramtower.data.partition.Shard`, or whole and the same in every process; then each keeps its local rows.
 Checked by tests/test_estimator.py and tests/test_distributed_fit.py.
 """
 
@@ -20,11 +20,11 @@ from gramtower.data.interactions import Interactions
 from gramtower.data.left_out import warn_of_pairs
 from gramtower.data.lookup import index_of, join
 from gramtower.data.matrices import checked
-from gramtower.data.partition import Part
+from gramtower.data.partition import Shard
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.agreement import Digest, agree
 from gramtower.distributed.group import SINGLE, Group, current_group
-from gramtower.distributed.shards import Rows, Shards, entity_costs, row_work, spread, whole
+from gramtower.distributed.shards import Rows, Shards, entity_costs, row_work, spread, unsharded
 from gramtower.engine.towers.mlp import check_hidden
 from gramtower.estimator import defaults
 from gramtower.estimator.inputs import Ids, Inputs, ids_alone, training_inputs
@@ -71,7 +71,7 @@ def prepare_data(
     settings: ModelSettings, pairs: Any, left_features: Any = None, right_features: Any = None, validation: Any = None
 ) -> FitData:
     """A fit's arguments, checked, as this process holds them; see TwoTower.fit for what they may be."""
-    group, part = current_group(), pairs if isinstance(pairs, Part) else None
+    group, part = current_group(), pairs if isinstance(pairs, Shard) else None
     with group.together():
         device = defaults.pick_device(settings.device)
         hidden = defaults.default_hidden(not (ids_alone(left_features) and ids_alone(right_features)))
@@ -94,10 +94,10 @@ def prepare_data(
             held_out = _held_out(validation, part, ids, shape, shards.left)
         if part is None:
             matrix, weights = local_pairs(matrix, weights, shards)
-            ids = shards.left.local("left ids", ids[0]), ids[1]
+            ids = shards.left.local_rows("left ids", ids[0]), ids[1]
         left_features = _local_features("left_features", left_features, shards.left, part is not None)
         right_features = _local_features("right_features", right_features, shards.right, part is not None)
-        right_ids = shards.right.local("right ids", ids[1])
+        right_ids = shards.right.local_rows("right ids", ids[1])
         left, left_rows = training_inputs("left", left_features, ids[0], matrix, shards.left)
         right, right_rows = training_inputs("right", right_features, right_ids, matrix.T, shards.right)
     return FitData(
@@ -108,7 +108,7 @@ def prepare_data(
 def spread_pairs(group: Group, matrix: sp.csr_matrix, work: float) -> Shards:
     """Which process holds which rows of pairs that all know; ``work`` is that of a tower row in units of a pair's."""
     if group.size == 1:
-        return whole(matrix.shape)
+        return unsharded(matrix.shape)
     return spread(group, entity_costs(np.diff(matrix.indptr), work), np.ones(matrix.shape[1]))
 
 
@@ -183,7 +183,7 @@ def known_pairs(ids: Ids, pairs: Interactions) -> int:
 
 def _read_pairs(pairs: Any, group: Group) -> tuple[sp.csr_matrix, Ids, NDArray[Any] | None]:
     """Matrix, ids and weights of pairs: of all of them, or of the part that this process read."""
-    if not isinstance(pairs, Part):
+    if not isinstance(pairs, Shard):
         return *matrix_and_ids(pairs), pairs.weights if isinstance(pairs, Interactions) else None
     if pairs.shards.group.size != group.size:
         given = f"a part read for {pairs.shards.group.size} processes"
@@ -199,11 +199,11 @@ def _agree_on_pairs(group: Group, matrix: sp.csr_matrix) -> None:
         agree(group, {"pairs": f"{matrix.shape[0]} × {matrix.shape[1]}, {matrix.nnz} pairs, digest {digest}"})
 
 
-def _held_out(validation: Any, part: Part | None, ids: Ids, shape: tuple[int, int], rows: Rows) -> sp.csr_matrix:
+def _held_out(validation: Any, part: Shard | None, ids: Ids, shape: tuple[int, int], rows: Rows) -> sp.csr_matrix:
     """The local rows of pairs to validate on."""
     if part is None:
         return aligned("validation", validation, ids, shape)[rows.first : rows.stop]
-    if not isinstance(validation, Part):
+    if not isinstance(validation, Shard):
         check.fail("validation", type(validation).__name__, "nothing: a partition holds its own held-out pairs")
     return validation.matrix
 
@@ -215,7 +215,7 @@ def _local_features(name: str, features: Any, rows: Rows, local: bool) -> Any:
     if isinstance(features, FeatureTable) or not hasattr(features, "shape") or rows.count == rows.total:
         return features
     if not local:
-        return rows.local(name, checked(name, features).tocsr() if sp.issparse(features) else features)
+        return rows.local_rows(name, checked(name, features).tocsr() if sp.issparse(features) else features)
     if features.shape[0] != rows.count:
         expected = f"{rows.count}, one for each of this process's own entities of that side"
         check.fail(name, f"{features.shape[0]} rows", expected)

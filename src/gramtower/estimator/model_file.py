@@ -34,7 +34,7 @@ from gramtower.data.features import Features
 from gramtower.data.matrices import pattern
 from gramtower.data.packing import pack_ids, unpack_ids
 from gramtower.distributed import shard_files as shards_file
-from gramtower.distributed.shards import whole
+from gramtower.distributed.shards import unsharded
 from gramtower.engine.kernels.activations import ACTIVATIONS
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.mlp import mlp_shapes, undrawn_towers
@@ -136,7 +136,7 @@ def read_model(path: Path, towers: Callable[[Problem], Towers] | None) -> tuple[
         for side in ("left", "right")
     )
     return settings, FittedModel(
-        left=left, right=right, seen=seen, towers=made, shards=whole((header.shape[0], header.shape[1])),
+        left=left, right=right, seen=seen, towers=made, shards=unsharded((header.shape[0], header.shape[1])),
         dim=header.dim, hidden=tuple(header.hidden), omega=header.omega,
         history=[Record(**record) for record in header.history],
         reason=Reason[header.reason], message=header.message, best_metric=header.best_metric,
