@@ -1,13 +1,16 @@
-"""The metrics of one user's list: names and formulas; docs/metrics.md states them, eq:map is the paper's.
+"""Names and formulas of the metrics; docs/metrics.md states them, eq:map is the paper's.
 
-Each takes hits (users × K, is the item at this place relevant?) and how many items are relevant to each user, at least
-one, and gives a value for each user. Checked by tests/test_metrics.py against slow loops and ir_measures.
+Four kinds. AT_K: of one user's hits (users × K, is the item at this place relevant?) and how many items are relevant to
+each user, at least one. psp: the same with items that count by their inverse propensity. Of a list alone, whatever is
+relevant: novelty and diversity, NaN for a list too short to have one. OF_ITEMS: of how often each item is in the lists
+of all users. Checked by tests/test_metrics.py and tests/test_list_metrics.py against slow loops and ir_measures.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,9 +19,12 @@ from numpy.typing import NDArray
 from gramtower import _checks as check
 
 DEFAULT = ("map@5", "recall@20", "ndcg@20")
+PROPENSITY = (0.55, 1.5)  # A and B of Jain et al. (2016), who estimated them on Wikipedia
 
 Floats = NDArray[np.float64]
 Hits = NDArray[np.bool_]
+Lists = NDArray[np.int64]
+_ELEMENTS = 1 << 20  # of a block of summed embeddings
 
 
 def _paper_map(hits: Hits, relevant: Floats) -> Floats:
@@ -56,6 +62,80 @@ def _precisions(hits: Hits) -> Floats:
     return hits.cumsum(1) / np.arange(1, hits.shape[1] + 1)
 
 
+def inverse_propensities(counts: NDArray[np.int64], users: int, a: float, b: float) -> Floats:
+    """1 / p_j = 1 + C (N_j + B)^(−A) with C = (log N − 1)(B + 1)^A, of items with N_j training pairs of N users.
+
+    An item without pairs has the largest, 1 + C·B^(−A). C is not below 0, which it would be for N < e.
+    """
+    c = max(0.0, math.log(max(1, users)) - 1) * (b + 1) ** a
+    return np.asarray(1 + c * (counts + b) ** -a, dtype=np.float64)
+
+
+def best_gains(gains: Floats, rows: NDArray[np.int64], users: int, k: int) -> Floats:
+    """The sum of the k largest gains of each user; gains and the users that they belong to, in order of users."""
+    order = np.lexsort((-gains, rows))
+    place = np.arange(len(rows)) - np.searchsorted(rows, rows)
+    first = place < k
+    return np.asarray(np.bincount(rows[first], gains[order][first], minlength=users), dtype=np.float64)
+
+
+def self_information(counts: NDArray[np.int64], users: int) -> Floats:
+    """log₂(N / N_j): how surprising an item with N_j training pairs of N users is; without a pair, as if it had one."""
+    return np.asarray(np.log2(max(1, users) / np.maximum(counts, 1)), dtype=np.float64)
+
+
+def novelty(lists: Lists, information: Floats) -> Floats:
+    """The mean self-information of the items of each list."""
+    filled = lists >= 0
+    total, count = np.where(filled, information[lists], 0.0).sum(1), filled.sum(1)
+    return np.asarray(np.divide(total, count, out=np.full(len(lists), np.nan), where=count > 0))
+
+
+def diversity(lists: Lists, directions: NDArray[np.float32], lengths: Iterable[int]) -> dict[int, Floats]:
+    """For each K, 1 − the mean cosine of the pairs of items in the first K places of each list.
+
+    By Σ_{a≠b} u_aᵀu_b = ‖Σ u_a‖² − Σ ‖u_a‖², so that no pair is looked at: O(lists · K · k).
+
+    Args:
+        lists: items, −1 where a list ends early.
+        directions: embeddings of items with length one; those of length zero stay zero.
+        lengths: the Ks.
+    """
+    wanted = sorted(set(lengths))
+    found = {k: np.full(len(lists), np.nan) for k in wanted}
+    size = max(1, _ELEMENTS // directions.shape[1])
+    for start in range(0, len(lists), size):
+        part = lists[start : start + size]
+        total, own, count = np.zeros((len(part), directions.shape[1])), np.zeros(len(part)), np.zeros(len(part))
+        for place in range(wanted[-1]):
+            if place < part.shape[1]:
+                filled = part[:, place] >= 0
+                vectors = np.where(filled[:, None], directions[part[:, place]], 0.0)
+                total += vectors
+                own += np.einsum("ij,ij->i", vectors, vectors)
+                count += filled
+            if place + 1 in found:
+                cosines = np.einsum("ij,ij->i", total, total) - own
+                pairs = count * (count - 1)
+                alike = np.divide(cosines, pairs, out=np.full(len(part), np.nan), where=pairs > 0)
+                found[place + 1][start : start + size] = 1 - alike
+    return found
+
+
+def coverage(counts: NDArray[np.int64]) -> float:
+    """The share of items that are in a list, from how often each one is."""
+    return float((counts > 0).mean())
+
+
+def gini(counts: NDArray[np.int64]) -> float:
+    """The Gini index of how often each item is in a list: 0 if all are alike, (n − 1)/n if one takes all places."""
+    n, total = len(counts), int(counts.sum())
+    if not total:
+        return float("nan")
+    ordered = np.sort(counts).astype(np.float64)
+    return float((2 * np.arange(1, n + 1) - n - 1) @ ordered / (n * total))
+
+
 AT_K: dict[str, Callable[[Hits, Floats], Floats]] = {
     "map": _average_precision,
     "paper_map": _paper_map,
@@ -65,7 +145,13 @@ AT_K: dict[str, Callable[[Hits, Floats], Floats]] = {
     "hit": _hit,
     "mrr": _reciprocal_rank,
 }
-KNOWN = (*(f"{name}@K" for name in AT_K), "coverage@K", "auc")
+OF_LISTS = ("novelty", "diversity")
+OF_ITEMS: dict[str, Callable[[NDArray[np.int64]], float]] = {"coverage": coverage, "gini": gini}
+OF_RANKINGS = ("auc", "mrr")  # of all items, without a K
+_ALIASES = {"hr": "hit", "hit_rate": "hit"}
+_SHORTEST = {"diversity": 2}
+_NAMES = (*AT_K, "psp", *OF_LISTS, *OF_ITEMS)
+KNOWN = (*(f"{name}@K" for name in (*_NAMES, *_ALIASES)), *OF_RANKINGS)
 
 
 @dataclass(frozen=True)
@@ -74,7 +160,7 @@ class Metric:
 
     name: str  # as the caller wrote it, and the key of the result
     kind: str
-    k: int  # 0 for the AUC
+    k: int  # 0 where the whole ranking counts
 
 
 def parse(metrics: str | Sequence[str]) -> list[Metric]:
@@ -82,10 +168,14 @@ def parse(metrics: str | Sequence[str]) -> list[Metric]:
     parsed = []
     for name in [metrics] if isinstance(metrics, str) else check.listed("metrics", metrics, "names"):
         match = re.fullmatch(r"([a-z_]+)@([1-9][0-9]*)", name) if isinstance(name, str) else None
-        if isinstance(name, str) and name == "auc":
-            parsed.append(Metric("auc", "auc", 0))
-        elif match and (match[1] in AT_K or match[1] == "coverage"):
-            parsed.append(Metric(name, match[1], int(match[2])))
+        kind = _ALIASES.get(match[1], match[1]) if match else None
+        if isinstance(name, str) and name in OF_RANKINGS:
+            parsed.append(Metric(name, name, 0))
+        elif match and kind in _NAMES:
+            least, k = _SHORTEST.get(kind, 1), int(match[2])
+            if k < least:
+                check.fail("metrics", repr(name), f"{kind}@{least} or more: a list of {k} has no pairs of items")
+            parsed.append(Metric(name, kind, k))
         else:
             check.fail("metrics", repr(name), "names such as 'recall@20', of " + ", ".join(KNOWN))
     if not parsed:

@@ -1,36 +1,59 @@
 """Ranking metrics of given lists, and of embeddings against held-out pairs in bounded memory.
 
 Users are taken in blocks: the products of their scores, one pass for the top K, and for the AUC one count for each
-test pair. Nothing of users × items is made. Checked by tests/test_metrics.py; timed by benchmarks/bench_evaluation.py.
+test pair. Nothing of users × items is made. Checked by tests/test_metrics.py and tests/test_list_metrics.py; timed by
+benchmarks/bench_evaluation.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from gramtower import _checks as check
 from gramtower.data.matrices import canonical
 from gramtower.distributed.group import SINGLE, Group
-from gramtower.metrics.definitions import DEFAULT, parse
-from gramtower.metrics.tally import Scores, Tally
+from gramtower.metrics.definitions import (
+    DEFAULT,
+    PROPENSITY,
+    Metric,
+    inverse_propensities,
+    parse,
+    self_information,
+)
+from gramtower.metrics.tally import ItemFacts, Scores, Tally
 from gramtower.retrieval.ranks import above
-from gramtower.retrieval.scores import embeddings, score_blocks
+from gramtower.retrieval.scores import as_embeddings, embeddings, score_blocks
 from gramtower.retrieval.select import best
 from gramtower.retrieval.tiles import best_lists
 
 
-def ranking_metrics(recommended: Any, relevant: Any, metrics: str | Sequence[str] = DEFAULT) -> Scores:
+def ranking_metrics(
+    recommended: Any,
+    relevant: Any,
+    metrics: str | Sequence[str] = DEFAULT,
+    *,
+    popularity: Any = None,
+    propensity: tuple[float, float] = PROPENSITY,
+    embeddings: Any = None,
+) -> Scores:
     """Metrics of given recommendations.
 
     Args:
         recommended: users × K item columns, best first, −1 where there is none; no item twice in a row.
         relevant: scipy.sparse, users × items; stored entries with a value above 0 are the relevant items.
-        metrics: names; the AUC needs scores of all items and is not one of them here.
+        metrics: names; the AUC needs scores of all items and is not one of them here, and the MRR without a K takes
+            the lists as they are.
+        popularity: scipy.sparse, any number of users × items: the training pairs, for psp and novelty.
+        propensity: A and B of psp.
+        embeddings: of the items, one row each, for diversity.
 
     Returns:
         Metrics by name, means over the users that have relevant items, which ``.users`` counts.
@@ -42,15 +65,20 @@ def ranking_metrics(recommended: Any, relevant: Any, metrics: str | Sequence[str
     if lists.ndim != 2 or lists.dtype.kind not in "iu":
         check.fail("recommended", f"shape {lists.shape} of {lists.dtype}", "integers, users × K")
     truth = _positives(canonical("relevant", relevant))
+    n = truth.shape[1]
     if truth.shape[0] != len(lists):
         check.fail("relevant", f"shape {truth.shape}", f"{len(lists)} rows, one for each list")
-    _check_lists(lists, truth.shape[1], max(metric.k for metric in wanted))
+    wanted = [replace(m, k=max(1, lists.shape[1])) if m.k == 0 else m for m in wanted]
+    _check_lists(lists, n, max(metric.k for metric in wanted))
     users = np.flatnonzero(np.diff(truth.indptr))
     if not len(users):
         check.fail("relevant", "no pair with a value above 0", "at least one")
-    tally = Tally(wanted, truth[users])
+    known = None if popularity is None else _of_items("popularity", popularity, n)
+    Q = None if embeddings is None else _item_embeddings(embeddings, n)
+    facts = _facts(wanted, _degrees(known, SINGLE), propensity, Q, "popularity")
+    tally = Tally(wanted, truth[users], facts=facts)
     tally.add_lists(0, lists[users].astype(np.int64))
-    return tally.result(len(lists) - len(users), 0)
+    return tally.result(users, len(lists) - len(users), 0)
 
 
 def evaluate_embeddings(
@@ -62,6 +90,8 @@ def evaluate_embeddings(
     metrics: str | Sequence[str] = DEFAULT,
     exclude_train: bool = True,
     by: str | None = None,
+    popularity: Any = None,
+    propensity: tuple[float, float] = PROPENSITY,
     block_bytes: int | str | None = None,
     processes: Group = SINGLE,
 ) -> Scores:
@@ -76,9 +106,13 @@ def evaluate_embeddings(
         exclude_train: leave training pairs out of the ranking; test pairs that are training pairs then do not count.
         by: "popularity" adds each metric for the test items of each tercile of training popularity, "activity" for the
             users of each tercile of training activity, as in ``"recall@20 popularity=low"``.
+        popularity: scipy.sparse, any number of rows × n: the training pairs that the popularity of items is counted
+            from, for psp, novelty and by="popularity"; ``train`` unless given. Users who were not there in training
+            need it: their ``train`` holds their histories, or nothing.
+        propensity: A and B of psp.
         block_bytes: most bytes of scores held at once.
-        processes: the processes whose users count together; P, test and train are then each process's own rows, Q is
-            that of all items.
+        processes: the processes whose users count together; P, test, train and popularity are then each process's own
+            rows, Q is that of all items.
 
     Returns:
         Metrics by name; attributes of the result count users and pairs, also those left out.
@@ -88,9 +122,10 @@ def evaluate_embeddings(
     shape = (len(P), len(Q))
     truth = _positives(canonical("test", test, shape))
     seen = None if train is None else canonical("train", train, shape)
+    known = seen if popularity is None else _of_items("popularity", popularity, shape[1])
     if by is not None:
         check.choice("by", by, ("popularity", "activity"))
-        if seen is None:
+        if (known if by == "popularity" else seen) is None:
             check.fail("train", "None", f"the training pairs, for by={by!r}")
     exclude = seen if check.flag("exclude_train", exclude_train) else None
     given = truth.nnz
@@ -101,19 +136,82 @@ def evaluate_embeddings(
         check.fail("test", f"{given} pairs, {given - truth.nnz} of them in train", "at least one pair that is not")
     truth = truth[users]
     exclude = None if exclude is None else exclude[users]
-    tally = Tally(wanted, truth, processes)
-    if by is not None:
-        tally.break_down(by, seen, users)
+    counted = by == "popularity" or any(metric.kind in ("psp", "novelty") for metric in wanted)
+    degrees = _degrees(known if counted else None, processes)
+    tally = Tally(wanted, truth, processes, _facts(wanted, degrees, propensity, Q, "train"))
+    if by == "popularity" and degrees is not None:
+        tally.break_down(by, degrees[0])
+    elif by is not None and seen is not None:
+        tally.break_down(by, np.diff(seen.indptr)[users].astype(np.int64))
     k = min(max(metric.k for metric in wanted), shape[1])
-    if any(metric.kind == "auc" for metric in wanted):  # needs whole rows of scores
+    kinds = {metric.kind for metric in wanted if not metric.k}
+    if kinds:  # needs whole rows of scores
         for start, stop, scores in score_blocks(P, Q, exclude, rows=users, block_bytes=block_bytes):
             if k:
                 tally.add_lists(start, best(scores, k)[0].cpu().numpy())
-            tally.add_ranks(start, stop, above(scores, truth, start, stop), exclude)
+            if "auc" in kinds:
+                tally.add_ranks(start, stop, above(scores, truth, start, stop), exclude)
+            if "mrr" in kinds:
+                tally.add_first(start, stop, scores)
     else:
         for start, _, columns, _ in best_lists(P, Q, k, exclude, rows=users, block_bytes=block_bytes):
             tally.add_lists(start, columns)
-    return tally.result(shape[0] - len(users), given - truth.nnz)
+    return tally.result(users, shape[0] - len(users), given - truth.nnz)
+
+
+def _facts(
+    wanted: list[Metric],
+    degrees: tuple[NDArray[np.int64], int] | None,
+    propensity: Any,
+    Q: Tensor | None,
+    argument: str,
+) -> ItemFacts:
+    """What the metrics ask of each item."""
+    names = {metric.kind: metric.name for metric in wanted}
+    for kind in ("psp", "novelty"):
+        if kind in names and degrees is None:
+            check.fail(argument, "None", f"the training pairs, for {names[kind]!r}")
+    a, b = _propensity(propensity)
+    worth = information = directions = None
+    if degrees is not None and "psp" in names:
+        worth = inverse_propensities(*degrees, a, b)
+    if degrees is not None and "novelty" in names:
+        information = self_information(*degrees)
+    if "diversity" in names:
+        if Q is None:
+            check.fail("embeddings", "None", f"embeddings of the items, for {names['diversity']!r}")
+        lengths = torch.linalg.vector_norm(Q, dim=1, keepdim=True)
+        directions = torch.where(lengths > 0, Q / lengths, torch.zeros_like(Q)).cpu().numpy()
+    return ItemFacts(worth, information, directions)
+
+
+def _propensity(given: Any) -> tuple[float, float]:
+    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != 2:
+        check.fail("propensity", repr(given), "two numbers, A and B")
+    return check.number("propensity A", given[0], minimum=0.0), check.number("propensity B", given[1], above=0.0)
+
+
+def _degrees(known: sp.csr_matrix | None, processes: Group) -> tuple[NDArray[np.int64], int] | None:
+    """Training pairs of each item, and training users, those of all processes together."""
+    if known is None:
+        return None
+    counts = torch.from_numpy(np.bincount(known.indices, minlength=known.shape[1]))
+    return processes.sum_(counts).numpy(), int(processes.totals(float(known.shape[0]))[0])
+
+
+def _of_items(name: str, pairs: Any, n: int) -> sp.csr_matrix:
+    """Pairs of any users with n items."""
+    found = canonical(name, pairs)
+    if found.shape[1] != n:
+        check.fail(name, f"shape {found.shape}", f"{n} columns, one for each item")
+    return found
+
+
+def _item_embeddings(given: Any, n: int) -> Tensor:
+    Q = as_embeddings("embeddings", given)
+    if len(Q) != n:
+        check.fail("embeddings", f"{len(Q)} rows", f"{n}, one for each item")
+    return Q
 
 
 def _positives(pairs: sp.csr_matrix) -> sp.csr_matrix:

@@ -1,7 +1,7 @@
 """Metrics added up block by block: one value for each user and metric is kept, and the means in the end.
 
 A break-down has three more groups: users of a tercile, or all users with only the relevant items of a tercile counted.
-Cost: O(users · K · log pairs). Checked by tests/test_metrics.py.
+Cost: O(users · K · log pairs). Checked by tests/test_metrics.py and tests/test_list_metrics.py.
 """
 
 from __future__ import annotations
@@ -13,10 +13,23 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from gramtower.distributed.group import SINGLE
 from gramtower.distributed.group import Group as Processes
-from gramtower.metrics.definitions import AT_K, Floats, Hits, Metric
+from gramtower.metrics.definitions import (
+    AT_K,
+    OF_ITEMS,
+    OF_LISTS,
+    Floats,
+    Hits,
+    Lists,
+    Metric,
+    best_gains,
+    diversity,
+    novelty,
+)
+from gramtower.retrieval.ranks import first_places
 
 GROUPS = ("low", "mid", "high")
 
@@ -30,6 +43,9 @@ class Scores(dict[str, float]):
         pairs: relevant pairs that count.
         pairs_left_out: test pairs that are training pairs too, so that they cannot be recommended.
         groups: for a break-down, the users that each group's metrics are means over.
+        rows: the rows of this process's users, in the order of ``per_user``.
+        per_user: for each metric that is a mean, the values of these users; NaN where a user has none, who is left out
+            of the mean. Those of psp are divided by what the best lists would gain on average.
     """
 
     users: int = 0
@@ -37,6 +53,17 @@ class Scores(dict[str, float]):
     pairs: int = 0
     pairs_left_out: int = 0
     groups: dict[str, int]
+    rows: NDArray[np.int64]
+    per_user: dict[str, Floats]
+
+
+@dataclass(frozen=True)
+class ItemFacts:
+    """What some metrics know of each item; None for what no metric asked for."""
+
+    inverse_propensities: Floats | None = None
+    information: Floats | None = None
+    directions: NDArray[np.float32] | None = None  # embeddings of length one
 
 
 @dataclass
@@ -47,42 +74,60 @@ class _Group:
     items: NDArray[np.bool_] | None  # relevant items that count; None for all
     members: NDArray[np.bool_]  # users that have such items and belong to the group
     relevant: Floats  # how many of them each user has, at least 1
-    values: dict[str, Floats]  # metric at K → one value for each user
+    values: dict[str, Floats]  # metric → one value for each user
+    best: dict[str, Floats]  # psp → the largest value that each user could have
 
 
 class Tally:
     """Values of the metrics for each user, block by block, and their means in the end."""
 
-    def __init__(self, wanted: list[Metric], truth: sp.csr_matrix, processes: Processes = SINGLE) -> None:
+    def __init__(
+        self,
+        wanted: list[Metric],
+        truth: sp.csr_matrix,
+        processes: Processes = SINGLE,
+        facts: ItemFacts | None = None,
+    ) -> None:
         self.wanted, self.truth, self.processes = wanted, truth, processes
+        self.facts = ItemFacts() if facts is None else facts
         self.rows = np.repeat(np.arange(truth.shape[0]), np.diff(truth.indptr))
-        self.shown = {m.k: np.zeros(truth.shape[1], dtype=bool) for m in wanted if m.kind == "coverage"}
+        self.shown = {m.k: np.zeros(truth.shape[1], dtype=np.int64) for m in wanted if m.kind in OF_ITEMS}
+        self.of_lists = {m.name: np.full(truth.shape[0], np.nan) for m in wanted if m.kind in OF_LISTS}
         self.beaten = np.zeros(truth.nnz)  # for the AUC: what part of the other items each relevant one is above
         self.groups: list[_Group] = []
         self._add_group("", None, None)
 
-    def break_down(self, by: str, train: sp.csr_matrix, users: NDArray[np.int64]) -> None:
-        """Add three groups of items or of users."""
+    def break_down(self, by: str, degrees: NDArray[np.int64]) -> None:
+        """Add three groups of items or of users, by how many training pairs they have.
+
+        Args:
+            by: "popularity" or "activity".
+            degrees: pairs of all items, or of this process's users.
+        """
         if by == "popularity":
-            counts = torch.from_numpy(np.bincount(train.indices, minlength=train.shape[1]))
-            parts = _terciles(self.processes.sum_(counts).numpy())
+            parts = _terciles(degrees)
         else:
-            counts = torch.from_numpy(np.diff(train.indptr)[users].astype(np.int64))
+            counts = torch.from_numpy(degrees)
             rows = [int(x) for x in self.processes.gather_json(len(counts))]
-            parts = _terciles(counts.numpy(), self.processes.gather_rows(counts, rows).wait().numpy())
+            parts = _terciles(degrees, self.processes.gather_rows(counts, rows).wait().numpy())
         for name, part in zip(GROUPS, parts, strict=True):
             items, members = (part, None) if by == "popularity" else (None, part)
             self._add_group(f" {by}={name}", items, members)
 
     def _add_group(self, label: str, items: NDArray[np.bool_] | None, members: NDArray[np.bool_] | None) -> None:
-        counted = self.rows if items is None else self.rows[items[self.truth.indices]]
-        relevant = np.bincount(counted, minlength=self.truth.shape[0])
+        users = self.truth.shape[0]
+        counts = slice(None) if items is None else items[self.truth.indices]
+        counted, columns = self.rows[counts], self.truth.indices[counts]
+        relevant = np.bincount(counted, minlength=users)
         members = relevant > 0 if members is None else members & (relevant > 0)
         if self.processes.totals(float(members.sum()))[0]:
-            values = {m.name: np.zeros(len(relevant)) for m in self.wanted if m.kind in AT_K}
-            self.groups.append(_Group(label, items, members, np.maximum(relevant, 1.0), values))
+            values = {m.name: np.zeros(users) for m in self.wanted if m.kind in (*AT_K, "psp")}
+            worth = self.facts.inverse_propensities
+            gains = np.empty(0) if worth is None else worth[columns]
+            best = {m.name: best_gains(gains, counted, users, m.k) for m in self.wanted if m.kind == "psp"}
+            self.groups.append(_Group(label, items, members, np.maximum(relevant, 1.0), values, best))
 
-    def add_lists(self, start: int, lists: NDArray[np.int64]) -> None:
+    def add_lists(self, start: int, lists: Lists) -> None:
         """Take in the recommendations of the next users."""
         n, stop = self.truth.shape[1], start + len(lists)
         first, last = self.truth.indptr[[start, stop]]
@@ -90,16 +135,34 @@ class Tally:
         asked = np.arange(start, stop)[:, None] * n + lists
         place = np.searchsorted(known, asked).clip(max=max(0, len(known) - 1))
         hits = (known[place] == asked) & (lists >= 0)
+        worth = self.facts.inverse_propensities
+        gains = None if worth is None else worth[lists]  # of the last item where there is none, which is no hit
         for group in self.groups:
             counted = hits if group.items is None else hits & group.items[lists]
             relevant = group.relevant[start:stop]
             for metric in self.wanted:
-                if metric.kind in AT_K:
-                    padded = _first(counted, metric.k)
-                    group.values[metric.name][start:stop] = AT_K[metric.kind](padded, relevant)
+                if metric.kind == "psp" and gains is not None:
+                    found = (counted[:, : metric.k] * gains[:, : metric.k]).sum(1)
+                elif metric.kind in AT_K and metric.k:
+                    found = AT_K[metric.kind](_first(counted, metric.k), relevant)
+                else:
+                    continue
+                group.values[metric.name][start:stop] = found
         for k, shown in self.shown.items():
             top = lists[:, :k]
-            shown[top[top >= 0]] = True
+            shown += np.bincount(top[top >= 0], minlength=n)
+        self._add_of_lists(start, stop, lists)
+
+    def _add_of_lists(self, start: int, stop: int, lists: Lists) -> None:
+        """Novelty and diversity of the next users' lists."""
+        information, directions = self.facts.information, self.facts.directions
+        lengths = [metric.k for metric in self.wanted if metric.kind == "diversity"]
+        spread = diversity(lists, directions, lengths) if lengths and directions is not None else {}
+        for metric in self.wanted:
+            if metric.kind == "diversity":
+                self.of_lists[metric.name][start:stop] = spread[metric.k]
+            elif metric.kind == "novelty" and information is not None:
+                self.of_lists[metric.name][start:stop] = novelty(lists[:, : metric.k], information)
 
     def add_ranks(self, start: int, stop: int, above: Floats, exclude: sp.csr_matrix | None) -> None:
         """Take in, for each relevant pair of the next users, how many of the other ranked items are above it."""
@@ -110,18 +173,30 @@ class Tally:
         others[others == 0] = np.nan  # nothing to be above: the user has no AUC
         self.beaten[first:last] = 1 - above / others[self.rows[first:last] - start]
 
-    def result(self, users_left_out: int, pairs_left_out: int) -> Scores:
-        """The means."""
+    def add_first(self, start: int, stop: int, scores: Tensor) -> None:
+        """Take in the next users' scores of all items, for the place of the first relevant one."""
+        first, last = self.truth.indptr[[start, stop]]
+        rows, columns = self.rows[first:last] - start, self.truth.indices[first:last]
+        for group in self.groups:
+            counts = slice(None) if group.items is None else group.items[columns]
+            group.values["mrr"][start:stop] = 1 / first_places(scores, rows[counts], columns[counts])
+
+    def result(self, rows: NDArray[np.int64], users_left_out: int, pairs_left_out: int) -> Scores:
+        """The means; ``rows`` are those of the users."""
         scores = Scores()
+        scores.rows, scores.per_user = rows, {}
         for group in self.groups:
             for metric in self.wanted:
-                if metric.kind in AT_K:
-                    scores[metric.name + group.label] = self._mean(group.values[metric.name][group.members])
-                elif metric.kind == "auc":
-                    scores[metric.name + group.label] = self._auc(group)
-                elif not group.label:
-                    shown = self.processes.sum_(torch.from_numpy(self.shown[metric.k].astype(np.int64)))
-                    scores[metric.name] = float((shown.numpy() > 0).mean())
+                if metric.kind in OF_ITEMS:
+                    if not group.label:
+                        shown = self.processes.sum_(torch.from_numpy(self.shown[metric.k].copy()))
+                        scores[metric.name] = OF_ITEMS[metric.kind](shown.numpy())
+                elif metric.kind not in OF_LISTS or group.items is None:  # lists are the same for all groups of items
+                    values = self._values(metric, group)
+                    defined = group.members & np.isfinite(values)
+                    scores[metric.name + group.label] = self._mean(values[defined])
+                    if not group.label:
+                        scores.per_user[metric.name] = values
         counts = (self.truth.shape[0], self.truth.nnz, users_left_out, pairs_left_out)
         scores.users, scores.pairs, scores.users_left_out, scores.pairs_left_out = self._counts(*counts)
         labelled = [group for group in self.groups if group.label]
@@ -129,18 +204,23 @@ class Tally:
         scores.groups = {g.label.strip(): count for g, count in zip(labelled, members, strict=True)}
         return scores
 
+    def _values(self, metric: Metric, group: _Group) -> Floats:
+        """One value for each user, of which the metric is the mean; NaN for a user without one."""
+        if metric.kind == "auc":
+            weights = self.beaten if group.items is None else self.beaten * group.items[self.truth.indices]
+            return np.bincount(self.rows, weights, minlength=len(group.relevant)) / group.relevant
+        if metric.kind in OF_LISTS:
+            return self.of_lists[metric.name]
+        if metric.kind == "psp":
+            return group.values[metric.name] / self._mean(group.best[metric.name][group.members])
+        return group.values[metric.name]
+
     def _mean(self, values: Floats) -> float:
         total, count = self.processes.totals(float(values.sum()), float(len(values)))
         return total / count if count else float("nan")
 
     def _counts(self, *numbers: int) -> tuple[int, ...]:
         return tuple(int(number) for number in self.processes.totals(*numbers))
-
-    def _auc(self, group: _Group) -> float:
-        weights = self.beaten if group.items is None else self.beaten * group.items[self.truth.indices]
-        mean = np.bincount(self.rows, weights, minlength=len(group.relevant)) / group.relevant
-        defined = group.members & np.isfinite(mean)
-        return self._mean(mean[defined])
 
 
 def _first(hits: Hits, k: int) -> Hits:

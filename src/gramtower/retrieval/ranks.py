@@ -1,7 +1,8 @@
-"""How many other items are ranked above each relevant one: exact counts for the AUC, without sorting users × items.
+"""Where relevant items are ranked among all: exact counts for the AUC and the MRR, without sorting users × items.
 
 For a relevant item r of user i with score s: #{j not relevant, s_ij > s} + ½ #{j not relevant, s_ij = s}, where items
-left out of the ranking score −inf and are never above. Cost: one pass over the user's scores for each relevant item.
+left out of the ranking score −inf and are never above. Cost: one pass over the user's scores for each relevant item,
+and two for the place of the first.
 Checked by tests/test_metrics.py.
 """
 
@@ -44,3 +45,27 @@ def above_torch(scores: Tensor, relevant: sp.csr_matrix, start: int, stop: int) 
         higher = among.shape[1] - torch.searchsorted(ordered, wanted, right=True)
         total += sign * 0.5 * (not_below + higher)
     return np.asarray(total[rows, places].cpu().numpy())
+
+
+def first_places(scores: Tensor, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The place of each row's first relevant item, from 1; of equal scores the smaller column comes first.
+
+    Args:
+        scores: of all items, for some users.
+        rows: of the relevant pairs, increasing.
+        columns: of the relevant pairs, whose scores are above −inf.
+
+    Returns:
+        One place for each user, infinity where nothing is relevant.
+    """
+    count, n = scores.shape
+    i, j = (torch.from_numpy(x.astype(np.int64)).to(scores.device) for x in (rows, columns))
+    own = scores[i, j]
+    highest = scores.new_full((count,), torch.inf).scatter_reduce_(0, i, own, "amax", include_self=False)
+    among = own == highest[i]
+    column = torch.full((count,), n, device=scores.device).scatter_reduce_(0, i[among], j[among], "amin")
+    before = (scores > highest[:, None]).sum(1)
+    before += ((scores == highest[:, None]) & (torch.arange(n, device=scores.device) < column[:, None])).sum(1)
+    places = np.asarray(before.cpu().numpy() + 1, dtype=np.float64)
+    places[np.bincount(rows, minlength=count) == 0] = np.inf
+    return places

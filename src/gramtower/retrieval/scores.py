@@ -23,27 +23,29 @@ _DEFAULT_BYTES = {"cpu": 64_000_000, "cuda": 1_000_000_000}
 
 def embeddings(P: Any, Q: Any) -> tuple[Tensor, Tensor]:
     """Both matrices of embeddings as float32 tensors, checked."""
-    checked = []
-    for name, value in (("P", P), ("Q", Q)):
-        if not isinstance(value, (Tensor, np.ndarray)) or value.ndim != 2 or 0 in value.shape[1:]:
-            given = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else type(value).__name__
-            check.fail(name, given, "a tensor of shape (entities, k)")
-        if value.dtype.kind not in "biufc" if isinstance(value, np.ndarray) else value.layout != torch.strided:
-            check.fail(name, f"{type(value).__name__} of {value.dtype}", "a dense tensor of floating-point embeddings")
-        tensor = torch.as_tensor(value).detach()
-        if not tensor.is_floating_point():
-            check.fail(name, f"dtype {tensor.dtype}", "floating-point embeddings")
-        tensor = tensor.to(torch.float32).contiguous()
-        if not torch.isfinite(tensor.sum()):  # a sum may overflow where nothing is wrong, so look closer
-            bad = int((~torch.isfinite(tensor)).any(1).sum())
-            if bad:
-                check.fail(name, f"{bad} rows with NaN or infinity", "finite embeddings")
-        checked.append(tensor)
-    left, right = checked
+    left, right = as_embeddings("P", P), as_embeddings("Q", Q)
     if left.shape[1] != right.shape[1] or left.device != right.device:
         given = f"shapes {tuple(left.shape)} on {left.device} and {tuple(right.shape)} on {right.device}"
         check.fail("P, Q", given, "the same number of columns and the same device")
     return left, right
+
+
+def as_embeddings(name: str, value: Any) -> Tensor:
+    """A matrix of embeddings as a float32 tensor, checked; ``name`` is that of the argument."""
+    if not isinstance(value, (Tensor, np.ndarray)) or value.ndim != 2 or 0 in value.shape[1:]:
+        given = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else type(value).__name__
+        check.fail(name, given, "a tensor of shape (entities, k)")
+    if value.dtype.kind not in "biufc" if isinstance(value, np.ndarray) else value.layout != torch.strided:
+        check.fail(name, f"{type(value).__name__} of {value.dtype}", "a dense tensor of floating-point embeddings")
+    tensor = torch.as_tensor(value).detach()
+    if not tensor.is_floating_point():
+        check.fail(name, f"dtype {tensor.dtype}", "floating-point embeddings")
+    tensor = tensor.to(torch.float32).contiguous()
+    if not torch.isfinite(tensor.sum()):  # a sum may overflow where nothing is wrong, so look closer
+        bad = int((~torch.isfinite(tensor)).any(1).sum())
+        if bad:
+            check.fail(name, f"{bad} rows with NaN or infinity", "finite embeddings")
+    return tensor
 
 
 def score_blocks(
