@@ -185,17 +185,22 @@ def test_held_out_users_are_evaluated_by_their_histories_and_features():
     observed = pairs()
     split = held_out_users(observed, 0.25, history=0.5, seed=0)
     model = small().fit(split.train, left_features=["history", table()])
-    found = model.evaluate(split.test, ("recall@20", "hit@1"), histories=split.history, left_features=table())
-    held = split.held_out_users
-    shown = [observed.right_ids[split.history.matrix[row].indices].tolist() for row in held]
-    rows = frame([int(observed.left_ids[row][1:]) for row in held])
+    held = observed.left_ids[split.held_out_users]
+    rows = frame([int(name[1:]) for name in held])
+    found = model.evaluate(split.test, ("recall@20", "hit@1"), histories=split.history, left_features=rows)
+    assert held.tolist() == split.test.left_ids.tolist()
+    assert not set(held) & set(model.left_.ids)  # no rows of the model, learned as going with nothing
+    shown = [
+        split.history.right_ids[split.history.matrix[row].indices].tolist() for row in split.history.left_rows(held)
+    ]
     ids, _ = model.recommend(histories=shown, left_features=rows, k=20)
     recalls = []
-    for row, answer in zip(held, ids, strict=True):
-        liked = set(observed.right_ids[split.test.matrix[row].indices])
+    for row, answer in enumerate(ids):
+        liked = set(split.test.right_ids[split.test.matrix[row].indices])
         recalls.append(len(liked & set(answer)) / len(liked))
     assert found["recall@20"] == pytest.approx(np.mean(recalls))
-    assert found["recall@20"] > model.evaluate(split.test, ("recall@20",))["recall@20"]  # nothing known of them
+    with pytest.raises(ValueError, match="none of them with two known ids"):  # nothing is known of them otherwise
+        model.evaluate(split.test, ("recall@20",))
     seen = model.evaluate(split.test, ("hit@1",), histories=split.history, exclude_seen=False)
     assert seen["hit@1"] <= found["hit@1"]
     with pytest.raises(ValueError, match="by: got 'activity'"):

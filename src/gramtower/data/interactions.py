@@ -281,6 +281,20 @@ class Interactions:
         weights = None if self.weights is None else self.weights[chosen]
         return replace(self, matrix=matrix, times=times, weights=weights, report=_counts(matrix))
 
+    def without_empty(self) -> Interactions:
+        """The same pairs without the entities that have none: no row and no column of the matrix is empty."""
+        old = self.matrix
+        rows = np.flatnonzero(np.diff(old.indptr))
+        kept = np.bincount(old.indices, minlength=old.shape[1]) > 0
+        if len(rows) == old.shape[0] and kept.all():
+            return self
+        columns = (np.cumsum(kept) - 1)[old.indices].astype(old.indices.dtype)  # in the same order as before
+        offsets = np.append(old.indptr[rows], old.indptr[-1])  # rows between two that are kept are empty
+        shape = (len(rows), int(kept.sum()))
+        matrix = sp.csr_matrix((old.data, columns, offsets), shape=shape)
+        left, right = self.left_ids[rows], self.right_ids[kept]
+        return replace(self, matrix=matrix, left_ids=left, right_ids=right, report=_counts(matrix))
+
     def with_matrix(self, matrix: Any) -> Interactions:
         """Other pairs of the same entities. Times and weights are those of the old pairs and are not kept."""
         csr = _canonical(matrix, self.shape)

@@ -1,12 +1,17 @@
-"""Splits of observed pairs into training and test: the same ids on both sides, a pair never in both.
+"""Splits of observed pairs into training and test: a pair is never in both, and entities are known by their ids.
 
+Splits of pairs (random, of each user, the last, by time, folds) keep the ids of both sides in all parts. Splits of
+entities (held out whole) keep in each part only the entities that have pairs there: an entity that was held out is no
+empty row of the training part, which a model would learn as one that goes with nothing.
 Every split takes Interactions and a seed and is the same for the same seed. O(pairs log pairs) time at most. Users are
-the left entities. Checked by tests/test_splits.py.
+the left entities, items the right ones. Checked by tests/test_splits.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,15 +24,16 @@ from gramtower.data.times import moment
 
 @dataclass(frozen=True)
 class Split:
-    """Training and test pairs of the same entities.
+    """Training and test pairs.
 
     Attributes:
         train: pairs to learn from.
         test: pairs held out.
         emptied_users: left entities that had pairs and have none in ``train``.
         emptied_items: right entities that had pairs and have none in ``train``.
-        held_out_users: rows of left entities whose pairs were held out whole, for strong generalisation only.
-        history: for strong generalisation, the pairs of held-out users that may be shown to the model; otherwise None.
+        held_out_users: rows, in the pairs that were split, of left entities that were held out whole.
+        held_out_items: the same for right entities.
+        history: for :func:`held_out_users`, the pairs of held-out users that may be shown to the model; otherwise None.
     """
 
     train: Interactions
@@ -35,6 +41,7 @@ class Split:
     emptied_users: int
     emptied_items: int
     held_out_users: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    held_out_items: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     history: Interactions | None = None
 
     def __repr__(self) -> str:
@@ -86,11 +93,21 @@ def leave_one_out(pairs: Interactions, *, minimum: int = 1, seed: int = 0) -> Sp
         seed: of the draw.
     """
     _checked(pairs)
-    counts = np.diff(pairs.matrix.indptr).astype(np.int64)
-    draw = _generator(seed).random(len(pairs))
-    rank = _ranks(pairs, draw, None if pairs.times is None else -pairs.times)
-    enough = counts > check.count("minimum", minimum, minimum=0, most=2**62)
-    return _split(pairs, (rank == 0) & np.repeat(enough, counts))
+    return _split(pairs, _last(pairs, 1, minimum, seed))
+
+
+def leave_last(pairs: Interactions, count: int = 1, *, minimum: int = 1, seed: int = 0) -> Split:
+    """The latest pairs of each user held out; which of those of the same moment is drawn.
+
+    Args:
+        pairs: what to split; must have times.
+        count: pairs of each user to hold out.
+        minimum: pairs every user keeps for training, even when that leaves fewer than ``count`` to test, or none.
+        seed: of the draw.
+    """
+    _checked(pairs)
+    _need_times(pairs)
+    return _split(pairs, _last(pairs, check.count("count", count, most=2**62), minimum, seed))
 
 
 def by_time(pairs: Interactions, test: float | None = None, *, cut: Any = None, seed: int = 0) -> Split:
@@ -106,21 +123,42 @@ def by_time(pairs: Interactions, test: float | None = None, *, cut: Any = None, 
     """
     _checked(pairs)
     generator = _generator(seed)
-    if pairs.times is None:
-        check.fail("pairs", "pairs without times", "pairs read with time=")
+    times = _need_times(pairs)
     if cut is not None:
         if test is not None:
             check.fail("cut", f"{cut} and test={test}", "one of them")
-        return _split(pairs, pairs.times >= moment("cut", cut))
+        return _split(pairs, times >= moment("cut", cut))
     share = _share("test", 0.1 if test is None else test)
-    order = np.lexsort((generator.random(len(pairs)), pairs.times))
+    order = np.lexsort((generator.random(len(pairs)), times))
     chosen = np.zeros(len(pairs), dtype=bool)
     chosen[order[len(pairs) - round(share * len(pairs)) :]] = True
     return _split(pairs, chosen)
 
 
+def held_out(pairs: Interactions, side: str = "left", share: float = 0.2, *, seed: int = 0) -> Split:
+    """Some entities of a side held out with all their pairs: what a model does for entities it has never seen.
+
+    ``train`` holds the entities that have pairs left, ``test`` those of the pairs held out. Entities of the other side
+    whose pairs were all with held-out ones are not in ``train`` either, and are counted.
+
+    Args:
+        pairs: what to split.
+        side: "left" or "right".
+        share: of the entities of that side with pairs, at least one.
+        seed: of the draw.
+    """
+    _checked(pairs)
+    axis = ("left", "right").index(check.choice("side", side, ("left", "right")))
+    order = _entities(pairs, axis, seed)
+    taken = _taken("share", share, len(order), side)
+    return _without(pairs, axis, order[:taken])
+
+
 def held_out_users(pairs: Interactions, users: float = 0.1, *, history: float = 0.8, seed: int = 0) -> Split:
-    """Strong generalisation: some users give no training pair at all.
+    """Strong generalisation: some users give no training pair at all, and are known by a part of theirs afterwards.
+
+    ``train`` holds the other users and their items, ``test`` and ``history`` the held-out users: they are no rows of
+    ``train``.
 
     Args:
         pairs: what to split.
@@ -136,17 +174,35 @@ def held_out_users(pairs: Interactions, users: float = 0.1, *, history: float = 
         check.fail("history", history, "a share from 0 to below 1")
     counts = np.diff(pairs.matrix.indptr)
     active = np.flatnonzero(counts)
-    taken = max(1, round(_share("users", users) * len(active)))
-    if taken >= len(active):
-        check.fail("users", f"{users} of {len(active)} users with pairs", "a share that leaves some to learn from")
-    rows = np.sort(generator.permutation(active)[:taken]).astype(np.int64)
-    out = np.zeros(len(counts), dtype=bool)
-    out[rows] = True
-    held = np.repeat(out, counts)
+    taken = _taken("users", users, len(active), "users")
+    rows = generator.permutation(active)[:taken]
     shown = np.minimum(np.floor(given * counts + 0.5), counts - 1)
     rank = _ranks(pairs, generator.random(len(pairs)))
-    as_history = held & (rank < np.repeat(shown, counts))
-    return _split(pairs, held & ~as_history, as_history, rows)
+    return _without(pairs, 0, rows, rank < np.repeat(shown, counts))
+
+
+def folds(pairs: Interactions, count: int = 5, *, by: str = "pairs", seed: int = 0) -> Iterator[Split]:
+    """Cross-validation: as many splits, each with another part of the pairs to test; every pair is tested once.
+
+    Args:
+        pairs: what to split.
+        count: of folds, at least 2.
+        by: what is dealt out at random: "pairs", or the entities of a side with all their pairs, "left" or "right", as
+            in :func:`held_out`. Parts differ by one pair or entity at most.
+        seed: of the draw.
+
+    Returns:
+        The splits, made one by one as they are asked for.
+    """
+    _checked(pairs)
+    axis = ("left", "right", "pairs").index(check.choice("by", by, ("pairs", "left", "right")))
+    order = _entities(pairs, axis, seed) if axis < 2 else _generator(seed).permutation(len(pairs))
+    if check.count("count", count, minimum=2, most=2**62) > len(order):
+        what = "pairs" if axis == 2 else f"{by} entities with pairs"
+        check.fail("count", f"{count} folds of {len(order)} {what}", "at most one fold for each")
+    bounds = [len(order) * fold // count for fold in range(count + 1)]
+    parts = (order[first:last] for first, last in pairwise(bounds))
+    return (_split(pairs, _mask(len(pairs), part)) if axis == 2 else _without(pairs, axis, part) for part in parts)
 
 
 def _checked(pairs: object) -> None:
@@ -154,12 +210,57 @@ def _checked(pairs: object) -> None:
         check.fail("pairs", type(pairs).__name__, "gramtower.Interactions")
 
 
-def _split(
-    pairs: Interactions,
-    test: NDArray[Any],
-    history: NDArray[Any] | None = None,
-    users: NDArray[np.int64] | None = None,
+def _need_times(pairs: Interactions) -> NDArray[np.float64]:
+    if pairs.times is None:
+        check.fail("pairs", "pairs without times", "pairs read with time=")
+    return pairs.times
+
+
+def _last(pairs: Interactions, count: int, minimum: object, seed: object) -> NDArray[np.bool_]:
+    """The last pairs of each user, in order of times where there are any, that leave ``minimum`` behind."""
+    counts = np.diff(pairs.matrix.indptr).astype(np.int64)
+    rank = _ranks(pairs, _generator(seed).random(len(pairs)), None if pairs.times is None else -pairs.times)
+    out = np.minimum(count, counts - check.count("minimum", minimum, minimum=0, most=2**62)).clip(0)
+    return np.asarray(rank < np.repeat(out, counts))
+
+
+def _entities(pairs: Interactions, axis: int, seed: object) -> NDArray[np.int64]:
+    """The entities of a side that have pairs, in a random order."""
+    return _generator(seed).permutation(np.flatnonzero(_degrees(pairs, axis)))
+
+
+def _taken(name: str, share: object, there: int, what: str) -> int:
+    """How many entities a share of them is, at least one."""
+    taken = max(1, round(_share(name, share) * there))
+    if taken >= there:
+        given = f"{share} of {there} {what if what == 'users' else what + ' entities'} with pairs"
+        check.fail(name, given, "a share that leaves some to learn from")
+    return taken
+
+
+def _mask(size: int, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+    mask = np.zeros(size, dtype=bool)
+    mask[places] = True
+    return mask
+
+
+def _without(
+    pairs: Interactions, axis: int, entities: NDArray[np.int64], shown: NDArray[np.bool_] | None = None
 ) -> Split:
+    """All pairs of some entities held out, but for those that may be shown; no part has an entity without pairs."""
+    own = np.sort(entities).astype(np.int64)
+    out = _mask(pairs.shape[axis], own)
+    held = np.repeat(out, np.diff(pairs.matrix.indptr)) if axis == 0 else out[pairs.matrix.indices]
+    found = _split(pairs, held if shown is None else held & ~shown, None if shown is None else held & shown)
+    history = None if found.history is None else found.history.without_empty()
+    nobody = np.empty(0, dtype=np.int64)
+    users, items = (own, nobody) if axis == 0 else (nobody, own)
+    emptied = (found.emptied_users, found.emptied_items)
+    return Split(found.train.without_empty(), found.test.without_empty(), *emptied, users, items, history)
+
+
+def _split(pairs: Interactions, test: NDArray[Any], history: NDArray[Any] | None = None) -> Split:
+    """Parts with the same ids."""
     rest = ~test if history is None else ~(test | history)
     train, held = pairs.subset(rest), pairs.subset(test)
     for name, part in (("train", train), ("test", held)):
@@ -167,8 +268,7 @@ def _split(
             check.fail("pairs", f"{len(pairs)} pairs, of which none would be in {name}", "a split with pairs in both")
     emptied = [int(((_degrees(pairs, axis) > 0) & (_degrees(train, axis) == 0)).sum()) for axis in (0, 1)]
     shown = None if history is None else pairs.subset(history)
-    rows = np.empty(0, dtype=np.int64) if users is None else users
-    return Split(train, held, emptied[0], emptied[1], rows, shown)
+    return Split(train, held, emptied[0], emptied[1], history=shown)
 
 
 def _degrees(pairs: Interactions, axis: int) -> NDArray[Any]:
