@@ -276,7 +276,7 @@ def test_a_report_on_a_fit_says_its_end_and_leaves_its_summary(pairs, tmp_path, 
     assert "which holds a fit" in refusal(capsys, "compare", *tokens[1:])
 
 
-@pytest.mark.parametrize("command", ["fit", "tune", "compare", "convert", "partition", "demo"])
+@pytest.mark.parametrize("command", ["fit", "tune", "compare", "convert", "partition", "split", "demo"])
 def test_every_command_ends_with_130_after_ctrl_c(command, pairs, tmp_path, capsys, monkeypatch):
     from gramtower.engine.objective.problem import Problem
 
@@ -285,7 +285,8 @@ def test_every_command_ends_with_130_after_ctrl_c(command, pairs, tmp_path, caps
 
     tokens = [pairs / "train.csv", *COLUMNS] if command != "demo" else []
     tokens += SMALL if command in ("fit", "tune", "compare") else []
-    if command in ("convert", "partition"):
+    tokens += ["--by", "random"] if command == "split" else []
+    if command in ("convert", "partition", "split"):
         monkeypatch.setattr(f"gramtower.cli.{command}.read_pairs", interrupt)
     monkeypatch.setattr(Problem, "at", interrupt)
     out = tmp_path / ("out.csv" if command == "convert" else "out")

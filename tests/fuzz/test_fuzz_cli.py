@@ -138,6 +138,12 @@ COMMANDS = {  # a line that works, flags it may have, and how often it is tried
         ["--parts", "--seed", "--config", *FIELDS["DataOptions"]],
         3,
     ),
+    "split": (
+        ["t.csv", *PAIRS, "--by", "random", "--out", "halves"],
+        ["--by", "--share", "--count", "--minimum", "--cut", "--history", "--folds-of", "--file-format", "--seed"]
+        + FIELDS["DataOptions"],
+        4,
+    ),
     "report": (["parts"], [], 1),
     "fit": (["t.csv", *PAIRS, *SMALL, "--out", "fitted", "--fresh"], ["--config", "--out", *TRAINED], 6),
     "compare": (

@@ -62,43 +62,59 @@ def columns(pairs: Interactions) -> list[str]:
 
     Where ids have such a name, that column is called pair_value, pair_weight or pair_time.
     """
+    return _names(pairs, has_values(pairs))
+
+
+def _names(pairs: Interactions, values: bool) -> list[str]:
     names = [pairs.left_name, pairs.right_name] if pairs.left_name != pairs.right_name else ["left", "right"]
-    for name in _numbers(pairs):
+    for name in _numbers(pairs, values):
         while name in names:
             name = f"pair_{name}"
         names.append(name)
     return names
 
 
-def write_pairs(pairs: Interactions, out: Path) -> None:
-    """Save pairs as a table, in one step; text files a block of rows at a time."""
+def has_values(pairs: Interactions) -> bool:
+    """Whether the values say anything: some are not 1."""
+    return bool((pairs.matrix.data != 1).any())
+
+
+def write_pairs(pairs: Interactions, out: Path, values: bool | None = None) -> None:
+    """Save pairs as a table, in one step; text files a block of rows at a time.
+
+    Args:
+        pairs: what to save.
+        out: the table, by whose ending it is written.
+        values: whether to write values, for parts that must have the same columns; None if they say anything.
+    """
+    values = has_values(pairs) if values is None else values
     with replacing(out) as partial:
         if frames.suffix_of(out) == ".parquet":
-            _table(pairs, 0, len(pairs)).write_parquet(partial)
+            _table(pairs, 0, len(pairs), values).write_parquet(partial)
             return
         with gzip.open(partial, "wb") if out.suffix.lower() == ".gz" else partial.open("wb") as file:
-            _write_text(pairs, file, frames.separator_of(out))
+            _write_text(pairs, file, frames.separator_of(out), values)
 
 
-def _write_text(pairs: Interactions, file: IO[bytes] | gzip.GzipFile, separator: str) -> None:
+def _write_text(pairs: Interactions, file: IO[bytes] | gzip.GzipFile, separator: str, values: bool) -> None:
     for start in range(0, max(1, len(pairs)), _ROWS):
-        table = _table(pairs, start, min(start + _ROWS, len(pairs)))
+        table = _table(pairs, start, min(start + _ROWS, len(pairs)), values)
         file.write(table.write_csv(separator=separator, include_header=start == 0).encode())
 
 
-def _table(pairs: Interactions, start: int, stop: int) -> Any:
+def _table(pairs: Interactions, start: int, stop: int, values: bool) -> Any:
     pl = frames.polars()
-    offsets, names = pairs.matrix.indptr, columns(pairs)
+    offsets, names = pairs.matrix.indptr, _names(pairs, values)
     rows = np.searchsorted(offsets, np.arange(start, stop), side="right") - 1
     ids = [pairs.left_ids[rows], pairs.right_ids[pairs.matrix.indices[start:stop]]]
     cells = [pl.Series(one.tolist(), dtype=pl.String) if one.dtype == object else pl.Series(one) for one in ids]
-    cells += [pl.Series(numbers[start:stop]) for numbers in _numbers(pairs).values()]
+    cells += [pl.Series(numbers[start:stop]) for numbers in _numbers(pairs, values).values()]
     return pl.DataFrame([column.alias(name) for name, column in zip(names, cells, strict=True)])
 
 
-def _numbers(pairs: Interactions) -> dict[str, NDArray[Any]]:
-    """The numbers of the pairs by name: values unless all are 1, weights and times if there are any."""
+def _numbers(pairs: Interactions, values: bool) -> dict[str, NDArray[Any]]:
+    """The numbers of the pairs by name: values if asked for, weights and times if there are any."""
     every = {"value": pairs.matrix.data, "weight": pairs.weights, "time": pairs.times}
-    if not (pairs.matrix.data != 1).any():
+    if not values:
         del every["value"]
     return {name: numbers for name, numbers in every.items() if numbers is not None}

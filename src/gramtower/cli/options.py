@@ -46,7 +46,7 @@ class DataOptions:
     weight: str | None = None
     "Column of weights of the pairs' losses."
     time: str | None = None
-    "Column of times, used by info."
+    "Column of times, used by split and info."
     format: str | None = None
     "csv, parquet, movielens, netflix, mediawiki, lists (user item ...), edges (user item); without it, told from DATA."
     separator: str | None = None

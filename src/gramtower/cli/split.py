@@ -1,0 +1,223 @@
+"""``gramtower split``: pairs cut into files to train on and files to test on, by data/splits.py.
+
+The folder holds ``train`` and ``test`` (``train-1`` … with --by folds, ``history`` with --history) and ``split.json``,
+which says how they were made; it is written first, so that a folder that was not finished is known as one. Checked by
+tests/test_cli_split.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from gramtower import _checks as check
+from gramtower._files import write_json
+from gramtower.cli.config import settle
+from gramtower.cli.convert import columns, has_values, write_pairs
+from gramtower.cli.options import Common, DataOptions
+from gramtower.cli.output import print_json, print_table
+from gramtower.cli.reading import read_pairs
+from gramtower.data import splits
+from gramtower.data.frames import suffix_of
+from gramtower.data.interactions import Interactions
+from gramtower.data.lookup import index_of, join
+from gramtower.data.splits import Split
+
+MANIFEST = "split.json"
+KIND = "gramtower split"
+MOST_FOLDS = 10_000  # each is two files
+_OWN = re.compile(r"(train|test|history)(-[0-9]+)?\.(csv|tsv|parquet)(\.gz)?")
+_FORMATS = ("csv", "tsv", "csv.gz", "tsv.gz", "parquet")
+_FLAGS = {  # which flags go with which way
+    "random": ("share",),
+    "per-user": ("share", "minimum"),
+    "last": ("count", "minimum"),
+    "time": ("share", "cut"),
+    "cold-left": ("share", "history"),
+    "cold-right": ("share",),
+    "folds": ("count", "folds_of"),
+}
+_SHARE, _FOLDS = 0.2, 5
+
+
+def split(
+    path: Annotated[Path, Parameter(name="DATA")],
+    /,
+    *,
+    by: str,
+    out: Path,
+    share: float | None = None,
+    count: int | None = None,
+    minimum: int | None = None,
+    cut: str | None = None,
+    history: float | None = None,
+    folds_of: str | None = None,
+    file_format: str | None = None,
+    seed: int = 0,
+    config: Path | None = None,
+    data: DataOptions | None = None,
+    common: Common | None = None,
+) -> int:
+    """Cut the pairs of any DATA into files to train on and to test on.
+
+    random: pairs drawn from all. per-user: the same share of each left entity's pairs. last: the latest pairs of each
+    left entity. time: all pairs from a moment on. cold-left, cold-right: left or right entities with all their pairs,
+    for what a model does with entities it has never seen. folds: as many files as folds, every pair tested once.
+
+    Args:
+        path: Pairs, as for fit.
+        by: random, per-user, last, time, cold-left, cold-right or folds.
+        out: Folder for the files: new, empty, or that of an earlier split, which is replaced.
+        share: Of the pairs or entities to hold out, above 0 and below 1 [default: 0.2].
+        count: Pairs of each left entity (last) [default: 1], or folds [default: 5].
+        minimum: Pairs that each left entity keeps to train on (per-user, last) [default: 1].
+        cut: Moment of the first pair to test (time), such as 2020-01-31, in the place of --share.
+        history: Share of a held-out left entity's pairs (cold-left) that go into a file of their own, to describe it.
+        folds_of: What is dealt out to the folds: pairs, left or right entities [default: pairs].
+        file_format: csv, tsv, csv.gz, tsv.gz or parquet [default: parquet if DATA is, otherwise csv].
+        seed: Of the draws.
+        config: TOML file whose table [data] says how DATA is read.
+        data: Data.
+        common: Output.
+    """
+    common = common or Common()
+    flags = {"share": share, "count": count, "minimum": minimum, "cut": cut, "history": history, "folds_of": folds_of}
+    _check_flags(check.choice("by", by, tuple(_FLAGS)), flags)
+    ending = "parquet" if suffix_of(path) in (".parquet", ".pq") else "csv"
+    ending = ending if file_format is None else check.choice("file-format", file_format, _FORMATS)
+    if data is not None and data.validation is not None:
+        check.fail("--validation", data.validation, "nothing: --share and --by say what is held out")
+    _check_folder(out)
+    pairs = read_pairs(path, settle(config, data).data)
+    if by in ("time", "last") and pairs.times is None:
+        check.fail("--by", f"{by} with pairs that have no times", "--time, the column of times, or another way")
+    made = _splits(pairs, by, flags, check.seed(seed))
+    how = {"kind": KIND, "by": by, "seed": seed, **{name: value for name, value in flags.items() if value is not None}}
+    written = _write(made, pairs, out, ending, how)
+    facts = {**how, "columns": columns(pairs), "pairs": len(pairs), "splits": written, "finished": True}
+    write_json(out / MANIFEST, facts)
+    _remove_old(out, written)
+    if common.json:
+        print_json({**facts, "out": str(out)})
+    else:
+        _show(written, out)
+    return 0
+
+
+def _check_flags(by: str, flags: dict[str, Any]) -> None:
+    """Refuse flags that mean nothing for this way of splitting, and values that no split can have."""
+    for name, value in flags.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is not None and name not in _FLAGS[by]:
+            ways = " or ".join(way for way, known in _FLAGS.items() if name in known)
+            check.fail(flag, repr(value), f"nothing with --by {by}: it goes with --by {ways}")
+    if flags["cut"] is not None and flags["share"] is not None:
+        check.fail("--cut", f"{flags['cut']} and --share {flags['share']}", "one of them")
+    for name in ("share", "history"):
+        if flags[name] is not None and not 0 < flags[name] < 1:
+            check.fail(f"--{name}", flags[name], "a share above 0 and below 1")
+    if flags["folds_of"] is not None:
+        check.choice("--folds-of", flags["folds_of"], ("pairs", "left", "right"))
+    if flags["count"] is not None:
+        check.count("--count", flags["count"], minimum=2 if by == "folds" else 1, most=MOST_FOLDS)
+
+
+def _splits(pairs: Interactions, by: str, flags: dict[str, Any], seed: int) -> Iterator[Split]:
+    share = _SHARE if flags["share"] is None else flags["share"]
+    minimum = 1 if flags["minimum"] is None else flags["minimum"]
+    if by == "folds":
+        count = _FOLDS if flags["count"] is None else flags["count"]
+        return splits.folds(pairs, count, by=flags["folds_of"] or "pairs", seed=seed)
+    if by == "random":
+        made = splits.random_pairs(pairs, share, seed=seed)
+    elif by == "per-user":
+        made = splits.per_user(pairs, share, minimum=minimum, seed=seed)
+    elif by == "last":
+        made = splits.leave_last(pairs, 1 if flags["count"] is None else flags["count"], minimum=minimum, seed=seed)
+    elif by == "time":
+        cut = None if flags["cut"] is None else _moment(flags["cut"])
+        made = splits.by_time(pairs, None if cut is not None else share, cut=cut, seed=seed)
+    elif by == "cold-left" and flags["history"] is not None:
+        made = splits.held_out_users(pairs, share, history=flags["history"], seed=seed)
+    else:
+        made = splits.held_out(pairs, by.removeprefix("cold-"), share, seed=seed)
+    return iter([made])
+
+
+def _moment(text: str) -> float | str:
+    """A number as such, everything else as text that says a date."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _write(
+    made: Iterator[Split], pairs: Interactions, out: Path, ending: str, how: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Write the parts of each split; returns their files and counts."""
+    found = []
+    first = next(made)  # what cannot be split is refused before anything is written
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / MANIFEST, {**how, "finished": False})
+    for number, one in enumerate(chain([first], made), start=1):
+        place = f"-{number}" if how["by"] == "folds" else ""
+        facts: dict[str, Any] = {}
+        for name, part in (("train", one.train), ("test", one.test), ("history", one.history)):
+            if part is not None and len(part):
+                file = f"{name}{place}.{ending}"
+                write_pairs(part, out / file, values=has_values(pairs))
+                left, right = part.without_empty().shape
+                facts[name] = {"file": file, "pairs": len(part), "left": left, "right": right}
+        found.append(facts | {"test_pairs_of_new_entities": _of_new_entities(one)})
+    return found
+
+
+def _of_new_entities(one: Split) -> int:
+    """Test pairs with an entity that no training pair has."""
+    train, test = one.train.without_empty(), one.test
+    left = join(test.left_ids, index_of(train.left_ids)) < 0
+    right = join(test.right_ids, index_of(train.right_ids)) < 0
+    entries = test.matrix.tocoo()
+    return int((left[entries.row] | right[entries.col]).sum())
+
+
+def _check_folder(out: Path) -> None:
+    """Refuse a folder with files of others; those of an earlier split are known by its split.json."""
+    expected = "a new or empty folder, or that of an earlier split"
+    if out.exists() and not out.is_dir():
+        check.fail("--out", f"{out}, which is a file", expected)
+    there = sorted(path.name for path in out.iterdir()) if out.exists() else []
+    if MANIFEST in there:
+        try:
+            known = json.loads((out / MANIFEST).read_text(encoding="utf-8")).get("kind") == KIND
+        except (OSError, ValueError, AttributeError, RecursionError):
+            known = False
+        others = [name for name in there if name != MANIFEST and not _OWN.fullmatch(name)] if known else [MANIFEST]
+    else:
+        others = there
+    if others:
+        check.fail("--out", f"{out}, which holds other files such as {others[0]}", expected)
+
+
+def _remove_old(out: Path, made: list[dict[str, Any]]) -> None:
+    """Remove the files of an earlier split that this one has not replaced."""
+    files = {part["file"] for one in made for part in one.values() if isinstance(part, dict)}
+    for old in out.iterdir():
+        if _OWN.fullmatch(old.name) and old.name not in files:
+            old.unlink(missing_ok=True)
+
+
+def _show(made: list[dict[str, Any]], out: Path) -> None:
+    parts = [part for one in made for part in one.values() if isinstance(part, dict)]
+    rows = [(str(out / part["file"]), part["pairs"], part["left"], part["right"]) for part in parts]
+    print_table(("file", "pairs", "left", "right"), rows)
+    unknown = [one["test_pairs_of_new_entities"] for one in made]
+    if any(unknown):
+        print(f"{sum(unknown):,} test pairs have an entity that is not in the training part")
