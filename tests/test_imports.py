@@ -27,6 +27,7 @@ ORDER = (
     "estimator",
     "tuning",
     "two_tower",
+    "evaluation",
     "compare",
     "compat",
     "demo",

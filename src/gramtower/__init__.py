@@ -13,6 +13,8 @@ from gramtower.engine.towers.layers import InputLinear as InputLinear
 from gramtower.engine.towers.mlp import mlp_towers as mlp_towers
 from gramtower.engine.towers.parameters import Parameters as Parameters
 from gramtower.engine.towers.towers import Towers as Towers
+from gramtower.evaluation.cross_validation import CrossValidation as CrossValidation
+from gramtower.evaluation.cross_validation import cross_validate as cross_validate
 from gramtower.optim.line_search import Backtracking as Backtracking
 from gramtower.optim.methods import Descent as Descent
 from gramtower.optim.methods import Method as Method

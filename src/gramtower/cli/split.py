@@ -18,7 +18,7 @@ from cyclopts import Parameter
 
 from gramtower import _checks as check
 from gramtower._files import write_json
-from gramtower.cli.config import settle
+from gramtower.cli.config import merge_flags
 from gramtower.cli.convert import columns, has_values, write_pairs
 from gramtower.cli.options import Common, DataOptions
 from gramtower.cli.output import print_json, print_table
@@ -94,7 +94,7 @@ def split(
     if data is not None and data.validation is not None:
         check.fail("--validation", data.validation, "nothing: --share and --by say what is held out")
     _check_folder(out)
-    pairs = read_pairs(path, settle(config, data).data)
+    pairs = read_pairs(path, merge_flags(config, data).data)
     if by in ("time", "last") and pairs.times is None:
         check.fail("--by", f"{by} with pairs that have no times", "--time, the column of times, or another way")
     made = _splits(pairs, by, flags, check.seed(seed))

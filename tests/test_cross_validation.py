@@ -1,0 +1,180 @@
+"""Cross-validation: the folds of the splits, metrics as by hand, models left alone, intervals that mean something."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+
+import gramtower as gt
+from gramtower.data.splits import folds, held_out, held_out_users
+from gramtower.data.tables import FeatureTable
+from gramtower.evaluation.intervals import bootstrap_interval, t_interval
+from gramtower.metrics import Scores
+
+
+def sample(seed=0, users=60, items=40):
+    """Users who like items of their own group."""
+    rng = np.random.default_rng(seed)
+    left = rng.integers(0, users, 900)
+    right = (rng.integers(0, items // 4, 900) * 4 + left % 4) % items
+    return gt.Interactions.from_arrays([f"u{i}" for i in left], right)
+
+
+def small(**options):
+    return gt.TwoTower(**{"dim": 3, "hidden": (), "max_iterations": 2, "device": "cpu"} | options)
+
+
+class Popular:
+    """A model of few lines: everyone gets the most frequent items."""
+
+    def __init__(self, shift=0.0, notes=None):
+        self.shift, self.notes = shift, notes
+
+    def get_params(self):
+        return {"shift": self.shift, "notes": self.notes}
+
+    def fit(self, pairs, left_features=None, right_features=None):
+        self.pairs, self.features = pairs, (left_features, right_features)
+        Popular.fitted.append(self)
+
+    def evaluate(self, test, metrics):
+        return {name: len(test) + self.shift for name in metrics}
+
+
+def test_each_fold_is_fitted_and_measured_as_by_hand():
+    pairs, names = sample(), ("recall@5", "psp@3", "coverage@5")
+    found = gt.cross_validate(small(), pairs, folds=3, metrics=names, seed=4)
+    for split, scores in zip(folds(pairs, 3, seed=4), found.folds, strict=True):
+        assert scores == small().fit(split.train).evaluate(split.test, names)
+    for name in names:
+        assert found.mean[name] == pytest.approx(np.mean([fold[name] for fold in found.folds]))
+        assert found.values(name).tolist() == [fold[name] for fold in found.folds]
+        low, high = found.interval[name]
+        assert low < found.mean[name] < high
+    assert set(found.user_interval) == {"recall@5", "psp@3"}  # coverage is of all users together
+    for name, (low, high) in found.user_interval.items():
+        assert low < found.mean[name] < high
+
+
+def test_the_model_stays_as_it_is_and_parameters_are_copies():
+    Popular.fitted = []
+    model = Popular(0.5, {"a": [1]})
+    found = gt.cross_validate(model, sample(), folds=4, metrics="recall@5")
+    assert not hasattr(model, "pairs")
+    assert [(fitted.shift, fitted.notes) for fitted in Popular.fitted] == [(0.5, {"a": [1]})] * 4
+    assert all(fitted.notes is not model.notes for fitted in Popular.fitted)
+    assert found.mean["recall@5"] == pytest.approx(len(sample()) / 4 + 0.5)
+    assert found.user_interval == {}  # it says nothing of single users
+
+
+def test_the_result_reads_well_and_goes_into_json():
+    found = gt.cross_validate(small(), sample(), folds=3, metrics=("map@5", "coverage@5"))
+    lines = repr(found).splitlines()
+    assert lines[0] == "CrossValidation of 3 folds"
+    assert lines[1].split("  ")[-1] == "folds"
+    assert lines[2].startswith(f"map@5       {found.mean['map@5']:.4f}  {found.interval['map@5'][0]:.4f} to ")
+    assert " -  " in lines[3]  # coverage has no values of users
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert plain["map@5"]["folds"] == found.values("map@5").tolist()
+    assert plain["coverage@5"]["user_interval"] is None
+    with pytest.raises(ValueError, match="metric: got 'mrr'"):
+        found.values("mrr")
+
+
+def test_matrices_and_features_are_taken_as_by_fit():
+    pytest.importorskip("polars", reason="tables are read with polars")
+    pairs = sample()
+    matrix = sp.csr_matrix(pairs.matrix)
+    by_place = gt.cross_validate(small(), matrix, folds=2, metrics="recall@5", seed=1)
+    assert by_place.mean == gt.cross_validate(small(), pairs, folds=2, metrics="recall@5", seed=1).mean
+    groups = sp.csr_matrix(np.eye(4)[pairs.right_ids % 4])
+    table = FeatureTable(
+        {"left": list(pairs.left_ids), "group": [str(int(name[1:]) % 4) for name in pairs.left_ids]},
+        id="left",
+        categorical=["group"],
+    )
+    found = gt.cross_validate(
+        small(), pairs, folds=2, metrics="recall@5", left_features=["id", table], right_features=groups
+    )
+    assert found.mean["recall@5"] > 0.2
+
+
+@pytest.mark.parametrize("kind", [np.asarray, sp.csr_matrix, torch.from_numpy])
+def test_rows_of_features_follow_the_ids_of_splits_of_entities(kind):
+    pairs = sample()
+    places = np.arange(pairs.shape[0], dtype=np.float64)[:, None]
+    split = held_out(pairs, "left", 0.3)
+    Popular.fitted = []
+    gt.cross_validate(Popular(), pairs, [split], metrics="recall@5", left_features=["id", kind(places)])
+    word, given = Popular.fitted[0].features[0]
+    given = given.toarray() if sp.issparse(given) else np.asarray(given)
+    assert word == "id"
+    assert pairs.left_ids[given[:, 0].astype(int)].tolist() == split.train.left_ids.tolist()
+    with pytest.raises(ValueError, match=r"left_features: got 5 rows, expected 60, one for each entity of pairs"):
+        gt.cross_validate(Popular(), pairs, [split], left_features=kind(places[:5]))
+
+
+def test_splits_with_histories_are_evaluated_by_them():
+    pairs = sample()
+    made = [held_out_users(pairs, 0.3, history=0.5, seed=seed) for seed in (0, 1)]
+    found = gt.cross_validate(small(), pairs, made, metrics="recall@5", left_features="history")
+    for split, scores in zip(made, found.folds, strict=True):
+        model = small().fit(split.train, left_features="history")
+        assert scores == model.evaluate(split.test, ("recall@5",), histories=split.history)
+        assert isinstance(scores, Scores)
+    assert found.user_interval["recall@5"][0] < found.user_interval["recall@5"][1]
+
+
+def test_the_interval_over_folds_is_students():
+    stats = pytest.importorskip("scipy.stats")
+    values = [0.21, 0.25, 0.22, 0.27, 0.24]
+    expected = stats.t.interval(0.95, 4, loc=np.mean(values), scale=stats.sem(values))
+    assert t_interval(values) == pytest.approx(expected)
+    assert np.isnan(t_interval([0.3])).all()
+
+
+def test_the_bootstrap_is_that_of_a_mean_and_users_in_all_folds_count_once():
+    rng = np.random.default_rng(0)
+    values, keys = rng.normal(0.3, 0.2, 400), np.arange(400)
+    low, high = bootstrap_interval([(keys, values)], replicates=4000)
+    half = 1.96 * values.std() / 20
+    assert (low, high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.1 * half)
+    again = bootstrap_interval([(keys, values)] * 5, replicates=4000)
+    assert again == pytest.approx((low, high))  # five folds with the same values say no more than one
+    order = rng.permutation(400)
+    mixed = bootstrap_interval([(keys, values), (keys[order], values[order])], replicates=4000)
+    assert mixed == pytest.approx((low, high))
+
+
+def test_the_bootstrap_leaves_out_users_without_a_value_and_does_not_depend_on_blocks(monkeypatch):
+    values, keys = np.random.default_rng(1).random(50), np.arange(50)
+    whole = bootstrap_interval([(keys, values)], seed=3)
+    gone = bootstrap_interval([(np.append(keys, 50), np.append(values, np.nan))], seed=3)
+    assert gone == whole
+    monkeypatch.setattr("gramtower.evaluation.intervals._ELEMENTS", 50)
+    assert bootstrap_interval([(keys, values)], seed=3) == pytest.approx(whole)
+    assert np.isnan(bootstrap_interval([(keys[:1], values[:1] * np.nan)])).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (dict(folds=1), "folds: got 1, expected an integer from 2 to"),
+        (dict(folds=10**6), "folds: got 1000000, expected an integer from 2 to"),
+        (dict(folds=2.5), "folds: got 2.5, expected a number of folds, or splits"),
+        (dict(folds=[]), "folds: got no splits"),
+        (dict(folds=[1, 2]), "folds: got a sequence of int"),
+        (dict(metrics="recal@5"), "metrics: got 'recal@5'"),
+        (dict(model=gt.TwoTower), "model: got the class TwoTower, expected a model with get_params"),
+        (dict(model=3), "model: got int"),
+        (dict(pairs=[[1, 2]]), "pairs: got list, expected gramtower.Interactions or a scipy.sparse matrix"),
+        (dict(seed=-1), "seed: got -1"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        gt.cross_validate(**dict(model=small(), pairs=sample()) | arguments)
