@@ -108,7 +108,8 @@ def test_new_entities_are_recommended_for_by_their_features(files, fitted, capsy
 def test_history_and_features_together_serve_a_new_user(files, tmp_path, capsys):
     answer(capsys, *fit(files, tmp_path, "--history"))
     assert answer(capsys, "info", tmp_path)["left_kind"] == "history + table"
-    tokens = ["recommend", tmp_path, "--history", "item 1", "--history", "item 3", "-k", 3]
+    history = [token for i in (1, 3, 5, 7, 9, 11) for token in ("--history", f"item {i}")]
+    tokens = ["recommend", tmp_path, *history, "-k", 3]
     alone = answer(capsys, *tokens)["answers"][0]["results"]
     assert not any(even(hit["id"]) for hit in alone)
     both = answer(capsys, *tokens, "--left-features", files / "new.csv", "--left", "91")["answers"][0]

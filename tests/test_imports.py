@@ -35,13 +35,7 @@ ORDER = (
     "__main__",
 )  # each may import from those before it, nothing from those after it
 HEAVY = ("numba", "triton", "polars", "matplotlib", "rich", "cyclopts", "safetensors", "pandas", "optuna")
-SHARED = (
-    "_checks",
-    "_files",
-    "_schema",
-    "_tensors",
-    "_toml",
-)  # imported by all, and import nothing else of the library
+SHARED = ("_checks", "_files", "_schema", "_tensors", "_toml", "_widths")  # imported by all, import nothing else
 
 
 def package_of(module):

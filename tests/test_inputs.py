@@ -9,7 +9,9 @@ import scipy.sparse as sp
 import gramtower as gt
 from gramtower.data.splits import held_out_users
 from gramtower.data.tables import FeatureTable
-from gramtower.estimator.inputs import Inputs, training_inputs
+from gramtower.distributed.group import SINGLE
+from gramtower.distributed.shards import Rows
+from gramtower.estimator.inputs import Inputs, training_inputs, training_parts
 
 pytest.importorskip("polars", reason="feature tables need polars")
 
@@ -35,6 +37,12 @@ def table(numbers=range(SIZE), name="user"):
     return FeatureTable(frame(numbers, name), id=name, categorical=["group"], numeric=["size"])
 
 
+def unscaled(side, given, ids, matrix):
+    """Inputs and features as they came."""
+    parts = training_parts(side, given, ids, matrix)
+    return training_inputs(side, parts, Rows((0, matrix.shape[0])), SINGLE, scale=False)
+
+
 def small(**options):
     return gt.TwoTower(**{"dim": 8, "hidden": (16,), "max_iterations": 20, "device": "cpu", **options})
 
@@ -42,7 +50,7 @@ def small(**options):
 def test_parts_stand_side_by_side_in_the_order_given():
     observed = pairs()
     dense = np.arange(2.0 * SIZE).reshape(SIZE, 2)
-    inputs, features = training_inputs("left", ["id", "history", table(), dense], observed.left_ids, observed.matrix)
+    inputs, features = unscaled("left", ["id", "history", table(), dense], observed.left_ids, observed.matrix)
     assert inputs.kind == "id + history + table + dense"
     expected = [
         np.eye(SIZE),
@@ -56,15 +64,15 @@ def test_parts_stand_side_by_side_in_the_order_given():
 
 def test_one_part_is_handed_over_as_it_is():
     observed = pairs()
-    assert training_inputs("left", None, observed.left_ids, observed.matrix)[1] is None
-    assert training_inputs("left", ["id"], observed.left_ids, observed.matrix)[1] is None
+    assert unscaled("left", None, observed.left_ids, observed.matrix)[1] is None
+    assert unscaled("left", ["id"], observed.left_ids, observed.matrix)[1] is None
     dense = np.ones((SIZE, 3))
-    assert training_inputs("right", dense, observed.right_ids, observed.matrix.T)[1] is dense
+    assert unscaled("right", dense, observed.right_ids, observed.matrix.T)[1] is dense
 
 
 def test_what_is_not_known_of_a_new_entity_is_empty_or_missing():
     observed = pairs()
-    inputs, features = training_inputs("left", ["id", "history", table()], observed.left_ids, observed.matrix)
+    inputs, features = unscaled("left", ["id", "history", table()], observed.left_ids, observed.matrix)
     history = sp.csr_matrix(observed.matrix[3])
     row = inputs.new("left", frame([3]), history).toarray()[0]
     assert not row[:SIZE].any()  # no id
@@ -174,7 +182,7 @@ def model():
 
 def test_inputs_survive_json():
     observed = pairs()
-    inputs, _ = training_inputs("left", ["id", "history", table()], observed.left_ids, observed.matrix)
+    inputs, _ = unscaled("left", ["id", "history", table()], observed.left_ids, observed.matrix)
     again = Inputs.from_plain(inputs.to_plain())
     new = frame([5, 40]) | {"group": ["odd", "unheard of"]}
     assert (again.new("left", new, None) != inputs.new("left", new, None)).nnz == 0

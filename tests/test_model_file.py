@@ -98,9 +98,10 @@ BAD = {
     "no version of a field": (of("message", None), "message"),
     "a field more": (of("pickle", "x"), "pickle"),
     "a field less": (lambda header, tensors: header.pop("history"), "history"),
-    "huge hidden layers": (of("hidden", [HUGE]), "parameters"),
-    "hidden layers beyond all bounds": (of("hidden", [2**62]), "hidden"),
-    "no hidden layers": (of("hidden", []), "parameters"),
+    "huge hidden layers": (of("hidden", [[HUGE], [HUGE]]), "parameters"),
+    "hidden layers beyond all bounds": (of("hidden", [[2**62], []]), "hidden"),
+    "no hidden layers": (of("hidden", [[], []]), "parameters"),
+    "hidden layers of one side": (of("hidden", [[4]]), "hidden"),
     "a negative size": (of("dim", -3), "dim"),
     "another size": (of("dim", 4), "shape"),
     "another shape": (of("shape", [8, 7]), "inputs"),
@@ -186,7 +187,9 @@ def test_a_file_of_a_later_version_says_so(saved, tmp_path):
     file = TensorFile(saved, *KIND)
     tensors = {name: file.read(name) for name in file.shapes}
     _tensors.write(tmp_path / "m", KIND[0], KIND[1] + 1, file.header, tensors)
-    with pytest.raises(ValueError, match=r"later version \(format 5, this reads 4\); upgrade gramtower"):
+    with pytest.raises(
+        ValueError, match=rf"later version \(format {KIND[1] + 1}, this reads {KIND[1]}\); upgrade gramtower"
+    ):
         gt.load(tmp_path / "m")
 
 

@@ -49,21 +49,23 @@ class TwoTower(ModelSettings):
 
     Args:
         dim: k, the size of the embeddings; None picks it from the size of the data (see docs/choosing.md).
-        hidden: widths of the hidden layers of each tower; ``()`` for linear factors; None for linear factors where ids
-            are all that is known, hidden layers where there are features.
+        hidden: widths of the hidden layers of both towers, or a pair of them for the left and the right one; ``()`` for
+            linear factors; None for one hidden layer where a side has features, and none where ids are all that is
+            known.
         activation: of the hidden layers.
         loss: on observed pairs.
         omega: ω, the weight of unobserved pairs; None scales it with the data (see docs/choosing.md).
-        l2: λ.
+        l2: λ; None scales it with the data where there are features.
         embedding_l2: μ, the penalty on embeddings that grows with how often an entity is seen; None scales it with the
             data.
         frequency_power: ν, how fast it grows.
         imputed: the label of unobserved pairs.
         left_weights: a, how much a left entity's unobserved pairs count: text such as "degree^0.5", an array, or None.
-        right_weights: b, likewise for right entities; by default those of frequent ones count a little more.
+        right_weights: b, likewise for right entities; "auto" lets those of frequent ones count more, by how much
+            depends on whether there are features.
         optimizer: see docs/choosing.md.
         optimizer_options: the method's own constants.
-        max_iterations: stops after this many.
+        max_iterations: stops after this many; None for 20, or 12 where there are features.
         time_limit: seconds of training after which it stops, or None.
         patience: with validation data, stops when the metric has not improved for this many iterations.
         metric: the validation metric.
@@ -74,6 +76,8 @@ class TwoTower(ModelSettings):
         precision: of matrix products on a GPU, "tf32" or "float32"; both end at the same objective
             (benchmarks/bench_gpu.py --same-objective).
         pair_precision: of embeddings gathered for each pair on a GPU, "float32" or "bfloat16".
+        scale_features: bring features to a common scale, learned from the training data and kept in the model
+            (estimator/scaling.py); False takes them as they are.
         verbose: one line an iteration on standard error.
 
     Attributes:
@@ -201,8 +205,8 @@ class TwoTower(ModelSettings):
         return self.fitted_.dim
 
     @property
-    def hidden_(self) -> tuple[int, ...]:
-        """Widths of the hidden layers."""
+    def hidden_(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Widths of the hidden layers, left and right."""
         return self.fitted_.hidden
 
     @property
@@ -229,6 +233,10 @@ class TwoTower(ModelSettings):
     def best_metric_(self) -> float | None:
         """The best metric of the validation, or None."""
         return self.fitted_.best_metric
+
+    def __repr__(self) -> str:
+        arguments = super().__repr__()
+        return f"{arguments}: {self.fitted_}" if hasattr(self, "fitted_") else arguments
 
     def _known(self) -> FittedModel:
         if not hasattr(self, "fitted_"):

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from gramtower import _checks as check
 from gramtower._toml import toml
+from gramtower._widths import parse_hidden
 from gramtower.cli.options import DataOptions, FeatureOptions, ModelOptions, TrainOptions
 from gramtower.data.sources import read_toml, reading
 
@@ -40,7 +41,7 @@ class Settings:
         both = {f.name: getattr(part, f.name) for part in (self.model, self.train) for f in fields(part)}
         given = {name: value for name, value in both.items() if value is not None and name != "history"}
         if "hidden" in given:
-            given["hidden"] = parse_widths(given["hidden"])
+            given["hidden"] = parse_hidden(given["hidden"])
         if "option" in given:
             given["optimizer_options"] = dict(parse_option(text) for text in given.pop("option"))
         return given
@@ -96,16 +97,6 @@ def read_tables(path: Path, content: dict[str, Any], known: dict[str, dict[str, 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known name most like a wrong one."""
     return check.near(name, list(known), 1, 0.0)[0]
-
-
-def parse_widths(text: str) -> tuple[int, ...]:
-    """Layer widths from text such as ``256,256``; ``none`` is no layer."""
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if text.strip() == "none":
-        return ()
-    if not all(word.isdecimal() and len(word) < 10 for word in words):
-        check.fail("hidden", repr(text), "widths such as 256,256, or none")
-    return tuple(int(word) for word in words)
 
 
 def parse_option(text: str) -> tuple[str, Any]:

@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from gramtower import _checks as check
 from gramtower._files import write_json
 from gramtower._toml import write_config
+from gramtower._widths import config_hidden
 from gramtower.cli import folder
 from gramtower.cli.config import Settings, merge_flags, parse_option
 from gramtower.cli.features import tower_features
@@ -147,7 +148,7 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
 def used(settings: Settings, estimator: TwoTower) -> dict[str, dict[str, Any]]:
     """The tables of the config file with every value that was in force, defaults included."""
     params = estimator.get_params() | {"option": estimator.optimizer_options, "history": settings.model.history}
-    params |= {"dim": estimator.dim_, "hidden": estimator.hidden_}
+    params |= {"dim": estimator.dim_, "hidden": config_hidden(estimator.hidden_)}
     tables = {
         name: {f.name: params[f.name] for f in fields(part)}
         for name, part in (("model", settings.model), ("train", settings.train))

@@ -97,7 +97,10 @@ class ModelOptions:
     """What is minimised, over which towers. The table ``[model]``."""
 
     dim: Annotated[int | None, _flag("dim", "Size of the embeddings.")] = None
-    hidden: Annotated[str | None, _flag("hidden", "Widths of hidden layers; none for linear factors.")] = None
+    hidden: Annotated[
+        str | None,
+        _flag("hidden", "Widths of hidden layers, as in 256,256, or of left/right; none for linear factors."),
+    ] = None
     activation: Annotated[str | None, _flag("activation", "Of the hidden layers.")] = None
     loss: Annotated[str | None, _flag("loss", "On observed pairs: logistic, squared or squared_hinge.")] = None
     omega: Annotated[float | None, _flag("omega", "Weight of each unobserved pair.")] = None
@@ -109,6 +112,7 @@ class ModelOptions:
         str | None, _flag("left_weights", "Weights of unobserved pairs by left entity, such as degree^0.5.", "degree^0")
     ] = None
     right_weights: Annotated[str | None, _flag("right_weights", "The same by right entity; degree^0 for none.")] = None
+    scale_features: Annotated[bool | None, _flag("scale_features", "Bring features to a common scale.", "yes")] = None
     history: Annotated[
         bool | None,
         Parameter(help="Describe each left entity by its right ones, so that new ones can be embedded.", negative=()),

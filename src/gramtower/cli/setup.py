@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gramtower import _checks as check
+from gramtower._widths import hidden_text
 from gramtower.cli.config import Settings, merge_flags, merged
 from gramtower.cli.experiment import Experiment, is_experiment, load_experiment
 from gramtower.cli.features import tower_features
@@ -18,7 +19,7 @@ from gramtower.cli.output import note
 from gramtower.cli.reading import read_pairs, split_validation
 from gramtower.compare.runner import Runner
 from gramtower.data.interactions import Interactions
-from gramtower.estimator.fit import make_problem, make_towers, make_validation
+from gramtower.estimator.fit import make_problem, make_towers, make_validation, right_weights
 from gramtower.estimator.fit_data import FitData, prepare_data
 from gramtower.estimator.settings import ModelSettings
 from gramtower.optim.solvers import SOLVERS
@@ -98,11 +99,11 @@ class Setup:
                     "embedding_l2": problem.embedding_l2,
                     "frequency_power": problem.frequency_power,
                     "left_weights": model.left_weights,
-                    "right_weights": model.right_weights,
+                    "right_weights": right_weights(model, fit_data),
                 },
                 "towers": {
                     "features": {"left": fit_data.inputs[0].kind, "right": fit_data.inputs[1].kind},
-                    "hidden": list(fit_data.hidden),
+                    "hidden": hidden_text(fit_data.hidden),
                     "dim": fit_data.dim,
                     "activation": model.activation,
                     "seed": runner.seed,

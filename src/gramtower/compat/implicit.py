@@ -172,7 +172,7 @@ class TwoTower:
         """A model that :meth:`save` wrote; alpha, which only ``fit`` uses, is 1 again."""
         model = load_estimator(file)
         made = cls(
-            model.dim_, model.l2, iterations=model.max_iterations, random_state=model.seed,
+            model.dim_, model.l2, iterations=model.max_iterations or 20, random_state=model.seed,
             history=model.left_.inputs.has_history,
         )  # fmt: skip
         made.model = model

@@ -160,6 +160,20 @@ class FeatureTable:
         return sum(encoder.width for encoder in self.encoders)
 
     @property
+    def columns_apart(self) -> list[int]:
+        """Columns of the encoded matrix that hold numbers, or say that a value is missing."""
+        found: list[int] = []
+        start = 0
+        for encoder in self.encoders:
+            end = start + encoder.width
+            if isinstance(encoder, Numeric):
+                found += range(start, end)
+            elif isinstance(encoder, Categorical) and encoder.indicator:
+                found.append(end - 1)
+            start = end
+        return found
+
+    @property
     def columns(self) -> list[str]:
         """Columns of the table that are encoded."""
         return [encoder.column for encoder in self.encoders]

@@ -1,12 +1,18 @@
-"""Defaults that scale with the data: ω, the embedding penalty μ, the dimension k, and the device.
+"""Defaults that follow from the data: towers, ω, λ, μ, weights by degree, iterations, and the device.
 
-    ω = 4 min(1, |O| / (mn − |O|))            unobserved pairs weigh four times as much in all as observed ones, and
-                                              where they are the fewer, four times as much each
-    b = degree^0.1                            among them those of frequent right entities a little more
-    k = the power of two nearest min(m, n)/10, at least 64, at most 256 on a CPU and 2048 on a GPU;
-        halved while training would take more than half of the memory that is there: ten vectors of (m + n) k numbers
-    μ = 0.0065 · clamp(d / 0.011, 1, 2) · max(1, √(k/1024)), d = |O| / mn: dense data and many dimensions need a
-        stronger penalty
+                    ids alone                                        with features on a side
+    hidden layers   none                                             one on sides with features, see default_hidden
+    k               the power of two nearest min(m, n)/10            half of the hidden layer's width
+    ω               4 min(1, |O| / (mn − |O|))                       2 min(1, |O| / (mn − |O|))
+    b               degree^0.1                                       degree^0.5
+    λ               2⁻⁵                                              |O| / (20 min(m, n))
+    μ               0.0065 · clamp(d / 0.011, 1, 2) · max(1, √(k/1024)), d = |O| / mn            0.0005
+    iterations      20                                               12
+
+Unobserved pairs weigh four times (twice) as much in all as observed ones, where they are the more. With ids alone it is
+the penalty on embeddings that generalises; with features it is λ, which grows with the pairs that there are for each
+entity of the smaller side. k is at least 64, at most 256 on a CPU and 2048 on a GPU, and halved while training would
+take more than half of the memory that is there: ten vectors of (m + n) k numbers.
 
 The figures behind them are in docs/choosing.md. Checked by tests/test_estimator.py.
 """
@@ -14,7 +20,6 @@ The figures behind them are in docs/choosing.md. Checked by tests/test_estimator
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
@@ -22,36 +27,35 @@ from gramtower import _checks as check
 from gramtower.distributed.group import Group
 from gramtower.runtime.memory import total_memory
 
-HIDDEN = (256, 256)
-UNOBSERVED_SHARE = 4.0
-L2 = 2.0**-5
 IMPUTED = -0.5
-RIGHT_WEIGHTS = "degree^0.1"
+_SHARE, _L2, _POWER, _ITERATIONS = 4.0, 2.0**-5, "degree^0.1", 20  # ids alone
+_FEATURE_SHARE, _FEATURE_L2, _FEATURE_POWER, _FEATURE_PENALTY, _FEATURE_ITERATIONS = 2.0, 0.05, "degree^0.5", 5e-4, 12
+_WIDTHS, _ROWS_PER_UNIT = {"cpu": (64, 1024), "cuda": (64, 2048)}, 4
+Layers = tuple[tuple[int, ...], tuple[int, ...]]  # widths of hidden layers, left and right
 _PENALTY, _DENSE, _MOST, _LARGE = 0.0065, 0.011, 2.0, 1024
 _LEAST_DIM, _MOST_DIM = 64, {"cpu": 256, "cuda": 2048}
 _VECTORS, _ALL_RIGHT = 10, 5  # vectors of the size of P and Q in training (on a CPU 8.5 were measured), and of Q alone
 
 
-def default_dim(
-    shape: tuple[int, int], hidden: Sequence[int], device: torch.device, room: int, processes: int = 1
-) -> int:
+def default_dim(shape: tuple[int, int], hidden: Layers, device: torch.device, room: int, processes: int = 1) -> int:
     """k from the size of the data and what the device can bear.
 
     Never more than there are entities on a side, or than the last hidden layer is wide: outputs have no more rank.
 
     Args:
         shape: m and n.
-        hidden: widths of hidden layers.
+        hidden: widths of hidden layers of both towers.
         device: where it is trained.
         room: bytes that training may take in each process, :func:`room_for_training`.
         processes: how many share the entities; each also holds outputs of all right ones.
     """
-    nearest = 1 << round(math.log2(max(1.0, min(shape) / 10)))
-    dim = min(max(_LEAST_DIM, nearest), _MOST_DIM.get(device.type, 256))
+    last = [widths[-1] for widths in hidden if widths]
+    nearest = min(last) // 2 if last else 1 << round(math.log2(max(1.0, min(shape) / 10)))
+    dim = min(max(_LEAST_DIM, nearest), _MOST_DIM.get(device.type, 256) * (2 if last else 1))
     numbers = _VECTORS * sum(shape) / processes + (_ALL_RIGHT * shape[1] if processes > 1 else 0)
     while dim > 1 and 4 * numbers * dim > room:
         dim //= 2
-    return max(1, min(*shape, *hidden[-1:], dim))
+    return max(1, min(*shape, *last, dim))
 
 
 def room_for_training(device: torch.device, group: Group, budget: int | str | None) -> int:
@@ -67,24 +71,47 @@ def room_for_training(device: torch.device, group: Group, budget: int | str | No
     return int(min(group.gather_json(own)))
 
 
-def default_hidden(with_features: bool) -> tuple[int, ...]:
-    """Hidden layers where there are features to combine; ids alone are served as well by linear factors."""
-    return HIDDEN if with_features else ()
+def default_hidden(shape: tuple[int, int], described: tuple[bool, bool], device: torch.device) -> Layers:
+    """One hidden layer on each side whose entities have features; ids are served as well by a table alone.
+
+    Its width is the power of two nearest a quarter of the side's entities, from 64 to 1024 on a CPU and 2048 on a GPU.
+    """
+    least, most = _WIDTHS.get(device.type, _WIDTHS["cpu"])
+    widths = [min(most, max(least, 1 << round(math.log2(max(1.0, rows / _ROWS_PER_UNIT))))) for rows in shape]
+    left, right = ((width,) if known else () for width, known in zip(widths, described, strict=True))
+    return left, right
 
 
-def default_omega(shape: tuple[int, int], observed: int) -> float:
+def default_omega(shape: tuple[int, int], observed: int, described: bool) -> float:
     """ω that gives unobserved pairs a fixed total weight relative to observed ones, as long as they are the more.
 
     Few of them never outweigh all that was observed: their total weight vanishes with their number.
     """
     unobserved = shape[0] * shape[1] - observed
-    return UNOBSERVED_SHARE * max(1, observed) / max(1, observed, unobserved)
+    return (_FEATURE_SHARE if described else _SHARE) * max(1, observed) / max(1, observed, unobserved)
 
 
-def default_embedding_l2(shape: tuple[int, int], observed: int, dim: int) -> float:
-    """μ from the share of pairs that were observed, and from the size of the embeddings."""
+def default_l2(shape: tuple[int, int], observed: int, described: bool) -> float:
+    """λ: with features in proportion to the pairs of an entity of the smaller side."""
+    return _FEATURE_L2 * max(1, observed) / min(shape) if described else _L2
+
+
+def default_embedding_l2(shape: tuple[int, int], observed: int, dim: int, described: bool) -> float:
+    """μ: almost none with features; otherwise from the share of pairs that were observed, and from k."""
+    if described:
+        return _FEATURE_PENALTY
     density = observed / max(1, shape[0] * shape[1])
     return _PENALTY * min(_MOST, max(1.0, density / _DENSE)) * max(1.0, math.sqrt(dim / _LARGE))
+
+
+def default_right_weights(described: bool) -> str:
+    """b by name."""
+    return _FEATURE_POWER if described else _POWER
+
+
+def default_iterations(described: bool) -> int:
+    """Outer iterations."""
+    return _FEATURE_ITERATIONS if described else _ITERATIONS
 
 
 def pick_device(device: str) -> torch.device:

@@ -45,7 +45,7 @@ def fit(
     problem = make_problem(settings, data)
     towers = make_towers(settings, data, problem, previous)
     result = minimize(
-        problem, towers, settings.optimizer, settings.max_iterations, settings.time_limit, settings.seed,
+        problem, towers, settings.optimizer, iterations(settings, data), settings.time_limit, settings.seed,
         validation=make_validation(settings, data), patience=None if data.held_out is None else settings.patience,
         checkpoint=checkpoint, history=history, verbose=settings.verbose, **options,
     )  # fmt: skip
@@ -55,7 +55,7 @@ def fit(
         left=Side("left", data.ids[0], point.P.cpu(), data.inputs[0]),
         right=Side("right", data.ids[1], point.right_rows.cpu(), data.inputs[1]),
         seen=pattern_of(data.matrix), towers=towers, shards=problem.shards,
-        dim=point.Q.shape[1], hidden=data.hidden if settings.towers is None else (), omega=problem.omega,
+        dim=point.Q.shape[1], hidden=data.hidden if settings.towers is None else ((), ()), omega=problem.omega,
         history=result.history, reason=result.reason, message=result.message, best_metric=result.best_metric,
     )  # fmt: skip
 
@@ -71,19 +71,30 @@ def sized_as(settings: ModelSettings, previous: FittedModel) -> ModelSettings:
 
 def make_problem(settings: ModelSettings, data: FitData) -> Problem:
     """What is minimised, ω and μ set by the data where they were left out."""
-    size, shards, mu = (data.shape, data.observed), data.shards, settings.embedding_l2
+    size, shards, known, mu = (data.shape, data.observed), data.shards, data.described, settings.embedding_l2
     if mu is None:  # of towers of one's own the size is not known yet
-        mu = defaults.default_embedding_l2(*size, data.dim if settings.towers is None else settings.dim or 1)
+        mu = defaults.default_embedding_l2(*size, data.dim if settings.towers is None else settings.dim or 1, known)
     return Problem(
         data.matrix, *data.features, loss=settings.loss,
-        omega=defaults.default_omega(*size) if settings.omega is None else settings.omega,
-        l2=settings.l2, imputed=settings.imputed,
+        omega=defaults.default_omega(*size, known) if settings.omega is None else settings.omega,
+        l2=defaults.default_l2(*size, known) if settings.l2 is None else settings.l2, imputed=settings.imputed,
         left_weights=_local_weights("left_weights", settings.left_weights, shards.left),
-        right_weights=_local_weights("right_weights", settings.right_weights, shards.right),
+        right_weights=_local_weights("right_weights", right_weights(settings, data), shards.right),
         embedding_l2=mu, frequency_power=settings.frequency_power, memory_budget=settings.memory_budget,
         precision=settings.precision, pair_precision=settings.pair_precision,
         pair_weights=data.weights, shards=None if shards.single else shards,
     )  # fmt: skip
+
+
+def right_weights(settings: ModelSettings, data: FitData) -> Any:
+    """b as it was given, or by name as the data say."""
+    auto = isinstance(settings.right_weights, str) and settings.right_weights == "auto"
+    return defaults.default_right_weights(data.described) if auto else settings.right_weights
+
+
+def iterations(settings: ModelSettings, data: FitData) -> int:
+    """How many at most."""
+    return defaults.default_iterations(data.described) if settings.max_iterations is None else settings.max_iterations
 
 
 def make_towers(

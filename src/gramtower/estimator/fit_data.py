@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
+from gramtower._widths import check_hidden
 from gramtower.data.interactions import Interactions
 from gramtower.data.left_out import warn_of_pairs
 from gramtower.data.lookup import index_of, join
@@ -25,9 +26,8 @@ from gramtower.data.tables import FeatureTable
 from gramtower.distributed.agreement import Digest, agree
 from gramtower.distributed.group import SINGLE, Group, current_group
 from gramtower.distributed.shards import Rows, Shards, entity_costs, row_work, spread, unsharded
-from gramtower.engine.towers.mlp import check_hidden
 from gramtower.estimator import defaults
-from gramtower.estimator.inputs import Ids, Inputs, ids_alone, training_inputs
+from gramtower.estimator.inputs import Ids, Inputs, ids_alone, training_inputs, training_parts
 from gramtower.estimator.settings import ModelSettings
 
 
@@ -45,7 +45,7 @@ class FitData:
         inputs: what each tower sees.
         features: that of the local entities of both sides.
         device: where it is trained.
-        hidden: widths of the towers' hidden layers.
+        hidden: widths of the hidden layers of the left and of the right tower.
         dim: size of the embeddings.
     """
 
@@ -58,13 +58,18 @@ class FitData:
     inputs: tuple[Inputs, Inputs]
     features: tuple[Any, Any]
     device: torch.device
-    hidden: tuple[int, ...]
+    hidden: tuple[tuple[int, ...], tuple[int, ...]]
     dim: int
 
     @property
     def shape(self) -> tuple[int, int]:
         """(m, n) of all processes."""
         return self.shards.left.total, self.shards.right.total
+
+    @property
+    def described(self) -> bool:
+        """Whether anything but ids is known of the entities of a side."""
+        return any(inputs.described for inputs in self.inputs)
 
 
 def prepare_data(
@@ -74,21 +79,24 @@ def prepare_data(
     group, part = current_group(), pairs if isinstance(pairs, Shard) else None
     with group.together():
         device = defaults.pick_device(settings.device)
-        hidden = defaults.default_hidden(not (ids_alone(left_features) and ids_alone(right_features)))
+        described = not ids_alone(left_features), not ids_alone(right_features)
+        given_hidden = None
         if settings.hidden is not None and settings.towers is None:
-            hidden = check_hidden(settings.hidden)
+            given_hidden = check_hidden(settings.hidden)
+        scale = check.flag("scale_features", settings.scale_features)
         given_dim = None if settings.dim is None else check.count("dim", settings.dim)
-    agree(group, {"dim": given_dim, "hidden": hidden})
+    agree(group, {"dim": given_dim, "hidden": given_hidden, "described": described, "scale_features": scale})
     room = defaults.room_for_training(device, group, settings.memory_budget)
     with group.together():
         matrix, ids, weights = _read_pairs(pairs, group)
     shape = matrix.shape if part is None else part.shape
+    hidden = defaults.default_hidden(shape, described, device) if given_hidden is None else given_hidden
     dim = given_dim or defaults.default_dim(shape, hidden, device, room, group.size)
     if part is not None:
         shards, observed, held_out = part.shards, part.pairs, part.held_out
     else:
         _agree_on_pairs(group, matrix)
-        shards, observed, held_out = spread_pairs(group, matrix, row_work(dim, hidden)), matrix.nnz, None
+        shards, observed, held_out = spread_pairs(group, matrix, row_work(dim, max(hidden))), matrix.nnz, None
     with group.together():
         if validation is not None:
             held_out = _held_out(validation, part, ids, shape, shards.left)
@@ -98,8 +106,10 @@ def prepare_data(
         left_features = _local_features("left_features", left_features, shards.left, part is not None)
         right_features = _local_features("right_features", right_features, shards.right, part is not None)
         right_ids = shards.right.local_rows("right ids", ids[1])
-        left, left_rows = training_inputs("left", left_features, ids[0], matrix, shards.left)
-        right, right_rows = training_inputs("right", right_features, right_ids, matrix.T, shards.right)
+        left_parts = training_parts("left", left_features, ids[0], matrix, shards.left)
+        right_parts = training_parts("right", right_features, right_ids, matrix.T, shards.right)
+    left, left_rows = training_inputs("left", left_parts, shards.left, group, scale)
+    right, right_rows = training_inputs("right", right_parts, shards.right, group, scale)
     return FitData(
         matrix, weights, ids, shards, observed, held_out, (left, right), (left_rows, right_rows), device, hidden, dim
     )

@@ -41,7 +41,7 @@ class FittedModel:
         towers: what embeds new entities; None if they are the caller's own and were not given to ``load``.
         shards: which rows this process holds.
         dim: size of the embeddings.
-        hidden: widths of the hidden layers; none for towers of the caller's own.
+        hidden: widths of the hidden layers, left and right; none for towers of the caller's own.
         omega: ω of the training.
         history: records of the training.
         reason: why it stopped.
@@ -55,12 +55,21 @@ class FittedModel:
     towers: Towers | None
     shards: Shards
     dim: int
-    hidden: tuple[int, ...]
+    hidden: tuple[tuple[int, ...], tuple[int, ...]]
     omega: float
     history: list[Record]
     reason: Reason
     message: str
     best_metric: float | None
+
+    def __str__(self) -> str:
+        """Sizes, and what each tower sees and how it is scaled."""
+        sides = (
+            f"{len(side):,} {side.name} entities by {side.inputs.text}"
+            + (f" through hidden layers of {', '.join(map(str, widths))}" if widths else "")
+            for side, widths in zip((self.left, self.right), self.hidden, strict=True)
+        )
+        return f"{' and '.join(sides)}, embeddings of size {self.dim}"
 
     def recommend(
         self,

@@ -3,9 +3,9 @@
     "id"            a column for each entity of the training data; a new entity has none of them
     "history"       the observed right entities of a left one, equal values, length one
     a FeatureTable  its columns, joined by id; the encoding is kept, the rows are not
-    a matrix        one row for each entity, in the order of the ids; columns of numbers beyond 10¹² are divided by a
-                    power of two, the same for new entities
+    a matrix        one row for each entity, in the order of the ids
 
+Tables and matrices are brought to a common scale (scaling.py), learned from the training data, the same for new ones.
 One part is handed to the tower as it is, ids as row numbers and dense rows dense; several become one sparse matrix.
 Cost: O(entries). Checked by tests/test_inputs.py.
 """
@@ -13,25 +13,28 @@ Cost: O(entries). Checked by tests/test_inputs.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from gramtower import _checks as check
 from gramtower._schema import build
 from gramtower.data.lookup import index_of, join
 from gramtower.data.matrices import checked
 from gramtower.data.tables import FeatureTable
+from gramtower.distributed.group import Group
 from gramtower.distributed.shards import Rows
+from gramtower.estimator.scaling import Scaling, dense_scaling, sparse_scaling
 
 Ids = tuple[NDArray[Any] | None, NDArray[Any] | None]  # of a side, and of the other one
 _NAMES = ("id", "history")
 _GIVEN = ("table", "sparse", "dense")  # parts that the caller describes new entities by
-_LARGE = 1e12  # columns with larger numbers are divided: their squares would not add up in float32
 
 
 @dataclass(frozen=True)
@@ -40,24 +43,18 @@ class Part:
 
     Attributes:
         table: how a table is encoded.
-        exponents: columns of a matrix that are divided by a power of two → which.
+        scaling: how its columns are scaled, or None.
     """
 
     kind: str
     width: int
     table: FeatureTable | None = None
-    exponents: tuple[tuple[int, int], ...] = ()
+    scaling: Scaling | None = None
 
-    def scaled(self, matrix: Any) -> Any:
-        """A matrix with its large columns divided; itself where there are none."""
-        if not self.exponents:
-            return matrix
-        factors = np.ones(self.width)
-        for column, exponent in self.exponents:
-            factors[column] = 2.0**-exponent
-        if sp.issparse(matrix):
-            return sp.csr_matrix(sp.csr_matrix(matrix, dtype=np.float64) @ sp.diags(factors))
-        return check.as_float_array("features", matrix).astype(np.float64) * factors
+    @property
+    def text(self) -> str:
+        """In a few words, for people."""
+        return self.kind + ("" if self.scaling is None else f" ({self.scaling.text})")
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,16 @@ class _Form:
     kind: str
     width: int
     table: dict[str, Any] | None = None
-    exponents: list[list[int]] | None = None
+    scaling: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class _ScalingForm:
+    """A scaling as it is stored beside its tensors."""
+
+    shifted: bool
+    unit: float | None
+    apart: list[int]
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,16 @@ class Inputs:
     def kind(self) -> str:
         """The kinds of the parts, such as ``"id + history"``."""
         return " + ".join(part.kind for part in self.parts)
+
+    @property
+    def text(self) -> str:
+        """What the tower sees, and how it is scaled, for people."""
+        return " + ".join(part.text for part in self.parts)
+
+    @property
+    def described(self) -> bool:
+        """Whether anything but ids is known of the entities."""
+        return any(part.kind != "id" for part in self.parts)
 
     @property
     def width(self) -> int:
@@ -168,7 +184,7 @@ class Inputs:
         return [
             {"kind": p.kind, "width": p.width}
             | ({} if p.table is None else {"table": json.loads(p.table.to_json())})
-            | ({"exponents": [list(pair) for pair in p.exponents]} if p.exponents else {})
+            | ({} if p.scaling is None else {"scaling": _scaling_form(p.scaling)})
             for p in self.parts
         ]
 
@@ -188,16 +204,44 @@ class Inputs:
             table = None if form.table is None else FeatureTable.encoder_from_json(json.dumps(form.table))
             if not 0 < form.width < 2**31 or (table is not None and table.width != form.width):
                 check.fail("inputs.width", form.width, "a positive number" if table is None else f"{table.width}")
-            exponents = tuple((pair[0], pair[1]) for pair in form.exponents or () if len(pair) == 2)
-            if any(not 0 <= c < form.width or not abs(e) < 1024 for c, e in exponents) or (
-                len(exponents) < len(form.exponents or ())
-            ):
-                check.fail("inputs.exponents", str(form.exponents)[:60], "pairs of a column and a power of two")
-            parts.append(Part(kind, form.width, table, exponents))
+            scaling = None if form.scaling is None else _unfilled(form.scaling, form.width)
+            parts.append(Part(kind, form.width, table, scaling))
         kinds = [part.kind for part in parts if part.kind in _NAMES]
         if not parts or len(set(kinds)) < len(kinds):
             check.fail("inputs", " + ".join(kinds) or "nothing", "parts, id and history once each")
         return cls(tuple(parts))
+
+    def tensors(self, side: str) -> dict[str, Tensor]:
+        """The numbers of the scalings, by the names that a file has them under."""
+        found = ((place, part.scaling) for place, part in enumerate(self.parts) if part.scaling is not None)
+        return {
+            f"scale|{side}|{place}|{name}": torch.from_numpy(array)
+            for place, scaling in found
+            for name, array in (("factor", scaling.factor), ("shift", scaling.shift))
+            if array is not None
+        }
+
+    def tensor_widths(self, side: str) -> dict[str, int]:
+        """The same names and the lengths of these tensors."""
+        found = ((place, part) for place, part in enumerate(self.parts) if part.scaling is not None)
+        return {
+            f"scale|{side}|{place}|{name}": part.width
+            for place, part in found
+            for name in ("factor", "shift")
+            if name == "factor" or (part.scaling is not None and part.scaling.shift is not None)
+        }
+
+    def with_tensors(self, side: str, tensors: Mapping[str, Tensor]) -> Inputs:
+        """The same with the numbers that :meth:`tensors` gave."""
+        parts = []
+        for place, part in enumerate(self.parts):
+            scaling = part.scaling
+            if scaling is not None:
+                factor = tensors[f"scale|{side}|{place}|factor"].numpy()
+                shift = None if scaling.shift is None else tensors[f"scale|{side}|{place}|shift"].numpy()
+                scaling = replace(scaling, factor=factor, shift=shift)
+            parts.append(replace(part, scaling=scaling))
+        return Inputs(tuple(parts))
 
     def check_sizes(self, side: str, rows: int, right: int) -> None:
         """Refuse an id for each of other than ``rows`` entities, and a history over other than all right ones."""
@@ -220,10 +264,10 @@ def ids_alone(given: Any) -> bool:
     return all(part is None or (isinstance(part, str) and part == "id") for part in parts)
 
 
-def training_inputs(
+def training_parts(
     side: str, given: Any, ids: NDArray[Any] | None, matrix: sp.csr_matrix, place: Rows | None = None
-) -> tuple[Inputs, Any]:
-    """The inputs of one side, and the features of the training data as :class:`~gramtower.Problem` takes them.
+) -> list[tuple[Part, Any]]:
+    """The parts of one side's inputs, each with its features of the training data as they came.
 
     Args:
         side: "left" or "right".
@@ -241,7 +285,25 @@ def training_inputs(
     named = [part.kind for part, _ in read if part.kind in _NAMES]
     if len(set(named)) < len(named):
         check.fail(f"{side}_features", " + ".join(named), "id and history once each")
-    return Inputs(tuple(part for part, _ in read)), _beside([features for _, features in read], place)
+    return read
+
+
+def training_inputs(
+    side: str, parts: list[tuple[Part, Any]], place: Rows, group: Group, scale: bool
+) -> tuple[Inputs, Any]:
+    """The inputs of one side, and its features as :class:`~gramtower.Problem` takes them, scaled if asked to be.
+
+    All processes must call it together.
+    """
+    name, made = f"{side}_features", []
+    for part, rows in parts:
+        if scale and part.kind == "dense":
+            part = replace(part, scaling=dense_scaling(name, group, rows, place.total))
+        elif scale and part.kind in ("sparse", "table"):
+            apart = None if part.table is None else part.table.columns_apart
+            part = replace(part, scaling=sparse_scaling(name, group, sp.csr_matrix(rows), place.total, apart))
+        made.append((part, rows if part.scaling is None else part.scaling(name, rows)))
+    return Inputs(tuple(part for part, _ in made)), _beside([rows for _, rows in made], place)
 
 
 def _training_part(
@@ -261,40 +323,44 @@ def _training_part(
         expected = f'scipy.sparse, numpy or torch with {rows} rows, a FeatureTable, "id", "history", or a list of these'
         check.fail(f"{side}_features", type(one).__name__ + shape, expected)
     one = checked(f"{side}_features", one) if sp.issparse(one) else one
-    kind = "sparse" if sp.issparse(one) else "dense"
-    whole = rows == place.total  # one of several processes does not know all rows of a column
-    part = Part(kind, int(one.shape[1]), exponents=_exponents(one) if whole else ())
-    return part, part.scaled(one)
-
-
-def _exponents(matrix: Any) -> tuple[tuple[int, int], ...]:
-    """Columns of numbers that are finite and large, and the powers of two that bring them to about one."""
-    if "float" not in str(matrix.dtype):  # counts and codes are small, and other kinds are refused elsewhere
-        return ()
-    if sp.issparse(matrix):
-        most = abs(sp.csr_matrix(matrix)).max(axis=0).toarray().reshape(-1)
-    else:
-        most = np.abs(check.as_float_array("features", matrix)).max(axis=0, initial=0.0)
-    large = np.flatnonzero((most > _LARGE) & np.isfinite(most))
-    return tuple((int(column), int(np.frexp(float(most[column]))[1])) for column in large)
+    check.finite(f"{side}_features", one.data if sp.issparse(one) else check.as_float_array(f"{side}_features", one))
+    return Part("sparse" if sp.issparse(one) else "dense", int(one.shape[1])), one
 
 
 def _new_part(side: str, part: Part, rows: Any) -> Any:
     """The rows of one part, None if they were not given."""
     if rows is None:
         return None
+    name = f"{side}_features"
     if part.table is not None:
-        return part.table.encode_frame(rows.source if isinstance(rows, FeatureTable) else rows)
+        encoded = part.table.encode_frame(rows.source if isinstance(rows, FeatureTable) else rows)
+        return encoded if part.scaling is None else part.scaling(name, encoded)
     if not hasattr(rows, "shape") or len(rows.shape) != 2 or rows.shape[1] != part.width:
         shape = f" of shape {tuple(rows.shape)}" if hasattr(rows, "shape") else ""
         check.fail(f"{side}_features", type(rows).__name__ + shape, f"{part.width} columns, as in training")
-    return part.scaled(checked(f"{side}_features", rows) if sp.issparse(rows) else rows)
+    rows = checked(name, rows) if sp.issparse(rows) else rows
+    return rows if part.scaling is None else part.scaling(name, rows)
 
 
 def _missing(side: str, part: Part, rows: int) -> sp.csr_matrix:
     if part.table is None:
         check.fail(f"{side}_features", "None", f"a matrix of {part.width} columns, as in training")
-    return sp.vstack([part.table.missing_row()] * rows, format="csr")
+    row = part.table.missing_row()
+    row = row if part.scaling is None else part.scaling(f"{side}_features", row)
+    return sp.vstack([row] * rows, format="csr")
+
+
+def _unfilled(plain: dict[str, Any], width: int) -> Scaling:
+    """A stored scaling before its numbers are read."""
+    form = build("inputs.scaling", _ScalingForm, plain)
+    if (form.unit is not None and not 0 < form.unit < np.inf) or any(not 0 <= x < width for x in form.apart):
+        check.fail("inputs.scaling", str(plain)[:60], "a positive unit, and columns that are there")
+    unknown = np.empty(0)
+    return Scaling(unknown, unknown if form.shifted else None, form.unit, tuple(sorted(form.apart)))
+
+
+def _scaling_form(scaling: Scaling) -> dict[str, Any]:
+    return asdict(_ScalingForm(scaling.shift is not None, scaling.unit, list(scaling.apart)))
 
 
 def _beside(features: Sequence[Any], place: Rows | None = None) -> Any:

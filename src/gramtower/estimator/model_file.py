@@ -7,6 +7,7 @@
     SIDE_text, SIDE_lengths   ids that are text, as one block of UTF-8 and the bytes of each; or
     SIDE_numbers              ids that are numbers; neither where rows are known by number
     left_weights, …           weights that were given as arrays
+    scale|SIDE|PART|…         numbers by which features are scaled
 
 One process writes one file, several one each (distributed/shard_files.py); either is read by one process. Every tensor
 has checksums. All of it is checked against :class:`Header` before anything is allocated: what is read is a valid model,
@@ -15,6 +16,7 @@ or an error names the file and the field. Checked by tests/test_model_file.py an
 
 from __future__ import annotations
 
+import itertools
 import math
 import typing
 from collections.abc import Callable
@@ -45,7 +47,7 @@ from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.side import Side
 from gramtower.training.result import Reason, Record
 
-KIND = ("gramtower-model", 4)
+KIND = ("gramtower-model", 5)
 _ARRAYS = ("left_weights", "right_weights")
 _PARAMS = {name: kind for name, kind in typing.get_type_hints(ModelSettings).items() if name != "towers"}
 _FLOATS, _LIMIT = (torch.float32, torch.float64), 2**31
@@ -61,7 +63,7 @@ class Header:
         own_towers: whether the towers are the caller's own, whose architecture is not stored.
         shape: numbers of left and right entities.
         dim: size of the embeddings.
-        hidden: widths of the hidden layers.
+        hidden: widths of the hidden layers, left and right.
         inputs: what each tower sees, by side.
         reason: name of the reason why training stopped.
         message: the same with particulars.
@@ -74,7 +76,7 @@ class Header:
     own_towers: bool
     shape: list[int]
     dim: int
-    hidden: list[int]
+    hidden: list[list[int]]
     inputs: dict[str, list[dict[str, Any]]]
     reason: str
     message: str
@@ -121,13 +123,14 @@ def read_model(path: Path, towers: Callable[[Problem], Towers] | None) -> tuple[
             ids = {side: _ids(side, {name: read(name) for name in file.shapes if name.startswith(f"{side}_")})
                    for side in ("left", "right")}  # fmt: skip
             tensors = {name: read(name) for name in file.shapes}
+            inputs = {side: inputs[side].with_tensors(side, tensors) for side in inputs}
         file.close()
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not _finite(tensor):
                 check.fail(name, "NaN or infinity", "finite numbers")
     except (ValueError, OSError) as error:
         raise ValueError(f"model: {path} is damaged or not a gramtower model ({error})") from error
-    params: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in header.params.items()}
+    params: dict[str, Any] = {k: _tuples(v) for k, v in header.params.items()}
     params |= {name: tensors[name].numpy() for name in _ARRAYS if name in tensors}
     settings = ModelSettings(**params, towers=towers)
     made = _towers(settings, header, inputs, tensors)
@@ -137,7 +140,7 @@ def read_model(path: Path, towers: Callable[[Problem], Towers] | None) -> tuple[
     )
     return settings, FittedModel(
         left=left, right=right, seen=seen, towers=made, shards=unsharded((header.shape[0], header.shape[1])),
-        dim=header.dim, hidden=tuple(header.hidden), omega=header.omega,
+        dim=header.dim, hidden=(tuple(header.hidden[0]), tuple(header.hidden[1])), omega=header.omega,
         history=[Record(**record) for record in header.history],
         reason=Reason[header.reason], message=header.message, best_metric=header.best_metric,
     )  # fmt: skip
@@ -153,16 +156,22 @@ def _header(settings: ModelSettings, fitted: FittedModel) -> tuple[Header, dict[
             arrays[name] = torch.from_numpy(check.as_float_array(name, value))
         else:
             value = value.name if name == "loss" and not isinstance(value, str) else value
-            params[name] = _plain(list(value) if name == "hidden" and value is not None else value)
+            params[name] = _plain(value)
             if not fits(kind, params[name]):
                 check.fail(name, f"a {type(value).__name__}", "a value that a file can hold")
     header = Header(
         params, settings.towers is not None, [fitted.shards.left.total, fitted.shards.right.total], fitted.dim,
-        list(fitted.hidden), {side.name: side.inputs.to_plain() for side in (fitted.left, fitted.right)},
+        [list(widths) for widths in fitted.hidden],
+        {side.name: side.inputs.to_plain() for side in (fitted.left, fitted.right)},
         fitted.reason.name, fitted.message, fitted.omega, fitted.best_metric,
         [vars(record) for record in fitted.history],
     )  # fmt: skip
     return header, arrays
+
+
+def _tuples(value: Any) -> Any:
+    """Lists as tuples, also within each other."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _plain(value: Any) -> Any:
@@ -171,7 +180,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(one) for one in value]
-    return value.item() if isinstance(value, np.generic) else value
+    return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
 
 
 def _tensors_of(header: Header, fitted: FittedModel) -> dict[str, Tensor]:
@@ -182,18 +191,19 @@ def _tensors_of(header: Header, fitted: FittedModel) -> dict[str, Tensor]:
         "seen_columns": torch.from_numpy(seen.indices.astype(np.int32)),
     }
     for side in (fitted.left, fitted.right):
-        if not _is_table(header, side.inputs):
+        if not _is_table(header, side.name, side.inputs):
             tensors[side.name] = side.embeddings
         packed = pack_ids(side.ids)
         if "offsets" in packed:
             packed["lengths"] = packed.pop("offsets").diff()
         tensors |= {f"{side.name}_{key}": tensor for key, tensor in packed.items()}
+        tensors |= side.inputs.tensors(side.name)
     return tensors
 
 
-def _is_table(header: Header, inputs: Inputs) -> bool:
+def _is_table(header: Header, side: str, inputs: Inputs) -> bool:
     """Whether a side's embeddings are its tower's table, and need not be stored beside it."""
-    return not header.own_towers and not header.hidden and inputs.kind == "id"
+    return not header.own_towers and inputs.kind == "id" and not header.hidden[("left", "right").index(side)]
 
 
 def _checked_header(file: shards_file.Reader) -> Header:
@@ -211,7 +221,7 @@ def _checked_header(file: shards_file.Reader) -> Header:
     check.choice("params.activation", header.params["activation"], tuple(ACTIVATIONS))
     if len(header.shape) != 2 or not all(1 <= size < _LIMIT for size in header.shape):
         check.fail("shape", header.shape[:4], "two numbers of entities")
-    if not all(1 <= size < _LIMIT for size in (header.dim, *header.hidden)):
+    if len(header.hidden) != 2 or not all(1 <= x < _LIMIT for x in (header.dim, *itertools.chain(*header.hidden))):
         check.fail("dim, hidden", f"{header.dim}, {header.hidden[:8]}", "positive sizes")
     if set(header.inputs) != {"left", "right"}:
         check.fail("inputs", ", ".join(header.inputs)[:60], "left and right")
@@ -234,15 +244,16 @@ def _check_tensors(file: shards_file.Reader, header: Header, inputs: dict[str, I
     }
     for side, rows in (("left", m), ("right", n)):
         inputs[side].check_sizes(side, rows, n)
-        if not _is_table(header, inputs[side]):
+        if not _is_table(header, side, inputs[side]):
             expected[side] = ((rows, header.dim), _FLOATS)
         if not header.own_towers:
-            shapes = mlp_shapes(side, inputs[side].width, header.hidden, header.dim)
+            shapes = mlp_shapes(side, inputs[side].width, header.hidden[int(side == "right")], header.dim)
             expected |= {f"parameters|{name}": (shape, (torch.float32,)) for name, shape in shapes.items()}
         if f"{side}_numbers" in file.shapes:
             expected[f"{side}_numbers"] = ((rows,), (torch.int64,))
         elif f"{side}_text" in file.shapes:
             expected |= {f"{side}_text": ((None,), (torch.uint8,)), f"{side}_lengths": ((rows,), (torch.int64,))}
+        expected |= {name: ((width,), (torch.float64,)) for name, width in inputs[side].tensor_widths(side).items()}
         if f"{side}_weights" in file.shapes:
             expected[f"{side}_weights"] = ((rows,), _FLOATS)
     for name, shape in file.shapes.items():
@@ -308,7 +319,7 @@ def _towers(
         return None
     if settings.towers is None:
         sides = _Sides(*(Features("ids", 0, inputs[side].width, None) for side in ("left", "right")))
-        towers = undrawn_towers(sides, header.hidden, header.dim, settings.activation)
+        towers = undrawn_towers(sides, (header.hidden[0], header.hidden[1]), header.dim, settings.activation)
     else:
         m, n = header.shape
         empty = sp.csr_matrix((m, n), dtype=np.float32)

@@ -7,11 +7,12 @@ scikit-learn conventions: arguments are kept as they are given, and checked wher
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from gramtower import _checks as check
+from gramtower._widths import Hidden
 from gramtower.engine.kernels.losses import Loss
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
@@ -23,19 +24,19 @@ class ModelSettings:
     """What is learned and how; :class:`gramtower.TwoTower` says what each argument means."""
 
     dim: int | None = None
-    hidden: Sequence[int] | None = None
-    activation: str = "elu"
+    hidden: Hidden | None = None
+    activation: str = "relu"
     loss: str | Loss = "logistic"
     omega: float | None = None
-    l2: float = defaults.L2
+    l2: float | None = None
     embedding_l2: float | None = None
     frequency_power: float = 1.0
     imputed: float = defaults.IMPUTED
     left_weights: Any = None
-    right_weights: Any = defaults.RIGHT_WEIGHTS
+    right_weights: Any = "auto"
     optimizer: str = "newton-kron"
     optimizer_options: dict[str, Any] | None = None
-    max_iterations: int = 20
+    max_iterations: int | None = None
     time_limit: float | None = None
     patience: int = 5
     metric: str = "map@5"
@@ -45,6 +46,7 @@ class ModelSettings:
     memory_budget: int | str | None = None
     precision: str = "tf32"
     pair_precision: str = "float32"
+    scale_features: bool = True
     verbose: bool = False
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:

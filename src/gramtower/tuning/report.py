@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gramtower._files import write_text
 from gramtower._toml import config_text
+from gramtower._widths import config_hidden
 from gramtower.tuning.space import Value
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ class Search:
         settings = self.base | self.arguments
         settings |= {name: _weights_text(settings[name]) for name in WEIGHTS if name in settings}
         known = {k: v for k, v in settings.items() if isinstance(v, plain)}
+        known |= {"hidden": config_hidden(known["hidden"])} if "hidden" in known else {}
         model: dict[str, Any] = {k: v for k, v in known.items() if k not in (*TRAIN, *SKIPPED)}
         train = {k: known[k] for k in TRAIN if k in known} | {"option": known.get("optimizer_options")}
         tables: dict[str, dict[str, Any]] = {"model": model, "train": train}

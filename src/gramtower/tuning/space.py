@@ -13,7 +13,7 @@ Ranges are centred on the defaults for the size of the data. Checked by tests/te
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,15 @@ import numpy as np
 import scipy.sparse as sp
 
 from gramtower import _checks as check
+from gramtower._widths import check_hidden, hidden_text, parse_hidden
 from gramtower.data.sources import read_toml
+from gramtower.engine.kernels.activations import ACTIVATIONS
 from gramtower.engine.kernels.losses import LOSSES
 
 Value = float | int | str
 LOGARITHMIC = ("omega", "l2", "penalty")
 RANGES = (*LOGARITHMIC, "frequency_power", "left_power", "right_power")
-LISTS = ("imputed", "dim", "hidden", "loss", "features")
+LISTS = ("imputed", "dim", "hidden", "activation", "loss", "features")
 NAMES = (*RANGES, *LISTS)
 
 
@@ -88,21 +90,38 @@ def default_space(start: Mapping[str, Value], *, labels: bool, given_features: b
         labels: whether labels are other than ±1, so that only the model's own loss makes sense.
         given_features: whether features were handed to tune.
     """
-    dim = int(start["dim"])
+    dim, l2 = int(start["dim"]), float(start["l2"])
+    activation = str(start["activation"])
+    others = ("relu", "gelu", "elu") if given_features else ()
     space: Space = {
         "omega": Range(float(start["omega"]) / 16, float(start["omega"]) * 8, True),
-        "l2": Range(2.0**-10, 1.0, True),
+        "l2": Range(l2 / 32, l2 * 32, True) if given_features else Range(2.0**-10, 1.0, True),
         "penalty": Range(float(start["penalty"]) / 8, float(start["penalty"]) * 8, True),
         "frequency_power": Range(0.25, 1.5, False),
         "left_power": Range(0.0, 1.0, False),
         "right_power": Range(-0.5, 0.75, False),
         "imputed": Choices(tuple(dict.fromkeys((float(start["imputed"]), 0.0, -1.0)))),
         "dim": Choices(tuple(sorted({max(1, dim // 2), dim, dim * 2}))),
-        "hidden": Choices(tuple(dict.fromkeys((str(start["hidden"]), "none", "256", "256,256")))),
+        "hidden": Choices(tuple(dict.fromkeys((str(start["hidden"]), *_widths(str(start["hidden"])))))),
+        "activation": Choices(tuple(dict.fromkeys((activation, *others)))),
         "loss": Choices(tuple(dict.fromkeys((str(start["loss"]), *(() if labels else ("logistic", "squared")))))),
         "features": Choices(("given", "ids") if given_features else ("ids", "history", "ids+history")),
     }
     return space
+
+
+def _widths(start: str) -> list[str]:
+    """Hidden layers to try beside the model's own: none, one of other widths, and two."""
+    sides = check_hidden(parse_hidden(start))
+    if sides == ((), ()):
+        return ["none", "256", "256,256"]
+
+    def each(change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> str:
+        return hidden_text((change(sides[0]) if sides[0] else (), change(sides[1]) if sides[1] else ()))
+
+    halves = each(lambda widths: tuple(max(1, width // 2) for width in widths))
+    doubles = each(lambda widths: tuple(2 * width for width in widths))
+    return ["none", halves, doubles, each(lambda widths: (*widths, widths[-1]))]
 
 
 def read_space(path: Path) -> dict[str, Any]:
@@ -174,16 +193,6 @@ def rescaled_penalty(penalty: float, power: float, matrix: sp.csr_matrix, omega:
     return penalty * float(sum(c.sum() for c in counts) / sum((c**power).sum() for c in counts))
 
 
-def widths_text(hidden: Any) -> str:
-    """Widths of hidden layers as text: ``"256,256"``, or ``"none"``."""
-    return ",".join(str(check.count("hidden", width)) for width in hidden) or "none"
-
-
-def widths(text: Value) -> tuple[int, ...]:
-    """The other way round."""
-    return () if text == "none" else tuple(int(width) for width in str(text).split(","))
-
-
 def _range(name: str, value: Any) -> Range | Choices:
     log = name in LOGARITHMIC
     if not isinstance(value, (list, tuple)):
@@ -207,6 +216,8 @@ def _check_value(name: str, value: Any, whole: Space) -> Value:
         return check.count(label, value)
     if name == "imputed":
         return check.number(label, value)
+    if name == "activation":
+        return check.choice(label, value, tuple(ACTIVATIONS))
     if name == "loss":
         return check.choice(label, value, tuple(LOSSES))
     if name == "features":
@@ -214,10 +225,7 @@ def _check_value(name: str, value: Any, whole: Space) -> Value:
         assert isinstance(part, Choices)
         return check.choice(label, value, tuple(str(option) for option in part.values))
     if isinstance(value, str):
-        words = [] if value.strip() == "none" else [word.strip() for word in value.split(",")]
-        if not all(word.isdecimal() and len(word) < 10 for word in words):
-            check.fail(label, repr(value), 'widths such as "256,256", or "none"')
-        value = [int(word) for word in words]
+        return hidden_text(parse_hidden(value, label))
     if not isinstance(value, (list, tuple)):
         check.fail(label, repr(value), 'widths such as "256,256" or [256, 256], or "none"')
-    return ",".join(str(check.count(label, width)) for width in value) or "none"
+    return hidden_text(tuple(check.count(label, width) for width in value))

@@ -12,19 +12,20 @@ import scipy.sparse as sp
 from torch import Tensor
 
 from gramtower import _checks as check
+from gramtower._widths import hidden_text, parse_hidden
 from gramtower.data.interactions import Interactions
 from gramtower.data.splits import per_user
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.weights import degree_power
 from gramtower.estimator import defaults
-from gramtower.estimator.fit import make_problem, make_towers
+from gramtower.estimator.fit import iterations, make_problem, make_towers, right_weights
 from gramtower.estimator.fit_data import aligned, matrix_and_ids, prepare_data
 from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.validation import RankingValidator
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Record
 from gramtower.tuning import curve as curves
-from gramtower.tuning.space import Value, rescaled_penalty, widths, widths_text
+from gramtower.tuning.space import Value, rescaled_penalty
 
 _SCORES = {"cpu": 2 * 10**8, "cuda": 4 * 10**9}  # most scores computed for one look at the validation part
 
@@ -123,14 +124,15 @@ def start_values(model: ModelSettings, parts: Parts) -> dict[str, Value]:
     problem = make_problem(model, data)
     return {
         "omega": problem.omega,
-        "l2": model.l2,
+        "l2": problem.l2,
         "penalty": problem.embedding_l2,
         "frequency_power": model.frequency_power,
         "left_power": weights_power("left_weights", model.left_weights),
-        "right_power": weights_power("right_weights", model.right_weights),
+        "right_power": weights_power("right_weights", right_weights(model, data)),
         "imputed": model.imputed,
         "dim": data.dim,
-        "hidden": widths_text(data.hidden),
+        "hidden": hidden_text(data.hidden),
+        "activation": model.activation,
         "loss": model.loss if isinstance(model.loss, str) else model.loss.name,
         "features": "given" if given_features else "ids",
     }
@@ -154,11 +156,11 @@ def model_arguments(
     """
     arguments: dict[str, Any] = {
         name: settings[name]
-        for name in ("omega", "l2", "frequency_power", "imputed", "dim", "loss")
+        for name in ("omega", "l2", "frequency_power", "imputed", "dim", "loss", "activation")
         if name in settings
     }
     if "hidden" in settings:
-        arguments["hidden"] = widths(settings["hidden"])
+        arguments["hidden"] = parse_hidden(str(settings["hidden"]))
     for side in ("left", "right"):
         if f"{side}_power" in settings:
             arguments[f"{side}_weights"] = f"degree^{float(settings[f'{side}_power'])!r}"
@@ -204,6 +206,7 @@ def run_trial(
         towers.load(warm)
     measure = RankingValidator(model.metric, parts.held_out, data.matrix)
     curve: list[float] = []
+    most = iterations(model, data)
     last: Tensor | None = None
     pruned = late = False
 
@@ -216,11 +219,11 @@ def run_trial(
         nonlocal pruned, late, last
         last = point.parameters.vector
         late = deadline is not None and time.perf_counter() >= deadline
-        pruned = curves.hopeless(curve, model.max_iterations - record.iteration, best, warm is not None)
+        pruned = curves.hopeless(curve, most - record.iteration, best, warm is not None)
         return late or pruned or (warm is not None and curves.settled(curve))
 
     result = minimize(
-        problem, towers, model.optimizer, model.max_iterations, model.time_limit, model.seed, [watch],
+        problem, towers, model.optimizer, most, model.time_limit, model.seed, [watch],
         validation=look, patience=model.patience if warm is None else None,
         **model.solver_options(),
     )  # fmt: skip

@@ -6,13 +6,14 @@ Torch's global generator is left as it was. Checked by tests/test_towers.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from torch import nn
 
 from gramtower import _checks as check
+from gramtower._widths import Hidden, check_hidden
 from gramtower.data.features import Features
 from gramtower.engine.kernels.activations import ACTIVATIONS
 from gramtower.engine.towers.id_tables import draw_rows_
@@ -27,7 +28,7 @@ _COPIES = (
 
 def mlp_towers(
     problem: TwoSided,
-    hidden: Sequence[int] = (256, 256),
+    hidden: Hidden = (256, 256),
     dim: int = 128,
     activation: str = "elu",
     seed: int = 0,
@@ -41,7 +42,8 @@ def mlp_towers(
 
     Args:
         problem: says which features each side has.
-        hidden: widths of the hidden layers; ``()`` gives linear towers without bias.
+        hidden: widths of the hidden layers; ``()`` gives linear towers without bias. A pair of such sequences says it
+            of the left and of the right tower.
         dim: k, the number of columns of the embeddings.
         activation: one of elu, relu, gelu, tanh, silu, sigmoid, softplus, leaky_relu, selu, mish.
         seed: for the random draws.
@@ -56,7 +58,7 @@ def mlp_towers(
     return towers.to(dtype)
 
 
-def undrawn_towers(problem: TwoSided, hidden: Sequence[int], dim: int, activation: str, copies: int = 1) -> Towers:
+def undrawn_towers(problem: TwoSided, hidden: Hidden, dim: int, activation: str, copies: int = 1) -> Towers:
     """The same network, uninitialised, for parameters that are loaded next.
 
     Refused if so many copies of it are more than the memory that is free.
@@ -64,17 +66,18 @@ def undrawn_towers(problem: TwoSided, hidden: Sequence[int], dim: int, activatio
     if not all(isinstance(getattr(problem, side, None), Features) for side in ("left", "right")):
         check.fail("problem", type(problem).__name__, "a gramtower.Problem")
     check.choice("activation", activation, tuple(ACTIVATIONS))
-    widths = [*check_hidden(hidden), check.count("dim", dim)]
-    _check_size((problem.left.width, problem.right.width), widths, copies)
+    dim = check.count("dim", dim)
+    left, right = ([*widths, dim] for widths in check_hidden(hidden))
+    _check_size(((problem.left.width, left), (problem.right.width, right)), copies)
 
-    def tower(features: Features) -> nn.Module:
+    def tower(features: Features, widths: list[int]) -> nn.Module:
         layers: list[nn.Module] = [InputLinear(features.width, widths[0], bias=len(widths) > 1, draw=False)]
         for fan_in, fan_out in pairwise(widths):
             layers += [ACTIVATIONS[activation](), nn.Linear(fan_in, fan_out)]
         return nn.Sequential(*layers)
 
     with torch.random.fork_rng(devices=[]):  # nn.Linear draws; those numbers are not used
-        return Towers(tower(problem.left), tower(problem.right))
+        return Towers(tower(problem.left, left), tower(problem.right, right))
 
 
 def mlp_shapes(side: str, width: int, hidden: Sequence[int], dim: int) -> dict[str, tuple[int, ...]]:
@@ -88,30 +91,21 @@ def mlp_shapes(side: str, width: int, hidden: Sequence[int], dim: int) -> dict[s
     return shapes
 
 
-def check_hidden(hidden: object) -> tuple[int, ...]:
-    """Widths of hidden layers.
+def _check_size(sides: tuple[tuple[int, list[int]], tuple[int, list[int]]], copies: int) -> None:
+    """Refuse layers that the memory cannot hold, before they are made: number of inputs and widths of each side."""
 
-    Raises:
-        ValueError: if they are not positive integers.
-    """
-    if not isinstance(hidden, Iterable) or isinstance(hidden, str) or getattr(hidden, "ndim", 1) != 1:
-        check.fail("hidden", repr(hidden), "a sequence of layer widths, such as (256, 256) or ()")
-    return tuple(check.count("hidden", width) for width in hidden)
+    def size(dim: int) -> int:
+        layers = [[inputs, *widths[:-1], dim] for inputs, widths in sides]
+        return 4 * copies * sum((a + 1) * b for widths in layers for a, b in pairwise(widths))
 
-
-def _check_size(inputs: tuple[int, int], widths: list[int], copies: int) -> None:
-    """Refuse layers that the memory cannot hold, before they are made."""
-
-    def size(widths: list[int]) -> int:
-        above = sum((fan_in + 1) * fan_out for fan_in, fan_out in pairwise(widths))
-        return 4 * copies * sum((width + 1) * widths[0] + above for width in inputs)
-
-    free = free_memory(torch.device("cpu"))
-    if size(widths) > free:
-        name = "hidden" if size([*widths[:-1], 1]) > free else "dim"
-        given = widths[-1] if name == "dim" else tuple(widths[:-1])
-        expected = f"towers within what is free, {readable(free)}; with {sum(inputs):,} inputs these take "
-        check.fail(name, given, expected + readable(size(widths)))
+    free, (left, right) = free_memory(torch.device("cpu")), (tuple(widths[:-1]) for _, widths in sides)
+    dim = sides[0][1][-1]
+    if size(dim) > free:
+        name = "hidden" if size(1) > free else "dim"
+        given = dim if name == "dim" else left if left == right else (left, right)
+        inputs = sum(inputs for inputs, _ in sides)
+        expected = f"towers within what is free, {readable(free)}; with {inputs:,} inputs these take "
+        check.fail(name, given, expected + readable(size(dim)))
 
 
 def _draw_(tower: nn.Module, features: Features, generator: torch.Generator) -> None:
