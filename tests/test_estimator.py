@@ -248,15 +248,17 @@ def test_towers_of_ones_own_and_what_a_file_cannot_hold(tmp_path):
 
 def test_defaults_scale_with_the_data():
     size = (1000, 1000)
-    assert defaults.default_omega(size, 10_000, False) == pytest.approx(4 * 10_000 / 990_000)
-    assert defaults.default_omega(size, 10_000, True) == pytest.approx(2 * 10_000 / 990_000)
-    assert defaults.default_l2((1000, 200), 10_000, True) == 2 * defaults.default_l2((1000, 400), 10_000, True) == 2.5
-    assert defaults.default_l2(size, 10, False) == defaults.default_l2(size, 10_000, False)
-    sparse, dense = (defaults.default_embedding_l2(size, n, 64, False) for n in (1000, 100_000))
-    assert defaults.default_embedding_l2(size, 100_000, 64, True) < sparse
+    assert defaults.default_omega(size, 10_000, "ids") == pytest.approx(4 * 10_000 / 990_000)
+    assert defaults.default_omega(size, 10_000, "features") == pytest.approx(2 * 10_000 / 990_000)
+    few, many = (defaults.default_l2((1000, n), 10_000, "features") for n in (200, 400))
+    assert few == 2 * many == pytest.approx(1.5)
+    assert defaults.default_l2(size, 10, "ids") == defaults.default_l2(size, 10_000, "ids")
+    sparse, dense = (defaults.default_embedding_l2(size, n, 64, "ids") for n in (1000, 100_000))
+    assert defaults.default_embedding_l2(size, 100_000, 64, "features") < sparse
+    assert defaults.default_embedding_l2(size, 100_000, 64, "ids and features") == dense
     assert sparse < dense <= 2 * sparse
-    assert defaults.default_embedding_l2(size, 500_000, 1024, False) == dense
-    assert defaults.default_embedding_l2(size, 1000, 4096, False) == pytest.approx(2 * sparse)
+    assert defaults.default_embedding_l2(size, 500_000, 1024, "ids") == dense
+    assert defaults.default_embedding_l2(size, 1000, 4096, "ids") == pytest.approx(2 * sparse)
     sizes = [defaults.default_dim((n, 10 * n), ((), ()), CPU, 10**11) for n in (10, 500, 1000, 3000, 100_000)]
     assert sizes == [10, 64, 128, 256, 256]
     assert defaults.default_dim((100_000, 50_000), ((), ()), torch.device("cuda"), 10**11) == 2048

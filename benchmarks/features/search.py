@@ -195,11 +195,10 @@ def main() -> None:
         one = warm(one, given.split) if given.warm else one
         end, fits = time.perf_counter() + given.seconds, 0
         while time.perf_counter() < end and fits < (given.fits if given.grid is None else len(given.grid)):
-            s = (
-                BASE
-                | (draw(rng, one.train.nnz / min(one.train.shape)) if given.grid is None else given.grid[fits])
-                | given.fixed
-            )
+            drawn = draw(rng, one.train.nnz / min(one.train.shape)) if given.grid is None else given.grid[fits]
+            s = BASE | drawn | given.fixed
+            if "c" in s:  # λ relative to the pairs of an entity of the smaller side
+                s["l2"] = s["c"] * one.train.nnz / min(one.train.shape)
             try:
                 done = fit(one, s, device)
             except (ValueError, RuntimeError) as error:

@@ -1,18 +1,19 @@
 """Defaults that follow from the data: towers, ω, λ, μ, weights by degree, iterations, and the device.
 
-                    ids alone                                        with features on a side
-    hidden layers   none                                             one on sides with features, see default_hidden
-    k               the power of two nearest min(m, n)/10            half of the hidden layer's width
-    ω               4 min(1, |O| / (mn − |O|))                       2 min(1, |O| / (mn − |O|))
-    b               degree^0.1                                       degree^0.5
-    λ               2⁻⁵                                              |O| / (20 min(m, n))
-    μ               0.0065 · clamp(d / 0.011, 1, 2) · max(1, √(k/1024)), d = |O| / mn            0.0005
-    iterations      20                                               12
+                    ids alone            features alone                ids beside features
+    hidden layers   none                 one on sides with features, see default_hidden
+    k               min(m, n)/10         half of the hidden layer's width
+    ω               4 |O| / (mn − |O|)   2 |O| / (mn − |O|)            as for ids, at most 4
+    b               degree^0.1           degree^0.5                    degree^0.3
+    λ               2⁻⁵                  0.03 |O| / min(m, n)          as for features
+    μ               0.0065 and more      0.0005                        as for ids
+    iterations      20                   12                            12
 
-Unobserved pairs weigh four times (twice) as much in all as observed ones, where they are the more. With ids alone it is
-the penalty on embeddings that generalises; with features it is λ, which grows with the pairs that there are for each
-entity of the smaller side. k is at least 64, at most 256 on a CPU and 2048 on a GPU, and halved while training would
-take more than half of the memory that is there: ten vectors of (m + n) k numbers.
+So unobserved pairs weigh four times (twice) as much in all as observed ones. What an entity's own vector could learn by
+heart is held back by the penalty μ on embeddings: 0.0065 · clamp(d / 0.011, 1, 2) · max(1, √(k/1024)), d = |O| / mn.
+What networks could is held back by λ, in proportion to the pairs of an entity of the smaller side. With ids alone k is
+the nearest power of two, at least 64, at most 256 on a CPU and 2048 on a GPU; it is halved while training would take
+more than half of the memory that is there: ten vectors of (m + n) k numbers.
 
 The figures behind them are in docs/choosing.md. Checked by tests/test_estimator.py.
 """
@@ -28,8 +29,11 @@ from gramtower.distributed.group import Group
 from gramtower.runtime.memory import total_memory
 
 IMPUTED = -0.5
-_SHARE, _L2, _POWER, _ITERATIONS = 4.0, 2.0**-5, "degree^0.1", 20  # ids alone
-_FEATURE_SHARE, _FEATURE_L2, _FEATURE_POWER, _FEATURE_PENALTY, _FEATURE_ITERATIONS = 2.0, 0.05, "degree^0.5", 5e-4, 12
+IDS, FEATURES, BOTH = "ids", "features", "ids and features"  # what towers see, on the side that has the most
+_SHARE = {IDS: 4.0, FEATURES: 2.0, BOTH: 4.0}
+_WEIGHTS = {IDS: "degree^0.1", FEATURES: "degree^0.5", BOTH: "degree^0.3"}
+_ITERATIONS = {IDS: 20, FEATURES: 12, BOTH: 12}
+_L2, _L2_PER_PAIR, _FEATURE_PENALTY = 2.0**-5, 0.03, 5e-4
 _WIDTHS, _ROWS_PER_UNIT = {"cpu": (64, 1024), "cuda": (64, 2048)}, 4
 Layers = tuple[tuple[int, ...], tuple[int, ...]]  # widths of hidden layers, left and right
 _PENALTY, _DENSE, _MOST, _LARGE = 0.0065, 0.011, 2.0, 1024
@@ -82,36 +86,36 @@ def default_hidden(shape: tuple[int, int], described: tuple[bool, bool], device:
     return left, right
 
 
-def default_omega(shape: tuple[int, int], observed: int, described: bool) -> float:
+def default_omega(shape: tuple[int, int], observed: int, seen: str) -> float:
     """ω that gives unobserved pairs a fixed total weight relative to observed ones, as long as they are the more.
 
     Few of them never outweigh all that was observed: their total weight vanishes with their number.
     """
     unobserved = shape[0] * shape[1] - observed
-    return (_FEATURE_SHARE if described else _SHARE) * max(1, observed) / max(1, observed, unobserved)
+    return _SHARE[seen] * max(1, observed) / max(1, observed, unobserved)
 
 
-def default_l2(shape: tuple[int, int], observed: int, described: bool) -> float:
+def default_l2(shape: tuple[int, int], observed: int, seen: str) -> float:
     """λ: with features in proportion to the pairs of an entity of the smaller side."""
-    return _FEATURE_L2 * max(1, observed) / min(shape) if described else _L2
+    return _L2 if seen == IDS else _L2_PER_PAIR * max(1, observed) / min(shape)
 
 
-def default_embedding_l2(shape: tuple[int, int], observed: int, dim: int, described: bool) -> float:
-    """μ: almost none with features; otherwise from the share of pairs that were observed, and from k."""
-    if described:
+def default_embedding_l2(shape: tuple[int, int], observed: int, dim: int, seen: str) -> float:
+    """μ: almost none for features alone; otherwise from the share of pairs that were observed, and from k."""
+    if seen == FEATURES:
         return _FEATURE_PENALTY
     density = observed / max(1, shape[0] * shape[1])
     return _PENALTY * min(_MOST, max(1.0, density / _DENSE)) * max(1.0, math.sqrt(dim / _LARGE))
 
 
-def default_right_weights(described: bool) -> str:
+def default_right_weights(seen: str) -> str:
     """b by name."""
-    return _FEATURE_POWER if described else _POWER
+    return _WEIGHTS[seen]
 
 
-def default_iterations(described: bool) -> int:
+def default_iterations(seen: str) -> int:
     """Outer iterations."""
-    return _FEATURE_ITERATIONS if described else _ITERATIONS
+    return _ITERATIONS[seen]
 
 
 def pick_device(device: str) -> torch.device:

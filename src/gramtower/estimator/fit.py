@@ -71,7 +71,7 @@ def sized_as(settings: ModelSettings, previous: FittedModel) -> ModelSettings:
 
 def make_problem(settings: ModelSettings, data: FitData) -> Problem:
     """What is minimised, ω and μ set by the data where they were left out."""
-    size, shards, known, mu = (data.shape, data.observed), data.shards, data.described, settings.embedding_l2
+    size, shards, known, mu = (data.shape, data.observed), data.shards, data.seen, settings.embedding_l2
     if mu is None:  # of towers of one's own the size is not known yet
         mu = defaults.default_embedding_l2(*size, data.dim if settings.towers is None else settings.dim or 1, known)
     return Problem(
@@ -89,12 +89,12 @@ def make_problem(settings: ModelSettings, data: FitData) -> Problem:
 def right_weights(settings: ModelSettings, data: FitData) -> Any:
     """b as it was given, or by name as the data say."""
     auto = isinstance(settings.right_weights, str) and settings.right_weights == "auto"
-    return defaults.default_right_weights(data.described) if auto else settings.right_weights
+    return defaults.default_right_weights(data.seen) if auto else settings.right_weights
 
 
 def iterations(settings: ModelSettings, data: FitData) -> int:
     """How many at most."""
-    return defaults.default_iterations(data.described) if settings.max_iterations is None else settings.max_iterations
+    return defaults.default_iterations(data.seen) if settings.max_iterations is None else settings.max_iterations
 
 
 def make_towers(

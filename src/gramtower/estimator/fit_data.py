@@ -67,9 +67,13 @@ class FitData:
         return self.shards.left.total, self.shards.right.total
 
     @property
-    def described(self) -> bool:
-        """Whether anything but ids is known of the entities of a side."""
-        return any(inputs.described for inputs in self.inputs)
+    def seen(self) -> str:
+        """What towers see, for defaults: ids alone, features, or both beside each other on one side."""
+        described = [inputs for inputs in self.inputs if inputs.described]
+        if not described:
+            return defaults.IDS
+        beside = any(part.kind == "id" for inputs in described for part in inputs.parts)
+        return defaults.BOTH if beside else defaults.FEATURES
 
 
 def prepare_data(

@@ -123,7 +123,8 @@ class Search:
         settings = self.base | self.arguments
         settings |= {name: _weights_text(settings[name]) for name in WEIGHTS if name in settings}
         known = {k: v for k, v in settings.items() if isinstance(v, plain)}
-        known |= {"hidden": config_hidden(known["hidden"])} if "hidden" in known else {}
+        if settings.get("hidden") is not None:
+            known["hidden"] = config_hidden(settings["hidden"])
         model: dict[str, Any] = {k: v for k, v in known.items() if k not in (*TRAIN, *SKIPPED)}
         train = {k: known[k] for k in TRAIN if k in known} | {"option": known.get("optimizer_options")}
         tables: dict[str, dict[str, Any]] = {"model": model, "train": train}
