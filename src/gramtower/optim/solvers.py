@@ -20,7 +20,8 @@ from gramtower.optim.directions import Diagonal, NewtonCG, Steepest
 from gramtower.optim.line_search import Backtracking
 from gramtower.optim.methods import Descent, Method, Sampled
 from gramtower.optim.newton_kron import KroneckerNewton
-from gramtower.optim.sampled import Blocks, Subsets
+from gramtower.optim.parts import Direction
+from gramtower.optim.sampled import Blocks, Source, Subsets
 
 
 def _option(default: Any, test: Callable[[str, Any], object]) -> Any:
@@ -49,10 +50,6 @@ def _count(default: int, least: int = 1) -> Any:
 
 def _step_size(default: float | None) -> Any:
     return _option(default, lambda name, value: None if value is None else check.number(name, value, above=0.0))
-
-
-def _steps() -> Any:
-    return _option(None, lambda name, value: None if value is None else check.count(name, value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +184,19 @@ class LBFGS(Solver):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sogram(Solver):
+class _Stochastic(Solver):
+    """Steps of one size along estimated gradients, as many in an iteration as see about all the data."""
+
+    ratio: float = _share(0.01)
+    step_size: float | None = _step_size(None)
+    steps: int | None = _option(None, lambda name, value: None if value is None else check.count(name, value))
+
+    def _sampled(self, source: Source, direction: Direction) -> Method:
+        return Sampled(source, direction, self.step_size, self.steps or round(1 / self.ratio))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sogram(_Stochastic):
     """Stochastic online Gramians: gradients from two subsets of the observed pairs.
 
     Args:
@@ -198,15 +207,11 @@ class Sogram(Solver):
     """
 
     name: ClassVar[str] = "sogram"
-    ratio: float = _share(0.01)
     alpha: float = _share(0.1)
-    step_size: float | None = _step_size(None)
-    steps: int | None = _steps()
 
     def method(self, seed: int) -> Method:
         """Steepest descent on what the subsets say."""
-        steps = self.steps or round(1 / self.ratio)
-        return Sampled(Subsets(seed, self.ratio, self.alpha), Steepest(), self.step_size, steps)
+        return self._sampled(Subsets(seed, self.ratio, self.alpha), Steepest())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,12 +228,11 @@ class DiagonalSogram(Sogram):
 
     def method(self, seed: int) -> Method:
         """The diagonally scaled estimate."""
-        steps = self.steps or round(1 / self.ratio)
-        return Sampled(Subsets(seed, self.ratio, self.alpha), Diagonal(self.mu), self.step_size, steps)
+        return self._sampled(Subsets(seed, self.ratio, self.alpha), Diagonal(self.mu))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling(Solver):
+class Sampling(_Stochastic):
     """Gradients from all pairs between a few left and a few right entities.
 
     Args:
@@ -238,13 +242,10 @@ class Sampling(Solver):
     """
 
     name: ClassVar[str] = "sampling"
-    ratio: float = _share(0.01)
-    step_size: float | None = _step_size(None)
-    steps: int | None = _steps()
 
     def method(self, seed: int) -> Method:
         """Steepest descent on what the block says."""
-        return Sampled(Blocks(seed, self.ratio), Steepest(), self.step_size, self.steps or round(1 / self.ratio))
+        return self._sampled(Blocks(seed, self.ratio), Steepest())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +262,7 @@ class DiagonalSampling(Sampling):
 
     def method(self, seed: int) -> Method:
         """The diagonally scaled estimate."""
-        return Sampled(Blocks(seed, self.ratio), Diagonal(self.mu), self.step_size, self.steps or round(1 / self.ratio))
+        return self._sampled(Blocks(seed, self.ratio), Diagonal(self.mu))
 
 
 SOLVERS: dict[str, type[Solver]] = {
