@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import re
+from dataclasses import FrozenInstanceError
 from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
@@ -15,7 +18,7 @@ from torch import nn
 import gramtower as gt
 from gramtower.data.splits import random_pairs
 from gramtower.distributed.group import SINGLE
-from gramtower.estimator import defaults
+from gramtower.estimator import defaults, fit_data
 from gramtower.estimator.fit import make_problem, sized_as
 from gramtower.estimator.fit_data import prepare_data
 from gramtower.estimator.inputs import history_features
@@ -226,6 +229,63 @@ def test_scikit_learn_conventions():
     assert repr(estimator) == "TwoTower(dim=4, hidden=(16,), omega=0.1, max_iterations=25, device='cpu')"
     with pytest.raises(ValueError, match="parameter: got 'size'"):
         estimator.set_params(size=3)
+
+
+def test_what_was_learned_is_one_object_that_copies_share_and_nobody_changes(model):
+    assert model.left_ is model.fitted_.left
+    assert model.recommend(["user 003"], k=3)[0].tolist() == model.fitted_.recommend(["user 003"], k=3)[0].tolist()
+    for name in ("left_", "dim_", "history_"):
+        with pytest.raises(AttributeError, match="read-only"):
+            setattr(model, name, None)
+    with pytest.raises(FrozenInstanceError):
+        model.fitted_.dim = 3
+    assert copy.copy(model).fitted_ is model.fitted_
+    again = pickle.loads(pickle.dumps(model))
+    assert np.array_equal(again.embed(), model.embed())
+    assert again.left_.ids.tolist() == model.left_.ids.tolist()
+    fresh = gt.TwoTower(**model.get_params())
+    assert not hasattr(fresh, "fitted_")
+    with pytest.raises(ValueError, match="not fitted yet"):
+        fresh.recommend(["user 003"])
+
+
+def test_a_failed_fit_leaves_the_model_as_it_was():
+    fitted = small(max_iterations=2).fit(named())
+    before = fitted.fitted_
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        fitted.set_params(imputed=1e30).fit(named())
+    assert fitted.fitted_ is before
+
+
+def test_a_subclass_may_have_a_constructor_of_its_own(tmp_path):
+    class Two(gt.TwoTower):
+        def __init__(self, note="", dim=2):
+            super().__init__(dim=dim, hidden=(), max_iterations=2, device="cpu")
+            self.note = note
+
+    fitted = Two("mine").fit(checkerboard())
+    assert repr(fitted) == "Two(note='mine')"
+    assert fitted.get_params() == {"note": "mine", "dim": 2}
+    fitted.save(tmp_path / "m")
+    loaded = gt.load(tmp_path / "m")
+    assert (loaded.dim, loaded.max_iterations) == (2, 2)
+    assert np.array_equal(loaded.embed(), fitted.embed())
+
+
+def test_a_fit_reads_its_pairs_once_into_data_that_stay_as_they_are(monkeypatch):
+    real, read = fit_data.matrix_and_ids, []
+    monkeypatch.setattr(fit_data, "matrix_and_ids", lambda pairs, name="pairs": read.append(name) or real(pairs, name))
+    data = prepare_data(small(), named(), "history", validation=named())
+    assert read == ["pairs", "validation"]
+    with pytest.raises(FrozenInstanceError):
+        data.dim = 3
+
+
+def test_no_new_entities_have_no_answers():
+    fitted = small(max_iterations=1).fit(named(), np.eye(20, 3))
+    assert fitted.embed(left_features=np.empty((0, 3))).shape == (0, 8)
+    ids, scores = fitted.recommend(left_features=np.empty((0, 3)), k=2)
+    assert ids.shape == scores.shape == (0, 2)
 
 
 def test_sklearn_clone_works():

@@ -10,20 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
-
-import scipy.sparse as sp
+from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
 from gramtower import _checks as check
-from gramtower.distributed.shards import Shards
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
 from gramtower.estimator.fit import fit
 from gramtower.estimator.fitted import FittedModel
 from gramtower.estimator.model_file import read_model, write_model
 from gramtower.estimator.settings import ModelSettings
-from gramtower.estimator.side import Side
-from gramtower.training.result import Reason, Record
 from gramtower.tuning.report import Search
 from gramtower.tuning.search import tune
 from gramtower.tuning.trial import chosen_features
@@ -42,6 +37,19 @@ def _asked(
         return question(self._known(), *arguments, **named)
 
     return ask
+
+
+class _Learned(Generic[_Answer]):
+    """A field of the fitted model as a read-only attribute of the estimator that has it."""
+
+    def __init__(self, read: Callable[[FittedModel], _Answer]) -> None:
+        self.read = read
+
+    def __get__(self, model: TwoTower, owner: type[TwoTower]) -> _Answer:
+        return self.read(model.fitted_)
+
+    def __set__(self, model: TwoTower, value: object) -> NoReturn:
+        raise AttributeError("read-only: fit makes it, as a field of fitted_")
 
 
 class TwoTower(ModelSettings):
@@ -81,7 +89,9 @@ class TwoTower(ModelSettings):
         verbose: one line an iteration on standard error.
 
     Attributes:
-        fitted_: what the last ``fit`` learned; the other attributes with an underscore are read from it.
+        fitted_: what the last ``fit`` learned, a :class:`~gramtower.estimator.fitted.FittedModel`. Its fields are read
+            as ``left_``, ``right_``, ``seen_``, ``towers_``, ``shards_``, ``dim_``, ``hidden_``, ``omega_``,
+            ``history_``, ``reason_``, ``message_`` and ``best_metric_``.
     """
 
     fitted_: FittedModel
@@ -154,13 +164,13 @@ class TwoTower(ModelSettings):
         Returns:
             The search: trials, importances, and ``config()``, a config file for ``gramtower fit``.
         """
+        features = left_features, right_features
         found = tune(
             self.with_changes(), pairs, trials=trials, time_limit=time_limit, metric=metric, validation=validation,
-            space=space, storage=storage, seed=seed, left_features=left_features, right_features=right_features,
+            space=space, storage=storage, seed=seed, features=features,
         )  # fmt: skip
         if refit and not found.interrupted:
-            features = chosen_features({"features": found.features}, (left_features, right_features))
-            self.set_params(**found.arguments).fit(pairs, *features)
+            self.set_params(**found.arguments).fit(pairs, *chosen_features({"features": found.features}, features))
         return found
 
     def save(self, path: str | Path) -> None:
@@ -174,65 +184,18 @@ class TwoTower(ModelSettings):
     embed = _asked(FittedModel.embed)
     evaluate = _asked(FittedModel.evaluate)
 
-    @property
-    def left_(self) -> Side:
-        """Ids, inputs and embeddings of the left entities: the model's own memory, as all attributes are."""
-        return self.fitted_.left
-
-    @property
-    def right_(self) -> Side:
-        """Those of the right entities."""
-        return self.fitted_.right
-
-    @property
-    def seen_(self) -> sp.csr_matrix:
-        """The pairs of training, as ones."""
-        return self.fitted_.seen
-
-    @property
-    def towers_(self) -> Towers | None:
-        """What embeds new entities; None if loaded without towers of its own."""
-        return self.fitted_.towers
-
-    @property
-    def shards_(self) -> Shards:
-        """Which rows this process holds."""
-        return self.fitted_.shards
-
-    @property
-    def dim_(self) -> int:
-        """Size of the embeddings."""
-        return self.fitted_.dim
-
-    @property
-    def hidden_(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Widths of the hidden layers, left and right."""
-        return self.fitted_.hidden
-
-    @property
-    def omega_(self) -> float:
-        """ω of the training."""
-        return self.fitted_.omega
-
-    @property
-    def history_(self) -> list[Record]:
-        """Records of the training."""
-        return self.fitted_.history
-
-    @property
-    def reason_(self) -> Reason:
-        """Why training stopped."""
-        return self.fitted_.reason
-
-    @property
-    def message_(self) -> str:
-        """The same with particulars."""
-        return self.fitted_.message
-
-    @property
-    def best_metric_(self) -> float | None:
-        """The best metric of the validation, or None."""
-        return self.fitted_.best_metric
+    left_ = _Learned(lambda fitted: fitted.left)
+    right_ = _Learned(lambda fitted: fitted.right)
+    seen_ = _Learned(lambda fitted: fitted.seen)
+    towers_ = _Learned(lambda fitted: fitted.towers)
+    shards_ = _Learned(lambda fitted: fitted.shards)
+    dim_ = _Learned(lambda fitted: fitted.dim)
+    hidden_ = _Learned(lambda fitted: fitted.hidden)
+    omega_ = _Learned(lambda fitted: fitted.omega)
+    history_ = _Learned(lambda fitted: fitted.history)
+    reason_ = _Learned(lambda fitted: fitted.reason)
+    message_ = _Learned(lambda fitted: fitted.message)
+    best_metric_ = _Learned(lambda fitted: fitted.best_metric)
 
     def __repr__(self) -> str:
         arguments = super().__repr__()

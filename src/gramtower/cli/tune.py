@@ -80,7 +80,7 @@ def tune(
         note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities")
     out.mkdir(parents=True, exist_ok=True)
     towers, _ = tower_features(settings, pairs, common.quiet)
-    seen = {side: None if parts == ["id"] else parts for side, parts in towers.items()}
+    left, right = (None if parts == ["id"] else parts for parts in towers.values())
     tables = {
         "data": {name: value for name, value in asdict(settings.data).items() if name != "validation"},
         "features": features_table(settings.features) | {"history": settings.model.history},
@@ -96,7 +96,7 @@ def tune(
         try:
             found = search(
                 estimator, pairs, trials=trials, time_limit=limit, metric=metric, validation=validation, space=wanted,
-                storage=storage, seed=estimator.seed, progress=progress, **seen,
+                storage=storage, seed=estimator.seed, features=(left, right), progress=progress,
             )  # fmt: skip
         except KeyboardInterrupt:
             text = f"trials that ended are in {storage}, and the same command goes on after them"

@@ -6,12 +6,15 @@ steps with another end. Checked by tests/test_estimator.py and, over several pro
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import scipy.sparse as sp
+
 from gramtower import _checks as check
 from gramtower.distributed.group import current_group
-from gramtower.distributed.shards import Rows
+from gramtower.distributed.shards import Rows, Shards
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.mlp import mlp_towers
@@ -21,8 +24,9 @@ from gramtower.estimator.fit_data import FitData, prepare_data
 from gramtower.estimator.fitted import FittedModel, pattern_of
 from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.side import Side
-from gramtower.estimator.validation import RankingValidator
 from gramtower.estimator.warm_start import carry_over
+from gramtower.metrics import evaluate_embeddings
+from gramtower.training.fingerprint import sparse_digest
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Result
 
@@ -113,6 +117,34 @@ def make_towers(
 def make_validation(settings: ModelSettings, data: FitData) -> RankingValidator | None:
     """The metric of a point on held-out pairs, None without them."""
     return None if data.held_out is None else RankingValidator(settings.metric, data.held_out, data.matrix)
+
+
+@dataclass(frozen=True)
+class RankingValidator:
+    """The metric of the held-out pairs, training pairs left out of the ranking; computed where the towers are.
+
+    Over several processes both are those of local left rows, and the metric is that of all.
+    """
+
+    metric: str
+    held_out: sp.csr_matrix
+    train: sp.csr_matrix
+
+    def __call__(self, point: Point) -> float:
+        """The metric at a point."""
+        processes = point.evaluation.constants.shards.group
+        found = evaluate_embeddings(
+            point.P, point.right_rows, self.held_out, train=self.train, metrics=(self.metric,), processes=processes
+        )
+        return float(found[self.metric])
+
+    def marks(self, shards: Shards) -> dict[str, str]:
+        """What is measured, and on what, for a checkpoint's fingerprint."""
+        digests = (
+            sparse_digest(x.indptr, x.indices, x.data, shards.left.first, x.shape[1]).text(shards.group)
+            for x in (self.held_out, self.train)
+        )
+        return {"metric": self.metric, "validation": "held out {}, left out {}".format(*digests)}
 
 
 def _local_weights(name: str, weights: Any, rows: Rows) -> Any:

@@ -227,11 +227,7 @@ class FittedModel:
         return towers.embed(name, as_features(name, given, given.shape[0])).cpu()
 
     def known_towers(self, purpose: str) -> Towers:
-        """The towers, needed for some purpose.
-
-        Raises:
-            ValueError: if the model was loaded without them.
-        """
+        """The towers; refused if the model was loaded without them, with the purpose they are needed for."""
         if self.towers is None:
             check.fail("model", "loaded without its own towers", f"gramtower.load(path, towers=...) to {purpose}")
         return self.towers

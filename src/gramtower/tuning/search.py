@@ -14,6 +14,8 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +50,10 @@ def tune(
     space: Mapping[str, Any] | None,
     storage: str | Path | None,
     seed: int,
-    left_features: Any,
-    right_features: Any,
+    features: tuple[Any, Any],
     progress: Callable[[Search], None] | None = None,
 ) -> Search:
-    """See :meth:`gramtower.TwoTower.tune`, which fits the model afterwards.
-
-    ``progress`` is called with the search so far after each trial.
-    """
+    """See :meth:`gramtower.TwoTower.tune`, which fits afterwards; ``progress`` is told of each trial."""
     if (processes := current_group().size) > 1:
         check.fail("tune", f"{processes} processes", "one: trials do not run over several")
     count = check.count("trials", trials)
@@ -65,7 +63,7 @@ def tune(
     check.seed(seed)
     if model.towers is not None:
         check.fail("towers", "towers of your own", "a model with dim and hidden layers to choose")
-    parts = make_parts(pairs, validation, (left_features, right_features), seed, model.device)
+    parts = make_parts(pairs, validation, features, seed, model.device)
     start = start_values(model, parts)
     chosen = make_space(model, start, space, parts)
     began = time.perf_counter()
@@ -133,27 +131,26 @@ def _identity(parts: Parts, space: Space, metric: str, seed: int, model: ModelSe
     }
 
 
+@dataclass
 class _Run:
     """The state of a search."""
 
-    def __init__(
-        self,
-        model: ModelSettings,
-        parts: Parts,
-        start: Mapping[str, Value],
-        space: Space,
-        metric: str,
-        log: studies.Log,
-        solutions: Solutions,
-        limit: float | None,
-        began: float,
-    ) -> None:
-        self.model, self.parts, self.start, self.space, self.metric = model, parts, start, space, metric
-        self.log, self.solutions, self.limit, self.began = log, solutions, limit, began
-        self.fixed: dict[str, Value] = {
-            name: part.values[0] for name, part in space.items() if isinstance(part, Choices) and len(part.values) == 1
-        }
-        self.interrupted = False
+    model: ModelSettings
+    parts: Parts
+    start: Mapping[str, Value]
+    space: Space
+    metric: str
+    log: studies.Log
+    solutions: Solutions
+    limit: float | None
+    began: float
+    interrupted: bool = False
+
+    @cached_property
+    def fixed(self) -> dict[str, Value]:
+        """What has one value in the whole space."""
+        choices = {name: part.values for name, part in self.space.items() if isinstance(part, Choices)}
+        return {name: values[0] for name, values in choices.items() if len(values) == 1}
 
     def search(self, trials: int, progress: Callable[[Search], None] | None) -> None:
         """Run trials until there are enough of them or time is up."""

@@ -18,10 +18,9 @@ from gramtower.data.splits import per_user
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.weights import degree_power
 from gramtower.estimator import defaults
-from gramtower.estimator.fit import iterations, make_problem, make_towers, right_weights
+from gramtower.estimator.fit import RankingValidator, iterations, make_problem, make_towers, right_weights
 from gramtower.estimator.fit_data import aligned, matrix_and_ids, prepare_data
 from gramtower.estimator.settings import ModelSettings
-from gramtower.estimator.validation import RankingValidator
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Record
 from gramtower.tuning import curve as curves
