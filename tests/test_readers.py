@@ -168,6 +168,136 @@ def test_a_broken_extreme_classification_file_is_named(tmp_path, text, message):
         readers.extreme_classification(path)
 
 
+CITEULIKE = {
+    "users.dat": "2 0 2\n0\n3 1 2 2\n",
+    "words.dat": "2 3:1 0:4\n0\n2 1:2 1:1\n",
+    "vocabulary.dat": "xylem\nself-study\nclass&#34\nprefix\n",
+}
+
+
+def folder_of(files, folder, **changed):
+    folder.mkdir(exist_ok=True)
+    for name, text in {**files, **changed}.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_citeulike_has_users_articles_and_words(tmp_path):
+    found = readers.citeulike(folder_of(CITEULIKE, tmp_path))
+    assert found.pairs.matrix.toarray().tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 1]]
+    assert found.words.toarray().tolist() == [[4, 0, 0, 1], [0, 0, 0, 0], [0, 3, 0, 0]]
+    assert found.vocabulary == ["xylem", "self-study", "class&#34", "prefix"]
+    assert (found.pairs.left_name, found.pairs.right_name) == ("user", "article")
+    (tmp_path / "words.dat").rename(tmp_path / "mult.dat")
+    (tmp_path / "users.dat.xz").write_bytes(lzma.compress((tmp_path / "users.dat").read_bytes()))
+    (tmp_path / "users.dat").unlink()
+    assert (readers.citeulike(tmp_path).words != found.words).nnz == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("users.dat", "2 0\n", r"line 1 of .*users.dat: '2 0', expected a line 'count article article …'"),
+        ("users.dat", "1 x\n", "line 1 of"),
+        ("users.dat", "1 0\n\n1 0\n", "line 2 of"),
+        ("users.dat", "1 1_0\n", "line 1 of"),
+        ("users.dat", "1 3\n", "articles numbered 3 to 3 in line 1 of .*users.dat, expected numbers from 0 to 2"),
+        ("users.dat", "1 -1\n", "articles numbered -1"),
+        ("users.dat", "0\n", "in which no user has an article"),
+        ("words.dat", "1 0\n", r"line 1 of .*words.dat: '1 0', expected a line 'count word:times word:times …'"),
+        ("words.dat", "1 0:0\n", "line 1 of"),
+        ("words.dat", "1 0:1:1\n", "line 1 of"),
+        ("words.dat", "1 4:1\n", "words numbered 4 to 4"),
+    ],
+)
+def test_a_broken_citeulike_file_is_named(tmp_path, name, text, message):
+    with pytest.raises(ValueError, match=message):
+        readers.citeulike(folder_of(CITEULIKE, tmp_path / "set", **{name: text}))
+
+
+def test_a_folder_without_a_file_says_which_and_what_there_is(tmp_path):
+    (tmp_path / "users.dat").write_text("1 0\n")
+    with pytest.raises(ValueError, match=r"holds users.dat, expected a folder with words.dat or mult.dat"):
+        readers.citeulike(tmp_path)
+    with pytest.raises(ValueError, match=r"users.dat, which is a file, expected a folder with edges.csv"):
+        readers.musae(tmp_path / "users.dat")
+
+
+MUSAE = {
+    "musae_x_edges.csv": "id_1,id_2\n0,7\n7,3\n3,3\n7,0\n",
+    "musae_x_features.json": '{"7": [2, 0, 2], "0": [1], "3": []}',
+    "musae_x_target.csv": 'id,page_name,page_type\n0,"A, b",x\n3,C,y\n7,D,x\n9,Alone,y\n',
+}
+
+
+def test_graphs_of_musae_have_the_same_nodes_on_both_sides(tmp_path):
+    found = readers.musae(folder_of(MUSAE, tmp_path))
+    assert found.pairs.left_ids.tolist() == found.pairs.right_ids.tolist() == ["0", "3", "7", "9"]
+    assert pairs_of(found.pairs) == {("0", "7"), ("7", "0"), ("7", "3"), ("3", "7")}
+    assert (found.pairs.matrix.data == 1).all()
+    assert found.pairs.report["self_links"] == 1
+    assert found.features.toarray().tolist() == [[0, 1, 0], [0, 0, 0], [1, 0, 1], [0, 0, 0]]
+    assert found.nodes["page_name"].to_list() == ["A, b", "C", "D", "Alone"]
+    assert pairs_of(readers.musae(tmp_path, directed=True).pairs) == {("0", "7"), ("7", "0"), ("7", "3")}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("musae_x_edges.csv", "a,b\n0,8\n", "with a link of '8', expected links of the 4 nodes that are listed"),
+        ("musae_x_edges.csv", "a,b\n3,3\n", "in which no node is linked to another"),
+        ("musae_x_features.json", "[1]", "which holds a list"),
+        ("musae_x_features.json", '{"7": [2', "which is no JSON"),
+        ("musae_x_features.json", '{"8": [2]}', "with features of '8'"),
+        ("musae_x_features.json", '{"7": [-1]}', r"where '7' has \[-1\], expected a list of feature numbers"),
+        ("musae_x_features.json", '{"7": [true]}', "where '7' has"),
+        ("musae_x_features.json", '{"7": [99999999]}', "with feature 99,999,999, expected numbers below"),
+        ("musae_x_target.csv", "id,name\n0,a\n0,b\n", "'0' twice, expected distinct ids"),
+    ],
+)
+def test_a_broken_graph_of_musae_is_named(tmp_path, name, text, message):
+    with pytest.raises(ValueError, match=message) as error:
+        readers.musae(folder_of(MUSAE, tmp_path / "set", **{name: text}))
+    assert name in str(error.value)
+
+
+def test_wikispeedia_has_titles_and_categories(tmp_path):
+    (tmp_path / "links.tsv").write_text("# links\n\nCaf%C3%A9_au_lait\tMilk\nMilk\tMilk\nMilk\tCow\n")
+    (tmp_path / "categories.tsv").write_text("# about\n\nMilk\tsubject.Food\nMilk\tsubject.Drink\nTea\tsubject.Drink\n")
+    found = readers.wikispeedia(tmp_path)
+    assert pairs_of(found.pairs) == {("Café au lait", "Milk"), ("Milk", "Cow")}
+    assert found.pairs.left_ids.tolist() == ["Café au lait", "Cow", "Milk", "Tea"]
+    assert found.features.toarray().tolist() == [[0, 0], [0, 0], [1, 1], [1, 0]]
+    assert found.nodes["categories"].to_list() == ["", "", "subject.Drink|subject.Food", "subject.Drink"]
+    (tmp_path / "links.tsv").write_text("a\tb\nc\n")
+    with pytest.raises(ValueError, match=r"line 2 of .*links.tsv: 'c', expected lines 'from<TAB>to'"):
+        readers.wikispeedia(tmp_path)
+
+
+def test_real_sets_with_features_have_their_published_sizes():
+    if not (SHARED / "citeulike-t").exists():
+        pytest.skip("citeulike-t is not on this machine")
+    found = readers.citeulike(SHARED / "citeulike-t")
+    assert (found.pairs.shape, len(found.pairs)) == ((7_947, 25_975), 134_860)
+    assert found.words.shape == (25_975, len(found.vocabulary)) == (25_975, 20_000)
+
+
+@pytest.mark.parametrize(
+    ("read", "name", "nodes", "pairs", "features"),
+    [
+        (readers.musae, "facebook-pages", 22_470, 2 * (171_002 - 179), 4_714),
+        (readers.wikispeedia, "wikispeedia", 4_601, 119_882 - 110, 129),
+    ],
+)
+def test_real_graphs_have_their_published_sizes(read, name, nodes, pairs, features):
+    """Links of a node to itself are left out; three of Wikispeedia's 4,604 articles have neither link nor category."""
+    if not (SHARED / name).exists():
+        pytest.skip(f"{name} is not on this machine")
+    found = read(SHARED / name)
+    assert (found.pairs.shape, len(found.pairs)) == ((nodes, nodes), pairs)
+    assert found.features.shape == (nodes, features)
+
+
 @pytest.mark.parametrize(
     ("read", "name", "shape", "count"),
     [

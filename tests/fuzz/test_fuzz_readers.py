@@ -127,6 +127,24 @@ def extreme(path):
     assert found.features.shape[0] == found.pairs.shape[0]
 
 
+FOLDERS = {  # their files, and how they are read
+    "citeulike": (
+        {"users.dat": b"2 0 2\n0\n", "words.dat": b"2 3:1 0:4\n0\n1 1:2\n", "vocabulary.dat": b"a\nb\nc\nd\n"},
+        readers.citeulike,
+    ),
+    "musae": (
+        {
+            "edges.csv": b"id_1,id_2\n0,7\n7,3\n",
+            "features.json": b'{"7": [2, 0], "0": [1], "3": []}',
+            "pages.csv": b"id,name\n0,A\n3,C\n7,D\n",
+        },
+        readers.musae,
+    ),
+    "wikispeedia": (
+        {"links.tsv": b"# x\nA%C3%A9\tB\nB\tC_c\n", "categories.tsv": b"# y\n\nB\ts.Food\nB\ts.Drink\n"},
+        readers.wikispeedia,
+    ),
+}
 # format: the file's name, its content, how it may be packed, how it is read
 FILES = {
     "csv": ("t.csv", CSV, tuple(PACKERS), table),
@@ -255,6 +273,19 @@ def read(fuzz, kind, path, reader):
     answer = fuzz.attempt(f"{kind} {path.name} {shown()!r}", call)
     fuzz.outcomes[kind] += 1
     return answer
+
+
+def test_broken_folders_are_read_or_named(tmp_path):
+    fuzz = Fuzz("readers_folders", small=150)
+    for rng in fuzz:
+        kind = rng.choice(sorted(FOLDERS))
+        files, reader = FOLDERS[kind]
+        folder = tmp_path / kind
+        folder.mkdir(exist_ok=True)
+        victim = rng.choice(sorted(files))
+        for name, data in files.items():
+            (folder / name).write_bytes(broken(data, rng) if name == victim else data)
+        read(fuzz, kind, folder, reader)
 
 
 def test_broken_text_files_are_read_or_named(tmp_path):
