@@ -98,6 +98,18 @@ def test_evaluation_finds_the_planted_groups(fitted, pairs, capsys):
     assert any("popularity" in name for name in parts["metrics"])
 
 
+def test_evaluation_has_metrics_of_lists_and_of_rare_items(fitted, pairs, capsys):
+    names = "psp@5,hr@5,hit_rate@5,mrr,coverage@5,gini@5,novelty@5,diversity@5,precision@5"
+    found = answer(capsys, "evaluate", fitted, "--test", pairs / "test.csv", "--metrics", names)["metrics"]
+    assert list(found) == names.split(",")
+    assert found["hr@5"] == found["hit_rate@5"] >= found["mrr"] > 0.5
+    assert 0 < found["psp@5"] <= 1
+    assert min(found["novelty@5"], found["diversity@5"], found["gini@5"]) > 0
+    assert "novelty@5 activity=low" in answer(
+        capsys, "evaluate", fitted, "--test", pairs / "test.csv", "--metrics", "novelty@5", "--by", "activity"
+    )["metrics"]  # fmt: skip
+
+
 def test_unknown_test_ids_are_left_out_and_counted(fitted, tmp_path, capsys):
     (tmp_path / "t.csv").write_text("user,item,rating\n000,film 0 [x],5\nnobody,film 2 [x],5\n000,film 28 [x],5\n")
     tokens = ("evaluate", fitted, "--test", tmp_path / "t.csv", "--no-exclude-seen")

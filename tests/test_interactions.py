@@ -292,3 +292,20 @@ def test_other_pairs_of_the_same_entities():
     assert Interactions.from_matrix(sp.eye(2, 3)).right_ids.tolist() == [0, 1, 2]
     with pytest.raises(ValueError, match="left_ids: got 'a' twice"):
         Interactions.from_matrix(sp.eye(2), ["a", "a"])
+
+
+def test_entities_without_pairs_are_dropped_with_the_pairs_as_they_were():
+    whole = Interactions.from_arrays(
+        list("aabcd"), list("xyzxw"), value=[5, 4, 3, 2, 1], labels=True, weight=[1, 2, 3, 4, 5], time=[9, 8, 7, 6, 5]
+    )
+    few = whole.subset(whole.times > 6.5)
+    kept = few.without_empty()
+    assert (kept.left_ids.tolist(), kept.right_ids.tolist()) == (["a", "b"], ["x", "y", "z"])
+    assert kept.matrix.toarray().tolist() == [[5, 4, 0], [0, 0, 3]]
+    assert (kept.times.tolist(), kept.weights.tolist()) == ([9, 8, 7], [1, 2, 3])
+    assert kept.report == {"pairs": 3, "left": 2, "right": 3}
+    assert kept.left_rows("b").tolist() == [1]
+    assert kept.without_empty() is kept
+    assert whole.subset([]).without_empty().shape == (0, 0)
+    middle = whole.subset([0, 3]).without_empty()  # rows and columns between others go
+    assert (middle.left_ids.tolist(), middle.matrix.toarray().tolist()) == (["a", "c"], [[5], [2]])

@@ -46,7 +46,8 @@ def evaluate(
     Args:
         run: Folder of a run, or a model file.
         test: Held-out pairs, a file like the one the run read.
-        metrics: Names with a cut-off, separated by commas: recall@20, ndcg@20, map@5, ...
+        metrics: Names with a cut-off, separated by commas: recall@20, ndcg@20, map@5, precision@5, psp@5, hr@10, mrr,
+            auc, coverage@20, gini@20, novelty@20, diversity@20.
         exclude_seen: Leave pairs of the training data out of the ranking.
         by: A break-down: popularity (of right entities) or activity (of left ones).
         left_features: Take the left entities of the test as new ones, described by this table.
