@@ -178,3 +178,48 @@ def test_the_bootstrap_leaves_out_users_without_a_value_and_does_not_depend_on_b
 def test_bad_arguments_are_refused_by_name(arguments, text):
     with pytest.raises(ValueError, match=text):
         gt.cross_validate(**dict(model=small(), pairs=sample()) | arguments)
+
+
+@pytest.fixture
+def table(tmp_path):
+    pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
+    pytest.importorskip("polars", reason="the command line reads tables with polars")
+    pairs = sample().matrix.tocoo()
+    lines = [f"u{i},{j}" for i, j in zip(pairs.row, pairs.col, strict=True)]
+    (tmp_path / "pairs.csv").write_text("user,item\n" + "\n".join(lines) + "\n")
+    return tmp_path / "pairs.csv"
+
+
+FLAGS = ("--left", "user", "--right", "item", "--dim", "3", "--hidden", "none", "--max-iterations", "2")
+
+
+def test_the_command_prints_what_the_function_gives(table, tmp_path, capsys):
+    from gramtower.cli.app import run
+
+    tokens = ["cross-validate", str(table), *FLAGS, "--device", "cpu", "--folds", "2", "--seed", "3", "--quiet"]
+    assert run([*tokens, "--metrics", "recall@5, coverage@5", "--json", "--out", str(tmp_path / "found.json")]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    pairs = gt.Interactions.from_csv(table, "user", "item")
+    expected = gt.cross_validate(small(seed=3), pairs, 2, ("recall@5", "coverage@5"), seed=3)
+    assert printed["metrics"] == expected.to_dict()
+    assert json.loads((tmp_path / "found.json").read_text()) == printed
+    assert run([*tokens, "--metrics", "recall@5"]) == 0
+    shown = capsys.readouterr().out
+    assert "95% over folds" in shown
+    assert f"{expected.interval['recall@5'][0]:.4f} to {expected.interval['recall@5'][1]:.4f}" in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--folds", "1"], "folds: got 1, expected an integer from 2"),
+        (["--metrics", "recal@5"], "metrics: got 'recal@5'"),
+        (["--validation", "0.1"], "--validation: got 0.1, expected nothing: the folds are what is held out"),
+        (["--out", "."], "--out: got ., which is a folder"),
+    ],
+)
+def test_bad_flags_are_refused(flags, text, table, capsys):
+    from gramtower.cli.app import run
+
+    assert run(["cross-validate", str(table), *FLAGS, "--quiet", *flags]) == 2
+    assert text in capsys.readouterr().err

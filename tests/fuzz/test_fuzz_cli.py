@@ -144,6 +144,11 @@ COMMANDS = {  # a line that works, flags it may have, and how often it is tried
         + FIELDS["DataOptions"],
         4,
     ),
+    "cross-validate": (
+        ["t.csv", *PAIRS, *SMALL, "--folds", "2"],
+        ["--folds", "--metrics", "--config", *TRAINED],
+        1,
+    ),
     "report": (["parts"], [], 1),
     "fit": (["t.csv", *PAIRS, *SMALL, "--out", "fitted", "--fresh"], ["--config", "--out", *TRAINED], 6),
     "compare": (

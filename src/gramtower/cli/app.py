@@ -20,6 +20,7 @@ from cyclopts import App, CycloptsError
 from gramtower import _checks as check
 from gramtower.cli.compare import compare
 from gramtower.cli.convert import convert
+from gramtower.cli.cross_validate import cross_validate
 from gramtower.cli.errors import explain
 from gramtower.cli.fit import fit
 from gramtower.cli.info import info
@@ -64,7 +65,9 @@ app = App(
     version=version("gramtower"),
     help_epilogue="Exit codes: 0 fine, 1 the run failed, 2 bad input, 130 interrupted.",
 )
-for command in (fit, split, partition, evaluate, recommend, similar, info, compare, report, convert, tune, demo):
+for command in (
+    fit, split, partition, evaluate, cross_validate, recommend, similar, info, compare, report, convert, tune, demo,
+):  # fmt: skip
     app.command(command)
 
 

@@ -1,0 +1,96 @@
+"""``gramtower cross-validate``: the metrics of a model's settings, fold by fold, with intervals.
+
+Checked by tests/test_cross_validation.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from gramtower import _checks as check
+from gramtower._files import write_json
+from gramtower.cli.config import settle
+from gramtower.cli.features import tower_features
+from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions
+from gramtower.cli.output import note, print_json, print_table, shown
+from gramtower.cli.reading import read_pairs
+from gramtower.estimator.two_tower import TwoTower
+from gramtower.evaluation.cross_validation import cross_validate as validate
+from gramtower.evaluation.intervals import Interval
+from gramtower.metrics.definitions import DEFAULT, parse
+
+
+def cross_validate(
+    path: Annotated[Path | None, Parameter(name="DATA")] = None,
+    /,
+    *,
+    folds: int = 5,
+    metrics: str = ",".join(DEFAULT),
+    out: Path | None = None,
+    config: Path | None = None,
+    data: DataOptions | None = None,
+    features: FeatureOptions | None = None,
+    model: ModelOptions | None = None,
+    train: TrainOptions | None = None,
+    common: Common | None = None,
+) -> int:
+    """Measure settings by cross-validation: as many fits as folds, each tested on pairs that it has not seen.
+
+    Every pair is tested once. Of each metric there are the mean over the folds, its 95% interval by Student's t over
+    the folds, and one by a bootstrap over left entities.
+
+    Args:
+        path: Pairs, as for fit.
+        folds: How many, drawn with --seed.
+        metrics: Names, separated by commas, as for evaluate.
+        out: File for the numbers, as JSON.
+        config: TOML file, as for fit.
+        data: Data.
+        features: Features.
+        model: Model.
+        train: Training of each fit.
+        common: Output.
+    """
+    common = common or Common()
+    settings = settle(config, data, model, train, features)
+    source = settings.data.path if path is None else str(path)
+    if source is None:
+        check.fail("DATA", "nothing", "a file of pairs, as an argument or as path below [data] of the config")
+    if data is not None and data.validation is not None:
+        check.fail("--validation", data.validation, "nothing: the folds are what is held out")
+    if out is not None and out.is_dir():
+        check.fail("--out", f"{out}, which is a folder", "a file for JSON")
+    names = [metric.name for metric in parse([name.strip() for name in metrics.split(",") if name.strip()])]
+    estimator = TwoTower(**settings.estimator_arguments(), verbose=not common.quiet)
+    pairs = read_pairs(Path(source), settings.data)
+    if not common.quiet:
+        note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities, {folds} folds")
+    seen, _ = tower_features(settings, pairs, common.quiet)
+    found = validate(estimator, pairs, folds, names, **seen, seed=estimator.seed)
+    content = {"pairs": len(pairs), "folds": folds, "seed": estimator.seed, "metrics": found.to_dict()}
+    if out is not None:
+        write_json(out, content)
+    if common.json:
+        print_json(content)
+        return 0
+    print_table(
+        ("metric", "mean", "95% over folds", "95% over left entities", "folds"),
+        [
+            (
+                name,
+                found.mean[name],
+                _span(found.interval[name]),
+                _span(found.user_interval.get(name)),
+                " ".join(shown(float(f"{value:.4g}")) for value in found.values(name).tolist()),
+            )
+            for name in names
+        ],
+    )
+    return 0
+
+
+def _span(interval: Interval | None) -> str | None:
+    return None if interval is None else f"{interval[0]:.4f} to {interval[1]:.4f}"
