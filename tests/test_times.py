@@ -6,6 +6,7 @@ from datetime import UTC, date, datetime, timedelta, timezone
 
 import numpy as np
 import pytest
+import torch
 
 from gramtower.data import splits
 from gramtower.data.interactions import Interactions
@@ -60,3 +61,10 @@ def test_pandas_times_are_taken():
         assert moments("time", series).tolist() == [86400, 172800]
         assert moment("cut", series[0]) == 86400
     assert np.isnan(moments("time", [pandas.NaT])).all()
+
+
+def test_a_sparse_tensor_is_refused_by_name():
+    with pytest.raises(
+        ValueError, match=r"time: got a tensor of layout torch\.sparse_coo, expected a sequence of times"
+    ):
+        moments("time", torch.eye(3).to_sparse())

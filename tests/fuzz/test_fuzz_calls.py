@@ -129,6 +129,20 @@ class Surface:
             "held_out_users": (splits.held_out_users, dict(pairs=self.pairs, users=0.3, history=0.5, seed=0)),
             "top_k": (top_k, dict(P=P, Q=Q, k=3, exclude=x, allow=None, deny=None, block_bytes=None)),
             "ranking_metrics": (ranking_metrics, dict(recommended=lists, relevant=x, metrics=("map@3",))),
+            "metrics of lists": (
+                ranking_metrics,
+                dict(recommended=lists, relevant=x, popularity=x, propensity=(0.55, 1.5), embeddings=Q)
+                | dict(metrics=("psp@3", "novelty@3", "diversity@3", "gini@3")),
+            ),
+            "cross_validate": (
+                gt.cross_validate,
+                dict(model=gt.TwoTower(dim=2, hidden=(), max_iterations=1), pairs=self.pairs, folds=2, seed=0)
+                | dict(metrics=("map@3",), left_features=None, right_features=None),
+            ),
+            "metrics of rare items": (
+                evaluate_embeddings,
+                dict(P=P, Q=Q, test=x, popularity=x, propensity=(0.55, 1.5), metrics=("psp@3", "novelty@3", "mrr")),
+            ),
             "evaluate_embeddings": (
                 evaluate_embeddings,
                 dict(

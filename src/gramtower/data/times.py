@@ -40,7 +40,7 @@ def moments(name: str, values: Any) -> NDArray[np.float64]:
     """A sequence of moments; NaN where one is missing."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         check.fail(name, type(values).__name__, "a sequence of times")
-    array = np.asarray(values)
+    array = check.as_array(name, values, "a sequence of times")
     if array.dtype.kind == "M":
         return _of_datetime64(array)
     if array.dtype.kind not in "OU":

@@ -146,8 +146,9 @@ def _splits(pairs: Interactions, folds: Any, seed: int) -> Iterator[Split]:
             check.fail("folds", folds, f"an integer from 2 to {len(pairs)}, the number of pairs")
         return cut(pairs, int(folds), seed=seed)
     expected = "a number of folds, or splits such as those of gramtower.data.splits"
-    if not isinstance(folds, Iterable) or isinstance(folds, (str, bytes)):
-        check.fail("folds", repr(folds), expected)
+    matrix = sp.issparse(folds) or isinstance(folds, (np.ndarray, torch.Tensor))
+    if matrix or not isinstance(folds, Iterable) or isinstance(folds, (str, bytes)):
+        check.fail("folds", type(folds).__name__ if matrix else repr(folds), expected)
     given = iter(folds)
     first = next(given, None)
     if not isinstance(first, Split):
