@@ -60,7 +60,8 @@ def bootstrap_interval(
     size, found = max(1, _ELEMENTS // users), []
     for start in range(0, replicates, size):
         rows = min(size, replicates - start)
-        drawn = generator.multinomial(users, np.full(users, 1 / users), size=rows).astype(np.float64)
+        chosen = generator.integers(users, size=(rows, users)) + users * np.arange(rows)[:, None]
+        drawn = np.bincount(chosen.ravel(), minlength=rows * users).reshape(rows, users).astype(np.float64)
         weight = drawn @ counts
         means = np.divide(drawn @ sums, weight, out=np.full(weight.shape, np.nan), where=weight > 0)
         there = np.isfinite(means)
