@@ -1,0 +1,13 @@
+"""The interface of `implicit` 0.7: a script changes one import.
+
+    - from implicit.als import AlternatingLeastSquares
+    + from gramtower.compat.implicit.als import AlternatingLeastSquares
+
+:class:`AlternatingLeastSquares` minimises implicit's own objective; :class:`TwoTower` has the same methods over this
+library's model; `evaluation` has the functions of `implicit.evaluation`. Checked by tests/test_compat_implicit.py,
+tests/test_compat_als.py and tests/test_compat_evaluation.py.
+"""
+
+from gramtower.compat.implicit.als import AlternatingLeastSquares as AlternatingLeastSquares
+from gramtower.compat.implicit.two_tower import TwoTower as TwoTower
+from gramtower.compat.implicit.utils import ParameterWarning as ParameterWarning

@@ -1,0 +1,246 @@
+"""`AlternatingLeastSquares`: implicit's model, objective and interface, minimised by this library.
+
+    - from implicit.als import AlternatingLeastSquares
+    + from gramtower.compat.implicit.als import AlternatingLeastSquares
+
+The objective (objective.py) is implicit's to the last term. It is minimised by preconditioned Gauss-Newton over both
+sides at once (`newton-kron`) instead of by turns, and in the end over the users alone, so that stored and recalculated
+users agree. Factors differ from implicit's: they are other coordinates, or another minimum, of the same objective.
+
+Checked by tests/test_compat_als.py, which also runs implicit beside it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gramtower import _checks as check
+from gramtower.compat.implicit.base import Callback, Recommender
+from gramtower.compat.implicit.least_squares import explained, solve_rows
+from gramtower.compat.implicit.objective import calculate_loss as calculate_loss
+from gramtower.compat.implicit.objective import (
+    confidences,
+    factor_towers,
+    make_problem,
+    minimize_by_turns,
+    total_weight,
+)
+from gramtower.compat.implicit.store import read_npz, write_npz
+from gramtower.compat.implicit.utils import (
+    as_device,
+    as_seed,
+    check_csr,
+    known_rows,
+    row_numbers,
+    warn_of_conversion,
+    warn_of_ignored,
+)
+from gramtower.engine.objective.point import Point
+from gramtower.training.result import Record
+
+
+class AlternatingLeastSquares(Recommender):
+    """Factors of users and items that minimise Σ_O c (t − x·y)² + Σ_∉O (x·y)² + λ (‖X‖² + ‖Y‖²).
+
+    c is alpha times an entry's size, t is 1 for positive entries and 0 for negative ones.
+
+    Args:
+        factors: k, the size of the factors.
+        regularization: λ.
+        alpha: what entries are multiplied with.
+        dtype: of the factors: float32 or float64. float16 is accepted with a warning: it becomes float32.
+        use_native: no meaning here; False warns.
+        use_cg: no meaning here; False warns.
+        use_gpu: True asks for a GPU, False for the CPU, None takes what there is.
+        iterations: Gauss-Newton iterations, fewer if the objective stops falling before.
+        calculate_training_loss: whether the callback is given the loss; it costs nothing.
+        num_threads: no meaning here, ``torch.set_num_threads`` is for the whole process; other than 0 warns.
+        random_state: a seed, or a numpy generator to draw one from; None is a fixed one.
+
+    Attributes:
+        user_factors: users × k, None before ``fit``.
+        item_factors: items × k, None before ``fit``.
+    """
+
+    def __init__(
+        self,
+        factors: int = 100,
+        regularization: float = 0.01,
+        alpha: float = 1.0,
+        dtype: Any = np.float32,
+        use_native: bool = True,
+        use_cg: bool = True,
+        use_gpu: bool | None = None,
+        iterations: int = 15,
+        calculate_training_loss: bool = False,
+        num_threads: int = 0,
+        random_state: Any = None,
+    ) -> None:
+        warn_of_ignored({"use_native": (use_native, True), "use_cg": (use_cg, True), "num_threads": (num_threads, 0)})
+        self.factors = check.count("factors", factors)
+        self.regularization = check.number("regularization", regularization, minimum=0.0)
+        self.alpha = check.number("alpha", alpha, above=0.0)
+        self.dtype = _as_dtype(dtype)
+        self.use_native, self.use_cg = check.flag("use_native", use_native), check.flag("use_cg", use_cg)
+        self.use_gpu = None if use_gpu is None else check.flag("use_gpu", use_gpu)
+        self.iterations = check.count("iterations", iterations, minimum=0)
+        self.calculate_training_loss = check.flag("calculate_training_loss", calculate_training_loss)
+        self.num_threads = check.count("num_threads", num_threads, minimum=0)
+        self.random_state = random_state
+        self.user_factors: NDArray[Any] | None = None
+        self.item_factors: NDArray[Any] | None = None
+
+    def fit(self, user_items: Any, show_progress: bool = True, callback: Callback | None = None) -> None:
+        """Learn factors; factors that are there already are where it starts.
+
+        Args:
+            user_items: sparse users × items matrix of confidences, CSR; other formats are converted with a warning.
+                Entries of the same pair are added. A negative entry is a dislike, a stored 0 a pair that counts
+                for nothing.
+            show_progress: one line an iteration on standard error.
+            callback: called after each iteration with its number, its seconds and the loss (None unless
+                ``calculate_training_loss``).
+        """
+        device, seed = as_device(self.use_gpu), as_seed(self.random_state)
+        confident = confidences("user_items", check_csr("user_items", user_items), self.alpha)
+        problem = make_problem(confident, self.regularization)
+        dtype = torch.float64 if self.dtype == np.float64 else torch.float32
+        towers = factor_towers(problem, self.user_factors, self.item_factors, self.factors, seed, dtype).to(device)
+        weight, before = total_weight(confident), 0.0
+
+        def report(record: Record, _: Point) -> None:
+            nonlocal before
+            if callback is not None and record.iteration > 0:
+                loss = 2.0 * record.value / weight if self.calculate_training_loss else None
+                callback(record.iteration - 1, record.seconds - before, loss)
+            before = record.seconds
+
+        minimize_by_turns(problem, towers, self.iterations, report, check.flag("show_progress", show_progress))
+        liked = confident.data > 0
+        tables = [next(tower.parameters()).detach().cpu().numpy().copy() for tower in (towers.left, towers.right)]
+        for table, entries in zip(tables, (confident.tocoo().row, confident.indices), strict=True):
+            table[np.bincount(entries[liked], minlength=len(table)) == 0] = 0.0  # the minimiser where nothing is liked
+        self.user_factors, self.item_factors = tables
+
+    def recalculate_user(self, userid: Any, user_items: Any) -> NDArray[Any]:
+        """The best factors for users, given the items' and what the users liked; the model stays as it is.
+
+        Args:
+            userid: one number, or several: how many rows the answer has.
+            user_items: one row for each user.
+        """
+        return self._recalculated("user", userid, user_items, self._factors("right"))
+
+    def recalculate_item(self, itemid: Any, item_users: Any) -> NDArray[Any]:
+        """The best factors for items, given the users'; see :meth:`recalculate_user`."""
+        return self._recalculated("item", itemid, item_users, self._factors("left"))
+
+    def partial_fit_users(self, userids: Sequence[int], user_items: Any) -> None:
+        """Replace the factors of some users by the best ones for what they liked; new numbers are added.
+
+        Args:
+            userids: row numbers; users between the last one known and a new one get zeros.
+            user_items: one row for each of them.
+        """
+        self.user_factors = self._replaced("user", userids, self.recalculate_user(userids, user_items), "left")
+
+    def partial_fit_items(self, itemids: Sequence[int], item_users: Any) -> None:
+        """Replace the factors of some items by the best ones for their users; new numbers are added."""
+        self.item_factors = self._replaced("item", itemids, self.recalculate_item(itemids, item_users), "right")
+
+    def explain(
+        self, userid: int, user_items: Any, itemid: int, user_weights: Any = None, N: int = 10
+    ) -> tuple[float, list[tuple[int, float]], NDArray[np.float64]]:
+        """What a user's liked items add to the score of an item, as recalculated factors give it.
+
+        Args:
+            userid: a row of ``user_items``.
+            user_items: users × items.
+            itemid: the item.
+            user_weights: what an earlier call for this user returned, to save its work.
+            N: how many liked items to name.
+
+        Returns:
+            The score, the N liked items that add most with what they add, and the user's weights.
+        """
+        Y = self._factors("right")
+        matrix = check_csr("user_items", user_items, len(Y))
+        (user,) = known_rows("userid", row_numbers("userid", [userid]), matrix.shape[0])
+        (item,) = known_rows("itemid", row_numbers("itemid", [itemid]), len(Y))
+        confident = confidences("user_items", matrix, self.alpha)
+        liked, added, weights = explained(confident, user, Y, self.regularization, item, user_weights)
+        most = np.argsort(-added, kind="stable")[: check.count("N", N)]
+        return float(added.sum()), [(int(liked[j]), float(added[j])) for j in most], weights
+
+    def save(self, fileobj_or_path: str | Path | IO[bytes]) -> None:
+        """Write an .npz file that :meth:`load`, and implicit, can read; a generator as random_state is left out."""
+        kept = {name: value for name, value in vars(self).items() if value is not None and not name.startswith("_")}
+        if not isinstance(self.random_state, (int, np.integer)):
+            kept.pop("random_state", None)
+        write_npz(fileobj_or_path, kept | {"dtype": self.dtype.name})
+
+    @classmethod
+    def load(cls, fileobj_or_path: str | Path | IO[bytes]) -> Self:
+        """A model that :meth:`save`, or implicit's ALS on the CPU, has written; nothing is unpickled."""
+        settings = inspect.signature(cls).parameters
+        found = read_npz(fileobj_or_path, [*settings, "user_factors", "item_factors", "cg_steps"])
+        found.pop("cg_steps", None)  # implicit's own
+        tables = [found.pop(name, None) for name in ("user_factors", "item_factors")]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of settings that warned when they were made
+            made = cls(**found)
+        for name, table in zip(("user_factors", "item_factors"), tables, strict=True):
+            if table is not None:
+                if table.ndim != 2 or table.shape[1] != made.factors or table.dtype.kind != "f":
+                    given = f"{name} of shape {table.shape} in {table.dtype}"
+                    check.fail("file", given, f"floating-point rows of {made.factors} factors")
+                check.finite(name, table)
+                table = table.astype(made.dtype)
+            setattr(made, name, table)
+        return made
+
+    def _factors(self, side: str) -> NDArray[Any]:
+        found = self.user_factors if side == "left" else self.item_factors
+        if found is None:
+            raise ValueError("model: not fitted yet; call fit first")
+        return found
+
+    def _recalculated(self, kind: str, which: Any, matrix: Any, others: NDArray[Any]) -> NDArray[Any]:
+        name = "user_items" if kind == "user" else "item_users"
+        given = check_csr(name, matrix, len(others))
+        count = len(row_numbers(f"{kind}id", which))
+        if given.shape[0] != count:
+            raise ValueError(f"{name} must contain 1 row for every {kind} in {kind}ids")
+        rows = solve_rows(confidences(name, given, self.alpha), others, self.regularization).astype(self.dtype)
+        return np.asarray(rows[0] if np.isscalar(which) else rows)
+
+    def _replaced(self, kind: str, which: Any, rows: NDArray[Any], side: str) -> NDArray[Any]:
+        """The factors of a side with some rows exchanged, longer if need be."""
+        numbers, factors = row_numbers(f"{kind}ids", which), self._factors(side)
+        if len(numbers) and numbers.min() < 0:
+            raise IndexError(f"{kind}ids: got {numbers.min()}, expected numbers >= 0")
+        grown = np.zeros((max(len(factors), int(numbers.max(initial=-1)) + 1), self.factors), dtype=self.dtype)
+        grown[: len(factors)] = factors
+        grown[numbers] = rows
+        return grown
+
+
+def _as_dtype(dtype: Any) -> np.dtype[Any]:
+    try:
+        found: np.dtype[Any] = np.dtype(dtype)
+    except TypeError:
+        check.fail("dtype", repr(dtype), "float32 or float64")
+    if found == np.float16:
+        warn_of_conversion("dtype=float16: factors are float32 here")
+        return np.dtype(np.float32)
+    if found not in (np.float32, np.float64):
+        check.fail("dtype", repr(dtype), "float32 or float64")
+    return np.dtype(found)

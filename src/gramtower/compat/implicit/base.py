@@ -1,0 +1,200 @@
+"""What every model answers behind implicit's interface: lists for users, and what is alike, from factors.
+
+Lists are exact and are ranked in float32 (retrieval/topk.py). As in implicit, items that are filtered are not missing
+from a list that has room for them: they come last, with the lowest score there is. Lists are never longer than there
+are items to choose from. Checked by tests/test_compat_implicit.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from numpy.typing import NDArray
+
+from gramtower import _checks as check
+from gramtower.compat.implicit.utils import as_device, check_csr, known_rows, row_numbers
+from gramtower.retrieval.topk import top_k
+
+Answer = tuple[NDArray[np.int32], NDArray[Any]]
+Callback = Callable[[int, float, float | None], Any]
+_LOWEST = -float(np.finfo(np.float32).max)
+
+
+class Recommender(ABC):
+    """A model with factors for users and items; see the subclasses."""
+
+    use_gpu: bool | None = None
+
+    @abstractmethod
+    def fit(self, user_items: Any, show_progress: bool = True, callback: Callback | None = None) -> None:
+        """Learn from a sparse users × items matrix of confidences."""
+
+    @abstractmethod
+    def recalculate_user(self, userid: Any, user_items: Any) -> NDArray[Any]:
+        """Factors of users from their items alone, without keeping them."""
+
+    @abstractmethod
+    def recalculate_item(self, itemid: Any, item_users: Any) -> NDArray[Any]:
+        """Factors of items from their users alone, without keeping them."""
+
+    @abstractmethod
+    def _factors(self, side: str) -> NDArray[Any]:
+        """Factors of the users ("left") or of the items ("right")."""
+
+    def _directions(self, side: str) -> NDArray[Any]:
+        """Factors by which to compare entities of a side: rows of zeros are like no other."""
+        return self._factors(side)
+
+    def recommend(
+        self,
+        userid: Any,
+        user_items: Any,
+        N: int = 10,
+        filter_already_liked_items: bool = True,
+        filter_items: Sequence[int] | None = None,
+        recalculate_user: bool = False,
+        items: Sequence[int] | None = None,
+    ) -> Answer:
+        """The N best items for a user or for several.
+
+        Args:
+            userid: a row number, or several.
+            user_items: CSR, one row for each user asked: what they liked.
+            N: the length of the lists.
+            filter_already_liked_items: whether the entries of ``user_items`` come last.
+            filter_items: items that come last for everyone.
+            recalculate_user: whether factors are made anew from ``user_items``.
+            items: the items to rank; None is all of them.
+
+        Returns:
+            Items and scores, the best first: one row for each user asked, or flat arrays for one row number.
+        """
+        filtered = check.flag("filter_already_liked_items", filter_already_liked_items)
+        recalculated = check.flag("recalculate_user", recalculate_user)
+        users, Q = row_numbers("userid", userid), self._factors("right")
+        if filtered or recalculated:
+            if not sp.issparse(user_items) or user_items.format != "csr":
+                raise ValueError("user_items needs to be a CSR sparse matrix")
+            if user_items.shape[0] != len(users):
+                raise ValueError("user_items must contain 1 row for every user in userids")
+        if recalculated:
+            P = np.atleast_2d(self.recalculate_user(userid, user_items))
+        else:
+            P = self._factors("left")
+            P = P[known_rows("userid", users, len(P))]
+        liked = check_csr("user_items", user_items, len(Q)) if filtered else None
+        return self._ranked(P, Q, N, np.isscalar(userid), liked, items, filter_items)
+
+    def similar_items(
+        self,
+        itemid: Any,
+        N: int = 10,
+        recalculate_item: bool = False,
+        item_users: Any = None,
+        filter_items: Sequence[int] | None = None,
+        items: Sequence[int] | None = None,
+    ) -> Answer:
+        """The N items most alike by cosine, the item itself first; one without any pair is like no other: 0."""
+        own = self.recalculate_item(itemid, item_users) if check.flag("recalculate_item", recalculate_item) else None
+        return self._similar(itemid, "right", "itemid", N, filter_items, items, own)
+
+    def similar_users(
+        self,
+        userid: Any,
+        N: int = 10,
+        filter_users: Sequence[int] | None = None,
+        users: Sequence[int] | None = None,
+    ) -> Answer:
+        """The N users most alike by cosine, the user itself first."""
+        return self._similar(userid, "left", "userid", N, filter_users, users)
+
+    def rank_items(
+        self, userid: Any, user_items: Any, selected_items: Sequence[int], recalculate_user: bool = False
+    ) -> Answer:
+        """Up to ten of the selected items, the best first. Deprecated in implicit: ``recommend`` takes ``items``."""
+        warnings.warn("rank_items is deprecated: use recommend with items", DeprecationWarning, stacklevel=2)
+        return self.recommend(userid, user_items, 10, False, None, recalculate_user, selected_items)
+
+    def recommend_all(
+        self,
+        user_items: Any,
+        N: int = 10,
+        recalculate_user: bool = False,
+        filter_already_liked_items: bool = True,
+        filter_items: Sequence[int] | None = None,
+        users_items_offset: int = 0,
+    ) -> NDArray[np.int32]:
+        """Items for the users of all rows. Deprecated in implicit: ``recommend`` takes several users."""
+        warnings.warn("recommend_all is deprecated: use recommend with many users", DeprecationWarning, stacklevel=2)
+        first = check.count("users_items_offset", users_items_offset, minimum=0)
+        users = np.arange(user_items.shape[0]) + first
+        return self.recommend(
+            users, user_items, N, filter_already_liked_items, filter_items, recalculate_user
+        )[0]  # fmt: skip
+
+    def to_gpu(self) -> Self:
+        """A copy of this model that trains and ranks on a GPU."""
+        return self._moved(True)
+
+    def to_cpu(self) -> Self:
+        """A copy of this model that trains and ranks on the CPU."""
+        return self._moved(False)
+
+    def _moved(self, use_gpu: bool) -> Self:
+        as_device(use_gpu)
+        made = copy.deepcopy(self)
+        made.use_gpu = use_gpu
+        return made
+
+    def _similar(
+        self, which: Any, side: str, name: str, N: int, deny: Any, allow: Any, own: NDArray[Any] | None = None
+    ) -> Answer:
+        unit = _unit(self._directions(side))
+        rows = row_numbers(name, which)
+        P = unit[known_rows(name, rows, len(unit))] if own is None else _unit(np.atleast_2d(own))
+        return self._ranked(P, unit, N, np.isscalar(which), None, allow, deny)
+
+    def _ranked(
+        self, P: NDArray[Any], Q: NDArray[Any], N: int, single: bool, liked: sp.csr_matrix | None, allow: Any, deny: Any
+    ) -> Answer:
+        chosen, denied = (None if given is None else row_numbers("items", given) for given in (allow, deny))
+        if chosen is not None and denied is not None and len(denied):
+            raise ValueError("Can't specify both items and filter_items: a list to choose from, and a filter")
+        for rows in (chosen, denied):
+            known_rows("items", np.empty(0, np.int64) if rows is None else rows, len(Q))
+        choice = np.arange(len(Q)) if chosen is None else np.unique(chosen)
+        width = min(check.count("N", N), len(choice))
+        found, scores = np.empty((len(P), 0), np.int64), np.empty((len(P), 0), np.float32)
+        if width:
+            device = as_device(self.use_gpu)
+            left, right = (torch.from_numpy(np.ascontiguousarray(rows)).to(device) for rows in (P, Q))
+            found, scores = top_k(left, right, width, exclude=liked, allow=chosen, deny=denied)
+        if P.dtype == np.float64:
+            found, scores = _scored_again(P, Q, found)
+        for row in np.flatnonzero((found < 0).any(1)):
+            empty = found[row] < 0
+            found[row, empty] = np.setdiff1d(choice, found[row])[: empty.sum()]
+            scores[row, empty] = _LOWEST
+        ids = found.astype(np.int32)
+        return (ids[0], scores[0]) if single else (ids, scores)
+
+
+def _unit(factors: NDArray[Any]) -> NDArray[Any]:
+    """Rows of length one; rows of zeros stay."""
+    lengths = np.linalg.norm(factors, axis=1, keepdims=True)
+    return np.asarray(np.divide(factors, lengths, out=np.zeros_like(factors), where=lengths > 0))
+
+
+def _scored_again(P: NDArray[Any], Q: NDArray[Any], found: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """Lists in the order of their scores in the factors' own precision; empty places stay at the end."""
+    scores = np.einsum("rk,rjk->rj", P, Q[found])
+    scores[found < 0] = -np.inf
+    order = np.argsort(-scores, axis=1, kind="stable")
+    return np.take_along_axis(found, order, 1), np.take_along_axis(scores, order, 1)

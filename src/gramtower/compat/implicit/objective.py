@@ -1,0 +1,114 @@
+"""implicit's objective as a :class:`gramtower.Problem`.
+
+    Σ_O c_ij (t_ij − x_i·y_j)² + Σ_∉O (x_i·y_j)² + λ (‖X‖² + ‖Y‖²)  =  2 L(θ),    c = |α r|,  t = 1 if r > 0 else 0
+
+with the squared loss ½(t − ŷ)², pair weights c, ω = 1, imputed labels 0, no entity weights, and linear towers whose
+parameters θ = (X, Y) are the factors themselves. A stored entry of 0 has c = 0: its pair counts for nothing.
+
+Cost of a value: O(|O| k + (m + n) k²); a Gauss-Newton product takes about twice that. Checked by
+tests/test_compat_als.py against the double sum over all pairs and against implicit's own function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from numpy.typing import NDArray
+
+from gramtower import _checks as check
+from gramtower.compat.implicit.utils import check_csr
+from gramtower.engine.objective.point import Point
+from gramtower.engine.objective.problem import Problem
+from gramtower.engine.towers.mlp import mlp_towers
+from gramtower.engine.towers.towers import Towers
+from gramtower.optim.solvers import NewtonKron
+from gramtower.training.loop import minimize
+from gramtower.training.result import Reason, Record
+
+_EXACTLY = NewtonKron(damping=0.0, cg_steps=40, cg_tolerance=1e-6, cg_progress=1e-9)
+_WENT_WELL = (Reason.MAX_ITERATIONS, Reason.NO_DECREASE, Reason.TOLERANCE)
+
+
+def confidences(name: str, matrix: sp.csr_matrix, alpha: float = 1.0) -> sp.csr_matrix:
+    """α times the entries, in float64."""
+    scaled = alpha * matrix.data.astype(np.float64)
+    check.finite(f"alpha · {name}", scaled)
+    return sp.csr_matrix((scaled, matrix.indices, matrix.indptr), shape=matrix.shape)
+
+
+def make_problem(confident: sp.csr_matrix, regularization: float) -> Problem:
+    """What implicit minimises, halved."""
+    labels = (confident.data > 0).astype(np.float64)
+    pairs = sp.csr_matrix((labels, confident.indices, confident.indptr), shape=confident.shape)
+    return Problem(
+        pairs, loss="squared", omega=1.0, l2=regularization, imputed=0.0, pair_weights=np.abs(confident.data)
+    )
+
+
+def total_weight(confident: sp.csr_matrix) -> float:
+    """The weights of all m·n pairs added up, by which implicit divides its loss."""
+    m, n = confident.shape
+    return float(np.abs(confident.data).sum() + m * n - confident.nnz)
+
+
+def factor_towers(
+    problem: Problem, X: NDArray[Any] | None, Y: NDArray[Any] | None, factors: int, seed: int, dtype: torch.dtype
+) -> Towers:
+    """Linear towers whose parameters are the factors; those that are None are drawn."""
+    towers = mlp_towers(problem, hidden=(), dim=factors, seed=seed, dtype=dtype)
+    with torch.no_grad():
+        for tower, given in ((towers.left, X), (towers.right, Y)):
+            (table,) = tower.parameters()
+            if given is not None:
+                if given.shape != tuple(table.shape):
+                    expected = f"shape {tuple(table.shape)}, as the matrix and factors say"
+                    check.fail("factors", f"shape {given.shape}", f"{expected}; for other data make a new model")
+                table.copy_(torch.from_numpy(np.ascontiguousarray(given)))
+    return towers
+
+
+def minimize_by_turns(
+    problem: Problem, towers: Towers, iterations: int, report: Callable[[Record, Point], Any], verbose: bool
+) -> None:
+    """Minimise over both sides together, then over the users while the items stay as they are.
+
+    The second problem is quadratic and its rows are independent: one Newton step without damping solves it.
+
+    Raises:
+        ValueError: if the objective is not finite.
+    """
+    result = minimize(
+        problem, towers, max_iterations=iterations, callbacks=[report], tolerance=0.0, verbose=verbose
+    )  # fmt: skip
+    if iterations and result.reason in _WENT_WELL:
+        towers.right.requires_grad_(False)
+        result = minimize(problem, Towers(towers.left, towers.right), _EXACTLY, max_iterations=1, tolerance=0.0)
+        towers.right.requires_grad_(True)
+    if result.reason is Reason.NON_FINITE:
+        check.fail("fit", result.message.split(";")[0], "confidences whose objective is finite: a smaller alpha")
+
+
+def calculate_loss(Cui: Any, X: Any, Y: Any, regularization: float, num_threads: int = 0) -> float:
+    """implicit's training loss: the objective over the sum of all pairs' weights.
+
+    Args:
+        Cui: confidences, users × items.
+        X: factors of the users.
+        Y: factors of the items.
+        regularization: λ.
+        num_threads: no meaning here.
+    """
+    confident = confidences("Cui", check_csr("Cui", Cui))
+    tables = [check.as_float_array(name, value) for name, value in (("X", X), ("Y", Y))]
+    for name, table in zip(("X", "Y"), tables, strict=True):
+        if table.ndim != 2 or 0 in table.shape:
+            check.fail(name, f"shape {table.shape}", "one row of factors for each entity")
+        check.finite(name, table)
+    dtype = torch.float64 if any(table.dtype == np.float64 for table in tables) else torch.float32
+    problem = make_problem(confident, check.number("regularization", regularization, minimum=0.0))
+    towers = factor_towers(problem, tables[0], tables[1], tables[0].shape[1], 0, dtype)
+    return 2.0 * problem.at(towers).value / total_weight(confident)

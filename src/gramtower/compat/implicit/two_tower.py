@@ -1,0 +1,157 @@
+"""`TwoTower`: this library's model, with its own objective and towers, behind implicit's interface.
+
+    - from implicit.als import AlternatingLeastSquares
+    + from gramtower.compat.implicit import TwoTower as AlternatingLeastSquares
+
+Users and items are row and column numbers. Arguments keep implicit's meaning, order and names; those without a meaning
+here warn when they are given. als.py has implicit's own objective. Checked by tests/test_compat_implicit.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gramtower import _checks as check
+from gramtower.compat.implicit.base import Callback, Recommender
+from gramtower.compat.implicit.utils import as_seed, check_csr, warn_of_ignored
+from gramtower.data.interactions import Interactions
+from gramtower.estimator.model_file import load as load_estimator
+from gramtower.estimator.two_tower import TwoTower as Estimator
+
+
+class TwoTower(Recommender):
+    """A two-tower model behind implicit's interface.
+
+    Args:
+        factors: size of the embeddings.
+        regularization: λ; None takes the estimator's default.
+        alpha: confidence of an entry: its value times alpha weighs the pair's loss, beside ω of a pair without one.
+        dtype: float32 whatever is given.
+        use_native: no meaning here.
+        use_cg: no meaning here.
+        use_gpu: True asks for a GPU, False for the CPU, None takes what there is.
+        iterations: outer iterations.
+        calculate_training_loss: whether the callback is given the objective.
+        num_threads: no meaning here: ``torch.set_num_threads`` is for the whole process.
+        random_state: a seed, or a numpy generator to draw one from.
+        history: let the user tower see the user's items instead of the user's number, so that users not seen in
+            training can be recommended to with ``recalculate_user=True``.
+        options: further arguments of :class:`gramtower.TwoTower`.
+    """
+
+    def __init__(
+        self,
+        factors: int = 100,
+        regularization: float | None = None,
+        alpha: float = 1.0,
+        dtype: Any = np.float32,
+        use_native: bool = True,
+        use_cg: bool = True,
+        use_gpu: bool | None = None,
+        iterations: int = 15,
+        calculate_training_loss: bool = False,
+        num_threads: int = 0,
+        random_state: Any = None,
+        *,
+        history: bool = False,
+        **options: Any,
+    ) -> None:
+        usual = dtype if dtype in (np.float32, "float32", np.dtype(np.float32)) else np.float32
+        ignored = {"dtype": (dtype, usual), "use_native": (use_native, True), "use_cg": (use_cg, True)}
+        warn_of_ignored(ignored | {"num_threads": (num_threads, 0)})
+        if regularization is not None:
+            options["l2"] = regularization
+        self.use_gpu = None if use_gpu is None else check.flag("use_gpu", use_gpu)
+        if use_gpu is not None:
+            options.setdefault("device", "cuda" if use_gpu else "cpu")
+        self.factors, self.iterations, self.history = factors, iterations, history
+        self.alpha = check.number("alpha", alpha, above=0.0)
+        self.calculate_training_loss = check.flag("calculate_training_loss", calculate_training_loss)
+        self.model = Estimator(dim=factors, max_iterations=iterations, seed=as_seed(random_state), **options)
+
+    @property
+    def user_factors(self) -> NDArray[np.float32]:
+        """Embeddings of the users."""
+        return self.model.embed(side="left")
+
+    @property
+    def item_factors(self) -> NDArray[np.float32]:
+        """Embeddings of the items."""
+        return self.model.embed(side="right")
+
+    def fit(self, user_items: Any, show_progress: bool = True, callback: Callback | None = None) -> None:
+        """Learn from a sparse users × items matrix of confidences; entries that are not zero are observed pairs.
+
+        An entry weighs its pair's loss by alpha times its size. A negative one is a dislike: a pair labelled −1.
+        ``callback`` is called with each iteration, the seconds it took and the objective (None unless
+        ``calculate_training_loss``), once training has ended.
+        """
+        self.model.set_params(verbose=show_progress)
+        self.model.fit(self._pairs(user_items), left_features="history" if self.history else None)
+        if callback is not None:
+            for before, after in itertools.pairwise(self.model.history_):
+                value = after.value if self.calculate_training_loss else None
+                callback(after.iteration - 1, after.seconds - before.seconds, value)
+
+    def recalculate_user(self, userid: Any, user_items: Any) -> NDArray[Any]:
+        """Embeddings of users from their items, with ``history=True``.
+
+        Raises:
+            NotImplementedError: without it, where users are known by their number alone.
+        """
+        if not self.history:
+            raise NotImplementedError("recalculate_user needs a model made with history=True")
+        rows = self.model.embed(histories=user_items)
+        return np.asarray(rows[0] if np.isscalar(userid) else rows)
+
+    def recalculate_item(self, itemid: Any, item_users: Any) -> NDArray[Any]:
+        """Not there: items are known by their number alone.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("recalculate_item isn't supported with this model")
+
+    def save(self, file: str | Path) -> None:
+        """Write the model to a file."""
+        self.model.save(file)
+
+    @classmethod
+    def load(cls, file: str | Path) -> TwoTower:
+        """A model that :meth:`save` wrote; alpha, which only ``fit`` uses, is 1 again."""
+        model = load_estimator(file)
+        made = cls(
+            model.dim_, model.l2, iterations=model.max_iterations, random_state=model.seed,
+            history=model.left_.inputs.has_history,
+        )  # fmt: skip
+        made.model = model
+        return made
+
+    def _factors(self, side: str) -> NDArray[Any]:
+        return self.model.embed(side=side)
+
+    def _directions(self, side: str) -> NDArray[Any]:
+        return self.model.embed(side=side) * self.model.has_direction(side)[:, None]
+
+    def _moved(self, use_gpu: bool) -> TwoTower:
+        made = super()._moved(use_gpu)
+        made.model.set_params(device="cuda" if use_gpu else "cpu")
+        return made
+
+    def _pairs(self, user_items: Any) -> Any:
+        """Labels ±1 by the entries' signs, and their sizes as weights where they are not all one."""
+        matrix = Interactions.from_matrix(check_csr("user_items", user_items)).matrix
+        matrix.eliminate_zeros()
+        weights = np.abs(matrix.data) * np.float32(self.alpha)
+        check.finite("alpha · user_items", weights)
+        if self.history and (matrix.data < 0).any():
+            given = f"{int((matrix.data < 0).sum())} negative entries"
+            check.fail("user_items", given, "likes alone with history=True, where a user is what they liked")
+        matrix.data = np.sign(matrix.data)
+        return matrix if (weights == 1).all() else replace(Interactions.from_matrix(matrix), weights=weights)
