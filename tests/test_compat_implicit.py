@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import io
+import pickle
 import warnings
 
 import numpy as np
@@ -50,6 +53,61 @@ def test_similar_begins_with_the_entity_itself(fitted):
     assert all(item % 2 == 0 for item in ids)
     many, _ = fitted.similar_users([1, 2], N=3)
     assert many[:, 0].tolist() == [1, 2]
+
+
+def test_filtered_items_come_last_with_the_lowest_score(fitted):
+    user_items = checkerboard()
+    ids, scores = fitted.recommend(4, user_items[4], N=6, items=[0, 1, 2, 3, 4, 5])
+    assert ids.dtype == np.int32
+    assert ids[0] == 4
+    assert set(ids[:4]) == {1, 3, 4, 5}
+    assert ids[4:].tolist() == [0, 2]  # liked
+    assert set(scores[4:]) == {-np.finfo(np.float32).max}
+    everything, _ = fitted.recommend([4, 5], user_items[[4, 5]], N=1000, filter_items=[7])
+    assert np.array_equal(np.sort(everything), [np.arange(20)] * 2)
+    assert 7 in everything[0, -10:]
+    assert fitted.recommend(4, user_items[4], items=[])[0].shape == (0,)
+
+
+def test_rank_items_and_recommend_all_are_deprecated_ways_to_recommend(fitted):
+    user_items = checkerboard()
+    with pytest.warns(DeprecationWarning, match="rank_items"):
+        ranked = fitted.rank_items(3, user_items[3], [1, 4, 6])
+    assert np.array_equal(ranked[0], fitted.recommend(3, user_items[3], 10, False, items=[1, 4, 6])[0])
+    with pytest.warns(DeprecationWarning, match="recommend_all"):
+        lists = fitted.recommend_all(user_items[5:], N=3, users_items_offset=5)
+    assert np.array_equal(lists, fitted.recommend(np.arange(5, 20), user_items[5:], N=3)[0])
+
+
+def test_entities_that_are_alike_to_the_last_bit_open_their_own_lists():
+    twins = sp.csr_matrix(np.kron([[1, 0], [0, 1]], np.ones((6, 6), np.float32)))
+    model = fit(twins, 2)
+    for ids, scores in (model.similar_users(np.arange(12), N=3), model.similar_items(np.arange(12), N=3)):
+        assert ids[:, 0].tolist() == list(range(12))
+        assert np.allclose(scores[:, 0], 1.0, atol=1e-5)
+        assert all(len(set(row)) == 3 for row in ids.tolist())
+    ids, _ = model.similar_items(5, N=3, filter_items=[5])
+    assert 5 not in ids
+    assert set(model.similar_items(5, N=9, items=[1, 2])[0]) == {1, 2}
+
+
+def test_copies_pickles_and_open_files_answer_alike(fitted):
+    buffer = io.BytesIO()
+    fitted.save(buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(fitted), pickle.loads(pickle.dumps(fitted)), fitted.to_cpu(), TwoTower.load(buffer)):
+        assert other is not fitted
+        for a, b in zip(fitted.similar_items([3, 4]), other.similar_items([3, 4]), strict=True):
+            assert np.array_equal(a, b)
+
+
+def test_callbacks_are_given_three_arguments():
+    seen = []
+    model = TwoTower(4, iterations=3, use_gpu=False, calculate_training_loss=True)
+    model.fit(checkerboard(), show_progress=False, callback=lambda *given: seen.append(given))
+    assert [number for number, _, _ in seen] == [0, 1, 2]
+    values = [value for _, _, value in seen]
+    assert values == sorted(values, reverse=True)
 
 
 def test_exceptions_are_those_of_implicit(fitted):

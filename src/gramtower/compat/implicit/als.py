@@ -175,6 +175,9 @@ class AlternatingLeastSquares(Recommender):
         matrix = check_csr("user_items", user_items, len(Y))
         (user,) = known_rows("userid", row_numbers("userid", [userid]), matrix.shape[0])
         (item,) = known_rows("itemid", row_numbers("itemid", [itemid]), len(Y))
+        if user_weights is not None and np.shape(user_weights) != (self.factors, self.factors):
+            given = f"shape {np.shape(user_weights)}"
+            check.fail("user_weights", given, f"what explain returned, {self.factors} × {self.factors}")
         confident = confidences("user_items", matrix, self.alpha)
         liked, added, weights = explained(confident, user, Y, self.regularization, item, user_weights)
         most = np.argsort(-added, kind="stable")[: check.count("N", N)]

@@ -159,7 +159,12 @@ class Recommender(ABC):
         unit = _unit(self._directions(side))
         rows = row_numbers(name, which)
         P = unit[known_rows(name, rows, len(unit))] if own is None else _unit(np.atleast_2d(own))
-        return self._ranked(P, unit, N, np.isscalar(which), None, allow, deny)
+        found, scores = self._ranked(P, unit, N, False, None, allow, deny)
+        if own is None and found.shape[1]:
+            listed = np.isin(rows, np.arange(len(unit)) if allow is None else row_numbers("items", allow))
+            listed &= P.any(1) & ~np.isin(rows, [] if deny is None else row_numbers("items", deny))
+            _put_first(found, scores, rows, listed)
+        return (found[0], scores[0]) if np.isscalar(which) else (found, scores)
 
     def _ranked(
         self, P: NDArray[Any], Q: NDArray[Any], N: int, single: bool, liked: sp.csr_matrix | None, allow: Any, deny: Any
@@ -190,6 +195,17 @@ def _unit(factors: NDArray[Any]) -> NDArray[Any]:
     """Rows of length one; rows of zeros stay."""
     lengths = np.linalg.norm(factors, axis=1, keepdims=True)
     return np.asarray(np.divide(factors, lengths, out=np.zeros_like(factors), where=lengths > 0))
+
+
+def _put_first(
+    found: NDArray[np.int32], scores: NDArray[Any], rows: NDArray[np.int64], listed: NDArray[np.bool_]
+) -> None:
+    """Let entities that are listed open their own lists, also where others are alike to within rounding."""
+    for row in np.flatnonzero(listed & (found[:, 0] != rows)):
+        place = np.flatnonzero(found[row] == rows[row])
+        end = place[0] if len(place) else found.shape[1] - 1
+        found[row, 1 : end + 1], scores[row, 1 : end + 1] = found[row, :end].copy(), scores[row, :end].copy()
+        found[row, 0] = rows[row]
 
 
 def _scored_again(P: NDArray[Any], Q: NDArray[Any], found: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[Any]]:

@@ -42,6 +42,8 @@ def confidences(name: str, matrix: sp.csr_matrix, alpha: float = 1.0) -> sp.csr_
 
 def make_problem(confident: sp.csr_matrix, regularization: float) -> Problem:
     """What implicit minimises, halved."""
+    if 0 in confident.shape:
+        check.fail("user_items", f"shape {confident.shape}", "at least one user and one item")
     labels = (confident.data > 0).astype(np.float64)
     pairs = sp.csr_matrix((labels, confident.indices, confident.indptr), shape=confident.shape)
     return Problem(
@@ -94,6 +96,8 @@ def minimize_by_turns(
 
 def calculate_loss(Cui: Any, X: Any, Y: Any, regularization: float, num_threads: int = 0) -> float:
     """implicit's training loss: the objective over the sum of all pairs' weights.
+
+    implicit's own function adds the weights of dislikes to the objective, a constant that is left out here.
 
     Args:
         Cui: confidences, users × items.

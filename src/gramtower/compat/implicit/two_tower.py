@@ -10,9 +10,10 @@ here warn when they are given. als.py has implicit's own objective. Checked by t
 from __future__ import annotations
 
 import itertools
+import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,14 +119,24 @@ class TwoTower(Recommender):
         """
         raise NotImplementedError("recalculate_item isn't supported with this model")
 
-    def save(self, file: str | Path) -> None:
-        """Write the model to a file."""
-        self.model.save(file)
+    def save(self, file: str | Path | IO[bytes]) -> None:
+        """Write the model to a path or an open file; :func:`gramtower.load` reads it too."""
+        if isinstance(file, (str, Path)):
+            self.model.save(file)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            self.model.save(Path(folder, "model"))
+            file.write(Path(folder, "model").read_bytes())
 
     @classmethod
-    def load(cls, file: str | Path) -> TwoTower:
+    def load(cls, file: str | Path | IO[bytes]) -> TwoTower:
         """A model that :meth:`save` wrote; alpha, which only ``fit`` uses, is 1 again."""
-        model = load_estimator(file)
+        if isinstance(file, (str, Path)):
+            model = load_estimator(file)
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                Path(folder, "model").write_bytes(file.read())
+                model = load_estimator(Path(folder, "model"))
         made = cls(
             model.dim_, model.l2, iterations=model.max_iterations, random_state=model.seed,
             history=model.left_.inputs.has_history,
