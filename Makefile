@@ -5,6 +5,7 @@
 # make resolves      constraints.txt against the plain package index, whatever pip is configured to use here
 # make fuzz MINUTES=30   hostile input: every fuzz test has its share of the time, from a new seed
 # make crash KILLS=1000   runs killed at random moments end as uninterrupted ones do
+# make implicit-tests CHECKOUT=path   implicit's own tests, from a clone of it, on compat.implicit
 # Each does its own set-up in .venv.
 
 PYTHON ?= python3
@@ -20,7 +21,7 @@ FUZZ_SEED ?= $(shell date +%s)
 KILLS ?= 100
 CRASH_SEED ?= 0
 
-.PHONY: demo test test-oldest resolves fuzz crash lint types reproduce clean
+.PHONY: demo test test-oldest resolves fuzz crash implicit-tests lint types reproduce clean
 
 demo: $(READY)
 	$(BIN)/gramtower demo
@@ -49,6 +50,9 @@ fuzz: $(READY)
 # Kills runs at random moments and compares what they end in with uninterrupted ones.
 crash: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/crash.py --kills $(KILLS) --seed $(CRASH_SEED)
+
+implicit-tests: $(READY)
+	$(BIN)/python tests/implicit_suite.py $(CHECKOUT)
 
 lint: $(READY)
 	$(BIN)/ruff check .
