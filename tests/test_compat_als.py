@@ -171,6 +171,8 @@ def test_new_users_and_items_take_part_at_once():
         model.partial_fit_users([0, 1], board[0])
     with pytest.raises(IndexError, match="got -1"):
         model.partial_fit_items([-1], board[1])
+    with pytest.raises(ValueError, match="numbers whose factors fit"):
+        model.partial_fit_users([2**50], board[1])
 
 
 def test_a_score_is_explained_by_the_liked_items(model):
@@ -330,6 +332,9 @@ def test_files_of_something_else_are_refused(tmp_path):
     (tmp_path / "array.npy").rename(path)
     with pytest.raises(ValueError, match=r"an \.npz file of a model"):
         AlternatingLeastSquares.load(path)
+    for nothing in (3, None, b"x"):
+        with pytest.raises(ValueError, match="file: got"):
+            AlternatingLeastSquares.load(nothing)
     path.write_bytes(b"")
     with pytest.raises(ValueError, match=r"an \.npz file of a model"):
         AlternatingLeastSquares.load(path)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gramtower as gt
+from gramtower.compat.implicit import AlternatingLeastSquares
 from gramtower.compat.implicit import TwoTower as Implicit
 from gramtower.data.matrices import canonical, checked, pattern
 from gramtower.metrics import evaluate_embeddings, ranking_metrics
@@ -80,6 +81,7 @@ def test_a_matrix_that_does_not_hold_together_is_refused(what):
         lambda bad: MODEL.evaluate(bad, ["recall@2"]),
         lambda bad: MODEL.recommend(histories=bad),
         lambda bad: Implicit(2).fit(bad, show_progress=False),
+        lambda bad: AlternatingLeastSquares(2).fit(bad, show_progress=False),
     ],
 )
 def test_everything_that_takes_a_matrix_checks_it(give, what):

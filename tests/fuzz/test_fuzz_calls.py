@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import warnings
 from pathlib import Path
@@ -14,13 +15,26 @@ from harness import ACCEPTED, Fuzz
 
 import gramtower as gt
 from gramtower.compat.implicit import TwoTower as Implicit
+from gramtower.compat.implicit import evaluation
+from gramtower.compat.implicit.als import AlternatingLeastSquares, calculate_loss
 from gramtower.data import splits
 from gramtower.metrics import evaluate_embeddings, ranking_metrics
 from gramtower.retrieval.topk import top_k
 
 M, N = 8, 6
 MANY = 2**70
-SIZED = ("dim", "hidden", "factors", "max_iterations", "iterations", "k", "N")  # a large number there is a large task
+THEIRS = ("implicit", "als")  # calls that raise as implicit's do
+SIZED = (
+    "dim",
+    "hidden",
+    "factors",
+    "max_iterations",
+    "iterations",
+    "k",
+    "N",
+    "K",
+    "userids",
+)  # a large number there is a large task
 
 
 def pattern():
@@ -167,6 +181,26 @@ class Surface:
                 dict(userid=[1], user_items=x[:1], N=2, filter_items=None, recalculate_user=False, items=None),
             ),
             "implicit similar": (self.implicit.similar_items, dict(itemid=1, N=2, filter_items=None, items=None)),
+        } | self.als_calls(x)
+
+    def als_calls(self, x):
+        als = AlternatingLeastSquares(2, iterations=1, use_gpu=False)
+        als.fit(x, show_progress=False)
+        als.save(self.folder / "als.npz")
+        shared = dict(train_user_items=x, test_user_items=x, K=2)
+        fit = dict(user_items=x, factors=2, regularization=0.1, alpha=1.0, dtype="float32", random_state=0)
+        similar = dict(itemid=[1], N=2, recalculate_item=True, item_users=x.T.tocsr()[1:2], items=None)
+        return {
+            "als": (self.like_als, fit | dict(use_gpu=False, iterations=1, calculate_training_loss=True)),
+            "als recommend": (als.recommend, dict(userid=[1], user_items=x[:1], N=2, recalculate_user=True)),
+            "als similar": (als.similar_items, similar),
+            "als partial fit": (copy.deepcopy(als).partial_fit_users, dict(userids=[1], user_items=x[:1])),
+            "als explain": (als.explain, dict(userid=1, user_items=x, itemid=2, user_weights=None, N=2)),
+            "als load": (AlternatingLeastSquares.load, dict(fileobj_or_path=self.folder / "als.npz")),
+            "als loss": (calculate_loss, dict(Cui=x, X=als.user_factors, Y=als.item_factors, regularization=0.1)),
+            "als metrics": (lambda **given: evaluation.ranking_metrics_at_k(als, **given), shared),
+            "split": (evaluation.train_test_split, dict(ratings=x, train_percentage=0.5, random_state=0)),
+            "leave out": (evaluation.leave_k_out_split, dict(ratings=x, K=1, train_only_size=0.1, random_state=0)),
         }
 
     def evaluated(self, **given):
@@ -183,6 +217,9 @@ class Surface:
 
     def saved(self, path):
         self.model.save(self.folder / path if isinstance(path, (str, Path)) else path)
+
+    def like_als(self, user_items, **params):
+        AlternatingLeastSquares(**params).fit(user_items, show_progress=False)
 
     def like_implicit(self, user_items, **params):
         Implicit(**params, hidden=()).fit(user_items, show_progress=False)
@@ -205,5 +242,5 @@ def test_calls(tmp_path):
             for _ in range(rng.choice([1, 1, 1, 2, 3])):
                 argument = rng.choice(list(good))
                 given[argument] = rng.choice(hostile(name, argument))
-            accepted = (*ACCEPTED, IndexError, NotImplementedError) if name.startswith("implicit") else ACCEPTED
+            accepted = (*ACCEPTED, IndexError, NotImplementedError) if name.startswith(THEIRS) else ACCEPTED
             fuzz.attempt((name, given), lambda f=function, given=given: call_in(tmp_path, f, given), accepted)

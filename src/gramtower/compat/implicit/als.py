@@ -44,6 +44,7 @@ from gramtower.compat.implicit.utils import (
     warn_of_ignored,
 )
 from gramtower.engine.objective.point import Point
+from gramtower.runtime.memory import free_memory, readable
 from gramtower.training.result import Record
 
 
@@ -230,7 +231,10 @@ class AlternatingLeastSquares(Recommender):
         numbers, factors = row_numbers(f"{kind}ids", which), self._factors(side)
         if len(numbers) and numbers.min() < 0:
             raise IndexError(f"{kind}ids: got {numbers.min()}, expected numbers >= 0")
-        grown = np.zeros((max(len(factors), int(numbers.max(initial=-1)) + 1), self.factors), dtype=self.dtype)
+        rows_then, free = max(len(factors), int(numbers.max(initial=-1)) + 1), free_memory(torch.device("cpu"))
+        if rows_then * self.factors * self.dtype.itemsize > free:
+            check.fail(f"{kind}ids", f"{rows_then - 1}", f"numbers whose factors fit into {readable(free)}")
+        grown = np.zeros((rows_then, self.factors), dtype=self.dtype)
         grown[: len(factors)] = factors
         grown[numbers] = rows
         return grown
