@@ -30,7 +30,7 @@ from gramtower.compat.implicit.objective import (
     confidences,
     factor_towers,
     make_problem,
-    minimize_by_turns,
+    minimize_factors,
     total_weight,
 )
 from gramtower.compat.implicit.store import read_npz, write_npz
@@ -124,7 +124,7 @@ class AlternatingLeastSquares(Recommender):
                 callback(record.iteration - 1, record.seconds - before, loss)
             before = record.seconds
 
-        minimize_by_turns(problem, towers, self.iterations, report, check.flag("show_progress", show_progress))
+        minimize_factors(problem, towers, self.iterations, report, check.flag("show_progress", show_progress))
         liked = confident.data > 0
         tables = [next(tower.parameters()).detach().cpu().numpy().copy() for tower in (towers.left, towers.right)]
         for table, entries in zip(tables, (confident.tocoo().row, confident.indices), strict=True):

@@ -73,7 +73,7 @@ def factor_towers(
     return towers
 
 
-def minimize_by_turns(
+def minimize_factors(
     problem: Problem, towers: Towers, iterations: int, report: Callable[[Record, Point], Any], verbose: bool
 ) -> None:
     """Minimise over both sides together, then over the users while the items stay as they are.
