@@ -12,15 +12,15 @@ from cyclopts import Parameter
 
 from gramtower import _checks as check
 from gramtower._files import write_json
-from gramtower.cli.config import settle
+from gramtower.cli.config import merge_flags
 from gramtower.cli.features import tower_features
 from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions
 from gramtower.cli.output import note, print_json, print_table, shown
 from gramtower.cli.reading import read_pairs
-from gramtower.estimator.two_tower import TwoTower
 from gramtower.evaluation.cross_validation import cross_validate as validate
 from gramtower.evaluation.intervals import Interval
 from gramtower.metrics.definitions import DEFAULT, parse
+from gramtower.two_tower import TwoTower
 
 
 def cross_validate(
@@ -55,7 +55,7 @@ def cross_validate(
         common: Output.
     """
     common = common or Common()
-    settings = settle(config, data, model, train, features)
+    settings = merge_flags(config, data, model, train, features)
     source = settings.data.path if path is None else str(path)
     if source is None:
         check.fail("DATA", "nothing", "a file of pairs, as an argument or as path below [data] of the config")

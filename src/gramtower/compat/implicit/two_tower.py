@@ -22,8 +22,8 @@ from gramtower import _checks as check
 from gramtower.compat.implicit.base import Callback, Recommender
 from gramtower.compat.implicit.utils import as_seed, check_csr, warn_of_ignored
 from gramtower.data.interactions import Interactions
-from gramtower.estimator.model_file import load as load_estimator
-from gramtower.estimator.two_tower import TwoTower as Estimator
+from gramtower.two_tower import TwoTower as Estimator
+from gramtower.two_tower import load as load_estimator
 
 
 class TwoTower(Recommender):
@@ -138,7 +138,7 @@ class TwoTower(Recommender):
                 Path(folder, "model").write_bytes(file.read())
                 model = load_estimator(Path(folder, "model"))
         made = cls(
-            model.dim_, model.l2, iterations=model.max_iterations, random_state=model.seed,
+            model.dim_, model.l2, iterations=model.max_iterations or 20, random_state=model.seed,
             history=model.left_.inputs.has_history,
         )  # fmt: skip
         made.model = model
