@@ -68,11 +68,11 @@ class FitData:
 
     @property
     def seen(self) -> str:
-        """What towers see, for defaults: ids alone, features, or both beside each other on one side."""
+        """What towers see, for defaults: ids alone, features, or both on one side; a history is a kind of ids."""
         described = [inputs for inputs in self.inputs if inputs.described]
         if not described:
             return defaults.IDS
-        beside = any(part.kind == "id" for inputs in described for part in inputs.parts)
+        beside = any(part.kind in ("id", "history") for inputs in described for part in inputs.parts)
         return defaults.BOTH if beside else defaults.FEATURES
 
 
