@@ -24,7 +24,7 @@ from gramtower.cli.setup import make_setup
 from gramtower.compare.build import PAGE, build
 from gramtower.compare.machine import environment
 from gramtower.compare.runner import Runner
-from gramtower.compare.store import MANIFEST, checkpoint_path, read_manifest, write_manifest
+from gramtower.compare.store import MANIFEST, RAN, checkpoint_path, read_manifest, write_manifest
 from gramtower.optim.solvers import SOLVERS
 from gramtower.training.checkpoint import remove_checkpoint
 from gramtower.training.lock import locked
@@ -100,7 +100,7 @@ def compare(
         show(content, out)
     if interrupted:
         raise KeyboardInterrupt(kept)
-    return 1 if any(found["status"] != "finished" for found in content["methods"].values()) else 0
+    return 0 if all(found["status"] in RAN for found in content["methods"].values()) else 1
 
 
 def show(content: dict[str, Any], out: Path) -> None:
@@ -119,6 +119,7 @@ def show(content: dict[str, Any], out: Path) -> None:
     for name, found in content["methods"].items():
         if found["status"] != "finished":
             print(f"{name} {found['status']}: {found['message']}")
+    print(content["verdict"])
     print(f"report: {out / PAGE}")
 
 

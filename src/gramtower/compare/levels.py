@@ -19,6 +19,7 @@ from gramtower.training.result import Record
 
 #: Relative differences that tables are made for.
 LEVELS = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01)
+_WON = 0.01  # who is first within this of L* has won
 
 SpeedUp = dict[str, Any]  # {"times": float, "bound": "" or ">" or "<"}
 
@@ -69,7 +70,25 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
             }
             found["speed_up"][f"{level:g}"] = table
             found["first"][f"{level:g}"] = _first(ran, lowest, level, _time_limit(comparison))
-    return found
+    return found | {"verdict": verdict(found)}
+
+
+def verdict(summary: dict[str, Any]) -> str:
+    """One sentence: who won for this data, which is to be within 1% of L* first, and by how much."""
+    first = summary["first"].get(f"{_WON:g}")
+    ran = [name for name, found in summary["methods"].items() if "lowest" in found]
+    if first is None:
+        return "For this data nobody won: no method ran."
+    name, seconds = first["method"], f"{first['seconds']:.3g} s"
+    if len(ran) == 1:
+        return f"For this data {name} ran alone, and was within {_WON:.0%} of its lowest objective after {seconds}."
+    if first["next"] is not None:
+        lead = f"{first['times']:.3g} times sooner than the next, {first['next']}"
+    elif first["times"] is not None and first["times"] > 1:
+        lead = f"at least {first['times']:.3g} times sooner than any other, as no other came so near in its time"
+    else:
+        lead = "and no other came so near in its time"
+    return f"For this data {name} won: within {_WON:.0%} of the lowest objective of all after {seconds}, {lead}."
 
 
 def _method(method: MethodRun, lowest: float | None) -> dict[str, Any]:

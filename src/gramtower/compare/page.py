@@ -90,12 +90,7 @@ def _opening(comparison: Comparison, summary: dict[str, Any]) -> list[str]:
         parts.append(text + (f", {held:,} held out for {comparison.metric}." if held else "."))
     parts.append("All methods start from the same point and run one after the other; only their own work is timed.")
     found = [f"<p>{escape(' '.join(parts))}</p>"]
-    first = summary["first"].get("0.1")
-    if first is not None and first["times"] is not None:
-        who = f"{first['times']:.1f} times sooner than the next, {first['next']}" if first["next"] else (
-            f"at least {first['times']:.1f} times sooner than any other, as no other got there")  # fmt: skip
-        text = f"{first['method']} reached a relative difference of 0.1 first, after {first['seconds']:.3g} s: {who}."
-        found.append(f"<p><strong>{escape(text)}</strong></p>")
+    found.append(f"<p><strong>{escape(summary['verdict'])}</strong></p>")
     troubled = [m for m in comparison.methods if m.outcome["status"] != "finished"]
     if troubled:
         names = ", ".join(f"{m.name} ({m.outcome['status']})" for m in troubled)

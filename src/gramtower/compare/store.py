@@ -52,6 +52,10 @@ STATUSES = {
 }
 
 
+#: Those of methods that ran; what they were worth is in the report.
+RAN = ("finished", "diverged", "too slow")
+
+
 @dataclass(frozen=True)
 class Comparison:
     """A folder's content: its methods in the order they were asked for, and what comparison.json says of the rest."""

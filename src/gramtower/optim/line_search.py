@@ -46,7 +46,7 @@ class Backtracking(StepRule):
             if trial == 1:
                 first = point.value - trial_point.value
             enough = trial_point.value <= point.value + self.eta * step * slope and trial_point.value < point.value
-            if enough and _trustworthy(point, trial_point):
+            if enough and trustworthy(point, trial_point):
                 self.last = step
                 self.iterations += 1
                 return StepResult(trial_point, step, trial, first)
@@ -69,7 +69,7 @@ class Backtracking(StepRule):
         self.last, self.iterations = state["last"], state["iterations"]
 
 
-def _trustworthy(point: Point, trial_point: Point) -> bool:
+def trustworthy(point: Point, trial_point: Point) -> bool:
     """Whether a trial's value means anything.
 
     Far out, L is a difference of sums so large that it is infinite, or rounding alone; both can look like a decrease.

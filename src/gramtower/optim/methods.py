@@ -1,4 +1,4 @@
-"""What runs an iteration: exact gradients with a direction and a line search, or several steps with estimated ones.
+"""What runs an iteration: exact gradients, a direction and a line search. stochastic.py has estimated gradients.
 
 solvers.py says which parts the methods of each name are made of. Checked by tests/test_optim.py.
 """
@@ -11,12 +11,7 @@ from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.parameters import Parameters
 from gramtower.engine.towers.towers import Towers
-from gramtower.optim.directions import Steepest
-from gramtower.optim.line_search import Backtracking
 from gramtower.optim.parts import Direction, State, Stateful, StepRule
-from gramtower.optim.sampled import Source
-
-_SEARCHED_STEPS = 10
 
 
 @dataclass
@@ -81,53 +76,3 @@ class Descent(Method):
         """See Stateful."""
         self.direction.restore(state.get("direction", {}))
         self.rule.restore(state.get("rule", {}))
-
-
-class Sampled(Method):
-    """Estimated gradients, a direction, a fixed step; one iteration is several steps.
-
-    Args:
-        source: where gradients come from.
-        direction: which way.
-        step_size: δ; None finds it by a few line-searched gradient steps from the start.
-        steps: steps in one iteration; the objective is evaluated once after them.
-    """
-
-    def __init__(self, source: Source, direction: Direction, step_size: float | None, steps: int) -> None:
-        self.source, self.direction, self.step_size, self.steps = source, direction, step_size, steps
-
-    def iterate(self, problem: Problem, towers: Towers, point: Point) -> IterationResult:
-        """θ ← θ + δs, several times."""
-        if self.step_size is None:
-            self.step_size = searched_step(problem, towers, point)
-        theta, norm = point.parameters.clone(), 0.0
-        for _ in range(self.steps):
-            gradient = self.source.gradient(problem, towers, theta)
-            theta.axpy_(self.step_size, self.direction.find(gradient, None).s)
-            norm = gradient.norm()
-            if not norm < float("inf"):
-                return IterationResult(None, norm, step=self.step_size)
-        return IterationResult(None, norm, step=self.step_size, parameters=theta)
-
-    def state(self) -> State:
-        """The parts' states and the step size."""
-        return {"source": self.source.state(), "direction": self.direction.state(), "step_size": self.step_size}
-
-    def restore(self, state: State) -> None:
-        """See Stateful."""
-        self.source.restore(state["source"])
-        self.direction.restore(state.get("direction", {}))
-        self.step_size = state["step_size"]
-
-
-def searched_step(problem: Problem, towers: Towers, point: Point) -> float:
-    """The smallest step among the first few that line-searched gradient descent takes from here."""
-    method = Descent(Steepest(), Backtracking())
-    sizes: list[float] = []
-    for _ in range(_SEARCHED_STEPS):
-        result = method.iterate(problem, towers, point)
-        if result.point is None:
-            break
-        point = result.point
-        sizes.append(result.step)
-    return min(sizes, default=2.0**-25)

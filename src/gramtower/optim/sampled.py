@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gramtower import _checks as check
+from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.objective.subsampling import Gramians, block_gradient, subset_gradient, subset_gramians
 from gramtower.engine.towers.parameters import Parameters
@@ -36,6 +37,13 @@ class Source(Stateful):
         """The next estimate of ∇L."""
         raise NotImplementedError
 
+    def begin(self, point: Point) -> None:
+        """Take up what is known exactly of the point where a run starts."""
+
+    def visits(self, m: int, n: int, observed: int) -> tuple[float, float]:
+        """About how many observed pairs and entities a gradient looks at."""
+        raise NotImplementedError
+
     def _draw(self, total: int, device: torch.device) -> Tensor:
         """A share ρ of 0 … total−1 without repetition, increasing; at least one."""
         chosen = self.rng.choice(total, max(1, round(self.ratio * total)), replace=False, shuffle=False)
@@ -53,6 +61,10 @@ class Source(Stateful):
 
 class Blocks(Source):
     """Û × V̂."""
+
+    def visits(self, m: int, n: int, observed: int) -> tuple[float, float]:
+        """Those of the block."""
+        return self.ratio**2 * observed, self.ratio * (m + n)
 
     def gradient(self, problem: Problem, towers: Towers, parameters: Parameters) -> Parameters:
         """From all pairs between the entities drawn."""
@@ -75,6 +87,16 @@ class Subsets(Source):
         self.alpha = alpha
         self.running: Gramians | None = None
 
+    def begin(self, point: Point) -> None:
+        """Let the running averages begin with the exact Gramians, in the place of the paper's zeros."""
+        own, cross = point.evaluation.gramians
+        self.running = Gramians((own[0].clone(), own[1].clone()), (cross[0].clone(), cross[1].clone()))
+
+    def visits(self, m: int, n: int, observed: int) -> tuple[float, float]:
+        """Those of both subsets."""
+        drawn = self.ratio * observed
+        return 2 * drawn, 2 * (min(m, drawn) + min(n, drawn))
+
     def gradient(self, problem: Problem, towers: Towers, parameters: Parameters) -> Parameters:
         """Draw Ô₁ and Ô₂, move the running Gramians toward those of Ô₂, take the gradient on Ô₁."""
         total = problem.observed
@@ -95,6 +117,7 @@ class Subsets(Source):
     def restore(self, state: State) -> None:
         """See Stateful."""
         super().restore(state)
+        self.running = None
         if "P" in state:
             own, cross = ([state[name] for name in names] for names in (("P", "Q"), ("hP", "hQ")))
             k, r = own[0].shape[-1:].numel(), cross[0].shape[:1].numel()

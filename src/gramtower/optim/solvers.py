@@ -1,8 +1,9 @@
 """The optimization methods as objects: typed options that check themselves, and the parts each is made of.
 
 `gd`, `gd-diag`, `newton`, `sogram`, `sogram-diag`, `sampling`, `sampling-diag` are the paper's seven (Section "Compared
-Optimization Methods"), with its constants as defaults; `newton-kron` and `lbfgs` go beyond it. ``gt.minimize(problem,
-towers, gt.NewtonKron(damping=0.1))`` and ``gt.minimize(problem, towers, "newton-kron", damping=0.1)`` are the same run.
+Optimization Methods"), with its constants as defaults but for the step sizes of the four that draw, which are searched;
+`newton-kron` and `lbfgs` go beyond it. ``gt.minimize(problem, towers, gt.NewtonKron(damping=0.1))`` and
+``gt.minimize(problem, towers, "newton-kron", damping=0.1)`` are the same run.
 
 A solver of one's own is a dataclass with a ``name`` and a ``method``; docs/choosing.md has one. Checked by
 tests/test_optim.py.
@@ -18,10 +19,11 @@ from gramtower import _checks as check
 from gramtower.optim.directions import LBFGS as LimitedMemory
 from gramtower.optim.directions import Diagonal, NewtonCG, Steepest
 from gramtower.optim.line_search import Backtracking
-from gramtower.optim.methods import Descent, Method, Sampled
+from gramtower.optim.methods import Descent, Method
 from gramtower.optim.newton_kron import KroneckerNewton
 from gramtower.optim.parts import Direction
 from gramtower.optim.sampled import Blocks, Source, Subsets
+from gramtower.optim.stochastic import Sampled
 
 
 def _option(default: Any, test: Callable[[str, Any], object]) -> Any:
@@ -48,8 +50,8 @@ def _count(default: int, least: int = 1) -> Any:
     return _option(default, lambda name, value: check.count(name, value, minimum=least))
 
 
-def _step_size(default: float | None) -> Any:
-    return _option(default, lambda name, value: None if value is None else check.number(name, value, above=0.0))
+def _step_size() -> Any:
+    return _option(None, lambda name, value: None if value is None else check.number(name, value, above=0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,11 +190,11 @@ class _Stochastic(Solver):
     """Steps of one size along estimated gradients, as many in an iteration as see about all the data."""
 
     ratio: float = _share(0.01)
-    step_size: float | None = _step_size(None)
+    step_size: float | None = _step_size()
     steps: int | None = _option(None, lambda name, value: None if value is None else check.count(name, value))
 
     def _sampled(self, source: Source, direction: Direction) -> Method:
-        return Sampled(source, direction, self.step_size, self.steps or round(1 / self.ratio))
+        return Sampled(source, direction, self.step_size, self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,8 +204,8 @@ class Sogram(_Stochastic):
     Args:
         ratio: ρ, the share of the pairs drawn in a step.
         alpha: α, the rate of the Gramians' running averages.
-        step_size: δ; None finds it by a few line-searched gradient steps from the start.
-        steps: steps in one iteration; None for 1/ρ.
+        step_size: δ, kept as it is; None searches for one on the exact value, and halves it when the run diverges.
+        steps: steps in one iteration; None for 8, 16, … up to 1/ρ or about a second of work (optim/stochastic.py).
     """
 
     name: ClassVar[str] = "sogram"
@@ -223,7 +225,6 @@ class DiagonalSogram(Sogram):
     """
 
     name: ClassVar[str] = "sogram-diag"
-    step_size: float | None = _step_size(0.01)
     mu: float = _positive(1e-8)
 
     def method(self, seed: int) -> Method:
@@ -237,8 +238,8 @@ class Sampling(_Stochastic):
 
     Args:
         ratio: ρ, the share of the entities of each side drawn in a step.
-        step_size: δ; None finds it by a few line-searched gradient steps from the start.
-        steps: steps in one iteration; None for 1/ρ.
+        step_size: δ, kept as it is; None searches for one on the exact value, and halves it when the run diverges.
+        steps: steps in one iteration; None for 8, 16, … up to 1/ρ or about a second of work (optim/stochastic.py).
     """
 
     name: ClassVar[str] = "sampling"
@@ -257,7 +258,6 @@ class DiagonalSampling(Sampling):
     """
 
     name: ClassVar[str] = "sampling-diag"
-    step_size: float | None = _step_size(0.01)
     mu: float = _positive(1e-8)
 
     def method(self, seed: int) -> Method:

@@ -1,8 +1,8 @@
 """`gramtower.minimize`: the one loop that runs every method.
 
 Order of an iteration: method.iterate → finite? → validation → record → log, callbacks → checkpoint → limits. The clock
-runs, and work is counted, during method.iterate only (for methods with a line search the values it looks at are part
-of that; for the others the value is wanted by the record alone).
+runs, and work is counted, during method.iterate only (values that a method looks at to choose a step are part of that;
+for those that draw and have a given step size, the value is wanted by the record alone).
 
 An iteration counts once it has its record: the run then steps to the next `_Reached` by one assignment. Whatever is
 interrupted, or ends in no point, before that has not happened; checkpoints and results are of what was reached.

@@ -38,8 +38,8 @@ class Record:
 
     Attributes:
         iteration: number of the iteration.
-        seconds: training time so far; validation, checkpoints and, for sampled methods, the value of this record are
-            not counted.
+        seconds: training time so far; validation, checkpoints and, for sampled methods with a given step size, the
+            value of this record are not counted.
         value: objective L after the iteration.
         relative_decrease: (L before − L) / |L before|.
         gradient_norm: ‖∇L‖ where the iteration started (sampled methods: of the last sample).

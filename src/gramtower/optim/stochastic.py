@@ -1,0 +1,199 @@
+"""Methods with estimated gradients: several steps θ ← θ + δs an iteration, a first δ that is searched, and a way back.
+
+    given δ   kept as it is, whatever happens: the paper's methods (its constants are in experiments/)
+    no δ      The first iteration is the search. The curvature c along the exact direction s, from one more value of L,
+              says how far a parabola would go, δ₀ = −sᵀ∇L / c; from there the same draws are tried with δ₀/4, δ₀/16, …
+              or with 4δ₀, …, and the lowest exact value wins. Later, an iteration that ends non-finite, or above
+              L_best + ½(L_start − L_best), is undone: δ is halved, and new draws start from where it started.
+
+Iterations begin with 8 steps and double up to one pass over the data (1/ρ steps), or to about a second of work if that
+is less, but not below the work of the value that ends them. Work is counted in pair visits, never by a clock, so that
+runs repeat bit for bit, also from a checkpoint: δ, both values and the number of iterations are part of the state.
+
+Cost: that of the steps; without a given δ also one value an iteration, and up to _MOST_TRIALS + 2 in the first. Checked
+by tests/test_stochastic.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from gramtower.engine.objective.point import Point
+from gramtower.engine.objective.problem import Problem
+from gramtower.engine.towers.parameters import Parameters
+from gramtower.engine.towers.towers import Towers
+from gramtower.optim.line_search import trustworthy
+from gramtower.optim.methods import IterationResult, Method
+from gramtower.optim.parts import Direction, State
+from gramtower.optim.sampled import Source
+
+_FIRST = 8  # steps of the first iteration
+_FACTOR = 4.0  # between two tries of the search
+_MOST_TRIALS = 16
+_MOST_HALVINGS = 40
+_SECOND = 5_000_000  # pair visits that take about a second on one core
+_LAUNCH = 20_000  # pair visits that take as long as the operations of one step take to begin
+
+
+class _Trial(NamedTuple):
+    """Steps of one size from one point: where they led (None if not finite on the way), and the parts' state then."""
+
+    size: float
+    value: float
+    theta: Parameters | None
+    norm: float
+    state: State
+
+
+class Sampled(Method):
+    """Estimated gradients, a direction, a step size; one iteration is several steps.
+
+    Args:
+        source: where gradients come from.
+        direction: which way.
+        step_size: δ, kept as it is; None searches for one and halves it when the run diverges.
+        steps: steps in one iteration; None lets them grow as the file says.
+    """
+
+    def __init__(self, source: Source, direction: Direction, step_size: float | None, steps: int | None) -> None:
+        self.source, self.direction, self.steps = source, direction, steps
+        self.given, self.step_size = step_size is not None, step_size
+        self.iterations = 0
+        self.first: float | None = None  # the exact value at the start, and the lowest since
+        self.best: float | None = None
+
+    def iterate(self, problem: Problem, towers: Towers, point: Point) -> IterationResult:
+        """Several steps and, without a given δ, the value where they led."""
+        steps = self.steps or min(_FIRST << min(self.iterations, 40), most_steps(self.source, problem, towers))
+        if self.step_size is None:
+            return self._begin(problem, towers, point, steps)
+        if not self.given:
+            return self._go_on(problem, towers, point, steps, self.step_size)
+        theta, norm = self._walk(problem, towers, point, steps, self.step_size)
+        self.iterations += 1
+        return IterationResult(None, norm, step=self.step_size, parameters=theta)
+
+    def _begin(self, problem: Problem, towers: Towers, point: Point, steps: int) -> IterationResult:
+        """The first iteration, whose steps are those of the best size tried."""
+        before = self._parts()
+        gradient = point.gradient()
+        norm, s = gradient.norm(), self.direction.find(gradient, None).s
+        if not 0.0 < norm < math.inf:
+            return IterationResult(None, norm)
+        size = lowest_on_parabola(point, s, gradient.dot(s))
+        self._restore(before)
+        self.source.begin(point)
+        before, self.first, self.best = self._parts(), point.value, point.value
+
+        def look(size: float) -> _Trial:
+            self._restore(before)
+            theta, norm = self._walk(problem, towers, point, steps, size)
+            there = None if theta is None else problem.at(towers, theta)
+            good = there is not None and math.isfinite(there.value) and trustworthy(point, there)
+            value = there.value if there is not None and good else math.inf
+            return _Trial(size, value, theta, norm, self._parts())
+
+        found = searched(look, size, point.value)
+        self._restore(found.state)
+        self.step_size = found.size
+        if found.theta is None or not found.value < point.value:
+            return IterationResult(None, norm, step=found.size)
+        return self._reached(problem.at(towers, found.theta), found.norm)
+
+    def _go_on(self, problem: Problem, towers: Towers, point: Point, steps: int, size: float) -> IterationResult:
+        """A later iteration: again with half the size, and other draws, as long as it ends too high."""
+        assert self.first is not None
+        assert self.best is not None
+        before, highest, norm = self._parts(), self.best + 0.5 * (self.first - self.best), 0.0
+        for _ in range(_MOST_HALVINGS):
+            theta, norm = self._walk(problem, towers, point, steps, size)
+            there = None if theta is None else problem.at(towers, theta)
+            if there is not None and there.value <= highest and trustworthy(point, there):
+                self.step_size = size
+                return self._reached(there, norm)
+            size /= 2
+            before["source"]["rng"] = self.source.state()["rng"]
+            self._restore(before)
+            del there  # before the next one is made: each is as large as an evaluation
+        return IterationResult(None, norm if norm < math.inf else 0.0, step=size)
+
+    def _reached(self, point: Point, norm: float) -> IterationResult:
+        assert self.best is not None
+        assert self.step_size is not None
+        self.best = min(self.best, point.value)
+        self.iterations += 1
+        return IterationResult(point, norm, step=self.step_size)
+
+    def _walk(
+        self, problem: Problem, towers: Towers, point: Point, steps: int, size: float
+    ) -> tuple[Parameters | None, float]:
+        """θ after some steps, None if a gradient was not finite, and the norm of the last one."""
+        theta, norm = point.parameters.clone(), 0.0
+        for _ in range(steps):
+            gradient = self.source.gradient(problem, towers, theta)
+            theta.axpy_(size, self.direction.find(gradient, None).s)
+            norm = gradient.norm()
+            if not norm < math.inf:
+                return None, norm
+        return theta, norm
+
+    def _parts(self) -> State:
+        return {"source": self.source.state(), "direction": self.direction.state()}
+
+    def _restore(self, state: State) -> None:
+        self.source.restore(state["source"])
+        self.direction.restore(state.get("direction", {}))
+
+    def state(self) -> State:
+        """The parts' states, the step size, and what divergence is told by."""
+        own = {"step_size": self.step_size, "iterations": self.iterations, "first": self.first, "best": self.best}
+        return self._parts() | own
+
+    def restore(self, state: State) -> None:
+        """See Part."""
+        self._restore(state)
+        self.step_size, self.iterations = state["step_size"], state["iterations"]
+        self.first, self.best = state["first"], state["best"]
+
+
+def lowest_on_parabola(point: Point, s: Parameters, slope: float) -> float:
+    """−slope / c for the parabola through L(θ) and L(θ + ts) with that slope, t a hundredth of ‖θ‖ / ‖s‖; or t."""
+    t = 0.01 * (point.parameters.norm() or 1.0) / s.norm()
+    curvature = 2 * (point.along(s)(t).value - point.value - t * slope) / t**2
+    return -slope / curvature if 0.0 < curvature < math.inf else t
+
+
+def searched(look: Callable[[float], _Trial], size: float, start: float) -> _Trial:
+    """The best of some sizes, each a factor from the last: up from the first one or else down, while values fall."""
+    best, left = look(size), _MOST_TRIALS - 1
+    for factor in (_FACTOR, 1 / _FACTOR) if best.value < start else (1 / _FACTOR,):
+        first = best
+        while left > 0:
+            left, tried = left - 1, look(best.size * factor)
+            if best.value < start and tried.value >= best.value:
+                break
+            best = tried
+        if best is not first:
+            break
+    return best
+
+
+def most_steps(source: Source, problem: Problem, towers: Towers) -> int:
+    """Steps of a long iteration: a pass over the data, or a second, but as much work as the value that ends it."""
+    (m, n), observed = problem.shape, problem.observed
+    tables = weights = dim = 0
+    layout = towers.parameters().layout
+    for name, shape in layout.shapes.items():
+        count, width = n if name.startswith("right.") else m, math.prod(shape[1:])
+        if name in layout.owned or shape[:1] == (count,):
+            tables += count * width
+        else:
+            weights += math.prod(shape)
+        dim = max(dim, width)
+    dim = max(1, dim)
+    pairs, entities = source.visits(m, n, observed)
+    step = _LAUNCH + pairs + (entities * weights + tables + weights) / dim
+    value = observed + (m + n) * weights / dim
+    return max(1, min(round(1 / source.ratio), round(max(_SECOND, value) / step)))
