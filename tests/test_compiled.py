@@ -1,4 +1,4 @@
-"""Compiled code without a place to keep it: the same answers, and one warning."""
+"""Compiled code and where it is kept: the same answers with any cache or none, and one warning if it is unusable."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from gramtower.runtime import compiled as module
+from gramtower.runtime.code_files import CodeFiles
 from gramtower.runtime.compiled import compiled
 
 READ_ONLY = """
@@ -57,7 +58,7 @@ def test_a_cache_that_fails_later_is_done_without(error):
     def fail(*_):
         raise error
 
-    made._cache._load_overload = made._cache._save_overload = fail
+    made._cache._cache_file.load = made._cache._cache_file.save = fail
     with pytest.warns(RuntimeWarning, match="NUMBA_CACHE_DIR"):
         assert made(3) == 6
     with warnings.catch_warnings():
@@ -68,3 +69,74 @@ def test_a_cache_that_fails_later_is_done_without(error):
 def test_without_compilation_functions_stay_plain(monkeypatch):
     monkeypatch.setattr("numba.config.DISABLE_JIT", True)
     assert compiled(nogil=True)(twice)(np.int64(2)) == 4
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def kept(folder):
+    return sorted(folder.rglob("*.gtc"))
+
+
+def test_the_next_one_loads_what_was_compiled(folder):
+    assert compiled()(twice)(3) == 6
+    (file,) = kept(folder)
+    content = file.read_bytes()
+    again = compiled()(twice)
+    assert again(5) == 10
+    assert sum(again.stats.cache_hits.values()) == 1
+    assert again(1.5) == 3.0  # another signature
+    assert len(kept(folder)) == 2
+    assert file.read_bytes() == content
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "changed", "digest"])
+def test_a_damaged_file_is_not_used_and_is_written_anew(folder, damage):
+    compiled()(twice)(3)
+    (file,) = kept(folder)
+    whole = file.read_bytes()
+    place = 5 if damage == "digest" else len(whole) // 2
+    flipped = whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+    file.write_bytes({"cut": whole[:place], "empty": b""}.get(damage, flipped))
+    with pytest.warns(RuntimeWarning, match="a damaged file"):
+        assert compiled()(twice)(3) == 6
+    after = compiled()(twice)
+    assert after(3) == 6
+    assert sum(after.stats.cache_hits.values()) == 1
+
+
+def test_a_file_under_another_ones_name_is_not_used(folder):
+    """What numba's numbered files allow when two processes save at once: code for floats where integers were asked."""
+    made = compiled()(twice)
+    made(3)
+    (integers,) = kept(folder)
+    made(1.5)
+    (floats,) = set(kept(folder)) - {integers}
+    integers.write_bytes(floats.read_bytes())
+    with pytest.warns(RuntimeWarning, match="a file of another function"):
+        assert compiled()(twice)(2**62 - 1) == 2**63 - 2  # a float would have lost the last place
+
+
+def test_processes_that_save_at_once_do_not_mix_their_files(folder):
+    source = folder / "source.py"
+    source.write_text("1")
+    one, other = (CodeFiles(str(folder), "f", str(source)) for _ in range(2))
+    assert one.load("integers") is None
+    assert other.load("floats") is None
+    one.save("integers", 1)
+    other.save("floats", 2)
+    assert (other.load("integers"), one.load("floats")) == (1, 2)
+    changed = folder / "changed.py"
+    changed.write_text("2")
+    assert CodeFiles(str(folder), "f", str(changed)).load("integers") is None  # the same size, other content
+
+
+def test_the_cache_can_be_turned_off(folder, monkeypatch):
+    monkeypatch.setenv("GRAMTOWER_CACHE", "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert compiled()(twice)(3) == 6
+    assert kept(folder) == []

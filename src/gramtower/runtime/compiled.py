@@ -1,12 +1,14 @@
 """``compiled``: the one way this library compiles a function with numba, kept on disk for the next process if possible.
 
-Numba keeps machine code beside the source file, or in the user's cache folder, or in NUMBA_CACHE_DIR. Where none of
-them can be written, or writing fails later (a full disk), functions are compiled in every process anew, and a warning
-says so once. Checked by tests/test_compiled.py.
+Machine code is kept where numba would keep it (beside the source file, or in the user's cache folder, or in
+NUMBA_CACHE_DIR), in files of code_files.py. Where none of the folders can be written, or a file cannot be used (a full
+disk, damage), functions are compiled in this process anew, and a warning says so once. GRAMTOWER_CACHE=0 keeps and
+reads nothing. The code, and so every result, is the same either way. Checked by tests/test_compiled.py.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
 import warnings
 from collections.abc import Callable
@@ -14,7 +16,14 @@ from typing import Any
 
 from numba import config, njit
 
-_UNUSABLE = (OSError, EOFError, ValueError, pickle.UnpicklingError)  # of a cache: unwritable, or its files damaged
+from gramtower.runtime.code_files import CodeFiles, Damaged
+
+CACHE = "GRAMTOWER_CACHE"  # "0" in the environment turns the cache off
+_UNUSABLE = (  # of a cache: unwritable, or its files not what this numba wrote
+    OSError, EOFError, ValueError, TypeError, AttributeError, LookupError, ImportError, RuntimeError,
+    pickle.PickleError,
+)  # fmt: skip
+_THEN = "every process compiles anew, which takes seconds; set NUMBA_CACHE_DIR to a writable folder"
 _warned = False
 
 
@@ -29,7 +38,7 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def _with_cache(made: Any) -> Any:
-    if config.DISABLE_JIT:  # type: ignore[attr-defined]
+    if config.DISABLE_JIT or os.environ.get(CACHE) == "0":  # type: ignore[attr-defined]
         return made
     try:
         made.enable_caching()
@@ -37,6 +46,8 @@ def _with_cache(made: Any) -> Any:
         _warn_once("no folder for compiled code can be written")
         return made
     cache = made._cache
+    source = made.py_func.__code__.co_filename
+    cache._cache_file = CodeFiles(cache.cache_path, cache._impl.filename_base, source)
     for name in ("load_overload", "save_overload"):
         setattr(cache, name, _tolerant(getattr(cache, name), cache.cache_path))
     return made
@@ -48,18 +59,19 @@ def _tolerant(step: Callable[..., Any], folder: str) -> Callable[..., Any]:
     def guarded(*arguments: Any) -> Any:
         try:
             return step(*arguments)
+        except Damaged as error:
+            _warn_once(f"of the compiled code in {folder}, {error} is not used", "it is compiled and written anew")
         except _UNUSABLE as error:
-            reason = getattr(error, "strerror", None) or "a damaged file"
-            _warn_once(f"compiled code cannot be kept in {folder} ({reason})")
-            return None
+            why = getattr(error, "strerror", None) or "a damaged file"
+            _warn_once(f"compiled code cannot be kept in {folder} ({why})")
+        return None
 
     return guarded
 
 
-def _warn_once(reason: str) -> None:
-    """Warn, once per process."""
+def _warn_once(reason: str, then: str = _THEN) -> None:
+    """Warn, once in a process."""
     global _warned
     if not _warned:
         _warned = True
-        text = f"{reason}: every process compiles anew, which takes seconds; set NUMBA_CACHE_DIR to a writable folder"
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{reason}: {then}", RuntimeWarning, stacklevel=2)

@@ -1,0 +1,81 @@
+"""Files of compiled code that another process may write, cut short or damage at any moment.
+
+One file holds one function compiled for one signature and one processor. Its name is a digest of what it is of: the
+signature, the processor, the content of the source file, the versions of numba and Python. No index says which file is
+which, so that processes that compile at the same time cannot mix them up: numba's own files are numbered, two processes
+may give one number to two signatures, and a third then calls the wrong code. Files are written beside and renamed,
+and begin with a digest of their content; one that was cut or changed is not used, and is written anew.
+
+What is read is unpickled by numba's own rules: the folder must be one that only its user can write. Checked by
+tests/test_compiled.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import platform
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.core.serialize import dumps
+
+from gramtower._files import replacing
+
+ENDING = ".gtc"
+_DIGEST = 32  # bytes of SHA-256
+
+
+class Damaged(ValueError):
+    """A file does not hold what was written."""
+
+
+class CodeFiles:
+    """The files of one function, in the place of numba's index and numbered files.
+
+    Args:
+        folder: where they are.
+        base: how their names begin.
+        source: the file in which the function is written.
+    """
+
+    def __init__(self, folder: str, base: str, source: str) -> None:
+        self.folder, self.base, self.source = Path(folder), base, source
+
+    def path(self, key: Any) -> Path:
+        """The file for a signature and processor."""
+        of = repr((key, _content(self.source), numba.__version__, platform.python_version()))
+        return self.folder / f"{self.base}.{hashlib.sha256(of.encode()).hexdigest()[:32]}{ENDING}"
+
+    def load(self, key: Any) -> Any:
+        """What was saved under a key, None if nothing was.
+
+        Raises:
+            Damaged: if the file is not as it was written.
+        """
+        try:
+            stored = self.path(key).read_bytes()
+        except FileNotFoundError:
+            return None
+        if hashlib.sha256(stored[_DIGEST:]).digest() != stored[:_DIGEST]:
+            raise Damaged("a damaged file")
+        known, data = pickle.loads(stored[_DIGEST:])
+        if known != key:
+            raise Damaged("a file of another function")
+        return data
+
+    def save(self, key: Any, data: Any) -> None:
+        """Keep compiled code under a key."""
+        content: bytes = dumps((key, data))  # type: ignore[no-untyped-call]
+        with replacing(self.path(key)) as partial:
+            partial.write_bytes(hashlib.sha256(content).digest() + content)
+
+    def flush(self) -> None:
+        """Nothing: names depend on content, so that nothing goes stale."""
+
+
+@lru_cache
+def _content(source: str) -> str:
+    return hashlib.sha256(Path(source).read_bytes()).hexdigest()
