@@ -22,7 +22,12 @@ import torch
 
 def parallel_for(work: Callable[[int, int], None], bounds: list[int]) -> None:
     """Call ``work(bounds[t], bounds[t + 1])`` for each t, on the next free thread; work releases the GIL."""
-    tasks, numbers, threads = len(bounds) - 1, itertools.count(), torch.get_num_threads()
+    tasks, threads = len(bounds) - 1, torch.get_num_threads()
+    if min(tasks, threads) <= 1:  # small work is not worth what handing it out costs
+        for t in range(tasks):
+            work(bounds[t], bounds[t + 1])
+        return
+    numbers = itertools.count()
 
     def run() -> None:
         while (t := next(numbers)) < tasks:

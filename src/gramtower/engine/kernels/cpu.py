@@ -33,7 +33,8 @@ export_order, import_order = reference.export_order, reference.import_order
 SLOPES_FROM_OUTPUTS = False  # a stored slope is one multiplication, cheaper than computing it again
 GATHERS_BFLOAT16 = False
 _TILE_BYTES = 1 << 19  # half of a usual second-level cache
-_TASK = 1 << 15  # pairs in a task, or fewer when there would be too few tasks
+_TASK = 1 << 15  # pairs in a task, or fewer when there would be too few tasks for the threads
+_SHARE = 1 << 12  # but not fewer than these: waking a thread takes as long
 _RUN = 1 << 20  # elements of a dot product summed in one run
 _FLAGS = {"reassoc", "contract", "nsz", "arcp"}  # sums may be reordered; NaN and infinity keep their meaning
 
@@ -116,8 +117,11 @@ def _sum_into(s: Segments, others: Tensor, x: Tensor, position: NDArray[Any] | N
 
 def _run_tasks(kernel: Callable[..., None], s: Segments, *arguments: Any) -> None:
     """Run ``kernel(first piece, last piece, *arguments)`` over all pieces, task by task, on all threads."""
-    pieces, entries = len(s.rows), int(s.starts[-1])
-    tasks = max(1, min(pieces, max(entries // _TASK, min(4 * torch.get_num_threads(), entries // 1024))))
+    pieces, entries, count = len(s.rows), int(s.starts[-1]), torch.get_num_threads()
+    tasks = max(1, min(pieces, max(entries // _TASK, min(4 * count, entries // _SHARE) if count > 1 else 1)))
+    if tasks == 1:
+        kernel(0, pieces, *arguments)
+        return
     bounds = np.searchsorted(s.starts, np.linspace(0, entries, tasks + 1)).tolist()
     bounds[-1] = pieces
     threads.parallel_for(lambda first, last: kernel(first, last, *arguments), bounds)
