@@ -39,7 +39,7 @@ class Segments:
     starts: NDArray[np.int64]
     lines: NDArray[np.int64]
 
-    @property
+    @cached_property
     def continued(self) -> int:
         """How many pieces continue a row that another piece began."""
         return int(self.lines.max(initial=-1)) + 1

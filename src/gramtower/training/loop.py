@@ -15,7 +15,7 @@ import json
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -341,7 +341,7 @@ class _Run:
 
     def _record(self, now: _Reached, result: IterationResult | None, before: float, metric: float | None) -> Record:
         value = now.point.value
-        passes = {k: round(v, 6) for k, v in asdict(now.work).items()}  # a resumed run adds fractions in another order
+        passes = {k: round(v, 6) for k, v in vars(now.work).items()}  # a resumed run adds fractions in another order
         return Record(
             iteration=now.iteration,
             seconds=now.seconds,
@@ -354,7 +354,7 @@ class _Run:
             trials=0 if result is None else result.trials,
             data_passes=passes.pop("data_passes"),
             work=passes,
-            terms=asdict(now.point.terms),
+            terms=dict(vars(now.point.terms)),
             metric=metric,
             processes=self.group.size,
             bytes=self.group.total_bytes,
@@ -367,7 +367,7 @@ class _Run:
             reached.point.parameters.vector,
             reached.method,
             reached.seconds,
-            asdict(reached.work),
+            dict(vars(reached.work)),
             self.problem.planned_budget or 0,
             records.records,
             None if reached.best is None else reached.best.vector,

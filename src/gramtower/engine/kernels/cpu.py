@@ -94,8 +94,10 @@ def loss_left(
 def inner(a: Tensor, b: Tensor) -> Tensor:
     """See reference.inner; sums of fixed runs, added in order."""
     runs = -(-len(a) // _RUN)
-    sums = np.zeros(runs)
     x, y = _np(a), _np(b)
+    if runs == 1:
+        return torch.tensor(_dot(x, y), dtype=torch.float64)
+    sums = np.zeros(runs)
 
     def add(first: int, last: int) -> None:
         for run in range(first, last):
@@ -135,8 +137,9 @@ def _tile(s: Segments, gathered: Tensor, matrices: int) -> int:
 
 
 def _add_carry(s: Segments, out: NDArray[Any], carry: NDArray[Any]) -> None:
-    later = s.lines >= 0
-    np.add.at(out, s.rows[later], carry)
+    if s.continued:
+        later = s.lines >= 0
+        np.add.at(out, s.rows[later], carry)
 
 
 def _np(tensor: Tensor) -> NDArray[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -39,7 +39,7 @@ class Terms:
 
     def non_finite(self) -> list[str]:
         """Names of the terms that are NaN or infinite."""
-        return [name for name, value in asdict(self).items() if not math.isfinite(value)]
+        return [name for name, value in vars(self).items() if not math.isfinite(value)]
 
 
 class Point:
@@ -103,7 +103,7 @@ class Point:
         """Rounding level of the value: the last place of the sums it is made of."""
         c = self.evaluation.constants
         sums = 0.5 * c.omega * (c.imputed_square + abs(self._sums[2]))
-        sums += sum(abs(term) for term in asdict(self.terms).values())
+        sums += sum(abs(term) for term in vars(self.terms).values())
         return float(torch.finfo(self.parameters.vector.dtype).eps * sums)
 
     @cached_property

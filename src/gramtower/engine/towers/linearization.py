@@ -8,7 +8,7 @@ for recomputation. Rows never depend on how they are cut into blocks. Checked by
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,19 +44,19 @@ class Work:
 
     def since(self, earlier: Work) -> Work:
         """The difference to an earlier copy."""
-        return Work(**{k: v - getattr(earlier, k) for k, v in asdict(self).items()})
+        return Work(**{k: v - getattr(earlier, k) for k, v in vars(self).items()})
 
     def plus(self, other: Work) -> Work:
         """The sum with other work."""
-        return Work(**{k: v + getattr(other, k) for k, v in asdict(self).items()})
+        return Work(**{k: v + getattr(other, k) for k, v in vars(self).items()})
 
     def copy(self) -> Work:
         """A copy that later work does not change."""
-        return Work(**asdict(self))
+        return Work(**vars(self))
 
     def reset(self, other: Work) -> None:
         """Take over the counts of ``other``."""
-        vars(self).update(asdict(other))
+        vars(self).update(vars(other))
 
 
 class Linearization:
