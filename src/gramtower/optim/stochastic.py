@@ -2,9 +2,10 @@
 
     given δ   kept as it is, whatever happens: the paper's methods (its constants are in experiments/)
     no δ      The first iteration is the search. The curvature c along the exact direction s, from one more value of L,
-              says how far a parabola would go, δ₀ = −sᵀ∇L / c; from there the same draws are tried with δ₀/4, δ₀/16, …
-              or with 4δ₀, …, and the lowest exact value wins. Later, an iteration that ends non-finite, or above
-              L_best + ½(L_start − L_best), is undone: δ is halved, and new draws start from where it started.
+              says how far a parabola would go, −sᵀ∇L / c; δ₀ is that times ‖s‖² / ‖ŝ‖² for a drawn direction ŝ that is
+              longer. From there the same draws are tried with δ₀/4, δ₀/16, … or with 4δ₀, …, and the lowest exact
+              value wins. Later, an iteration that ends non-finite, or above L_best + ½(L_start − L_best), is undone: δ
+              is halved, and new draws start from where it started.
 
 Iterations begin with 8 steps and double up to one pass over the data (1/ρ steps), or to about a second of work if that
 is less, but not below the work of the value that ends them. Work is counted in pair visits, never by a clock, so that
@@ -86,6 +87,8 @@ class Sampled(Method):
         self._restore(before)
         self.source.begin(point)
         before, self.first, self.best = self._parts(), point.value, point.value
+        drawn = self.direction.find(self.source.gradient(problem, towers, point.parameters), None).s
+        size *= min(1.0, (s.norm() / max(drawn.norm(), 1e-300)) ** 2)
 
         def look(size: float) -> _Trial:
             self._restore(before)
