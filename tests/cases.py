@@ -21,7 +21,22 @@ COSH = gt.Loss(
 )
 LOSSES = ("logistic", "squared", "squared_hinge", "cosh")
 FEATURES = ("ids", "dense", "sparse")
-TOWERS = ("elu", "linear", "deep-tanh", "residual", "layernorm", "normalised", "custom", "silu", "gelu-relu", "tied")
+TOWERS = (
+    "elu",
+    "linear",
+    "deep-tanh",
+    "residual",
+    "layernorm",
+    "normalised",
+    "custom",
+    "silu",
+    "gelu-relu",
+    "tied",
+    "skip",
+    "gated",
+    "joined",
+    "branching",
+)
 
 
 class Residual(nn.Module):
@@ -53,6 +68,60 @@ class Custom(nn.Module):
         return self.last(torch.tanh(h) * torch.sigmoid(self.gate * h))
 
 
+class Skip(nn.Module):
+    """A linear way around the hidden layers, from the features to the result."""
+
+    def __init__(self, first, dim: int) -> None:
+        super().__init__()
+        self.first, self.skip, self.out = first(4), first(dim), nn.Linear(4, dim)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x):
+        h = self.norm(torch.relu(self.first(x)))
+        return self.out(h) + 0.5 * self.skip(x)
+
+
+class Gated(nn.Module):
+    """Halves of one layer multiplied, with functions in the place of modules and a learned scale."""
+
+    def __init__(self, first, dim: int) -> None:
+        super().__init__()
+        self.first, self.out, self.scale = first(6), nn.Linear(3, dim), nn.Parameter(torch.randn(3))
+        self.strength = nn.Parameter(torch.randn(()))
+
+    def forward(self, x):
+        value, gate = self.first(x).chunk(2, dim=1)
+        h = nn.functional.gelu(value) * torch.sigmoid(gate)
+        h += self.scale * value
+        return self.out(h * self.strength - gate.tanh() / 2)
+
+
+class Joined(nn.Module):
+    """Several tables side by side, one of them through a part without a step (a softmax over columns)."""
+
+    def __init__(self, first, dim: int) -> None:
+        super().__init__()
+        self.one, self.two, self.out = first(3), first(2), nn.Sequential(nn.Linear(5, 4), nn.ReLU(inplace=True))
+        self.last = nn.Linear(4 + 2, dim)
+
+    def forward(self, x):
+        a, b = torch.softmax(self.one(x), dim=-1), self.two(x)
+        h = torch.cat([a, b], dim=1)
+        return self.last(torch.cat((self.out(h), b * b), -1))
+
+
+class Branching(nn.Module):
+    """A forward that cannot be traced: it is called as it is."""
+
+    def __init__(self, first, dim: int) -> None:
+        super().__init__()
+        self.first, self.out = first(4), nn.Linear(4, dim)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.out(torch.tanh(h)) if h.shape[1] > 2 else h
+
+
 def first_layer(kind: str, width: int, out: int, variant: int) -> nn.Module:
     if kind == "ids":
         return nn.Embedding(width, out) if variant else gt.InputLinear(width, out)
@@ -78,6 +147,10 @@ def make_tower(name: str, kind: str, width: int, dim: int, variant: int = 0) -> 
         "gelu-relu": lambda: nn.Sequential(
             first(4), nn.GELU(), nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, dim)
         ),
+        "skip": lambda: Skip(first, dim),
+        "gated": lambda: Gated(first, dim),
+        "joined": lambda: Joined(first, dim),
+        "branching": lambda: Branching(first, dim),
         "tied": lambda: nn.Sequential(first(4), nn.Tanh(), square, nn.Tanh(), square, nn.Linear(4, dim)),
     }[name]()
 

@@ -90,7 +90,7 @@ def results(case):
 
 @pytest.mark.parametrize("activations", [None, 1, 1200])
 @pytest.mark.parametrize("kind", ["ids", "dense", "sparse"])
-@pytest.mark.parametrize("tower", ["elu", "linear", "residual", "custom", "normalised", "gelu-relu"])
+@pytest.mark.parametrize("tower", ["elu", "linear", "residual", "custom", "branching", "normalised", "gelu-relu"])
 def test_blocks_and_recomputation_do_not_change_results(tower, kind, activations, monkeypatch):
     size = dict(m=45, n=38, tower=tower, kinds=(kind, kind), weights=True, embedding_l2=0.1, seed=30)
     whole, expected = results(make_case(**size, memory_budget="1GB"))
@@ -98,7 +98,7 @@ def test_blocks_and_recomputation_do_not_change_results(tower, kind, activations
     monkeypatch.setattr(plan, "_CPU_BLOCK", 7)
     point, found = results(make_case(**size, activations=activations))
     assert relative(found, expected) < 1e-13
-    table_by_autodiff = tower == "custom" and kind == "ids"  # which would be walked once for every block
+    table_by_autodiff = tower == "branching" and kind == "ids"  # which would be walked once for every block
     assert point.evaluation.left.tower.plan.rows == (7 if not table_by_autodiff else 45 if activations is None else 16)
     assert activations is None or not (point.evaluation.left.tower.plan.keep and point.evaluation.right.plan.keep)
 

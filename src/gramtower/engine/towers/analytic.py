@@ -10,7 +10,7 @@ from torch import Tensor
 from gramtower import _checks as check
 from gramtower.data.features import Block, Features, IdBlock, SparseBlock
 from gramtower.engine.kernels.activations import Activation
-from gramtower.engine.towers.layer_factors import column_squares, outer
+from gramtower.engine.towers.layer_factors import column_squares, mean_column, outer
 from gramtower.engine.towers.steps import CurvatureContext, Named, Op, Shifted, Summed, Values, materialise, plain
 
 
@@ -36,7 +36,7 @@ class InputAffine(Op):
     width: int
 
     overwrites_cotangent = False
-    moment_from_inputs = True
+    overwrites_tangent = False
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -119,6 +119,10 @@ class InputAffine(Op):
             return column_squares(saved, r)
         return outer(saved[some], stride * r[some], self.bias is not None)
 
+    def input_moment(self, block: Block, r: Tensor) -> Tensor | None:
+        """See Op: the diagonals."""
+        return None if isinstance(block, Tensor) else self.moment(block, r, slice(0), 1)
+
     def pull_curvature(self, S: Tensor, moment: Tensor | None, context: CurvatureContext) -> Tensor:
         """A ⊗ S; nothing is below."""
         assert moment is not None
@@ -151,6 +155,7 @@ class Affine(Op):
     bias: str | None
 
     overwrites_cotangent = False
+    overwrites_tangent = False
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -168,11 +173,13 @@ class Affine(Op):
         self, saved: Tensor, dx: Tensor | Shifted | None, values: Values, tangent: Named, out: Tensor | None = None
     ) -> Tensor:
         """dX Wᵀ + X dWᵀ + db."""
-        assert dx is not None
         weight = values.tensors[self.weight]
-        dx = materialise(dx)
-        out = values.workspace(dx, weight.shape[0]) if out is None else out
+        dx = None if dx is None else materialise(dx)
+        out = values.workspace(saved if dx is None else dx, weight.shape[0]) if out is None else out
         bias = None if self.bias is None else tangent.get(self.bias)
+        if dx is None:  # the input is a function of the features alone
+            dy = out.zero_() if bias is None else out.copy_(bias.expand_as(out))
+            return dy.addmm_(saved, tangent[self.weight].t()) if self.weight in tangent else dy
         dy = torch.mm(dx, weight.t(), out=out) if bias is None else torch.addmm(bias, dx, weight.t(), out=out)
         return dy.addmm_(saved, tangent[self.weight].t()) if self.weight in tangent else dy
 
@@ -195,8 +202,14 @@ class Affine(Op):
         """A ⊗ S, and WᵀSW."""
         assert moment is not None
         context.factors.add(self.weight, self.bias, False, moment, S, context.total_weight)
+        if context.is_first:
+            return S
         W = context.values.tensors[self.weight].double()
         return W.t() @ S @ W
+
+    def pull_mean(self, M: Tensor, moment: Tensor | None, context: CurvatureContext) -> Tensor:
+        """WᵀM."""
+        return context.values.tensors[self.weight].double().t() @ M
 
     def layer_width(self, tensors: Named) -> int:
         """See Op."""
@@ -287,14 +300,18 @@ class Elementwise(Op):
         return lines
 
     def moment(self, saved: _Slopes, r: Tensor, some: slice, stride: int) -> Tensor:
-        """Σ r φ′φ′ᵀ."""
-        slope = saved.of(some)
-        return ((slope * (stride * r[some, None])).t() @ slope).double()
+        """Σ r φ′φ′ᵀ, with one more column for Σ r φ′."""
+        return outer(saved.of(some), stride * r[some], True)
 
     def pull_curvature(self, S: Tensor, moment: Tensor | None, context: CurvatureContext) -> Tensor:
         """S ∘ mean(φ′φ′ᵀ)."""
         assert moment is not None
-        return S * (moment / context.rows)
+        return S * (moment[:-1, :-1] / context.rows)
+
+    def pull_mean(self, M: Tensor, moment: Tensor | None, context: CurvatureContext) -> Tensor:
+        """mean(φ′) ∘ M."""
+        assert moment is not None
+        return M * mean_column(moment, context.rows)
 
     @property
     def workspace_factor(self) -> float:

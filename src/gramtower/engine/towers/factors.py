@@ -8,17 +8,19 @@ last layer and moves down as
     S ← S ∘ mean(φ′φ′ᵀ)   through an elementwise activation
     S ← mean(g gᵀ)        through any other step, g the back-propagation of vectors drawn with covariance S
 
-Each step adds its own factors (``moment`` and ``pull_curvature`` in steps.py). For ids and sparse features A is kept to
-its diagonal, so that tables are preconditioned row by row. Parameters of other steps that belong to no Linear or
-Embedding get the diagonal Σ_i (J_iᵀ S J_i), from the same drawn vectors.
+all means weighted by r_i. Each step does its own part (``moment`` and ``pull_curvature`` in steps.py); where a tower
+has branches, graph.py carries S of all that is live beside each other. For ids and sparse features A is kept to its
+diagonal, so that tables are preconditioned row by row. Parameters of other steps that belong to no Linear or Embedding
+get the diagonal Σ_i r_i J_iᵀ S J_i, from the same drawn vectors.
 
-Cost: about one matrix product of rows × width² for each layer, over some two thousand rows; a forward and ``draws``
-backward passes for modules without a formula. Checked by tests/test_kronecker.py.
+Cost: about one matrix product of rows × width² for each layer, over some two thousand rows; where some step has no
+formula, a forward and ``draws`` backward passes of those rows. Checked by tests/test_kronecker.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from torch import Tensor
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.engine.towers.layer_factors import Factors, Noise
 from gramtower.engine.towers.linearization import Linearization
-from gramtower.engine.towers.steps import CurvatureContext
+from gramtower.engine.towers.steps import CurvatureContext, Moment, Sample
 
 _ROWS = 2048  # enough rows to know the moments of a layer's inputs and slopes
 
@@ -56,19 +58,13 @@ def tower_factors(
         owned: local names of tables that hold this process's rows alone.
     """
     steps, features = tower.steps, tower.features
-    moments: list[Tensor | None] = [None] * len(steps)
     stride = max(1, features.total // _ROWS)
-    for rows, saved, some in _sampled_blocks(tower, stride):
-        for index, (step, kept) in enumerate(zip(steps, saved, strict=True)):
-            part = None if kept is None else step.moment(kept, weight[rows], some, stride)
-            if part is not None:
-                total = moments[index]
-                moments[index] = part if total is None else total + part
+    moments = _moments(tower, weight, stride)
     for step, moment in zip(steps, moments, strict=True):
-        if moment is not None and not any(name in owned for name in step.parameters):
-            group.sum_(moment)
+        step.reduce_moment(moment, group, owned)
     total_weight = group.sum_(weight.sum(dtype=torch.float64))
     factors, S = Factors(trainable), H
+    sample = _Sampled(tower, weight, stride)
     for index in range(len(steps) - 1, -1, -1):
         context = CurvatureContext(
             values=tower.values,
@@ -78,9 +74,8 @@ def tower_factors(
             rows=features.total,
             group=group,
             owned=owned,
-            noise=Noise(seed, index, draws, features.first),
-            saved_blocks=_saved_by(tower, index),
-            count_forward=lambda: tower.work.add(tower.side, "forwards"),
+            noise=Noise(seed, index, draws),
+            sample=partial(sample.of, index),
             is_first=index == 0,
         )
         S = steps[index].pull_curvature(S, moments[index], context)
@@ -90,30 +85,69 @@ def tower_factors(
     return factors
 
 
-def _saved_by(tower: Linearization, index: int) -> Callable[[], Iterator[tuple[int, int, Any]]]:
-    return lambda: ((start, stop, saved[index]) for start, stop, saved in tower.saved_blocks())
+class _Sampled:
+    """Every ``stride``-th row of all processes, run forward when a step first asks for them."""
+
+    def __init__(self, tower: Linearization, weight: Tensor, stride: int) -> None:
+        self._tower, self._weight, self._stride = tower, weight, stride
+
+    def of(self, index: int) -> Sample:
+        """The rows, with what a step kept of them."""
+        weight, numbers, saved = self._run
+        return Sample(weight, numbers, saved[index])
+
+    @cached_property
+    def _run(self) -> tuple[Tensor, Tensor, list[Any]]:
+        tower, features = self._tower, self._tower.features
+        rows = slice(-features.first % self._stride, None, self._stride)
+        numbers = features.first + torch.arange(features.rows, device=self._weight.device)[rows]
+        saved = tower.forward_some(rows) if len(numbers) else tower.forward_block(0, 0)[1]
+        return self._stride * self._weight[rows], numbers, saved
 
 
-def _sampled_blocks(tower: Linearization, stride: int) -> Iterator[tuple[slice, list[Any], slice]]:
-    """Ranges of rows, what each step kept of them, and which of them matrices are estimated from.
+def _moments(tower: Linearization, weight: Tensor, stride: int) -> list[Moment]:
+    """The moments of all steps over this process's rows.
 
-    Those are every ``stride``-th row of all processes, independent of blocks and processes. If activations were not
-    kept, only those rows are recomputed; a first pass then yields the inputs of all rows, which diagonals need, with
-    None for what later steps would have kept. With autodiff steps all rows run forward in any case.
+    Matrices are estimated from every ``stride``-th row of all processes, independent of blocks and processes. If
+    activations were not kept, only those rows are recomputed, and diagonals come from the features of all rows. A first
+    step that is left to autodiff, and so may hold tables anywhere, is gone through row by row.
     """
     features, steps = tower.features, tower.steps
     skipped = -features.first % stride
-    if tower.plan.keep or not all(step.analytic for step in steps) or skipped >= features.rows:
+    moments: list[Moment] = [None] * len(steps)
+
+    def add(rows: slice, saved: list[Any], some: slice) -> None:
+        for index, (step, kept) in enumerate(zip(steps, saved, strict=True)):
+            moments[index] = _sum(moments[index], step.moment(kept, weight[rows], some, stride))
+
+    by_autodiff = features.kind != "dense" and not steps[0].analytic
+    if tower.plan.keep or by_autodiff or skipped >= features.rows:
         for start, stop, saved in tower.saved_blocks():
-            yield slice(start, stop), saved, slice(-(features.first + start) % stride, None, stride)
-        return
-    by_diagonal = features.kind != "dense" and steps[0].moment_from_inputs
-    if by_diagonal:
-        later = [None] * (len(steps) - 1)
-        for start, stop in tower.blocks():
-            yield slice(start, stop), [tower.inputs(start, stop), *later], slice(0)
+            add(slice(start, stop), saved, slice(-(features.first + start) % stride, None, stride))
+        return moments
     step = stride * tower.plan.rows
     for start in range(skipped, features.rows, step):
         some = slice(start, start + step, stride)
-        saved = tower.forward_some(some)
-        yield some, [None if by_diagonal else saved[0], *saved[1:]], slice(None)
+        add(some, tower.forward_some(some), slice(None))
+    if features.kind != "dense":
+        full: Moment = None
+        for start, stop in tower.blocks():
+            full = _sum(full, steps[0].input_moment(tower.inputs(start, stop), weight[start:stop]))
+        moments[0] = _preferred(full, moments[0])
+    return moments
+
+
+def _sum(a: Moment, b: Moment) -> Moment:
+    """The sum of moments, part by part; None is nothing."""
+    if a is None or b is None:
+        return b if a is None else a
+    if isinstance(a, list) or isinstance(b, list):
+        return [_sum(x, y) for x, y in zip(a, b, strict=True)]
+    return a + b
+
+
+def _preferred(a: Moment, b: Moment) -> Moment:
+    """The parts of ``a``, and of ``b`` where ``a`` has none."""
+    if isinstance(a, list) and isinstance(b, list):
+        return [_preferred(x, y) for x, y in zip(a, b, strict=True)]
+    return b if a is None else a

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from gramtower.data.features import SparseBlock
 
-_CHUNK = 512  # rows of drawn vectors that share a seed
-
 
 @dataclass
 class Factor:
@@ -46,7 +44,8 @@ class Factors:
     Attributes:
         trainable: local names of the parameters to precondition.
         layers: of weights.
-        biases: of biases kept apart from their weight, local name → (Σ r_i, S).
+        biases: of vectors with a full matrix, local name → (c, S), of curvature c S: biases kept apart from their
+            weight, c = Σ r_i, and the scales of columns.
         diagonals: of all other parameters, by local name.
     """
 
@@ -62,12 +61,23 @@ class Factors:
             if weight in self.trainable:
                 self.layers.append(Factor(weight, None, inputs_first, A, S))
             if bias is not None and with_bias:
-                self.biases[bias] = (total, S)
+                self.add_matrix(bias, S, total)
         elif weight in self.trainable:
             inputs = len(A) if bias is None or with_bias else len(A) - 1
             self.layers.append(Factor(weight, bias if with_bias else None, inputs_first, A[:inputs, :inputs], S))
         elif bias is not None and with_bias:
-            self.biases[bias] = (A[-1, -1], S)
+            self.add_matrix(bias, S, A[-1, -1])
+
+    def add_matrix(self, name: str, S: Tensor, count: Tensor | float = 1.0) -> None:
+        """The curvature count·S of a vector; that of a vector used twice adds up."""
+        if name in self.biases:
+            before, other = self.biases[name]
+            S, count = before * other + count * S, 1.0
+        self.biases[name] = (torch.as_tensor(count, dtype=S.dtype, device=S.device), S)
+
+    def add_diagonal(self, name: str, square: Tensor) -> None:
+        """The diagonal of any other parameter's curvature."""
+        self.diagonals[name] = self.diagonals[name] + square if name in self.diagonals else square
 
 
 def outer(x: Tensor, r: Tensor, bias: bool) -> Tensor:
@@ -83,6 +93,11 @@ def outer(x: Tensor, r: Tensor, bias: bool) -> Tensor:
     return full
 
 
+def mean_column(moment: Tensor, rows: int) -> Tensor:
+    """mean(x)/√c of Σ r (x, 1)(x, 1)ᵀ over so many rows, as a column, where c is the mean of the weights r."""
+    return torch.as_tensor(moment[:-1, -1:] / (rows * moment[-1, -1]).clamp_min(1e-300).sqrt())
+
+
 def column_squares(block: SparseBlock, r: Tensor) -> Tensor:
     """Σ_i r_i x_ij² for each feature j, in float64."""
     total = torch.zeros(block.shape[1], dtype=torch.float64, device=r.device)
@@ -92,31 +107,32 @@ def column_squares(block: SparseBlock, r: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Noise:
-    """Normal rows that depend on an entity's number alone, not on blocks or processes.
+    """Random signs that depend on an entity's number alone, not on blocks, processes or devices.
 
     Attributes:
         seed: for the draws.
         step: number of the step that they are drawn for.
         draws: rows drawn for each entity.
-        first: number of the first entity held here.
     """
 
     seed: int
     step: int
     draws: int
-    first: int
 
-    def rows(self, draw: int, start: int, stop: int, root: Tensor) -> Tensor:
-        """Rows of covariance R Rᵀ for entities ``start:stop`` of this process; each chunk has a seed of its own."""
-        width, first, last = len(root), self.first + start, self.first + stop
-        chunks = range(first // _CHUNK, -(-last // _CHUNK))
-        parts = [torch.empty(0, width, dtype=torch.float64)]
-        for chunk in chunks:
-            key = np.random.SeedSequence((self.seed, self.step, draw, chunk)).generate_state(1, np.uint64)
-            generator = torch.Generator().manual_seed(int(key[0]) >> 1)
-            parts.append(torch.randn(_CHUNK, width, generator=generator, dtype=torch.float64))
-        offset = first - first // _CHUNK * _CHUNK
-        return torch.cat(parts)[offset : offset + stop - start].to(root.device) @ root.t()
+    def rows(self, draw: int, numbers: Tensor, weight: Tensor, root: Tensor) -> Tensor:
+        """Rows of covariance w_i R Rᵀ for the entities of these numbers, in float64."""
+        key = np.random.SeedSequence((self.seed, self.step, draw)).generate_state(1, np.uint64)
+        columns = torch.arange(root.shape[1], device=root.device)
+        bits = _mixed(_mixed(numbers.to(root.device) + (int(key[0]) >> 2))[:, None] + columns)
+        signs = 1 - 2 * (bits & 1).to(root.dtype)
+        return (signs @ root.t()) * weight.to(root.dtype).clamp_min(0).sqrt()[:, None]
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Integers that look random: two rounds of multiplication and shifts, wrapping around at 64 bits."""
+    for factor in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
+        x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * factor
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
 def root(S: Tensor) -> Tensor:

@@ -1,14 +1,15 @@
 """Any module as a step of a tower, by autodiff; see steps.py.
 
 Its vjp is back-propagation, its jvp the derivative of that back-propagation with respect to the vector it is fed, which
-is linear. For the preconditioner, hooks find A and S of the layers inside, S from vectors drawn at the output. Checked
-by tests/test_towers.py and tests/test_kronecker.py.
+is linear. For the preconditioner, hooks find A and S of the layers inside, S from vectors drawn at the output of a
+sample of rows. Checked by tests/test_towers.py and tests/test_kronecker.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,85 +17,104 @@ from torch import Tensor, nn
 
 from gramtower.data.features import Features, IdBlock, SparseBlock
 from gramtower.distributed.group import Group
-from gramtower.engine.towers.layer_factors import Factors, column_squares, outer, root
+from gramtower.engine.towers.joins import Blocks, Join
+from gramtower.engine.towers.layer_factors import column_squares, outer, root
 from gramtower.engine.towers.layers import InputLinear
 from gramtower.engine.towers.sparse import SparseRows
-from gramtower.engine.towers.steps import CurvatureContext, Named, Op, Shifted, Summed, Values, materialise, plain
+from gramtower.engine.towers.steps import CurvatureContext, Moment, Named, Values
 
 _LAYERS = (nn.Linear, nn.Embedding, nn.EmbeddingBag, InputLinear)
 
 
 @dataclass
-class _Graph:
-    """What Opaque keeps: the graph of y, and, once a jvp was asked for, the graph of v ↦ Jᵀv."""
+class _Kept:
+    """What is kept: the autodiff graph of y, and, once a jvp was asked for, the graph of v ↦ Jᵀv."""
 
-    x: Any  # the input as the module was given it
+    x: list[Any]  # the inputs as the module was given them
     y: Tensor
     leaves: list[Tensor]
-    names: list[str | None]  # None for the input
+    names: list[str | int]  # of parameters; positions of inputs
+    tables: list[tuple[str, Any]]  # layers inside that look up ids or sparse rows, and what
     v: Tensor | None = None
     pulled: tuple[Tensor | None, ...] = ()
 
 
 @dataclass
-class Opaque(Op):
-    """Any other module, by autodiff.
+class Opaque(Join):
+    """Any module of one or more inputs, by autodiff.
 
     Attributes:
         module: called with its parameters replaced by those of θ.
         names: the module's trainable parameters: local name → name within the tower.
+        title: for messages; the module's class if empty.
     """
 
     module: nn.Module
     names: dict[str, str]
+    title: str = ""
 
     analytic = False
-    overwrites_cotangent = False
     kept_copies = 3  # a graph is kept twice over once a jvp was taken through it
 
     @property
     def label(self) -> str:
         """See Op: the module's class."""
-        return type(self.module).__name__
+        return self.title or type(self.module).__name__
 
     @property
     def parameters(self) -> tuple[str, ...]:
         """See Op."""
         return tuple(self.names.values())
 
-    def forward(self, x: Any, values: Values, out: Tensor | None = None) -> tuple[Tensor, _Graph]:
-        """module(x), keeping the graph."""
-        x = materialise(x)
+    @cached_property
+    def _layers(self) -> dict[str, Any]:
+        return {name: part for name, part in self.module.named_modules() if type(part) in _LAYERS}
+
+    def join(self, x: list[Any], values: Values, out: Tensor | None) -> tuple[Tensor, _Kept]:
+        """module(*x), keeping the graph."""
+        given: list[Any] = []
+        inputs: dict[int, Tensor] = {}
+        for position, part in enumerate(x):
+            if isinstance(part, SparseBlock):
+                given.append(SparseRows(part, values.kernels))
+            elif isinstance(part, IdBlock):
+                given.append(part.tensor(values.device))
+            elif part.is_floating_point():
+                inputs[position] = part.detach().requires_grad_()
+                given.append(inputs[position])
+            else:
+                given.append(part)
+        y, leaves, calls = self._call(given, values)
+        names: list[str | int] = [*inputs, *self.names.values()]
+        tables = [(name, x_in) for name, x_in, _ in calls if not _is_float(x_in)]
+        return y.detach(), _Kept(given, y, [*inputs.values(), *leaves], names, tables)
+
+    def _call(self, x: list[Any], values: Values) -> tuple[Tensor, list[Tensor], list[tuple[str, Any, Tensor]]]:
+        """The module's result, its parameters as leaves, and the calls of layers inside."""
         leaves = {local: values.tensors[name].detach().requires_grad_() for local, name in self.names.items()}
-        inputs: list[Tensor] = []
-        if isinstance(x, SparseBlock):
-            x = SparseRows(x, values.kernels)
-        elif isinstance(x, IdBlock):
-            x = x.tensor(values.device)
-        elif x.is_floating_point():
-            x = x.detach().requires_grad_()
-            inputs = [x]
-        with torch.enable_grad():
-            y = torch.func.functional_call(self.module, leaves, (x,))
+        calls: list[tuple[str, Any, Tensor]] = []
+        hooks = [part.register_forward_hook(_recorder(name, calls)) for name, part in self._layers.items()]
+        try:
+            with torch.enable_grad():
+                y = torch.func.functional_call(self.module, leaves, tuple(x))
+        finally:
+            for hook in hooks:
+                hook.remove()
         if not isinstance(y, Tensor):
             raise ValueError(f"{self.label} returned {type(y).__name__}, expected a tensor")
-        names = [None] * len(inputs) + list(self.names.values())
-        return y.detach(), _Graph(x, y, inputs + list(leaves.values()), names)
+        return y, list(leaves.values()), calls
 
-    def jvp(
-        self, saved: _Graph, dx: Tensor | Shifted | None, values: Values, tangent: Named, out: Tensor | None = None
-    ) -> Tensor:
+    def push(self, saved: _Kept, dx: list[Tensor | None], values: Values, tangent: Named) -> Tensor:
         """∂(Jᵀv)/∂v applied to the direction, which is J d."""
         if not len(saved.y):  # a process without rows; some modules cannot be differentiated twice there
             return torch.zeros_like(saved.y)
-        dx = None if dx is None else materialise(dx)
         if saved.v is None:
             saved.v = torch.zeros_like(saved.y, requires_grad=True)
             if saved.y.requires_grad:
                 saved.pulled = torch.autograd.grad(saved.y, saved.leaves, saved.v, create_graph=True, allow_unused=True)
         pulled, along = [], []
         for name, part in zip(saved.names, saved.pulled, strict=False):
-            direction = dx if name is None else tangent.get(name)
+            direction = dx[name] if isinstance(name, int) else tangent.get(name)
             if part is not None and part.requires_grad and direction is not None:
                 pulled.append(part)
                 along.append(direction)
@@ -103,19 +123,19 @@ class Opaque(Op):
         (dy,) = torch.autograd.grad(pulled, saved.v, along, retain_graph=True, allow_unused=True)
         return torch.zeros_like(saved.y) if dy is None else _own(dy, along)
 
-    def vjp(self, saved: _Graph, g: Tensor | Summed, values: Values, out: Named, need_input: bool) -> Tensor | None:
+    def pull(self, saved: _Kept, g: Tensor, values: Values, out: Named, needed: list[bool]) -> list[Tensor | None]:
         """Back-propagation of g."""
-        g = plain(g)
+        result: list[Tensor | None] = [None] * len(needed)
         parts: tuple[Tensor | None, ...] = (None,) * len(saved.leaves)
         if saved.y.requires_grad and len(saved.y):
             parts = torch.autograd.grad(saved.y, saved.leaves, g, retain_graph=True, allow_unused=True)
-        dx = None
         for name, leaf, part in zip(saved.names, saved.leaves, parts, strict=True):
-            if name is None:
-                dx = torch.zeros_like(leaf) if part is None else _own(part, [g])
+            if isinstance(name, int):
+                if needed[name]:
+                    result[name] = torch.zeros_like(leaf) if part is None else _own(part, [g])
             elif part is not None:
                 out[name] += part
-        return dx if need_input else None
+        return result
 
     def least_block(self, features: Features) -> int:
         """See Op: the gradient of a table is as large as the table, in every block."""
@@ -133,58 +153,110 @@ class Opaque(Op):
             return super().id_tables(side, features)
         return [self.names[local] for local in tables if local in self.names]
 
-    def pull_curvature(self, S: Tensor, moment: Tensor | None, context: CurvatureContext) -> Tensor:
-        """Factors of the layers inside, diagonals of the other parameters, and S at the input. A forward."""
-        values, factors, group, noise = context.values, context.factors, context.group, context.noise
-        layers = {name: part for name, part in self.module.named_modules() if type(part) in _LAYERS}
-        known = {id(p): name for name, p in self.module.named_parameters()}
-        found: dict[str, _Moments] = {name: _Moments() for name in layers}
-        inside = {known.get(id(p)) for part in layers.values() for p in (part.weight, getattr(part, "bias", None))}
-        others = {
-            local: name for local, name in self.names.items() if local not in inside and name in factors.trainable
+    # The preconditioner.
+
+    def moment(self, saved: _Kept, r: Tensor, some: slice, stride: int) -> Moment:
+        """The diagonals of tables inside, from all rows; a list, layer by layer."""
+        moments: dict[str, Tensor] = {}
+        for name, x in saved.tables:
+            part = _table_squares(self._layers[name], x, r)
+            moments[name] = moments[name] + part if name in moments else part
+        return [moments.get(name) for name in self._layers]
+
+    def reduce_moment(self, moment: Moment, group: Group, owned: Collection[str]) -> None:
+        """See Op."""
+        known = self._tower_names()
+        for layer, part in zip(self._layers.values(), moment if isinstance(moment, list) else (), strict=False):
+            if part is not None and known.get(id(layer.weight)) not in owned:
+                group.sum_(part)
+
+    def _tower_names(self) -> dict[int, str | None]:
+        return {id(p): self.names.get(local) for local, p in self.module.named_parameters()}
+
+    def pull_blocks(self, S: Tensor, moment: Moment, context: CurvatureContext) -> Blocks:
+        """Factors of the layers inside, diagonals of the other parameters, and S at the inputs.
+
+        One forward of a sample of rows, and a back-propagation of each vector drawn for them.
+        """
+        assert isinstance(moment, list)
+        group, sample = context.group, context.sample()
+        known, saved = self._tower_names(), sample.saved
+        y, leaves, calls = self._call(saved.x, context.values)
+        inside = {
+            known.get(id(p)) for part in self._layers.values() for p in (part.weight, getattr(part, "bias", None))
         }
-        squares: dict[str, Tensor] = {}
-        R = root(S)
-        below: Tensor | None = None
-        for start, stop, saved in context.saved_blocks():
-            leaves = {local: values.tensors[name].detach().requires_grad_() for local, name in self.names.items()}
-            calls: list[tuple[str, Any, Tensor]] = []
-            hooks = [part.register_forward_hook(_recorder(name, calls)) for name, part in layers.items()]
-            x = saved.x
-            inputs = [x] if isinstance(x, Tensor) and x.is_floating_point() else []
-            try:
-                with torch.enable_grad():
-                    y = torch.func.functional_call(self.module, leaves, (x,))
-            finally:
-                for hook in hooks:
-                    hook.remove()
-            r = context.weight[start:stop]
-            for name, x_in, _ in calls:
-                found[name].add_inputs(layers[name], x_in, r, stop - start)
-            targets = [out for _, _, out in calls] + inputs + [leaves[local] for local in others]
-            if not y.requires_grad:
+        others = {
+            name: leaf
+            for name, leaf in zip(self.names.values(), leaves, strict=True)
+            if name not in inside and name in context.factors.trainable
+        }
+        inputs = {name: x for name, x in zip(saved.names, saved.leaves, strict=True) if isinstance(name, int)}
+        draws = self._draws(y, [out for *_, out in calls] + [*inputs.values(), *others.values()], S, context)
+        share = 1 / (context.noise.draws * context.rows)
+        first = len(calls)
+        for position, (name, layer) in enumerate(self._layers.items()):
+            own = [(i, x, out) for i, (called, x, out) in enumerate(calls) if called == name]
+            if not own:
                 continue
-            for draw in range(noise.draws):
-                v = noise.rows(draw, start, stop, R)
-                grads = torch.autograd.grad(y, targets, v.to(y.dtype), retain_graph=True, allow_unused=True)
-                for (name, _, _), g in zip(calls, grads, strict=False):
-                    if g is not None:
-                        found[name].add_outputs(g)
-                if inputs and not context.is_first and (g := grads[len(calls)]) is not None:
-                    part = (g.t() @ g).double() / (noise.draws * context.rows)
-                    below = part if below is None else below + part
-                for local, g in zip(others, grads[len(calls) + len(inputs) :], strict=True):
-                    if g is not None:
-                        part = g.double().square() / noise.draws
-                        squares[local] = squares[local] + part if local in squares else part
-        names = {key: self.names.get(local) for key, local in known.items()}
-        for name, layer in layers.items():
-            found[name].add_up(group, names.get(id(layer.weight)) in context.owned)
-            found[name].into(factors, layer, names)
-        for local, square in squares.items():
-            factors.diagonals[others[local]] = group.sum_(square)
-        context.count_forward()
-        return torch.zeros(1, 1, dtype=torch.float64) if below is None else group.sum_(below)
+            times = sum(out.shape[1:-1].numel() for *_, out in own)  # calls for each row
+            A = moment[position]
+            if A is None:
+                parts = [_input_squares(layer, x, sample.weight) for _, x, _ in own]
+                A = group.sum_(torch.stack(parts).sum(0))
+            squares = [_square(grads[i], grads[i]) for grads in draws for i, *_ in own]
+            out_S = group.sum_(torch.stack(squares).sum(0)) * (share / times)
+            weight, bias = known.get(id(layer.weight)) or "", known.get(id(getattr(layer, "bias", None)))
+            context.factors.add(weight, bias, type(layer) is not nn.Linear, A, out_S, context.total_weight * times)
+        for i, name in enumerate(others, first + len(inputs)):
+            totals = torch.stack([grads[i].double() for grads in draws])
+            totals = totals if name in context.owned else group.sum_(totals)
+            context.factors.add_diagonal(name, totals.square().mean(0))
+        if context.is_first:
+            return {}
+        return {
+            (a, b): group.sum_(sum((_square(grads[i], grads[j]) for grads in draws), S.new_zeros(()))) * share
+            for i, a in enumerate(inputs, first)
+            for j, b in enumerate(inputs, first)
+        }
+
+    @staticmethod
+    def _draws(y: Tensor, targets: list[Tensor], S: Tensor, context: CurvatureContext) -> list[list[Tensor]]:
+        """Vectors drawn with covariance r_i S at y, pulled back to the targets."""
+        noise, sample, R = context.noise, context.sample(), root(S)
+        result = []
+        for draw in range(noise.draws):
+            grads: tuple[Tensor | None, ...] = (None,) * len(targets)
+            if y.requires_grad and len(y):
+                v = noise.rows(draw, sample.numbers, sample.weight, R).to(y.dtype)
+                grads = torch.autograd.grad(y, targets, v, retain_graph=True, allow_unused=True)
+            pairs = zip(grads, targets, strict=True)
+            result.append([torch.zeros_like(t) if g is None else g for g, t in pairs])
+        return result
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _square(g: Tensor, h: Tensor) -> Tensor:
+    """Σ g hᵀ over rows, and over whatever else stands before the columns."""
+    return (g.reshape(-1, g.shape[-1]).t() @ h.reshape(-1, h.shape[-1])).double()
+
+
+def _table_squares(layer: Any, x: Any, r: Tensor) -> Tensor:
+    """Σ r_i x_ij² of a layer that looks up ids or sparse rows, for each input j."""
+    if isinstance(x, SparseRows):
+        return column_squares(x.block, r)
+    part = torch.zeros(len(layer.weight), dtype=torch.float64, device=r.device)
+    spread = r.double()[:, None].expand(len(r), x.shape[1:].numel()).reshape(-1)
+    return part.index_add_(0, x.reshape(-1), spread)
+
+
+def _input_squares(layer: Any, x: Tensor, r: Tensor) -> Tensor:
+    """Σ r x xᵀ, the bias an input of 1."""
+    flat = x.detach().reshape(-1, x.shape[-1])
+    spread = r[:, None].expand(len(r), x.shape[1:-1].numel()).reshape(-1)
+    return outer(flat, spread, getattr(layer, "bias", None) is not None)
 
 
 def _own(result: Tensor, given: list[Tensor]) -> Tensor:
@@ -192,53 +264,6 @@ def _own(result: Tensor, given: list[Tensor]) -> Tensor:
     storage = result.untyped_storage().data_ptr()
     shared = any(storage == t.untyped_storage().data_ptr() for t in given)
     return result.clone(memory_format=torch.contiguous_format) if shared or 0 in result.stride() else result
-
-
-class _Moments:
-    """A and S of one layer inside a module, gathered block by block."""
-
-    def __init__(self) -> None:
-        self.A: Tensor | None = None
-        self.S: Tensor | None = None
-        self.total, self.count = torch.zeros(()), 0.0
-
-    def add_inputs(self, layer: nn.Module, x: Any, r: Tensor, rows: int) -> None:
-        if isinstance(x, SparseRows):
-            part = column_squares(x.block, r)
-        elif not x.is_floating_point():
-            assert isinstance(layer.weight, Tensor)
-            part = torch.zeros(len(layer.weight), dtype=torch.float64, device=r.device)
-            spread = r.double()[:, None].expand(rows, x.numel() // max(1, rows)).reshape(-1)
-            part.index_add_(0, x.reshape(-1), spread)
-        else:
-            flat = x.detach().reshape(-1, x.shape[-1])
-            spread = r[:, None].expand(rows, len(flat) // max(1, rows)).reshape(-1)
-            part = outer(flat, spread, getattr(layer, "bias", None) is not None)
-        self.A = part if self.A is None else self.A + part
-        self.total = self.total.to(r.device) + r.sum(dtype=torch.float64)
-
-    def add_outputs(self, g: Tensor) -> None:
-        flat = g.reshape(-1, g.shape[-1])
-        part = (flat.t() @ flat).double()
-        self.S = part if self.S is None else self.S + part
-        self.count += len(flat)
-
-    def add_up(self, group: Group, table: bool) -> None:
-        """The sums over all processes; A of a table of own rows stays that of own rows."""
-        if self.A is not None and not table:
-            group.sum_(self.A)
-        if self.S is not None:
-            group.sum_(self.S)
-        if group.size > 1:
-            total, self.count = group.totals(float(self.total), self.count)
-            self.total = torch.full_like(self.total, total)
-
-    def into(self, factors: Factors, layer: nn.Module, names: dict[int, str | None]) -> None:
-        if self.A is None or self.S is None:
-            return
-        weight, bias = names.get(id(layer.weight)) or "", names.get(id(getattr(layer, "bias", None)))
-        S = self.S / self.count  # the mean over rows and draws
-        factors.add(weight, bias, type(layer) is not nn.Linear, self.A, S, self.total)
 
 
 def _recorder(name: str, calls: list[tuple[str, Any, Tensor]]) -> Callable[[nn.Module, Any, Tensor], None]:

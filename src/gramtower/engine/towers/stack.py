@@ -1,25 +1,38 @@
 """From a torch module to the steps of steps.py, and the refusal of modules that cannot be a tower.
 
-``nn.Sequential`` is opened, however nested; Linear, Embedding, EmbeddingBag, InputLinear and elementwise
-activations have steps of their own; anything else, and any module that carries hooks, is called as it is.
+Linear, Embedding, EmbeddingBag, InputLinear, LayerNorm and elementwise activations have steps of their own.
+``nn.Sequential`` is opened, however nested; the ``forward`` of any other class is traced (trace.py); what remains, and
+any module that carries hooks, is called as it is. Checked by tests/test_towers.py and tests/test_networks.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from torch import nn
 
 from gramtower.engine.kernels.activations import TABLE, activation_of
 from gramtower.engine.towers.analytic import Affine, Elementwise, InputAffine
+from gramtower.engine.towers.joins import Normalise
 from gramtower.engine.towers.layers import InputLinear
 from gramtower.engine.towers.opaque import Opaque
 from gramtower.engine.towers.steps import Op
+from gramtower.engine.towers.trace import Inputs, Untraceable, trace
 
 Names = Mapping[int, str]  # id of a parameter → its name within the tower
-STEPS: dict[type[nn.Module], Callable[[Any, Names], Op]] = {  # by exact type; first steps are in _input_step
+
+
+def _layer_norm(layer: nn.LayerNorm, names: Names) -> Op | None:
+    if len(layer.normalized_shape) > 1:
+        return None
+    return Normalise(names.get(id(layer.weight)), names.get(id(layer.bias)), layer.eps)
+
+
+STEPS: dict[type[nn.Module], Callable[[Any, Names], Op | None]] = {  # by exact type; first steps are in _input_step
     nn.Linear: lambda layer, names: Affine(names[id(layer.weight)], names.get(id(layer.bias))),
+    nn.LayerNorm: _layer_norm,
     **{kind.module: lambda module, names: Elementwise(activation_of(module)) for kind in TABLE},
 }
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
@@ -48,24 +61,48 @@ def refuse_unfit(side: str, module: nn.Module) -> None:
             )
 
 
-def steps(module: nn.Module, kind: str) -> list[Op]:
-    """The module as a list of steps for features of that kind ("ids", "dense" or "sparse")."""
+def steps(module: nn.Module, kind: str, width: int = 0, codes: bool = False) -> list[Op]:
+    """The module as a list of steps.
+
+    Args:
+        module: the tower.
+        kind: of its features, "ids", "dense" or "sparse".
+        width: columns of features; needed for modules other than stacks of known layers.
+        codes: whether dense features are integers.
+    """
     names = {id(p): name for name, p in module.named_parameters()}  # a tensor used twice has one name
     if _has_hooks(module):
-        return [_opaque(module, names)]
+        return [opaque(module)]
+    result = _stacked(module, kind, names)
+    if result is None:
+        try:
+            result = trace(module, Inputs(kind, width, codes), names, partial(_recognised, kind, names))
+        except Untraceable:
+            result = [opaque(module)]
+    return result
+
+
+def _stacked(module: nn.Module, kind: str, names: Names) -> list[Op] | None:
+    """The steps of nested nn.Sequential containers of known layers; None for anything else."""
     result: list[Op] = []
     for part in _leaves(module):
-        if not result and (first := _input_step(part, kind, names)) is not None:
-            result.append(first)
-        elif result and type(part) in STEPS:
-            result.append(STEPS[type(part)](part, names))
-        elif type(part) is nn.Identity or (isinstance(part, _DROPOUTS) and not isinstance(part, nn.RReLU)):
-            continue  # Dropout here is in eval mode: refuse_unfit has seen to that
-        else:
-            result.append(_opaque(part, names))
+        step = _recognised(kind, names, part, not result)
+        if step is None or (step is not True and not result and not isinstance(step, InputAffine)):
+            return None
+        if step is not True:
+            result.append(step)
     if not result:
         raise ValueError(f"tower {type(module).__name__}: it does nothing; expected at least one layer")
     return result
+
+
+def _recognised(kind: str, names: Names, part: nn.Module, first: bool) -> Op | Literal[True] | None:
+    """The step of a layer that reads features, or the results of other steps; True if it does nothing."""
+    if type(part) is nn.Identity or (isinstance(part, _DROPOUTS) and not isinstance(part, nn.RReLU)):
+        return True  # Dropout here is in eval mode: refuse_unfit has seen to that
+    if first:
+        return _input_step(part, kind, names)
+    return STEPS[type(part)](part, names) if type(part) in STEPS else None
 
 
 def _leaves(module: nn.Module) -> Iterator[nn.Module]:
@@ -89,8 +126,15 @@ def _input_step(part: nn.Module, kind: str, names: Names) -> Op | None:
     return None
 
 
-def _opaque(part: nn.Module, names: Names) -> Opaque:
-    return Opaque(part, {local: names[id(p)] for local, p in part.named_parameters() if p.requires_grad})
+def opaque(module: nn.Module) -> Opaque:
+    """The whole module as one step, called as it is."""
+    return Opaque(module, {name: name for name, p in module.named_parameters() if p.requires_grad})
+
+
+def is_stack(module: nn.Module) -> bool:
+    """Whether it is nothing but nested nn.Sequential containers of layers that have steps."""
+    known = (*STEPS, nn.Sequential, nn.Identity, nn.Embedding, nn.EmbeddingBag, InputLinear, nn.Dropout)
+    return all(type(part) in known for part in module.modules()) and not _has_hooks(module)
 
 
 def _has_hooks(module: nn.Module) -> bool:

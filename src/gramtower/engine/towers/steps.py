@@ -18,7 +18,7 @@ Agreement of all steps with autodiff is tests/test_towers.py; with the dense twi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -26,12 +26,13 @@ import torch
 from torch import Tensor
 
 from gramtower import _checks as check
-from gramtower.data.features import Features
+from gramtower.data.features import Block, Features
 from gramtower.distributed.group import Group
 from gramtower.engine.kernels import Kernels
 from gramtower.engine.towers.layer_factors import Factors, Noise, root
 
 Named = dict[str, Tensor]
+Moment = Tensor | list[Any] | None  # of a step, or of the steps that it is made of
 Scratch = dict[tuple[int, int], Tensor]  # two buffers for each number of columns
 _BLOCKS, _LINES = 64, 1 << 13  # blocks and rows of partial sums that are kept before they are added up: a few megabytes
 
@@ -123,6 +124,21 @@ class Values:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """Rows run forward for the preconditioner, about two thousand of all processes, independent of blocks.
+
+    Attributes:
+        weight: r_i of each row, times the number of rows that it stands for.
+        numbers: of the entities, counted over all processes.
+        saved: what a step kept of them.
+    """
+
+    weight: Tensor
+    numbers: Tensor
+    saved: Any
+
+
+@dataclass(frozen=True)
 class CurvatureContext:
     """What a step may use when it adds its factors to the preconditioner.
 
@@ -135,8 +151,7 @@ class CurvatureContext:
         group: the processes whose entities count together.
         owned: local names of tables that hold this process's rows alone.
         noise: vectors to draw.
-        saved_blocks: goes through the blocks of rows, with what this step kept of each.
-        count_forward: counts a forward of the tower.
+        sample: some rows with what this step kept of them; the first to ask has them run forward.
         is_first: whether nothing is below this step.
     """
 
@@ -148,8 +163,7 @@ class CurvatureContext:
     group: Group
     owned: Collection[str]
     noise: Noise
-    saved_blocks: Callable[[], Iterator[tuple[int, int, Any]]]
-    count_forward: Callable[[], None]
+    sample: Callable[[], Sample]
     is_first: bool
 
 
@@ -163,14 +177,13 @@ class Op:
         analytic: whether derivatives need no autodiff. Such steps are recorded in CUDA graphs, and the independence of
             their rows is not tested.
         overwrites_cotangent: whether ``vjp`` overwrites g; if not, a copy is saved where g is the caller's.
-        moment_from_inputs: whether a first step keeps the block of features itself, and ``moment`` needs all rows of
-            ids and sparse features.
+        overwrites_tangent: the same for ``jvp`` and dx.
         kept_copies: how many times over a block's results are kept in the end.
     """
 
     analytic: bool = True
     overwrites_cotangent: bool = True
-    moment_from_inputs: bool = False
+    overwrites_tangent: bool = True
     kept_copies: int = 1
 
     def forward(self, x: Any, values: Values, out: Tensor | None = None) -> tuple[Tensor | Shifted, Any]:
@@ -180,7 +193,7 @@ class Op:
     def jvp(
         self, saved: Any, dx: Tensor | Shifted | None, values: Values, tangent: Named, out: Tensor | None = None
     ) -> Tensor | Shifted:
-        """dy along (dx, tangent); ``out`` is an optional buffer. Frozen tensors have no tangent, a first step no dx."""
+        """dy along (dx, tangent); ``out`` is a place for it. Frozen tensors have no tangent, features no dx."""
         raise NotImplementedError
 
     def vjp(
@@ -228,39 +241,66 @@ class Op:
 
     # The preconditioner, see factors.py.
 
-    def moment(self, saved: Any, r: Tensor, some: slice, stride: int) -> Tensor | None:
+    def moment(self, saved: Any, r: Tensor, some: slice, stride: int) -> Moment:
         """A block's part of what ``pull_curvature`` needs summed over rows, in float64; None if nothing.
 
         Matrices are estimated from ``some`` rows of the block, one in ``stride``; diagonals come from all rows.
         """
         return None
 
-    def pull_curvature(self, S: Tensor, moment: Tensor | None, context: CurvatureContext) -> Tensor:
+    def input_moment(self, block: Block, r: Tensor) -> Moment:
+        """As a first step: the parts of ``moment`` that need all rows of ids and sparse features, from these alone."""
+        return None
+
+    def reduce_moment(self, moment: Moment, group: Group, owned: Collection[str]) -> None:
+        """Add up ``moment`` over processes, in place; that of a table of own rows stays as it is."""
+        if isinstance(moment, Tensor) and not any(name in owned for name in self.parameters):
+            group.sum_(moment)
+
+    def pull_curvature(self, S: Tensor, moment: Any, context: CurvatureContext) -> Tensor:
         """Add this step's factors; return the curvature at its input, given S at its output.
 
-        The default, for steps without a formula: mean(g gᵀ), g the vjp of vectors v_i drawn with covariance S, and for
-        the parameters (Σ_i J_iᵀ v_i)², whose mean is the diagonal Σ_i J_iᵀ S J_i. Independent of blocks and processes.
+        For steps without a formula of their own: mean(g gᵀ), g the vjp of vectors v_i drawn with covariance r_i S for a
+        sample of rows, and for the parameters (Σ_i J_iᵀ v_i)², whose mean is the diagonal Σ_i r_i J_iᵀ S J_i.
+        Independent of blocks and processes.
         """
         values, noise, group, R = context.values, context.noise, context.group, root(S)
+        sample = context.sample()
         names = [name for name in self.parameters if name in context.factors.trainable]
         sums = [{name: torch.zeros_like(values.tensors[name]) for name in names} for _ in range(noise.draws)]
         below: Tensor | None = None
         values.pending_bias_rows.clear()
-        for start, stop, saved in context.saved_blocks():
-            for draw, out in enumerate(sums):
-                v = noise.rows(draw, start, stop, R).to(values.dtype)
-                g = self.vjp(saved, v, values, out, not context.is_first)
-                values.flush_bias_sums(out)
-                if g is not None:
-                    part = (plain(g).t() @ plain(g)).double() / (noise.draws * context.rows)
-                    below = part if below is None else below + part
+        for draw, out in enumerate(sums):
+            v = noise.rows(draw, sample.numbers, sample.weight, R).to(values.dtype)
+            g = self.vjp(sample.saved, v, values, out, not context.is_first)
+            values.flush_bias_sums(out)
+            if g is not None:
+                part = (plain(g).t() @ plain(g)).double() / (noise.draws * context.rows)
+                below = part if below is None else below + part
         for name in names:
             totals = torch.stack([out[name].double() for out in sums])
             totals = totals if name in context.owned else group.sum_(totals)
-            context.factors.diagonals[name] = totals.square_().mean(0)
+            context.factors.add_diagonal(name, totals.square_().mean(0))
         return S if below is None else group.sum_(below)
 
+    def pull_mean(self, M: Tensor, moment: Any, context: CurvatureContext) -> Tensor | None:
+        """mean(J)ᵀ M, for what a step shares with branches beside it (graph.py); None leaves that out.
+
+        Scaled as ``pull_curvature`` is: with weights whose mean is c, Σ_i r_i J_iᵀ M / (rows √c).
+        """
+        return None
+
     # Planning and several processes.
+
+    @property
+    def parts(self) -> tuple[Op, ...]:
+        """The steps that a step is made of; itself, if it is one."""
+        return (self,)
+
+    @property
+    def inner_columns(self) -> int:
+        """Columns of results inside the step, besides the one that it hands on."""
+        return 0
 
     @property
     def workspace_factor(self) -> float:

@@ -1,0 +1,343 @@
+"""A part of a tower whose steps branch and meet again, as one step: residual branches, gates, several tables.
+
+Node i reads the results of earlier nodes, 0 being the input. Values and derivatives go through the nodes in order; a
+result that several nodes read has memory of its own, and what comes back to it adds up.
+
+For the preconditioner the curvature of all results that are still to be pulled through is kept as one matrix, in blocks
+S_ij: with branches x + f(x) the curvature at x is that of both and of what they share. A node j with inputs a, b, … is
+pulled through by
+
+    S_ab ← S_ab + mean(J_a)ᵀ S_jb + S_aj mean(J_b) + mean(J_aᵀ S_jj J_b),     S_ak ← S_ak + mean(J_a)ᵀ S_jk
+
+which is mean(JᵀSJ) of everything live at once, so that it stays positive semidefinite; for a chain it is what
+factors.py says. Of a node without ``pull_mean`` the terms S_jk are left out. Checked by tests/test_networks.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from gramtower.data.features import Block, Features
+from gramtower.distributed.group import Group
+from gramtower.engine.towers.joins import Join
+from gramtower.engine.towers.steps import (
+    CurvatureContext,
+    Moment,
+    Named,
+    Op,
+    Sample,
+    Shifted,
+    Summed,
+    Values,
+    materialise,
+    plain,
+)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A step and where its inputs come from.
+
+    Attributes:
+        op: the step.
+        inputs: numbers of the nodes whose results it reads; 0 is the input of the graph.
+        width: columns of its result.
+    """
+
+    op: Op
+    inputs: tuple[int, ...]
+    width: int
+
+
+@dataclass
+class Graph(Op):
+    """Nodes in order, the last of which is the result.
+
+    Attributes:
+        nodes: node i is ``nodes[i - 1]``.
+        first: whether the input is feature rows, which no derivative reaches.
+    """
+
+    nodes: list[Node]
+    first: bool
+    _active: list[bool] = field(init=False)  # whether a derivative reaches a result
+    _uses: list[int] = field(init=False)  # how many inputs of active nodes it is
+    _reads: list[int] = field(init=False)  # how many inputs of any node it is
+
+    overwrites_cotangent = True
+
+    def __post_init__(self) -> None:
+        self._active = [not self.first]
+        for node in self.nodes:
+            self._active.append(bool(node.op.parameters) or any(self._active[i] for i in node.inputs))
+        self._uses, self._reads = [0] * len(self._active), [0] * len(self._active)
+        for number, node in enumerate(self.nodes, 1):
+            for i in node.inputs:
+                self._reads[i] += 1
+                self._uses[i] += self._active[number]
+
+    @property
+    def analytic(self) -> bool:  # type: ignore[override]
+        """See Op."""
+        return all(node.op.analytic for node in self.nodes)
+
+    @property
+    def kept_copies(self) -> int:  # type: ignore[override]
+        """See Op."""
+        return max(node.op.kept_copies for node in self.nodes)
+
+    @property
+    def label(self) -> str:
+        """See Op."""
+        return " and ".join(dict.fromkeys(node.op.label for node in self.nodes))
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """See Op."""
+        return tuple(dict.fromkeys(name for node in self.nodes for name in node.op.parameters))
+
+    @property
+    def parts(self) -> tuple[Op, ...]:
+        """See Op."""
+        return tuple(part for node in self.nodes for part in node.op.parts)
+
+    def forward(self, x: Any, values: Values, out: Tensor | None = None) -> tuple[Tensor | Shifted, list[Any]]:
+        """The last node's result; keeps what each node keeps, and their results' bytes."""
+        results: dict[int, Any] = {0: x}
+        left, kept = list(self._reads), []
+        for number, node in enumerate(self.nodes, 1):
+            given = []
+            for i in node.inputs:
+                if self._reads[i] > 1 or isinstance(node.op, Join):
+                    results[i] = materialise(results[i])
+                given.append(results[i])
+                left[i] -= 1
+            place = out if number == len(self.nodes) else None
+            results[number], saved = node.op.forward(_given(node.op, given), values, place)
+            kept.append(saved)
+            for i in node.inputs:
+                if not left[i]:
+                    results.pop(i, None)
+        return results[len(self.nodes)], kept
+
+    def jvp(
+        self, saved: list[Any], dx: Tensor | Shifted | None, values: Values, tangent: Named, out: Tensor | None = None
+    ) -> Tensor | Shifted:
+        """See Op."""
+        last = len(self.nodes)
+        changes: dict[int, Tensor | Shifted | None] = {0: dx}
+        if dx is not None and not self._handed_on(0):
+            changes[0] = _own(materialise(dx), values)
+        left = list(self._uses)
+        for number, (node, kept) in enumerate(zip(self.nodes, saved, strict=True), 1):
+            if not self._active[number]:
+                changes[number] = None
+                continue
+            given: list[Tensor | Shifted | None] = []
+            for i in node.inputs:
+                left[i] -= 1
+                change = changes[i] if left[i] else changes.pop(i)
+                if left[i] and node.op.overwrites_tangent and change is not None:
+                    change = materialise(change).clone()
+                given.append(change)
+            if isinstance(node.op, Join):
+                dy: Tensor | Shifted = node.op.push(
+                    kept, [None if c is None else materialise(c) for c in given], values, tangent
+                )
+            else:
+                dy = node.op.jvp(kept, given[0], values, tangent, self._place(number, out, given[0]))
+            if number < last and not self._handed_on(number):
+                dy = _own(materialise(dy), values)
+            changes[number] = dy
+        result = changes[last]
+        assert result is not None
+        return result
+
+    def _place(self, number: int, out: Tensor | None, like: Tensor | Shifted | None) -> Tensor | None:
+        """Memory for a node's change: what was given, or new where it must last."""
+        if number == len(self.nodes):
+            return out
+        if self._handed_on(number) or like is None:
+            return None
+        tensor = like.tensor if isinstance(like, Shifted) else like
+        return tensor.new_empty(len(tensor), self.nodes[number - 1].width)
+
+    def vjp(
+        self, saved: list[Any], g: Tensor | Summed, values: Values, out: Named, need_input: bool
+    ) -> Tensor | Summed | None:
+        """See Op."""
+        pulled: dict[int, Tensor | Summed] = {len(self.nodes): g}
+        for number in range(len(self.nodes), 0, -1):
+            node = self.nodes[number - 1]
+            if not self._active[number]:
+                continue
+            above = pulled.pop(number)
+            needed = [self._active[i] and (i > 0 or need_input) for i in node.inputs]
+            if not isinstance(node.op, Join):
+                below = node.op.vjp(saved[number - 1], above, values, out, needed[0])
+                if needed[0]:
+                    assert below is not None
+                    self._add(pulled, number, node.inputs[0], below, values)
+                continue
+            above = plain(above)
+            parts = node.op.pull(saved[number - 1], above, values, out, needed)
+            again = sum(part is above for part in parts)
+            for i, part in zip(node.inputs, parts, strict=True):
+                if part is None:
+                    continue
+                if part is above:
+                    again -= 1
+                    part = above.clone() if again and i not in pulled else above
+                self._add(pulled, number, i, part, values)
+        return pulled.get(0)
+
+    def _add(
+        self, pulled: dict[int, Tensor | Summed], number: int, i: int, part: Tensor | Summed, values: Values
+    ) -> None:
+        """Add what came back from a node to that of its input."""
+        if i in pulled:
+            pulled[i] = plain(pulled[i]).add_(plain(part))
+        else:
+            pulled[i] = part if i == number - 1 and self._uses[i] == 1 else _own(plain(part), values)
+
+    def _handed_on(self, i: int) -> bool:
+        """Whether a result is read once, by the next node: it may then lie in a buffer that others use after it."""
+        return self._uses[i] == 1 and i in self.nodes[i].inputs
+
+    def precompute(self, saved: list[Any]) -> None:
+        """See Op."""
+        for node, kept in zip(self.nodes, saved, strict=True):
+            node.op.precompute(kept)
+
+    # The preconditioner.
+
+    def moment(self, saved: list[Any], r: Tensor, some: slice, stride: int) -> Moment:
+        """Those of the nodes."""
+        return [node.op.moment(kept, r, some, stride) for node, kept in zip(self.nodes, saved, strict=True)]
+
+    def input_moment(self, block: Block, r: Tensor) -> Moment:
+        """See Op: those of the nodes that read the features."""
+        return [node.op.input_moment(block, r) if node.inputs == (0,) else None for node in self.nodes]
+
+    def reduce_moment(self, moment: Moment, group: Group, owned: Collection[str]) -> None:
+        """See Op."""
+        for node, part in zip(self.nodes, moment if isinstance(moment, list) else (), strict=True):
+            node.op.reduce_moment(part, group, owned)
+
+    def pull_curvature(self, S: Tensor, moment: Moment, context: CurvatureContext) -> Tensor:
+        """Node by node, see above."""
+        assert isinstance(moment, list)
+        live = _Live(len(self.nodes), S)
+        for number in range(len(self.nodes), 0, -1):
+            node, part = self.nodes[number - 1], moment[number - 1]
+            if not self._active[number]:
+                continue
+            S, beside = live.take(number)
+            inner = self._inner(context, number)
+            live.add_all(node.inputs, self._active, self._pull(node, S, part, inner))
+            for k, M in beside.items():
+                means = _means(node.op, M, part, inner) or ()
+                for i, mean in zip(node.inputs, means, strict=False):
+                    if self._active[i]:
+                        live.add(i, k, mean + mean.t() if i == k else mean)
+        return S if self.first else live.take(0)[0]
+
+    @staticmethod
+    def _pull(node: Node, S: Tensor, moment: Moment, context: CurvatureContext) -> dict[tuple[int, int], Tensor]:
+        if isinstance(node.op, Join):
+            return node.op.pull_blocks(S, moment, context)
+        return {(0, 0): node.op.pull_curvature(S, moment, context)}
+
+    def _inner(self, context: CurvatureContext, number: int) -> CurvatureContext:
+        """What one node may use."""
+
+        def sample() -> Sample:
+            whole = context.sample()
+            return replace(whole, saved=whole.saved[number - 1])
+
+        noise = replace(context.noise, step=1000 * (context.noise.step + 1) + number)
+        is_first = not any(self._active[i] for i in self.nodes[number - 1].inputs)
+        return replace(context, sample=sample, noise=noise, is_first=is_first)
+
+    # Planning and several processes.
+
+    @property
+    def inner_columns(self) -> int:
+        """See Op."""
+        return sum(node.width for node in self.nodes[:-1])
+
+    @property
+    def workspace_factor(self) -> float:
+        """See Op: branches wait for each other."""
+        return 0.5 + max(node.op.workspace_factor for node in self.nodes)
+
+    def layer_width(self, tensors: Named) -> int:
+        """See Op: all that is computed."""
+        return sum(node.width for node in self.nodes)
+
+    def _inputs(self) -> list[Op]:
+        return [node.op for node in self.nodes if 0 in node.inputs]
+
+    def least_block(self, features: Features) -> int:
+        """See Op."""
+        return max(op.least_block(features) for op in self._inputs())
+
+    def check_features(self, side: str, features: Features) -> None:
+        """See Op."""
+        for op in self._inputs():
+            op.check_features(side, features)
+
+    def id_tables(self, side: str, features: Features) -> list[str]:
+        """See Op."""
+        return list(dict.fromkeys(name for op in self._inputs() for name in op.id_tables(side, features)))
+
+
+class _Live:
+    """The curvature of results that are still to be pulled through: blocks S_ij, i ≤ j."""
+
+    def __init__(self, number: int, S: Tensor) -> None:
+        self._blocks = {(number, number): S}
+
+    def take(self, number: int) -> tuple[Tensor, dict[int, Tensor]]:
+        """S_jj, and S_jk for all others k, which are live no more."""
+        own = self._blocks.pop((number, number))
+        beside = {}
+        for i, k in [pair for pair in self._blocks if number in pair]:
+            block = self._blocks.pop((i, k))
+            beside[k if i == number else i] = block if i == number else block.t()
+        return own, beside
+
+    def add(self, i: int, k: int, block: Tensor) -> None:
+        """Add to S_ik."""
+        if i > k:
+            i, k, block = k, i, block.t()
+        self._blocks[i, k] = self._blocks[i, k] + block if (i, k) in self._blocks else block
+
+    def add_all(self, inputs: tuple[int, ...], active: list[bool], blocks: dict[tuple[int, int], Tensor]) -> None:
+        """Add blocks between the inputs of a node, given by their positions."""
+        for (a, b), block in blocks.items():
+            i, k = inputs[a], inputs[b]
+            if active[i] and active[k] and i <= k:  # the other half is its transpose
+                self.add(i, k, block)
+
+
+def _given(op: Op, given: list[Any]) -> Any:
+    return given if isinstance(op, Join) else given[0]
+
+
+def _means(op: Op, M: Tensor, moment: Moment, context: CurvatureContext) -> list[Tensor] | None:
+    if isinstance(op, Join):
+        return op.pull_means(M, moment, context)
+    mean = op.pull_mean(M, moment, context)
+    return None if mean is None else [mean]
+
+
+def _own(t: Tensor, values: Values) -> Tensor:
+    """The tensor in memory that no step uses as a buffer."""
+    storage = t.untyped_storage().data_ptr()
+    shared = any(storage == buffer.untyped_storage().data_ptr() for buffer in values.scratch.values())
+    return t.clone() if shared else t

@@ -1,0 +1,321 @@
+"""A module's own ``forward`` as a graph of steps, so that a user's class costs what its parts cost.
+
+torch.fx writes down the calls that ``forward`` makes. Their shapes are worked out without data (on torch's "meta"
+device). Layers and functions with steps of their own become nodes (stack.py and functions.py say which); what lies
+between is cut into the smallest parts that map rows to rows, each differentiated by autodiff (``Opaque``). Where a
+single result is all that is read later, the graph is cut: a class that is a plain chain of layers becomes the very
+steps of the same nn.Sequential. A module inside whose ``forward`` cannot be traced, because it branches on numbers for
+example, stands as one part; so does the whole, if nothing can be made of it.
+
+Cost: some milliseconds, once for a pair of towers. Checked by tests/test_networks.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
+
+from gramtower.engine.towers.analytic import Affine, InputAffine
+from gramtower.engine.towers.functions import Functions
+from gramtower.engine.towers.graph import Graph, Node
+from gramtower.engine.towers.joins import Columns, Normalise, Scale
+from gramtower.engine.towers.opaque import Opaque
+from gramtower.engine.towers.steps import Op
+
+_ROWS = 10007  # of the shapes that are worked out; a number that no layer has as its width
+_ALONE = (Affine, InputAffine, Scale, Normalise, Opaque)  # steps that take features themselves as their input
+
+
+class Untraceable(Exception):
+    """The module cannot be written down as steps."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a tower is given.
+
+    Attributes:
+        kind: "ids", "dense" or "sparse".
+        width: columns of features.
+        codes: whether dense features are integers.
+    """
+
+    kind: str
+    width: int = 0
+    codes: bool = False
+
+    def example(self, dtype: torch.dtype) -> Tensor:
+        """Their shape and type without numbers."""
+        if self.kind == "ids":
+            return torch.empty(_ROWS, dtype=torch.int64, device="meta")
+        return torch.empty(_ROWS, self.width, dtype=torch.int64 if self.codes else dtype, device="meta")
+
+
+Recognise = Callable[
+    [nn.Module, bool], Op | Literal[True] | None
+]  # (module, whether it reads features): True for "the same"
+
+
+def trace(module: nn.Module, inputs: Inputs, names: Mapping[int, str], recognise: Recognise) -> list[Op]:
+    """The module as a chain of steps.
+
+    Args:
+        module: any module.
+        inputs: what it is given.
+        names: id of a parameter → its name within the tower.
+        recognise: the step of a layer, by its module.
+
+    Raises:
+        Untraceable: if it cannot be written down as steps.
+    """
+    return _Builder(module, inputs, names, recognise).steps()
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self, recognise: Recognise) -> None:
+        super().__init__()
+        self._recognise = recognise
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Layers that have steps, and those of torch."""
+        known = self._recognise(m, False) is not None or self._recognise(m, True) is not None
+        return known or parametrize.is_parametrized(m) or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """As fx does; a module that cannot be traced stands for itself."""
+        before = len(self.graph.nodes)
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:  # whatever a user's code raises when it is given stand-ins for tensors
+            for node in reversed(list(self.graph.nodes)[before:]):
+                self.graph.erase_node(node)
+            return self.create_proxy("call_module", self.path_of_module(m), args, kwargs)
+
+
+class _Shapes(fx.Interpreter):
+    """Runs the graph on shapes alone and keeps each result."""
+
+    def __init__(self, graph: fx.GraphModule, recognise: Recognise) -> None:
+        super().__init__(graph, garbage_collect_values=False)
+        self.found: dict[fx.Node, Any] = {}
+        self._first: dict[fx.Node, Tensor] = {}  # results of first layers, which may take sparse rows
+        for node in graph.graph.nodes:
+            if node.op == "call_module" and [x.op for x in node.all_input_nodes] == ["placeholder"]:
+                layer: Any = graph.get_submodule(str(node.target))
+                step = recognise(layer, True)
+                if isinstance(step, InputAffine):
+                    width = layer.weight.shape[1 if step.inputs_first else 0]
+                    self._first[node] = torch.empty(_ROWS, width, dtype=layer.weight.dtype, device="meta")
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The result of one call, without numbers."""
+        result = self._first[n] if n in self._first else super().run_node(n)
+        if n.op == "get_attr" and isinstance(result, Tensor):
+            result = result.to("meta")
+        self.found[n] = result
+        return result
+
+
+class _Ran(nn.Module):
+    """So that torch.func.functional_call reaches the parameters of what is run."""
+
+    def __init__(self, graph: fx.GraphModule, run: fx.Interpreter) -> None:
+        super().__init__()
+        self.graph, self._run = graph, run
+
+    def forward(self, x: Tensor) -> Any:
+        return self._run.run(x)
+
+
+class _Builder:
+    def __init__(self, module: nn.Module, inputs: Inputs, names: Mapping[int, str], recognise: Recognise) -> None:
+        self.names, self.recognise, self.inputs = names, recognise, inputs
+        try:
+            graph = _Tracer(recognise).trace(module)
+            self.graph = fx.GraphModule(module, graph)
+            self.graph.graph.eliminate_dead_code()
+            self.values = self._shapes()
+        except Exception as error:  # whatever a user's code raises when it is given stand-ins for tensors
+            raise Untraceable(str(error)) from error
+        self.shapes = {node: v.shape for node, v in self.values.items() if _is_rows(v)}
+        placeholders = [node for node in self.graph.graph.nodes if node.op == "placeholder"]
+        if not placeholders or any(node.users for node in placeholders[1:]):
+            raise Untraceable("it takes other inputs than rows of features")
+        self.input = placeholders[0]
+        if inputs.kind != "dense":
+            self.shapes.pop(self.input, None)
+        self.parameters = self._parameters()
+        self.functions = Functions(self.shapes, self.values, self.parameters)
+        self.nodes: list[Node] = []
+        self.slots: dict[fx.Node, int] = {self.input: 0}
+        self.active = [False]
+
+    def _shapes(self) -> dict[fx.Node, Any]:
+        tensors = {**dict(self.graph.named_parameters()), **dict(self.graph.named_buffers())}
+        floats = [t.dtype for t in tensors.values() if t.is_floating_point()]
+        meta = {f"graph.{name}": torch.empty_like(t, device="meta") for name, t in tensors.items()}
+        run = _Shapes(self.graph, self.recognise)
+        with torch.no_grad():
+            x = self.inputs.example(floats[0] if floats else torch.get_default_dtype())
+            torch.func.functional_call(_Ran(self.graph, run), meta, (x,))
+        return run.found
+
+    def _parameters(self) -> dict[fx.Node, tuple[str, torch.Size]]:
+        owners = dict(self.graph.named_parameters(remove_duplicate=False))
+        return {
+            node: (self.names[id(owners[str(node.target)])], owners[str(node.target)].shape)
+            for node in self.graph.graph.nodes
+            if node.op == "get_attr" and str(node.target) in owners and id(owners[str(node.target)]) in self.names
+        }
+
+    def steps(self) -> list[Op]:
+        """The chain."""
+        (output,) = (node for node in self.graph.graph.nodes if node.op == "output")
+        result = output.args[0]
+        if not isinstance(result, fx.Node) or result not in self.shapes:
+            raise Untraceable("its result is not one tensor of rows × columns")
+        for node in self.graph.graph.nodes:
+            if node.op in ("call_module", "call_function", "call_method"):
+                self._refuse_writing(node)
+                self._add(node)
+        return self._chain(self.slots[result])
+
+    def _refuse_writing(self, node: fx.Node) -> None:
+        """A call that writes over its input may stand only where nobody else reads that."""
+        module = self.graph.get_submodule(str(node.target)) if node.op == "call_module" else None
+        name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+        in_place = getattr(module, "inplace", False) or node.kwargs.get("inplace") or "out" in node.kwargs
+        in_place = in_place or (node.op != "call_module" and name.endswith("_") and not name.endswith("__"))
+        in_place = in_place or (node.op == "call_function" and (name in _WRITING or any(a is True for a in node.args)))
+        if in_place and not (node.args and isinstance(node.args[0], fx.Node) and self._is_fresh(node.args[0])):
+            raise Untraceable(f"{name or type(module).__name__} writes over its input")
+
+    def _is_fresh(self, x: fx.Node) -> bool:
+        """Whether a result is a tensor of its own that one call reads."""
+        slot = self.slots.get(x, 0)
+        shared = sum(other == slot for other in self.slots.values()) > 1
+        return (
+            slot > 0 and len(x.users) == 1 and not shared and not isinstance(self.nodes[slot - 1].op, (Opaque, Columns))
+        )
+
+    def _add(self, node: fx.Node) -> None:
+        found = self._recognised(node)
+        if isinstance(found, fx.Node):
+            self.slots[node] = self.slots[found]
+            if found not in self.shapes:
+                self.shapes.pop(node, None)
+        elif found is not None:
+            op, read = found
+            self._append(node, op, tuple(self.slots[x] for x in read))
+        elif node in self.shapes:
+            self._append(node, *self._opaque(node))
+
+    def _append(self, node: fx.Node, op: Op, inputs: tuple[int, ...]) -> None:
+        self.nodes.append(Node(op, inputs, self.shapes[node][1]))
+        self.active.append(bool(op.parameters) or any(self.active[i] for i in inputs))
+        self.slots[node] = len(self.nodes)
+
+    def _recognised(self, node: fx.Node) -> tuple[Op, list[fx.Node]] | fx.Node | None:
+        """The step of a call, if all that it reads are results of steps."""
+        found: Any = None
+        if node.op == "call_module" and len(node.args) == 1 and not node.kwargs and isinstance(node.args[0], fx.Node):
+            x, module = node.args[0], self.graph.get_submodule(str(node.target))
+            raw = x in self.slots and self.slots[x] == 0
+            step = self.recognise(module, True) if raw else None
+            if step is None and x in self.shapes and node in self.shapes:
+                step = self.recognise(module, False)
+            found = None if step is None else x if step is True else (step, [x])
+        elif node.op != "call_module":
+            found = self.functions.step(node)
+        if found is None or isinstance(found, fx.Node):
+            return found if found in self.slots else None
+        op, read = found
+        if any(x not in self.slots for x in read):
+            return None
+        if op.parameters and not isinstance(op, _ALONE) and not any(self.active[self.slots[x]] for x in read):
+            return None
+        return op, read
+
+    def _opaque(self, node: fx.Node) -> tuple[Op, tuple[int, ...]]:
+        """A call without a step, with all that leads to it from results of steps, by autodiff."""
+        inside: set[fx.Node] = set()
+        read: list[fx.Node] = []
+
+        def collect(n: fx.Node) -> None:
+            inside.add(n)
+            for x in n.all_input_nodes:
+                if x in self.slots:
+                    read.extend([x] if x not in read else [])
+                elif x not in inside:
+                    collect(x)
+
+        collect(node)
+        calls = [n for n in self.graph.graph.nodes if n in inside and n.op != "get_attr"]
+        module: nn.Module
+        if len(calls) == 1 and node.op == "call_module" and node.args == tuple(read) and not node.kwargs:
+            module, title = self.graph.get_submodule(str(node.target)), ""
+        else:
+            module, title = self._part(inside, read, node), ", ".join(dict.fromkeys(map(_name, calls)))
+        names = {local: self.names[id(p)] for local, p in module.named_parameters() if p.requires_grad}
+        return Opaque(module, names, title), tuple(self.slots[x] for x in read)
+
+    def _part(self, inside: set[fx.Node], read: list[fx.Node], result: fx.Node) -> fx.GraphModule:
+        part = fx.Graph()
+        copies = {x: part.placeholder(f"x{i}") for i, x in enumerate(read)}
+        for node in self.graph.graph.nodes:
+            if node in inside:
+                copies[node] = part.node_copy(node, lambda n: copies[n])
+        part.output(copies[result])
+        return fx.GraphModule(self.graph, part)
+
+    def _chain(self, last: int) -> list[Op]:
+        """The nodes that lead to a result, cut where one result is all that is read later."""
+        order = sorted(_ancestors(self.nodes, last))
+        if not order:
+            raise Untraceable("it hands back its features")
+        chain: list[Op] = []
+        start, segment = 0, []  # node whose result the segment begins with
+        for position, number in enumerate(order):
+            segment.append(number)
+            later = {i for n in order[position + 1 :] for i in self.nodes[n - 1].inputs}
+            if number != last and (not self.active[number] or any(i < number for i in later)):
+                continue
+            chain.append(self._segment(segment, start))
+            start, segment = number, []
+        return chain
+
+    def _segment(self, segment: list[int], start: int) -> Op:
+        first = self.nodes[segment[0] - 1]
+        if len(segment) == 1:
+            alone = start > 0 or isinstance(first.op, (InputAffine, Opaque))
+            if alone and len(first.inputs) == 1:
+                return first.op
+        places = {start: 0} | {number: place for place, number in enumerate(segment, 1)}
+        nodes = [self.nodes[number - 1] for number in segment]
+        return Graph([Node(n.op, tuple(places[i] for i in n.inputs), n.width) for n in nodes], start == 0)
+
+
+_WRITING = {f"i{name}" for name in ("add", "sub", "mul", "truediv", "pow", "matmul")} | {"setitem"}
+
+
+def _ancestors(nodes: list[Node], last: int) -> set[int]:
+    found, waiting = set(), [last]
+    while waiting:
+        number = waiting.pop()
+        if number and number not in found:
+            found.add(number)
+            waiting += nodes[number - 1].inputs
+    return found
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 2 and len(value) == _ROWS and value.is_floating_point()
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target) if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
