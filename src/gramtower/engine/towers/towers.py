@@ -26,7 +26,7 @@ from gramtower.engine.towers.parameters import Layout, Parameters, as_parameters
 from gramtower.engine.towers.sparse import FIRST_LAYER
 from gramtower.engine.towers.stack import is_stack, opaque, refuse_unfit, steps
 from gramtower.engine.towers.steps import Named, Op, Scratch, Values, materialise
-from gramtower.engine.towers.trials import differ, try_module
+from gramtower.engine.towers.trials import differ, same_mode, try_module
 from gramtower.runtime.memory import BlockPlan
 
 _LARGEST_FEATURE = {torch.float32: 1e15, torch.float64: 1e150}  # the squares of 10⁸ rows add up within the dtype
@@ -289,7 +289,8 @@ class Towers:
             _check_magnitude(side, features, self.dtype)
             ops[0].check_features(side, features)
             rows = min(_PROBE, features.rows)  # a process without rows tries none
-            y, size = _try_rows(side, ops, features, values, rows)
+            with same_mode(side, module):
+                y, size = _try_rows(side, ops, features, values, rows)
             _check_shape(side, y, rows, None)
             if y.dtype != self.dtype:
                 check.fail(f"{side} tower", f"an output of {y.dtype}", f"{self.dtype}, as its trainable parameters")

@@ -77,23 +77,25 @@ def trace(module: nn.Module, inputs: Inputs, names: Mapping[int, str], recognise
 
 
 class _Tracer(fx.Tracer):
-    def __init__(self, recognise: Recognise) -> None:
+    def __init__(self, module: nn.Module, recognise: Recognise) -> None:
         super().__init__()
-        self._recognise = recognise
+        parts = [part for part in module.modules() if parametrize.is_parametrized(part)]
+        parts += [part for part in module.modules() for first in (False, True) if recognise(part, first) is not None]
+        self._known = {id(part) for part in parts}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Layers that have steps, and those of torch."""
-        known = self._recognise(m, False) is not None or self._recognise(m, True) is not None
-        return known or parametrize.is_parametrized(m) or super().is_leaf_module(m, module_qualified_name)
+        return id(m) in self._known or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """As fx does; a module that cannot be traced stands for itself."""
-        before = len(self.graph.nodes)
+        before, stack = len(self.graph.nodes), self.module_stack.copy()
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:  # whatever a user's code raises when it is given stand-ins for tensors
             for node in reversed(list(self.graph.nodes)[before:]):
                 self.graph.erase_node(node)
+            self.module_stack = stack
             return self.create_proxy("call_module", self.path_of_module(m), args, kwargs)
 
 
@@ -135,13 +137,20 @@ class _Ran(nn.Module):
 class _Builder:
     def __init__(self, module: nn.Module, inputs: Inputs, names: Mapping[int, str], recognise: Recognise) -> None:
         self.names, self.recognise, self.inputs = names, recognise, inputs
+        modes = {part: part.training for part in module.modules()}
         try:
-            graph = _Tracer(recognise).trace(module)
+            graph = _Tracer(module, recognise).trace(module)
             self.graph = fx.GraphModule(module, graph)
             self.graph.graph.eliminate_dead_code()
             self.values = self._shapes()
         except Exception as error:  # whatever a user's code raises when it is given stand-ins for tensors
             raise Untraceable(str(error)) from error
+        finally:
+            changed = [part for part, training in modes.items() if part.training != training]
+            for part in changed:
+                part.training = modes[part]
+        if changed:
+            raise Untraceable("it changes its mode")
         self.shapes = {node: v.shape for node, v in self.values.items() if _is_rows(v)}
         placeholders = [node for node in self.graph.graph.nodes if node.op == "placeholder"]
         if not placeholders or any(node.users for node in placeholders[1:]):

@@ -8,6 +8,7 @@ message names the step that fails. Checked by tests/test_towers.py and tests/tes
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,14 +29,7 @@ def try_module(side: str, module: nn.Module, rows: Block, row: Block, values: Va
         ValueError: if it cannot be a tower.
     """
     where = f"{side} tower: {type(module).__name__}"
-    modes = {name: part.training for name, part in module.named_modules()}
     first = _run(module, rows, values)
-    for name, part in module.named_modules():
-        if part.training != modes[name]:
-            raise ValueError(
-                f"{where} changes its mode while it is called: module {name or 'itself'} ({type(part).__name__}) was "
-                f"{'' if modes[name] else 'not '}in training mode before; set the mode once, before it becomes a tower"
-            )
     second, alone = _run(module, rows, values), _run(module, row, values)
     if differ(second.result, first.result):
         raise ValueError(
@@ -55,6 +49,21 @@ def try_module(side: str, module: nn.Module, rows: Block, row: Block, values: Va
                 f"{stops[-1]}; expected a result that can be differentiated (not argmax, detach, no_grad or integers)"
             )
     return first.result, alone.result
+
+
+@contextmanager
+def same_mode(side: str, module: nn.Module) -> Iterator[None]:
+    """Refuse a module that changes its mode, or that of a module inside, while it is called."""
+    modes = [(name, part, part.training) for name, part in module.named_modules()]
+    yield
+    for name, part, training in modes:
+        if part.training != training:
+            part.training = training
+            raise ValueError(
+                f"{side} tower: {type(module).__name__} changes its mode while it is called: module {name or 'itself'} "
+                f"({type(part).__name__}) was {'' if training else 'not '}in training mode before; set the mode once, "
+                "before it becomes a tower"
+            )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,309 @@
+"""Modules of a user's own: what is recognised in them, exact derivatives, the preconditioner, what is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+from cases import FEATURES, make_case
+from test_engine import compare, relative
+from test_towers import PAIRS, Then, X, assert_exact
+from torch import nn
+from torch.nn import functional as F
+
+import gramtower as gt
+from gramtower.data.synthetic import planted_pairs
+from gramtower.engine.towers.analytic import Affine, Elementwise, InputAffine
+from gramtower.engine.towers.factors import tower_factors
+from gramtower.engine.towers.graph import Graph
+from gramtower.engine.towers.joins import Normalise
+from gramtower.engine.towers.opaque import Opaque
+from gramtower.engine.towers.stack import steps
+
+
+class Same(nn.Module):
+    """The very layers of an nn.Sequential, as many write them."""
+
+    def __init__(self, first, hidden, dim):
+        super().__init__()
+        self.first, self.layers = first, nn.ModuleList([nn.Linear(hidden, hidden), nn.Linear(hidden, dim)])
+        self.drop = nn.Dropout(0.3).eval()
+
+    def forward(self, x):
+        h = F.relu(self.first(x))
+        for layer in self.layers[:-1]:
+            h = self.drop(layer(h)).relu()
+        return self.layers[-1](h.flatten(1))
+
+
+class Wrapped(nn.Module):
+    """Any function of a first layer's result, with layers to use in it."""
+
+    def __init__(self, function, first, width=4, dim=3):
+        super().__init__()
+        self.function, self.first = function, first
+        self.square, self.other = nn.Linear(width, width), nn.Linear(width, width)
+        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, dim)
+
+    def forward(self, x):
+        return self.function(self, self.first(x))
+
+
+def parts_of(module, kind, width=3):
+    return [part for step in steps(module, kind, width) for part in step.parts]
+
+
+@pytest.mark.parametrize("kind", FEATURES)
+def test_a_class_with_the_layers_of_a_stack_becomes_its_steps_and_its_preconditioner(kind):
+    case = make_case(m=9, n=8, kinds=(kind, kind), tower="elu", seed=1)
+    results = []
+    width = 9 if kind == "ids" else 3
+    for written in (True, False):
+        torch.manual_seed(0)
+        own = Same(gt.InputLinear(width, 5), 5, 3).double()
+        layers = [own.first, nn.ReLU(), own.layers[0], nn.ReLU(), own.layers[1]]
+        left = nn.Sequential(*layers) if written else own
+        assert [type(step) for step in steps(left, kind, width)] == [
+            InputAffine, Elementwise, Affine, Elementwise, Affine
+        ]  # fmt: skip
+        point = case.problem.at(gt.Towers(left, case.towers.right))
+        g = point.gradient()
+        results.append(torch.cat([g.vector, point.gauss_newton() @ g.vector, (point.preconditioner() @ g).vector]))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("tower", ["custom", "residual", "layernorm", "skip", "gated"])
+@pytest.mark.parametrize("kind", FEATURES)
+def test_known_parts_of_own_classes_leave_nothing_to_autodiff(tower, kind):
+    case = make_case(tower=tower, kinds=(kind, kind))
+    assert all(step.analytic for step in case.problem.at(case.towers).evaluation.left.tower.steps)
+
+
+def test_what_has_no_step_is_autodiff_alone_and_named():
+    case = make_case(tower="joined")
+    parts = [part for step in case.problem.at(case.towers).evaluation.left.tower.steps for part in step.parts]
+    assert [part.label for part in parts if isinstance(part, Opaque)] == ["softmax"]
+    assert sum(isinstance(part, InputAffine) for part in parts) == 2
+
+
+def attended(*parts):
+    """Attention over a list of two, for each row."""
+    return F.scaled_dot_product_attention(*(part.view(-1, 2, 2) for part in parts)).flatten(1)
+
+
+FUNCTIONS = {
+    "residual": lambda m, h: m.out(h + m.square(torch.tanh(h))),
+    "deep": lambda m, h: m.out(m.norm(h + m.square(F.silu(m.other(h))))),
+    "twice": lambda m, h: m.out(h * h + h),
+    "tied": lambda m, h: m.out(m.square(torch.tanh(m.square(h)))),
+    "constants": lambda m, h: m.out(1 - (2 * h + 1) / 3 - h),
+    "negative": lambda m, h: m.out(-h.exp().square()),
+    "columns": lambda m, h: m.out(torch.cat([h[:, 2:], h[:, :2].sin()], 1)),
+    "thirds": lambda m, h: m.out(torch.hstack(torch.split(h, [1, 3], dim=1)[::-1])),
+    "functional": lambda m, h: m.out(F.layer_norm(F.linear(h, m.square.weight, m.square.bias), (4,), eps=0.1)),
+    "normed": lambda m, h: m.out(F.elu(m.norm(h), 0.5) + F.leaky_relu(h, 0.2) + F.softplus(h, beta=2.0)),
+    "in place": lambda m, h: m.out(F.silu(m.square(h), inplace=True).add_(h)),
+    "in place, read again": lambda m, h: m.out(F.relu(h, inplace=True) + h),
+    "view written": lambda m, h: m.out(h[:, :2].mul_(2.0).repeat(1, 2) + h),
+    "bilinear": lambda m, h: torch.einsum("ri,rj,kij->rk", h, m.square(h), m.out.weight[:, :, None] * m.norm.weight),
+    "list of rows": lambda m, h: m.out(torch.stack([h, m.square(h), m.other(h)], 1).softmax(1).sum(1)),
+    "attention": lambda m, h: m.out(attended(m.square(h), m.other(h), m.norm(h))),
+    "isinstance": lambda m, h: m.out(torch.tanh(h) if isinstance(h, torch.Tensor) else h),
+    "last": lambda m, h: F.normalize(m.norm(h) * h, dim=-1)[:, :3],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_and_derivatives_of_functions_in_own_classes_are_exact(name):
+    torch.manual_seed(1)
+    assert_exact(Wrapped(FUNCTIONS[name], nn.Linear(3, 4)), nn.Embedding(5, 3), X)
+
+
+def test_dense_features_may_be_read_several_times_and_before_any_layer():
+    class Ahead(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.one, self.two = nn.LayerNorm(3), nn.Linear(3, 3), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.one(F.normalize(x)) * self.norm(x) + self.two(torch.cat([x, torch.tanh(x)], 1)) + x
+
+    torch.manual_seed(2)
+    assert_exact(Ahead(), nn.Embedding(5, 3), X)
+
+
+@pytest.mark.parametrize("frozen", ["first.weight", "norm.weight", "scale", "out.bias", "skip.weight"])
+def test_frozen_parts_of_branches_are_constants(frozen):
+    case = make_case(tower="gated" if frozen == "scale" else "skip", seed=3)
+    for module in (case.towers.left, case.left):
+        module.get_parameter(frozen).requires_grad_(False)
+    case.towers = gt.Towers(case.towers.left, case.towers.right)
+    assert f"left.{frozen}" not in list(compare(case).parameters)
+    assert (case.problem.at(case.towers).preconditioner() @ case.problem.at(case.towers).gradient()).is_finite()
+
+
+# The preconditioner.
+
+ONE_CURVE = {  # one nonlinear function above the first layer, so that its closed form is no approximation
+    "residual": lambda m, h: m.out(h + m.square(torch.tanh(h))),
+    "both ends": lambda m, h: m.out(m.other(h) - 2 * torch.tanh(m.square(h)) + h),
+    "product": lambda m, h: m.out(m.square(h) * m.other(h) + h),
+    "square": lambda m, h: m.out(h * h),
+    "norm": lambda m, h: m.out(m.norm(m.square(h)) + h),
+    "joined": lambda m, h: m.out(torch.cat([m.square(h)[:, 1:3], torch.tanh(h[:, :2])], 1)) + h[:, :3],
+}
+
+
+@pytest.mark.parametrize("name", ONE_CURVE)
+def test_curvature_through_branches_is_the_mean_over_rows(name):
+    """S of the first layer is Σ r_i J_iᵀ H J_i / m, J_i by autodiff; so are the blocks of biases and scales."""
+    torch.manual_seed(3)
+    module = Wrapped(ONE_CURVE[name], nn.Linear(3, 4)).double()
+    problem = gt.Problem(PAIRS, X)
+    tower = problem.at(gt.Towers(module, nn.Embedding(5, 3).double())).evaluation.left.tower
+    H = torch.randn(3, 3, dtype=torch.float64)
+    H, r = H @ H.T, torch.tensor([0.5, 2.0, 0.1, 1.4, 1.0, 1.0], dtype=torch.float64)
+    factors = tower_factors(tower, H, r, set(dict(module.named_parameters())), 4, 0)
+    h = module.first(torch.tensor(X)).detach()
+    J = torch.stack(
+        [torch.autograd.functional.jacobian(lambda t: module.function(module, t[None])[0], row) for row in h]
+    )
+    expected = torch.einsum("r,rki,kl,rlj->ij", r, J, H, J) / len(r)
+    (first,) = [factor for factor in factors.layers if factor.weight == "first.weight"]
+    assert relative(first.S, expected) < 1e-12
+    if name == "norm":
+        normed = F.layer_norm(module.square(h), (4,)).detach()
+        S = (module.out.weight.T @ H @ module.out.weight).detach()
+        scale, matrix = factors.biases["norm.weight"]
+        assert relative(scale * matrix, S * ((normed * r[:, None]).T @ normed)) < 1e-12
+
+
+def test_factors_of_a_part_by_autodiff_agree_with_the_closed_form():
+    """Enough drawn vectors give what the steps give, with weights that differ by row."""
+    torch.manual_seed(4)
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(300, 3))
+    problem = gt.Problem(sp.random(300, 5, 0.1, random_state=0, data_rvs=lambda n: np.ones(n)), rows)
+    module = Wrapped(lambda m, h: m.out(h + m.square(torch.tanh(h))), nn.Linear(3, 4)).double()
+    hooked = copy.deepcopy(module)
+    hooked.register_forward_hook(lambda *_: None)
+    H, r = torch.diag(torch.tensor([3.0, 1.0, 0.2], dtype=torch.float64)), torch.tensor(rng.random(300) * 2)
+    found = []
+    for left in (module, hooked):
+        tower = problem.at(gt.Towers(left, nn.Embedding(5, 3).double())).evaluation.left.tower
+        factors = tower_factors(tower, H, r, set(dict(module.named_parameters())), 200, 0)
+        found.append({factor.weight: factor for factor in factors.layers})
+    assert isinstance(tower.steps[0], Opaque)
+    for weight in ("first.weight", "square.weight", "out.weight"):
+        assert relative(found[1][weight].A, found[0][weight].A) < 1e-12
+        assert relative(found[1][weight].S, found[0][weight].S) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("tower", "forwards"), [("elu", 0), ("gated", 0), ("skip", 0.5), ("joined", 0.5), ("branching", 0.5)]
+)
+def test_the_preconditioner_costs_a_share_of_a_forward_at_most(tower, forwards):
+    case = make_case(m=4096, n=10, density=0.001, tower=tower, seed=5)
+    point = case.problem.at(case.towers)
+    r, before = point.gradient(), case.problem.work.copy()
+    point.preconditioner() @ r
+    work = case.problem.work.since(before)
+    assert work.left_forwards == pytest.approx(forwards)
+    assert work.left_jvps == work.left_vjps == 0
+
+
+@pytest.mark.parametrize("tower", ["gated", "skip", "joined", "branching"])
+@pytest.mark.parametrize("kind", FEATURES)
+def test_the_preconditioner_does_not_depend_on_blocks_or_on_what_is_kept(tower, kind):
+    products = []
+    for activations in (None, 1):
+        case = make_case(m=40, n=30, tower=tower, kinds=(kind, kind), weights=True, activations=activations, seed=6)
+        point = case.problem.at(case.towers)
+        products.append((point.preconditioner() @ point.gradient()).vector)
+    assert not point.evaluation.left.tower.plan.keep
+    assert relative(*products) < 1e-7
+
+
+@pytest.mark.parametrize("name", ["residual", "deep", "normed"])
+def test_newton_on_traced_towers_is_at_least_as_good_as_by_autodiff(name):
+    pairs = planted_pairs(200, 150, 3000, seed=0)
+    values = []
+    for hooked in (False, True):
+        problem = gt.Problem(pairs, omega=0.05, l2=0.1)
+        torch.manual_seed(0)
+        towers = [Wrapped(FUNCTIONS[name], gt.InputLinear(n, 16), 16, 8) for n in pairs.shape]
+        for tower in towers if hooked else ():
+            tower.register_forward_hook(lambda *_: None)
+        result = gt.minimize(problem, gt.Towers(*towers), "newton-kron", max_iterations=5)
+        values.append(result.value)
+    assert values[0] < 1.01 * values[1]
+
+
+# What is refused, and by which name.
+
+
+class Moody(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.drop = nn.Linear(3, 3), nn.Dropout().eval()
+
+    def forward(self, x):
+        y = self.drop(self.linear(x))
+        self.drop.train()
+        return y
+
+
+class Untraced(Then):
+    def forward(self, x):
+        return super().forward(x) if x.shape[0] > 0 else x
+
+
+@pytest.mark.parametrize("kind", [Then, Untraced])
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda y: y - y.mean(0), "another result when other rows stand beside it, first at step 2, mean"),
+        (lambda y: torch.softmax(y, 0), "another result when other rows stand beside it, first at step 2, softmax"),
+        (lambda y: torch.tanh(y) + torch.randn(3), "different results for the same rows, first at step 3, randn"),
+        (lambda y: F.dropout(y, 0.5), "different results for the same rows, first at step 2, dropout"),
+        (lambda y: F.one_hot(y.argmax(1), 3).float(), "no derivative: .* after step 2, argmax"),
+        (lambda y: torch.tanh(y.detach()), "no derivative: .* after step 2, detach"),
+        (lambda y: y.argmax(1, keepdim=True), "left tower: an output of torch.int64|got an output of torch.int64"),
+    ],
+    ids=["mean", "softmax", "noise", "dropout", "argmax", "detach", "integers"],
+)
+def test_the_step_that_fails_is_named(kind, function, message):
+    with pytest.raises(ValueError, match=message):
+        gt.Problem(PAIRS, X).at(gt.Towers(kind(3, function), nn.Embedding(5, 3)))
+
+
+def test_a_module_that_changes_its_mode_is_refused():
+    with pytest.raises(
+        ValueError, match=r"Moody changes its mode while it is called: module drop \(Dropout\) was not in"
+    ):
+        gt.Problem(PAIRS, X).at(gt.Towers(Moody(), nn.Embedding(5, 3)))
+
+
+def test_the_failing_step_is_named_with_its_module():
+    left = nn.Sequential(nn.Linear(3, 4), Then(4, lambda y: y / y.sum(0)))
+    with pytest.raises(ValueError, match=r"Sequential gives a row another result .* first at step 3, sum in module 1;"):
+        gt.Problem(PAIRS, X).at(gt.Towers(left, nn.Embedding(5, 3)))
+
+
+def test_layers_set_to_another_mode_are_traced_anew():
+    towers = gt.Towers(Same(nn.Linear(3, 4), 4, 3).eval(), nn.Embedding(5, 3))
+    problem = gt.Problem(PAIRS, X)
+    before = problem.at(towers).value
+    towers.left.train()
+    with pytest.raises(ValueError, match="module drop: Dropout in training mode"):
+        problem.at(towers)
+    towers.left.eval()
+    assert problem.at(towers).value == before
+
+
+def test_branches_are_one_step_between_the_layers_around_them():
+    module = Wrapped(FUNCTIONS["deep"], nn.Embedding(6, 4))
+    assert [type(step) for step in steps(module, "ids")] == [InputAffine, Graph, Normalise, Affine]
