@@ -307,3 +307,57 @@ def test_layers_set_to_another_mode_are_traced_anew():
 def test_branches_are_one_step_between_the_layers_around_them():
     module = Wrapped(FUNCTIONS["deep"], nn.Embedding(6, 4))
     assert [type(step) for step in steps(module, "ids")] == [InputAffine, Graph, Normalise, Affine]
+
+
+class Fields(nn.Module):
+    """Columns of one feature matrix as two fields, each with a table of its own."""
+
+    def __init__(self, cut, last, dim=3):
+        super().__init__()
+        self.cut, self.one, self.two = cut, nn.Linear(cut, 4), gt.InputLinear(last, 3)
+        self.out = nn.Linear(7, dim)
+
+    def forward(self, x):
+        one, two = self.one(x[:, : self.cut]), self.two(x[:, self.cut :])
+        return self.out(torch.cat([torch.relu(one), torch.tanh(two)], 1))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("sparse", [True, False])
+def test_columns_of_features_are_fields_with_tables_of_their_own(sparse, kept):
+    rng = np.random.default_rng(3)
+    rows = rng.normal(size=(6, 5)) * (rng.random((6, 5)) < 0.6)
+    torch.manual_seed(5)
+    module = Fields(2, 3)
+    assert_exact(copy.deepcopy(module), nn.Embedding(5, 3), rows)
+    problem = gt.Problem(PAIRS, sp.csr_matrix(rows) if sparse else rows, omega=0.5, l2=0.1)
+    problem.activations = None if kept else 1
+    towers = gt.Towers(module.double(), nn.Embedding(5, 3).double())
+    tower = problem.at(towers).evaluation.left.tower
+    assert tower.plan.keep == kept
+    assert all(step.analytic for step in tower.steps)
+    if sparse:
+        factors = tower_factors(
+            tower, torch.eye(3).double(), torch.ones(6).double(), {"two.weight", "one.weight"}, 1, 0
+        )
+        diagonals = {factor.weight: factor.A for factor in factors.layers}
+        assert relative(diagonals["two.weight"], (rows[:, 2:] ** 2).sum(0)) < 1e-12
+        assert relative(diagonals["one.weight"], (rows[:, :2] ** 2).sum(0)) < 1e-12
+        whole = gt.Problem(PAIRS, rows, omega=0.5, l2=0.1).at(towers)
+        found = problem.at(towers)
+        assert relative(found.gradient().vector, whole.gradient().vector) < 1e-12
+        d = torch.ones_like(whole.parameters.vector)
+        assert relative(found.gauss_newton() @ d, whole.gauss_newton() @ d) < 1e-12
+
+
+@pytest.mark.parametrize("index", [0, (slice(None), 1), slice(3), (slice(None), slice(0, 3, 2))], ids=str)
+def test_sparse_features_are_indexed_by_columns_only(index):
+    left = Wrapped(lambda m, h: m.out(h), nn.Identity())
+    left.function = lambda m, x: m.out(m.square(x[index]))
+    with pytest.raises(ValueError, match=r"only columns can be taken: x\[:, start:stop\]"):
+        gt.Problem(PAIRS, sp.csr_matrix(X)).at(gt.Towers(left, nn.Embedding(5, 3)))
+
+
+def test_a_field_of_another_width_is_refused():
+    with pytest.raises(ValueError, match="1 columns of sparse features met a layer for 3"):
+        gt.Problem(PAIRS, sp.csr_matrix(X)).at(gt.Towers(Fields(2, 3), nn.Embedding(5, 3)))

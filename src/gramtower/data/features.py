@@ -6,7 +6,7 @@ pattern with values. Checked by tests/test_problem.py (input errors) and tests/t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -41,11 +41,21 @@ class SparseBlock:
 
     pattern: Pairs
     values: Tensor
+    _fields: dict[tuple[int, int], SparseBlock] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def shape(self) -> tuple[int, int]:
         """(rows, features)."""
         return self.pattern.shape
+
+    def columns(self, start: int, stop: int) -> SparseBlock:
+        """Columns ``start:stop`` as a block of their own, made once."""
+        if (start, stop) not in self._fields:
+            device = self.values.device
+            chosen = torch.arange(self.shape[0], device=device), torch.arange(start, stop, device=device)
+            pattern, entries = self.pattern.take_block(*chosen)
+            self._fields[start, stop] = SparseBlock(pattern, self.values[entries])
+        return self._fields[start, stop]
 
     def to_dense(self) -> Tensor:
         """The block as a dense tensor; for tests and error paths on a few rows only."""

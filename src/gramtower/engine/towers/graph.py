@@ -21,9 +21,9 @@ from typing import Any
 
 from torch import Tensor
 
-from gramtower.data.features import Block, Features
+from gramtower.data.features import Block, Features, SparseBlock
 from gramtower.distributed.group import Group
-from gramtower.engine.towers.joins import Join
+from gramtower.engine.towers.joins import Columns, Join
 from gramtower.engine.towers.steps import (
     CurvatureContext,
     Moment,
@@ -220,8 +220,14 @@ class Graph(Op):
         return [node.op.moment(kept, r, some, stride) for node, kept in zip(self.nodes, saved, strict=True)]
 
     def input_moment(self, block: Block, r: Tensor) -> Moment:
-        """See Op: those of the nodes that read the features."""
-        return [node.op.input_moment(block, r) if node.inputs == (0,) else None for node in self.nodes]
+        """See Op: those of the nodes that read the features, or columns of them."""
+        blocks, moments = {0: block}, []
+        for number, node in enumerate(self.nodes, 1):
+            given = blocks.get(node.inputs[0]) if len(node.inputs) == 1 else None
+            if isinstance(given, SparseBlock) and isinstance(node.op, Columns):
+                blocks[number] = given.columns(node.op.start, node.op.stop)
+            moments.append(None if given is None else node.op.input_moment(given, r))
+        return moments
 
     def reduce_moment(self, moment: Moment, group: Group, owned: Collection[str]) -> None:
         """See Op."""

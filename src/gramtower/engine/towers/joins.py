@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gramtower.data.features import SparseBlock
 from gramtower.engine.towers.layer_factors import mean_column, outer
 from gramtower.engine.towers.steps import (
     CurvatureContext,
@@ -209,8 +210,10 @@ class Columns(Op):
     overwrites_cotangent = False
     overwrites_tangent = False
 
-    def forward(self, x: Tensor | Shifted, values: Values, out: Tensor | None = None) -> tuple[Tensor, None]:
-        """See Op."""
+    def forward(self, x: Any, values: Values, out: Tensor | None = None) -> tuple[Any, None]:
+        """See Op; of sparse features, a block of those columns."""
+        if isinstance(x, SparseBlock):
+            return x.columns(self.start, self.stop), None
         return materialise(x)[:, self.start : self.stop].contiguous(), None
 
     def jvp(

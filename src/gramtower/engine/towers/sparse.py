@@ -18,7 +18,7 @@ from gramtower.engine.kernels import Kernels
 
 FIRST_LAYER = (
     'a tower over sparse features must begin with nn.Linear, nn.EmbeddingBag(mode="sum"), gramtower.InputLinear or '
-    "x @ weight"
+    "x @ weight, of all columns or of some, x[:, start:stop]"
 )
 
 
@@ -51,7 +51,17 @@ class SparseRows:
         """Two."""
         return 2
 
+    def __getitem__(self, index: Any) -> SparseRows:
+        """Some columns of all rows, ``x[:, start:stop]``."""
+        match index:
+            case (rows, slice() as columns) if rows == slice(None) and columns.step in (None, 1):
+                start, stop, _ = columns.indices(self.shape[1])
+                return SparseRows(self.block.columns(start, max(start, stop)), self.kernels)
+        raise ValueError(f"sparse features were indexed by {index!r}; only columns can be taken: x[:, start:stop]")
+
     def __matmul__(self, weight: Tensor) -> Tensor:
+        if weight.dim() != 2 or len(weight) != self.shape[1]:
+            raise ValueError(f"{self.shape[1]} columns of sparse features met a layer for {len(weight)}")
         return _product(weight, self.block, self.kernels)
 
     @classmethod

@@ -12,6 +12,7 @@ Cost: some milliseconds, once for a pair of towers. Checked by tests/test_networ
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -107,7 +108,7 @@ class _Shapes(fx.Interpreter):
         self.found: dict[fx.Node, Any] = {}
         self._first: dict[fx.Node, Tensor] = {}  # results of first layers, which may take sparse rows
         for node in graph.graph.nodes:
-            if node.op == "call_module" and [x.op for x in node.all_input_nodes] == ["placeholder"]:
+            if node.op == "call_module" and [_is_columns(x) for x in node.all_input_nodes] == [True]:
                 layer: Any = graph.get_submodule(str(node.target))
                 step = recognise(layer, True)
                 if isinstance(step, InputAffine):
@@ -156,6 +157,7 @@ class _Builder:
         if not placeholders or any(node.users for node in placeholders[1:]):
             raise Untraceable("it takes other inputs than rows of features")
         self.input = placeholders[0]
+        self.features = {self.input: inputs.width}  # and columns of sparse ones, with their width
         if inputs.kind != "dense":
             self.shapes.pop(self.input, None)
         self.parameters = self._parameters()
@@ -216,26 +218,34 @@ class _Builder:
         found = self._recognised(node)
         if isinstance(found, fx.Node):
             self.slots[node] = self.slots[found]
+            if found in self.features:
+                self.features[node] = self.features[found]
             if found not in self.shapes:
                 self.shapes.pop(node, None)
         elif found is not None:
             op, read = found
             self._append(node, op, tuple(self.slots[x] for x in read))
+            if node in self.features:
+                self.shapes.pop(node, None)
         elif node in self.shapes:
             self._append(node, *self._opaque(node))
 
     def _append(self, node: fx.Node, op: Op, inputs: tuple[int, ...]) -> None:
-        self.nodes.append(Node(op, inputs, self.shapes[node][1]))
+        self.nodes.append(Node(op, inputs, 0 if node in self.features else self.shapes[node][1]))
         self.active.append(bool(op.parameters) or any(self.active[i] for i in inputs))
         self.slots[node] = len(self.nodes)
 
     def _recognised(self, node: fx.Node) -> tuple[Op, list[fx.Node]] | fx.Node | None:
         """The step of a call, if all that it reads are results of steps."""
         found: Any = None
+        if self.inputs.kind == "sparse" and node.op == "call_function" and _is_columns(node):
+            return self._sparse_columns(node)
         if node.op == "call_module" and len(node.args) == 1 and not node.kwargs and isinstance(node.args[0], fx.Node):
             x, module = node.args[0], self.graph.get_submodule(str(node.target))
-            raw = x in self.slots and self.slots[x] == 0
-            step = self.recognise(module, True) if raw else None
+            fixed = x in self.features or (x in self.shapes and x in self.slots and not self.active[self.slots[x]])
+            step = self.recognise(module, True) if fixed else None
+            if isinstance(step, InputAffine) and self.inputs.kind == "sparse" and step.width != self.features[x]:
+                raise Untraceable("a layer for another number of features")
             if step is None and x in self.shapes and node in self.shapes:
                 step = self.recognise(module, False)
             found = None if step is None else x if step is True else (step, [x])
@@ -249,6 +259,16 @@ class _Builder:
         if op.parameters and not isinstance(op, _ALONE) and not any(self.active[self.slots[x]] for x in read):
             return None
         return op, read
+
+    def _sparse_columns(self, node: fx.Node) -> tuple[Op, list[fx.Node]] | None:
+        x: Any = node.args[0]
+        columns: Any = node.args[1][1]  # type: ignore[index]
+        if x not in self.features:
+            return None
+        width = self.features[x]
+        start, stop, step = columns.indices(width)
+        self.features[node] = stop - start
+        return (Columns(start, stop, width), [x]) if step == 1 and stop > start else None
 
     def _opaque(self, node: fx.Node) -> tuple[Op, tuple[int, ...]]:
         """A call without a step, with all that leads to it from results of steps, by autodiff."""
@@ -320,6 +340,15 @@ def _ancestors(nodes: list[Node], last: int) -> set[int]:
             found.add(number)
             waiting += nodes[number - 1].inputs
     return found
+
+
+def _is_columns(node: fx.Node) -> bool:
+    """Whether a node is the features, or some columns of them as sparse rows give them."""
+    if node.op == "placeholder":
+        return True
+    index = node.args[1] if node.target is operator.getitem else None
+    sliced = isinstance(index, tuple) and len(index) == 2 and index[0] == slice(None) and isinstance(index[1], slice)
+    return sliced and isinstance(node.args[0], fx.Node) and _is_columns(node.args[0])
 
 
 def _is_rows(value: Any) -> bool:

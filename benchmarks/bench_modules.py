@@ -1,0 +1,166 @@
+"""Modules of a user's own beside the library's network, at the same sizes: `python benchmarks/bench_modules.py`.
+
+    --size link     57,034 × 63,436 entities, 269,000 pairs, sparse word features on both sides, (1024,) → 512, relu
+    --size small    4,000 × 3,000 entities, 40,000 pairs, sparse features, (128,) → 64 (two cores)
+    --size tiny     a try of the script, no measurement
+
+The rows: mlp_towers, which is an nn.Sequential; a class of one's own with the same layers; with a linear skip from the
+features; with LayerNorm; with a gate; and one that cannot be traced and is left to autodiff. Of each, medians by turns
+within one run of: G·d, gradient, the preconditioner, its product, and an outer iteration as newton-kron makes it with
+ten steps of conjugate gradients; and their ratio to mlp_towers (bound: 3 for the outer iteration). ``--iterations`` of
+newton-kron from the same first numbers say whether the preconditioner is as good. Writes
+benchmarks/results/modules_<size>_<device>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from common import side_by_side, write_result
+from torch import nn
+
+import gramtower as gt
+from gramtower.data.synthetic import planted_pairs
+
+SIZES: dict[str, dict[str, Any]] = {
+    "link": {"m": 57_034, "n": 63_436, "pairs": 269_000, "words": 40_000, "per_row": 60, "hidden": 1024, "dim": 512},
+    "small": {"m": 4_000, "n": 3_000, "pairs": 40_000, "words": 2_000, "per_row": 20, "hidden": 128, "dim": 64},
+    "tiny": {"m": 300, "n": 200, "pairs": 1_500, "words": 100, "per_row": 5, "hidden": 16, "dim": 8},
+}
+BOUND = 3.0
+STEPS = 10  # of conjugate gradients in an outer iteration
+
+
+class Own(nn.Module):
+    """The layers of mlp_towers with one hidden layer, and variants of it."""
+
+    def __init__(self, network: nn.Sequential, variant: str) -> None:
+        super().__init__()
+        self.first, self.out, self.variant = network[0], network[2], variant
+        hidden, dim, features = self.out.in_features, self.out.out_features, self.first.in_features
+        self.skip = gt.InputLinear(features, dim, bias=False) if variant == "linear skip" else None
+        self.norm = nn.LayerNorm(hidden) if variant == "LayerNorm" else None
+        self.gate = nn.Linear(hidden, hidden) if variant == "gated" else None
+        if self.skip is not None:
+            nn.init.normal_(self.skip.weight, std=0.01)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of features to rows of embeddings."""
+        h = torch.relu(self.first(x))
+        if self.norm is not None:
+            h = self.norm(h)
+        if self.gate is not None:
+            h = h * torch.sigmoid(self.gate(h))
+        y = self.out(h)
+        return y if self.skip is None else y + self.skip(x)
+
+
+class Untraced(Own):
+    """The same layers in a forward that branches on what it is given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The same by a branch that cannot be traced."""
+        h = self.first(x)
+        return self.out(torch.relu(h)) if h.shape[0] >= 0 else h
+
+
+VARIANTS = ("mlp_towers", "same layers", "linear skip", "LayerNorm", "gated", "by autodiff")
+
+
+def words(rows: int, columns: int, per_row: int, seed: int) -> sp.csr_matrix:
+    """Rows of length one with words drawn by Zipf's law."""
+    rng = np.random.default_rng(seed)
+    share = 1 / np.arange(1, columns + 1)
+    drawn = rng.choice(columns, size=rows * per_row, p=share / share.sum())
+    X = sp.csr_matrix((np.ones(len(drawn), np.float32), (np.repeat(np.arange(rows), per_row), drawn)), (rows, columns))
+    X.sum_duplicates()
+    X.data = np.log1p(X.data)
+    return sp.diags(1 / np.sqrt(np.asarray(X.multiply(X).sum(1)).ravel())) @ X
+
+
+def towers(problem: gt.Problem, size: dict[str, Any], variant: str, device: torch.device) -> gt.Towers:
+    made = gt.mlp_towers(problem, hidden=(size["hidden"],), dim=size["dim"], activation="relu", seed=0)
+    if variant == "mlp_towers":
+        return made.to(device)
+    torch.manual_seed(0)
+    kind = Untraced if variant == "by autodiff" else Own
+    return gt.Towers(kind(made.left, variant), kind(made.right, variant)).to(device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--iterations", type=int, default=5)
+    options = parser.parse_args()
+    size, device = SIZES[options.size], torch.device(options.device)
+    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    pairs = planted_pairs(size["m"], size["n"], size["pairs"], seed=0)
+    features = [words(rows, size["words"], size["per_row"], seed) for seed, rows in enumerate(pairs.shape)]
+
+    def problem() -> gt.Problem:
+        return gt.Problem(pairs, *features, omega=1e-3, imputed=-0.5, l2=0.5, embedding_l2=1e-4)
+
+    calls: dict[str, Callable[[], Any]] = {}
+
+    def timed(function: Callable[[], Any]) -> Callable[[], None]:
+        def call() -> None:
+            function()
+            wait()
+
+        return call
+
+    runs: dict[str, dict[str, Any]] = {}
+    for variant in VARIANTS:
+        task = problem()
+        result = gt.minimize(task, towers(task, size, variant, device), max_iterations=options.iterations)
+        records = result.history
+        runs[variant] = {
+            "objective": [record.value for record in records],
+            "seconds": [record.seconds for record in records],
+        }
+        task = problem()
+        start = towers(task, size, variant, device)
+        point = task.at(start)
+        d, G, M = point.gradient(), point.gauss_newton(), point.preconditioner()
+        calls[f"G·d: {variant}"] = timed(lambda G=G, d=d: G @ d)
+        calls[f"gradient: {variant}"] = timed(point.gradient)
+        calls[f"preconditioner: {variant}"] = timed(lambda point=point: point.preconditioner())
+        calls[f"M·r: {variant}"] = timed(lambda M=M, d=d: M @ d)
+
+        def iteration(task: gt.Problem = task, start: gt.Towers = start) -> None:
+            """What newton-kron does: a point, its gradient and preconditioner, some steps, and a point to go to."""
+            point = task.at(start)
+            d, G, M = point.gradient(), point.gauss_newton(0.1), point.preconditioner("kronecker", 0.1)
+            for _ in range(STEPS):
+                d = M @ (G @ d)
+            _ = point.along(d)(1e-6).value
+
+        calls[f"outer iteration: {variant}"] = timed(iteration)
+    times = side_by_side(calls, options.repeats, warmup=2)
+    rows: dict[str, dict[str, Any]] = {}
+    for variant in VARIANTS:
+        rows[variant] = dict(runs[variant])
+        for what in ("G·d", "gradient", "preconditioner", "M·r", "outer iteration"):
+            seconds = statistics.median(times[f"{what}: {variant}"])
+            ratio = seconds / statistics.median(times[f"{what}: mlp_towers"])
+            rows[variant][what] = {"milliseconds": 1e3 * seconds, "ratio": ratio}
+            print(f"{variant:12} {what:16} {1e3 * seconds:9.2f} ms   {ratio:5.2f} times mlp_towers")
+        print(f"{variant:12} objective after {options.iterations} iterations {runs[variant]['objective'][-1]:.6g}")
+    worst = max(rows[variant]["outer iteration"]["ratio"] for variant in VARIANTS)
+    print(f"outer iteration, worst ratio {worst:.2f} (<= {BOUND:g})")
+    write_result(
+        f"modules_{options.size}_{device.type}",
+        {"size": size, "repeats": options.repeats, "bound": BOUND, "worst_ratio": worst, "variants": rows},
+    )
+
+
+if __name__ == "__main__":
+    main()
