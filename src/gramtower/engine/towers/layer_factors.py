@@ -120,7 +120,7 @@ class Noise:
     draws: int
 
     def rows(self, draw: int, numbers: Tensor, weight: Tensor, root: Tensor) -> Tensor:
-        """Rows of covariance w_i R Rᵀ for the entities of these numbers, in float64."""
+        """Rows of covariance w_i R Rᵀ for the entities of these numbers, in the dtype of R."""
         key = np.random.SeedSequence((self.seed, self.step, draw)).generate_state(1, np.uint64)
         columns = torch.arange(root.shape[1], device=root.device)
         bits = _mixed(_mixed(numbers.to(root.device) + (int(key[0]) >> 2))[:, None] + columns)
@@ -136,7 +136,11 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def root(S: Tensor) -> Tensor:
-    """R with R Rᵀ = S for a positive semidefinite S."""
+    """R with R Rᵀ = S for a positive semidefinite S, to about ten digits: by Cholesky, or else by its eigenvalues."""
+    slack = 1e-11 * S.diagonal().abs().mean() * torch.eye(len(S), dtype=S.dtype, device=S.device)
+    lower, failed = torch.linalg.cholesky_ex(S + slack)
+    if int(failed) == 0 and bool(lower.isfinite().all()):
+        return torch.as_tensor(lower)
     values, vectors = clamped_spectrum(S)
     return torch.as_tensor(vectors * values.sqrt())
 

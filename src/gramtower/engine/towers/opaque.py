@@ -222,12 +222,12 @@ class Opaque(Join):
     @staticmethod
     def _draws(y: Tensor, targets: list[Tensor], S: Tensor, context: CurvatureContext) -> list[list[Tensor]]:
         """Vectors drawn with covariance r_i S at y, pulled back to the targets."""
-        noise, sample, R = context.noise, context.sample(), root(S)
+        noise, sample, R = context.noise, context.sample(), root(S).to(y.dtype)
         result = []
         for draw in range(noise.draws):
             grads: tuple[Tensor | None, ...] = (None,) * len(targets)
             if y.requires_grad and len(y):
-                v = noise.rows(draw, sample.numbers, sample.weight, R).to(y.dtype)
+                v = noise.rows(draw, sample.numbers, sample.weight, R)
                 grads = torch.autograd.grad(y, targets, v, retain_graph=True, allow_unused=True)
             pairs = zip(grads, targets, strict=True)
             result.append([torch.zeros_like(t) if g is None else g for g, t in pairs])

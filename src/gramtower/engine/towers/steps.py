@@ -264,14 +264,14 @@ class Op:
         sample of rows, and for the parameters (Σ_i J_iᵀ v_i)², whose mean is the diagonal Σ_i r_i J_iᵀ S J_i.
         Independent of blocks and processes.
         """
-        values, noise, group, R = context.values, context.noise, context.group, root(S)
+        values, noise, group, R = context.values, context.noise, context.group, root(S).to(context.values.dtype)
         sample = context.sample()
         names = [name for name in self.parameters if name in context.factors.trainable]
         sums = [{name: torch.zeros_like(values.tensors[name]) for name in names} for _ in range(noise.draws)]
         below: Tensor | None = None
         values.pending_bias_rows.clear()
         for draw, out in enumerate(sums):
-            v = noise.rows(draw, sample.numbers, sample.weight, R).to(values.dtype)
+            v = noise.rows(draw, sample.numbers, sample.weight, R)
             g = self.vjp(sample.saved, v, values, out, not context.is_first)
             values.flush_bias_sums(out)
             if g is not None:
