@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from cases import COSH
+from cases import COSH, make_tower
 from own_step import LINE, squashed
 
 import gramtower as gt
@@ -165,6 +165,15 @@ def test_a_step_of_a_user(monkeypatch):
     def own(_):
         torch.manual_seed(0)
         return gt.Towers(squashed(300, 12).double().cuda(), squashed(200, 12).double().cuda())
+
+    compare(own, 1e-12)
+
+
+@pytest.mark.parametrize("tower", ["skip", "gated", "residual", "layernorm"])
+def test_branches_in_modules_of_a_user(tower):
+    def own(_):
+        torch.manual_seed(0)
+        return gt.Towers(*(make_tower(tower, "ids", rows, 12).double().cuda() for rows in (300, 200)))
 
     compare(own, 1e-12)
 

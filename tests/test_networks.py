@@ -122,6 +122,33 @@ def test_values_and_derivatives_of_functions_in_own_classes_are_exact(name):
     assert_exact(Wrapped(FUNCTIONS[name], nn.Linear(3, 4)), nn.Embedding(5, 3), X)
 
 
+class Attending(nn.Module):
+    """Attention over a list of codes, for each row."""
+
+    def __init__(self, codes, dim):
+        super().__init__()
+        self.table, self.attention = nn.Embedding(codes, 4), nn.MultiheadAttention(4, 2, batch_first=True)
+        self.out = nn.Linear(4, dim)
+
+    def forward(self, codes):
+        h = self.table(codes)
+        h, _ = self.attention(h, h, h)
+        return self.out(torch.relu(h.mean(1)))
+
+
+def test_attention_over_a_list_goes_by_autodiff_and_the_layers_after_it_do_not():
+    torch.manual_seed(3)
+    codes = torch.tensor([[0, 6, 1], [1, 1, 0], [5, 2, 2], [3, 0, 4], [6, 6, 6], [2, 4, 5]])
+    left, right = Attending(7, 3), nn.Embedding(5, 3)
+    assert [type(step) for step in steps(left, "dense", 3, codes=True)] == [Opaque, Elementwise, Affine]
+    assert_exact(left, right, codes)
+    point = gt.Problem(PAIRS, codes, omega=0.5, l2=0.01).at(gt.Towers(left, right))
+    helped = point.preconditioner() @ point.gradient()
+    plain = point.gradient() * 100.0  # what 1/λ alone would do
+    for name in ("left.table.weight", "left.attention.in_proj_weight", "left.attention.out_proj.weight"):
+        assert 0 < float(helped[name].norm()) < 0.9 * float(plain[name].norm())
+
+
 def test_dense_features_may_be_read_several_times_and_before_any_layer():
     class Ahead(nn.Module):
         def __init__(self):

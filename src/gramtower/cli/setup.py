@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gramtower import _checks as check
-from gramtower._widths import hidden_text
+from gramtower._widths import config_hidden
 from gramtower.cli.config import Settings, merge_flags, merged
 from gramtower.cli.experiment import Experiment, is_experiment, load_experiment
 from gramtower.cli.features import tower_features
@@ -103,7 +103,7 @@ class Setup:
                 },
                 "towers": {
                     "features": {"left": fit_data.inputs[0].kind, "right": fit_data.inputs[1].kind},
-                    "hidden": hidden_text(fit_data.hidden),
+                    "hidden": config_hidden(fit_data.hidden),
                     "dim": fit_data.dim,
                     "activation": model.activation,
                     "seed": runner.seed,

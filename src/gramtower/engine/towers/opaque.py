@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gramtower.data.features import Features, IdBlock, SparseBlock
 from gramtower.distributed.group import Group
@@ -95,7 +96,7 @@ class Opaque(Join):
         calls: list[tuple[str, Any, Tensor]] = []
         hooks = [part.register_forward_hook(_recorder(name, calls)) for name, part in self._layers.items()]
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the one attention that has a second derivative
                 y = torch.func.functional_call(self.module, leaves, tuple(x))
         finally:
             for hook in hooks:
@@ -182,9 +183,8 @@ class Opaque(Join):
         group, sample = context.group, context.sample()
         known, saved = self._tower_names(), sample.saved
         y, leaves, calls = self._call(saved.x, context.values)
-        inside = {
-            known.get(id(p)) for part in self._layers.values() for p in (part.weight, getattr(part, "bias", None))
-        }
+        called = [self._layers[name] for name, *_ in calls]
+        inside = {known.get(id(p)) for part in called for p in (part.weight, getattr(part, "bias", None))}
         others = {
             name: leaf
             for name, leaf in zip(self.names.values(), leaves, strict=True)

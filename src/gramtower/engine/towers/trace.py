@@ -242,7 +242,9 @@ class _Builder:
             return self._sparse_columns(node)
         if node.op == "call_module" and len(node.args) == 1 and not node.kwargs and isinstance(node.args[0], fx.Node):
             x, module = node.args[0], self.graph.get_submodule(str(node.target))
-            fixed = x in self.features or (x in self.shapes and x in self.slots and not self.active[self.slots[x]])
+            fixed = x in self.features
+            if self.inputs.kind == "dense" and x in self.shapes and x in self.slots:
+                fixed = not self.active[self.slots[x]]
             step = self.recognise(module, True) if fixed else None
             if isinstance(step, InputAffine) and self.inputs.kind == "sparse" and step.width != self.features[x]:
                 raise Untraceable("a layer for another number of features")
