@@ -149,6 +149,46 @@ def test_attention_over_a_list_goes_by_autodiff_and_the_layers_after_it_do_not()
         assert 0 < float(helped[name].norm()) < 0.9 * float(plain[name].norm())
 
 
+class Bare(nn.Module):
+    """Products with parameters, and classes derived from those of torch."""
+
+    def __init__(self, kind, width, dim):
+        super().__init__()
+
+        class Linear(nn.Linear):
+            pass
+
+        class Embedding(nn.Embedding):
+            pass
+
+        self.first = Embedding(width, 4) if kind == "ids" else Linear(width, 4)
+        self.matrix, self.out = nn.Parameter(torch.randn(4, 4)), Linear(4, dim)
+        self.table = nn.Parameter(torch.randn(width, 4))
+        self.kind = kind
+
+    def forward(self, x):
+        looked_up = F.embedding(x, self.table) if self.kind == "ids" else x @ self.table
+        return self.out(torch.relu((self.first(x) + looked_up) @ self.matrix))
+
+
+@pytest.mark.parametrize("kind", FEATURES)
+def test_products_with_parameters_are_layers(kind):
+    torch.manual_seed(6)
+    rows = {"ids": None, "dense": X, "sparse": sp.csr_matrix(X)}[kind]
+    left = Bare(kind, 6 if kind == "ids" else 3, 3).double()
+    assert {type(part) for part in parts_of(left, kind)} >= {InputAffine, Affine, Elementwise}
+    assert not any(isinstance(part, Opaque) for part in parts_of(left, kind))
+    if kind != "sparse":
+        assert_exact(left, nn.Embedding(5, 3), rows)
+    towers = gt.Towers(left, nn.Embedding(5, 3).double())
+    point = gt.Problem(PAIRS, rows, omega=0.5, l2=0.1).at(towers)
+    dense = gt.Problem(PAIRS, X if kind == "sparse" else rows, omega=0.5, l2=0.1).at(towers)
+    d = torch.ones_like(point.parameters.vector)
+    assert relative(point.gauss_newton() @ d, dense.gauss_newton() @ d) < 1e-12
+    blocks = point.preconditioner()._blocks
+    assert {"left.table", "left.first.weight", "left.matrix", "left.out.weight"} <= {block.weight for block in blocks}
+
+
 def test_dense_features_may_be_read_several_times_and_before_any_layer():
     class Ahead(nn.Module):
         def __init__(self):

@@ -149,10 +149,11 @@ class InputAffine(Op):
 
 @dataclass
 class Affine(Op):
-    """nn.Linear after the first step: x ↦ xWᵀ + b."""
+    """nn.Linear after the first step: x ↦ xWᵀ + b; with ``inputs_first`` W is stored inputs × outputs, x ↦ xW + b."""
 
     weight: str
     bias: str | None
+    inputs_first: bool = False
 
     overwrites_cotangent = False
     overwrites_tangent = False
@@ -162,37 +163,44 @@ class Affine(Op):
         """See Op."""
         return _named(self.weight, self.bias)
 
+    def _matrix(self, tensors: Named) -> Tensor:
+        """The weight as inputs × outputs."""
+        return tensors[self.weight] if self.inputs_first else tensors[self.weight].t()
+
     def forward(self, x: Tensor | Shifted, values: Values, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """XWᵀ + b, in ``out`` where given."""
-        rows, weight = materialise(x), values.tensors[self.weight]
+        rows, matrix = materialise(x), self._matrix(values.tensors)
         if self.bias is None:
-            return torch.mm(rows, weight.t(), out=out), rows
-        return torch.addmm(values.tensors[self.bias], rows, weight.t(), out=out), rows
+            return torch.mm(rows, matrix, out=out), rows
+        return torch.addmm(values.tensors[self.bias], rows, matrix, out=out), rows
 
     def jvp(
         self, saved: Tensor, dx: Tensor | Shifted | None, values: Values, tangent: Named, out: Tensor | None = None
     ) -> Tensor:
         """dX Wᵀ + X dWᵀ + db."""
-        weight = values.tensors[self.weight]
+        matrix = self._matrix(values.tensors)
         dx = None if dx is None else materialise(dx)
-        out = values.workspace(saved if dx is None else dx, weight.shape[0]) if out is None else out
+        out = values.workspace(saved if dx is None else dx, matrix.shape[1]) if out is None else out
         bias = None if self.bias is None else tangent.get(self.bias)
         if dx is None:  # the input is a function of the features alone
             dy = out.zero_() if bias is None else out.copy_(bias.expand_as(out))
-            return dy.addmm_(saved, tangent[self.weight].t()) if self.weight in tangent else dy
-        dy = torch.mm(dx, weight.t(), out=out) if bias is None else torch.addmm(bias, dx, weight.t(), out=out)
-        return dy.addmm_(saved, tangent[self.weight].t()) if self.weight in tangent else dy
+        else:
+            dy = torch.mm(dx, matrix, out=out) if bias is None else torch.addmm(bias, dx, matrix, out=out)
+        return dy.addmm_(saved, self._matrix(tangent)) if self.weight in tangent else dy
 
     def vjp(self, saved: Tensor, g: Tensor | Summed, values: Values, out: Named, need_input: bool) -> Tensor | None:
         """GᵀX, column sums of G, and G W."""
         values.defer_bias_sum(self.bias, g, out)
         g = plain(g)
         if self.weight in out:
-            out[self.weight].addmm_(g.t(), saved)
+            if self.inputs_first:
+                out[self.weight].addmm_(saved.t(), g)
+            else:
+                out[self.weight].addmm_(g.t(), saved)
         if not need_input:
             return None
-        weight = values.tensors[self.weight]
-        return torch.mm(g, weight, out=values.workspace(g, weight.shape[1]))
+        matrix = self._matrix(values.tensors)
+        return torch.mm(g, matrix.t(), out=values.workspace(g, matrix.shape[0]))
 
     def moment(self, saved: Tensor, r: Tensor, some: slice, stride: int) -> Tensor:
         """Σ r x xᵀ, the bias an input of 1."""
@@ -201,19 +209,19 @@ class Affine(Op):
     def pull_curvature(self, S: Tensor, moment: Tensor | None, context: CurvatureContext) -> Tensor:
         """A ⊗ S, and WᵀSW."""
         assert moment is not None
-        context.factors.add(self.weight, self.bias, False, moment, S, context.total_weight)
+        context.factors.add(self.weight, self.bias, self.inputs_first, moment, S, context.total_weight)
         if context.is_first:
             return S
-        W = context.values.tensors[self.weight].double()
-        return W.t() @ S @ W
+        matrix = self._matrix(context.values.tensors).double()
+        return matrix @ S @ matrix.t()
 
     def pull_mean(self, M: Tensor, moment: Tensor | None, context: CurvatureContext) -> Tensor:
         """WᵀM."""
-        return context.values.tensors[self.weight].double().t() @ M
+        return self._matrix(context.values.tensors).double() @ M
 
     def layer_width(self, tensors: Named) -> int:
         """See Op."""
-        return int(tensors[self.weight].shape[0])
+        return int(self._matrix(tensors).shape[1])
 
 
 class _Slopes:

@@ -43,6 +43,7 @@ _ADD = {operator.add, operator.iadd, torch.add, "add", "__add__", "add_"}
 _SUB = {operator.sub, operator.isub, torch.sub, torch.subtract, "sub", "sub_"}
 _MUL = {operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "multiply", "mul_"}
 _DIV = {operator.truediv, operator.itruediv, torch.div, torch.true_divide, "div", "div_"}
+_MATMUL = {operator.matmul, torch.matmul, torch.mm, "matmul", "mm", "__matmul__"}
 _NEG = {operator.neg, torch.neg, "neg"}
 _SPLIT = {torch.chunk, torch.split, torch.tensor_split, "chunk", "split", "tensor_split"}
 
@@ -93,15 +94,31 @@ class Functions:
             return x
         if target is F.dropout and not kwargs.get("training", args[2] if len(args) > 2 else True):
             return x
-        if target is F.linear:
-            return self._linear(x, *args[1:], **kwargs)
+        if target is F.linear or target in _MATMUL:
+            layer = self.layer(node)
+            return None if layer is None else (Affine(*layer[:3]), [x])
         return self._layer_norm(x, *args[1:], **kwargs) if target is F.layer_norm else None
 
-    def _linear(self, x: fx.Node, weight: Any, bias: Any = None) -> Found | None:
-        names = [None if p is None else self.parameters.get(p) for p in (weight, bias)]
-        if names[0] is None or (bias is not None and names[1] is None):
+    def layer(self, node: fx.Node) -> tuple[str, str | None, bool, int] | None:
+        """Weight, bias, whether the weight is stored inputs × outputs, and inputs, of a product with a parameter."""
+        args, kwargs = node.args[1:], dict(node.kwargs)
+        if node.target in _MATMUL:
+            weight, bias, inputs_first = args[0] if args else None, None, True
+        elif node.target is F.embedding:
+            rest = [*args[1:], *(value for key, value in kwargs.items() if key != "weight")]
+            weight, bias, inputs_first = kwargs.get("weight", args[0] if args else None), None, True
+            if any(option not in (None, False, 2.0) for option in rest):
+                return None
+        elif node.target is F.linear:
+            weight, bias = ([*args, None, None])[:2]
+            weight, bias, inputs_first = kwargs.get("weight", weight), kwargs.get("bias", bias), False
+        else:
             return None
-        return Affine(names[0][0], None if names[1] is None else names[1][0]), [x]
+        named = [self.parameters.get(p) if isinstance(p, fx.Node) else None for p in (weight, bias)]
+        if named[0] is None or len(named[0][1]) != 2 or (bias is not None and named[1] is None):
+            return None
+        (name, shape), width = named[0], 0 if inputs_first else 1
+        return name, None if named[1] is None else named[1][0], inputs_first, shape[width]
 
     def _layer_norm(
         self, x: fx.Node, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from gramtower.engine.towers.analytic import Affine, InputAffine
@@ -252,7 +253,8 @@ class _Builder:
                 step = self.recognise(module, False)
             found = None if step is None else x if step is True else (step, [x])
         elif node.op != "call_module":
-            found = self.functions.step(node)
+            layer = self._first_product(node)
+            found = self.functions.step(node) if layer is None else (layer, [node.args[0]])
         if found is None or isinstance(found, fx.Node):
             return found if found in self.slots else None
         op, read = found
@@ -261,6 +263,18 @@ class _Builder:
         if op.parameters and not isinstance(op, _ALONE) and not any(self.active[self.slots[x]] for x in read):
             return None
         return op, read
+
+    def _first_product(self, node: fx.Node) -> InputAffine | None:
+        """A product of features with a parameter, by a function."""
+        x = node.args[0] if node.args else None
+        if not isinstance(x, fx.Node) or x not in self.features or node not in self.shapes:
+            return None
+        layer = self.functions.layer(node)
+        if layer is None or (node.target is F.embedding) != (self.inputs.kind == "ids"):
+            return None
+        if self.inputs.kind == "sparse" and layer[3] != self.features[x]:
+            raise Untraceable("a layer for another number of features")
+        return InputAffine(*layer)
 
     def _sparse_columns(self, node: fx.Node) -> tuple[Op, list[fx.Node]] | None:
         x: Any = node.args[0]
