@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -369,6 +370,14 @@ def test_layers_set_to_another_mode_are_traced_anew():
         problem.at(towers)
     towers.left.eval()
     assert problem.at(towers).value == before
+
+
+def test_towers_that_were_traced_are_copied_and_pickled():
+    towers = gt.Towers(Same(nn.Linear(3, 4), 4, 3), nn.Embedding(5, 3))
+    problem = gt.Problem(PAIRS, X)
+    value = problem.at(towers).value
+    for copied in (copy.deepcopy(towers), pickle.loads(pickle.dumps(towers))):
+        assert problem.at(copied).value == value
 
 
 def test_branches_are_one_step_between_the_layers_around_them():

@@ -125,6 +125,10 @@ class Towers:
         self._scratch = {"left": shared, "right": shared}  # the towers take turns
         self._bound = False  # whether the modules' tensors are views of a point's parameters
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or another process needs: steps are made anew."""
+        return {**vars(self), "_traced": {}, "_tried": {}}
+
     def to(self, target: torch.device | torch.dtype | str) -> Towers:
         """Towers of the same modules, moved to a device or cast to a dtype in place, as nn.Module.to does."""
         return Towers(self.left.to(target), self.right.to(target))
