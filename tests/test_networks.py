@@ -20,8 +20,8 @@ from gramtower.data.synthetic import planted_pairs
 from gramtower.engine.towers.analytic import Affine, Elementwise, InputAffine
 from gramtower.engine.towers.factors import tower_factors
 from gramtower.engine.towers.graph import Graph
-from gramtower.engine.towers.joins import Normalise
 from gramtower.engine.towers.opaque import Opaque
+from gramtower.engine.towers.scales import Normalise
 from gramtower.engine.towers.stack import steps
 
 

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from gramtower.engine.kernels.activations import Activation, activation_of
 from gramtower.engine.towers.analytic import Affine, Elementwise
-from gramtower.engine.towers.joins import Columns, Concat, Normalise, Product, Scale, Sum
+from gramtower.engine.towers.joins import Columns, Concat, Product, Sum
+from gramtower.engine.towers.scales import Normalise, Scale
 from gramtower.engine.towers.steps import Op
 
 Found = tuple[Op, list[fx.Node]]  # a step and what it reads

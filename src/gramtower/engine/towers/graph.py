@@ -277,6 +277,11 @@ class Graph(Op):
         return sum(node.width for node in self.nodes[:-1])
 
     @property
+    def live_columns(self) -> int:
+        """See Op: two branches, about."""
+        return sum(sorted(node.width for node in self.nodes)[-2:])
+
+    @property
     def workspace_factor(self) -> float:
         """See Op: branches wait for each other."""
         return 0.5 + max(node.op.workspace_factor for node in self.nodes)

@@ -15,9 +15,9 @@ from torch import nn
 
 from gramtower.engine.kernels.activations import TABLE, activation_of
 from gramtower.engine.towers.analytic import Affine, Elementwise, InputAffine
-from gramtower.engine.towers.joins import Normalise
 from gramtower.engine.towers.layers import InputLinear
 from gramtower.engine.towers.opaque import Opaque
+from gramtower.engine.towers.scales import Normalise
 from gramtower.engine.towers.steps import Op
 from gramtower.engine.towers.trace import Inputs, Untraceable, trace
 

@@ -303,6 +303,11 @@ class Op:
         return 0
 
     @property
+    def live_columns(self) -> int:
+        """Columns whose curvature is held at once inside the step, besides that of its layers."""
+        return 0
+
+    @property
     def workspace_factor(self) -> float:
         """Peak bytes of a row, relative to the results of all steps, while a block is processed."""
         return 1.0

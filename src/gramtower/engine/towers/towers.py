@@ -374,6 +374,7 @@ def _factor_bytes(ops: list[Op], kind: str, values: Values) -> int:
         for shape in (shape for shape in shapes if len(shape) == 2):
             table = kind != "dense" and id(part) in inputs
             sides += [min(shape)] if table else list(shape)  # of a table A is a diagonal
+    sides += [op.live_columns for op in ops]
     return 8 * 4 * sum(side * side for side in sides)
 
 

@@ -25,8 +25,9 @@ from torch.nn.utils import parametrize
 from gramtower.engine.towers.analytic import Affine, InputAffine
 from gramtower.engine.towers.functions import Functions
 from gramtower.engine.towers.graph import Graph, Node
-from gramtower.engine.towers.joins import Columns, Normalise, Scale
+from gramtower.engine.towers.joins import Columns
 from gramtower.engine.towers.opaque import Opaque
+from gramtower.engine.towers.scales import Normalise, Scale
 from gramtower.engine.towers.steps import Op
 
 _ROWS = 10007  # of the shapes that are worked out; a number that no layer has as its width
