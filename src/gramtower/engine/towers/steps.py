@@ -5,8 +5,9 @@
     vjp       g ↦ gᵀ∂y/∂x, gᵀ∂y/∂θ       the tensor-matrix product of eq:ten-mat, reverse mode
 
 :class:`Op` is the interface, and everything that asks something of a step asks it there. A new step needs ``forward``,
-``jvp`` and ``vjp``; all else has a default that works. analytic.py has the steps with analytic derivatives,
-opaque.py wraps any other module by autodiff, stack.py recognises modules.
+``jvp`` and ``vjp``; all else has a default that works. analytic.py, joins.py and scales.py have the steps whose
+derivatives are written out, graph.py those that branch, opaque.py wraps any other module by autodiff; stack.py and
+trace.py recognise modules.
 
 Steps hand two things to each other besides plain tensors, each to save a pass over a rows × width matrix:
 
