@@ -3,9 +3,9 @@
     Steepest   s = −∇L                                     (eq:grad_dir)
     Diagonal   s = −(μI + M)^(−½) ∇L,  M ← M + diag(∇L)²   (eq:diag_scaling)
     NewtonCG   G s = −∇L to a relative residual ξ          (eq:general_ls)
-    LBFGS      Nocedal and Wright, "Numerical Optimization", Alg. 7.4
+    LBFGS      limited-memory BFGS                         (bfgs.py)
 
-newton_kron.py has the preconditioned one. Checked by tests/test_optim.py.
+newton_kron.py and secant.py have the preconditioned ones. Checked by tests/test_optim.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gramtower.engine.objective.point import Point
 from gramtower.engine.towers.parameters import Parameters
+from gramtower.optim.bfgs import Pair, inverse_product
 from gramtower.optim.conjugate_gradient import conjugate_gradient
 from gramtower.optim.parts import Direction, DirectionResult, State
 
@@ -82,31 +83,26 @@ class LBFGS(Direction):
 
     def __init__(self, memory: int) -> None:
         self.memory = memory
-        self.pairs: list[tuple[Tensor, Tensor]] = []  # (θ change, gradient change), oldest first
+        self.pairs: list[Pair] = []  # oldest first
         self.before: tuple[Tensor, Tensor] | None = None  # θ and gradient of the last call
 
     def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
         """The two-loop recursion; the first direction is the gradient scaled to length one."""
         assert point is not None
-        theta, g, self._layout = point.parameters, gradient.vector, gradient.layout
+        theta, layout = point.parameters, gradient.layout
         if self.before is not None:
-            step, change = theta.vector - self.before[0], g - self.before[1]
-            if self._dot(step, change) > 1e-10 * self._dot(step, step) ** 0.5 * self._dot(change, change) ** 0.5:
-                self.pairs = [*self.pairs, (step, change)][-self.memory :]
-        self.before = (theta.vector, g)
+            step, change = (
+                Parameters(layout, x.vector - y) for x, y in zip((theta, gradient), self.before, strict=True)
+            )
+            bend = step.dot(change)
+            if bend > 1e-10 * step.norm() * change.norm():
+                self.pairs = [*self.pairs, Pair(step.vector, change.vector, bend)][-self.memory :]
+        self.before = (theta.vector, gradient.vector)
         if not self.pairs:
             return DirectionResult(gradient * (-1.0 / max(gradient.norm(), 1e-30)))
-        q, coefficients = g.clone(), []
-        for step, change in reversed(self.pairs):
-            a = self._dot(step, q) / self._dot(step, change)
-            coefficients.append(a)
-            q.sub_(change, alpha=a)
-        step, change = self.pairs[-1]
-        q *= self._dot(step, change) / self._dot(change, change)
-        for (step, change), a in zip(self.pairs, reversed(coefficients), strict=True):
-            b = self._dot(change, q) / self._dot(step, change)
-            q.add_(step, alpha=a - b)
-        return DirectionResult(Parameters(gradient.layout, q.neg_()))
+        last = self.pairs[-1]
+        scale = last.bend(layout) / last.change(layout).dot(last.change(layout))
+        return DirectionResult(inverse_product(gradient, self.pairs, lambda q: q.scale_(scale)).scale_(-1.0))
 
     def retry(self) -> bool:
         """Forget the pairs and go down the gradient once."""
@@ -115,8 +111,8 @@ class LBFGS(Direction):
 
     def state(self) -> State:
         """The pairs and the last point."""
-        tensors = {f"step{i}": s for i, (s, _) in enumerate(self.pairs)}
-        tensors |= {f"change{i}": y for i, (_, y) in enumerate(self.pairs)}
+        tensors = {f"step{i}": pair.s for i, pair in enumerate(self.pairs)}
+        tensors |= {f"change{i}": pair.y for i, pair in enumerate(self.pairs)}
         if self.before is not None:
             tensors |= {"theta": self.before[0], "gradient": self.before[1]}
         return dict(tensors)
@@ -124,8 +120,5 @@ class LBFGS(Direction):
     def restore(self, state: State) -> None:
         """See Stateful."""
         count = sum(key.startswith("step") for key in state)
-        self.pairs = [(state[f"step{i}"], state[f"change{i}"]) for i in range(count)]
+        self.pairs = [Pair(state[f"step{i}"], state[f"change{i}"]) for i in range(count)]
         self.before = (state["theta"], state["gradient"]) if "theta" in state else None
-
-    def _dot(self, a: Tensor, b: Tensor) -> float:
-        return Parameters(self._layout, a).dot(Parameters(self._layout, b))

@@ -16,13 +16,15 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from gramtower import _checks as check
+from gramtower.optim.damping import Damping
 from gramtower.optim.directions import LBFGS as LimitedMemory
 from gramtower.optim.directions import Diagonal, NewtonCG, Steepest
 from gramtower.optim.line_search import Backtracking
 from gramtower.optim.methods import Descent, Method
-from gramtower.optim.newton_kron import KroneckerNewton
+from gramtower.optim.newton_kron import KroneckerDirection, KroneckerNewton
 from gramtower.optim.parts import Direction
 from gramtower.optim.sampled import Blocks, Source, Subsets
+from gramtower.optim.secant import KroneckerSecant
 from gramtower.optim.stochastic import Sampled
 
 
@@ -135,16 +137,22 @@ class Newton(_Searched):
 
 @dataclass(frozen=True, kw_only=True)
 class NewtonKron(Solver):
-    """Damped Gauss-Newton with Kronecker-preconditioned conjugate gradient: the default.
+    """Kronecker-preconditioned second-order steps: the default.
+
+    Damped Gauss-Newton by conjugate gradient (newton_kron.py); where both towers are linear in their parameters, secant
+    steps over the same preconditioner (secant.py).
 
     Args:
-        damping: at the start.
+        damping: at the start of conjugate gradient; secant steps start with none.
         damping_up: factor when the decrease was under a quarter of what the model promised.
         damping_down: factor when it was over three quarters.
         cg_steps: conjugate gradient steps allowed at the start.
         cg_max_steps: most steps ever allowed.
         cg_tolerance: relative residual, in the preconditioner's norm, at which conjugate gradient stops.
         cg_progress: it also stops when five steps lowered the model by less than this share.
+        memory: pairs of steps and changes of the gradient that linear towers remember, two vectors of θ's size each;
+            fewer where the memory budget leaves no room. 0 for conjugate gradient with them too.
+        alternating: first iterations of linear towers that move one side at a time.
         sufficient_decrease: η of the line search.
     """
 
@@ -156,15 +164,20 @@ class NewtonKron(Solver):
     cg_max_steps: int = _count(40)
     cg_tolerance: float = _not_negative(1e-4)
     cg_progress: float = _not_negative(5e-3)
+    memory: int = _count(3, 0)
+    alternating: int = _count(4, 0)
     sufficient_decrease: float = _share(1e-4, 0.999)
 
     def method(self, seed: int) -> Method:
         """Preconditioned Newton, from a full step on."""
-        direction = KroneckerNewton(
-            self.damping, self.damping_up, self.damping_down, self.cg_steps, self.cg_max_steps, self.cg_tolerance,
-            self.cg_progress,
-        )  # fmt: skip
-        return Descent(direction, Backtracking(self.sufficient_decrease, double_every=0))
+        newton = KroneckerNewton(
+            self._damping(self.damping), self.cg_steps, self.cg_max_steps, self.cg_tolerance, self.cg_progress
+        )
+        secant = KroneckerSecant(self._damping(0.0), self.memory, self.alternating)
+        return Descent(KroneckerDirection(newton, secant), Backtracking(self.sufficient_decrease, double_every=0))
+
+    def _damping(self, start: float) -> Damping:
+        return Damping(start, self.damping_up, self.damping_down)
 
 
 @dataclass(frozen=True, kw_only=True)

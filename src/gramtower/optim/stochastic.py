@@ -155,7 +155,7 @@ class Sampled(Method):
         return self._parts() | own
 
     def restore(self, state: State) -> None:
-        """See Part."""
+        """See Stateful."""
         self._restore(state)
         self.step_size, self.iterations = state["step_size"], state["iterations"]
         self.first, self.best = state["first"], state["best"]

@@ -53,6 +53,7 @@ class Point:
         parameters: θ, a private copy.
         at: the problem at other parameters.
         executor: runs gradients and products.
+        spare_bytes: of the memory budget that evaluations leave.
     """
 
     def __init__(
@@ -61,8 +62,10 @@ class Point:
         parameters: Parameters,
         at: Callable[[Parameters], Point],
         executor: Executor = EAGER,
+        spare_bytes: int = 0,
     ) -> None:
         self.evaluation, self.parameters, self._at, self.executor = evaluation, parameters, at, executor
+        self.spare_bytes = spare_bytes
 
     @property
     def P(self) -> Tensor:
@@ -78,6 +81,13 @@ class Point:
     def right_rows(self) -> Tensor:
         """The right embeddings of all processes."""
         return self.evaluation.right_rows
+
+    @property
+    def bilinear(self) -> bool:
+        """Whether scores are linear in each side's parameters while the other's are fixed, and both are trained."""
+        at, towers = self.evaluation, self.evaluation.towers
+        both = all(towers.local_names(side) for side in ("left", "right"))
+        return both and not towers.share_parameters and at.left.tower.linear and at.right.linear
 
     @property
     def work(self) -> Work:

@@ -175,9 +175,10 @@ class Problem:
         def at(parameters: Parameters) -> Point:
             return self._evaluate(towers, parameters)
 
+        spare = max(0, plan.budget - plan.bytes)
         if graphs is None:
-            return Point(self._evaluation(towers, theta, plan), theta, at)
-        return Point(graphs.evaluation, theta, at, graphs)
+            return Point(self._evaluation(towers, theta, plan), theta, at, spare_bytes=spare)
+        return Point(graphs.evaluation, theta, at, graphs, spare)
 
     def _evaluation(
         self, towers: Towers, theta: Parameters, plan: Plan, scratch: dict[str, Scratch] | None = None

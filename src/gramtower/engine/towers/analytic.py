@@ -37,6 +37,7 @@ class InputAffine(Op):
 
     overwrites_cotangent = False
     overwrites_tangent = False
+    linear = True
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -157,6 +158,7 @@ class Affine(Op):
 
     overwrites_cotangent = False
     overwrites_tangent = False
+    linear = True
 
     @property
     def parameters(self) -> tuple[str, ...]:

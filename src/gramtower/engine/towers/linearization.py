@@ -89,6 +89,11 @@ class Linearization:
         if plan.outputs:
             self._outputs = self._forward_all()
 
+    @property
+    def linear(self) -> bool:
+        """Whether the outputs are linear in the parameters: one layer and nothing above it."""
+        return len(self.steps) == 1 and self.steps[0].linear
+
     def over(self, start: int, stop: int) -> Linearization:
         """The same tower over a range of rows, run forward and kept in one block."""
         plan = BlockPlan(max(1, stop - start), keep=True)

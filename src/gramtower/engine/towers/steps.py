@@ -180,12 +180,14 @@ class Op:
         overwrites_cotangent: whether ``vjp`` overwrites g; if not, a copy is saved where g is the caller's.
         overwrites_tangent: the same for ``jvp`` and dx.
         kept_copies: how many times over a block's results are kept in the end.
+        linear: whether y is linear in x and in the step's parameters, each with the other fixed.
     """
 
     analytic: bool = True
     overwrites_cotangent: bool = True
     overwrites_tangent: bool = True
     kept_copies: int = 1
+    linear: bool = False
 
     def forward(self, x: Any, values: Values, out: Tensor | None = None) -> tuple[Tensor | Shifted, Any]:
         """y and what to keep; ``out`` is an optional buffer for y."""

@@ -1,0 +1,132 @@
+"""The direction of `newton-kron` for linear towers: secant steps over the Kronecker preconditioner.
+
+With linear towers L is convex in each side while the other is fixed, but not in both together. Near a minimum the
+Hessian differs from the Gauss-Newton matrix by the slopes of all pairs, which do not vanish where pairs remain
+unexplained: Gauss-Newton then converges linearly, however well its systems are solved. A gradient costs no more than a
+conjugate gradient step and knows the true curvature along the last steps:
+
+    s = −H ∇L,   H the inverse of limited-memory BFGS (bfgs.py) over γM in the place of a multiple of the identity
+
+M ≈ (G + damping)⁻¹ is the Kronecker preconditioner, made anew at every point. γ is 1 until a full step is refused: M of
+sparse features can be too long by far. From then on it is sᵀy / yᵀMy of the last step s and gradient change y. Where
+a step met less than a fifth of the curvature that H expected, y is moved toward H⁻¹s until it has a fifth (Powell,
+1978); H⁻¹s = −δ∇L is known from the step before, so that every pair is of use. Damping starts at none and grows where
+the decrease at the full step is under a quarter of the −½ sᵀ∇L promised.
+
+The first iterations move one side at a time, s = −M∇L on the left, then on the right, as alternating least squares
+does: from small random embeddings both sides together start next to a saddle, and each alone at a convex problem.
+
+Cost of an iteration: a value, a gradient, M built once and applied once or twice, four passes over θ for each pair
+kept. Not in the paper. Checked by tests/test_secant.py; timed by benchmarks/bench_solvers.py.
+"""
+
+from __future__ import annotations
+
+from gramtower.engine.objective.operators import LinearOperator
+from gramtower.engine.objective.point import Point
+from gramtower.engine.towers.parameters import Parameters
+from gramtower.optim.bfgs import Pair, inverse_product
+from gramtower.optim.damping import Damping
+from gramtower.optim.parts import Direction, DirectionResult, State, StepResult
+
+_LEAST_BEND = 0.2  # of the curvature that was expected along a step
+
+
+class KroneckerSecant(Direction):
+    """See the module's first lines.
+
+    Args:
+        damping: at the start, and how it moves.
+        memory: pairs kept.
+        alternating: first iterations, in which one side moves at a time.
+    """
+
+    def __init__(self, damping: Damping, memory: int, alternating: int) -> None:
+        self.damping, self.memory, self.alternating = damping, memory, alternating
+        self.iterations, self.rescaled = 0, False
+        self.pairs: list[Pair] = []  # oldest first
+        self.last: tuple[Pair, float] | None = None  # step and gradient where it began, and δ
+        self._gradient: Parameters | None = None  # of the iteration under way
+
+    def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
+        """−H∇L, or −M∇L on one side."""
+        assert point is not None
+        M = point.preconditioner("kronecker", self.damping.value)
+        if self.iterations < self.alternating:
+            s = M.product(gradient)
+            still = "right" if self.iterations % 2 == 0 else "left"
+            for name in point.evaluation.towers.local_names(still).values():
+                s[name].zero_()
+        else:
+            self._remember(gradient)
+            s = inverse_product(gradient, self.pairs, lambda q: self._scaled(M, q))
+        s.scale_(-1.0)
+        self._gradient = gradient
+        slope = gradient.dot(s)
+        return DirectionResult(s, 0, 0.5 * slope, self.damping.value, slope)
+
+    def _scaled(self, M: LinearOperator, q: Parameters) -> Parameters:
+        """γ M q."""
+        product = M.product(q)
+        if not self.pairs or not self.rescaled:
+            return product
+        pair = self.pairs[-1]
+        y = pair.change(q.layout)
+        expected = M.product(y, q).dot(y)  # q is not needed any more
+        return product.scale_(pair.bend(q.layout) / expected) if expected > 0 else product
+
+    def _remember(self, gradient: Parameters) -> None:
+        """The last step and the change of the gradient along it as one more pair."""
+        if self.last is None:
+            return
+        (taken, size), self.last = self.last, None
+        s, before = taken.step(gradient.layout), taken.change(gradient.layout)
+        y = gradient - before
+        bend, expected = s.dot(y), -size * s.dot(before)
+        if bend < _LEAST_BEND * expected:
+            share = (1 - _LEAST_BEND) * expected / (expected - bend)
+            y.scale_(share).axpy_(-(1 - share) * size, before)
+            bend = s.dot(y)
+        if bend > 0:
+            self.pairs = [*self.pairs, Pair(s.vector, y.vector, bend)][-self.memory :]
+
+    def learn(self, found: DirectionResult, taken: StepResult) -> None:
+        """Move the damping, and keep the step if both sides moved."""
+        gradient, self._gradient = self._gradient, None
+        if found.model is not None and found.model < 0:
+            self.damping.learn(taken.first_decrease, found.model)
+        if taken.point is None or gradient is None:
+            return
+        if self.iterations >= self.alternating:
+            step = found.s.vector if taken.size == 1.0 else found.s.vector * taken.size
+            self.last = Pair(step, gradient.vector), taken.size
+            self.rescaled = self.rescaled or taken.size < 1.0
+        self.iterations += 1
+
+    def retry(self) -> bool:
+        """Forget the pairs; without any, or along one side, much more damping."""
+        if self.iterations >= self.alternating and self.pairs:
+            self.pairs = []
+            return True
+        self.iterations = max(self.iterations, self.alternating)
+        return self.damping.retry()
+
+    def state(self) -> State:
+        """Damping, pairs and the last step."""
+        found: State = {"damping": self.damping.value, "iterations": self.iterations, "rescaled": self.rescaled}
+        found["size"] = 0.0
+        for i, pair in enumerate(self.pairs):
+            found |= {f"step{i}": pair.s, f"change{i}": pair.y}
+        if self.last is not None:
+            pair, size = self.last
+            found |= {"last_step": pair.s, "last_gradient": pair.y, "size": size}
+        return found
+
+    def restore(self, state: State) -> None:
+        """See Stateful."""
+        self.damping.value, self.iterations, self.rescaled = state["damping"], state["iterations"], state["rescaled"]
+        count = sum(key.startswith("step") for key in state)
+        self.pairs = [Pair(state[f"step{i}"], state[f"change{i}"]) for i in range(count)]
+        self.last = None
+        if "last_step" in state:
+            self.last = Pair(state["last_step"], state["last_gradient"]), state["size"]

@@ -1,0 +1,175 @@
+"""Secant steps over the Kronecker preconditioner: what they are, when they are taken, and that they lead."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from cases import make_case
+from torch import nn
+
+import gramtower as gt
+from gramtower.data.synthetic import planted_pairs
+from gramtower.engine.towers.towers import clone
+from gramtower.optim.bfgs import Pair, inverse_product
+from gramtower.optim.damping import Damping, Verdict
+from gramtower.optim.parts import StepResult
+from gramtower.optim.secant import KroneckerSecant
+
+
+def linear(m=240, n=180, pairs=3000, dim=8, dtype=torch.float64, **options):
+    options = {"omega": 0.1, "l2": 0.03, "embedding_l2": 0.01, **options}
+    problem = gt.Problem(planted_pairs(m, n, pairs, groups=6, seed=1), **options)
+    return problem, gt.mlp_towers(problem, hidden=(), dim=dim, dtype=dtype)
+
+
+def passes_to(problem, towers, optimizer, levels):
+    """Passes over the observed pairs until each level was reached."""
+    start, seen = problem.work.pair_passes, []
+
+    def watch(record, _):
+        seen.append((record.value, problem.work.pair_passes - start))
+        return record.value <= min(levels)
+
+    gt.minimize(problem, towers, optimizer, max_iterations=150, callbacks=[watch])
+    return [next((passes for value, passes in seen if value <= level), float("inf")) for level in levels]
+
+
+@pytest.mark.parametrize("options", [{}, {"embedding_l2": 0.0, "l2": 0.5}, {"loss": "squared", "imputed": 0.0}])
+def test_linear_towers_need_fewer_passes_than_lbfgs_and_than_conjugate_gradient(options):
+    problem, towers = linear(**options)
+    best = gt.minimize(problem, clone(towers), max_iterations=150, tolerance=1e-9).value
+    levels = [best * (1 + level) for level in (0.1, 0.01, 0.001)]
+    ours = passes_to(problem, clone(towers), "newton-kron", levels)
+    for rival, wanted in (("lbfgs", levels), (gt.NewtonKron(memory=0), levels[:2])):
+        theirs = passes_to(problem, clone(towers), rival, wanted)
+        assert all(own < 0.7 * other for own, other in zip(ours, theirs, strict=False)), (ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kinds", [("ids", "ids"), ("sparse", "ids"), ("dense", "sparse")])
+def test_every_step_decreases_the_objective(kinds, dtype):
+    case = make_case(m=12, n=10, kinds=kinds, tower="linear", weights=True, embedding_l2=0.1, scale=0.3, seed=2)
+    result = gt.minimize(case.problem, case.towers.to(dtype), max_iterations=15)
+    values = [record.value for record in result.history]
+    assert all(record.cg_steps == 0 for record in result.history)
+    assert all(after < before for before, after in itertools.pairwise(values))
+
+
+def test_it_converges_to_a_vanishing_gradient():
+    problem, towers = linear()
+    result = gt.minimize(problem, towers, max_iterations=300, tolerance=1e-6)
+    assert problem.at(towers).gradient().norm() <= 2e-6 * result.history[1].gradient_norm
+
+
+def test_one_side_moves_at_a_time_at_first():
+    problem, towers = linear()
+    seen = [towers.parameters()]
+    gt.minimize(
+        problem, towers, max_iterations=4, alternating=3, callbacks=[lambda _, p: seen.append(p.parameters.clone())]
+    )
+    moved = [
+        {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
+        for before, after in itertools.pairwise(seen)
+    ]
+    assert moved == [{"left"}, {"right"}, {"left"}, {"left", "right"}]
+
+
+def test_without_pairs_the_direction_is_the_preconditioned_gradient():
+    problem, towers = linear()
+    point = problem.at(towers)
+    direction = KroneckerSecant(Damping(0.5, 2.5, 0.5), memory=3, alternating=0)
+    found = direction.find(point.gradient(), point)
+    expected = point.preconditioner("kronecker", 0.5) @ point.gradient()
+    assert torch.allclose(found.s.vector, -expected.vector)
+    assert found.slope == pytest.approx(-point.gradient().dot(expected))
+
+
+def test_the_last_pair_is_met_exactly_where_its_curvature_was_enough():
+    """The secant equation H y = s."""
+    problem, towers = linear()
+    point = problem.at(towers)
+    direction = KroneckerSecant(Damping(1.0, 2.5, 0.5), memory=3, alternating=0)
+    for _ in range(4):
+        gradient = point.gradient()
+        found = direction.find(gradient, point)
+        point = point.along(found.s)(0.25)
+        direction.learn(found, StepResult(point, 0.25, 1, 1.0))
+    direction.find(point.gradient(), point)
+    pair, layout = direction.pairs[-1], point.parameters.layout
+    M = point.preconditioner("kronecker", direction.damping.value)
+    product = inverse_product(pair.change(layout), direction.pairs, lambda q: M.product(q))
+    assert torch.allclose(product.vector, pair.s, rtol=1e-8, atol=1e-10)
+    assert len(direction.pairs) == 3
+
+
+@pytest.mark.parametrize("bend", [-3.0, 0.01])
+def test_a_pair_of_too_little_curvature_gets_a_fifth_of_what_was_expected(bend):
+    problem, towers = linear()
+    like = problem.at(towers).parameters
+    direction = KroneckerSecant(Damping(1.0, 2.5, 0.5), memory=3, alternating=0)
+    before, s = like.zeros(), like.zeros()
+    s.vector[0], before.vector[0], before.vector[1] = 1.0, -2.0, 5.0  # δ = 1: H⁻¹s = −∇L, sᵀH⁻¹s = 2
+    after = before.clone()
+    after.vector[0] += bend
+    direction.last = Pair(s.vector, before.vector), 1.0
+    direction._remember(after)
+    assert direction.pairs[0].bend(like.layout) == pytest.approx(0.2 * 2.0)
+    assert float(direction.pairs[0].y[1]) != 0.0  # toward H⁻¹s, which has more than the step's own coordinate
+
+
+def test_damping_follows_the_promise():
+    damping = Damping(1.0, 2.5, 0.5)
+    assert (damping.learn(0.8, -1.0), damping.value) == (Verdict.RIGHT, 0.5)
+    assert (damping.learn(0.99, -1.0), damping.value) == (Verdict.RIGHT, 0.0625)
+    assert (damping.learn(0.5, -1.0), damping.value) == (Verdict.SO_SO, 0.0625)
+    assert (damping.learn(float("nan"), -1.0), damping.value) == (Verdict.WRONG, 0.15625)
+    damping.value = 1e-10
+    assert (damping.learn(0.8, -1.0), damping.value) == (Verdict.RIGHT, 0.0)
+    assert (damping.retry(), damping.value) == (True, 0.1)
+
+
+def steps_taken(problem, towers, **options):
+    result = gt.minimize(problem, towers, max_iterations=3, **options)
+    return {record.cg_steps > 0 for record in result.history[1:]}
+
+
+def test_conjugate_gradient_where_towers_are_not_linear_or_not_both_free():
+    problem, towers = linear()
+    assert steps_taken(problem, clone(towers)) == {False}
+    assert steps_taken(problem, clone(towers), memory=0) == {True}
+    assert steps_taken(problem, gt.mlp_towers(problem, hidden=(4,), dim=3)) == {True}
+    for parameter in towers.right.parameters():
+        parameter.requires_grad_(False)
+    assert steps_taken(problem, gt.Towers(towers.left, towers.right)) == {True}
+    square = gt.Problem(planted_pairs(30, 30, 200, seed=3), omega=0.1, l2=0.01)
+    table = nn.Embedding(30, 5, dtype=torch.float64)
+    assert steps_taken(square, gt.Towers(table, table)) == {True}
+
+
+def test_a_memory_budget_without_room_for_pairs_is_kept():
+    problem, towers = linear()
+    pair = 2 * 8 * towers.size
+    least = problem.least_budget(towers)
+    kept = []
+    for spare in (0, pair, 100 * pair):
+        tight = linear(memory_budget=least + spare)[0]
+        direction = gt.NewtonKron().method(0).direction
+        point = tight.at(towers)
+        direction.find(point.gradient(), point)
+        kept.append(direction.memory)
+    assert kept[0] == 0
+    assert 0 < kept[1] <= kept[2] == gt.NewtonKron().memory
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5, 8])
+def test_a_resumed_run_equals_an_uninterrupted_one(stop, tmp_path):
+    problem, towers = linear(dtype=torch.float32)
+    whole = gt.minimize(problem, clone(towers), max_iterations=10)
+    path = tmp_path / "run"
+    options = {"checkpoint": path, "checkpoint_every": 1}
+    gt.minimize(linear(dtype=torch.float32)[0], clone(towers), max_iterations=stop, **options)
+    resumed = gt.minimize(linear(dtype=torch.float32)[0], clone(towers), max_iterations=10, **options)
+    assert torch.equal(whole.parameters.vector, resumed.parameters.vector)
+    assert [r.value for r in whole.history] == [r.value for r in resumed.history]
