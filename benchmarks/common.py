@@ -84,9 +84,9 @@ def environment() -> dict[str, Any]:
     }
 
 
-def write_result(name: str, result: dict[str, Any]) -> Path:
-    """Save a result with its environment under benchmarks/results/."""
-    folder = Path(__file__).parent / "results"
+def write_result(name: str, result: dict[str, Any], folder: Path | None = None) -> Path:
+    """Save a result with its environment under benchmarks/results/, or in another folder."""
+    folder = Path(__file__).parent / "results" if folder is None else folder
     path = folder / f"{name}.json"
     write_text(path, json.dumps({"environment": environment(), **result}, indent=2) + "\n")
     return path
