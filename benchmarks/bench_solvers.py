@@ -197,36 +197,41 @@ def run(problem: gt.Problem, towers: gt.Towers, method: str, seconds: float, ite
         result = gt.minimize(problem, clone(towers), method, iterations, seconds, tolerance=0.0)
     except (ValueError, RuntimeError, ArithmeticError, MemoryError) as error:
         return {"status": f"{type(error).__name__}: {error}", "curve": [], "seconds": 0.0, "iterations": 0}
-    curve: list[tuple[float, float]] = []
+    curve: list[tuple[float, float, float]] = []
+    first, last = result.history[0], result.history[-1]
     for record in result.history:
-        if not curve or record.value < curve[-1][1] * (1 - _KEPT) or record is result.history[-1]:
-            curve.append((round(record.seconds, 4), record.value))
-    last = result.history[-1]
-    passes = last.work["pair_passes"] - result.history[0].work["pair_passes"]
+        if not curve or record.value < curve[-1][1] * (1 - _KEPT) or record is last:
+            passes = record.work["pair_passes"] - first.work["pair_passes"]
+            curve.append((round(record.seconds, 4), record.value, round(passes, 2)))
     return {
         "status": result.reason.name, "curve": curve, "seconds": last.seconds, "iterations": last.iteration,
-        "pair_passes": passes, "date": environment()["date"],
+        "date": environment()["date"],
     }  # fmt: skip
 
 
-def seconds_to(curve: list[tuple[float, float]], best: float, level: float) -> float | None:
-    """When a run was first at or below a relative difference; None if never."""
-    return next((seconds for seconds, value in curve if value <= best + level * abs(best)), None)
+def reached(curve: list[tuple[float, float, float]], best: float, level: float) -> tuple[float | None, float | None]:
+    """Seconds and passes over O until a run was at or below a relative difference; None if it never was."""
+    cells = ((seconds, passes) for seconds, value, passes in curve if value <= best + level * abs(best))
+    return next(cells, (None, None))
 
 
 def summary(runs: dict[str, Any]) -> dict[str, Any]:
-    """Of one problem: L*, the seconds of each method to each level, and default over the best of the others.
+    """Of one problem: L*, each method's seconds and passes over O to each level, default over best of the others.
 
     Where none of the others came to a level the ratio is at most the default's seconds over the longest they had.
     """
-    lowest = [value for run in runs.values() for _, value in run["curve"] if np.isfinite(value)]
+    lowest = [value for run in runs.values() for _, value, _ in run["curve"] if np.isfinite(value)]
     if not lowest:
-        return {"best": None, "seconds_to": {}, "ratio": {}}
+        return {"best": None, "seconds_to": {}, "passes_to": {}, "ratio": {}}
     best = min(lowest)
     methods = {name: run for name, run in runs.items() if name != "reference"}
-    table = {
-        name: {f"{level:g}": seconds_to(run["curve"], best, level) for level in LEVELS} for name, run in methods.items()
-    }
+    table, passes = (
+        {
+            name: {f"{level:g}": reached(run["curve"], best, level)[what] for level in LEVELS}
+            for name, run in methods.items()
+        }
+        for what in (0, 1)
+    )
     ratio: dict[str, Any] = {}
     for level in (f"{level:g}" for level in LEVELS):
         own = table.get(DEFAULT, {}).get(level)
@@ -239,19 +244,21 @@ def summary(runs: dict[str, Any]) -> dict[str, Any]:
             ratio[level] = {"ratio": own / spent, "rival": None}  # at most
         else:
             ratio[level] = None
-    return {"best": best, "seconds_to": table, "ratio": ratio}
+    return {"best": best, "seconds_to": table, "passes_to": passes, "ratio": ratio}
 
 
 def show(name: str, found: dict[str, Any], about: str) -> None:
-    """The table of a problem."""
+    """The table of a problem: seconds and passes over the observed pairs to each level."""
     print(f"\n{name} ({about}): L* = {found['best']}")
     for method, cells in found["seconds_to"].items():
-        print(f"  {method:14}" + "".join(f"{'–' if s is None else f'{s:.3f}':>10}" for s in cells.values()))
+        passes = found["passes_to"][method]
+        texts = ("–" if s is None else f"{s:.3f} s, {passes[level]:.0f}" for level, s in cells.items())
+        print(f"  {method:14}" + "".join(f"{text:>16}" for text in texts))
     cells = []
     for cell in found["ratio"].values():
         bound = "≤ " if cell and cell["rival"] is None else ""
         cells.append("–" if cell is None else f"{bound}{cell['ratio']:.2f}")
-    print(f"  {'default / best':14}" + "".join(f"{text:>10}" for text in cells), flush=True)
+    print(f"  {'default / best':14}" + "".join(f"{text:>16}" for text in cells), flush=True)
 
 
 def main(options: argparse.Namespace) -> Path:

@@ -55,7 +55,7 @@ def test_there_are_problems_of_every_kind_and_each_can_be_made(bench, tmp_path):
 
 def test_ratios_are_default_over_the_best_of_the_others(bench):
     def made(*curve):
-        return {"curve": list(curve), "seconds": curve[-1][0]}
+        return {"curve": [(*point, 10 * point[0]) for point in curve], "seconds": curve[-1][0]}
 
     runs = {
         "reference": made((0.0, 300.0), (90.0, 100.0)),
@@ -66,6 +66,7 @@ def test_ratios_are_default_over_the_best_of_the_others(bench):
     found = bench.summary(runs)
     assert found["best"] == 100.0
     assert found["seconds_to"]["gd"] == {"0.1": 2.0, "0.01": None, "0.001": None}
+    assert found["passes_to"]["lbfgs"] == {"0.1": 40.0, "0.01": 40.0, "0.001": None}
     assert found["ratio"]["0.1"] == {"ratio": 0.5, "rival": "gd"}
     assert found["ratio"]["0.01"] == {"ratio": 0.5, "rival": "lbfgs"}
     assert found["ratio"]["0.001"] == {"ratio": 0.75, "rival": None}  # at most: nobody else came there in 4 s

@@ -76,12 +76,12 @@ def test_one_side_moves_at_a_time_at_first():
     assert moved == [{"left"}, {"right"}, {"left"}, {"left", "right"}]
 
 
-def test_without_pairs_the_direction_is_the_preconditioned_gradient():
+def test_without_pairs_the_direction_is_half_the_preconditioned_gradient():
     problem, towers = linear()
     point = problem.at(towers)
     direction = KroneckerSecant(Damping(0.5, 2.5, 0.5), memory=3, alternating=0)
     found = direction.find(point.gradient(), point)
-    expected = point.preconditioner("kronecker", 0.5) @ point.gradient()
+    expected = (point.preconditioner("kronecker", 0.5) @ point.gradient()).scale_(0.5)
     assert torch.allclose(found.s.vector, -expected.vector)
     assert found.slope == pytest.approx(-point.gradient().dot(expected))
 
@@ -117,6 +117,24 @@ def test_a_pair_of_too_little_curvature_gets_a_fifth_of_what_was_expected(bend):
     direction._remember(after)
     assert direction.pairs[0].bend(like.layout) == pytest.approx(0.2 * 2.0)
     assert float(direction.pairs[0].y[1]) != 0.0  # toward H⁻¹s, which has more than the step's own coordinate
+
+
+def test_the_preconditioner_is_rescaled_once_a_full_step_was_refused():
+    problem, towers = linear()
+    point = problem.at(towers)
+    direction = KroneckerSecant(Damping(0.0, 2.5, 0.5), memory=3, alternating=0)
+    for size in (0.5, 1.0, 0.5):  # the first has no pairs to blame
+        assert not direction.rescaled
+        found = direction.find(point.gradient(), point)
+        point = point.along(found.s)(size)
+        direction.learn(found, StepResult(point, size, 1, 1.0))
+    assert direction.rescaled
+    gradient, layout = point.gradient(), point.parameters.layout
+    found = direction.find(gradient, point)
+    M, last = point.preconditioner("kronecker", direction.damping.value), direction.pairs[-1]
+    gamma = last.bend(layout) / (M @ last.change(layout)).dot(last.change(layout))
+    expected = inverse_product(gradient, direction.pairs, lambda q: M.product(q).scale_(gamma))
+    assert torch.allclose(found.s.vector, -expected.vector, rtol=1e-10)
 
 
 def test_damping_follows_the_promise():

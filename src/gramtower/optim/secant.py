@@ -7,11 +7,12 @@ conjugate gradient step and knows the true curvature along the last steps:
 
     s = −H ∇L,   H the inverse of limited-memory BFGS (bfgs.py) over γM in the place of a multiple of the identity
 
-M ≈ (G + damping)⁻¹ is the Kronecker preconditioner, made anew at every point. γ is 1 until a full step is refused: M of
-sparse features can be too long by far. From then on it is sᵀy / yᵀMy of the last step s and gradient change y. Where
-a step met less than a fifth of the curvature that H expected, y is moved toward H⁻¹s until it has a fifth (Powell,
-1978); H⁻¹s = −δ∇L is known from the step before, so that every pair is of use. Damping starts at none and grows where
-the decrease at the full step is under a quarter of the −½ sᵀ∇L promised.
+M ≈ (G + damping)⁻¹ is the Kronecker preconditioner, made anew at every point. γ is ½ without pairs, as both sides then
+answer for the same residuals, and 1 until a full step is refused: M of sparse features can be too long by far. From
+then on it is sᵀy / yᵀMy of the last step s and gradient change y. Where a step met less than a fifth of the curvature
+that H expected, y is moved toward H⁻¹s until it has a fifth (Powell, 1978); H⁻¹s = −δ∇L is known from the step before,
+so that every pair is of use. Damping starts at none and grows where the decrease at the full step is under a quarter
+of the −½ sᵀ∇L promised.
 
 The first iterations move one side at a time, s = −M∇L on the left, then on the right, as alternating least squares
 does: from small random embeddings both sides together start next to a saddle, and each alone at a convex problem.
@@ -29,6 +30,7 @@ from gramtower.optim.bfgs import Pair, inverse_product
 from gramtower.optim.damping import Damping
 from gramtower.optim.parts import Direction, DirectionResult, State, StepResult
 
+_FIRST = 0.5  # γ while there are no pairs: both sides answer for the same residuals
 _LEAST_BEND = 0.2  # of the curvature that was expected along a step
 
 
@@ -68,7 +70,9 @@ class KroneckerSecant(Direction):
     def _scaled(self, M: LinearOperator, q: Parameters) -> Parameters:
         """γ M q."""
         product = M.product(q)
-        if not self.pairs or not self.rescaled:
+        if not self.pairs:
+            return product.scale_(_FIRST)
+        if not self.rescaled:
             return product
         pair = self.pairs[-1]
         y = pair.change(q.layout)
@@ -100,7 +104,7 @@ class KroneckerSecant(Direction):
         if self.iterations >= self.alternating:
             step = found.s.vector if taken.size == 1.0 else found.s.vector * taken.size
             self.last = Pair(step, gradient.vector), taken.size
-            self.rescaled = self.rescaled or taken.size < 1.0
+            self.rescaled = self.rescaled or (bool(self.pairs) and taken.size < 1.0)
         self.iterations += 1
 
     def retry(self) -> bool:
