@@ -94,17 +94,17 @@ class KroneckerSecant(Direction):
         if bend > 0:
             self.pairs = [*self.pairs, Pair(s.vector, y.vector, bend)][-self.memory :]
 
-    def learn(self, found: DirectionResult, taken: StepResult) -> None:
+    def learn(self, direction: DirectionResult, step: StepResult) -> None:
         """Move the damping, and keep the step if both sides moved."""
         gradient, self._gradient = self._gradient, None
-        if found.model is not None and found.model < 0:
-            self.damping.learn(taken.first_decrease, found.model)
-        if taken.point is None or gradient is None:
+        if direction.model is not None and direction.model < 0:
+            self.damping.learn(step.first_decrease, direction.model)
+        if step.point is None or gradient is None:
             return
         if self.iterations >= self.alternating:
-            step = found.s.vector if taken.size == 1.0 else found.s.vector * taken.size
-            self.last = Pair(step, gradient.vector), taken.size
-            self.rescaled = self.rescaled or (bool(self.pairs) and taken.size < 1.0)
+            s = direction.s.vector if step.size == 1.0 else direction.s.vector * step.size
+            self.last = Pair(s, gradient.vector), step.size
+            self.rescaled = self.rescaled or (bool(self.pairs) and step.size < 1.0)
         self.iterations += 1
 
     def retry(self) -> bool:
