@@ -28,11 +28,12 @@ ORDER = (
     "tuning",
     "compare",
     "compat",
+    "serving",
     "demo",
     "cli",
     "__main__",
 )  # each may import from those before it, nothing from those after it
-HEAVY = ("numba", "triton", "polars", "matplotlib", "rich", "cyclopts", "safetensors", "pandas", "optuna")
+HEAVY = ("numba", "triton", "polars", "matplotlib", "rich", "cyclopts", "safetensors", "pandas", "optuna", "fastapi", "uvicorn", "faiss")
 SHARED = (
     "_checks",
     "_files",

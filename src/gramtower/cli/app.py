@@ -22,12 +22,14 @@ from gramtower.cli.compare import compare
 from gramtower.cli.convert import convert
 from gramtower.cli.errors import explain
 from gramtower.cli.fit import fit
+from gramtower.cli.index import index
 from gramtower.cli.info import info
 from gramtower.cli.options import Common
 from gramtower.cli.output import help_console, note, print_json, show_warning
 from gramtower.cli.partition import partition
 from gramtower.cli.query import evaluate, recommend, similar
 from gramtower.cli.report import report
+from gramtower.cli.serve import serve
 from gramtower.cli.streams import abandon_output, visible
 from gramtower.cli.tune import tune
 from gramtower.data.left_out import LeftOutWarning
@@ -63,7 +65,7 @@ app = App(
     version=version("gramtower"),
     help_epilogue="Exit codes: 0 fine, 1 the run failed, 2 bad input, 130 interrupted.",
 )
-for command in (fit, partition, evaluate, recommend, similar, info, compare, report, convert, tune, demo):
+for command in (fit, partition, evaluate, recommend, similar, info, compare, report, convert, tune, index, serve, demo):
     app.command(command)
 
 
