@@ -33,7 +33,8 @@ ORDER = (
     "cli",
     "__main__",
 )  # each may import from those before it, nothing from those after it
-HEAVY = ("numba", "triton", "polars", "matplotlib", "rich", "cyclopts", "safetensors", "pandas", "optuna", "fastapi", "uvicorn", "faiss")
+HEAVY = ("numba", "triton", "polars", "matplotlib", "rich", "cyclopts", "safetensors", "pandas", "optuna")
+HEAVY += ("fastapi", "uvicorn", "pydantic", "faiss", "hnswlib")
 SHARED = (
     "_checks",
     "_files",

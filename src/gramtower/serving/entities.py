@@ -2,7 +2,7 @@
 
 Ids are looked up in a dictionary that is made once. A search goes through one text of all ids and titles in lower
 case, joined by line ends: matches at the beginning of an id or title first, then anywhere; O(characters), without a
-Python loop over entities. Checked by tests/test_serving_entities.py.
+Python loop over entities. Checked by tests/test_serving_snapshot.py.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class Entities:
         parts, starts, at = [], [], 0
         for row, key in enumerate(ids):
             title = None if titles is None else titles[row]
-            line = f"{key}" if title is None or title == key else f"{key}\n{title}"
-            line = "\n" + line.casefold()
+            names = (key,) if title is None or title == key else (key, title)
+            line = "".join("\n" + str(name).replace("\n", " ").casefold() for name in names)
             parts.append(line)
             starts.append(at)
             at += len(line)
@@ -111,7 +111,7 @@ class Entities:
 
     def search(self, text: str, most: int) -> list[int]:
         """Rows whose id or title holds a text, those that begin with it first, then the order of the model."""
-        wanted = " ".join(text.split("\n")).casefold()
+        wanted = text.replace("\n", " ").casefold()
         everything, starts = self._texts
         found: dict[int, None] = {}
         if not wanted:

@@ -2,7 +2,7 @@
 
 Joined by id once, when a model is loaded. A filter asks for one value or several (any of them) of a column, or for a
 range {"min", "max"} of numbers; a list column such as ``Comedy|Drama`` matches by its elements; of several columns all
-must match. Rows that match a value are found once and kept. Checked by tests/test_serving_table.py.
+must match. Rows that match a value are found once and kept. Checked by tests/test_serving_snapshot.py.
 """
 
 from __future__ import annotations
