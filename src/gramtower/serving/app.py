@@ -260,7 +260,9 @@ def make_app(
         yield
         service.batcher.close()
 
-    app = FastAPI(title="gramtower", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app = FastAPI(
+        title="gramtower", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False, lifespan=lifespan
+    )
     bodies: dict[str, tuple[Any, type[schemas.Body]]] = {
         "/recommend": (service.recommend, schemas.Recommend),
         "/similar": (service.similar, schemas.Similar),

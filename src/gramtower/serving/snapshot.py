@@ -206,9 +206,12 @@ class Snapshot:
         if histories is not None:
             given["histories"] = histories
         try:
-            return torch.from_numpy(self.model.embed(**given))
+            embeddings = torch.from_numpy(self.model.embed(**given))
         except ValueError as error:
             raise Refused(422, " ".join(str(error).split())[:500]) from error
+        if not bool(torch.isfinite(embeddings).all()):
+            raise Refused(422, f"{side}_features: got numbers so large that embeddings overflow, expected smaller ones")
+        return embeddings
 
     def history(self, row: int) -> Rows:
         """The right entities observed with a left one, increasing."""
