@@ -68,9 +68,9 @@ def test_commands_and_paths_in_the_page_on_serving_are_real():
     assert flags <= known, flags - known
     with client() as api:
         described = set(api.get("/openapi.json").json()["paths"])
-    for path in re.findall(r"`(?:GET|POST) (/\w*)", text):
+    for path in re.findall(r"`(?:GET|POST) (/[\w.]*)", text):
         assert path in described | {"/", "/docs", "/openapi.json"}, path
-    assert described <= set(re.findall(r"`(?:GET|POST) (/\w*)", text))
+    assert described <= set(re.findall(r"`(?:GET|POST) (/[\w.]*)", text))
 
 
 @pytest.mark.parametrize("name", ["systemd", "kubernetes"])
