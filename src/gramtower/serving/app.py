@@ -13,13 +13,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp
 
 from gramtower.serving import about, schemas
 from gramtower.serving.batching import Batcher
+from gramtower.serving.description import describe
 from gramtower.serving.entities import Key
 from gramtower.serving.errors import Refused, shown
 from gramtower.serving.http import Guard, answer, read_body, refusal
@@ -27,7 +27,6 @@ from gramtower.serving.limits import Limits, within
 from gramtower.serving.metrics import Labels, Metrics
 from gramtower.serving.models import Models
 from gramtower.serving.page import PAGE_POLICY, api_page, page
-from gramtower.serving.snapshot import Snapshot
 from gramtower.serving.tasks import CallTask, ListTask, encode, work
 
 _CHUNK = 64  # lists of one piece of a streamed answer
@@ -271,15 +270,11 @@ def make_app(
         "/search": (service.search, schemas.Search),
         "/entity": (service.entity, schemas.Entity),
     }
-    for path, (handler, body) in bodies.items():
-        _add(app, path, handler, "POST", body)
     plain = {
         "/map": service.map, "/run": service.run, "/models": service.served, "/health": service.health,
         "/ready": service.ready, "/metrics": service.prometheus,
     }  # fmt: skip
-    for path, reader in plain.items():
-        _add(app, path, reader, "GET")
-    described = get_openapi(title="gramtower", version=about.version(), routes=app.routes)
+    described = describe(bodies, plain)
     service.documentation = api_page(described)
     openapi = encode(described)
 
@@ -287,37 +282,14 @@ def make_app(
         return answer(openapi)
 
     hidden = {"/": service.front, "/docs": service.docs, "/openapi.json": description}
-    for path, reader in hidden.items():
-        app.add_api_route(path, reader, methods=["GET"], include_in_schema=False)
-
+    for path, (handler, _) in bodies.items():  # plain routes: there are no dependencies to solve for each request
+        app.add_route(path, handler, ["POST"])
+    for path, handler in {**plain, **hidden}.items():
+        app.add_route(path, handler, ["GET"])
     app.add_exception_handler(Refused, _on_refusal)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(Exception, _on_fault)
     return Guard(app, metrics, {*bodies, *plain, *hidden}, token, hosts, origins), service
-
-
-def _add(app: FastAPI, path: str, handler: Any, method: str, body: type[schemas.Body] | None = None) -> None:
-    parameters: dict[str, Any] = {}
-    if path in ("/map", "/run"):
-        names = ("model", "side", "column") if path == "/map" else ("model",)
-        parameters["parameters"] = [
-            {"name": name, "in": "query", "required": False, "schema": {"type": "string"}} for name in names
-        ]
-    text = (body or handler).__doc__ or ""
-    app.add_api_route(
-        path, handler, methods=[method], name=path.strip("/"), operation_id=path.strip("/"),
-        description=" ".join(text.split()),
-        openapi_extra=parameters if body is None else schemas.schema(body),
-        responses={
-            status: {"description": text}
-            for status, text in {
-                400: "The client has gone.", 401: "No token, or another.", 404: "Unknown id or model; near ones.",
-                408: "The body came too slowly.", 413: "The body is too long.", 422: "The body says what cannot be.",
-                503: "Too many requests wait.",
-            }.items()
-            if method == "POST" or status in (401, 404, 422, 503)
-        },
-    )  # fmt: skip
 
 
 async def _on_refusal(request: Request, error: Exception) -> Response:
@@ -359,6 +331,3 @@ def _cut(features: Any, a: int, b: int) -> Any:
     if isinstance(features, dict):
         return {name: cells[a:b] for name, cells in features.items()}
     return features[a:b]
-
-
-__all__ = ["Service", "Snapshot", "make_app"]

@@ -56,17 +56,17 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     Raises:
         Refused: 413 if it is too long, 408 if it takes too long, 400 if its client has gone.
     """
-    too_long = Refused(413, f"body: got more than {limits.body} bytes, expected at most as many")
+    too_long = f"body: got more than {limits.body} bytes, expected at most as many"
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and (len(length) > 15 or int(length) > limits.body):
-        raise too_long
+        raise Refused(413, too_long)
     pieces, total = [], 0
     try:
         async with asyncio.timeout(limits.body_seconds):
             async for piece in request.stream():
                 total += len(piece)
                 if total > limits.body:
-                    raise too_long
+                    raise Refused(413, too_long)
                 pieces.append(piece)
     except TimeoutError as error:
         raise Refused(408, f"body: not all of it came within {limits.body_seconds:g} s") from error

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 Rows = NDArray[np.int64]
 INDEXES = ("auto", "exact", "faiss", "faiss-hnsw", "hnsw")
-_COPIED = 1 << 24  # bytes at a time
+_COPIED, _WARM = 1 << 24, 64  # bytes at a time; rows of a first batch
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,8 @@ class Snapshot:
         self.index: Index | None = None
         self.index_facts: Facts | None = None
         self._open_index()
-        best_lists([Query(P[:1], [np.empty(0, np.int64)], 1)], Q, self.index)  # whatever is loaded once is loaded now
+        first = P[:_WARM]  # code that is loaded or compiled for many scores is there before the first request
+        best_lists([Query(first, [np.empty(0, np.int64)] * len(first), 1)], Q, self.index)
 
     def side(self, name: str) -> Entities:
         """The entities of a side."""
