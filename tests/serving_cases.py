@@ -9,6 +9,8 @@ import json
 import shutil
 import tempfile
 import threading
+import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,10 @@ import pytest
 import scipy.sparse as sp
 
 pytest.importorskip("fastapi", reason="the server needs fastapi")
+pytest.importorskip("uvicorn", reason="the server needs uvicorn")
 pytest.importorskip("polars", reason="tables are read with polars")
+
+import uvicorn
 
 import gramtower as gt
 from gramtower.data import frames
@@ -24,6 +29,8 @@ from gramtower.data.tables import FeatureTable
 from gramtower.serving.app import make_app
 from gramtower.serving.metrics import Metrics
 from gramtower.serving.models import Models
+from gramtower.serving.patience import PatientProtocol
+from gramtower.serving.server import bound
 from gramtower.serving.snapshot import Source, TableSource
 from gramtower.serving.tasks import encode
 
@@ -93,6 +100,23 @@ def service(*sources, limits=None, say=lambda line: None, **options):
 def client(*sources, **options):
     """A client in the same process; use it in a with statement."""
     return Client(service(*sources, **options)[0])
+
+
+@contextmanager
+def listening(*sources, http=PatientProtocol, **options):
+    """A server at a port of this machine, in a thread."""
+    app, _ = service(*sources, **options)
+    with bound("127.0.0.1", 0) as socket:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, ws="none", http=http))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
+        thread.start()
+        try:
+            while not server.started:
+                time.sleep(0.01)
+            yield f"http://127.0.0.1:{socket.getsockname()[1]}/"
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 class Answer:

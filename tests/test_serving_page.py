@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-import threading
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from serving_cases import ITEMS, ODD, client, genres, model, service, source
+from serving_cases import ITEMS, ODD, client, genres, listening, model, source
 
 from gramtower.serving.page import PAGE_POLICY, page
-from gramtower.serving.server import bound
 
 BROWSER = Path("/usr/bin/chromium")
 
@@ -70,25 +67,6 @@ def test_the_run_tells_settings_counts_and_curves(api):
     assert found["history"]["value"] == [record.value for record in model().history_]
     assert (found["settings"]["dim"], found["right"], found["pairs"]) == (6, ITEMS, model().seen_.nnz)
     assert found["stopped"] == model().message_
-
-
-@contextmanager
-def listening(*sources, **options):
-    """A server at a port of this machine, in a thread."""
-    import uvicorn
-
-    app, _ = service(*sources, **options)
-    with bound("127.0.0.1", 0) as socket:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, ws="none"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
-        thread.start()
-        try:
-            while not server.started:
-                time.sleep(0.01)
-            yield f"http://127.0.0.1:{socket.getsockname()[1]}/"
-        finally:
-            server.should_exit = True
-            thread.join()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -16,10 +17,12 @@ import urllib.error
 import urllib.request
 
 import pytest
-from serving_cases import folder
+from serving_cases import folder, listening
 
 from gramtower.cli.app import run
-from gramtower.serving.server import bound, is_loopback
+from gramtower.serving.limits import Limits
+from gramtower.serving.patience import PatientProtocol
+from gramtower.serving.server import _watch, bound, is_loopback
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
 
@@ -111,6 +114,53 @@ def test_what_cannot_be_served_is_one_line_and_code_2(capsys, arguments, message
     filled = [argument.format(**names) for argument in arguments]
     assert run(["serve", *filled, *([] if "--port" in filled else ["--port", "0"])]) == 2
     assert message in capsys.readouterr().err
+
+
+class Hurried(PatientProtocol):
+    seconds = 0.3
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /hea", b"POST /score HTTP/1.1\r\ncontent-length: 9\r\nx: "])
+def test_a_head_that_does_not_end_ends_its_connection(sent):
+    with listening(http=Hurried) as address:
+        port = int(address.split(":")[2].strip("/"))
+        with socket.create_connection(("127.0.0.1", port), 20) as slow:
+            slow.sendall(sent)
+            assert slow.recv(100) == b""
+        with socket.create_connection(("127.0.0.1", port), 20) as again:  # also after an answer
+            again.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert again.recv(1000).startswith(b"HTTP/1.1 200")
+            again.sendall(sent or b"G")
+            while again.recv(1000):
+                pass
+
+
+def test_a_slow_answer_is_waited_for():
+    with listening(http=Hurried, limits=Limits(body_seconds=30)) as address:
+        port = int(address.split(":")[2].strip("/"))
+        with socket.create_connection(("127.0.0.1", port), 20) as slow:
+            body = b'{"left": [], "right": []}'
+            slow.sendall(b"POST /score HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body[:5])
+            time.sleep(0.8)
+            slow.sendall(body[5:])
+            assert slow.recv(1000).startswith(b"HTTP/1.1 200")
+
+
+def test_files_that_are_watched_are_looked_at_again_and_again():
+    looks = []
+
+    class Looked:
+        def reload(self, changed_only):
+            looks.append(changed_only)
+
+    async def watched():
+        task = asyncio.create_task(_watch(Looked(), 0.01))
+        while len(looks) < 3:
+            await asyncio.sleep(0.01)
+        task.cancel()
+
+    asyncio.run(asyncio.wait_for(watched(), 20))
+    assert set(looks) == {True}
 
 
 def test_loopback_is_told_from_other_addresses():

@@ -9,6 +9,7 @@ import weakref
 import pytest
 from serving_cases import client, folder, model, service, source
 
+from gramtower._tensors import write
 from gramtower.serving.metrics import Metrics
 from gramtower.serving.models import Models
 
@@ -68,6 +69,13 @@ def test_a_file_that_is_damaged_at_the_start_is_an_error_that_names_it(path):
     path.write_bytes(b"nonsense")
     with pytest.raises(ValueError, match=r"served\.gramtower cannot be served: .*no safetensors file"):
         served(path)
+
+
+def test_a_model_of_a_later_version_is_refused_and_says_what_to_do(path):
+    models, said = served(path)
+    write(path, "gramtower-model", 10_000, {}, {})
+    assert models.reload() == []
+    assert "upgrade gramtower" in said[-1]
 
 
 def test_requests_go_on_while_models_are_swapped(path):

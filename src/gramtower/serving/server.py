@@ -24,6 +24,7 @@ from gramtower.serving.http import LOOPBACK
 from gramtower.serving.limits import Limits
 from gramtower.serving.metrics import Metrics
 from gramtower.serving.models import Models
+from gramtower.serving.patience import PatientProtocol
 from gramtower.serving.snapshot import Source
 
 _KEEP_ALIVE, _BACKLOG, _GRACE = 30, 512, 30  # seconds between requests of a connection; connections; seconds to end in
@@ -69,7 +70,7 @@ def serve(sources: Sequence[Source], options: Options, say: Callable[[str], None
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, date_header=True, lifespan="on",
             timeout_keep_alive=_KEEP_ALIVE, backlog=_BACKLOG, limit_concurrency=options.limits.connections,
-            timeout_graceful_shutdown=_GRACE, h11_max_incomplete_event_size=64 * 1024, ws="none",
+            timeout_graceful_shutdown=_GRACE, h11_max_incomplete_event_size=64 * 1024, ws="none", http=PatientProtocol,
         )  # fmt: skip
         port = listening.getsockname()[1]
         shown = f"[{options.host}]" if ":" in options.host else options.host
