@@ -11,6 +11,7 @@ from gramtower.serving.entities import Entities
 from gramtower.serving.errors import Refused, shown
 from gramtower.serving.lists import Query, best_lists
 from gramtower.serving.projection import project
+from gramtower.serving.rowindex import RowIndex
 from gramtower.serving.snapshot import Snapshot
 
 
@@ -81,6 +82,36 @@ def test_a_search_is_not_led_astray_by_odd_ids(odd):
     assert this.search("last", 5) == [2]
     assert this.search("first", 5) == [0]
     assert not odd or 1 in this.search(odd, 5)
+
+
+@pytest.mark.parametrize("kind", ["text", "numbers", "alike"])
+def test_ids_are_found_as_in_a_dictionary(kind):
+    class Alike(str):
+        """Text whose hashes are few."""
+
+        __slots__ = ()
+
+        def __hash__(self):
+            return len(self)
+
+        def __eq__(self, other):
+            return str.__eq__(self, other)
+
+    rng = np.random.default_rng(0)
+    if kind == "numbers":
+        keys = [*range(-5, 5), 2**61 - 1, 2**62, *rng.permutation(1000)[:50].tolist(), -(2**61)]
+        keys = list(dict.fromkeys(keys))
+        ids = np.array(keys, np.int64)
+    else:
+        made = [f"{'x' * int(n)}{i}" for i, n in enumerate(rng.integers(0, 9, 300))]
+        keys = [Alike(one) for one in made] if kind == "alike" else made
+        ids = np.empty(len(keys), dtype=object)
+        ids[:] = keys
+    index = RowIndex(ids)
+    assert [index.row(key) for key in keys] == list(range(len(keys)))
+    assert list(index) == keys
+    assert dict(index) == {key: row for row, key in enumerate(keys)}
+    assert [stranger for stranger in ("zz", 10**9, -1.5, None, "", 10**400) if stranger in index] == []
 
 
 def test_a_table_shows_filters_and_knows_who_has_no_row(snapshot):

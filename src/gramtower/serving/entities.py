@@ -1,6 +1,6 @@
 """The entities of one side of a served model: ids ↔ rows, near ids of a wrong one, search as one types.
 
-Ids are looked up in a dictionary that is made once. A search goes through one text of all ids and titles in lower
+Ids are looked up by their hashes. A search goes through one text of all ids and titles in lower
 case, joined by line ends: matches at the beginning of an id or title first, then anywhere; O(characters), without a
 Python loop over entities. Checked by tests/test_serving_snapshot.py.
 """
@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower import _checks as check
-from gramtower.data.lookup import as_known, index_of
+from gramtower.data.lookup import as_known
 from gramtower.serving.errors import Refused, shown
+from gramtower.serving.rowindex import RowIndex
 from gramtower.serving.table import EntityTable
 
 Key = str | int
@@ -45,7 +46,7 @@ class Entities:
         table: EntityTable | None = None,
     ) -> None:
         self.side, self.ids, self.embeddings, self.degrees, self.table = side, ids, embeddings, degrees, table
-        self._index = None if ids is None else index_of(ids)
+        self._index = None if ids is None else RowIndex(ids)
         self.text = ids is not None and ids.dtype.kind != "i"
 
     def __len__(self) -> int:
@@ -54,7 +55,7 @@ class Entities:
     def row(self, key: Key) -> int:
         """The row of an id, −1 if it is unknown."""
         if self._index is not None:
-            return self._index.get(key, -1)
+            return self._index.row(key)
         return key if isinstance(key, int) and 0 <= key < len(self) else -1
 
     def rows(self, keys: Sequence[Key]) -> NDArray[np.int64]:
