@@ -276,6 +276,6 @@ def _hnswlib() -> Any:
         import hnswlib
     except ImportError as error:
         raise ValueError(
-            'index: kind hnsw needs hnswlib, which is not installed: pip install "gramtower[ann]"'
+            'index: kind hnsw needs hnswlib, which is not installed: pip install "gramtower[hnsw]"'
         ) from error
     return hnswlib
