@@ -31,6 +31,7 @@ import sys
 import tempfile
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from common import median_seconds, write_result
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
 from gramtower.retrieval.topk import top_k
-from gramtower.serving.index import build_index, path_beside, write_index
+from gramtower.serving.index import KINDS, build_index, path_beside, write_index
 
 CLIENTS, K = 32, 20
 
@@ -327,7 +328,8 @@ def main() -> None:
             print(f"approximate: {found['requests_per_second']:.0f} requests/s (>= 1500) at recall {facts.recall:.3f}")
         if "indexes" in parts:
             sizes = [1000] if options.small else [10_000, 100_000, 1_000_000]
-            result["indexes"] = index_table(sizes, dim, ["faiss", "faiss-hnsw", "hnsw"])
+            kinds = [kind for kind in KINDS if kind != "hnsw" or find_spec("hnswlib") is not None]
+            result["indexes"] = index_table(sizes, dim, kinds)
             for row in result["indexes"]:
                 print("index:", json.dumps(row))
         if "soak" in parts:

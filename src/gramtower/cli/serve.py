@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from gramtower.cli.config import read_config
 from gramtower.cli.features import id_column, read_frame
 from gramtower.cli.folder import CONFIG, model_file
 from gramtower.cli.options import Common
-from gramtower.cli.output import note
+from gramtower.cli.output import note, print_json
 from gramtower.serving.limits import Limits
 from gramtower.serving.snapshot import Source, TableSource
 
@@ -109,12 +110,17 @@ def serve(
     options = Options(
         host, port, _token(token_file), allow_host or (), allow_origin or (), 1.0 if watch else None, wait, limits
     )
-    run_server(sources, options, say)
+    run_server(sources, options, say, _announce if common.json else _silent)
     return 0
 
 
 def _silent(line: str) -> None:
     pass
+
+
+def _announce(address: str) -> None:
+    print_json({"address": address})
+    sys.stdout.flush()
 
 
 def _token(file: Path | None) -> str | None:

@@ -113,7 +113,7 @@ def build_index(
     target = check.number("recall", recall, above=0.0)
     if target > 1:
         check.fail("recall", recall, "a share of at most 1")
-    k = min(check.count("k", k), len(Q))
+    k, seed = min(check.count("k", k), len(Q)), check.seed(seed)
     start = time.perf_counter()
     right = np.ascontiguousarray(Q.float().numpy())
     made = _Faiss.built(right, kind, seed) if kind != "hnsw" else _Hnswlib.built(right, seed)
@@ -186,7 +186,7 @@ class _Faiss:
             clusters = max(1, min(int(4 * n**0.5), n // _CLUSTER))
             index = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, clusters, faiss.METRIC_INNER_PRODUCT)
             index.own_fields = False
-            index.cp.seed = seed % 2**31 + 1
+            index.cp.seed = seed % (2**31 - 1)
             index.cp.min_points_per_centroid = 1
             index.train(Q)
         else:
@@ -231,7 +231,7 @@ class _Hnswlib:
     @classmethod
     def built(cls, Q: Matrix, seed: int) -> _Hnswlib:
         index = _hnswlib().Index(space="ip", dim=Q.shape[1])
-        index.init_index(max_elements=len(Q), M=_LINKS // 2, ef_construction=_BUILD, random_seed=seed % 2**31 + 1)
+        index.init_index(max_elements=len(Q), M=_LINKS // 2, ef_construction=_BUILD, random_seed=seed % (2**31 - 1))
         index.set_num_threads(1)  # the order of insertions decides the graph
         index.add_items(Q)
         return cls(index)

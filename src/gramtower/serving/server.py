@@ -55,15 +55,27 @@ class Options:
     limits: Limits = field(default_factory=Limits)
 
 
-def serve(sources: Sequence[Source], options: Options, say: Callable[[str], None]) -> None:
-    """Serve models until a signal ends it."""
+def serve(
+    sources: Sequence[Source],
+    options: Options,
+    say: Callable[[str], None],
+    announce: Callable[[str], None] = lambda address: None,
+) -> None:
+    """Serve models until a signal ends it.
+
+    Args:
+        sources: the models.
+        options: how to serve.
+        say: takes lines for the operator.
+        announce: told the address when models are loaded.
+    """
     with bound(options.host, options.port) as listening:
         metrics = Metrics()
         models = Models(sources, metrics, say)
         local = is_loopback(options.host)
         if not local and options.token is None:
             say(f"warning: everyone who reaches {options.host} can ask; a token in GRAMTOWER_TOKEN stops that")
-        app, _ = make_app(
+        app, service = make_app(
             models, metrics, options.limits, wait=options.wait, token=options.token,
             hosts=[*LOOPBACK, options.host, *options.hosts] if local else None, origins=options.origins,
         )  # fmt: skip
@@ -75,7 +87,11 @@ def serve(sources: Sequence[Source], options: Options, say: Callable[[str], None
         port = listening.getsockname()[1]
         shown = f"[{options.host}]" if ":" in options.host else options.host
         say(f"serving at http://{shown}:{port}/ (interface: /docs)")
-        asyncio.run(_main(uvicorn.Server(config), listening, models, options.watch))
+        announce(f"http://{shown}:{port}/")
+        try:
+            asyncio.run(_main(uvicorn.Server(config), listening, models, options.watch))
+        finally:
+            service.batcher.close()
 
 
 @contextlib.contextmanager
