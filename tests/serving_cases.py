@@ -20,6 +20,7 @@ import scipy.sparse as sp
 pytest.importorskip("fastapi", reason="the server needs fastapi")
 pytest.importorskip("uvicorn", reason="the server needs uvicorn")
 pytest.importorskip("polars", reason="tables are read with polars")
+pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 
 import uvicorn
 
