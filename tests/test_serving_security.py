@@ -30,12 +30,12 @@ def test_without_the_token_nothing_of_a_model_is_told(monkeypatch):
     monkeypatch.setattr(http.hmac, "compare_digest", lambda a, b: compared.append(a) or compare(a, b))
     with client(token="s3cret") as api:
         for headers in ({}, bearer("s3cre"), bearer("s3cret "[::-1]), {"authorization": "Basic s3cret"}, bearer("é")):
-            for path in (*PATHS, "/models", "/map", "/run", "/metrics", "/docs", "/openapi.json", "/nothing"):
+            for path in (*PATHS, "/models", "/map", "/run", "/metrics", "/nothing"):
                 answer = api.request("POST" if path in PATHS else "GET", path, content=b"{", headers=headers)
                 assert answer.status_code == 401
                 assert answer.headers["www-authenticate"] == "Bearer"
         assert compared  # in constant time
-        assert [api.get(path).status_code for path in http.OPEN] == [200, 200, 200]
+        assert {api.get(path).status_code for path in http.OPEN} == {200}
         assert api.post("/recommend", json={"left": ["a/b"]}, headers=bearer("s3cret")).status_code == 200
         assert api.get("/metrics", headers={"authorization": "bearer s3cret"}).status_code == 200
 

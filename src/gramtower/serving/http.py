@@ -24,7 +24,13 @@ from gramtower.serving.limits import Limits
 from gramtower.serving.metrics import Metrics
 from gramtower.serving.tasks import encode
 
-OPEN = ("/", "/health", "/ready")  # no token is asked for: nothing of a model is in their answers
+OPEN = (
+    "/",
+    "/docs",
+    "/openapi.json",
+    "/health",
+    "/ready",
+)  # no token is asked for: nothing of a model is in their answers
 HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",

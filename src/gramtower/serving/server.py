@@ -80,7 +80,7 @@ def serve(
             hosts=[*LOOPBACK, options.host, *options.hosts] if local else None, origins=options.origins,
         )  # fmt: skip
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, server_header=False, date_header=True, lifespan="on",
+            app, log_level="warning", access_log=False, server_header=False, proxy_headers=False, lifespan="on",
             timeout_keep_alive=_KEEP_ALIVE, backlog=_BACKLOG, limit_concurrency=options.limits.connections,
             timeout_graceful_shutdown=_GRACE, h11_max_incomplete_event_size=64 * 1024, ws="none", http=PatientProtocol,
         )  # fmt: skip
