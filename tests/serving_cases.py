@@ -92,6 +92,13 @@ def source(name="history", table=True, path=None, **options):
     return Source(name, path or folder() / f"{name}.gramtower", tables=tables, **options)
 
 
+def held_out():
+    """Pairs that the models did not see."""
+    users, items = model().left_.ids, model().right_.ids
+    unseen = np.argwhere(model().seen_.toarray() == 0)[::7]
+    return gt.Interactions.from_arrays(users[unseen[:, 0]], items[unseen[:, 1]])
+
+
 def service(*sources, limits=None, say=lambda line: None, **options):
     """An application over models, and its parts."""
     metrics = Metrics()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from serving_cases import ITEMS, ODD, client, genres, listening, model, source
+from serving_cases import ITEMS, ODD, client, genres, held_out, listening, model, source
 
 from gramtower.serving.page import PAGE_POLICY, page
 
@@ -67,6 +67,13 @@ def test_the_run_tells_settings_counts_and_curves(api):
     assert found["history"]["value"] == [record.value for record in model().history_]
     assert (found["settings"]["dim"], found["right"], found["pairs"]) == (6, ITEMS, model().seen_.nnz)
     assert found["stopped"] == model().message_
+
+
+def test_the_run_tells_metrics_on_held_out_pairs_by_popularity():
+    with client(source(test=held_out)) as tested:
+        found = tested.get("/run").json()["evaluation"]
+    assert found == pytest.approx(dict(model().evaluate(held_out(), by="popularity")))
+    assert "recall@20 popularity=low" in found
 
 
 @contextmanager
@@ -133,7 +140,7 @@ def test_in_a_browser_one_finds_looks_and_clicks_through(width, scheme):
 def test_in_a_browser_a_new_one_is_built_the_map_zooms_and_the_run_shows():
     complaints = []
     with (
-        listening(source(), source("plain", table=False)) as address,
+        listening(source(test=held_out), source("plain", table=False)) as address,
         tab_at(f"{address}#left/t/{'user%200'}", complaints) as tab,
     ):
         tab.locator("#name:has-text('user 0')").wait_for()
@@ -165,9 +172,15 @@ def test_in_a_browser_a_new_one_is_built_the_map_zooms_and_the_run_shows():
 
         tab.locator("#curves svg path").first.wait_for(state="attached")
         assert "40" in tab.locator("#data").inner_text()
+        assert tab.locator("#evaluation tr").count() == 4
+        shown = tab.locator("#evaluation tr:has-text('recall@20') td").all_inner_texts()
+        metrics = model().evaluate(held_out(), by="popularity")
+        assert float(shown[0]) == pytest.approx(metrics["recall@20"], rel=1e-4)
+        assert float(shown[1]) == pytest.approx(metrics["recall@20 popularity=low"], rel=1e-4)
         tab.locator("#theme").click()
         assert tab.evaluate("document.documentElement.dataset.theme") == "light"
         tab.locator("#model").select_option("plain")
+        tab.locator("#evaluation").wait_for(state="hidden")
         tab.locator("#build-how:has-text('most like all of your picks')").wait_for()
         tab.locator("#lists li button.name").first.wait_for()
     assert complaints == []

@@ -166,6 +166,7 @@ COMMANDS = {  # a line that works, flags it may have, and how often it is tried
             "--token-file",
             "--watch",
             "--mapped",
+            "--test",
             "--batch-wait",
             "--max-k",
             "--max-ids",

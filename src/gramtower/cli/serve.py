@@ -11,11 +11,14 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from gramtower import _checks as check
-from gramtower.cli.config import read_config
+from gramtower.cli.config import Settings, read_config
 from gramtower.cli.features import id_column, read_frame
 from gramtower.cli.folder import CONFIG, model_file
 from gramtower.cli.options import Common
 from gramtower.cli.output import note, print_json
+from gramtower.cli.query import test_options
+from gramtower.cli.reading import read_pairs
+from gramtower.data.interactions import Interactions
 from gramtower.serving.limits import Limits
 from gramtower.serving.snapshot import Source, TableSource
 
@@ -38,6 +41,7 @@ def serve(
     right_id: str | None = None,
     left_title: str | None = None,
     right_title: str | None = None,
+    test: Path | None = None,
     token_file: Path | None = None,
     allow_host: Texts = None,
     allow_origin: Texts = None,
@@ -66,6 +70,7 @@ def serve(
         right_id: The same for --right-table.
         left_title: Column of --left-table that names an entity [default: title, name or label].
         right_title: The same for --right-table.
+        test: Held-out pairs, a file like the one the run read; the page shows metrics on them, also by popularity.
         token_file: File whose first line is the token.
         allow_host: A name that requests to a server for this machine alone may be for; may be repeated.
         allow_origin: Origin of pages that may read answers (CORS); may be repeated.
@@ -87,12 +92,13 @@ def serve(
         )
         if path is not None
     }
-    sources = [Source("default", model_file(run), index, mapped, tables)]
+    held_out = None if test is None else partial(_test_pairs, run, test)
+    sources = [Source("default", model_file(run), index, mapped, tables, held_out)]
     for text in model or []:
         name, equals, path = text.partition("=")
         if not name or not equals or not path:
             check.fail("--model", repr(text), "NAME=RUN")
-        sources.append(Source(name, model_file(Path(path)), index, mapped, tables))
+        sources.append(Source(name, model_file(Path(path)), index, mapped, tables, held_out))
     limits = Limits(
         k=check.count("--max-k", max_k),
         ids=check.count("--max-ids", max_ids),
@@ -137,9 +143,17 @@ def _token(file: Path | None) -> str | None:
     return text.strip()
 
 
-def _table(side: str, path: Path, id: str | None, title: str | None, run: Path) -> TableSource:
+def _settings(run: Path) -> Settings:
     config = (run if run.is_dir() else run.parent) / CONFIG
-    pairs_column = getattr(read_config(config).data, side) if config.exists() else None
+    return read_config(config) if config.exists() else Settings()
+
+
+def _test_pairs(run: Path, test: Path) -> Interactions:
+    return read_pairs(test, test_options(_settings(run), test, None))
+
+
+def _table(side: str, path: Path, id: str | None, title: str | None, run: Path) -> TableSource:
+    pairs_column = getattr(_settings(run).data, side)
     name = f"--{side}-table"
     frame = read_frame(name, path)
     return TableSource(name, partial(read_frame, name, path), id_column(side, frame, id, pairs_column), title)

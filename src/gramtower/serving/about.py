@@ -142,6 +142,7 @@ def run(snapshot: Snapshot) -> dict[str, Any]:
                 for name in ("iteration", "seconds", "value", "gradient_norm", "metric")
             },
             "metric": settings.get("metric"),
+            "evaluation": snapshot.evaluation,
         }
     )
 

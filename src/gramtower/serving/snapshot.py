@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower import _checks as check
+from gramtower.data.interactions import Interactions
 from gramtower.distributed.shard_files import others
 from gramtower.estimator.model_file import load
 from gramtower.estimator.two_tower import TwoTower
@@ -64,6 +65,7 @@ class Source:
         index: "auto" takes the index beside it if it belongs to it; "exact" takes none; a kind insists on that one.
         mapped: see the module.
         tables: by side.
+        test: reads held-out pairs to show metrics on.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Source:
     index: str = "auto"
     mapped: bool = False
     tables: Mapping[str, TableSource] | None = None
+    test: Callable[[], Interactions] | None = None
 
     def stamp(self) -> tuple[Any, ...]:
         """What changes when the model or its index is written anew."""
@@ -90,6 +93,7 @@ class Snapshot:
     Attributes:
         notes: what an operator should know of this load, such as an index that was left out.
         maps: by side, those that were asked for.
+        evaluation: metrics on held-out pairs, also by popularity; None without such pairs.
     """
 
     def __init__(self, source: Source) -> None:
@@ -111,6 +115,9 @@ class Snapshot:
         self.index: Index | None = None
         self.index_facts: Facts | None = None
         self._open_index()
+        self.evaluation: dict[str, float] | None = None
+        if source.test is not None:
+            self.evaluation = dict(self.model.evaluate(source.test(), by="popularity"))
         first = P[:_WARM]  # code that is loaded or compiled for many scores is there before the first request
         best_lists([Query(first, [np.empty(0, np.int64)] * len(first), 1)], Q, self.index)
 
