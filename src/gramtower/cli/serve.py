@@ -16,7 +16,7 @@ from gramtower.cli.features import id_column, read_frame
 from gramtower.cli.folder import CONFIG, model_file
 from gramtower.cli.options import Common
 from gramtower.cli.output import note, print_json
-from gramtower.cli.query import test_options
+from gramtower.cli.query import options_of_test
 from gramtower.cli.reading import read_pairs
 from gramtower.data.interactions import Interactions
 from gramtower.serving.limits import Limits
@@ -149,7 +149,7 @@ def _settings(run: Path) -> Settings:
 
 
 def _test_pairs(run: Path, test: Path) -> Interactions:
-    return read_pairs(test, test_options(_settings(run), test, None))
+    return read_pairs(test, options_of_test(_settings(run), test, None))
 
 
 def _table(side: str, path: Path, id: str | None, title: str | None, run: Path) -> TableSource:
