@@ -46,7 +46,10 @@ def index(
     made, facts = build_index(P, Q, model.right_.ids, kind, k, recall, seed)
     target = path_beside(path)
     write_index(target, made, facts)
-    found = {"index": str(target), **{name: value for name, value in vars(facts).items() if name != "model"}}
+    found = {
+        "index": str(target),
+        **{name: value for name, value in vars(facts).items() if name not in ("model", "built")},
+    }
     if common.json:
         print_json(found)
     else:
