@@ -117,33 +117,35 @@ def test_what_cannot_be_served_is_one_line_and_code_2(capsys, arguments, message
 
 
 class Hurried(PatientProtocol):
-    seconds = 0.3
+    seconds = 0.2
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /hea", b"POST /score HTTP/1.1\r\ncontent-length: 9\r\nx: "])
-def test_a_head_that_does_not_end_ends_its_connection(sent):
+class Unhurried(PatientProtocol):
+    seconds = 1.5
+
+
+def connected(address):
+    return socket.create_connection(("127.0.0.1", int(address.split(":")[2].strip("/"))), 30)
+
+
+def test_a_head_that_does_not_end_ends_its_connection():
     with listening(http=Hurried) as address:
-        port = int(address.split(":")[2].strip("/"))
-        with socket.create_connection(("127.0.0.1", port), 20) as slow:
-            slow.sendall(sent)
-            assert slow.recv(100) == b""
-        with socket.create_connection(("127.0.0.1", port), 20) as again:  # also after an answer
-            again.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-            assert again.recv(1000).startswith(b"HTTP/1.1 200")
-            again.sendall(sent or b"G")
-            while again.recv(1000):
-                pass
+        for sent in (b"", b"GET /hea", b"POST /score HTTP/1.1\r\ncontent-length: 9\r\nx: "):
+            with connected(address) as slow:
+                slow.sendall(sent)
+                assert slow.recv(100) == b""
 
 
-def test_a_slow_answer_is_waited_for():
-    with listening(http=Hurried, limits=Limits(body_seconds=30)) as address:
-        port = int(address.split(":")[2].strip("/"))
-        with socket.create_connection(("127.0.0.1", port), 20) as slow:
-            body = b'{"left": [], "right": []}'
-            slow.sendall(b"POST /score HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body[:5])
-            time.sleep(0.8)
-            slow.sendall(body[5:])
-            assert slow.recv(1000).startswith(b"HTTP/1.1 200")
+def test_also_after_an_answer_but_a_slow_body_is_waited_for():
+    body = b'{"left": [], "right": []}'
+    with listening(http=Unhurried, limits=Limits(body_seconds=60)) as address, connected(address) as slow:
+        slow.sendall(b"POST /score HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body[:5])
+        time.sleep(1.7)
+        slow.sendall(body[5:])
+        assert slow.recv(10_000).startswith(b"HTTP/1.1 200")
+        slow.sendall(b"GET /health HT")
+        while slow.recv(1000):
+            pass
 
 
 def test_files_that_are_watched_are_looked_at_again_and_again():
