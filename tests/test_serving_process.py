@@ -20,6 +20,7 @@ import pytest
 from serving_cases import folder, listening
 
 from gramtower.cli.app import run
+from gramtower.serving import server
 from gramtower.serving.limits import Limits
 from gramtower.serving.patience import PatientProtocol
 from gramtower.serving.server import _watch, bound, is_loopback
@@ -85,6 +86,28 @@ def test_a_server_lives_through_damage_takes_up_a_new_model_and_ends(tmp_path):
         process.kill()
         process.wait()
         process.stderr.close()
+
+
+def test_a_hangup_while_models_are_loaded_does_not_end_the_server(monkeypatch):
+    heard = []
+
+    class Loading(Exception):
+        pass
+
+    def load(*_):
+        os.kill(os.getpid(), signal.SIGHUP)
+        raise Loading
+
+    monkeypatch.setattr(server, "Models", load)
+    before = signal.signal(signal.SIGHUP, lambda *_: heard.append("before"))
+    try:
+        with pytest.raises(Loading):
+            server.serve([], server.Options(port=0), print)
+        assert heard == []
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert heard == ["before"]
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_port_in_use_is_said_before_anything_is_loaded(capsys):

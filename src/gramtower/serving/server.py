@@ -13,6 +13,7 @@ import errno
 import ipaddress
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -69,7 +70,7 @@ def serve(
         say: takes lines for the operator.
         announce: told the address when models are loaded.
     """
-    with bound(options.host, options.port) as listening:
+    with bound(options.host, options.port) as listening, _deaf():
         metrics = Metrics()
         models = Models(sources, metrics, say)
         local = is_loopback(options.host)
@@ -112,6 +113,19 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
                 check.fail("port", f"{port}, which is in use", "a free one; --port 0 finds one")
             check.fail("host, port", f"{host}, {port} ({error.strerror})", "an address that this process may listen at")
         yield made
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """SIGHUP does not end the process while it loads; what it would ask for is being done."""
+    if not hasattr(signal, "SIGHUP") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def is_loopback(host: str) -> bool:
