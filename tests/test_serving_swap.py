@@ -7,7 +7,7 @@ import shutil
 import weakref
 
 import pytest
-from serving_cases import client, folder, model, service, source
+from serving_cases import Client, client, folder, model, service, source
 
 from gramtower._tensors import write
 from gramtower.serving.metrics import Metrics
@@ -82,8 +82,6 @@ def test_requests_go_on_while_models_are_swapped(path):
     app, parts = service(source("one", path=path))
     plain = (folder() / "plain.gramtower").read_bytes()
     whole = path.read_bytes()
-    from serving_cases import Client
-
     with Client(app) as api:
         dims = set()
         for swap in range(6):

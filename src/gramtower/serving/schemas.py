@@ -94,10 +94,10 @@ class Entity(Body):
     side: Side = "right"
 
 
-Any_ = TypeVar("Any_", bound=Body)
+Kind = TypeVar("Kind", bound=Body)
 
 
-def parse(kind: type[Any_], body: bytes) -> Any_:
+def parse(kind: type[Kind], body: bytes) -> Kind:
     """A body.
 
     Raises:

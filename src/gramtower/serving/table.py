@@ -69,8 +69,6 @@ class EntityTable:
         self.kinds = infer_kinds(frame, id, {}, separator)
         self._frame = frame.select(self.columns)
         self._rows, self._separator, self._found = rows, separator, dict[str, dict[str, Rows]]()
-        if frames.polars().DataFrame is not type(frame):
-            check.fail(name, type(frame).__name__, "a polars table")
 
     def titles(self) -> list[str | None] | None:
         """The title of each entity, None where it has none; None if no column holds titles."""
