@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -53,6 +55,13 @@ def test_lists_leave_out_what_each_row_excludes_as_the_sorted_scores_do():
         assert found[row, :count].tolist() == np.argsort(-scores)[:count].tolist()
         assert (found[row, count:] == -1).all()
         np.testing.assert_allclose(values[row, :count], np.sort(scores)[::-1][:count], atol=1e-6)
+
+
+def test_embeddings_that_overflow_are_refused(monkeypatch):
+    other = Snapshot(source("matrix", table=False))
+    monkeypatch.setattr(other, "model", SimpleNamespace(embed=lambda **_: np.full((1, 6), np.inf, np.float32)))
+    with pytest.raises(Refused, match="overflow"):
+        other.query(3, left_features=[[1.0, 2.0, 3.0]])
 
 
 def test_a_mapped_model_answers_alike(snapshot):
