@@ -72,7 +72,7 @@ def test_the_oldest_versions_that_are_run_are_the_bounds():
     extras = project["optional-dependencies"]
     needs = [
         *project["dependencies"],
-        *(need for name in ("io", "cli", "plots", "tune", "dev") for need in extras[name]),
+        *(need for name in ("io", "cli", "plots", "tune", "serve", "ann", "dev") for need in extras[name]),
     ]
     bounds = {m[1]: m[2] for need in needs if (m := re.match(r"([\w-]+)>=([\d.]+)", need))}
     run = dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / "constraints-oldest.txt").read_text(), re.MULTILINE))

@@ -30,11 +30,13 @@ ORDER = (
     "evaluation",
     "compare",
     "compat",
+    "serving",
     "demo",
     "cli",
     "__main__",
 )  # each may import from those before it, nothing from those after it
 HEAVY = ("numba", "triton", "polars", "matplotlib", "rich", "cyclopts", "safetensors", "pandas", "optuna")
+HEAVY += ("fastapi", "uvicorn", "pydantic", "faiss", "hnswlib")
 SHARED = ("_checks", "_files", "_schema", "_tensors", "_toml", "_widths")  # imported by all, import nothing else
 
 

@@ -13,11 +13,14 @@ from harness import Fuzz
 
 pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 pytest.importorskip("polars", reason="the command line reads tables with polars")
+pytest.importorskip("fastapi", reason="serve needs fastapi")
+pytest.importorskip("faiss", reason="index needs faiss")
 
 from gramtower import demo
 from gramtower.cli import options
 from gramtower.cli.app import run
 from gramtower.data.interactions import Interactions
+from gramtower.serving import server
 
 PAIRS = ["--left", "user", "--right", "item"]
 SMALL = ["--dim", "2", "--hidden", "none", "--device", "cpu", "--quiet", "--max-iterations", "1"]
@@ -161,6 +164,27 @@ COMMANDS = {  # a line that works, flags it may have, and how often it is tried
         ["--trials", "--metric", "--config", *TRAINED],
         1,
     ),
+    "index": (["run", "--recall", "0.5", "-k", "3"], ["--kind", "--recall", "-k", "--seed"], 4),
+    "serve": (
+        ["run", "--port", "0"],
+        [
+            "--index",
+            "--model",
+            "--left-table",
+            "--right-table",
+            "--left-id",
+            "--right-title",
+            "--token-file",
+            "--watch",
+            "--mapped",
+            "--test",
+            "--batch-wait",
+            "--max-k",
+            "--max-ids",
+            "--max-body",
+        ],
+        4,
+    ),
     "demo": (["--seconds", "0.01", "--seed", "-1", "--out", "shown"], ["--seed", "--seconds", "--out"], 1),
 }
 FOREIGN = re.compile(
@@ -268,6 +292,11 @@ def test_command_lines(folder, monkeypatch):
     links = [(a, b) for i, a in enumerate(words) for j, b in enumerate(words) if (i + j) % 4 == 0]
     small = Interactions.from_arrays(*zip(*links, strict=True))
     monkeypatch.setattr(demo, "thesaurus", lambda: small)
+
+    async def ended(*_):  # a server that is told to end at once
+        pass
+
+    monkeypatch.setattr(server, "_main", ended)
     fuzz = Fuzz("cli", small=40)
     for rng in fuzz:
         tokens = line(rng)

@@ -23,12 +23,14 @@ from gramtower.cli.convert import convert
 from gramtower.cli.cross_validate import cross_validate
 from gramtower.cli.errors import explain
 from gramtower.cli.fit import fit
+from gramtower.cli.index import index
 from gramtower.cli.info import info
 from gramtower.cli.options import Common
 from gramtower.cli.output import help_console, note, print_json, show_warning
 from gramtower.cli.partition import partition
 from gramtower.cli.query import evaluate, recommend, similar
 from gramtower.cli.report import report
+from gramtower.cli.serve import serve
 from gramtower.cli.split import split
 from gramtower.cli.streams import abandon_output, visible
 from gramtower.cli.tune import tune
@@ -66,7 +68,8 @@ app = App(
     help_epilogue="Exit codes: 0 fine, 1 the run failed, 2 bad input, 130 interrupted.",
 )
 for command in (
-    fit, split, partition, evaluate, cross_validate, recommend, similar, info, compare, report, convert, tune, demo,
+    fit, split, partition, evaluate, cross_validate, recommend, similar, info, compare, report, convert, tune, index,
+    serve, demo,
 ):  # fmt: skip
     app.command(command)
 

@@ -58,12 +58,12 @@ def evaluate(
     common = common or Common()
     names = tuple(name.strip() for name in metrics.split(",") if name.strip())
     model, settings = open_model(run)
-    pairs = read_pairs(test, _test_options(settings, test, data))
+    pairs = read_pairs(test, options_of_test(settings, test, data))
     new: dict[str, Any] = {}
     if left_features is not None:
         new["left_features"] = rows_of(model, left_features, pairs.left_ids, common.quiet)
     if histories is not None:
-        new["histories"] = read_pairs(histories, _test_options(settings, histories, data))
+        new["histories"] = read_pairs(histories, options_of_test(settings, histories, data))
     known = known_pairs((None if new else model.left_.ids, model.right_.ids), pairs)
     found = model.evaluate(pairs, names, exclude_seen=exclude_seen, by=by, **new)
     counts = {"pairs": len(pairs), "pairs_left_out": len(pairs) - known, "exclude_seen": exclude_seen}
@@ -148,7 +148,7 @@ def similar(
     return 0
 
 
-def _test_options(settings: Settings, test: Path, given: DataOptions | None) -> DataOptions:
+def options_of_test(settings: Settings, test: Path, given: DataOptions | None) -> DataOptions:
     """The run's columns for a test file, and its format if the two files are of a kind; flags win."""
     options = settings.data
     if options.path is not None and Path(options.path).suffixes != test.suffixes:

@@ -1,0 +1,159 @@
+"""``gramtower serve``: models over HTTP. See docs/serving.md."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from gramtower import _checks as check
+from gramtower.cli.config import Settings, read_config
+from gramtower.cli.features import id_column, read_frame
+from gramtower.cli.folder import CONFIG, model_file
+from gramtower.cli.options import Common
+from gramtower.cli.output import note, print_json
+from gramtower.cli.query import options_of_test
+from gramtower.cli.reading import read_pairs
+from gramtower.data.interactions import Interactions
+from gramtower.serving.limits import Limits
+from gramtower.serving.snapshot import Source, TableSource
+
+Texts = Annotated[list[str] | None, Parameter(negative=())]
+Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
+TOKEN = "GRAMTOWER_TOKEN"
+
+
+def serve(
+    run: Path,
+    /,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    index: str = "auto",
+    model: Texts = None,
+    left_table: Path | None = None,
+    right_table: Path | None = None,
+    left_id: str | None = None,
+    right_id: str | None = None,
+    left_title: str | None = None,
+    right_title: str | None = None,
+    test: Path | None = None,
+    token_file: Path | None = None,
+    allow_host: Texts = None,
+    allow_origin: Texts = None,
+    watch: Switch = False,
+    mapped: Switch = False,
+    batch_wait: float = 2.0,
+    max_k: int = Limits.k,
+    max_ids: int = Limits.ids,
+    max_body: str = "2MB",
+    common: Common | None = None,
+) -> int:
+    """Serve models over HTTP, with a page to look around in; SIGHUP reads their files again.
+
+    The interface is described at /docs. A token that requests must bear is taken from --token-file, or from the
+    environment variable GRAMTOWER_TOKEN.
+
+    Args:
+        run: Folder of a run, or a model file: the model that requests without a name mean, called "default".
+        host: Address to listen at; 0.0.0.0 for all of this machine.
+        port: To listen at; 0 for a free one.
+        index: auto (the one beside the model, if it is the model's), exact, faiss, faiss-hnsw or hnsw.
+        model: A further model, NAME=RUN; may be repeated.
+        left_table: Table of left entities, joined by id, for titles and columns.
+        right_table: The same for right entities; requests can filter by its columns.
+        left_id: Column of ids of --left-table [default: called as in the run, or id].
+        right_id: The same for --right-table.
+        left_title: Column of --left-table that names an entity [default: title, name or label].
+        right_title: The same for --right-table.
+        test: Held-out pairs, a file like the one the run read; the page shows metrics on them, also by popularity.
+        token_file: File whose first line is the token.
+        allow_host: A name that requests to a server for this machine alone may be for; may be repeated.
+        allow_origin: Origin of pages that may read answers (CORS); may be repeated.
+        watch: Look at the files every second, and take new ones up.
+        mapped: Map the model file instead of copying it, so that processes share it; never overwrite it in place then.
+        batch_wait: Most milliseconds that a request waits for others to be answered with it.
+        max_k: Longest list.
+        max_ids: Most entities of one request.
+        max_body: Longest body of a request.
+        common: Output.
+    """
+    common = common or Common()
+    say = _silent if common.quiet else note
+    tables = {
+        side: _table(side, path, id, title, run)
+        for side, path, id, title in (
+            ("left", left_table, left_id, left_title),
+            ("right", right_table, right_id, right_title),
+        )
+        if path is not None
+    }
+    held_out = None if test is None else partial(_test_pairs, run, test)
+    sources = [Source("default", model_file(run), index, mapped, tables, held_out)]
+    for text in model or []:
+        name, equals, path = text.partition("=")
+        if not name or not equals or not path:
+            check.fail("--model", repr(text), "NAME=RUN")
+        sources.append(Source(name, model_file(Path(path)), index, mapped, tables, held_out))
+    limits = Limits(
+        k=check.count("--max-k", max_k),
+        ids=check.count("--max-ids", max_ids),
+        body=check.memory_size("--max-body", max_body),
+    )
+    wait = check.number("--batch-wait", batch_wait, minimum=0.0) / 1000
+    if wait > 1:
+        check.fail("--batch-wait", batch_wait, "at most 1000 milliseconds")
+    try:
+        from gramtower.serving.server import Options
+        from gramtower.serving.server import serve as run_server
+    except ImportError as error:
+        message = f'serve: needs {error.name}, which is not installed: pip install "gramtower[serve]"'
+        raise ValueError(message) from error
+    options = Options(
+        host, port, _token(token_file), allow_host or (), allow_origin or (), 1.0 if watch else None, wait, limits
+    )
+    run_server(sources, options, say, _announce if common.json else _silent)
+    return 0
+
+
+def _silent(line: str) -> None:
+    pass
+
+
+def _announce(address: str) -> None:
+    print_json({"address": address})
+    sys.stdout.flush()
+
+
+def _token(file: Path | None) -> str | None:
+    text = os.environ.get(TOKEN)
+    if file is not None:
+        try:
+            text = (file.read_text(encoding="utf-8").splitlines() or [""])[0]
+        except UnicodeError:
+            check.fail("--token-file", file, "text in UTF-8")
+    if text is None:
+        return None
+    if not text.strip() or not text.isascii() or not text.isprintable():
+        check.fail("token", "an empty one, or one with other characters", "printable ASCII characters")
+    return text.strip()
+
+
+def _settings(run: Path) -> Settings:
+    config = (run if run.is_dir() else run.parent) / CONFIG
+    return read_config(config) if config.exists() else Settings()
+
+
+def _test_pairs(run: Path, test: Path) -> Interactions:
+    return read_pairs(test, options_of_test(_settings(run), test, None))
+
+
+def _table(side: str, path: Path, id: str | None, title: str | None, run: Path) -> TableSource:
+    pairs_column = getattr(_settings(run).data, side)
+    name = f"--{side}-table"
+    frame = read_frame(name, path)
+    return TableSource(name, partial(read_frame, name, path), id_column(side, frame, id, pairs_column), title)

@@ -1,0 +1,182 @@
+"""What the page shows of a model: search, an entity with its history, the map, the run.
+
+Checked by tests/test_serving_page.py.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+from gramtower._files import plain
+from gramtower.serving.entities import Entities, Key
+from gramtower.serving.errors import Refused, shown
+from gramtower.serving.metrics import Labels
+from gramtower.serving.projection import project
+from gramtower.serving.snapshot import Snapshot
+from gramtower.serving.tasks import places
+
+_HISTORY = 200  # pairs of an entity that are shown
+_RECORDS = 400  # points of a curve
+_GROUPS = 11  # values of a column that have a colour of their own
+_LABELS = 40  # entities with a name on the map
+
+
+def version() -> str:
+    """Of the library."""
+    return metadata.version("gramtower")
+
+
+def search(snapshot: Snapshot, side: str, text: str, most: int) -> dict[str, Any]:
+    """Entities whose id or title holds a text."""
+    this = snapshot.side(side)
+    return {"model": snapshot.name, "results": titled(this, np.array(this.search(text, most), np.int64))}
+
+
+def titled(this: Entities, rows: Any) -> list[dict[str, Any]]:
+    """Entities with titles and numbers of pairs."""
+    shown = places(this, rows)
+    titles = None if this.table is None else this.table.titles()
+    for one, row in zip(shown, rows.tolist(), strict=True):
+        one["title"] = None if titles is None else titles[row]
+        one["pairs"] = int(this.degrees[row])
+    return shown
+
+
+def entity(snapshot: Snapshot, side: str, key: Key) -> dict[str, Any]:
+    """One entity: columns, and some of the entities it was observed with."""
+    this, other = snapshot.side(side), snapshot.side("right" if side == "left" else "left")
+    rows = this.rows([key])
+    row = int(rows[0])
+    seen = snapshot.history(row)[:_HISTORY] if side == "left" else snapshot.seen_by(row, _HISTORY)
+    return {
+        "model": snapshot.name,
+        **titled(this, rows)[0],
+        "side": side,
+        "columns": {} if this.table is None else this.table.cells(rows)[0],
+        "history": titled(other, seen.astype(np.int64)),
+    }
+
+
+def map_of(snapshot: Snapshot, side: str, column: str | None) -> dict[str, Any]:
+    """Places of entities, and for a column the most frequent values to colour by."""
+    this = snapshot.side(side)
+    drawn = snapshot.maps.get(side) or snapshot.maps.setdefault(side, project(this))
+    answer: dict[str, Any] = {
+        "model": snapshot.name,
+        "side": side,
+        "shares": drawn.shares,
+        "entities": len(this),
+        "labels": min(_LABELS, len(drawn.rows)),
+        "ids": this.names(drawn.rows),
+        "x": _rounded(drawn.places[:, 0]),
+        "y": _rounded(drawn.places[:, 1]),
+        "columns": [] if this.table is None else [c for c in this.table.columns if this.table.kinds[c] != "skip"],
+    }
+    titles = None if this.table is None else this.table.titles()
+    answer["titles"] = None if titles is None else [titles[row] for row in drawn.rows.tolist()]
+    if column is not None:
+        if this.table is None:
+            raise Refused(422, f"column: got {shown(column)}, expected none: this side has no table")
+        cells = this.table.groups(column, drawn.rows)
+        counts: dict[str, int] = {}
+        for cell in cells:
+            if cell is not None:
+                counts[cell] = counts.get(cell, 0) + 1
+        names = sorted(counts, key=lambda name: (-counts[name], name))[:_GROUPS]
+        places_of = {name: place for place, name in enumerate(names)}
+        answer |= {"groups": names, "group": [places_of.get(cell, -1) if cell is not None else -1 for cell in cells]}
+    return answer
+
+
+def summary(snapshot: Snapshot) -> dict[str, Any]:
+    """A model in a few numbers."""
+    facts = snapshot.index_facts
+    return {
+        "name": snapshot.name,
+        "left": len(snapshot.left),
+        "right": len(snapshot.right),
+        "pairs": int(snapshot.seen.nnz),
+        "dim": int(snapshot.left.embeddings.shape[1]),
+        "histories": snapshot.takes_histories,
+        "index": None
+        if facts is None
+        else {"kind": facts.kind, "k": facts.k, "recall": facts.recall, "bytes": facts.bytes},
+        "tables": {
+            side: None
+            if (table := snapshot.side(side).table) is None
+            else {"columns": table.kinds, "title": table.title, "entities": table.joined}
+            for side in ("left", "right")
+        },
+        "notes": snapshot.notes,
+    }
+
+
+def run(snapshot: Snapshot) -> dict[str, Any]:
+    """Counts, settings and the records of training."""
+    model = snapshot.model
+    records = model.history_
+    step = max(1, -(-len(records) // _RECORDS))
+    kept = [*records[:-1:step], records[-1]] if records else []
+    settings = {
+        name: value
+        for name, value in model.get_params().items()
+        if name not in ("towers", "verbose") and value is not None and not isinstance(value, np.ndarray)
+    }
+    degrees = {
+        side: [float(np.quantile(snapshot.side(side).degrees, at)) for at in (0.0, 0.25, 0.5, 0.75, 1.0)]
+        for side in ("left", "right")
+    }
+    return plain(  # type: ignore[no-any-return]
+        {
+            **summary(snapshot),
+            "model": repr(model),
+            "settings": settings,
+            "stopped": getattr(model, "message_", None),
+            "degrees": degrees,
+            "history": {
+                name: [getattr(record, name, None) for record in kept]
+                for name in ("iteration", "seconds", "value", "gradient_norm", "metric")
+            },
+            "metric": settings.get("metric"),
+            "evaluation": snapshot.evaluation,
+        }
+    )
+
+
+def features(name: str, given: Any) -> Any:
+    """Features of a request as the model takes them: a mapping of columns, or an array of numbers."""
+    if given is None or isinstance(given, dict):
+        lengths = {len(cells) for cells in given.values()} if given is not None else {0}
+        if len(lengths) != 1:
+            raise Refused(422, f"{name}: got columns of {sorted(lengths)[:5]} cells, expected as many in each")
+        return given
+    if all(isinstance(row, dict) for row in given):
+        columns = list(dict.fromkeys(column for row in given for column in row))
+        return {column: [row.get(column) for row in given] for column in columns}
+    widths = {len(row) for row in given}
+    if len(widths) != 1:
+        raise Refused(422, f"{name}: got rows of {sorted(widths)[:5]} numbers, expected as many in each")
+    with np.errstate(over="ignore"):
+        array = np.array(given, np.float64).astype(np.float32)
+    if not np.isfinite(array).all():
+        raise Refused(422, f"{name}: got numbers beyond float32, expected smaller ones")
+    return array
+
+
+def resident_memory() -> tuple[str, str, list[tuple[Labels, float]]]:
+    """The process's memory, for Prometheus; nothing where the system does not say."""
+    values: list[tuple[Labels, float]] = []
+    try:
+        with open("/proc/self/statm") as file:
+            values = [((), float(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")))]
+    except (OSError, ValueError, IndexError):
+        pass
+    return "process_resident_memory_bytes", "Resident memory of the process.", values
+
+
+def _rounded(values: Any) -> list[float]:
+    return [float(f"{value:.5g}") for value in values.tolist()]

@@ -1,0 +1,333 @@
+"""The HTTP interface: routes, each a body that is checked, a task for the worker, and its answer.
+
+The event loop parses, waits and sends; everything else is the worker's. Answers of one shape: {"error": …} with a
+status from 400 on, otherwise what the route says. Checked by tests/test_serving.py, and by hostile requests in
+tests/fuzz/test_fuzz_serving.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response, StreamingResponse
+from starlette.types import ASGIApp
+
+from gramtower.serving import about, schemas
+from gramtower.serving.batching import Batcher
+from gramtower.serving.description import describe
+from gramtower.serving.entities import Key
+from gramtower.serving.errors import Refused, shown
+from gramtower.serving.http import Guard, answer, read_body, refusal
+from gramtower.serving.limits import Limits, within
+from gramtower.serving.metrics import Labels, Metrics
+from gramtower.serving.models import Models
+from gramtower.serving.page import PAGE_POLICY, api_page, page
+from gramtower.serving.tasks import CallTask, ListTask, encode, work
+
+_CHUNK = 64  # lists of one piece of a streamed answer
+_LOG = logging.getLogger("gramtower.serving")
+
+
+class Service:
+    """The handlers and what they share.
+
+    Args:
+        models: what answers.
+        metrics: what is counted.
+        limits: of requests.
+        wait: most seconds that a request waits for others to be answered with it.
+    """
+
+    def __init__(self, models: Models, metrics: Metrics, limits: Limits, wait: float = 0.002) -> None:
+        self.models, self.metrics, self.limits = models, metrics, limits
+        self.batcher = Batcher(work, wait, most=limits.waiting, observe=metrics.batch)
+        self.documentation = b""
+
+    async def recommend(self, request: Request) -> Response:
+        """See schemas.Recommend."""
+        asked = schemas.parse(schemas.Recommend, await read_body(request, self.limits))
+        snapshot = self.models.get(asked.model)
+        new = asked.left_features is not None or asked.histories is not None
+        if (asked.left is None) != new:
+            given = "none of them" if asked.left is None else "left beside left_features or histories"
+            raise Refused(422, f"left: got {given}, expected left; or, for new entities, left_features or histories")
+        for name in ("allow", "deny"):
+            within(name, len(getattr(asked, name) or ()), self.limits.listed, "ids")
+        features = self._features("left_features", asked.left_features)
+        self._histories(asked.histories)
+        rows = len(asked.left) if asked.left is not None else _rows(features, asked.histories)
+        self._lists(rows, asked.k, asked.stream)
+
+        def task(a: int, b: int, lines: bool) -> ListTask:
+            left = None if asked.left is None else asked.left[a:b]
+            part = features if features is None or not lines else _cut(features, a, b)
+            histories = asked.histories if asked.histories is None or not lines else asked.histories[a:b]
+            return ListTask(
+                snapshot, "recommend",
+                lambda: snapshot.query(
+                    asked.k, left=left, left_features=part, histories=histories, exclude_seen=asked.exclude_seen,
+                    allow=asked.allow, deny=asked.deny, wanted=asked.filter,
+                ),
+                left, "left", b - a, _columns(asked.columns), lines,
+            )  # fmt: skip
+
+        def known() -> None:
+            if asked.left is not None:
+                snapshot.left.rows(asked.left)
+
+        return await self._answer(task, rows, asked.stream, known)
+
+    async def similar(self, request: Request) -> Response:
+        """See schemas.Similar."""
+        asked = schemas.parse(schemas.Similar, await read_body(request, self.limits))
+        snapshot = self.models.get(asked.model)
+        rows = len(asked.ids)
+        self._lists(rows, asked.k, asked.stream and not asked.together)
+        if asked.together and not rows:
+            raise Refused(422, "ids: got none, expected at least one")
+
+        def task(a: int, b: int, lines: bool) -> ListTask:
+            ids = asked.ids[a:b]
+            return ListTask(
+                snapshot, asked.side, lambda: snapshot.likeness(asked.side, ids, asked.k, asked.together),
+                None if asked.together else ids, "id", b - a, _columns(asked.columns), lines,
+            )  # fmt: skip
+
+        def known() -> None:
+            snapshot.side(asked.side).rows(asked.ids)
+
+        return await self._answer(task, rows, asked.stream and not asked.together, known)
+
+    async def score(self, request: Request) -> Response:
+        """See schemas.Score."""
+        asked = schemas.parse(schemas.Score, await read_body(request, self.limits))
+        if len(asked.left) != len(asked.right):
+            raise Refused(
+                422, f"left, right: got {len(asked.left)} and {len(asked.right)} ids, expected as many of both"
+            )
+        within("left", len(asked.left), self.limits.ids, "pairs")
+        snapshot = self.models.get(asked.model)
+        return await self._call(
+            lambda: {"model": snapshot.name, "scores": snapshot.score(asked.left, asked.right)}, len(asked.left)
+        )
+
+    async def embed(self, request: Request) -> Response:
+        """See schemas.Embed."""
+        asked = schemas.parse(schemas.Embed, await read_body(request, self.limits))
+        ways = {
+            "ids": asked.ids is not None,
+            "left_features or histories": asked.left_features is not None or asked.histories is not None,
+            "right_features": asked.right_features is not None,
+        }
+        if sum(ways.values()) != 1:
+            raise Refused(422, f"body: got {sum(ways.values())} of {', '.join(ways)}, expected one of them")
+        snapshot = self.models.get(asked.model)
+        left = self._features("left_features", asked.left_features)
+        right = self._features("right_features", asked.right_features)
+        self._histories(asked.histories)
+        rows = len(asked.ids) if asked.ids is not None else _rows(left if right is None else right, asked.histories)
+        within("ids", rows, self.limits.ids, "entities")
+        dim = int(snapshot.left.embeddings.shape[1])
+        within("answer", rows * dim, self.limits.answers, f"numbers; ask for fewer than {rows} at a time")
+        side = asked.side if asked.ids is not None else "left" if right is None else "right"
+
+        def call() -> dict[str, Any]:
+            found = snapshot.embed(side, asked.ids, left if right is None else right, asked.histories)
+            return {"model": snapshot.name, "embeddings": found.float().tolist()}
+
+        return await self._call(call, rows)
+
+    async def search(self, request: Request) -> Response:
+        """See schemas.Search."""
+        asked = schemas.parse(schemas.Search, await read_body(request, self.limits))
+        snapshot = self.models.get(asked.model)
+        return await self._call(lambda: about.search(snapshot, asked.side, asked.text, asked.most))
+
+    async def entity(self, request: Request) -> Response:
+        """See schemas.Entity."""
+        asked = schemas.parse(schemas.Entity, await read_body(request, self.limits))
+        snapshot = self.models.get(asked.model)
+        return await self._call(lambda: about.entity(snapshot, asked.side, asked.id))
+
+    async def map(self, request: Request) -> Response:
+        """Places of the entities with the most pairs, by PCA."""
+        snapshot, side = self.models.get(request.query_params.get("model")), _side(request)
+        column = request.query_params.get("column")
+        return await self._call(lambda: about.map_of(snapshot, side, column))
+
+    async def run(self, request: Request) -> Response:
+        """What is known of a model: counts, settings, records of its training."""
+        snapshot = self.models.get(request.query_params.get("model"))
+        return await self._call(lambda: about.run(snapshot))
+
+    async def served(self, request: Request) -> Response:
+        """The models that are served."""
+        return await self._call(lambda: {"models": [about.summary(s) for s in self.models.all()]})
+
+    async def health(self, request: Request) -> Response:
+        """Whether the process lives."""
+        return answer({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """Whether it can answer; and whether a new model was refused."""
+        if not self.batcher.alive:
+            return refusal(Refused(503, "server: the worker is not there, or is going down"))
+        refused = len(self.models.refused)
+        return answer({"status": "ready", "models": len(self.models.all()), "refused_models": refused})
+
+    async def prometheus(self, request: Request) -> Response:
+        """Metrics in Prometheus' text format."""
+        waiting: list[tuple[Labels, float]] = [((), float(self.batcher.waiting))]
+        gauge = ("gramtower_waiting_requests", "Requests that wait for the worker.", waiting)
+        text = self.metrics.text([*self.models.gauges(), gauge, about.resident_memory()])
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def front(self, request: Request) -> Response:
+        """The page."""
+        return Response(page(), media_type="text/html", headers={"content-security-policy": PAGE_POLICY})
+
+    async def docs(self, request: Request) -> Response:
+        """The interface, for people; the same for programs is at /openapi.json."""
+        return Response(self.documentation, media_type="text/html", headers={"content-security-policy": PAGE_POLICY})
+
+    async def _call(self, call: Callable[[], Any], size: int = 1) -> Response:
+        return answer(await self.batcher.submit(CallTask(lambda: encode(call()), max(1, size))))
+
+    async def _answer(
+        self, task: Callable[[int, int, bool], ListTask], rows: int, stream: bool, known: Callable[[], None]
+    ) -> Response:
+        """One JSON object, or lines as they are computed; what is refused is refused before the first line."""
+        if not stream:
+            return answer(await self.batcher.submit(task(0, rows, False)))
+        await self.batcher.submit(CallTask(known))
+        starts = range(0, rows, _CHUNK)
+        first = await self.batcher.submit(task(0, min(_CHUNK, rows), True)) if rows else b""
+
+        async def lines() -> AsyncIterator[bytes]:
+            yield first
+            try:
+                for start in starts[1:]:
+                    yield await self.batcher.submit(task(start, min(start + _CHUNK, rows), True))
+            except Refused as refused:
+                yield encode(refused.to_plain()) + b"\n"
+
+        return StreamingResponse(lines(), media_type="application/x-ndjson")
+
+    def _lists(self, rows: int, k: int, stream: bool) -> None:
+        if k > self.limits.k:
+            raise Refused(422, f"k: got {shown(k)}, expected an integer from 1 to {self.limits.k}")
+        hint = "" if stream else '; with "stream": true more'
+        within("ids", rows, self.limits.stream_ids if stream else self.limits.ids, "entities", hint)
+        if not stream:
+            within("ids × k", rows * k, self.limits.answers, "places in one answer", hint)
+
+    def _features(self, name: str, given: Any) -> Any:
+        """Features as the model takes them: a mapping of columns, or an array."""
+        features = about.features(name, given)
+        if features is not None:
+            within(name, _rows(features, None), self.limits.ids, "rows")
+        return features
+
+    def _histories(self, histories: Sequence[Sequence[Key]] | None) -> None:
+        if histories is not None:
+            within("histories", len(histories), self.limits.ids, "lists")
+            longest = max(map(len, histories), default=0)
+            within("histories", longest, self.limits.history, "ids of one entity")
+
+
+def make_app(
+    models: Models,
+    metrics: Metrics | None = None,
+    limits: Limits | None = None,
+    *,
+    wait: float = 0.002,
+    token: str | None = None,
+    hosts: Collection[str] | None = None,
+    origins: Collection[str] = (),
+) -> tuple[ASGIApp, Service]:
+    """The server as an ASGI application, and its parts."""
+    metrics, limits = metrics or Metrics(), limits or Limits()
+    service = Service(models, metrics, limits, wait)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.batcher.close()
+
+    app = FastAPI(
+        title="gramtower", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False, lifespan=lifespan
+    )
+    bodies: dict[str, tuple[Any, type[schemas.Body]]] = {
+        "/recommend": (service.recommend, schemas.Recommend),
+        "/similar": (service.similar, schemas.Similar),
+        "/score": (service.score, schemas.Score),
+        "/embed": (service.embed, schemas.Embed),
+        "/search": (service.search, schemas.Search),
+        "/entity": (service.entity, schemas.Entity),
+    }
+    plain = {
+        "/map": service.map, "/run": service.run, "/models": service.served, "/health": service.health,
+        "/ready": service.ready, "/metrics": service.prometheus,
+    }  # fmt: skip
+    described = describe(bodies, plain)
+    service.documentation = api_page(described)
+    openapi = encode(described)
+
+    async def description(request: Request) -> Response:
+        return answer(openapi)
+
+    hidden = {"/": service.front, "/docs": service.docs, "/openapi.json": description}
+    for path, (handler, _) in bodies.items():  # plain routes: there are no dependencies to solve for each request
+        app.add_route(path, handler, ["POST"])
+    for path, handler in {**plain, **hidden}.items():
+        app.add_route(path, handler, ["GET"])
+    app.add_exception_handler(Refused, _on_refusal)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(Exception, _on_fault)
+    return Guard(app, metrics, {*bodies, *plain, *hidden}, token, hosts, origins), service
+
+
+async def _on_refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    return refusal(error)
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return answer({"error": str(error.detail)}, error.status_code, dict(error.headers or {}))
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    _LOG.error("a fault of the server", exc_info=error)
+    return answer({"error": "a fault of the server; its log says where"}, 500)
+
+
+def _side(request: Request) -> str:
+    side = request.query_params.get("side", "right")
+    if side not in ("left", "right"):
+        raise Refused(422, f"side: got {shown(side)}, expected 'left' or 'right'")
+    return side
+
+
+def _columns(wanted: bool | list[str]) -> list[str] | None:
+    """None for no columns, an empty list for all."""
+    if isinstance(wanted, bool):
+        return [] if wanted else None
+    return wanted or None
+
+
+def _rows(features: Any, histories: Sequence[Any] | None) -> int:
+    if features is None:
+        return len(histories or ())
+    return max(map(len, features.values()), default=0) if isinstance(features, dict) else len(features)
+
+
+def _cut(features: Any, a: int, b: int) -> Any:
+    if isinstance(features, dict):
+        return {name: cells[a:b] for name, cells in features.items()}
+    return features[a:b]

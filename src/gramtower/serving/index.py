@@ -1,0 +1,281 @@
+"""Approximate indexes over the right embeddings: built, measured against exact lists, stored beside the model.
+
+    faiss       inverted lists of k-means clusters (IVF), inner product
+    faiss-hnsw  a graph of near neighbours, by faiss
+    hnsw        the same by hnswlib
+
+How far a search goes (the clusters or candidates visited) is doubled until recall@k on a sample of left entities is
+what was asked for; what it is then is stored with the index. The file also holds a digest of the right ids and
+embeddings, and is refused beside any other model. Nothing is pickled. Cost of a search: of the visited entities.
+Checked by tests/test_serving_index.py; table of sizes in docs/serving.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gramtower import _checks as check
+from gramtower._schema import build
+from gramtower._tensors import TensorFile, write
+from gramtower.retrieval.topk import top_k
+
+KINDS = ("faiss", "faiss-hnsw", "hnsw")
+_FORMAT = ("gramtower-index", 1)
+_QUERIES, _LINKS, _BUILD = 500, 32, 200  # left entities that recall is measured on; of graphs, edges and effort
+_CLUSTER = 39  # entities for each centre that k-means asks for at least
+_FARTHEST = 4096
+
+Matrix = NDArray[np.float32]
+Rows = NDArray[np.int64]
+
+
+class Index(Protocol):
+    """What finds candidates."""
+
+    def search(self, P: Matrix, k: int) -> Rows:
+        """About the k columns with the highest inner products for each row, −1 where fewer were found."""
+        ...
+
+
+@dataclass
+class Facts:
+    """What is known of an index.
+
+    Attributes:
+        kind: one of KINDS.
+        model: digest of the right side that it is of.
+        entities: how many.
+        dim: of the embeddings.
+        k: of the recall.
+        recall: what it reached against exact lists.
+        target: what was asked for.
+        queries: left entities that it was measured on.
+        reach: clusters or candidates that a search visits.
+        seconds: that building and measuring took.
+        bytes: of the index.
+        built: when, seconds since 1970.
+    """
+
+    kind: str
+    model: str
+    entities: int
+    dim: int
+    k: int
+    recall: float
+    target: float
+    queries: int
+    reach: int
+    seconds: float
+    bytes: int
+    built: float
+
+
+def path_beside(model: Path) -> Path:
+    """Where the index of a model file is kept."""
+    return model.with_name(model.name + ".index")
+
+
+def digest(ids: NDArray[Any] | None, embeddings: Tensor) -> str:
+    """What an index depends on: ids and embeddings of the right side, in order."""
+    array = embeddings.contiguous().numpy()
+    made = hashlib.sha256(f"{array.dtype} {array.shape} ".encode())
+    made.update(json.dumps(None if ids is None else ids.tolist()).encode())
+    made.update(array.reshape(-1).view(np.uint8).data)
+    return made.hexdigest()
+
+
+def build_index(
+    P: Tensor,
+    Q: Tensor,
+    ids: NDArray[Any] | None,
+    kind: str = "faiss",
+    k: int = 20,
+    recall: float = 0.95,
+    seed: int = 0,
+) -> tuple[Index, Facts]:
+    """An index over Q that reaches a recall@k on a sample of the rows of P.
+
+    Raises:
+        ValueError: if it cannot be reached.
+    """
+    check.choice("kind", kind, KINDS)
+    target = check.number("recall", recall, above=0.0)
+    if target > 1:
+        check.fail("recall", recall, "a share of at most 1")
+    k, seed = min(check.count("k", k), len(Q)), check.seed(seed)
+    start = time.perf_counter()
+    right = np.ascontiguousarray(Q.float().numpy())
+    made = _Faiss.built(right, kind, seed) if kind != "hnsw" else _Hnswlib.built(right, seed)
+    sample = np.sort(np.random.default_rng(seed).permutation(len(P))[:_QUERIES])
+    queries = P[torch.from_numpy(sample)].float()
+    exact, _ = top_k(queries, Q.float(), k)
+    reach, found = 1, 0.0
+    while True:
+        made.reach = reach
+        found = recall_of(made.search(queries.numpy(), k), exact)
+        if found >= target or reach >= made.farthest:
+            break
+        reach = min(2 * reach, made.farthest)
+    if found < target:
+        check.fail("recall", f"{target:g}, of which {kind} reaches {found:.4f} at its widest", "a lower one, or exact")
+    seconds = time.perf_counter() - start
+    size = len(made.to_bytes())
+    return made, Facts(
+        kind, digest(ids, Q), len(Q), Q.shape[1], k, found, target, len(sample), reach, seconds, size, time.time()
+    )
+
+
+def recall_of(found: Rows, exact: Rows) -> float:
+    """The mean share of the exact lists that was found."""
+    shares = [
+        len(np.intersect1d(a[a >= 0], b[b >= 0])) / max(1, (b >= 0).sum()) for a, b in zip(found, exact, strict=True)
+    ]
+    return float(np.mean(shares))
+
+
+def write_index(path: Path, index: Any, facts: Facts) -> None:
+    """Save an index; the file at ``path`` is replaced in one step."""
+    content = torch.from_numpy(np.frombuffer(index.to_bytes(), np.uint8).copy())
+    write(path, *_FORMAT, vars(facts), {"index": content})
+
+
+def read_index(path: Path, model: str) -> tuple[Index, Facts]:
+    """An index of the model with this digest.
+
+    Raises:
+        ValueError: if the file is damaged, or of another model.
+    """
+    file = TensorFile(path, *_FORMAT)
+    try:
+        facts = build("index", Facts, file.header)
+        check.choice("index kind", facts.kind, KINDS)
+        if facts.model != model:
+            check.fail("index", f"{path}, which was built for another model", "one of this model: gramtower index RUN")
+        content = file.read("index").numpy()
+    finally:
+        file.close()
+    read = _Hnswlib.read if facts.kind == "hnsw" else _Faiss.read
+    made = read(content, facts.kind, facts.dim)
+    if made.entities != facts.entities:
+        check.fail("index", f"{path} of {made.entities} entities", f"{facts.entities}, as it says itself")
+    made.reach = facts.reach
+    return made, facts
+
+
+class _Faiss:
+    def __init__(self, index: Any, kind: str) -> None:
+        self._index, self._kind, self.entities = index, kind, int(index.ntotal)
+        self.farthest = int(index.nlist) if kind == "faiss" else min(_FARTHEST, max(1, self.entities))
+
+    @classmethod
+    def built(cls, Q: Matrix, kind: str, seed: int) -> _Faiss:
+        faiss = _faiss()
+        n, dim = Q.shape
+        if kind == "faiss":
+            clusters = max(1, min(int(4 * n**0.5), n // _CLUSTER))
+            index = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, clusters, faiss.METRIC_INNER_PRODUCT)
+            index.own_fields = False
+            index.cp.seed = seed % (2**31 - 1)
+            index.cp.min_points_per_centroid = 1
+            index.train(Q)
+        else:
+            index = faiss.IndexHNSWFlat(dim, _LINKS, faiss.METRIC_INNER_PRODUCT)
+            index.hnsw.efConstruction = _BUILD
+        index.add(Q)
+        return cls.read(faiss.serialize_index(index), kind, dim)  # owns all of its parts
+
+    @classmethod
+    def read(cls, content: NDArray[np.uint8], kind: str, dim: int) -> _Faiss:
+        index = _faiss().deserialize_index(content)
+        name = "IndexIVFFlat" if kind == "faiss" else "IndexHNSWFlat"
+        if type(index).__name__ != name or index.d != dim:
+            check.fail("index", f"a {type(index).__name__} of dimension {index.d}", f"a {name} of dimension {dim}")
+        return cls(index, kind)
+
+    @property
+    def reach(self) -> int:
+        return int(self._index.nprobe if self._kind == "faiss" else self._index.hnsw.efSearch)
+
+    @reach.setter
+    def reach(self, value: int) -> None:
+        if self._kind == "faiss":
+            self._index.nprobe = value
+        else:
+            self._index.hnsw.efSearch = value
+
+    def search(self, P: Matrix, k: int) -> Rows:
+        found: Rows = self._index.search(np.ascontiguousarray(P, np.float32), k)[1]
+        return found
+
+    def to_bytes(self) -> bytes:
+        content: NDArray[np.uint8] = _faiss().serialize_index(self._index)
+        return content.tobytes()
+
+
+class _Hnswlib:
+    def __init__(self, index: Any) -> None:
+        self._index, self.entities, self.reach = index, int(index.get_current_count()), 1
+        self.farthest = min(_FARTHEST, max(1, self.entities))
+
+    @classmethod
+    def built(cls, Q: Matrix, seed: int) -> _Hnswlib:
+        index = _hnswlib().Index(space="ip", dim=Q.shape[1])
+        index.init_index(max_elements=len(Q), M=_LINKS // 2, ef_construction=_BUILD, random_seed=seed % (2**31 - 1))
+        index.set_num_threads(1)  # the order of insertions decides the graph
+        index.add_items(Q)
+        return cls(index)
+
+    @classmethod
+    def read(cls, content: NDArray[np.uint8], kind: str, dim: int) -> _Hnswlib:
+        index = _hnswlib().Index(space="ip", dim=dim)
+        with tempfile.TemporaryDirectory() as folder:  # it reads files only
+            path = Path(folder) / "index"
+            path.write_bytes(content.tobytes())
+            try:
+                index.load_index(str(path))
+            except RuntimeError as error:
+                check.fail("index", f"one that hnswlib cannot read ({error})", "one that gramtower index wrote")
+        return cls(index)
+
+    def search(self, P: Matrix, k: int) -> Rows:
+        k = min(k, self.entities)
+        self._index.set_ef(max(self.reach, k))
+        try:
+            return np.asarray(self._index.knn_query(P, k=k)[0], np.int64)
+        except RuntimeError:  # the graph reaches fewer than k from here
+            return np.full((len(P), k), -1, np.int64)
+
+    def to_bytes(self) -> bytes:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "index"
+            self._index.save_index(str(path))
+            return path.read_bytes()
+
+
+def _faiss() -> Any:
+    try:
+        import faiss
+    except ImportError as error:
+        raise ValueError('index: needs faiss, which is not installed: pip install "gramtower[ann]"') from error
+    return faiss
+
+
+def _hnswlib() -> Any:
+    try:
+        import hnswlib
+    except ImportError as error:
+        raise ValueError(
+            'index: kind hnsw needs hnswlib, which is not installed: pip install "gramtower[hnsw]"'
+        ) from error
+    return hnswlib

@@ -1,0 +1,106 @@
+"""The models that a server answers from, by name, and their replacement while it serves.
+
+A new file is read beside the old model; only when it is whole, of this version, and its index belongs to it, does it
+take the old one's place, in one assignment. Requests that were under way end with the model they began with. A file
+that is refused is not tried again until it changes. Checked by tests/test_serving_swap.py.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from gramtower import _checks as check
+from gramtower.serving.errors import Refused, shown
+from gramtower.serving.metrics import Labels, Metrics
+from gramtower.serving.snapshot import Snapshot, Source
+
+Say = Callable[[str], None]
+
+
+class Models:
+    """Served models.
+
+    Args:
+        sources: the first is the one that requests without a name mean.
+        metrics: where swaps are counted.
+        say: takes lines for the operator.
+    """
+
+    def __init__(self, sources: Sequence[Source], metrics: Metrics, say: Say = lambda line: None) -> None:
+        names = [source.name for source in sources]
+        if not names or len(set(names)) < len(names):
+            check.fail("models", ", ".join(names) or "none", "at least one, each with a name of its own")
+        self._metrics, self._say, self._lock = metrics, say, threading.Lock()
+        self._snapshots = {source.name: self._loaded(source) for source in sources}
+        self._tried = {name: snapshot.stamp for name, snapshot in self._snapshots.items()}
+        self.refused: dict[str, str] = {}
+
+    def get(self, name: str | None = None) -> Snapshot:
+        """A model as it is now; the first without a name.
+
+        Raises:
+            Refused: 404, with near names.
+        """
+        if name is None:
+            return next(iter(self._snapshots.values()))
+        if name not in self._snapshots:
+            near = check.near(name[:100], list(self._snapshots)) or list(self._snapshots)[:5]
+            raise Refused(404, f"model: got {shown(name)}, expected one of {', '.join(map(repr, near))}", near=near)
+        return self._snapshots[name]
+
+    def all(self) -> list[Snapshot]:
+        """All models as they are now."""
+        return list(self._snapshots.values())
+
+    def reload(self, changed_only: bool = False) -> list[str]:
+        """Read the files again; returns the names of those that were replaced. May be called from any thread."""
+        replaced = []
+        with self._lock:
+            for name, old in list(self._snapshots.items()):
+                stamp = old.source.stamp()
+                if changed_only and stamp == self._tried[name]:
+                    continue
+                self._tried[name] = stamp
+                try:
+                    self._snapshots[name] = self._loaded(old.source)
+                except (ValueError, OSError) as error:
+                    self.refused[name] = " ".join(str(error).split())
+                    self._metrics.swap("refused")
+                    self._say(f"model {name!r}: the new file is refused, the old one serves on: {self.refused[name]}")
+                    continue
+                self.refused.pop(name, None)
+                self._metrics.swap("loaded")
+                replaced.append(name)
+        return replaced
+
+    def gauges(self) -> list[tuple[str, str, list[tuple[Labels, float]]]]:
+        """Ages and sizes, for Prometheus."""
+        now, ages, indexes, recalls, entities = time.time(), [], [], [], []
+        for snapshot in self.all():
+            label: Labels = (("model", snapshot.name),)
+            ages.append((label, now - snapshot.written))
+            for side in ("left", "right"):
+                entities.append(((*label, ("side", side)), float(len(snapshot.side(side)))))
+            if snapshot.index_facts is not None:
+                indexes.append((label, now - snapshot.index_facts.built))
+                recalls.append((label, snapshot.index_facts.recall))
+        return [
+            ("gramtower_model_age_seconds", "Time since the model file was written.", ages),
+            ("gramtower_index_age_seconds", "Time since the index was built.", indexes),
+            ("gramtower_index_recall", "Recall against exact lists, measured when the index was built.", recalls),
+            ("gramtower_entities", "Entities of the model.", entities),
+        ]
+
+    def _loaded(self, source: Source) -> Snapshot:
+        start = time.perf_counter()
+        snapshot = Snapshot(source)
+        lists = "exact lists" if snapshot.index_facts is None else f"index {snapshot.index_facts.kind}"
+        self._say(
+            f"model {source.name!r}: {len(snapshot.left):,} × {len(snapshot.right):,} entities, {lists}, "
+            f"loaded in {time.perf_counter() - start:.1f} s"
+        )
+        for note in snapshot.notes:
+            self._say(f"model {source.name!r}: {note}")
+        return snapshot

@@ -1,0 +1,161 @@
+"""The process: a socket, uvicorn, signals, and files that are watched.
+
+SIGHUP reads all models again, SIGTERM and SIGINT end the server once the requests under way are answered. The port is
+bound before models are loaded, so that one in use is known at once, and listened on when they are ready to answer.
+Checked by tests/test_serving_process.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import uvicorn
+
+from gramtower import _checks as check
+from gramtower.serving.app import make_app
+from gramtower.serving.http import LOOPBACK
+from gramtower.serving.limits import Limits
+from gramtower.serving.metrics import Metrics
+from gramtower.serving.models import Models
+from gramtower.serving.patience import PatientProtocol
+from gramtower.serving.snapshot import Source
+
+_KEEP_ALIVE, _BACKLOG, _GRACE = 30, 512, 30  # seconds between requests of a connection; connections; seconds to end in
+
+
+@dataclass
+class Options:
+    """How to serve.
+
+    Attributes:
+        host: address to listen at.
+        port: 0 for a free one.
+        token: that requests must bear.
+        hosts: further names that requests may be for, where the server is for this machine alone.
+        origins: whose pages may read answers.
+        watch: seconds between looks at the files; None to wait for SIGHUP.
+        wait: most seconds that a request waits for others.
+        limits: of requests.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    token: str | None = None
+    hosts: Sequence[str] = ()
+    origins: Sequence[str] = ()
+    watch: float | None = None
+    wait: float = 0.002
+    limits: Limits = field(default_factory=Limits)
+
+
+def serve(
+    sources: Sequence[Source],
+    options: Options,
+    say: Callable[[str], None],
+    announce: Callable[[str], None] = lambda address: None,
+) -> None:
+    """Serve models until a signal ends it.
+
+    Args:
+        sources: the models.
+        options: how to serve.
+        say: takes lines for the operator.
+        announce: told the address when models are loaded.
+    """
+    with bound(options.host, options.port) as listening, _deaf():
+        metrics = Metrics()
+        models = Models(sources, metrics, say)
+        local = is_loopback(options.host)
+        if not local and options.token is None:
+            say(f"warning: everyone who reaches {options.host} can ask; a token in GRAMTOWER_TOKEN stops that")
+        app, service = make_app(
+            models, metrics, options.limits, wait=options.wait, token=options.token,
+            hosts=[*LOOPBACK, options.host, *options.hosts] if local else None, origins=options.origins,
+        )  # fmt: skip
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, server_header=False, proxy_headers=False, lifespan="on",
+            timeout_keep_alive=_KEEP_ALIVE, backlog=_BACKLOG, limit_concurrency=options.limits.connections,
+            timeout_graceful_shutdown=_GRACE, h11_max_incomplete_event_size=64 * 1024, ws="none", http=PatientProtocol,
+        )  # fmt: skip
+        port = listening.getsockname()[1]
+        shown = f"[{options.host}]" if ":" in options.host else options.host
+        say(f"serving at http://{shown}:{port}/ (interface: /docs)")
+        announce(f"http://{shown}:{port}/")
+        try:
+            asyncio.run(_main(uvicorn.Server(config), listening, models, options.watch))
+        finally:
+            service.batcher.close()
+
+
+@contextlib.contextmanager
+def bound(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket that holds an address and does not listen yet."""
+    check.count("port", port, minimum=0, most=65535)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        check.fail("host", repr(host), f"an address of this machine ({error})")
+    made = socket.socket(family, kind, protocol)
+    with made:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            made.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                check.fail("port", f"{port}, which is in use", "a free one; --port 0 finds one")
+            check.fail("host, port", f"{host}, {port} ({error.strerror})", "an address that this process may listen at")
+        yield made
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """SIGHUP does not end the process while it loads; what it would ask for is being done."""
+    if not hasattr(signal, "SIGHUP") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+async def _main(server: uvicorn.Server, listening: socket.socket, models: Models, watch: float | None) -> None:
+    loop = asyncio.get_running_loop()
+    reloads: set[asyncio.Future[list[str]]] = set()
+
+    def again() -> None:
+        reload = loop.run_in_executor(None, models.reload)
+        reloads.add(reload)
+        reload.add_done_callback(reloads.discard)
+
+    if hasattr(signal, "SIGHUP"):
+        loop.add_signal_handler(signal.SIGHUP, again)
+    watching = None if watch is None else asyncio.create_task(_watch(models, watch))
+    try:
+        await server.serve([listening])
+    finally:
+        if watching is not None:
+            watching.cancel()
+
+
+async def _watch(models: Models, seconds: float) -> None:
+    while True:
+        await asyncio.sleep(seconds)
+        await asyncio.to_thread(models.reload, True)

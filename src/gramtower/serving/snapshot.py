@@ -1,0 +1,320 @@
+"""A loaded model made ready to answer; nothing in it changes, so that a swap is one assignment.
+
+The model's file is copied into memory of the process's own before it is read, so that whatever happens to the file
+afterwards cannot reach a model that serves; with ``mapped`` the file itself is mapped, and several processes share its
+pages, but then it may only be replaced by renaming, as ``save`` and ``fit`` do. Lists are those of model.recommend and
+model.similar (checked by tests/test_serving_snapshot.py); several queries are answered at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gramtower import _checks as check
+from gramtower.data.interactions import Interactions
+from gramtower.distributed.shard_files import others
+from gramtower.serving.entities import Entities, Key
+from gramtower.serving.errors import Refused
+from gramtower.serving.index import Facts, Index, digest, path_beside, read_index
+from gramtower.serving.lists import Found, Query, best_lists
+from gramtower.serving.projection import Map
+from gramtower.serving.table import EntityTable
+from gramtower.two_tower import TwoTower, load
+
+if TYPE_CHECKING:
+    from polars import DataFrame
+
+Rows = NDArray[np.int64]
+INDEXES = ("auto", "exact", "faiss", "faiss-hnsw", "hnsw")
+_COPIED, _WARM = 1 << 24, 64  # bytes at a time; rows of a first batch
+
+
+@dataclass(frozen=True)
+class TableSource:
+    """A table beside a model: how it is read, and which columns hold ids and titles."""
+
+    name: str
+    read: Callable[[], DataFrame]
+    id: str
+    title: str | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from.
+
+    Attributes:
+        name: that requests call it by.
+        path: of the model file.
+        index: "auto" takes the index beside it if it belongs to it; "exact" takes none; a kind insists on that one.
+        mapped: see the module.
+        tables: by side.
+        test: reads held-out pairs to show metrics on.
+    """
+
+    name: str
+    path: Path
+    index: str = "auto"
+    mapped: bool = False
+    tables: Mapping[str, TableSource] | None = None
+    test: Callable[[], Interactions] | None = None
+
+    def stamp(self) -> tuple[Any, ...]:
+        """What changes when the model or its index is written anew."""
+        found: list[Any] = []
+        for path in (self.path, path_beside(self.path)):
+            try:
+                state = path.stat()
+                found.append((state.st_ino, state.st_size, state.st_mtime_ns))
+            except OSError:
+                found.append(None)
+        return tuple(found)
+
+
+class Snapshot:
+    """See the module.
+
+    Attributes:
+        notes: what an operator should know of this load, such as an index that was left out.
+        maps: by side, those that were asked for.
+        evaluation: metrics on held-out pairs, also by popularity; None without such pairs.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.name, self.notes, self.maps = source, source.name, list[str](), dict[str, Map]()
+        check.choice("index", source.index, INDEXES)
+        self.stamp, self.loaded = source.stamp(), time.time()
+        self.model = load(source.path) if source.mapped else _private(source.path)
+        self.written = source.path.stat().st_mtime
+        self.seen: sp.csr_matrix = self.model.seen_
+        P, Q = self.model.left_.embeddings, self.model.right_.embeddings
+        degrees = np.bincount(self.seen.indices, minlength=len(Q)).astype(np.int64)
+        self.left = Entities(
+            "left", self.model.left_.ids, P, np.diff(self.seen.indptr).astype(np.int64),
+            self._table("left", self.model.left_.ids, len(P)),
+        )  # fmt: skip
+        self.right = Entities(
+            "right", self.model.right_.ids, Q, degrees, self._table("right", self.model.right_.ids, len(Q))
+        )
+        self.index: Index | None = None
+        self.index_facts: Facts | None = None
+        self._open_index()
+        self.evaluation: dict[str, float] | None = None
+        if source.test is not None:
+            self.evaluation = dict(self.model.evaluate(source.test(), by="popularity"))
+        first = P[:_WARM]  # code that is loaded or compiled for many scores is there before the first request
+        best_lists([Query(first, [np.empty(0, np.int64)] * len(first), 1)], Q, self.index)
+
+    def side(self, name: str) -> Entities:
+        """The entities of a side."""
+        return self.left if name == "left" else self.right
+
+    @cached_property
+    def takes_histories(self) -> bool:
+        """Whether the left tower sees histories, and nothing else that must be given."""
+        try:
+            self.model.embed(histories=sp.csr_matrix((1, len(self.right)), dtype=np.float32))
+        except ValueError:
+            return False
+        return True
+
+    def query(
+        self,
+        k: int,
+        *,
+        left: Sequence[Key] | None = None,
+        left_features: Any = None,
+        histories: Sequence[Sequence[Key]] | None = None,
+        exclude_seen: bool = True,
+        allow: Sequence[Key] | None = None,
+        deny: Sequence[Key] | None = None,
+        wanted: Mapping[str, Any] | None = None,
+    ) -> Query:
+        """What model.recommend answers, as a query that can be answered together with others."""
+        none = np.empty(0, np.int64)
+        if left is not None:
+            rows = self.left.rows(left)
+            embeddings = self.left.embeddings[torch.from_numpy(rows)]
+            excluded = [self.history(row) for row in rows.tolist()] if exclude_seen else [none] * len(rows)
+        else:
+            matrix = None if histories is None else self._histories(histories)
+            embeddings = self.embed_new("left", left_features, matrix)
+            excluded = [none] * len(embeddings)
+            if exclude_seen and matrix is not None:
+                excluded = [matrix.indices[a:b] for a, b in zip(matrix.indptr[:-1], matrix.indptr[1:], strict=True)]
+        among, key = self._among(allow, wanted)
+        if deny:
+            denied = np.unique(self.right.rows(deny))
+            excluded = [np.union1d(columns, denied) if len(columns) else denied for columns in excluded]
+        return Query(embeddings, excluded, k, among, key)
+
+    def recommend(self, queries: Sequence[Query]) -> list[Found]:
+        """The lists of several queries."""
+        return best_lists(queries, self.right.embeddings, self.index)
+
+    def likeness(self, side: str, ids: Sequence[Key], k: int, together: bool = False) -> Query:
+        """What model.similar answers, as a query; with ``together`` one list, of the mean direction of all ids."""
+        this, unit = self.side(side), self.unit(side)
+        rows = this.rows(ids)
+        directed = self._directed(side)
+        if directed is not None and not np.isin(rows, directed).all():
+            bad = this.names(rows[~np.isin(rows, directed)][:1])[0]
+            raise Refused(
+                422, f"{side} ids: got {bad!r}, which has no pair and no features, expected entities with one"
+            )
+        embeddings, excluded = unit[torch.from_numpy(rows)], [np.array([row]) for row in rows.tolist()]
+        if together:
+            embeddings = torch.nn.functional.normalize(embeddings.mean(0, keepdim=True), dim=1)
+            excluded = [np.unique(rows)]
+        return Query(embeddings, excluded, k, directed, None)
+
+    def similar(self, side: str, queries: Sequence[Query]) -> list[Found]:
+        """The neighbours of several queries of one side."""
+        return best_lists(queries, self.unit(side))
+
+    def score(self, left: Sequence[Key], right: Sequence[Key]) -> list[float]:
+        """p_iᵀq_j, element by element."""
+        P = self.left.embeddings[torch.from_numpy(self.left.rows(left))]
+        Q = self.right.embeddings[torch.from_numpy(self.right.rows(right))]
+        scores: list[float] = (P * Q).sum(1).tolist()
+        return scores
+
+    def embed(
+        self, side: str, ids: Sequence[Key] | None, features: Any, histories: Sequence[Sequence[Key]] | None
+    ) -> Tensor:
+        """Embeddings of known ids, or of new entities."""
+        if ids is not None:
+            this = self.side(side)
+            return this.embeddings[torch.from_numpy(this.rows(ids))]
+        return self.embed_new(side, features, None if histories is None else self._histories(histories))
+
+    def embed_new(self, side: str, features: Any, histories: sp.csr_matrix | None) -> Tensor:
+        """New entities through their tower.
+
+        Raises:
+            Refused: 422, with what the model says of features that do not fit.
+        """
+        given: dict[str, Any] = {f"{side}_features": features}
+        if histories is not None:
+            given["histories"] = histories
+        try:
+            embeddings = torch.from_numpy(self.model.embed(**given))
+        except ValueError as error:
+            raise Refused(422, " ".join(str(error).split())[:500]) from error
+        if not bool(torch.isfinite(embeddings).all()):
+            raise Refused(422, f"{side}_features: got numbers so large that embeddings overflow, expected smaller ones")
+        return embeddings
+
+    def history(self, row: int) -> Rows:
+        """The right entities observed with a left one, increasing."""
+        columns: Rows = self.seen.indices[self.seen.indptr[row] : self.seen.indptr[row + 1]]
+        return columns
+
+    def seen_by(self, row: int, most: int) -> Rows:
+        """Some left entities observed with a right one, increasing."""
+        places = np.flatnonzero(self.seen.indices == row)[:most]
+        return np.searchsorted(self.seen.indptr, places, side="right").astype(np.int64) - 1
+
+    def unit(self, side: str) -> Tensor:
+        """The embeddings of a side, of length one; made once, when they are first asked for."""
+        return self._unit_left if side == "left" else self._unit_right
+
+    @cached_property
+    def _unit_left(self) -> Tensor:
+        return torch.nn.functional.normalize(self.left.embeddings, dim=1)
+
+    @cached_property
+    def _unit_right(self) -> Tensor:
+        return torch.nn.functional.normalize(self.right.embeddings, dim=1)
+
+    @cached_property
+    def _directions(self) -> dict[str, Rows | None]:
+        known = {side: self.model.has_direction(side) for side in ("left", "right")}
+        return {side: None if directed.all() else np.flatnonzero(directed) for side, directed in known.items()}
+
+    def _directed(self, side: str) -> Rows | None:
+        """The entities of a side that have a direction of their own; None if all have."""
+        return self._directions[side]
+
+    def _among(self, allow: Sequence[Key] | None, wanted: Mapping[str, Any] | None) -> tuple[Rows | None, Hashable]:
+        """The right entities to choose from, and what says whether two queries choose from the same."""
+        among = None if allow is None else np.unique(self.right.rows(allow))
+        if wanted:
+            if self.right.table is None:
+                raise Refused(422, "filter: got columns, expected a server with a table: gramtower serve --right-table")
+            matching = self.right.table.matching(wanted)
+            among = matching if among is None else np.intersect1d(among, matching, assume_unique=True)
+        if among is None:
+            return None, None
+        return among, (None if allow is None else tuple(allow), json.dumps(wanted or None, sort_keys=True))
+
+    def _histories(self, histories: Sequence[Sequence[Key]]) -> sp.csr_matrix:
+        columns = [np.unique(self.right.rows(history)) for history in histories]
+        offsets = np.cumsum([0, *map(len, columns)])
+        indices = np.concatenate([np.empty(0, np.int64), *columns])
+        return sp.csr_matrix((np.ones(len(indices), np.float32), indices, offsets), (len(columns), len(self.right)))
+
+    def _table(self, side: str, ids: NDArray[Any] | None, count: int) -> EntityTable | None:
+        source = (self.source.tables or {}).get(side)
+        if source is None:
+            return None
+        return EntityTable(source.name, source.read(), source.id, ids, count, source.title)
+
+    def _open_index(self) -> None:
+        wanted, path = self.source.index, path_beside(self.source.path)
+        if wanted == "exact" or (wanted == "auto" and not path.exists()):
+            return
+        if not path.exists():
+            check.fail("index", f"{wanted!r}, and there is no {path}", f"one made by: gramtower index --kind {wanted}")
+        try:
+            self.index, self.index_facts = read_index(path, digest(self.right.ids, self.right.embeddings))
+            if wanted not in ("auto", self.index_facts.kind):
+                check.fail("index", f"{path} of kind {self.index_facts.kind}", f"kind {wanted}")
+        except ValueError as error:
+            if wanted != "auto":
+                raise
+            self.index, self.index_facts = None, None
+            self.notes.append(f"answers exactly, without the index: {error}")
+
+
+def _private(path: Path) -> TwoTower:
+    """The model of a file, read from a copy that nobody else can change."""
+    beside = others(path)
+    if not path.is_file():
+        return load(path)  # which says what is wrong
+    try:
+        if beside or not hasattr(os, "memfd_create"):
+            with tempfile.TemporaryDirectory(prefix="gramtower-serve-") as folder:
+                for file in (path, *beside):
+                    shutil.copyfile(file, Path(folder) / file.name)
+                return load(Path(folder) / path.name)
+        copy = os.memfd_create(path.name[:100])
+        try:
+            with path.open("rb") as source, os.fdopen(os.dup(copy), "wb") as target:
+                shutil.copyfileobj(source, target, _COPIED)
+            return load(Path(f"/proc/self/fd/{copy}"))
+        finally:
+            os.close(copy)
+    except ValueError as error:
+        raise ValueError(f"model: {path} cannot be served: {_without_copy(str(error))}") from error
+
+
+def _without_copy(text: str) -> str:
+    """A message without the names of the private copy."""
+    words = [word for word in text.split() if not word.startswith(("/proc/self/fd/", "(/proc/self/fd/"))]
+    return " ".join(words).removeprefix("model: ")

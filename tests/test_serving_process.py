@@ -1,0 +1,193 @@
+"""The real process: it starts, answers over a socket, takes up a new model on SIGHUP, and ends when asked to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from serving_cases import folder, listening
+
+from gramtower.cli.app import run
+from gramtower.serving import server
+from gramtower.serving.limits import Limits
+from gramtower.serving.patience import PatientProtocol
+from gramtower.serving.server import _watch, bound, is_loopback
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
+
+
+def line(process, pattern, seconds=60.0):
+    """The first line of standard error that matches, within a time."""
+    end, seen = time.monotonic() + seconds, []
+    while time.monotonic() < end:
+        if select.select([process.stderr], [], [], 0.2)[0]:
+            seen.append(process.stderr.readline().decode())
+            if not seen[-1]:
+                break
+            if found := re.search(pattern, seen[-1]):
+                return found
+    raise AssertionError("".join(seen))
+
+
+def ask(base, path, body=None, headers=None):
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(base + path, data, headers or {})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return json.loads(answer.read())
+
+
+def test_a_server_lives_through_damage_takes_up_a_new_model_and_ends(tmp_path):
+    path = shutil.copy(folder() / "history.gramtower", tmp_path / "model.gramtower")
+    (tmp_path / "token").write_text("s3cret\n")
+    command = [sys.executable, "-m", "gramtower", "serve", str(path), "--port", "0"]
+    command += ["--token-file", str(tmp_path / "token"), "--right-table", str(folder() / "items.csv")]
+    command += ["--right-id", "item"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, bufsize=0, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        base = line(process, r"serving at (http://127\.0\.0\.1:\d+)/")[1]
+        token = {"authorization": "Bearer s3cret"}
+        for _ in range(100):
+            try:
+                assert ask(base, "/ready")["status"] == "ready"
+                break
+            except urllib.error.URLError:
+                time.sleep(0.1)
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            ask(base, "/models")
+        assert len(ask(base, "/recommend", {"left": ["日本 😀"], "k": 3}, token)["answers"][0]["results"]) == 3
+        path.write_bytes(b"damaged")
+        process.send_signal(signal.SIGHUP)
+        line(process, "refused, the old one serves on")
+        assert len(ask(base, "/embed", {"ids": ["a/b"]}, token)["embeddings"][0]) == 6
+        shutil.copy(folder() / "plain.gramtower", path)
+        process.send_signal(signal.SIGHUP)
+        line(process, "loaded in")
+        assert len(ask(base, "/embed", {"ids": ["a/b"]}, token)["embeddings"][0]) == 5
+        port = base.rpartition(":")[2]
+        with socket.create_connection(("127.0.0.1", int(port)), 10) as raw:  # what is no HTTP
+            raw.sendall(b"\x00\xff garbage\r\n\r\n")
+            assert raw.recv(100).startswith(b"HTTP/1.1 400")
+        assert ask(base, "/health")["status"] == "ok"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) in (0, -signal.SIGTERM)
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def test_a_hangup_while_models_are_loaded_does_not_end_the_server(monkeypatch):
+    heard = []
+
+    class Loading(Exception):
+        pass
+
+    def load(*_):
+        os.kill(os.getpid(), signal.SIGHUP)
+        raise Loading
+
+    monkeypatch.setattr(server, "Models", load)
+    before = signal.signal(signal.SIGHUP, lambda *_: heard.append("before"))
+    try:
+        with pytest.raises(Loading):
+            server.serve([], server.Options(port=0), print)
+        assert heard == []
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert heard == ["before"]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_port_in_use_is_said_before_anything_is_loaded(capsys):
+    with bound("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert run(["serve", str(folder() / "plain.gramtower"), "--port", str(port)]) == 2
+    assert f"port: got {port}, which is in use" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "run: got nowhere"),
+        (["{model}", "--port", "99999"], "port: got 99999"),
+        (["{model}", "--host", "256.1.1.1"], "host: got '256.1.1.1'"),
+        (["{model}", "--index", "tree"], "index: got 'tree'"),
+        (["{model}", "--model", "x"], "--model: got 'x', expected NAME=RUN"),
+        (["{model}", "--right-table", "{items}", "--right-id", "itm"], "itm"),
+        (["{model}", "--right-table", "{items}", "--right-id", "title"], "none of them with an id of the model"),
+        (["{model}", "--token-file", "{model}"], "--token-file"),
+        (["{model}", "--max-body", "much"], "--max-body: got 'much'"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line_and_code_2(capsys, arguments, message):
+    names = {"model": folder() / "plain.gramtower", "items": folder() / "items.csv"}
+    filled = [argument.format(**names) for argument in arguments]
+    assert run(["serve", *filled, *([] if "--port" in filled else ["--port", "0"])]) == 2
+    assert message in capsys.readouterr().err
+
+
+class Hurried(PatientProtocol):
+    seconds = 0.2
+
+
+class Unhurried(PatientProtocol):
+    seconds = 1.5
+
+
+def connected(address):
+    return socket.create_connection(("127.0.0.1", int(address.split(":")[2].strip("/"))), 30)
+
+
+def test_a_head_that_does_not_end_ends_its_connection():
+    with listening(http=Hurried) as address:
+        for sent in (b"", b"GET /hea", b"POST /score HTTP/1.1\r\ncontent-length: 9\r\nx: "):
+            with connected(address) as slow:
+                slow.sendall(sent)
+                assert slow.recv(100) == b""
+
+
+def test_also_after_an_answer_but_a_slow_body_is_waited_for():
+    body = b'{"left": [], "right": []}'
+    with listening(http=Unhurried, limits=Limits(body_seconds=60)) as address, connected(address) as slow:
+        slow.sendall(b"POST /score HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body[:5])
+        time.sleep(1.7)
+        slow.sendall(body[5:])
+        assert slow.recv(10_000).startswith(b"HTTP/1.1 200")
+        slow.sendall(b"GET /health HT")
+        while slow.recv(1000):
+            pass
+
+
+def test_files_that_are_watched_are_looked_at_again_and_again():
+    looks = []
+
+    class Looked:
+        def reload(self, changed_only):
+            looks.append(changed_only)
+
+    async def watched():
+        task = asyncio.create_task(_watch(Looked(), 0.01))
+        while len(looks) < 3:
+            await asyncio.sleep(0.01)
+        task.cancel()
+
+    asyncio.run(asyncio.wait_for(watched(), 20))
+    assert set(looks) == {True}
+
+
+def test_loopback_is_told_from_other_addresses():
+    assert [is_loopback(host) for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost")] == [True] * 4
+    assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org")] == [False] * 4
