@@ -323,9 +323,10 @@ def test_defaults_scale_with_the_data():
     assert sizes == [10, 64, 128, 256, 256]
     assert defaults.default_dim((100_000, 50_000), ((), ()), torch.device("cuda"), 10**11) == 2048
     assert defaults.default_dim((100_000, 50_000), ((512, 256), ()), torch.device("cuda"), 10**11) == 128
-    widths = [defaults.default_hidden((n, 50), (True, False), CPU) for n in (10, 1000, 100_000)]
+    widths = [defaults.default_hidden((n, 50), (300, 0), CPU) for n in (10, 1000, 100_000)]
     assert widths == [((64,), ()), ((256,), ()), ((1024,), ())]
-    assert defaults.default_hidden((10**6, 10**6), (True, True), torch.device("cuda")) == ((2048,), (2048,))
+    assert defaults.default_hidden((10**6, 10**6), (9, 9), torch.device("cuda")) == ((2048,), (2048,))
+    assert defaults.default_hidden((10**6, 10**6), (2**15, 2**24), CPU) == ((512,), (64,))
     fitted = small(max_iterations=1).fit(checkerboard())
     assert fitted.omega_ == pytest.approx(4 * 180 / 220)
 

@@ -34,7 +34,7 @@ _SHARE = {IDS: 4.0, FEATURES: 2.0, BOTH: 4.0}
 _WEIGHTS = {IDS: "degree^0.1", FEATURES: "degree^0.5", BOTH: "degree^0.3"}
 _ITERATIONS = {IDS: 20, FEATURES: 12, BOTH: 12}
 _L2, _L2_PER_PAIR, _FEATURE_PENALTY = 2.0**-5, 0.03, 5e-4
-_WIDTHS, _ROWS_PER_UNIT = {"cpu": (64, 1024), "cuda": (64, 2048)}, 4
+_WIDTHS, _ROWS_PER_UNIT = {"cpu": (64, 1024, 24), "cuda": (64, 2048, 30)}, 4  # widths; bits of a first layer's size
 Layers = tuple[tuple[int, ...], tuple[int, ...]]  # widths of hidden layers, left and right
 _PENALTY, _DENSE, _MOST, _LARGE = 0.0065, 0.011, 2.0, 1024
 _LEAST_DIM, _MOST_DIM = 64, {"cpu": 256, "cuda": 2048}
@@ -75,14 +75,24 @@ def room_for_training(device: torch.device, group: Group, budget: int | str | No
     return int(min(group.gather_json(own)))
 
 
-def default_hidden(shape: tuple[int, int], described: tuple[bool, bool], device: torch.device) -> Layers:
+def default_hidden(shape: tuple[int, int], features: tuple[int, int], device: torch.device) -> Layers:
     """One hidden layer on each side whose entities have features; ids are served as well by a table alone.
 
-    Its width is the power of two nearest a quarter of the side's entities, from 64 to 1024 on a CPU and 2048 on a GPU.
+    Its width is the power of two nearest a quarter of the side's entities, from 64 to 1024 on a CPU and 2048 on a GPU,
+    and less where a first layer of so many features would have more than 2²⁴ numbers on a CPU, 2³⁰ on a GPU.
+
+    Args:
+        shape: m and n.
+        features: how many each side has; 0 for ids alone.
+        device: where it is trained.
     """
-    least, most = _WIDTHS.get(device.type, _WIDTHS["cpu"])
-    widths = [min(most, max(least, 1 << round(math.log2(max(1.0, rows / _ROWS_PER_UNIT))))) for rows in shape]
-    left, right = ((width,) if known else () for width, known in zip(widths, described, strict=True))
+    least, most, numbers = _WIDTHS.get(device.type, _WIDTHS["cpu"])
+
+    def width(rows: int, inputs: int) -> int:
+        wanted = min(most, max(least, 1 << round(math.log2(max(1.0, rows / _ROWS_PER_UNIT)))))
+        return max(least, min(wanted, 1 << (numbers - math.ceil(math.log2(inputs)))))
+
+    left, right = ((width(*side),) if side[1] else () for side in zip(shape, features, strict=True))
     return left, right
 
 

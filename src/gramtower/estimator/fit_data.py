@@ -27,7 +27,7 @@ from gramtower.distributed.agreement import Digest, agree
 from gramtower.distributed.group import SINGLE, Group, current_group
 from gramtower.distributed.shards import Rows, Shards, entity_costs, row_work, spread, unsharded
 from gramtower.estimator import defaults
-from gramtower.estimator.inputs import Ids, Inputs, ids_alone, training_inputs, training_parts
+from gramtower.estimator.inputs import Ids, Inputs, feature_width, training_inputs, training_parts
 from gramtower.estimator.settings import ModelSettings
 
 
@@ -83,18 +83,22 @@ def prepare_data(
     group, part = current_group(), pairs if isinstance(pairs, Shard) else None
     with group.together():
         device = defaults.pick_device(settings.device)
-        described = not ids_alone(left_features), not ids_alone(right_features)
         given_hidden = None
         if settings.hidden is not None and settings.towers is None:
             given_hidden = check_hidden(settings.hidden)
         scale = check.flag("scale_features", settings.scale_features)
         given_dim = None if settings.dim is None else check.count("dim", settings.dim)
-    agree(group, {"dim": given_dim, "hidden": given_hidden, "described": described, "scale_features": scale})
+    agree(group, {"dim": given_dim, "hidden": given_hidden, "scale_features": scale})
     room = defaults.room_for_training(device, group, settings.memory_budget)
     with group.together():
         matrix, ids, weights = _read_pairs(pairs, group)
     shape = matrix.shape if part is None else part.shape
-    hidden = defaults.default_hidden(shape, described, device) if given_hidden is None else given_hidden
+    hidden = given_hidden
+    if hidden is None:
+        with group.together():
+            widths = feature_width(left_features, shape[0], shape[1]), feature_width(right_features, shape[1], shape[1])
+        agree(group, {"features": widths})
+        hidden = defaults.default_hidden(shape, widths, device)
     dim = given_dim or defaults.default_dim(shape, hidden, device, room, group.size)
     if part is not None:
         shards, observed, held_out = part.shards, part.pairs, part.held_out

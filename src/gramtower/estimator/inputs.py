@@ -258,10 +258,22 @@ def history_features(matrix: sp.csr_matrix) -> sp.csr_matrix:
     return sp.csr_matrix((values, matrix.indices, matrix.indptr), shape=matrix.shape)
 
 
-def ids_alone(given: Any) -> bool:
-    """Whether features are none but the ids."""
-    parts = given if isinstance(given, (list, tuple)) else [given]
-    return all(part is None or (isinstance(part, str) and part == "id") for part in parts)
+def feature_width(given: Any, rows: int, right: int) -> int:
+    """Number of features that the tower of a side of ``rows`` entities sees; 0 for ids alone.
+
+    What is no feature at all counts as none here, and is refused by :func:`training_parts`.
+    """
+    total, described = 0, False
+    for part in given if isinstance(given, (list, tuple)) else [given]:
+        if part is None or isinstance(part, str):
+            history = part == "history"
+            described = described or history
+            total += right if history else rows
+        else:
+            described = True
+            shape: Any = getattr(part, "shape", ())
+            total += part.width if isinstance(part, FeatureTable) else int(shape[1]) if len(shape) == 2 else 1
+    return total if described else 0
 
 
 def training_parts(
