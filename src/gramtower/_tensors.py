@@ -147,6 +147,8 @@ def checksum(data: NDArray[np.uint8]) -> int:
 
 
 def _chunks(tensor: Tensor) -> list[NDArray[np.uint8]]:
+    if not tensor.numel():
+        return []
     data = tensor.reshape(-1).view(torch.uint8).numpy()
     return [data[start : start + CHUNK] for start in range(0, len(data), CHUNK)]
 

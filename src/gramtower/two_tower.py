@@ -90,8 +90,8 @@ class TwoTower(ModelSettings):
 
     Attributes:
         fitted_: what the last ``fit`` learned, a :class:`~gramtower.estimator.fitted.FittedModel`. Its fields are read
-            as ``left_``, ``right_``, ``seen_``, ``towers_``, ``shards_``, ``dim_``, ``hidden_``, ``omega_``,
-            ``history_``, ``reason_``, ``message_`` and ``best_metric_``.
+            as ``left_``, ``right_``, ``trained_``, ``seen_``, ``towers_``, ``shards_``, ``dim_``, ``hidden_``,
+            ``omega_``, ``history_``, ``reason_``, ``message_`` and ``best_metric_``.
     """
 
     fitted_: FittedModel
@@ -177,6 +177,23 @@ class TwoTower(ModelSettings):
         """Write the model to one file with checksums; nothing is pickled, an old file stays whole if writing fails."""
         write_model(check.path("path", path), self, self._known())
 
+    def add(
+        self,
+        left_features: Any = None,
+        right_features: Any = None,
+        *,
+        histories: Any = None,
+        left_ids: Any = None,
+        right_ids: Any = None,
+    ) -> TwoTower:
+        """Keep new entities, described by features or histories, in the model and in its file.
+
+        The arguments are those of :meth:`~gramtower.estimator.fitted.FittedModel.with_added`.
+        """
+        more = {"histories": histories, "left_ids": left_ids, "right_ids": right_ids}
+        self.fitted_ = self._known().with_added(left_features, right_features, **more)
+        return self
+
     recommend = _asked(FittedModel.recommend)
     similar = _asked(FittedModel.similar)
     has_direction = _asked(FittedModel.has_direction)
@@ -186,6 +203,7 @@ class TwoTower(ModelSettings):
 
     left_ = _Learned(lambda fitted: fitted.left)
     right_ = _Learned(lambda fitted: fitted.right)
+    trained_ = _Learned(lambda fitted: fitted.trained)
     seen_ = _Learned(lambda fitted: fitted.seen)
     towers_ = _Learned(lambda fitted: fitted.towers)
     shards_ = _Learned(lambda fitted: fitted.shards)

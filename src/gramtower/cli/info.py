@@ -59,7 +59,7 @@ def describe_model(model: TwoTower) -> dict[str, Any]:
     left_out = ("towers", "verbose")
     return {
         "kind": "model",
-        **_counts(model.seen_),
+        **_counts(model.trained_),
         "left_id": _example(model.left_.ids),
         "right_id": _example(model.right_.ids),
         "left_kind": model.left_.inputs.kind,
@@ -70,7 +70,7 @@ def describe_model(model: TwoTower) -> dict[str, Any]:
         "objective": last.value,
         **traffic_facts(last),
         "stopped": model.message_,
-        "pairs_per_entity": _degrees(model.seen_),
+        "pairs_per_entity": _degrees(model.trained_),
         "settings": {k: v for k, v in model.get_params().items() if k not in left_out and v is not None},
     }
 

@@ -57,6 +57,8 @@ class Interactions:
         left_name: name of the left column.
         right_name: name of the right column.
         report: counts of what was read, left out and merged.
+        numbered: where ids are but the row or column numbers of a matrix that came without ids, how many it had, for
+            each side; otherwise None. Numbers of another matrix are other entities, and are not joined with them.
     """
 
     matrix: sp.csr_matrix
@@ -67,6 +69,7 @@ class Interactions:
     left_name: str = "left"
     right_name: str = "right"
     report: Mapping[str, int] = field(default_factory=dict)
+    numbered: tuple[int | None, int | None] = (None, None)
 
     def __post_init__(self) -> None:
         if checked("matrix", self.matrix).shape != (len(self.left_ids), len(self.right_ids)):
@@ -210,7 +213,8 @@ class Interactions:
         columns = as_ids(
             "right_ids", range(csr.shape[1]) if right_ids is None else check.listed("right_ids", right_ids)
         )
-        return cls(csr, rows, columns, left_name=left_name, right_name=right_name, report=_counts(csr))
+        numbered = csr.shape[0] if left_ids is None else None, csr.shape[1] if right_ids is None else None
+        return cls(csr, rows, columns, None, None, left_name, right_name, _counts(csr), numbered)
 
     @classmethod
     def _from_columns(cls, columns: list[pl.Series], others: list[Choice], rule: Rule) -> Interactions:

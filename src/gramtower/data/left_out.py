@@ -29,8 +29,8 @@ def warn_of_rows(report: Mapping[str, int]) -> None:
 
 
 def warn_of_pairs(name: str, lost: int, total: int, example: object) -> None:
-    """Warn of pairs with an id that is not known."""
-    if lost:
+    """Warn if more than a hundredth of pairs have an id that is not known."""
+    if lost > _SHARE * total:
         _warn(f"pairs of {name}", lost, total, f"an id is not in the training data, such as {example!r}")
 
 

@@ -60,6 +60,34 @@ def pattern(name: str, columns: NDArray[Any], offsets: NDArray[Any], shape: tupl
         check.fail(name, "columns out of order or twice in a row", "columns that increase within each row")
 
 
+def union(first: sp.csr_matrix, *others: sp.csr_matrix) -> sp.csr_matrix:
+    """The pattern of the stored entries of matrices of one shape, as ones."""
+    found = _ones(first)
+    for other in others:
+        if other.nnz:
+            found = found.maximum(_ones(other))
+    return sp.csr_matrix(found)
+
+
+def without(pairs: sp.csr_matrix, others: sp.csr_matrix) -> sp.csr_matrix:
+    """The stored entries of a matrix of positive values that are not stored entries of another of its shape."""
+    stored = sp.csr_matrix((np.ones(others.nnz, dtype=bool), others.indices, others.indptr), shape=others.shape)
+    return (pairs > pairs.multiply(stored)).tocsr()
+
+
+def resized(matrix: sp.csr_matrix, shape: tuple[int, int]) -> sp.csr_matrix:
+    """A matrix with empty rows and columns after its own."""
+    if matrix.shape == shape:
+        return matrix
+    offsets = np.concatenate([matrix.indptr, np.full(shape[0] - matrix.shape[0], matrix.indptr[-1])])
+    return sp.csr_matrix((matrix.data, matrix.indices, offsets.astype(matrix.indptr.dtype)), shape=shape)
+
+
+def _ones(matrix: sp.csr_matrix) -> sp.csr_matrix:
+    ones = np.ones(matrix.nnz, dtype=np.float32)
+    return sp.csr_matrix((ones, matrix.indices, matrix.indptr), shape=matrix.shape)
+
+
 def rows_increase(offsets: NDArray[Any], columns: NDArray[Any]) -> bool:
     """Whether columns strictly increase within every row: sorted and free of duplicates."""
     if len(columns) < 2:

@@ -56,9 +56,10 @@ def fit(
     point = problem.at(towers)
     _refuse_non_finite(problem, point, result)
     return FittedModel(
-        left=Side("left", data.ids[0], point.P.cpu(), data.inputs[0]),
-        right=Side("right", data.ids[1], point.right_rows.cpu(), data.inputs[1]),
-        seen=pattern_of(data.matrix), towers=towers, shards=problem.shards,
+        left=Side("left", data.ids[0], point.P.cpu(), data.inputs[0], data.numbered[0]),
+        right=Side("right", data.ids[1], point.right_rows.cpu(), data.inputs[1], data.numbered[1]),
+        trained=pattern_of(data.matrix), further=pattern_of(data.held_out, data.matrix.shape),
+        towers=towers, shards=problem.shards,
         dim=point.Q.shape[1], hidden=data.hidden if settings.towers is None else ((), ()), omega=problem.omega,
         history=result.history, reason=result.reason, message=result.message, best_metric=result.best_metric,
     )  # fmt: skip

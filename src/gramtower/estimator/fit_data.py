@@ -7,6 +7,8 @@ Checked by tests/test_estimator.py and tests/test_distributed_fit.py.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 
 from gramtower import _checks as check
 from gramtower._widths import check_hidden
+from gramtower.data import frames
 from gramtower.data.interactions import Interactions
 from gramtower.data.left_out import warn_of_pairs
 from gramtower.data.lookup import index_of, join
@@ -29,6 +32,9 @@ from gramtower.distributed.shards import Rows, Shards, entity_costs, row_work, s
 from gramtower.estimator import defaults
 from gramtower.estimator.inputs import Ids, Inputs, feature_width, training_inputs, training_parts
 from gramtower.estimator.settings import ModelSettings
+from gramtower.metrics.definitions import to_maximise
+
+Numbered = tuple[int | None, int | None]  # see Interactions.numbered
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +53,7 @@ class FitData:
         device: where it is trained.
         hidden: widths of the hidden layers of the left and of the right tower.
         dim: size of the embeddings.
+        numbered: where ids are row numbers of a matrix without ids, how many it had; see Interactions.
     """
 
     matrix: sp.csr_matrix
@@ -60,6 +67,7 @@ class FitData:
     device: torch.device
     hidden: tuple[tuple[int, ...], tuple[int, ...]]
     dim: int
+    numbered: Numbered = (None, None)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -105,9 +113,12 @@ def prepare_data(
     else:
         _agree_on_pairs(group, matrix)
         shards, observed, held_out = spread_pairs(group, matrix, row_work(dim, max(hidden))), matrix.nnz, None
+    numbered = pairs.numbered if isinstance(pairs, Interactions) else shape if sp.issparse(pairs) else (None, None)
     with group.together():
+        if held_out is not None or validation is not None:
+            to_maximise(settings.metric)
         if validation is not None:
-            held_out = _held_out(validation, part, ids, shape, shards.left)
+            held_out = _held_out(validation, part, ids, shape, shards.left, numbered)
         if part is None:
             matrix, weights = local_pairs(matrix, weights, shards)
             ids = shards.left.local_rows("left ids", ids[0]), ids[1]
@@ -119,8 +130,9 @@ def prepare_data(
     left, left_rows = training_inputs("left", left_parts, shards.left, group, scale)
     right, right_rows = training_inputs("right", right_parts, shards.right, group, scale)
     return FitData(
-        matrix, weights, ids, shards, observed, held_out, (left, right), (left_rows, right_rows), device, hidden, dim
-    )
+        matrix, weights, ids, shards, observed, held_out, (left, right), (left_rows, right_rows), device, hidden, dim,
+        numbered,
+    )  # fmt: skip
 
 
 def spread_pairs(group: Group, matrix: sp.csr_matrix, work: float) -> Shards:
@@ -152,40 +164,92 @@ def matrix_and_ids(pairs: Any, name: str = "pairs") -> tuple[sp.csr_matrix, Ids]
     check.fail(name, type(pairs).__name__, "gramtower.Interactions or a scipy.sparse matrix")
 
 
-def aligned(name: str, test: Any, ids: Ids, shape: tuple[int, int], every: bool = True) -> sp.csr_matrix:
-    """Held-out pairs in the model's row numbers; pairs of unknown entities cannot be ranked and are left out.
+def given_pairs(name: str, pairs: Any) -> Any:
+    """Interactions and matrices as they are; of a frame or a file the first two columns, left and right ids."""
+    if isinstance(pairs, (str, os.PathLike)):
+        frame = frames.read_frame(name, check.path(name, pairs))
+    elif isinstance(pairs, Interactions) or sp.issparse(pairs) or not _is_frame(pairs):
+        return pairs
+    else:
+        frame = frames.as_frame(name, pairs)
+    if len(frame.columns) < 2:
+        check.fail(name, f"a table of {len(frame.columns)} columns", "left and right ids in the first two columns")
+    return Interactions.from_frame(frame, 0, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Aligned:
+    """Pairs in the row numbers of a model.
+
+    Attributes:
+        pairs: those with two known ids.
+        total: how many were given.
+        unknown_right: pairs whose right id is not known; the others that are missing have an unknown left one.
+        example: an unknown id, and the side it is of (0 or 1); None if there is none.
+    """
+
+    pairs: sp.csr_matrix
+    total: int
+    unknown_right: int
+    example: tuple[Any, int] | None
+
+
+def align(name: str, given: Any, ids: Ids, shape: tuple[int, int], numbered: Numbered | None = None) -> Aligned:
+    """Pairs joined by id, or refused; a matrix without ids by place, if it has all the rows and columns there are.
 
     Args:
-        name: of the argument, for errors and warnings.
-        test: the pairs.
-        ids: of the model.
+        name: of the argument, for errors.
+        given: Interactions, or a scipy.sparse matrix.
+        ids: of the model; None for row numbers.
         shape: of the model.
-        every: whether ``ids`` are those of all processes; then pairs that are left out are warned of, and it is an
-            error if all are.
+        numbered: which of the model's ids are row numbers of a matrix, and of how many; None to ask nothing about it.
     """
-    matrix, test_ids = matrix_and_ids(test, name)
-    if ids[0] is None or ids[1] is None:
+    matrix, its = matrix_and_ids(given, name)
+    if its[0] is None or its[1] is None:
+        sizes = numbered or (None, None)
+        if any(own is not None and size != n for own, size, n in zip(ids, sizes, shape, strict=True)):
+            expected = "gramtower.Interactions, as in training: Interactions.from_matrix(matrix, left_ids, right_ids)"
+            check.fail(name, "a matrix without ids", expected)
         if matrix.shape != shape:
-            check.fail(name, f"shape {matrix.shape}", f"shape {shape}, as in training")
-        return matrix
-    if test_ids[0] is None or test_ids[1] is None:
-        check.fail(name, "a matrix without ids", "gramtower.Interactions, as in training")
-    known, given = (ids[0], ids[1]), (test_ids[0], test_ids[1])
-    rows, columns = join(given[0], index_of(known[0])), join(given[1], index_of(known[1]))
+            check.fail(name, f"shape {matrix.shape}", f"shape {shape}, as in training; other entities need features")
+        return Aligned(matrix, matrix.nnz, 0, None)
+    for name_of_side, size, own in zip(("left", "right"), given.numbered, numbered or given.numbered, strict=True):
+        if size is not None and size != own:
+            there = "ids of its own" if own is None else f"the numbers of {own:,}"
+            expected = f"those of training, which has {there}: Interactions.from_matrix(matrix, left_ids, right_ids), "
+            given_text = f"the numbers of {size:,} rows of a matrix without ids as {name_of_side} ids"
+            check.fail(name, given_text, expected + f"or {name_of_side}_features of other entities")
+    known = [np.arange(size) if own is None else own for own, size in zip(ids, shape, strict=True)]
+    rows, columns = join(its[0], index_of(known[0])), join(its[1], index_of(known[1]))
     coo = matrix.tocoo()
     i, j = rows[coo.row], columns[coo.col]
     keep = (i >= 0) & (j >= 0)
-    lost = int(len(keep) - keep.sum())
-    if every and lost:
+    example = None
+    if not keep.all():
         entry = int(np.argmin(keep))
         side, place = (0, coo.row[entry]) if i[entry] < 0 else (1, coo.col[entry])
-        example = given[side].tolist()[place]
-        if lost == len(keep):
-            shown = f"{lost:,} pairs, none of them with two known ids ({example!r} is not known)"
-            such = f", with ids such as {known[side].tolist()[0]!r}" if len(known[side]) else ""
-            check.fail(name, shown, f"pairs of entities of the model{such}")
-        warn_of_pairs(name, lost, len(keep), example)
-    return sp.csr_matrix((coo.data[keep], (i[keep], j[keep])), shape=shape)
+        example = ((its[0], its[1])[side].tolist()[place], side)
+    pairs = sp.csr_matrix((coo.data[keep], (i[keep], j[keep])), shape=shape)
+    return Aligned(pairs, len(keep), int((j < 0).sum()), example)
+
+
+def refuse_strangers(name: str, found: Aligned, ids: Ids) -> None:
+    """Refuse pairs of which not one has two known ids."""
+    if found.example is not None and not found.pairs.nnz:
+        example, side = found.example
+        known = ids[side]
+        shown = f"{found.total:,} pairs, none of them with two known ids ({example!r} is not known)"
+        such = f", with ids such as {known.tolist()[0]!r}" if known is not None and len(known) else ""
+        check.fail(name, shown, f"pairs of entities of the model{such}")
+
+
+def aligned(name: str, test: Any, ids: Ids, shape: tuple[int, int], numbered: Numbered | None = None) -> sp.csr_matrix:
+    """Held-out pairs in the model's row numbers; those of unknown entities are left out, with a warning."""
+    found = align(name, test, ids, shape, numbered)
+    refuse_strangers(name, found, ids)
+    if found.example is not None:
+        warn_of_pairs(name, found.total - found.pairs.nnz, found.total, found.example[0])
+    return found.pairs
 
 
 def known_pairs(ids: Ids, pairs: Interactions) -> int:
@@ -217,10 +281,12 @@ def _agree_on_pairs(group: Group, matrix: sp.csr_matrix) -> None:
         agree(group, {"pairs": f"{matrix.shape[0]} × {matrix.shape[1]}, {matrix.nnz} pairs, digest {digest}"})
 
 
-def _held_out(validation: Any, part: Shard | None, ids: Ids, shape: tuple[int, int], rows: Rows) -> sp.csr_matrix:
+def _held_out(
+    validation: Any, part: Shard | None, ids: Ids, shape: tuple[int, int], rows: Rows, numbered: Numbered
+) -> sp.csr_matrix:
     """The local rows of pairs to validate on."""
     if part is None:
-        return aligned("validation", validation, ids, shape)[rows.first : rows.stop]
+        return aligned("validation", validation, ids, shape, numbered)[rows.first : rows.stop]
     if not isinstance(validation, Shard):
         check.fail("validation", type(validation).__name__, "nothing: a partition holds its own held-out pairs")
     return validation.matrix
@@ -238,3 +304,11 @@ def _local_features(name: str, features: Any, rows: Rows, local: bool) -> Any:
         expected = f"{rows.count}, one for each of this process's own entities of that side"
         check.fail(name, f"{features.shape[0]} rows", expected)
     return features
+
+
+def _is_frame(value: Any) -> bool:
+    """Whether a value is a table of one of the libraries that frames.as_frame takes."""
+    library = type(value).__module__.split(".")[0]
+    return (
+        isinstance(value, Mapping) or library in ("polars", "pandas", "pyarrow") or hasattr(value, "__arrow_c_stream__")
+    )

@@ -1,7 +1,12 @@
 """A fitted model, and what it answers: recommendations, neighbours, scores, embeddings, metrics.
 
+One rule says what an entity has *seen*, for every answer and every metric: the pairs of training, those of validation,
+the history of a new entity, and what a call gives as ``exclude``. Metrics rank what is tested: a validation pair that
+is among the pairs tested counts, one that is not is left out like the others. Popularity is that of training pairs.
+
+New entities are described by features (estimator/newcomers.py); :meth:`Entities.with_added` keeps them.
 Exact: lists come from all scores, in blocks. Answers are copies: changing one changes nothing in the model. Checked by
-tests/test_estimator.py.
+tests/test_estimator.py, tests/test_seen.py and tests/test_new_entities.py.
 """
 
 from __future__ import annotations
@@ -14,32 +19,26 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from gramtower import _checks as check
-from gramtower.data.features import as_features
-from gramtower.data.interactions import Interactions
-from gramtower.distributed.group import SINGLE
-from gramtower.distributed.shards import Shards
-from gramtower.engine.towers.towers import Towers
-from gramtower.estimator.fit_data import aligned, matrix_and_ids
-from gramtower.estimator.side import Side, history_matrix, normalised
-from gramtower.metrics import evaluate_embeddings
+from gramtower.data.matrices import union
+from gramtower.estimator import measuring
+from gramtower.estimator.entities import Entities
+from gramtower.estimator.newcomers import embedded
+from gramtower.estimator.side import history_matrix, normalised
 from gramtower.metrics.definitions import DEFAULT
+from gramtower.metrics.tally import Scores
 from gramtower.retrieval.topk import top_k
 from gramtower.training.result import Reason, Record
 
+CANDIDATES = ("all", "trained")
+
 
 @dataclass(frozen=True, eq=False)
-class FittedModel:
-    """What training ended in, and the questions to it.
+class FittedModel(Entities):
+    """What training ended in, and the questions to it. Its entities and their pairs are fields of :class:`Entities`.
 
     Attributes:
-        left: ids, inputs and embeddings of the left entities: the model's own memory, as all attributes are.
-        right: those of the right entities.
-        seen: the pairs of training, as ones.
-        towers: what embeds new entities; None if they are the caller's own and were not given to ``load``.
-        shards: which rows this process holds.
         dim: size of the embeddings.
         hidden: widths of the hidden layers, left and right; none for towers of the caller's own.
         omega: ω of the training.
@@ -49,11 +48,6 @@ class FittedModel:
         best_metric: of the validation, or None.
     """
 
-    left: Side
-    right: Side
-    seen: sp.csr_matrix
-    towers: Towers | None
-    shards: Shards
     dim: int
     hidden: tuple[tuple[int, ...], tuple[int, ...]]
     omega: float
@@ -77,9 +71,12 @@ class FittedModel:
         k: int = 10,
         *,
         exclude_seen: bool = True,
+        exclude: Any = None,
         allow: Sequence[Any] | None = None,
         deny: Sequence[Any] | None = None,
+        candidates: str = "all",
         left_features: Any = None,
+        right_features: Any = None,
         histories: Any = None,
     ) -> tuple[NDArray[Any], NDArray[np.float32]]:
         """The k best right entities for each left one.
@@ -88,11 +85,20 @@ class FittedModel:
             left: ids of left entities; None with ``left_features``, ``histories`` or both for entities not seen in
                 training.
             k: how many.
-            exclude_seen: leave out right entities observed with the left one in training (or listed in its history).
+            exclude_seen: leave out what the left entity has seen: right entities of its training and validation pairs,
+                or of its history.
+            exclude: further pairs to leave out: :class:`~gramtower.Interactions`, a frame or the path of a CSV or
+                Parquet file whose first two columns are left and right ids, or a scipy.sparse matrix: of the model's
+                shape where it was fitted on one, or with a row for each new entity. Pairs of others change nothing.
             allow: only these right ids.
             deny: never these right ids.
+            candidates: "all" that the model knows, also those added later and those of ``right_features``; "trained"
+                for those of the training data alone.
             left_features: features of new entities: rows of a matrix, or for a model fitted with a FeatureTable a frame
-                or file with the same columns.
+                or file with the same columns. One list is made for each row, whatever its id.
+            right_features: the same for right entities to be ranked among the others. Of a table with the column of
+                ids, rows with known ids are left as the model knows them; rows of a matrix are called ("new", 0),
+                ("new", 1), …, or go on with the numbers of a model without ids.
             histories: for models whose left features have a "history": a list of right ids for each new entity, or a
                 scipy.sparse matrix with one column for each right entity.
 
@@ -102,32 +108,66 @@ class FittedModel:
         """
         check.count("k", k)
         exclude_seen = check.flag("exclude_seen", exclude_seen)
+        check.choice("candidates", candidates, CANDIDATES)
         new = left_features is not None or histories is not None
         if (left is None) != new:
             given = "None" if left is None else "ids, and features or histories"
             check.fail("left", given, "ids of left entities; or, for new ones, left_features, histories or both")
+        here = self.grown("right", right_features)[0]
         if new:
-            seen = None if histories is None else history_matrix(self.right, histories)
-            P = self._embed_new("left", left_features, seen)
+            seen = None if histories is None else history_matrix(here.right, histories)
+            P = embedded(self.left, self.known_towers("embed new entities"), left_features, seen)
         else:
             rows = self.left.rows(check.ids("left", left))
-            P, seen = self.left.embeddings[torch.from_numpy(rows)], self.seen[rows]
+            P, seen = self.left.embeddings[torch.from_numpy(rows)], here.seen[rows]
+        left_out = [seen] if exclude_seen and seen is not None else []
+        if exclude is not None:
+            left_out.append(
+                here.excluded_of_new(exclude, left_features, len(P)) if new else here.excluded(exclude)[rows]
+            )
+        denied = [] if deny is None else [here.right.rows(check.ids("deny", deny))]
+        if candidates == "trained":
+            denied.append(np.arange(here.right.trained, len(here.right)))
         found, scores = top_k(
-            P, self.right.embeddings, min(k, len(self.right)),
-            exclude=seen if exclude_seen else None,
-            allow=None if allow is None else self.right.rows(check.ids("allow", allow)),
-            deny=None if deny is None else self.right.rows(check.ids("deny", deny)),
+            P, here.right.embeddings, min(k, len(here.right)),
+            exclude=union(*left_out) if left_out else None,
+            allow=None if allow is None else here.right.rows(check.ids("allow", allow)),
+            deny=np.concatenate(denied) if denied else None,
         )  # fmt: skip
-        return self.right.names(found), scores
+        return here.right.names(found), scores
 
-    def similar(self, ids: Any, side: str = "right", k: int = 10) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    def similar(
+        self,
+        ids: Any = None,
+        side: str = "right",
+        k: int = 10,
+        *,
+        left_features: Any = None,
+        right_features: Any = None,
+    ) -> tuple[NDArray[Any], NDArray[np.float32]]:
         """The k entities of the same side whose embeddings point most alike (cosine), the entity itself left out.
 
         Entities without a direction of their own, see :meth:`has_direction`, are refused and never listed.
+
+        Args:
+            ids: of entities; None for those that the features describe, one row each.
+            side: "left" or "right".
+            k: how many.
+            left_features: new left entities, asked about and listed like the others; see ``right_features`` of
+                :meth:`recommend`.
+            right_features: new right entities.
         """
-        this = self._side(side)
-        rows = this.rows(check.ids("ids", ids))
-        directed = self.has_direction(side)
+        self.side(side)
+        features = {"left": left_features, "right": right_features}
+        other = "left" if side == "right" else "right"
+        if features[other] is not None:
+            check.fail(f"{other}_features", "features", f"None: entities of the {side} side are compared")
+        if (ids is None) and features[side] is None:
+            check.fail("ids", "None", f"ids, or {side}_features of new entities")
+        here, places = self.grown(side, features[side])
+        this = here.side(side)
+        rows = places[places >= 0] if ids is None else this.rows(check.ids("ids", ids))
+        directed = here.has_direction(side)
         if not directed[rows].all():
             bad = this.names(rows[~directed[rows]])[0]
             given = f"{bad!r}, which has no pair in the training data and no features"
@@ -140,26 +180,15 @@ class FittedModel:
         )  # fmt: skip
         return this.names(found), scores
 
-    def has_direction(self, side: str = "right") -> NDArray[np.bool_]:
-        """Whether anything sets each entity of a side apart: a pair of the training data, or features.
-
-        All others, known by their id alone, end up with embeddings of about the same direction, which says nothing
-        of what they are like. Of several processes none knows all pairs of a right entity: there all count as known.
-        """
-        this = self._side(side)
-        described = any(part.kind not in ("id", "history") for part in this.inputs.parts)
-        if described or (side == "right" and not self.shards.single):
-            return np.ones(len(this), dtype=bool)
-        if side == "left":
-            return np.asarray(np.diff(self.seen.indptr) > 0)
-        return np.bincount(self.seen.indices, minlength=len(this)) > 0
-
-    def score(self, left: Any, right: Any) -> NDArray[np.float32]:
-        """p_iᵀq_j for pairs of ids, element by element."""
-        rows, columns = self.left.rows(check.ids("left", left)), self.right.rows(check.ids("right", right))
+    def score(
+        self, left: Any, right: Any, *, left_features: Any = None, right_features: Any = None
+    ) -> NDArray[np.float32]:
+        """p_iᵀq_j for pairs of ids, element by element; new entities are described as for :meth:`similar`."""
+        here = self.grown("left", left_features)[0].grown("right", right_features)[0]
+        rows, columns = here.left.rows(check.ids("left", left)), here.right.rows(check.ids("right", right))
         if len(rows) != len(columns):
             check.fail("left, right", f"{len(rows)} and {len(columns)} ids", "as many left as right ids")
-        P, Q = self.left.embeddings[torch.from_numpy(rows)], self.right.embeddings[torch.from_numpy(columns)]
+        P, Q = here.left.embeddings[torch.from_numpy(rows)], here.right.embeddings[torch.from_numpy(columns)]
         return np.asarray((P * Q).sum(1).numpy(), dtype=np.float32)
 
     def embed(
@@ -177,10 +206,12 @@ class FittedModel:
         """
         if left_features is not None or histories is not None:
             history = None if histories is None else history_matrix(self.right, histories)
-            return np.asarray(self._embed_new("left", left_features, history).numpy())
+            towers = self.known_towers("embed new entities")
+            return np.asarray(embedded(self.left, towers, left_features, history).numpy())
         if right_features is not None:
-            return np.asarray(self._embed_new("right", right_features).numpy())
-        this = self._side(side)
+            towers = self.known_towers("embed new entities")
+            return np.asarray(embedded(self.right, towers, right_features, None).numpy())
+        this = self.side(side)
         if ids is None:
             return np.asarray(this.embeddings.numpy().copy())
         return np.asarray(this.embeddings[torch.from_numpy(this.rows(check.ids("ids", ids)))].numpy())
@@ -191,59 +222,43 @@ class FittedModel:
         metrics: Sequence[str] = DEFAULT,
         *,
         exclude_seen: bool = True,
+        exclude: Any = None,
         by: str | None = None,
         left_features: Any = None,
+        right_features: Any = None,
         histories: Any = None,
-    ) -> dict[str, float]:
+    ) -> Scores:
         """Ranking metrics on held-out pairs; see docs/metrics.md for the definitions.
 
-        With ``left_features``, ``histories`` or both, the left entities of ``test`` are taken as new ones, described as
-        for :meth:`recommend`, one row for each row of ``test``; histories may be Interactions, such as those of
-        :func:`gramtower.data.splits.held_out_users`, and are what counts as seen.
+        Everything that has ids is joined by id. What has none, a matrix, is joined by place: as pairs if it has the
+        shape of training, as features or histories if it has one row for each left entity of ``test``. Anything else
+        is refused. Test pairs of unknown entities cannot be ranked: ``left_out`` of the result counts them, and more
+        than one in a hundred are a warning.
+
+        Args:
+            test: :class:`~gramtower.Interactions`, or a scipy.sparse matrix for a model that was fitted on one.
+            metrics: names.
+            exclude_seen: leave what a left entity has seen out of its ranking: training pairs (which then do not count
+                where they are tested), and validation pairs that are not tested.
+            exclude: further pairs to leave out, as for :meth:`recommend`; they do not count where they are tested.
+            by: "popularity" or "activity" for a break-down.
+            left_features: describes left entities of ``test`` as for :meth:`recommend`. Those in it, or in
+                ``histories``, are taken as described, whether the model knows them or not; the others as it knows them.
+            right_features: new right entities, ranked among the others, as for :meth:`recommend`.
+            histories: of left entities, as for :meth:`recommend`, or Interactions such as those of
+                :func:`gramtower.data.splits.held_out_users`; they count as seen.
         """
         exclude_seen = check.flag("exclude_seen", exclude_seen)
-        P, seen, processes = self.left.embeddings, self.seen, self.shards.group
-        if left_features is not None or histories is not None:
-            if by is not None:
-                check.fail("by", repr(by), "None for new entities, whose training pairs there are none of")
-            matrix, (rows, _) = matrix_and_ids(test, "test")
-            if isinstance(histories, Interactions):
-                histories = aligned("histories", histories, (rows, self.right.ids), (matrix.shape[0], len(self.right)))
-            seen = None if histories is None else history_matrix(self.right, histories)
-            P = self._embed_new("left", left_features, seen)
-            truth = aligned("test", test, (rows, self.right.ids), (len(P), len(self.right)))
-            processes = SINGLE  # every process knows all new entities
-        else:
-            truth = self._align(test)
-        return evaluate_embeddings(
-            P, self.right.embeddings, truth,
-            train=seen, metrics=metrics, exclude_train=exclude_seen, by=by, processes=processes,
-        )  # fmt: skip
-
-    def _embed_new(self, name: str, features: Any, history: sp.csr_matrix | None = None) -> Tensor:
-        """New entities through their tower."""
-        given = self._side(name).inputs.new(name, features, history)
-        towers = self.known_towers("embed new entities")
-        return towers.embed(name, as_features(name, given, given.shape[0])).cpu()
-
-    def known_towers(self, purpose: str) -> Towers:
-        """The towers; refused if the model was loaded without them, with the purpose they are needed for."""
-        if self.towers is None:
-            check.fail("model", "loaded without its own towers", f"gramtower.load(path, towers=...) to {purpose}")
-        return self.towers
-
-    def _align(self, test: Any) -> sp.csr_matrix:
-        """Held-out pairs of the left entities that this process knows."""
-        rows, ids = self.shards.left, (self.left.ids, self.right.ids)
-        if ids[0] is not None or rows.count == rows.total:
-            return aligned("test", test, ids, self.seen.shape, every=self.shards.single)
-        return aligned("test", test, ids, (rows.total, self.shards.right.total))[rows.first : rows.stop]
-
-    def _side(self, side: str) -> Side:
-        return self.left if check.choice("side", side, ("left", "right")) == "left" else self.right
+        here = self.grown("right", right_features)[0]
+        ranking = measuring.Ranking(metrics, exclude_seen, exclude, by)
+        if left_features is None and histories is None:
+            return measuring.of_known(here, test, ranking)
+        return measuring.of_described(here, test, ranking, left_features, histories)
 
 
-def pattern_of(matrix: sp.csr_matrix) -> sp.csr_matrix:
-    """A copy of a matrix's pattern, with ones for values."""
+def pattern_of(matrix: sp.csr_matrix | None, shape: tuple[int, int] | None = None) -> sp.csr_matrix:
+    """A copy of a matrix's pattern, with ones for values; None stands for an empty one."""
+    if matrix is None:
+        return sp.csr_matrix(shape, dtype=np.float32)
     ones = np.ones(len(matrix.indices), dtype=np.float32)
     return sp.csr_matrix((ones, matrix.indices.copy(), matrix.indptr.copy()), shape=matrix.shape)

@@ -113,18 +113,14 @@ class Inputs:
             return None
         return np.zeros((rows, self.width), np.float32) if self.kind == "dense" else sp.csr_matrix((rows, self.width))
 
-    def new(self, side: str, features: Any, history: sp.csr_matrix | None) -> Any:
-        """Features of entities that were not there in training, one row for each.
+    @property
+    def given(self) -> list[Part]:
+        """The parts that the caller describes new entities by."""
+        return [part for part in self.parts if part.kind in _GIVEN]
 
-        Args:
-            side: "left" or "right", for errors.
-            features: rows for the part that is a table or a matrix; a sequence if there are several. Without them a
-                table's columns count as missing.
-            history: their observed right entities; without it nothing was observed.
-        """
-        wanted = [part for part in self.parts if part.kind in _GIVEN]
-        if history is not None and not self.has_history:
-            check.fail("histories", "lists of ids", 'a model fitted with left_features="history"')
+    def listed(self, side: str, features: Any) -> list[Any]:
+        """What was given for new entities, part by part."""
+        wanted = self.given
         if features is not None and not wanted:
             known = "histories" if self.has_history else "ids"
             expected = f"a model fitted with {side}_features; this one knows {side} {known} only"
@@ -133,8 +129,22 @@ class Inputs:
         if several and (not isinstance(features, (list, tuple)) or len(features) != len(wanted)):
             kinds = ", ".join(part.kind for part in wanted)
             check.fail(f"{side}_features", type(features).__name__, f"a list of {len(wanted)}: {kinds}")
-        given = list(features) if several else [features] * len(wanted)
-        encoded = [_new_part(side, part, rows) for part, rows in zip(wanted, given, strict=True)]
+        return list(features) if several else [features] * len(wanted)
+
+    def new(self, side: str, features: Any, history: sp.csr_matrix | None) -> Any:
+        """Features of entities that were not there in training, one row for each.
+
+        Args:
+            side: "left" or "right", for errors.
+            features: rows for the part that is a table or a matrix; a sequence if there are several. Without them a
+                table's columns count as missing.
+            history: their observed right entities; without it nothing was observed. Right entities that were not there
+                in training are nothing that a tower knows.
+        """
+        if history is not None and not self.has_history:
+            check.fail("histories", "lists of ids", 'a model fitted with left_features="history"')
+        listed = self.listed(side, features)
+        encoded = [_new_part(side, part, rows) for part, rows in zip(self.given, listed, strict=True)]
         counts = {matrix.shape[0] for matrix in (*encoded, history) if matrix is not None}
         if len(counts) != 1:
             given_rows = " and ".join(map(str, sorted(counts)))
@@ -147,7 +157,7 @@ class Inputs:
                 matrix = next(rest)
                 made.append(_missing(side, part, rows) if matrix is None else matrix)
             elif part.kind == "history" and history is not None:
-                made.append(history_features(history))
+                made.append(history_features(sp.csr_matrix(history[:, : part.width])))
             else:
                 made.append(sp.csr_matrix((rows, part.width), dtype=np.float32))
         return _beside(made)
@@ -175,6 +185,7 @@ class Inputs:
                 places = np.where(numbers < before.width, numbers, -1)
             else:
                 places = join(keys[1], index_of(keys[0]))
+                places[places >= before.width] = -1  # entities that were added after training have no column
             found.append((here, there, places))
             start, old_start = here.stop, there.stop
         return found
@@ -330,13 +341,18 @@ def _training_part(
     if isinstance(one, FeatureTable):
         encoded = one.encode(range(place.first, place.stop) if ids is None else ids)
         return Part("table", encoded.shape[1], FeatureTable.encoder_from_json(one.to_json())), encoded
-    if not hasattr(one, "shape") or len(one.shape) != 2 or one.shape[0] != rows:
+    if not _is_matrix(one) or len(one.shape) != 2 or one.shape[0] != rows:
         shape = f" of shape {tuple(one.shape)}" if hasattr(one, "shape") else ""
         expected = f'scipy.sparse, numpy or torch with {rows} rows, a FeatureTable, "id", "history", or a list of these'
         check.fail(f"{side}_features", type(one).__name__ + shape, expected)
     one = checked(f"{side}_features", one) if sp.issparse(one) else one
     check.finite(f"{side}_features", one.data if sp.issparse(one) else check.as_float_array(f"{side}_features", one))
     return Part("sparse" if sp.issparse(one) else "dense", int(one.shape[1])), one
+
+
+def _is_matrix(value: Any) -> bool:
+    """Whether a value has rows of numbers: scipy.sparse, torch, numpy or what numpy makes an array of."""
+    return hasattr(value, "shape") and (sp.issparse(value) or hasattr(value, "__array__"))
 
 
 def _new_part(side: str, part: Part, rows: Any) -> Any:
@@ -347,7 +363,7 @@ def _new_part(side: str, part: Part, rows: Any) -> Any:
     if part.table is not None:
         encoded = part.table.encode_frame(rows.source if isinstance(rows, FeatureTable) else rows)
         return encoded if part.scaling is None else part.scaling(name, encoded)
-    if not hasattr(rows, "shape") or len(rows.shape) != 2 or rows.shape[1] != part.width:
+    if not _is_matrix(rows) or len(rows.shape) != 2 or rows.shape[1] != part.width:
         shape = f" of shape {tuple(rows.shape)}" if hasattr(rows, "shape") else ""
         check.fail(f"{side}_features", type(rows).__name__ + shape, f"{part.width} columns, as in training")
     rows = checked(name, rows) if sp.issparse(rows) else rows

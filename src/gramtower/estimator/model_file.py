@@ -4,6 +4,7 @@
     parameters|NAME           the tensors of the towers
     left, right               embeddings, where they are not the tower's table itself
     seen_counts, seen_columns the training pairs: columns row after row, and how many each row has
+    further_counts, …         pairs that entities have beside them: those of validation, histories of added ones
     SIDE_text, SIDE_lengths   ids that are text, as one block of UTF-8 and the bytes of each; or
     SIDE_numbers              ids that are numbers; neither where rows are known by number
     left_weights, …           weights that were given as arrays
@@ -47,7 +48,7 @@ from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.side import Side
 from gramtower.training.result import Reason, Record
 
-KIND = ("gramtower-model", 5)
+KIND = ("gramtower-model", 6)
 _ARRAYS = ("left_weights", "right_weights")
 _PARAMS = {name: kind for name, kind in typing.get_type_hints(ModelSettings).items() if name != "towers"}
 _FLOATS, _LIMIT = (torch.float32, torch.float64), 2**31
@@ -62,6 +63,8 @@ class Header:
         params: the constructor's arguments, without towers and arrays.
         own_towers: whether the towers are the caller's own, whose architecture is not stored.
         shape: numbers of left and right entities.
+        added: how many of them, the last ones, were added after training.
+        numbered: where ids are row numbers of a matrix without ids, how many it had, left and right.
         dim: size of the embeddings.
         hidden: widths of the hidden layers, left and right.
         inputs: what each tower sees, by side.
@@ -75,6 +78,8 @@ class Header:
     params: dict[str, Any]
     own_towers: bool
     shape: list[int]
+    added: list[int]
+    numbered: list[int | None]
     dim: int
     hidden: list[list[int]]
     inputs: dict[str, list[dict[str, Any]]]
@@ -97,8 +102,9 @@ def write_model(path: Path, settings: ModelSettings, fitted: FittedModel) -> Non
                 check.fail("model", f"{name} with NaN or infinity", "a model of finite numbers")
     rows: dict[str, str] = {}
     if not shards.single:
-        rows |= {name: "left" for name in ("left", "left_lengths", "left_numbers", "seen_counts") if name in tensors}
-        rows |= {name: "left ragged" for name in ("left_text", "seen_columns") if name in tensors}
+        counted = ("left", "left_lengths", "left_numbers", "seen_counts", "further_counts")
+        rows |= {name: "left" for name in counted if name in tensors}
+        rows |= {name: "left ragged" for name in ("left_text", "seen_columns", "further_columns") if name in tensors}
         for name in parameters.layout.owned:
             rows[f"parameters|{name}"] = "left" if name.startswith("left.") else "right"
         if "right" in tensors:
@@ -119,7 +125,7 @@ def read_model(path: Path, towers: Callable[[Problem], Towers] | None) -> tuple[
         inputs = {side: Inputs.from_plain(header.inputs[side]) for side in ("left", "right")}
         _check_tensors(file, header, inputs)
         with file.reading() as read:
-            seen = _seen(header, *(read(name) for name in ("seen_columns", "seen_counts")))
+            pairs = [_pairs(header, name, read) for name in ("seen", "further")]
             ids = {side: _ids(side, {name: read(name) for name in file.shapes if name.startswith(f"{side}_")})
                    for side in ("left", "right")}  # fmt: skip
             tensors = {name: read(name) for name in file.shapes}
@@ -135,11 +141,12 @@ def read_model(path: Path, towers: Callable[[Problem], Towers] | None) -> tuple[
     settings = ModelSettings(**params, towers=towers)
     made = _towers(settings, header, inputs, tensors)
     left, right = (
-        Side(side, ids[side], tensors[side] if side in tensors else _table(made, side), inputs[side])
-        for side in ("left", "right")
+        Side(side, ids[side], tensors[side] if side in tensors else _table(made, side), inputs[side], numbered, added)
+        for side, numbered, added in zip(("left", "right"), header.numbered, header.added, strict=True)
     )
     return settings, FittedModel(
-        left=left, right=right, seen=seen, towers=made, shards=unsharded((header.shape[0], header.shape[1])),
+        left=left, right=right, trained=pairs[0], further=pairs[1], towers=made,
+        shards=unsharded((left.trained, right.trained)),
         dim=header.dim, hidden=(tuple(header.hidden[0]), tuple(header.hidden[1])), omega=header.omega,
         history=[Record(**record) for record in header.history],
         reason=Reason[header.reason], message=header.message, best_metric=header.best_metric,
@@ -159,8 +166,10 @@ def _header(settings: ModelSettings, fitted: FittedModel) -> tuple[Header, dict[
             params[name] = _plain(value)
             if not fits(kind, params[name]):
                 check.fail(name, f"a {type(value).__name__}", "a value that a file can hold")
+    totals, sides = (fitted.shards.left.total, fitted.shards.right.total), (fitted.left, fitted.right)
     header = Header(
-        params, settings.towers is not None, [fitted.shards.left.total, fitted.shards.right.total], fitted.dim,
+        params, settings.towers is not None, [n + side.added for n, side in zip(totals, sides, strict=True)],
+        [side.added for side in sides], [side.numbered for side in sides], fitted.dim,
         [list(widths) for widths in fitted.hidden],
         {side.name: side.inputs.to_plain() for side in (fitted.left, fitted.right)},
         fitted.reason.name, fitted.message, fitted.omega, fitted.best_metric,
@@ -184,12 +193,11 @@ def _plain(value: Any) -> Any:
 
 
 def _tensors_of(header: Header, fitted: FittedModel) -> dict[str, Tensor]:
-    """Training pairs, ids and embeddings."""
-    seen = fitted.seen
-    tensors = {
-        "seen_counts": torch.from_numpy(np.diff(seen.indptr).astype(np.int64)),
-        "seen_columns": torch.from_numpy(seen.indices.astype(np.int32)),
-    }
+    """Pairs, ids and embeddings."""
+    tensors = {}
+    for name, pairs in (("seen", fitted.trained), ("further", fitted.further)):
+        tensors[f"{name}_counts"] = torch.from_numpy(np.diff(pairs.indptr).astype(np.int64))
+        tensors[f"{name}_columns"] = torch.from_numpy(pairs.indices.astype(np.int32))
     for side in (fitted.left, fitted.right):
         if not _is_table(header, side.name, side.inputs):
             tensors[side.name] = side.embeddings
@@ -221,6 +229,10 @@ def _checked_header(file: shards_file.Reader) -> Header:
     check.choice("params.activation", header.params["activation"], tuple(ACTIVATIONS))
     if len(header.shape) != 2 or not all(1 <= size < _LIMIT for size in header.shape):
         check.fail("shape", header.shape[:4], "two numbers of entities")
+    if len(header.added) != 2 or not all(0 <= more < n for more, n in zip(header.added, header.shape, strict=True)):
+        check.fail("added", header.added[:4], "two numbers of entities, fewer than there are")
+    if len(header.numbered) != 2 or not all(n is None or 0 <= n < _LIMIT for n in header.numbered):
+        check.fail("numbered", header.numbered[:4], "two numbers of rows, or null")
     if len(header.hidden) != 2 or not all(1 <= x < _LIMIT for x in (header.dim, *itertools.chain(*header.hidden))):
         check.fail("dim, hidden", f"{header.dim}, {header.hidden[:8]}", "positive sizes")
     if set(header.inputs) != {"left", "right"}:
@@ -239,11 +251,14 @@ def _check_tensors(file: shards_file.Reader, header: Header, inputs: dict[str, I
     """Refuse missing and further tensors, and those of another shape or type than the header asks for."""
     m, n = header.shape
     expected: dict[str, tuple[_Shape, tuple[torch.dtype, ...]]] = {
-        "seen_counts": ((m,), (torch.int64,)),
-        "seen_columns": ((None,), (torch.int32,)),
+        f"{name}_{what}": ((length,), (kind,))
+        for name in ("seen", "further")
+        for what, length, kind in (("counts", m, torch.int64), ("columns", None, torch.int32))
     }
-    for side, rows in (("left", m), ("right", n)):
-        inputs[side].check_sizes(side, rows, n)
+    for side, rows, added in zip(("left", "right"), header.shape, header.added, strict=True):
+        inputs[side].check_sizes(side, rows - added, n - header.added[1])
+        if added and inputs[side].kind == "id":
+            check.fail("added", f"{added} {side} entities known by their id alone", "entities that are described")
         if not _is_table(header, side, inputs[side]):
             expected[side] = ((rows, header.dim), _FLOATS)
         if not header.own_towers:
@@ -255,7 +270,7 @@ def _check_tensors(file: shards_file.Reader, header: Header, inputs: dict[str, I
             expected |= {f"{side}_text": ((None,), (torch.uint8,)), f"{side}_lengths": ((rows,), (torch.int64,))}
         expected |= {name: ((width,), (torch.float64,)) for name, width in inputs[side].tensor_widths(side).items()}
         if f"{side}_weights" in file.shapes:
-            expected[f"{side}_weights"] = ((rows,), _FLOATS)
+            expected[f"{side}_weights"] = ((rows - added,), _FLOATS)
     for name, shape in file.shapes.items():
         if header.own_towers and name.startswith("parameters|"):
             expected[name] = (shape, _FLOATS)
@@ -270,10 +285,10 @@ def _check_tensors(file: shards_file.Reader, header: Header, inputs: dict[str, I
             check.fail(name, file.dtypes[name], " or ".join(map(str, dtypes)))
 
 
-def _seen(header: Header, stored: Tensor, counts: Tensor) -> sp.csr_matrix:
-    columns, offsets = stored.numpy(), _offsets(counts)
+def _pairs(header: Header, name: str, read: Callable[[str], Tensor]) -> sp.csr_matrix:
+    columns, offsets = read(f"{name}_columns").numpy(), _offsets(read(f"{name}_counts"))
     shape = (header.shape[0], header.shape[1])
-    pattern("seen", columns, offsets, shape)
+    pattern(name, columns, offsets, shape)
     return pattern_of(sp.csr_matrix((columns, columns, offsets), shape=shape))
 
 
@@ -321,7 +336,7 @@ def _towers(
         sides = _Sides(*(Features("ids", 0, inputs[side].width, None) for side in ("left", "right")))
         towers = undrawn_towers(sides, (header.hidden[0], header.hidden[1]), header.dim, settings.activation)
     else:
-        m, n = header.shape
+        m, n = (size - added for size, added in zip(header.shape, header.added, strict=True))
         empty = sp.csr_matrix((m, n), dtype=np.float32)
         towers = settings.towers(Problem(empty, inputs["left"].placeholder(m), inputs["right"].placeholder(n)))
     towers.load({key.partition("|")[2]: value for key, value in tensors.items() if key.startswith("parameters|")})

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower import _checks as check
-from gramtower.data.ids import Key
 from gramtower.data.lookup import index_of, rows_of
-from gramtower.data.matrices import canonical
+from gramtower.data.matrices import canonical, resized
 from gramtower.estimator.inputs import Inputs
 
 
@@ -28,15 +27,24 @@ class Side:
         ids: one id for each row, int64 or text (objects); None when rows are known by number.
         embeddings: rows × k.
         inputs: what its tower sees of them.
+        numbered: where ids are row numbers of a matrix without ids, how many rows it had; see Interactions.
+        added: how many entities, the last ones, were not there in training.
     """
 
     name: str
     ids: NDArray[Any] | None
     embeddings: Tensor
     inputs: Inputs
+    numbered: int | None = None
+    added: int = 0
+
+    @property
+    def trained(self) -> int:
+        """How many entities, the first ones, were there in training."""
+        return len(self) - self.added
 
     @cached_property
-    def _index(self) -> dict[Key, int]:
+    def _index(self) -> dict[Any, int]:
         return {} if self.ids is None else index_of(self.ids)
 
     def __len__(self) -> int:
@@ -44,10 +52,15 @@ class Side:
 
     def rows(self, ids: Any) -> NDArray[np.int64]:
         """Row numbers of ids; unknown ones are named with the nearest known."""
+        wanted = check.ids(f"{self.name} ids", ids)
         if self.ids is None:
-            return self._numbers(check.ids(f"{self.name} ids", ids))
+            return self._numbers(wanted)
         expected = f"ids seen in training, or {self.name}_features for new entities"
-        return rows_of(f"{self.name} ids", ids, self._index, expected)
+        if not any(isinstance(key, tuple) and key in self._index for key in wanted):
+            return rows_of(f"{self.name} ids", wanted, self._index, expected)
+        single = (self._index[key] if isinstance(key, tuple) and key in self._index
+                  else rows_of(f"{self.name} ids", [key], self._index, expected)[0] for key in wanted)  # fmt: skip
+        return np.fromiter(single, dtype=np.int64, count=len(wanted))
 
     def _numbers(self, wanted: list[Any]) -> NDArray[np.int64]:
         for key in wanted:
@@ -73,9 +86,10 @@ def normalised(embeddings: Tensor) -> Tensor:
 def history_matrix(right: Side, histories: Any) -> sp.csr_matrix:
     """What new left entities have seen, as a matrix of ones: from lists of right ids, or from a sparse matrix."""
     if sp.issparse(histories):
-        if histories.shape[-1] != len(right):
+        if histories.ndim != 2 or histories.shape[1] not in (len(right), right.trained):
             check.fail("histories", f"shape {histories.shape}", f"{len(right)} columns, one for each right entity")
-        return sp.csr_matrix(canonical("histories", histories), dtype=np.float32)
+        found = sp.csr_matrix(canonical("histories", histories), dtype=np.float32)
+        return resized(found, (found.shape[0], len(right)))
     lists = check.listed("histories", histories, "lists of right ids")
     columns = [right.rows(check.listed("histories", history, "right ids")) for history in lists]
     offsets = np.cumsum([0, *map(len, columns)])

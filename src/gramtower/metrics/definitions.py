@@ -148,6 +148,7 @@ AT_K: dict[str, Callable[[Hits, Floats], Floats]] = {
 OF_LISTS = ("novelty", "diversity")
 OF_ITEMS: dict[str, Callable[[NDArray[np.int64]], float]] = {"coverage": coverage, "gini": gini}
 OF_RANKINGS = ("auc", "mrr")  # of all items, without a K
+LOWER_IS_BETTER = ("gini",)
 _ALIASES = {"hr": "hit", "hit_rate": "hit"}
 _SHORTEST = {"diversity": 2}
 _NAMES = (*AT_K, "psp", *OF_LISTS, *OF_ITEMS)
@@ -161,6 +162,16 @@ class Metric:
     name: str  # as the caller wrote it, and the key of the result
     kind: str
     k: int  # 0 where the whole ranking counts
+
+
+def to_maximise(name: object) -> str:
+    """A metric whose largest value is the best, for early stopping and searches; others are refused by name."""
+    if not isinstance(name, str):
+        check.fail("metric", repr(name), "one metric, such as 'recall@20'")
+    (metric,) = parse(name)
+    if metric.kind in LOWER_IS_BETTER:
+        check.fail("metric", repr(name), "a metric that is better the higher it is, such as 'recall@20'")
+    return name
 
 
 def parse(metrics: str | Sequence[str]) -> list[Metric]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower import _checks as check
-from gramtower.data.matrices import canonical
+from gramtower.data.matrices import canonical, union, without
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.metrics.definitions import (
     DEFAULT,
@@ -89,6 +89,7 @@ def evaluate_embeddings(
     train: Any = None,
     metrics: str | Sequence[str] = DEFAULT,
     exclude_train: bool = True,
+    exclude: Any = None,
     by: str | None = None,
     popularity: Any = None,
     propensity: tuple[float, float] = PROPENSITY,
@@ -104,6 +105,7 @@ def evaluate_embeddings(
         train: scipy.sparse, m × n; every stored entry is a training pair.
         metrics: names, see docs/metrics.md.
         exclude_train: leave training pairs out of the ranking; test pairs that are training pairs then do not count.
+        exclude: scipy.sparse, m × n; further pairs to leave out in the same way, which are no training pairs.
         by: "popularity" adds each metric for the test items of each tercile of training popularity, "activity" for the
             users of each tercile of training activity, as in ``"recall@20 popularity=low"``.
         popularity: scipy.sparse, any number of rows × n: the training pairs that the popularity of items is counted
@@ -112,7 +114,7 @@ def evaluate_embeddings(
         propensity: A and B of psp.
         block_bytes: most bytes of scores held at once.
         processes: the processes whose users count together; P, test, train and popularity are then each process's own
-            rows, Q is that of all items.
+            rows (and exclude), Q is that of all items.
 
     Returns:
         Metrics by name; attributes of the result count users and pairs, also those left out.
@@ -127,10 +129,12 @@ def evaluate_embeddings(
         check.choice("by", by, ("popularity", "activity"))
         if (known if by == "popularity" else seen) is None:
             check.fail("train", "None", f"the training pairs, for by={by!r}")
-    exclude = seen if check.flag("exclude_train", exclude_train) else None
+    left_out = [seen] if check.flag("exclude_train", exclude_train) and seen is not None else []
+    left_out += [] if exclude is None else [canonical("exclude", exclude, shape)]
     given = truth.nnz
+    exclude = union(*left_out) if len(left_out) > 1 else left_out[0] if left_out else None
     if exclude is not None:
-        truth = _without(truth, exclude)
+        truth = without(truth, exclude)
     users = np.flatnonzero(np.diff(truth.indptr))
     if not processes.totals(float(len(users)))[0]:
         check.fail("test", f"{given} pairs, {given - truth.nnz} of them in train", "at least one pair that is not")
@@ -219,12 +223,6 @@ def _positives(pairs: sp.csr_matrix) -> sp.csr_matrix:
     result = sp.csr_matrix((pairs.data > 0, pairs.indices, pairs.indptr), shape=pairs.shape, copy=True)
     result.eliminate_zeros()
     return result
-
-
-def _without(pairs: sp.csr_matrix, others: sp.csr_matrix) -> sp.csr_matrix:
-    """The pairs that are not stored entries of the other matrix."""
-    stored = sp.csr_matrix((np.ones(others.nnz, dtype=bool), others.indices, others.indptr), shape=others.shape)
-    return (pairs > pairs.multiply(stored)).tocsr()
 
 
 def _check_lists(lists: NDArray[Any], n: int, k: int) -> None:

@@ -41,7 +41,10 @@ class Scores(dict[str, float]):
         users: left entities that the metrics are means over.
         users_left_out: left entities without a relevant item.
         pairs: relevant pairs that count.
-        pairs_left_out: test pairs that are training pairs too, so that they cannot be recommended.
+        pairs_left_out: test pairs that do not count: training pairs too, so that they cannot be recommended, or left
+            out by request; in what a model's ``evaluate`` returns, also those of unknown entities.
+        left_out: the same by reason, where a model's ``evaluate`` returned it: ``unknown_left`` and ``unknown_right``
+            (an id that the model does not know and that nothing describes) and ``seen``.
         groups: for a break-down, the users that each group's metrics are means over.
         rows: the rows of this process's users, in the order of ``per_user``.
         per_user: for each metric that is a mean, the values of these users; NaN where a user has none, who is left out
@@ -52,6 +55,7 @@ class Scores(dict[str, float]):
     users_left_out: int = 0
     pairs: int = 0
     pairs_left_out: int = 0
+    left_out: dict[str, int]
     groups: dict[str, int]
     rows: NDArray[np.int64]
     per_user: dict[str, Floats]
@@ -185,6 +189,7 @@ class Tally:
         """The means; ``rows`` are those of the users."""
         scores = Scores()
         scores.rows, scores.per_user = rows, {}
+        scores.left_out = {}
         for group in self.groups:
             for metric in self.wanted:
                 if metric.kind in OF_ITEMS:

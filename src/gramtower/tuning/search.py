@@ -24,7 +24,7 @@ import numpy as np
 from gramtower import _checks as check
 from gramtower.distributed.group import current_group
 from gramtower.estimator.settings import ModelSettings
-from gramtower.metrics import parse
+from gramtower.metrics.definitions import to_maximise
 from gramtower.training.lock import locked
 from gramtower.training.result import Reason
 from gramtower.tuning import study as studies
@@ -58,8 +58,7 @@ def tune(
         check.fail("tune", f"{processes} processes", "one: trials do not run over several")
     count = check.count("trials", trials)
     limit = None if time_limit is None else check.number("time_limit", time_limit, above=0.0)
-    if len(parse(metric)) != 1 or not isinstance(metric, str):
-        check.fail("metric", repr(metric), "one metric, such as 'recall@20'")
+    to_maximise(metric)
     check.seed(seed)
     if model.towers is not None:
         check.fail("towers", "towers of your own", "a model with dim and hidden layers to choose")

@@ -1,0 +1,189 @@
+"""Entities that were not there in training: what describes them, joined by id where it has ids, and a side with them.
+
+    described(side, features)        rows of tables and matrices, with the ids that a table has
+    extended(side, …)                the same side with new entities after its own; those it knows stay as they are
+
+A FeatureTable, frame or file with the column of ids that the model was fitted with (a FeatureTable: its own) gives
+ids; rows without one are left out of joins, and an id twice is an error. A matrix has no ids: its entities are known by
+place. In a model whose rows are numbers they get the next numbers, otherwise the names ("new", 0), ("new", 1), ….
+Cost: O(entries) and a pass of the new rows through their tower. Checked by tests/test_new_entities.py.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gramtower import _checks as check
+from gramtower.data import frames
+from gramtower.data.features import as_features
+from gramtower.data.ids import as_ids, as_objects, id_array
+from gramtower.data.lookup import as_known, index_of, join
+from gramtower.data.tables import FeatureTable
+from gramtower.engine.towers.towers import Towers
+from gramtower.estimator.side import Side
+
+
+@dataclass(frozen=True, eq=False)
+class Described:
+    """Rows that describe entities of a side.
+
+    Attributes:
+        parts: for each part of the side's inputs that the caller gives, a polars frame or a matrix, row by row alike.
+        ids: of the rows, or None if nothing has any.
+        missing: rows without an id; None if there are none.
+        count: how many rows.
+    """
+
+    parts: list[Any]
+    ids: NDArray[Any] | None
+    missing: NDArray[np.bool_] | None
+    count: int
+
+    def places(self, name: str) -> dict[Any, int]:
+        """The row of each id."""
+        assert self.ids is not None
+        rows = np.arange(self.count) if self.missing is None else np.flatnonzero(~self.missing)
+        keys = self.ids[rows].tolist()
+        found = dict(zip(keys, rows.tolist(), strict=True))
+        if len(found) < len(keys):
+            twice = next(key for key in keys if keys.count(key) > 1)
+            check.fail(name, f"id {twice!r} in several rows", "each id in one row")
+        return found
+
+    def take(self, name: str, rows: NDArray[np.int64]) -> Any:
+        """Some rows, as Inputs.new takes them; −1 for an entity that nothing describes: its every column is missing."""
+        made = [_taken(name, part, rows) for part in self.parts]
+        return made if len(made) > 1 else made[0]
+
+
+def described(side: Side, features: Any) -> Described:
+    """What was given for entities of a side; tables among several parts are joined by id, matrices by place."""
+    name = f"{side.name}_features"
+    listed = side.inputs.listed(side.name, features)
+    parts: list[Any] = []
+    found: list[tuple[NDArray[Any], NDArray[np.bool_] | None] | None] = []
+    for part, rows in zip(side.inputs.given, listed, strict=True):
+        if part.table is None:
+            parts.append(rows)
+            found.append(None)
+            continue
+        column = rows.id if isinstance(rows, FeatureTable) else part.table.id
+        frame = _frame(name, rows.source if isinstance(rows, FeatureTable) else rows)
+        parts.append(frame)
+        found.append(id_array(name, frame[column]) if column in frame.columns else None)
+    counts = [_length(name, part) for part in parts]
+    first = next((place for place, ids in enumerate(found) if ids is not None), None)
+    if first is None:
+        return Described(parts, None, None, counts[0])
+    ids, missing = found[first] or (None, None)
+    whole = Described(parts, ids, missing, counts[first])
+    for place, other in enumerate(found):
+        if other is not None and place != first and ids is not None:
+            there = Described([parts[place]], *other, counts[place])
+            parts[place] = there.take(name, join(ids, there.places(name)))
+    return whole
+
+
+def embedded(side: Side, towers: Towers, features: Any, history: sp.csr_matrix | None) -> Tensor:
+    """New entities through their tower."""
+    rows = side.inputs.new(side.name, features, history)
+    return towers.embed(side.name, as_features(side.name, rows, rows.shape[0])).cpu()
+
+
+def extended(
+    side: Side, towers: Towers, features: Any, history: sp.csr_matrix | None = None, ids: Any = None, kept: bool = False
+) -> tuple[Side, NDArray[np.int64]]:
+    """A side with entities that it does not know yet, and the row there of each row that was given.
+
+    Args:
+        side: what is known.
+        towers: what embeds them.
+        features: what describes them, or None where their histories do.
+        history: their right entities, row by row, or None.
+        ids: names for rows that bring none.
+        kept: whether they are to stay: then they must have ids, if others have.
+    """
+    name = f"{side.name}_features"
+    what = None if features is None else described(side, features)
+    count = what.count if what is not None else 0 if history is None else history.shape[0]
+    names = what.ids if what is not None else None
+    if ids is not None:
+        if names is not None:
+            check.fail(f"{side.name}_ids", "ids", f"none: {name} has a column of ids")
+        names = as_ids(f"{side.name}_ids", check.listed(f"{side.name}_ids", ids))
+        if len(names) != count:
+            check.fail(f"{side.name}_ids", f"{len(names)} ids", f"{count}, one for each row")
+    if names is None and kept and side.ids is not None:
+        check.fail(name, "rows without ids", f"a table with a column of ids, or {side.name}_ids")
+    if names is None:
+        rows = np.arange(count)
+        places = len(side) + rows
+        all_ids = None if side.ids is None else as_objects([*side.ids.tolist(), *(("new", i) for i in range(count))])
+    else:
+        rows, places, all_ids = _joined(side, name, what, names)
+    taken = None if what is None else what.take(name, rows)
+    shown = None if history is None else sp.csr_matrix(history[rows])
+    new = embedded(side, towers, taken, shown).to(side.embeddings.dtype)
+    grown = replace(side, ids=all_ids, embeddings=torch.cat([side.embeddings, new]), added=side.added + len(rows))
+    return grown, places
+
+
+def _joined(
+    side: Side, name: str, what: Described | None, names: NDArray[Any]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
+    """The rows of unknown ids, the place of every row in the grown side (−1 without an id), and all its ids."""
+    known = np.arange(len(side)) if side.ids is None else side.ids
+    own = what is not None and what.ids is not None
+    index = what.places(name) if own and what is not None else {key: row for row, key in enumerate(names.tolist())}
+    keys = np.array(list(index), dtype=names.dtype) if names.dtype != object else as_objects(list(index))
+    rows = np.fromiter(index.values(), dtype=np.int64, count=len(index))
+    found = join(keys, index_of(known))
+    fresh = found < 0
+    more = _alike(name, keys[fresh], known)
+    places = np.full(len(names), -1, dtype=np.int64)
+    places[rows[~fresh]] = found[~fresh]
+    places[rows[fresh]] = len(side) + np.arange(int(fresh.sum()))
+    return rows[fresh], places, np.concatenate([known, more])
+
+
+def _alike(name: str, new: NDArray[Any], known: NDArray[Any]) -> NDArray[Any]:
+    """New ids of the type of those known: text, or whole numbers."""
+    if known.dtype == object:
+        return as_objects([str(key) for key in new.tolist()])
+    keys = new.tolist() if new.dtype != object else as_known(new.tolist(), known)
+    strange = next((key for key in keys if isinstance(key, str)), None)
+    if strange is not None:
+        check.fail(name, f"the id {strange!r}", "whole numbers, as the model's ids are")
+    return np.array(keys, dtype=np.int64)
+
+
+def _frame(name: str, rows: Any) -> Any:
+    if isinstance(rows, (str, os.PathLike)):
+        return frames.read_frame(name, check.path(name, rows))
+    return frames.as_frame(name, rows)
+
+
+def _length(name: str, rows: Any) -> int:
+    if not hasattr(rows, "shape") or not len(rows.shape):
+        check.fail(name, type(rows).__name__, "a table, or rows of a matrix")
+    return int(rows.shape[0])
+
+
+def _taken(name: str, part: Any, rows: NDArray[np.int64]) -> Any:
+    absent = bool((rows < 0).any())
+    if type(part).__module__.startswith("polars"):
+        pl = frames.polars()
+        return part.select(pl.all().gather(pl.Series(rows, dtype=pl.Int64).replace(-1, None))) if absent else part[rows]
+    if absent:
+        check.fail(name, "no row for some entity", "a row of the matrix for each one")
+    if sp.issparse(part):
+        return sp.csr_matrix(part)[rows]
+    return part[torch.from_numpy(rows)] if isinstance(part, Tensor) else np.asarray(part)[rows]
