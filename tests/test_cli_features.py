@@ -138,6 +138,54 @@ def test_new_entities_are_evaluated_by_features_and_histories(files, tmp_path, c
     assert "1 of 3 left entities have no features" in capsys.readouterr().err
 
 
+def test_new_items_are_ranked_compared_and_measured_by_their_table(files, fitted, tmp_path, capsys):
+    items = [f"item {i}\tThe {'odd' if i % 2 else 'even'} film {i}" for i in range(20, 44)]
+    table = tmp_path / "catalogue.tsv"
+    table.write_text("id\ttitle\n" + "\n".join(items) + "\n\tNameless\n")
+    tokens = ["recommend", fitted, "--left", "07", "-k", 40, "--include-seen", "--right-features", table]
+    found = [hit["id"] for hit in answer(capsys, *tokens)["answers"][0]["results"]]
+    assert len(found) == 40
+    assert sum(not even(name) for name in found[:15]) > 12  # words of a title share few features here
+    assert len({f"item {i}" for i in range(31, 44, 2)} & set(found[:22])) > 4
+    trained = answer(capsys, *tokens, "--candidates", "trained")["answers"][0]["results"]
+    assert {hit["id"] for hit in trained} <= {f"item {i}" for i in range(30)}
+    assert run([*map(str, tokens)]) == 0
+    assert "14 of 24 right entities of catalogue.tsv are new" in capsys.readouterr().err
+    alike = answer(capsys, "similar", fitted, "--right", "item 41", "--right-features", table, "-k", 5)["answers"]
+    assert not any(even(hit["id"]) for hit in alike[0]["results"])
+    rows = answer(capsys, "similar", fitted, "--right-features", table, "-k", 5)["answers"]
+    assert [entry["right"] for entry in rows] == [f"item {i}" for i in range(20, 44)]
+    assert [hit["id"] for hit in rows[21]["results"]] == [hit["id"] for hit in alike[0]["results"]]
+    lines = [f"{u:02d},item {i}" for u in range(40) for i in range(30, 44) if u % 2 == i % 2]
+    (tmp_path / "test.csv").write_text("user,item\n" + "\n".join([*lines, "07,item 99"]) + "\n")
+    tokens = ["evaluate", fitted, "--test", tmp_path / "test.csv", "--metrics", "recall@20"]
+    assert "none of them" in refusal(capsys, *tokens)
+    measured = answer(capsys, *tokens, "--right-features", table)
+    assert measured["metrics"]["recall@20"] > 0.8
+    assert measured["left_out"] == {"unknown_left": 0, "unknown_right": 1, "seen": 0}
+    assert "got both" in refusal(capsys, "similar", fitted, "--left", "07", "--right-features", table)
+
+
+def test_given_pairs_and_those_of_validation_are_not_shown(files, tmp_path, capsys):
+    limits = [*COLUMNS, *SMALL, "--max-iterations", 5]
+    validation = ["--validation", files / "test.csv", "--metric", "recall@5"]
+    answer(capsys, "fit", files / "train.csv", *limits, *validation, "--out", tmp_path / "run")
+    ask = ["recommend", tmp_path / "run", "--left", "07", "-k", 30]
+    shown = [hit["id"] for hit in answer(capsys, *ask)["answers"][0]["results"]]
+    assert sorted(shown) == sorted(f"item {i}" for i in range(0, 30, 2))  # 07 has all odd ones, in either file
+    (tmp_path / "more.csv").write_text("user,item\n07,item 4\n07,item 6\n08,item 2\nnobody,item 8\n")
+    fewer = answer(capsys, *ask, "--exclude", tmp_path / "more.csv")["answers"][0]["results"]
+    assert set(shown) - {hit["id"] for hit in fewer} == {"item 4", "item 6"}
+    (tmp_path / "new.csv").write_text("user,item\n07,item 4\n07,item 8\n")
+    tokens = ["evaluate", tmp_path / "run", "--test", tmp_path / "new.csv", "--metrics", "recall@15"]
+    assert answer(capsys, *tokens)["metrics"]["recall@15"] == 1
+    left = answer(capsys, *tokens, "--exclude", tmp_path / "more.csv")
+    assert (left["left_out"]["seen"], left["pairs_left_out"]) == (1, 1)
+    test = answer(capsys, "evaluate", tmp_path / "run", "--test", files / "test.csv", "--metrics", "recall@5")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert test["metrics"]["recall@5"] == pytest.approx(summary["metric_value"])
+
+
 def test_the_config_of_a_run_repeats_it(fitted, tmp_path, capsys):
     config = tomllib.loads((fitted / "config.toml").read_text())
     assert config["features"]["left-column"] == {"code": "categorical", "since": "skip"}

@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gramtower import _checks as check
 from gramtower.cli.config import Settings, parse_option
 from gramtower.cli.output import note
@@ -21,6 +23,7 @@ from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.two_tower import TwoTower
 
+NO_ID = "(no id)"
 _MOVIELENS = {"left": ("user",), "right": ("movie",)}
 
 
@@ -87,47 +90,59 @@ def id_column(side: str, frame: Any, given: str | None, pairs_column: str | None
     return str(named[0])
 
 
-def new_rows(model: TwoTower, path: Path, chosen: list[str] | None, quiet: bool) -> tuple[Any, list[str]]:
-    """The rows of a table of new left entities, all or those of some ids, and their ids (or numbers, without ids)."""
-    table, frame = _table_of(model, path), read_frame("left_features", path)
+def new_rows(
+    model: TwoTower, path: Path, chosen: list[str] | None, quiet: bool, side: str = "left"
+) -> tuple[Any, list[str]]:
+    """The rows of a table of new entities, all or those of some ids, and their ids (or numbers, without ids)."""
+    table, frame = _table_of(model, path, side), read_frame(f"{side}_features", path)
     if table.id not in frame.columns:
         if chosen is not None:
-            check.fail("--left", ", ".join(chosen), f"a column {table.id!r} in {path} to find them by")
+            check.fail(f"--{side}", ", ".join(chosen), f"a column {table.id!r} in {path} to find them by")
         return frame, [f"row {number + 1}" for number in range(len(frame))]
     found = id_series("id", frame[table.id])
-    ids = found.cast(frames.polars().String).fill_null("(no id)").to_list()
+    ids = found.cast(frames.polars().String).fill_null(NO_ID).to_list()
     if chosen is not None:
         unknown = [name for name in chosen if name not in set(ids)]
         if unknown:
-            check.fail("--left", unknown[0], f"ids of column {table.id!r} of {path}")
+            check.fail(f"--{side}", unknown[0], f"ids of column {table.id!r} of {path}")
         frame = frame[[ids.index(name) for name in chosen]]
         ids = chosen
-    known = 0 if model.left_.ids is None else int((join(as_objects(ids), index_of(model.left_.ids)) >= 0).sum())
+    this = model.left_ if side == "left" else model.right_
+    known = 0 if this.ids is None else int((join(as_objects(ids), index_of(this.ids)) >= 0).sum())
     if known and not quiet:
         note(f"{known:,} of {len(ids):,} ids were in the training data; here only their features count")
     return frame, ids
 
 
-def rows_of(model: TwoTower, path: Path, ids: Any, quiet: bool) -> Any:
-    """The rows of a table of new left entities in the order of ids; those without a row have every column missing."""
-    pl = frames.polars()
-    table, frame = _table_of(model, path), read_frame("left_features", path)
+def described_rows(model: TwoTower, path: Path, ids: Any, quiet: bool) -> Any:
+    """A table of left entities with a column of ids; how many of some ids are not in it is stated."""
+    table, frame = _table_of(model, path, "left"), read_frame("left_features", path)
     name = frames.pick(f"id column of {path}", table.id, frame.columns)
-    keys = id_series("id", frame[name])
-    if keys.drop_nulls().is_duplicated().any():
-        check.fail(f"id column of {path}", "an id in several rows", "each id in one row")
-    rows = join(ids, {key: row for row, key in enumerate(keys.to_list()) if key is not None})
-    without = int((rows < 0).sum())
+    keys = id_series("id", frame[name]).drop_nulls().to_list()
+    without = int((join(ids, {key: row for row, key in enumerate(keys)}) < 0).sum())
     if without and not quiet:
         note(f"{without:,} of {len(ids):,} left entities have no features")
-    return frame.select(pl.all().gather(pl.Series(rows).replace(-1, None)))
+    return frame
 
 
-def _table_of(model: TwoTower, path: Path) -> FeatureTable:
-    table = next((part.table for part in model.left_.inputs.parts if part.table is not None), None)
+def right_rows(model: TwoTower, path: Path, quiet: bool) -> Any:
+    """A table of right entities, those that the model does not know counted."""
+    table, frame = _table_of(model, path, "right"), read_frame("right_features", path)
+    name = frames.pick(f"id column of {path}", table.id, frame.columns)
+    keys = id_series("id", frame[name]).drop_nulls()
+    known = np.arange(len(model.right_)) if model.right_.ids is None else model.right_.ids
+    new = int((join(keys.to_numpy(), index_of(known)) < 0).sum()) if len(keys) else 0
+    if not quiet:
+        note(f"{new:,} of {len(keys):,} right entities of {path.name} are new")
+    return frame
+
+
+def _table_of(model: TwoTower, path: Path, side: str) -> FeatureTable:
+    inputs = (model.left_ if side == "left" else model.right_).inputs
+    table = next((part.table for part in inputs.parts if part.table is not None), None)
     if table is None:
-        seen = "history: use --history" if model.left_.inputs.has_history else model.left_.inputs.kind
-        check.fail("--left-features", path, f"a model fitted with --left-features; this one sees {seen}")
+        seen = "history: use --history" if inputs.has_history else inputs.kind
+        check.fail(f"--{side}-features", path, f"a model fitted with --{side}-features; this one sees {seen}")
     return table
 
 

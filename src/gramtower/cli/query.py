@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 
 from gramtower import _checks as check
 from gramtower.cli.config import Settings, merged
-from gramtower.cli.features import new_rows, rows_of
+from gramtower.cli.features import NO_ID, described_rows, new_rows, right_rows
 from gramtower.cli.folder import open_model
 from gramtower.cli.options import Common, DataOptions
 from gramtower.cli.output import print_facts, print_json, print_table
 from gramtower.cli.reading import read_pairs
 from gramtower.data.lookup import as_known
-from gramtower.estimator.fit_data import known_pairs
 from gramtower.metrics.definitions import DEFAULT
 from gramtower.two_tower import TwoTower
 
@@ -32,8 +31,10 @@ def evaluate(
     test: Path,
     metrics: str = ",".join(DEFAULT),
     exclude_seen: bool = True,
+    exclude: Path | None = None,
     by: str | None = None,
     left_features: Path | None = None,
+    right_features: Path | None = None,
     histories: Path | None = None,
     data: DataOptions | None = None,
     common: Common | None = None,
@@ -41,17 +42,20 @@ def evaluate(
     """Measure the ranking of held-out pairs.
 
     Column names, value threshold and format are those of the run unless given here. Pairs of entities that the model
-    does not know cannot be ranked; they are left out and counted.
+    does not know and that no table describes cannot be ranked; they are left out and counted.
 
     Args:
         run: Folder of a run, or a model file.
         test: Held-out pairs, a file like the one the run read.
         metrics: Names with a cut-off, separated by commas: recall@20, ndcg@20, map@5, precision@5, psp@5, hr@10, mrr,
             auc, coverage@20, gini@20, novelty@20, diversity@20.
-        exclude_seen: Leave pairs of the training data out of the ranking.
+        exclude_seen: Leave out of the ranking what a left entity has: its pairs of training, and those of validation
+            that are not tested.
+        exclude: Further pairs to leave out of the ranking, a file like the test.
         by: A break-down: popularity (of right entities) or activity (of left ones).
-        left_features: Take the left entities of the test as new ones, described by this table.
-        histories: Take the left entities of the test as new ones, described by these pairs, a file like the test.
+        left_features: Take the left entities of this table as new ones, described by it.
+        right_features: Table of right entities, of which new ones are ranked among the others.
+        histories: Take the left entities of these pairs as new ones, described by them, a file like the test.
         data: Data.
         common: Output.
     """
@@ -61,12 +65,15 @@ def evaluate(
     pairs = read_pairs(test, options_of_test(settings, test, data))
     new: dict[str, Any] = {}
     if left_features is not None:
-        new["left_features"] = rows_of(model, left_features, pairs.left_ids, common.quiet)
-    if histories is not None:
-        new["histories"] = read_pairs(histories, options_of_test(settings, histories, data))
-    known = known_pairs((None if new else model.left_.ids, model.right_.ids), pairs)
+        new["left_features"] = described_rows(model, left_features, pairs.left_ids, common.quiet)
+    if right_features is not None:
+        new["right_features"] = right_rows(model, right_features, common.quiet)
+    for name, path in (("histories", histories), ("exclude", exclude)):
+        if path is not None:
+            new[name] = read_pairs(path, options_of_test(settings, path, data))
     found = model.evaluate(pairs, names, exclude_seen=exclude_seen, by=by, **new)
-    counts = {"pairs": len(pairs), "pairs_left_out": len(pairs) - known, "exclude_seen": exclude_seen}
+    counts: dict[str, Any] = {"pairs": len(pairs), "pairs_left_out": found.pairs_left_out}
+    counts |= {"left_out": found.left_out, "exclude_seen": exclude_seen}
     if common.json:
         print_json({"metrics": found, **counts})
         return 0
@@ -81,9 +88,12 @@ def recommend(
     left: Ids = None,
     k: Annotated[int, Parameter(name=["--k", "-k"])] = 10,
     include_seen: Switch = False,
+    exclude: Path | None = None,
     allow: Ids = None,
     deny: Ids = None,
+    candidates: str = "all",
     left_features: Path | None = None,
+    right_features: Path | None = None,
     history: Ids = None,
     common: Common | None = None,
 ) -> int:
@@ -93,10 +103,13 @@ def recommend(
         run: Folder of a run, or a model file.
         left: Id of a left entity; may be repeated. With --left-features, of its rows.
         k: How many.
-        include_seen: Also those that were observed with it in training.
+        include_seen: Also those that it has: of its pairs of training and of validation, or of its history.
+        exclude: Pairs of which none is to be shown, a file like the one the run read.
         allow: Id of a right entity; only those given; may be repeated.
         deny: Id of a right entity never to show; may be repeated.
+        candidates: all that there are, with those of --right-features, or trained: those of the training data.
         left_features: Table of new left entities, for models fitted with --left-features: all its rows, or --left.
+        right_features: Table of right entities, for models fitted with --right-features: new ones are ranked too.
         history: Right id of a new left entity, for models fitted with --history; may be repeated.
         common: Output.
     """
@@ -104,9 +117,13 @@ def recommend(
     if left_features is None and (left is None) == (history is None):
         given = "both" if left else "none"
         check.fail("--left, --left-features, --history", given, "--left alone, or what describes a new entity")
-    model, _ = open_model(run)
-    options: dict[str, Any] = {"exclude_seen": not include_seen}
+    model, settings = open_model(run)
+    options: dict[str, Any] = {"exclude_seen": not include_seen, "candidates": candidates}
     options |= {"deny": _keys(model, "right", deny), "allow": _keys(model, "right", allow)}
+    if exclude is not None:
+        options["exclude"] = read_pairs(exclude, options_of_test(settings, exclude, None))
+    if right_features is not None:
+        options["right_features"] = right_rows(model, right_features, common.quiet)
     if left_features is not None:
         options["left_features"], asked = new_rows(model, left_features, left, common.quiet)
     else:
@@ -126,6 +143,8 @@ def similar(
     right: Ids = None,
     left: Ids = None,
     k: Annotated[int, Parameter(name=["--k", "-k"])] = 10,
+    left_features: Path | None = None,
+    right_features: Path | None = None,
     common: Common | None = None,
 ) -> int:
     """List the entities of the same side whose embeddings point most alike (cosine).
@@ -135,16 +154,24 @@ def similar(
         right: Id of a right entity; may be repeated.
         left: Id of a left entity, instead of --right; may be repeated.
         k: How many.
+        left_features: Table of left entities: new ones are compared too. With it alone, all its rows are asked about.
+        right_features: The same for right entities.
         common: Output.
     """
     common = common or Common()
-    if (left is None) == (right is None):
-        check.fail("--left, --right", "both" if left else "neither", "one of them")
+    tables = {"left": left_features, "right": right_features}
+    sides = [side for side, ids in (("left", left), ("right", right)) if ids is not None or tables[side] is not None]
+    if len(sides) != 1:
+        check.fail("--left, --right", "both" if sides else "neither", "one of them, or its table")
     model, _ = open_model(run)
-    side, asked = ("left", left) if left is not None else ("right", right or [])
+    side, asked, options = sides[0], left if sides[0] == "left" else right, {}
+    path = tables[side]
+    if path is not None:
+        options[f"{side}_features"], names = new_rows(model, path, None, True, side)
+        names = [name for name in names if name != NO_ID]
     keys = _keys(model, side, asked)
-    found, scores = model.similar(keys, side, k)
-    _show(side, keys, "similar", found, scores, common)
+    found, scores = model.similar(keys, side, k, **options)
+    _show(side, names if keys is None else keys, "similar", found, scores, common)
     return 0
 
 

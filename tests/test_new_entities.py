@@ -1,0 +1,233 @@
+"""Entities that were not there in training: ranked among the others, asked about, kept in the model and its file."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+import gramtower as gt
+from gramtower.data.left_out import LeftOutWarning
+from gramtower.data.tables import FeatureTable
+from gramtower.metrics import evaluate_embeddings
+
+USERS, ITEMS = 30, 24
+METRICS = ("recall@3", "map@3", "psp@3", "novelty@3", "coverage@3")
+
+
+def small(**options):
+    return gt.TwoTower(**{"dim": 6, "hidden": (8,), "max_iterations": 10, "device": "cpu", **options})
+
+
+def items(numbers):
+    return {"item": [f"i{j}" for j in numbers], "kind": [str(j % 3) for j in numbers], "size": [j / 9 for j in numbers]}
+
+
+def users(numbers):
+    return {"user": [f"u{i}" for i in numbers], "group": [str(i % 3) for i in numbers]}
+
+
+def item_table(numbers):
+    return FeatureTable(items(numbers), "item", numeric=["size"], categorical=["kind"])
+
+
+def user_table(numbers):
+    return FeatureTable(users(numbers), "user", categorical=["group"])
+
+
+def pairs(left=range(USERS), right=range(ITEMS), keep=lambda i, j: (i + j) % 4):
+    rows = [(f"u{i}", f"i{j}") for i in left for j in right if i % 3 == j % 3 and keep(i, j)]
+    return gt.Interactions.from_arrays(*zip(*rows, strict=True))
+
+
+def fitted(left=None, right=("id",), **options):
+    return small(**options).fit(pairs(), left or user_table(range(USERS)), [*right, item_table(range(ITEMS))])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return fitted()
+
+
+NEW = range(ITEMS, ITEMS + 6)
+
+
+def test_new_items_are_ranked_among_the_old_ones(model):
+    whole = items([*range(ITEMS), *NEW])  # a catalogue, of which the model knows a part
+    ids, scores = model.recommend(["u1", "u2"], k=20, right_features=whole)
+    Q = np.concatenate([model.embed(side="right"), model.embed(right_features=items(NEW))])
+    names = [*model.right_.ids, *(f"i{j}" for j in NEW)]
+    for row, user in enumerate(("u1", "u2")):
+        expected = model.embed([user])[0] @ Q.T
+        seen = set(pairs().right_ids[pairs().matrix[pairs().left_rows(user)[0]].indices])
+        best = sorted((-value, name) for value, name in zip(expected, names, strict=True) if name not in seen)[:20]
+        np.testing.assert_allclose(scores[row], [-value for value, _ in best], rtol=1e-4, atol=1e-5)
+        assert {f"i{j}" for j in NEW if j % 3 == int(user[1:]) % 3} <= set(ids[row, :8])  # those of its own kind
+    only, _ = model.recommend("u1", k=2, right_features=item_table(NEW), allow=["i25", "i26"])
+    assert only[0].tolist() == ["i25", "i26"]
+    trained, _ = model.recommend("u1", k=30, right_features=items(NEW), candidates="trained")
+    assert not {f"i{j}" for j in NEW} & set(trained[0])
+    assert len(model.right_) == ITEMS  # one call changes nothing
+
+
+def test_new_items_of_a_matrix_are_named_by_place():
+    features = np.random.default_rng(0).normal(size=(ITEMS + 2, 3))
+    named = small().fit(pairs(), right_features=features[:ITEMS])
+    ids, scores = named.recommend("u1", k=ITEMS + 2, exclude_seen=False, right_features=features[ITEMS:])
+    assert {("new", 0), ("new", 1)} <= set(ids[0])
+    place = ids[0].tolist().index(("new", 1))
+    expected = named.embed(["u1"])[0] @ named.embed(right_features=features[-1:])[0]
+    assert scores[0, place] == pytest.approx(expected, rel=1e-5)
+    assert named.score(["u1"], [("new", 1)], right_features=features[ITEMS:])[0] == pytest.approx(expected, rel=1e-5)
+    assert named.score(["u1", "u1"], [("new", 1), "i3"], right_features=features[ITEMS:])[1] == named.score("u1", "i3")
+    numbered = small().fit(pairs().matrix, right_features=features[:ITEMS])
+    ids, _ = numbered.recommend([1], k=ITEMS + 2, exclude_seen=False, right_features=features[ITEMS:])
+    assert sorted(ids[0]) == list(range(ITEMS + 2))
+
+
+def test_score_and_similar_know_new_entities_of_both_sides(model):
+    left, right = users([31, 32]), items(NEW)
+    found = model.score(["u31", "u1"], ["i24", "i25"], left_features=left, right_features=right)
+    P = np.stack([model.embed(left_features=left)[0], model.embed("u1")[0]])
+    np.testing.assert_allclose(found, (P * model.embed(right_features=right)[:2]).sum(1), rtol=1e-4, atol=1e-5)
+    ids, scores = model.similar("i24", k=ITEMS, right_features=right)
+    assert "i24" not in ids[0]
+    assert {"i25", "i26"} <= set(ids[0])
+    by_row, same = model.similar(k=ITEMS, right_features=right)
+    assert (by_row[0] == ids[0]).all()
+    np.testing.assert_allclose(same[0], scores[0], rtol=1e-4, atol=1e-6)
+    assert len(by_row) == len(NEW)
+    alike, _ = model.similar(side="left", k=5, left_features=users([31]))
+    assert all(int(name[1:]) % 3 == 1 for name in alike[0])
+
+
+def dense_scores(model, test, right, train, new_left=None):
+    """The same metrics from dense embeddings of the entities of a test, one by one."""
+    known, fresh = set(model.left_.ids), new_left or {}
+    P = np.stack([fresh[i] if i in fresh else model.embed(i)[0] for i in test.left_ids])
+    assert all(i in known or i in fresh for i in test.left_ids)
+    Q = np.concatenate([model.embed(side="right"), model.embed(right_features=right)])
+    names = {name: place for place, name in enumerate([*model.right_.ids, *right["item"]])}
+
+    def placed(given, rows):
+        coo = given.matrix.tocoo()
+        wanted = [(rows[given.left_ids[i]], names[given.right_ids[j]]) for i, j in zip(coo.row, coo.col, strict=True)
+                  if given.left_ids[i] in rows]  # fmt: skip
+        return sp.csr_matrix((np.ones(len(wanted)), tuple(zip(*wanted, strict=True))), shape=(len(rows), len(Q)))
+
+    rows = {name: place for place, name in enumerate(test.left_ids)}
+    every = {name: place for place, name in enumerate(train.left_ids)}
+    seen = sp.csr_matrix((len(rows), len(Q))) if fresh else placed(train, rows)
+    return evaluate_embeddings(P, Q, placed(test, rows), train=seen, metrics=METRICS, popularity=placed(train, every))
+
+
+def test_metrics_of_new_items_and_of_new_users_with_them(model):
+    right = items(NEW)
+    test = pairs(right=[*range(ITEMS), *NEW], keep=lambda i, j: (i + j) % 4 == 0 or j >= ITEMS)
+    found = model.evaluate(test, METRICS, right_features=right)
+    assert found.left_out == {"unknown_left": 0, "unknown_right": 0, "seen": 0}
+    assert dict(found) == pytest.approx(dict(dense_scores(model, test, right, pairs())), rel=1e-5)
+    of_new = sum(name in right["item"] for name in test.right_ids[test.matrix.indices])
+    with pytest.warns(LeftOutWarning):
+        assert model.evaluate(test, METRICS).left_out == {"unknown_left": 0, "unknown_right": of_new, "seen": 0}
+    left = users(range(40, 46))
+    cold = pairs(left=range(40, 46), right=[*range(ITEMS), *NEW])
+    found = model.evaluate(cold, METRICS, left_features=left, right_features=right)
+    new_left = dict(zip(left["user"], model.embed(left_features=left), strict=True))
+    assert dict(found) == pytest.approx(dict(dense_scores(model, cold, right, pairs(), new_left)), rel=1e-5)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_added_entities_stay_in_the_model_and_in_its_file(side, tmp_path):
+    model = fitted(left=["id", user_table(range(USERS))])
+    given = {"left": {"left_features": users([3, 33, 34])}, "right": {"right_features": item_table([1, *NEW])}}[side]
+    before = model.fitted_
+    width = getattr(before, side).inputs.width
+    assert model.add(**given) is model
+    assert len(getattr(before, side)) == {"left": USERS, "right": ITEMS}[side]
+    model.save(tmp_path / "m")
+    for one in (model, gt.load(tmp_path / "m")):
+        this = one.left_ if side == "left" else one.right_
+        assert this.added == {"left": 2, "right": 6}[side]
+        assert this.inputs.width == width  # no column of their own
+        if side == "left":
+            assert one.recommend("u34", k=3)[1] == pytest.approx(one.recommend(left_features=users([34]), k=3)[1])
+            assert one.evaluate(pairs(left=[33, 34]), ("recall@8",))["recall@8"] > 0.9
+        else:
+            listed, scores = one.recommend("u1", k=30)
+            there, _ = one.recommend("u1", k=30, candidates="trained")
+            again, same = fitted(left=["id", user_table(range(USERS))]).recommend("u1", k=30, **given)
+            assert set(listed[0]) - set(there[0]) == {f"i{j}" for j in NEW}
+            assert (listed == again).all()
+            np.testing.assert_allclose(scores, same, rtol=1e-5)
+            assert "i25" in one.similar("i1", k=12)[0]
+        assert repr(one).count("entities") == 2
+    loaded = gt.load(tmp_path / "m").add(**given)  # known by now
+    assert (loaded.left_.added, loaded.right_.added) == (model.left_.added, model.right_.added)
+    warm = loaded.set_params(max_iterations=1).fit(pairs(), *_again(), warm_start=True)
+    assert np.isfinite(warm.history_[-1].value)
+    assert (warm.left_.added, warm.right_.added) == (0, 0)
+
+
+def _again():
+    return ["id", user_table(range(USERS))], ["id", item_table(range(ITEMS))]
+
+
+def test_histories_of_added_users_count_as_seen(tmp_path):
+    model = small().fit(pairs(), ["history", user_table(range(USERS))], [item_table(range(ITEMS))])
+    model.add(users([31]), items(NEW), histories=[["i1", "i4", "i25"]])
+    model.save(tmp_path / "m")
+    for one in (model, gt.load(tmp_path / "m")):
+        assert one.seen_[USERS].nnz == 3
+        assert one.trained_[USERS].nnz == 0
+        ids, scores = one.recommend("u31", k=30)
+        assert not {"i1", "i4", "i25"} & set(ids[0][np.isfinite(scores[0])])
+        known = one.recommend(left_features=users([31]), histories=[["i1", "i4", "i25"]], k=30)
+        assert (known[0] == ids).all()
+        test = gt.Interactions.from_arrays(["u31", "u31"], ["i4", "i7"])
+        assert one.evaluate(test, ("auc",)).left_out["seen"] == 1
+    only = small().fit(pairs(), "history")
+    only.add(histories=[["i1", "i4"], ["i0"]], left_ids=["a", "b"])
+    assert all(int(name[1:]) % 3 == 1 for name in only.similar("a", "left", k=3)[0][0])
+
+
+def test_ids_of_new_entities_are_of_the_type_of_the_others():
+    matrix = sp.csr_matrix(np.add.outer(np.arange(9), np.arange(6)) % 2, dtype=np.float32)
+    numbers = gt.Interactions.from_arrays(*(x.astype(int) for x in matrix.nonzero()))
+    kinds = {"id": [0, 1, 2, 3, 4, 5], "kind": list("ababab")}
+    for given in (numbers, matrix):
+        model = small().fit(given, right_features=FeatureTable(kinds, "id", categorical=["kind"]))
+        for id in (7, "7"):
+            ids, _ = model.recommend([1], k=7, exclude_seen=False, right_features={"id": [id], "kind": ["a"]})
+            assert sorted(ids[0].tolist()) == [0, 1, 2, 3, 4, 5, 7]
+        with pytest.raises(ValueError, match="right_features: got the id 'x', expected whole numbers"):
+            model.recommend([1], right_features={"id": ["x"], "kind": ["a"]})
+    text = fitted().add(right_features={"item": [7], "kind": ["0"], "size": [1.0]})
+    assert text.right_.ids[-1] == "7"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m.add(), "left_features, right_features: got None"),
+        (
+            lambda m: m.add(right_features={"kind": ["0"], "size": [1.0]}),
+            "right_features: got rows without ids, expected",
+        ),
+        (lambda m: m.add(right_features=items([40]), right_ids=["x"]), "right_ids: got ids, expected none"),
+        (lambda m: m.recommend("u1", right_features=items([40, 40])), "right_features: got id 'i40' in several rows"),
+        (lambda m: m.recommend("u1", right_features=np.ones((1, 2))), "right_features: got ndarray"),
+        (lambda m: m.recommend("u1", candidates="some"), "candidates: got 'some'"),
+        (lambda m: m.recommend("u1", allow=["i40"]), "right ids: got unknown ids 'i40'.*or right_features for new"),
+        (lambda m: m.similar("i1", left_features=users([1])), "left_features: got features, expected None"),
+        (lambda m: m.similar(), "ids: got None, expected ids, or right_features"),
+        (
+            lambda m: small(max_iterations=1).fit(pairs()).add(right_features=items([40])),
+            "this one knows right ids only",
+        ),
+        (lambda m: small(max_iterations=1).fit(pairs()).recommend("u1", right_features=items([1])), "right ids only"),
+    ],
+)
+def test_what_cannot_be_added_is_refused_by_name(model, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(model)
