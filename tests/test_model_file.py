@@ -143,6 +143,19 @@ BAD = {
     "parameters that are not finite": (tensor("parameters|left.0.weight", put((0, 0), math.inf)), "parameters"),
     "parameters of another shape": (tensor("parameters|left.0.weight", lambda t: t[:-1].clone()), "parameters"),
     "weights of another length": (tensor("left_weights", lambda t: t[:-1].clone()), "left_weights"),
+    "added entities beyond all": (of("added", [9, 0]), "added"),
+    "a negative number of added entities": (of("added", [0, -1]), "added"),
+    "added entities that are known by id alone": (of("added", [0, 1]), "inputs"),
+    "added entities of one side": (of("added", [0]), "added"),
+    "numbers of no rows": (of("numbered", [None, -2]), "numbered"),
+    "numbers as text": (of("numbered", ["9", None]), "numbered"),
+    "no pairs of validation": (without("further_counts"), "further_counts"),
+    "a validation pair out of range": (
+        lambda header, tensors: tensors.update(
+            further_counts=put(0, 1)(tensors["further_counts"]), further_columns=torch.tensor([7], dtype=torch.int32)
+        ),
+        "further",
+    ),
     "a negative count": (tensor("seen_counts", put(0, -1)), "counts"),
     "counts beyond the columns": (tensor("seen_counts", put(0, 2**62)), "seen"),
     "a column out of range": (tensor("seen_columns", put(0, 7)), "columns"),

@@ -191,6 +191,23 @@ def test_histories_of_added_users_count_as_seen(tmp_path):
     assert all(int(name[1:]) % 3 == 1 for name in only.similar("a", "left", k=3)[0][0])
 
 
+def test_several_parts_are_joined_by_id_and_matrices_by_place():
+    rng = np.random.default_rng(0)
+    dense = rng.normal(size=(ITEMS + 6, 3))
+    tags = {"item": items(range(ITEMS + 6))["item"], "tag": [str(j % 2) for j in range(ITEMS + 6)]}
+    parts = [item_table(range(ITEMS)), dense[:ITEMS], FeatureTable(tags, "item", categorical=["tag"])]
+    model = small().fit(pairs(), right_features=parts)
+    new = [items(NEW), dense[ITEMS:], {name: cells[::-1] for name, cells in tags.items()}]  # in another order
+    straight = [items(NEW), dense[ITEMS:], {name: cells[ITEMS:] for name, cells in tags.items()}]
+    expected = model.embed(["u1"]) @ model.embed(right_features=straight).T
+    found = model.score(["u1"] * len(NEW), items(NEW)["item"], right_features=new)
+    np.testing.assert_allclose(found, expected[0], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="right_features: got 5 and 6 rows, expected as many rows in each"):
+        model.recommend("u1", right_features=[items(NEW), dense[ITEMS:-1], tags])
+    missing = [items(NEW), dense[ITEMS:], None]
+    assert len(model.add(right_features=missing).right_) == ITEMS + len(NEW)
+
+
 def test_ids_of_new_entities_are_of_the_type_of_the_others():
     matrix = sp.csr_matrix(np.add.outer(np.arange(9), np.arange(6)) % 2, dtype=np.float32)
     numbers = gt.Interactions.from_arrays(*(x.astype(int) for x in matrix.nonzero()))

@@ -86,6 +86,7 @@ class Surface:
         self.model = gt.TwoTower(**self.settings).fit(self.pairs)
         features = np.ones((M, 3), np.float32)
         self.described = gt.TwoTower(**self.settings).fit(x, left_features=["history", features])
+        self.catalogued = gt.TwoTower(**self.settings).fit(x, right_features=np.ones((N, 3), np.float32))
         self.implicit = Implicit(2, iterations=1, use_gpu=False, history=True)
         self.implicit.fit(x, show_progress=False)
         self.problem = gt.Problem(x)
@@ -113,9 +114,18 @@ class Surface:
             "fit of settings": (self.fitted, dict(pairs=x) | params),
             "recommend": (
                 self.model.recommend,
-                dict(left=left, k=3, exclude_seen=True, allow=None, deny=None, left_features=None, histories=None),
+                dict(left=left, k=3, exclude_seen=True, allow=None, deny=None, left_features=None, histories=None)
+                | dict(exclude=self.pairs, candidates="all"),
             ),
             "recommend to new": (self.described.recommend, dict(left=None, k=3, left_features=features, histories=x)),
+            "new right": (self.catalogued.recommend, dict(left=[1], k=3, exclude=x, right_features=features)),
+            "similar to new": (self.catalogued.similar, dict(ids=None, side="right", k=3, right_features=features)),
+            "score new": (self.catalogued.score, dict(left=[1], right=[N], right_features=features)),
+            "add": (self.added, dict(right_features=features, right_ids=None, left_features=None, histories=None)),
+            "evaluate with new": (
+                self.catalogued.evaluate,
+                dict(test=x, right_features=features, exclude=None, exclude_seen=False),
+            ),
             "similar": (self.model.similar, dict(ids=right, side="right", k=3)),
             "score": (self.model.score, dict(left=left, right=right)),
             "embed": (self.described.embed, dict(ids=None, side="left", left_features=features, histories=x)),
@@ -214,6 +224,9 @@ class Surface:
         model = gt.TwoTower(**(self.settings | params))
         repr(model)
         return model.fit(pairs, left_features, right_features, validation).recommend([0], 2)
+
+    def added(self, **given):
+        return copy.copy(self.catalogued).add(**given).recommend([0], 2)
 
     def saved(self, path):
         self.model.save(self.folder / path if isinstance(path, (str, Path)) else path)

@@ -25,6 +25,7 @@ from gramtower import _tensors
 from gramtower._tensors import TensorFile
 from gramtower.data.partition import read_part, write_partition
 from gramtower.data.tables import FeatureTable
+from gramtower.estimator.model_file import KIND
 
 pytestmark = pytest.mark.usefixtures("without_waiting_for_the_disk")
 USERS, ITEMS = [f"u{i}" for i in range(12)], [f"i{j}" for j in range(9)]
@@ -53,6 +54,9 @@ def models():
         gt.TwoTower(hidden=(), left_weights=weights, **small).fit(interactions()),
         gt.TwoTower(hidden=(4, 3), **small).fit(interactions(), left_features=["id", "history", table]),
         gt.TwoTower(hidden=(4,), **small).fit(interactions().matrix, right_features=np.eye(9, 5)),
+        gt.TwoTower(hidden=(4,), **small)
+        .fit(gt.Interactions.from_matrix(interactions().matrix[:, :7], USERS, ITEMS[:7]), "history", np.eye(7, 5))
+        .add(right_features=np.eye(2, 5), right_ids=ITEMS[7:]),
     ]
 
 
@@ -177,7 +181,7 @@ def test_mutated_models(tmp_path):
         files.append((path.read_bytes(), answers(gt.load(path))))
     for rng in fuzz:
         whole, expected = rng.choice(files)
-        sealed = spoilt(path, ("gramtower-model", 4), rng, whole)
+        sealed = spoilt(path, KIND, rng, whole)
         model = refused_by_name(fuzz, path, lambda: gt.load(path))
         if model is not None:
             found = fuzz.attempt("answers", lambda model=model: answers(model), accepted=())

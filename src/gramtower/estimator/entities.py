@@ -143,7 +143,7 @@ class Entities:
         """Pairs of the left entities that this process knows."""
         rows = self.shards.left
         if self.left.ids is not None or rows.count == rows.total:
-            return align(name, pairs, self.ids, self.shape, self.numbered)
+            return align(name, pairs, self.ids, self.shape, self.numbered, (self.left.trained, self.right.trained))
         found = align(name, pairs, self.ids, (rows.total, self.shards.right.total), self.numbered)
         return replace(found, pairs=found.pairs[rows.first : rows.stop])
 
@@ -158,7 +158,7 @@ class Entities:
         """Pairs to leave out for new left entities: by their ids, or row by row."""
         pairs = given_pairs("exclude", exclude)
         if not isinstance(pairs, Interactions):
-            return canonical("exclude", pairs, (count, len(self.right)))
+            return resized(canonical("exclude", pairs, (count, self.right.trained)), (count, len(self.right)))
         what = None if features is None else described(self.left, features)
         if what is None or what.ids is None:
             expected = "a scipy.sparse matrix with a row for each new entity, or a table of them with a column of ids"

@@ -23,7 +23,7 @@ from gramtower.data import frames
 from gramtower.data.interactions import Interactions
 from gramtower.data.left_out import warn_of_pairs
 from gramtower.data.lookup import index_of, join
-from gramtower.data.matrices import checked
+from gramtower.data.matrices import checked, resized
 from gramtower.data.partition import Shard
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.agreement import Digest, agree
@@ -194,7 +194,14 @@ class Aligned:
     example: tuple[Any, int] | None
 
 
-def align(name: str, given: Any, ids: Ids, shape: tuple[int, int], numbered: Numbered | None = None) -> Aligned:
+def align(
+    name: str,
+    given: Any,
+    ids: Ids,
+    shape: tuple[int, int],
+    numbered: Numbered | None = None,
+    trained: tuple[int, int] | None = None,
+) -> Aligned:
     """Pairs joined by id, or refused; a matrix without ids by place, if it has all the rows and columns there are.
 
     Args:
@@ -203,16 +210,17 @@ def align(name: str, given: Any, ids: Ids, shape: tuple[int, int], numbered: Num
         ids: of the model; None for row numbers.
         shape: of the model.
         numbered: which of the model's ids are row numbers of a matrix, and of how many; None to ask nothing about it.
+        trained: the shape without entities that were added, which a matrix without ids has; None if there are none.
     """
     matrix, its = matrix_and_ids(given, name)
     if its[0] is None or its[1] is None:
-        sizes = numbered or (None, None)
-        if any(own is not None and size != n for own, size, n in zip(ids, sizes, shape, strict=True)):
+        sizes, place = numbered or (None, None), trained or shape
+        if any(own is not None and size != n for own, size, n in zip(ids, sizes, place, strict=True)):
             expected = "gramtower.Interactions, as in training: Interactions.from_matrix(matrix, left_ids, right_ids)"
             check.fail(name, "a matrix without ids", expected)
-        if matrix.shape != shape:
-            check.fail(name, f"shape {matrix.shape}", f"shape {shape}, as in training; other entities need features")
-        return Aligned(matrix, matrix.nnz, 0, None)
+        if matrix.shape != place:
+            check.fail(name, f"shape {matrix.shape}", f"shape {place}, as in training; other entities need features")
+        return Aligned(resized(matrix, shape), matrix.nnz, 0, None)
     for name_of_side, size, own in zip(("left", "right"), given.numbered, numbered or given.numbered, strict=True):
         if size is not None and size != own:
             there = "ids of its own" if own is None else f"the numbers of {own:,}"

@@ -345,6 +345,8 @@ def _training_part(
         shape = f" of shape {tuple(one.shape)}" if hasattr(one, "shape") else ""
         expected = f'scipy.sparse, numpy or torch with {rows} rows, a FeatureTable, "id", "history", or a list of these'
         check.fail(f"{side}_features", type(one).__name__ + shape, expected)
+    if not one.shape[1]:
+        check.fail(f"{side}_features", f"a matrix of shape {tuple(one.shape)}", "at least one column")
     one = checked(f"{side}_features", one) if sp.issparse(one) else one
     check.finite(f"{side}_features", one.data if sp.issparse(one) else check.as_float_array(f"{side}_features", one))
     return Part("sparse" if sp.issparse(one) else "dense", int(one.shape[1])), one
@@ -363,11 +365,16 @@ def _new_part(side: str, part: Part, rows: Any) -> Any:
     if part.table is not None:
         encoded = part.table.encode_frame(rows.source if isinstance(rows, FeatureTable) else rows)
         return encoded if part.scaling is None else part.scaling(name, encoded)
+    rows = new_matrix(name, part, rows)
+    return rows if part.scaling is None else part.scaling(name, rows)
+
+
+def new_matrix(name: str, part: Part, rows: Any) -> Any:
+    """Rows of a matrix for new entities: checked, sparse or numpy."""
     if not _is_matrix(rows) or len(rows.shape) != 2 or rows.shape[1] != part.width:
         shape = f" of shape {tuple(rows.shape)}" if hasattr(rows, "shape") else ""
-        check.fail(f"{side}_features", type(rows).__name__ + shape, f"{part.width} columns, as in training")
-    rows = checked(name, rows) if sp.issparse(rows) else rows
-    return rows if part.scaling is None else part.scaling(name, rows)
+        check.fail(name, type(rows).__name__ + shape, f"{part.width} columns, as in training")
+    return checked(name, rows) if sp.issparse(rows) else check.as_float_array(name, rows)
 
 
 def _missing(side: str, part: Part, rows: int) -> sp.csr_matrix:

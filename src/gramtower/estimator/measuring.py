@@ -64,7 +64,7 @@ def of_described(known: Entities, test: Any, ranking: Ranking, features: Any, hi
     if not known.shards.single and (ranking.by or {m.kind for m in parse(ranking.metrics)} & {"psp", "novelty"}):
         check.fail("metrics", "popularity, in several processes", "a loaded model, in one process")
     matrix, (given, _) = matrix_and_ids(test, "test")
-    shape = (matrix.shape[0], len(known.right))
+    shape, trained = (matrix.shape[0], len(known.right)), (matrix.shape[0], known.right.trained)
     ids = (given, known.right.ids)
     numbered = (test.numbered[0] if isinstance(test, Interactions) else None, known.right.numbered)
     names = np.arange(shape[0]) if given is None else given
@@ -86,7 +86,7 @@ def of_described(known: Entities, test: Any, ranking: Ranking, features: Any, hi
         taken = None if what is None else what.take("left_features", rows[new])
         of_new = None if history is None else sp.csr_matrix(history[new])
         P[torch.from_numpy(new)] = embedded(known.left, known.known_towers("embed new entities"), taken, of_new).to(P)
-    found = align("test", test, ids, shape, numbered)
+    found = align("test", test, ids, shape, numbered, trained)
     found = replace(found, pairs=_masked(found.pairs, new | (old >= 0)))
     refuse_strangers("test", found, known.ids)
     if found.total and not found.pairs.nnz:
@@ -96,7 +96,7 @@ def of_described(known: Entities, test: Any, ranking: Ranking, features: Any, hi
     seen = seen if history is None else union(seen, _masked(history, new))
     beside = [without(sp.csr_matrix(picked @ known.further), found.pairs)] if ranking.exclude_seen else []
     if ranking.exclude is not None:
-        beside.append(align("exclude", given_pairs("exclude", ranking.exclude), ids, shape, numbered).pairs)
+        beside.append(align("exclude", given_pairs("exclude", ranking.exclude), ids, shape, numbered, trained).pairs)
     scores = evaluate_embeddings(
         P, known.right.embeddings, found.pairs, train=seen, metrics=ranking.metrics,
         exclude_train=ranking.exclude_seen, exclude=union(*beside) if beside else None, by=ranking.by,

@@ -28,6 +28,7 @@ from gramtower.data.ids import as_ids, as_objects, id_array
 from gramtower.data.lookup import as_known, index_of, join
 from gramtower.data.tables import FeatureTable
 from gramtower.engine.towers.towers import Towers
+from gramtower.estimator.inputs import new_matrix
 from gramtower.estimator.side import Side
 
 
@@ -71,25 +72,26 @@ def described(side: Side, features: Any) -> Described:
     parts: list[Any] = []
     found: list[tuple[NDArray[Any], NDArray[np.bool_] | None] | None] = []
     for part, rows in zip(side.inputs.given, listed, strict=True):
-        if part.table is None:
-            parts.append(rows)
-            found.append(None)
-            continue
-        column = rows.id if isinstance(rows, FeatureTable) else part.table.id
-        frame = _frame(name, rows.source if isinstance(rows, FeatureTable) else rows)
-        parts.append(frame)
-        found.append(id_array(name, frame[column]) if column in frame.columns else None)
-    counts = [_length(name, part) for part in parts]
+        column = rows.id if isinstance(rows, FeatureTable) else None if part.table is None else part.table.id
+        if rows is not None and part.table is None:
+            rows = new_matrix(name, part, rows)
+        elif rows is not None:
+            rows = _frame(name, rows.source if isinstance(rows, FeatureTable) else rows)
+        parts.append(rows)
+        has_ids = rows is not None and part.table is not None and column in rows.columns
+        found.append(id_array(name, rows[column]) if has_ids else None)
+    if all(part is None for part in parts):
+        check.fail(name, "None", "rows of a table or of a matrix")
     first = next((place for place, ids in enumerate(found) if ids is not None), None)
-    if first is None:
-        return Described(parts, None, None, counts[0])
-    ids, missing = found[first] or (None, None)
-    whole = Described(parts, ids, missing, counts[first])
+    ids, missing = (None, None) if first is None else found[first] or (None, None)
     for place, other in enumerate(found):
         if other is not None and place != first and ids is not None:
-            there = Described([parts[place]], *other, counts[place])
+            there = Described([parts[place]], *other, len(parts[place]))
             parts[place] = there.take(name, join(ids, there.places(name)))
-    return whole
+    counts = sorted({int(part.shape[0]) for part in parts if part is not None})
+    if len(counts) > 1:
+        check.fail(name, f"{' and '.join(map(str, counts))} rows", "as many rows in each")
+    return Described(parts, ids, missing, counts[0])
 
 
 def embedded(side: Side, towers: Towers, features: Any, history: sp.csr_matrix | None) -> Tensor:
@@ -171,19 +173,13 @@ def _frame(name: str, rows: Any) -> Any:
     return frames.as_frame(name, rows)
 
 
-def _length(name: str, rows: Any) -> int:
-    if not hasattr(rows, "shape") or not len(rows.shape):
-        check.fail(name, type(rows).__name__, "a table, or rows of a matrix")
-    return int(rows.shape[0])
-
-
 def _taken(name: str, part: Any, rows: NDArray[np.int64]) -> Any:
+    if part is None:
+        return None
     absent = bool((rows < 0).any())
     if type(part).__module__.startswith("polars"):
         pl = frames.polars()
         return part.select(pl.all().gather(pl.Series(rows, dtype=pl.Int64).replace(-1, None))) if absent else part[rows]
     if absent:
         check.fail(name, "no row for some entity", "a row of the matrix for each one")
-    if sp.issparse(part):
-        return sp.csr_matrix(part)[rows]
-    return part[torch.from_numpy(rows)] if isinstance(part, Tensor) else np.asarray(part)[rows]
+    return sp.csr_matrix(part)[rows] if sp.issparse(part) else part[rows]
