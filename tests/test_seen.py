@@ -190,6 +190,24 @@ def test_features_are_joined_by_id_whatever_their_order(parts):
         model.evaluate(test, left_features=twice)
 
 
+def test_what_known_entities_have_is_left_out_when_they_are_described(parts):
+    train, validation, test, _ = parts
+    users = {"user": [f"u{i}" for i in range(60)], "group": [str(i % 3) for i in range(60)]}
+    model = small().fit(train, left_features=FeatureTable(users, categorical=["group"]), validation=validation)
+    known = ones(train.matrix, validation.matrix)
+    ids, scores = model.recommend(left_features={"user": ["u7", "stranger", None], "group": ["1", "1", "1"]}, k=45)
+    seen = set(train.right_ids[known[train.left_rows("u7")[0]].indices])
+    assert not seen & set(ids[0][np.isfinite(scores[0])])
+    assert seen <= set(ids[1])
+    assert (ids[2] == ids[1]).all()
+    rows = {name: [users[name][int(key[1:])] for key in test.left_ids] for name in users}
+    expected = evaluate_embeddings(
+        model.embed(left_features=rows), model.embed(side="right"), test.matrix, train=known, metrics=METRICS,
+        popularity=train.matrix,
+    )  # fmt: skip
+    assert dict(model.evaluate(test, METRICS, left_features=users)) == pytest.approx(dict(expected))
+
+
 def test_only_some_left_entities_may_be_described(parts):
     train, validation, test, _ = parts
     users = {"user": [f"u{i}" for i in range(60)], "group": [str(i % 3) for i in range(60)]}

@@ -110,7 +110,7 @@ def new_rows(
     this = model.left_ if side == "left" else model.right_
     known = 0 if this.ids is None else int((join(as_objects(ids), index_of(this.ids)) >= 0).sum())
     if known and not quiet:
-        note(f"{known:,} of {len(ids):,} ids were in the training data; here only their features count")
+        note(f"{known:,} of {len(ids):,} ids were in the training data; here their features alone describe them")
     return frame, ids
 
 

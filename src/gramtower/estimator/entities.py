@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from gramtower import _checks as check
 from gramtower.data.interactions import Interactions
-from gramtower.data.lookup import index_of, join
+from gramtower.data.lookup import index_of
 from gramtower.data.matrices import canonical, resized, union
 from gramtower.distributed.shards import Shards
 from gramtower.engine.towers.towers import Towers
@@ -165,7 +165,19 @@ class Entities:
             check.fail("exclude", "pairs with ids, of entities without", expected)
         its = pairs.left_ids, self.right.ids
         found = align("exclude", pairs, its, (len(its[0]), len(self.right)), (pairs.numbered[0], self.right.numbered))
-        return sp.csr_matrix(selection(join(what.ids, index_of(its[0])), len(its[0])) @ found.pairs)
+        return sp.csr_matrix(selection(what.rows_in(index_of(its[0])), len(its[0])) @ found.pairs)
+
+    def left_index(self) -> dict[Any, int]:
+        """The row of each left id."""
+        return index_of(np.arange(len(self.left)) if self.left.ids is None else self.left.ids)
+
+    def seen_by_described(self, features: Any, history: sp.csr_matrix | None) -> sp.csr_matrix | None:
+        """What left entities that a call describes have seen: their history, and the pairs of those that are known."""
+        what = None if features is None else described(self.left, features)
+        if what is None or what.ids is None:
+            return history
+        own = sp.csr_matrix(selection(what.rows_in(self.left_index()), len(self.left)) @ self.seen)
+        return own if history is None else union(own, history)
 
     def side(self, side: str) -> Side:
         """One side by its name."""

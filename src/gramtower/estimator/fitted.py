@@ -95,7 +95,8 @@ class FittedModel(Entities):
             candidates: "all" that the model knows, also those added later and those of ``right_features``; "trained"
                 for those of the training data alone.
             left_features: features of new entities: rows of a matrix, or for a model fitted with a FeatureTable a frame
-                or file with the same columns. One list is made for each row, whatever its id.
+                or file with the same columns. One list is made for each row; a row with a known id is embedded by its
+                features, and what it has seen is left out.
             right_features: the same for right entities to be ranked among the others. Of a table with the column of
                 ids, rows with known ids are left as the model knows them; rows of a matrix are called ("new", 0),
                 ("new", 1), …, or go on with the numbers of a model without ids.
@@ -117,6 +118,7 @@ class FittedModel(Entities):
         if new:
             seen = None if histories is None else history_matrix(here.right, histories)
             P = embedded(self.left, self.known_towers("embed new entities"), left_features, seen)
+            seen = here.seen_by_described(left_features, seen)
         else:
             rows = self.left.rows(check.ids("left", left))
             P, seen = self.left.embeddings[torch.from_numpy(rows)], here.seen[rows]
@@ -243,7 +245,8 @@ class FittedModel(Entities):
             exclude: further pairs to leave out, as for :meth:`recommend`; they do not count where they are tested.
             by: "popularity" or "activity" for a break-down.
             left_features: describes left entities of ``test`` as for :meth:`recommend`. Those in it, or in
-                ``histories``, are taken as described, whether the model knows them or not; the others as it knows them.
+                ``histories``, are embedded as described, whether the model knows them or not; the others as it knows
+                them. What known ones have seen is left out either way.
             right_features: new right entities, ranked among the others, as for :meth:`recommend`.
             histories: of left entities, as for :meth:`recommend`, or Interactions such as those of
                 :func:`gramtower.data.splits.held_out_users`; they count as seen.

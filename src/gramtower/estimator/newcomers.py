@@ -59,6 +59,13 @@ class Described:
             check.fail(name, f"id {twice!r} in several rows", "each id in one row")
         return found
 
+    def rows_in(self, index: dict[Any, int]) -> NDArray[np.int64]:
+        """The row of each id in an index, −1 where it has none; all −1 without ids."""
+        if self.ids is None:
+            return np.full(self.count, -1, dtype=np.int64)
+        found = join(self.ids, index)
+        return found if self.missing is None else np.where(self.missing, -1, found)
+
     def take(self, name: str, rows: NDArray[np.int64]) -> Any:
         """Some rows, as Inputs.new takes them; −1 for an entity that nothing describes: its every column is missing."""
         made = [_taken(name, part, rows) for part in self.parts]
@@ -87,7 +94,7 @@ def described(side: Side, features: Any) -> Described:
     for place, other in enumerate(found):
         if other is not None and place != first and ids is not None:
             there = Described([parts[place]], *other, len(parts[place]))
-            parts[place] = there.take(name, join(ids, there.places(name)))
+            parts[place] = there.take(name, Described([], ids, missing, len(ids)).rows_in(there.places(name)))
     counts = sorted({int(part.shape[0]) for part in parts if part is not None})
     if len(counts) > 1:
         check.fail(name, f"{' and '.join(map(str, counts))} rows", "as many rows in each")
