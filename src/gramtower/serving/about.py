@@ -99,7 +99,7 @@ def summary(snapshot: Snapshot) -> dict[str, Any]:
         "name": snapshot.name,
         "left": len(snapshot.left),
         "right": len(snapshot.right),
-        "pairs": int(snapshot.seen.nnz),
+        "pairs": int(snapshot.model.trained_.nnz),
         "dim": int(snapshot.left.embeddings.shape[1]),
         "histories": snapshot.takes_histories,
         "index": None

@@ -103,7 +103,7 @@ class Snapshot:
         self.written = source.path.stat().st_mtime
         self.seen: sp.csr_matrix = self.model.seen_
         P, Q = self.model.left_.embeddings, self.model.right_.embeddings
-        degrees = np.bincount(self.seen.indices, minlength=len(Q)).astype(np.int64)
+        degrees = np.bincount(self.model.trained_.indices, minlength=len(Q)).astype(np.int64)
         self.left = Entities(
             "left", self.model.left_.ids, P, np.diff(self.seen.indptr).astype(np.int64),
             self._table("left", self.model.left_.ids, len(P)),
