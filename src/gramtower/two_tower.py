@@ -7,7 +7,7 @@ answers all questions. Checked by tests/test_estimator.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
@@ -19,6 +19,7 @@ from gramtower.estimator.fit import fit
 from gramtower.estimator.fitted import FittedModel
 from gramtower.estimator.model_file import read_model, write_model
 from gramtower.estimator.settings import ModelSettings
+from gramtower.training.loop import Callback
 from gramtower.tuning.report import Search
 from gramtower.tuning.search import tune
 from gramtower.tuning.trial import chosen_features
@@ -105,8 +106,11 @@ class TwoTower(ModelSettings):
         warm_start: bool = False,
         checkpoint: str | Path | None = None,
         history: str | Path | None = None,
+        *,
+        refit: bool = False,
+        callbacks: Iterable[Callback] = (),
     ) -> TwoTower:
-        """Learn from observed pairs.
+        """Learn from observed pairs. If it fails, the model stays what it was.
 
         Args:
             pairs: :class:`~gramtower.Interactions`, or a scipy.sparse matrix whose rows and columns are then the ids.
@@ -116,13 +120,25 @@ class TwoTower(ModelSettings):
                 numpy or torch), a :class:`~gramtower.data.tables.FeatureTable` joined by id, "history" for the entity's
                 own observed right entities, or a list of these side by side, such as ``["id", "history", table]``.
             right_features: the same for the right tower, without "history".
-            validation: held-out pairs (same ids) to stop early on.
+            validation: what to stop early on by ``metric`` and ``patience``: held-out pairs (same ids), or a share of
+                each left entity's pairs, such as 0.1, drawn with the model's seed and not learned from; every left
+                entity keeps a pair to learn from.
             warm_start: start from this model's towers; entities it knows keep their weights, new ones are added.
             checkpoint: path of a checkpoint that an interrupted fit continues from.
             history: path of a JSONL file with one record an iteration.
+            refit: with validation, fit a second time, from the same start, on all pairs, those of the validation
+                included, for as many iterations as were best; not after Ctrl-C. ``time_limit`` holds for each of the
+                two. ``history_`` is that of the second, ``best_metric_`` that of the first, whose records go to
+                ``history`` with ``-validation`` in its name; the second has its checkpoint at ``checkpoint`` with
+                ``.refit``.
+            callbacks: called with each record and point; one that returns True stops the run. See
+                gramtower/training/callbacks.py for those that come with the library.
         """
         previous = self._known() if warm_start else None
-        self.fitted_ = fit(self, pairs, left_features, right_features, validation, previous, checkpoint, history)
+        self.fitted_ = fit(
+            self, pairs, left_features, right_features, validation, previous, checkpoint, history,
+            refit=refit, callbacks=callbacks,
+        )  # fmt: skip
         return self
 
     def tune(

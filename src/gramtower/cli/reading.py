@@ -63,20 +63,26 @@ def guess_format(path: Path) -> str:
 
 
 def split_validation(pairs: Interactions, options: DataOptions, seed: int) -> tuple[Interactions, Interactions | None]:
-    """Training and validation pairs: a random share of the pairs, or a file of its own, or none."""
+    """Training and validation pairs of a comparison: a random share of all pairs, or a file of its own, or none."""
+    share = validation_of(options)
+    if not isinstance(share, float):
+        return pairs, share
+    split = splits.random_pairs(pairs, share, seed=seed)
+    return split.train, split.test
+
+
+def validation_of(options: DataOptions) -> float | Interactions | None:
+    """What ``--validation`` says: a share, the pairs of a file, or nothing."""
     text = options.validation
     if text is None:
-        return pairs, None
+        return None
     try:
         share = float(text)
     except ValueError:
-        return pairs, read_pairs(Path(text), options)
+        return read_pairs(Path(text), options)
     if not 0 < share < 1:
         check.fail("validation", text, "a share between 0 and 1 (both excluded), or a file")
-    split = splits.random_pairs(pairs, share, seed=seed)
-    if not len(split.test) or not len(split.train):
-        check.fail("validation", text, f"a share that leaves pairs on both sides of the {len(pairs):,} there are")
-    return split.train, split.test
+    return share
 
 
 def _read_table(path: Path, kind: str, options: DataOptions) -> Interactions:

@@ -6,13 +6,15 @@ steps with another end. Checked by tests/test_estimator.py and, over several pro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import scipy.sparse as sp
 
 from gramtower import _checks as check
+from gramtower.data.partition import Shard
 from gramtower.distributed.group import current_group
 from gramtower.distributed.shards import Rows, Shards
 from gramtower.engine.objective.point import Point
@@ -20,14 +22,14 @@ from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.mlp import mlp_towers
 from gramtower.engine.towers.towers import Towers
 from gramtower.estimator import defaults
-from gramtower.estimator.fit_data import FitData, prepare_data
+from gramtower.estimator.fit_data import FitData, hold_out, prepare_data, rejoined
 from gramtower.estimator.fitted import FittedModel, pattern_of
 from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.side import Side
 from gramtower.estimator.warm_start import carry_over
 from gramtower.metrics import evaluate_embeddings
 from gramtower.training.fingerprint import sparse_digest
-from gramtower.training.loop import minimize
+from gramtower.training.loop import Callback, minimize
 from gramtower.training.result import Reason, Result
 
 
@@ -40,16 +42,71 @@ def fit(
     previous: FittedModel | None = None,
     checkpoint: str | Path | None = None,
     history: str | Path | None = None,
+    *,
+    refit: bool = False,
+    callbacks: Iterable[Callback] = (),
 ) -> FittedModel:
     """Learn from observed pairs, starting from a previous model if there is one; see TwoTower.fit."""
+    features, watchers = (left_features, right_features), check.functions("callbacks", callbacks)
+    train, held_out = pairs, validation
+    if isinstance(validation, (int, float)):
+        train, held_out = hold_out(pairs, validation, check.seed(settings.seed))
+    if not check.flag("refit", refit):
+        return _fit(settings, train, features, held_out, previous, checkpoint, history, watchers)
+    if isinstance(pairs, Shard):
+        check.fail("refit", True, "False: a partition has its held-out pairs in files of their own")
+    if validation is None:
+        check.fail("refit", True, "validation as well: a share such as 0.1, or pairs, to find the number of iterations")
+    everything = rejoined(pairs, validation) if train is pairs else pairs
+    first_history = None if history is None else validated_history(check.path("history", history))
+    found = _fit(settings, train, features, held_out, previous, checkpoint, first_history, watchers)
+    if found.reason is Reason.INTERRUPTED:
+        return found
+    count = best_iteration(found)
+    again = None if checkpoint is None else refit_checkpoint(check.path("checkpoint", checkpoint))
+    final = _fit(
+        settings.with_changes(max_iterations=count), everything, features, None, previous, again, history, watchers
+    )
+    reason, message = final.reason, final.message
+    if reason is Reason.MAX_ITERATIONS:  # the number of them was found, and how is what there is to say
+        reason, message = found.reason, f"{found.message}; then all pairs were fitted for {count} iterations"
+    return replace(final, reason=reason, message=message, best_metric=found.best_metric)
+
+
+def refit_checkpoint(checkpoint: Path) -> Path:
+    """Where the second half of a fit with ``refit`` has its checkpoint."""
+    return checkpoint.with_name(f"{checkpoint.name}.refit")
+
+
+def validated_history(history: Path) -> Path:
+    """Where the first half of a fit with ``refit``, that with validation, has its records."""
+    return history.with_name(f"{history.stem}-validation{history.suffix}")
+
+
+def best_iteration(fitted: FittedModel) -> int:
+    """The iteration that a fit with validation kept."""
+    return next(record.iteration for record in fitted.history if record.metric == fitted.best_metric)
+
+
+def _fit(
+    settings: ModelSettings,
+    pairs: Any,
+    features: tuple[Any, Any],
+    validation: Any,
+    previous: FittedModel | None,
+    checkpoint: str | Path | None,
+    history: str | Path | None,
+    callbacks: list[Callback],
+) -> FittedModel:
+    """One fit, from the arguments to the model."""
     options = settings.solver_options()
     if previous is not None:
         settings = sized_as(settings, previous)
-    data = prepare_data(settings, pairs, left_features, right_features, validation)
+    data = prepare_data(settings, pairs, *features, validation)
     problem = make_problem(settings, data)
     towers = make_towers(settings, data, problem, previous)
     result = minimize(
-        problem, towers, settings.optimizer, iterations(settings, data), settings.time_limit, settings.seed,
+        problem, towers, settings.optimizer, iterations(settings, data), settings.time_limit, settings.seed, callbacks,
         validation=make_validation(settings, data), patience=None if data.held_out is None else settings.patience,
         checkpoint=checkpoint, history=history, verbose=settings.verbose, **options,
     )  # fmt: skip

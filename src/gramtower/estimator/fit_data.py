@@ -22,7 +22,9 @@ from gramtower.data.left_out import warn_of_pairs
 from gramtower.data.lookup import index_of, join
 from gramtower.data.matrices import checked
 from gramtower.data.partition import Shard
+from gramtower.data.splits import per_user
 from gramtower.data.tables import FeatureTable
+from gramtower.data.union import union
 from gramtower.distributed.agreement import Digest, agree
 from gramtower.distributed.group import SINGLE, Group, current_group
 from gramtower.distributed.shards import Rows, Shards, entity_costs, row_work, spread, unsharded
@@ -146,6 +148,42 @@ def matrix_and_ids(pairs: Any, name: str = "pairs") -> tuple[sp.csr_matrix, Ids]
     if sp.issparse(pairs):
         return sp.csr_matrix(checked(name, pairs)), (None, None)
     check.fail(name, type(pairs).__name__, "gramtower.Interactions or a scipy.sparse matrix")
+
+
+def hold_out(pairs: Any, share: object, seed: int) -> tuple[Any, Any]:
+    """Pairs to learn from and to validate on: a share of each left entity's pairs, drawn with the seed.
+
+    Every left entity keeps a pair to learn from. Both parts are of the kind that was given, with all ids.
+    """
+    if isinstance(pairs, Shard):
+        check.fail("validation", share, "nothing: a partition holds its own held-out pairs")
+    matrix, _ = matrix_and_ids(pairs)
+    taken = check.number("validation", share, above=0.0)
+    if taken >= 1:
+        check.fail("validation", share, "a share of each user's pairs, above 0 and below 1, or pairs")
+    counts = np.diff(matrix.indptr)
+    if not (np.minimum(np.floor(taken * counts + 0.5), counts - 1) > 0).any():  # what per_user holds out
+        given = (
+            f"{share}, which leaves no user both a pair to learn from and one to be ranked on "
+            f"(pairs of the most active user: {counts.max(initial=0)})"
+        )
+        check.fail("validation", given, "a larger share, or users with more pairs")
+    if isinstance(pairs, Interactions):
+        split = per_user(pairs, taken, minimum=1, seed=seed)
+        return split.train, split.test
+    split = per_user(Interactions.from_matrix(matrix), taken, minimum=1, seed=seed)
+    return split.train.matrix, split.test.matrix
+
+
+def rejoined(pairs: Any, held_out: Any) -> Any:
+    """Pairs with those that were held out of them; held-out pairs of unknown entities are left out."""
+    matrices = matrix_and_ids(pairs)[0], matrix_and_ids(held_out, "validation")[0]
+    both = [
+        one if isinstance(one, Interactions) else Interactions.from_matrix(matrix)
+        for one, matrix in zip((pairs, held_out), matrices, strict=True)
+    ]
+    found = union(both[0], both[1], "validation", strangers=False)
+    return found if isinstance(pairs, Interactions) else found.matrix
 
 
 def aligned(name: str, test: Any, ids: Ids, shape: tuple[int, int], every: bool = True) -> sp.csr_matrix:
