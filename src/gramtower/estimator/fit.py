@@ -28,8 +28,9 @@ from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.side import Side
 from gramtower.estimator.warm_start import carry_over
 from gramtower.metrics import evaluate_embeddings
+from gramtower.training.callbacks import Callback
 from gramtower.training.fingerprint import sparse_digest
-from gramtower.training.loop import Callback, minimize
+from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Result
 
 
