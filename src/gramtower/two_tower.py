@@ -19,6 +19,7 @@ from gramtower.estimator.fit import fit
 from gramtower.estimator.fitted import FittedModel
 from gramtower.estimator.model_file import read_model, write_model
 from gramtower.estimator.settings import ModelSettings
+from gramtower.estimator.update import ITERATIONS, update
 from gramtower.training.callbacks import Callback
 from gramtower.tuning.report import Search
 from gramtower.tuning.search import tune
@@ -123,7 +124,9 @@ class TwoTower(ModelSettings):
             validation: what to stop early on by ``metric`` and ``patience``: held-out pairs (same ids), or a share of
                 each left entity's pairs, such as 0.1, drawn with the model's seed and not learned from; every left
                 entity keeps a pair to learn from.
-            warm_start: start from this model's towers; entities it knows keep their weights, new ones are added.
+            warm_start: start from this model's towers: of the entities in ``pairs``, those it knows keep their weights,
+                and new ones are added. Give all pairs, old and new, as nothing else is kept; pairs without half of the
+                entities that it knows are refused, and :meth:`update` adds pairs to those it knows.
             checkpoint: path of a checkpoint that an interrupted fit continues from.
             history: path of a JSONL file with one record an iteration.
             refit: with validation, fit a second time, from the same start, on all pairs, those of the validation
@@ -139,6 +142,34 @@ class TwoTower(ModelSettings):
             self, pairs, left_features, right_features, validation, previous, checkpoint, history,
             refit=refit, callbacks=callbacks,
         )  # fmt: skip
+        return self
+
+    def update(
+        self,
+        more_pairs: Any,
+        left_features: Any = None,
+        right_features: Any = None,
+        iterations: int = ITERATIONS,
+        *,
+        callbacks: Iterable[Callback] = (),
+    ) -> TwoTower:
+        """Add pairs to those the model knows, and run a few iterations from its weights.
+
+        Old pairs, entities and seen lists stay; new entities get rows after the old ones, in the order of their first
+        pair. A pair that was known is taken as it is given now. Of the old pairs the model keeps which there are: all
+        have the label 1 and no weight. A model fitted with other labels or with weights is refused; fit all pairs with
+        ``warm_start=True`` instead. If it fails, the model stays what it was.
+
+        Args:
+            more_pairs: as for ``fit``, with ids of the same kind; for a model fitted on a matrix, a matrix whose rows
+                and columns are numbered as there, and may be more.
+            left_features: as for ``fit``. The model keeps how features are encoded, not the rows: if it sees a table or
+                a matrix, that of all entities, old and new, is needed. None for ids and histories.
+            right_features: the same for the right tower.
+            iterations: how many.
+            callbacks: as for ``fit``.
+        """
+        self.fitted_ = update(self, self._known(), more_pairs, left_features, right_features, iterations, callbacks)
         return self
 
     def tune(

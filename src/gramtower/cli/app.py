@@ -32,6 +32,7 @@ from gramtower.cli.report import report
 from gramtower.cli.split import split
 from gramtower.cli.streams import abandon_output, visible
 from gramtower.cli.tune import tune
+from gramtower.cli.update import update
 from gramtower.data.left_out import LeftOutWarning
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -66,7 +67,8 @@ app = App(
     help_epilogue="Exit codes: 0 fine, 1 the run failed, 2 bad input, 130 interrupted.",
 )
 for command in (
-    fit, split, partition, evaluate, cross_validate, recommend, similar, info, compare, report, convert, tune, demo,
+    fit, update, split, partition, evaluate, cross_validate, recommend, similar, info, compare, report, convert, tune,
+    demo,
 ):  # fmt: skip
     app.command(command)
 

@@ -23,13 +23,15 @@ from gramtower.data import frames
 from gramtower.data.assembly import Rule, assemble
 from gramtower.data.frames import Choice, Column
 from gramtower.data.ids import Key, as_ids, code_series, code_values, id_series
-from gramtower.data.lookup import index_of, rows_of
+from gramtower.data.lookup import index_of, join, rows_of
 from gramtower.data.matrices import canonical, checked
 from gramtower.data.sources import PathLike, existing, reading
 from gramtower.data.times import moments
 
 if TYPE_CHECKING:
     import polars as pl
+
+_EXPECTED = 20  # pairs of an id with itself in data of two different sets; then a tenth or less has odds of 10⁻⁶
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +59,8 @@ class Interactions:
         left_name: name of the left column.
         right_name: name of the right column.
         report: counts of what was read, left out and merged.
+        same_entities: whether both sides are one set, such as packages that depend on packages: then no entity is
+            recommended to itself. None lets :attr:`one_set` tell from the data.
     """
 
     matrix: sp.csr_matrix
@@ -67,6 +71,7 @@ class Interactions:
     left_name: str = "left"
     right_name: str = "right"
     report: Mapping[str, int] = field(default_factory=dict)
+    same_entities: bool | None = None
 
     def __post_init__(self) -> None:
         if checked("matrix", self.matrix).shape != (len(self.left_ids), len(self.right_ids)):
@@ -236,7 +241,29 @@ class Interactions:
 
     def __repr__(self) -> str:
         m, n = self.shape
-        return f"Interactions({len(self):,} pairs of {m:,} {self.left_name!r} and {n:,} {self.right_name!r})"
+        sets = ", one set of entities" if self.one_set else ""
+        return f"Interactions({len(self):,} pairs of {m:,} {self.left_name!r} and {n:,} {self.right_name!r}{sets})"
+
+    @cached_property
+    def one_set(self) -> bool:
+        """Whether both sides are one set of entities: as given, otherwise told from ids and pairs.
+
+        They are if at least half of the smaller side's ids are on the other side too and, if these were ids of
+        different things, such as users and films that are both numbered from 1, at least twenty pairs would be expected
+        to have the same id twice, of which there are not a tenth.
+        """
+        if self.same_entities is not None:
+            return check.flag("same_entities", self.same_entities)
+        rows = join(self.right_ids, self._left_index)  # the same entity on the left
+        columns = np.flatnonzero(rows >= 0)
+        if 2 * len(columns) < max(1, min(self.shape)):
+            return False
+        matrix = self.matrix
+        left, right = np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
+        chances = left[rows[columns]].astype(np.float64) * right[columns] / max(1, matrix.nnz)
+        expected = float(np.minimum(chances, 1.0).sum())
+        found = int((rows[matrix.indices] == np.repeat(np.arange(len(left)), left)).sum())
+        return expected >= _EXPECTED and found <= 0.1 * expected
 
     @cached_property
     def _left_index(self) -> dict[Key, int]:

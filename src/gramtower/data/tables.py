@@ -137,6 +137,9 @@ class FeatureTable:
             table.report["skipped"] = [name for name, kind in found.items() if kind == "skip"]
             return table
 
+    def __len__(self) -> int:
+        return 0 if self._row is None else len(self._row)
+
     @property
     def source(self) -> Any:
         """The frame or path that the table was made from."""

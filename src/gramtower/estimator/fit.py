@@ -22,11 +22,11 @@ from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.mlp import mlp_towers
 from gramtower.engine.towers.towers import Towers
 from gramtower.estimator import defaults
-from gramtower.estimator.fit_data import FitData, hold_out, prepare_data, rejoined
+from gramtower.estimator.fit_data import FitData, hold_out, own_pairs, prepare_data, rejoined
 from gramtower.estimator.fitted import FittedModel, pattern_of
 from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.side import Side
-from gramtower.estimator.warm_start import carry_over
+from gramtower.estimator.warm_start import carry_over, refuse_increment
 from gramtower.metrics import evaluate_embeddings
 from gramtower.training.callbacks import Callback
 from gramtower.training.fingerprint import sparse_digest
@@ -104,6 +104,8 @@ def _fit(
     if previous is not None:
         settings = sized_as(settings, previous)
     data = prepare_data(settings, pairs, *features, validation)
+    if previous is not None:
+        refuse_increment(previous, data)
     problem = make_problem(settings, data)
     towers = make_towers(settings, data, problem, previous)
     result = minimize(
@@ -116,10 +118,17 @@ def _fit(
     return FittedModel(
         left=Side("left", data.ids[0], point.P.cpu(), data.inputs[0]),
         right=Side("right", data.ids[1], point.right_rows.cpu(), data.inputs[1]),
-        seen=pattern_of(data.matrix), towers=towers, shards=problem.shards,
+        seen=_seen(data), towers=towers, shards=problem.shards, same_entities=data.same_entities,
+        plain_pairs=data.weights is None and bool((data.matrix.data == 1).all()),
         dim=point.Q.shape[1], hidden=data.hidden if settings.towers is None else ((), ()), omega=problem.omega,
         history=result.history, reason=result.reason, message=result.message, best_metric=result.best_metric,
     )  # fmt: skip
+
+
+def _seen(data: FitData) -> sp.csr_matrix:
+    """What answers leave out: the pairs of training and, where both sides are one set, entities with themselves."""
+    seen = pattern_of(data.matrix)
+    return pattern_of(seen + own_pairs(data.ids, seen.shape)) if data.same_entities else seen
 
 
 def sized_as(settings: ModelSettings, previous: FittedModel) -> ModelSettings:

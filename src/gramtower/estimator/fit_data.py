@@ -49,6 +49,7 @@ class FitData:
         device: where it is trained.
         hidden: widths of the hidden layers of the left and of the right tower.
         dim: size of the embeddings.
+        same_entities: whether both sides are one set.
     """
 
     matrix: sp.csr_matrix
@@ -62,6 +63,7 @@ class FitData:
     device: torch.device
     hidden: tuple[tuple[int, ...], tuple[int, ...]]
     dim: int
+    same_entities: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -117,8 +119,9 @@ def prepare_data(
     left, left_rows = training_inputs("left", left_parts, shards.left, group, scale)
     right, right_rows = training_inputs("right", right_parts, shards.right, group, scale)
     return FitData(
-        matrix, weights, ids, shards, observed, held_out, (left, right), (left_rows, right_rows), device, hidden, dim
-    )
+        matrix, weights, ids, shards, observed, held_out, (left, right), (left_rows, right_rows), device, hidden, dim,
+        isinstance(pairs, Interactions) and pairs.one_set,
+    )  # fmt: skip
 
 
 def spread_pairs(group: Group, matrix: sp.csr_matrix, work: float) -> Shards:
@@ -220,6 +223,14 @@ def aligned(name: str, test: Any, ids: Ids, shape: tuple[int, int], every: bool 
             check.fail(name, shown, f"pairs of entities of the model{such}")
         warn_of_pairs(name, lost, len(keep), example)
     return sp.csr_matrix((coo.data[keep], (i[keep], j[keep])), shape=shape)
+
+
+def own_pairs(ids: Ids, shape: tuple[int, int]) -> sp.csr_matrix:
+    """Every entity that is on both sides with itself, as ones; by number where there are no ids."""
+    rows = np.arange(min(shape)) if ids[0] is None or ids[1] is None else join(ids[1], index_of(ids[0]))
+    columns = np.flatnonzero(rows >= 0)
+    entries = np.ones(len(columns), dtype=np.float32), (rows[columns], columns)
+    return sp.csr_matrix(entries, shape=shape)
 
 
 def known_pairs(ids: Ids, pairs: Interactions) -> int:

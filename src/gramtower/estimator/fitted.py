@@ -22,7 +22,7 @@ from gramtower.data.interactions import Interactions
 from gramtower.distributed.group import SINGLE
 from gramtower.distributed.shards import Shards
 from gramtower.engine.towers.towers import Towers
-from gramtower.estimator.fit_data import aligned, matrix_and_ids
+from gramtower.estimator.fit_data import aligned, matrix_and_ids, own_pairs
 from gramtower.estimator.side import Side, history_matrix, normalised
 from gramtower.metrics import evaluate_embeddings
 from gramtower.metrics.definitions import DEFAULT
@@ -47,6 +47,8 @@ class FittedModel:
         reason: why it stopped.
         message: the same with particulars.
         best_metric: of the validation, or None.
+        same_entities: whether both sides are one set, where ``seen`` holds every entity with itself too.
+        plain_pairs: whether all labels were 1 and no pair had a weight, so that ``seen`` says all of them.
     """
 
     left: Side
@@ -61,6 +63,8 @@ class FittedModel:
     reason: Reason
     message: str
     best_metric: float | None
+    same_entities: bool = False
+    plain_pairs: bool = True
 
     def __str__(self) -> str:
         """Sizes, and what each tower sees and how it is scaled."""
@@ -150,9 +154,17 @@ class FittedModel:
         described = any(part.kind not in ("id", "history") for part in this.inputs.parts)
         if described or (side == "right" and not self.shards.single):
             return np.ones(len(this), dtype=bool)
+        seen = self.observed()
         if side == "left":
-            return np.asarray(np.diff(self.seen.indptr) > 0)
-        return np.bincount(self.seen.indices, minlength=len(this)) > 0
+            return np.asarray(np.diff(seen.indptr) > 0)
+        return np.bincount(seen.indices, minlength=len(this)) > 0
+
+    def observed(self) -> sp.csr_matrix:
+        """The seen pairs without those of an entity with itself, where both sides are one set."""
+        if not self.same_entities:
+            return self.seen
+        own = own_pairs((self.left.ids, self.right.ids), self.seen.shape)
+        return sp.csr_matrix(self.seen - self.seen.multiply(own))
 
     def score(self, left: Any, right: Any) -> NDArray[np.float32]:
         """p_iᵀq_j for pairs of ids, element by element."""
