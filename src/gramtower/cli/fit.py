@@ -18,7 +18,7 @@ from gramtower.cli.features import tower_features
 from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions
 from gramtower.cli.output import note, print_facts, print_json
 from gramtower.cli.processes import joined
-from gramtower.cli.reading import read_pairs, validation_of
+from gramtower.cli.reading import held_out_of, read_pairs
 from gramtower.compare.machine import environment
 from gramtower.compare.store import MANIFEST
 from gramtower.data.interactions import Interactions
@@ -26,7 +26,7 @@ from gramtower.data.left_out import rows_left_out
 from gramtower.data.partition import Shard, is_partition, read_part
 from gramtower.distributed.group import Group
 from gramtower.estimator.fit import refit_checkpoint
-from gramtower.estimator.fit_data import hold_out, known_pairs
+from gramtower.estimator.fit_data import known_pairs
 from gramtower.training.checkpoint import remove_checkpoint
 from gramtower.training.lock import locked
 from gramtower.training.result import Reason, Record
@@ -104,9 +104,7 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
     else:
         with group.together():
             pairs = read_pairs(source, settings.data)
-            observed, held_out = pairs, validation_of(settings.data)
-            if isinstance(held_out, float):
-                observed, held_out = hold_out(pairs, held_out, check.seed(estimator.seed))
+            observed, held_out = held_out_of(pairs, settings.data, estimator.seed)
         validation_pairs = None if held_out is None else known_pairs((pairs.left_ids, pairs.right_ids), held_out)
         left_out = {"rows_left_out": rows_left_out(pairs.report)}
         if held_out is not None and validation_pairs is not None:
@@ -115,6 +113,8 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
             note(f"each of {group.size} processes reads all of {source}; gramtower partition makes a folder of parts")
     if loud:
         note(f"{len(observed):,} pairs of {observed.shape[0]:,} left and {observed.shape[1]:,} right entities")
+    if loud and isinstance(observed, Interactions) and observed.one_set:
+        note("both sides are one set of entities: none is recommended to itself (--no-same-entities: they are two)")
     seen, matched = tower_features(settings, observed, not loud, group)
 
     checkpoint = out / folder.CHECKPOINT

@@ -52,6 +52,8 @@ class DataOptions:
     "csv, parquet, movielens, netflix, mediawiki, lists (user item ...), edges (user item); without it, told from DATA."
     separator: str | None = None
     "Between fields of csv, edges and lists, such as ; or tab; without it a comma (.tsv: a tab), or spaces and tabs."
+    same_entities: bool | None = None
+    "Both sides are one set, so that none is recommended to itself [default: told from ids and pairs]."
     validation: str | None = None
     "Pairs to stop early on: a share of each left entity's, such as 0.1, drawn with --seed, or a file like DATA."
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from gramtower.data.interactions import Interactions
 from gramtower.data.partition import is_partition
 from gramtower.data.readers.mediawiki import is_mediawiki, mediawiki_links
 from gramtower.data.readers.netflix import is_netflix, netflix
+from gramtower.estimator.fit_data import hold_out
 
 
 def read_pairs(path: Path, options: DataOptions) -> Interactions:
@@ -22,6 +24,11 @@ def read_pairs(path: Path, options: DataOptions) -> Interactions:
     Raises:
         ValueError: if the format cannot be told, or an option does not go with it.
     """
+    pairs = _read_pairs(path, options)
+    return pairs if options.same_entities is None else replace(pairs, same_entities=options.same_entities)
+
+
+def _read_pairs(path: Path, options: DataOptions) -> Interactions:
     if not path.exists():
         raise FileNotFoundError(f"DATA: no such file or folder: {path}")
     if is_partition(path):
@@ -69,6 +76,15 @@ def split_validation(pairs: Interactions, options: DataOptions, seed: int) -> tu
         return pairs, share
     split = splits.random_pairs(pairs, share, seed=seed)
     return split.train, split.test
+
+
+def held_out_of(pairs: Interactions, options: DataOptions, seed: int) -> tuple[Interactions, Interactions | None]:
+    """Training and validation pairs of a fit: a share of each left entity's pairs, or a file of its own, or none."""
+    share = validation_of(options)
+    if not isinstance(share, float):
+        return pairs, share
+    train, held_out = hold_out(pairs, share, check.seed(seed))
+    return train, held_out
 
 
 def validation_of(options: DataOptions) -> float | Interactions | None:

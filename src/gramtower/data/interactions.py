@@ -83,6 +83,8 @@ class Interactions:
         for name, values in (("times", self.times), ("weights", self.weights)):
             if values is not None and len(values) != self.matrix.nnz:
                 check.fail(name, f"{len(values)} values", f"{self.matrix.nnz}, one for each pair")
+        if self.same_entities is not None:
+            check.flag("same_entities", self.same_entities)
 
     @classmethod
     def from_csv(
@@ -102,6 +104,7 @@ class Interactions:
         quote: str | None = '"',
         comment: str | None = None,
         encoding: str = "utf8",
+        same_entities: bool | None = None,
     ) -> Interactions:
         """Pairs from a delimited text file; .gz, .zst, .xz and .bz2 are decompressed.
 
@@ -121,6 +124,7 @@ class Interactions:
             quote: quoting character, None for none.
             comment: lines that start with this are left out.
             encoding: of the text; any name Python knows.
+            same_entities: whether both sides are one set of entities; see the class.
         """
         rule = _rule(threshold, labels, duplicates, value)
         texts, others = _choices(left, right, value, weight, time)
@@ -128,7 +132,7 @@ class Interactions:
         form: dict[str, Any] = {"separator": separator, "header": header, "quote": quote, "comment": comment}
         with reading("text" if isinstance(source, bytes) else source):
             columns = frames.read_csv(source, texts, others, encoding=encoding, **form)
-            return cls._from_columns(columns, others, rule)
+            return cls._from_columns(columns, others, rule, same_entities)
 
     @classmethod
     def from_parquet(
@@ -143,13 +147,14 @@ class Interactions:
         threshold: float | None = None,
         labels: bool = False,
         duplicates: str = "max",
+        same_entities: bool | None = None,
     ) -> Interactions:
         """Pairs from a Parquet file; the arguments are those of :meth:`from_csv`."""
         rule = _rule(threshold, labels, duplicates, value)
         texts, others = _choices(left, right, value, weight, time)
         source = existing("path", path)
         with reading(source):
-            return cls._from_columns(frames.read_parquet(source, texts + others), others, rule)
+            return cls._from_columns(frames.read_parquet(source, texts + others), others, rule, same_entities)
 
     @classmethod
     def from_frame(
@@ -164,11 +169,12 @@ class Interactions:
         threshold: float | None = None,
         labels: bool = False,
         duplicates: str = "max",
+        same_entities: bool | None = None,
     ) -> Interactions:
         """Pairs from a polars, pandas or pyarrow table or a mapping of columns; arguments as in :meth:`from_csv`."""
         rule = _rule(threshold, labels, duplicates, value)
         texts, others = _choices(left, right, value, weight, time)
-        return cls._from_columns(frames.take("frame", frame, texts + others), others, rule)
+        return cls._from_columns(frames.take("frame", frame, texts + others), others, rule, same_entities)
 
     @classmethod
     def from_arrays(
@@ -184,6 +190,7 @@ class Interactions:
         duplicates: str = "max",
         left_name: str = "left",
         right_name: str = "right",
+        same_entities: bool | None = None,
     ) -> Interactions:
         """Pairs from sequences of equal length: ids (text or whole numbers; None is missing) and numbers.
 
@@ -197,7 +204,7 @@ class Interactions:
         if time is not None:
             numbers["time"] = moments("time", time)
         fields = assemble(code_values("left", left), code_values("right", right), numbers, rule)
-        return cls(**vars(fields), left_name=left_name, right_name=right_name)
+        return cls(**vars(fields), left_name=left_name, right_name=right_name, same_entities=same_entities)
 
     @classmethod
     def from_matrix(
@@ -208,6 +215,7 @@ class Interactions:
         *,
         left_name: str = "left",
         right_name: str = "right",
+        same_entities: bool | None = None,
     ) -> Interactions:
         """Pairs from any scipy.sparse matrix; ids default to row and column numbers. Duplicates are added."""
         csr = _canonical(matrix)
@@ -215,10 +223,15 @@ class Interactions:
         columns = as_ids(
             "right_ids", range(csr.shape[1]) if right_ids is None else check.listed("right_ids", right_ids)
         )
-        return cls(csr, rows, columns, left_name=left_name, right_name=right_name, report=_counts(csr))
+        return cls(
+            csr, rows, columns, left_name=left_name, right_name=right_name, report=_counts(csr),
+            same_entities=same_entities,
+        )  # fmt: skip
 
     @classmethod
-    def _from_columns(cls, columns: list[pl.Series], others: list[Choice], rule: Rule) -> Interactions:
+    def _from_columns(
+        cls, columns: list[pl.Series], others: list[Choice], rule: Rule, same_entities: bool | None
+    ) -> Interactions:
         """``columns``: left, right, then those of ``others``. Emptied, so that the text can be freed on the way."""
         numbers = {}
         for name, _ in reversed(others):
@@ -229,7 +242,7 @@ class Interactions:
         left_name, right_name = columns[0].name, columns[1].name
         left, right = code_series(id_series("left", columns.pop(0)), id_series("right", columns.pop(0)))
         fields = assemble(left, right, numbers, rule)
-        return cls(**vars(fields), left_name=left_name, right_name=right_name)
+        return cls(**vars(fields), left_name=left_name, right_name=right_name, same_entities=same_entities)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -253,7 +266,7 @@ class Interactions:
         to have the same id twice, of which there are not a tenth.
         """
         if self.same_entities is not None:
-            return check.flag("same_entities", self.same_entities)
+            return bool(self.same_entities)
         rows = join(self.right_ids, self._left_index)  # the same entity on the left
         columns = np.flatnonzero(rows >= 0)
         if 2 * len(columns) < max(1, min(self.shape)):
@@ -282,7 +295,7 @@ class Interactions:
         return rows_of(self.right_name, ids, self._right_index)
 
     def subset(self, entries: Any) -> Interactions:
-        """Some of the pairs, with the same ids.
+        """Some of the pairs, with the same ids; one set of entities if these are.
 
         Args:
             entries: a mask over the stored entries (``matrix.data``), or their places without repetition.
@@ -306,7 +319,9 @@ class Interactions:
         matrix = sp.csr_matrix((old.data[chosen], old.indices[chosen], offsets), shape=old.shape)
         times = None if self.times is None else self.times[chosen]
         weights = None if self.weights is None else self.weights[chosen]
-        return replace(self, matrix=matrix, times=times, weights=weights, report=_counts(matrix))
+        return replace(
+            self, matrix=matrix, times=times, weights=weights, report=_counts(matrix), same_entities=self.one_set
+        )
 
     def without_empty(self) -> Interactions:
         """The same pairs without the entities that have none: no row and no column of the matrix is empty."""
@@ -320,7 +335,9 @@ class Interactions:
         shape = (len(rows), int(kept.sum()))
         matrix = sp.csr_matrix((old.data, columns, offsets), shape=shape)
         left, right = self.left_ids[rows], self.right_ids[kept]
-        return replace(self, matrix=matrix, left_ids=left, right_ids=right, report=_counts(matrix))
+        return replace(
+            self, matrix=matrix, left_ids=left, right_ids=right, report=_counts(matrix), same_entities=self.one_set
+        )
 
     def with_matrix(self, matrix: Any) -> Interactions:
         """Other pairs of the same entities. Times and weights are those of the old pairs and are not kept."""
