@@ -74,8 +74,8 @@ class FeatureOptions:
     left_column: Annotated[
         list[str] | None,
         Parameter(
-            help="Kind of a column of --left-features, NAME=KIND: numeric, categorical, list, text or skip; may be "
-            "repeated. Kinds of other columns are told from their content.",
+            help="Kind of a column of --left-features, NAME=KIND: numeric, categorical, list, text, vector or skip; "
+            "may be repeated. Kinds of other columns are told from their content.",
             negative=(),
         ),
     ] = None
