@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
 from gramtower import _checks as check
+from gramtower.data.frames import Column
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
+from gramtower.estimator.columns import Columns
 from gramtower.estimator.fit import fit
 from gramtower.estimator.fitted import FittedModel
 from gramtower.estimator.model_file import read_model, write_model
@@ -110,11 +112,18 @@ class TwoTower(ModelSettings):
         *,
         refit: bool = False,
         callbacks: Iterable[Callback] = (),
+        left: Column | None = None,
+        right: Column | None = None,
+        value: Column | None = None,
+        weight: Column | None = None,
+        time: Column | None = None,
+        threshold: float | None = None,
     ) -> TwoTower:
         """Learn from observed pairs. If it fails, the model stays what it was.
 
         Args:
-            pairs: :class:`~gramtower.Interactions`, or a scipy.sparse matrix whose rows and columns are then the ids.
+            pairs: :class:`~gramtower.Interactions`; a polars, pandas or pyarrow table, ``left``, ``right`` … being its
+                columns; or a scipy.sparse matrix whose rows and columns are then the ids.
                 Inside an initialised torch.distributed process group all processes learn one model: every one gives
                 the same pairs and keeps its share, or gives its :func:`~gramtower.data.partition.read_part`.
             left_features: what the left tower sees: None or "id" for ids alone, one row for each entity (scipy.sparse,
@@ -136,10 +145,19 @@ class TwoTower(ModelSettings):
                 ``.refit``.
             callbacks: called with each record and point; one that returns True stops the run. See
                 gramtower/training/callbacks.py for those that come with the library.
+            left: of a table, the column of left ids, by name or by position from 0. Ids keep their type. A table of
+                validation pairs has the same columns.
+            right: the column of right ids.
+            value: the column of ratings, counts or labels, which without ``threshold`` are the labels.
+            weight: the column of pair weights.
+            time: the column of times; rows without one are left out.
+            threshold: smallest value that makes a pair, labelled 1.
         """
         previous = self._known() if warm_start else None
+        columns = Columns(left, right, value, weight, time, threshold)
         self.fitted_ = fit(
-            self, pairs, left_features, right_features, validation, previous, checkpoint, history,
+            self, columns.read("pairs", pairs), left_features, right_features,
+            columns.read_also("validation", validation), previous, checkpoint, history,
             refit=refit, callbacks=callbacks,
         )  # fmt: skip
         return self
@@ -152,6 +170,12 @@ class TwoTower(ModelSettings):
         iterations: int = ITERATIONS,
         *,
         callbacks: Iterable[Callback] = (),
+        left: Column | None = None,
+        right: Column | None = None,
+        value: Column | None = None,
+        weight: Column | None = None,
+        time: Column | None = None,
+        threshold: float | None = None,
     ) -> TwoTower:
         """Add pairs to those the model knows, and run a few iterations from its weights.
 
@@ -168,8 +192,15 @@ class TwoTower(ModelSettings):
             right_features: the same for the right tower.
             iterations: how many.
             callbacks: as for ``fit``.
+            left: of a table, the column of left ids, as for ``fit``.
+            right: the column of right ids.
+            value: the column of values.
+            weight: the column of pair weights.
+            time: the column of times.
+            threshold: smallest value that makes a pair, labelled 1.
         """
-        self.fitted_ = update(self, self._known(), more_pairs, left_features, right_features, iterations, callbacks)
+        more = Columns(left, right, value, weight, time, threshold).read("more_pairs", more_pairs)
+        self.fitted_ = update(self, self._known(), more, left_features, right_features, iterations, callbacks)
         return self
 
     def tune(
