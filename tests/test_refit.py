@@ -37,7 +37,7 @@ def test_a_share_is_that_of_each_left_entity_drawn_with_the_models_seed(kind):
     split = per_user(pairs, 0.2, seed=2)
     parts = (pairs, split.train, split.test)
     whole, train, test = parts if kind == "interactions" else (part.matrix for part in parts)
-    found, expected = small().fit(whole, validation=0.2), small().fit(train, validation=test)
+    found, expected = small().fit(whole, validation=np.float64(0.2)), small().fit(train, validation=test)
     assert found.best_metric_ == expected.best_metric_
     assert same(found, expected)
     assert not same(found, small(seed=3).fit(whole, validation=0.2))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def fit(
     """Learn from observed pairs, starting from a previous model if there is one; see TwoTower.fit."""
     features, watchers = (left_features, right_features), check.functions("callbacks", callbacks)
     train, held_out = pairs, validation
-    if isinstance(validation, (int, float)):
+    if isinstance(validation, Real):
         train, held_out = hold_out(pairs, validation, check.seed(settings.seed))
     if not check.flag("refit", refit):
         return _fit(settings, train, features, held_out, previous, checkpoint, history, watchers)

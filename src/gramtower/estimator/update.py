@@ -69,7 +69,7 @@ def grown_pairs(fitted: FittedModel, more: Any) -> Any:
         check.fail("more_pairs", type(more).__name__, "gramtower.Interactions, as in training")
     known = Interactions(
         fitted.observed(), ids[0], ids[1], left_name=more.left_name, right_name=more.right_name,
-        same_entities=fitted.same_entities,
+        same_entities=fitted.same_entities or bool(more.same_entities),
     )  # fmt: skip
     return union(known, more, "more_pairs")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -78,7 +79,7 @@ def make_parts(pairs: Any, validation: Any, features: tuple[Any, Any], seed: int
         ValueError: if no user has pairs on both sides of the split.
     """
     matrix, ids = matrix_and_ids(pairs)
-    if isinstance(validation, (float, int)):
+    if isinstance(validation, Real):
         train, held = hold_out(pairs, validation, seed)
         inner, held_out = matrix_and_ids(train)[0], matrix_and_ids(held)[0]
     else:
