@@ -67,21 +67,22 @@ def daily(pairs: Interactions, share: float, days: int) -> Iterator[Interactions
 
 def measure(name: str, pairs: Interactions, args: argparse.Namespace) -> dict[str, Any]:
     split = per_user(pairs, 0.1, seed=0)
+    train = split.train.without_empty()  # so that both models know the same entities
     start = time.perf_counter()
-    full = gt.TwoTower(device=args.device).fit(split.train)
+    full = gt.TwoTower(device=args.device).fit(train)
     seconds = time.perf_counter() - start
     reached = {metric: float(full.evaluate(split.test, METRICS)[metric]) for metric in METRICS}
-    found: dict[str, Any] = {"pairs": len(split.train), "days": args.days, "share": args.share}
+    found: dict[str, Any] = {"pairs": len(train), "days": args.days, "share": args.share}
     found["full"] = reached | {"seconds": seconds}
     for iterations in args.iterations:
-        first, *parts = daily(split.train, args.share, args.days)
+        first, *parts = daily(train, args.share, args.days)
         model = gt.TwoTower(device=args.device).fit(first)
         before, taken = (len(model.left_), len(model.right_)), []
         for part in parts:
             start = time.perf_counter()
             model.update(part, iterations=iterations)
             taken.append(time.perf_counter() - start)
-        assert model.seen_.nnz == len(split.train)
+        assert model.seen_.nnz == len(train)
         after = {metric: float(model.evaluate(split.test, METRICS)[metric]) for metric in METRICS}
         ratio = {f"{metric} ratio": after[metric] / reached[metric] for metric in METRICS}
         found[f"{iterations} iterations"] = after | ratio | {

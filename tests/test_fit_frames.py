@@ -54,7 +54,7 @@ def test_values_without_a_threshold_are_labels_and_validation_has_the_same_colum
     expected = small().fit(parts[0], validation=parts[1], refit=True)
     assert found.best_metric_ == expected.best_metric_ is not None
     assert np.array_equal(found.embed(), expected.embed())
-    assert found.update(halves[1], **NAMES).history_[-1].iteration == 3
+    assert found.update(halves[1], **NAMES).history_[-1].iteration == 2
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from gramtower.estimator.inputs import Inputs
 from gramtower.estimator.settings import ModelSettings
 from gramtower.training.callbacks import Callback
 
-ITERATIONS = 3  # unless given; benchmarks/bench_updates.py tries others
+ITERATIONS = 2  # unless given; benchmarks/bench_updates.py tries others
 
 
 def update(
