@@ -117,6 +117,6 @@ def test_an_empty_space_is_refused(pairs, tmp_path, capsys):
 def test_every_argument_of_the_model_has_a_table():
     """The report sorts arguments into [model] and [train] without the command line; this is the command line's view."""
     model, train = ({f.name for f in fields(table)} for table in (ModelOptions, TrainOptions))
-    assert {*TRAIN, *SKIPPED} == train - {"option"} | {"optimizer_options"}
+    assert {*TRAIN, *SKIPPED} == train - {"option", "refit"} | {"optimizer_options"}
     arguments = set(TwoTower().get_params()) - {"towers", "verbose", "optimizer_options"}
     assert arguments - train == model - {"history"}

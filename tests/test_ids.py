@@ -154,12 +154,10 @@ def test_a_model_of_integers_answers_with_integers(tmp_path):
         Interactions.from_arrays([0, 1], [12, 13]), ["recall@2"]
     )
     more = Interactions.from_arrays(["0", "6"], ["12", "99"])
-    model.fit(
-        more,
-        right_features=["id", FeatureTable({"i": [99, 12], "x": [0.0, 1.0]}, id="i", numeric=["x"])],
-        warm_start=True,
-    )
-    assert model.right_.ids.tolist() == ["12", "99"]
+    before = model.right_.ids.tolist()
+    columns = {"i": [99, *map(int, before)], "x": [float(x) for x in range(len(before) + 1)]}
+    model.update(more, right_features=["id", FeatureTable(columns, id="i", numeric=["x"])])
+    assert model.right_.ids.tolist() == [*before, 99]
 
 
 def test_pairs_of_unknown_ids_are_warned_of_and_all_of_them_refused():

@@ -7,18 +7,22 @@ answers all questions. Checked by tests/test_estimator.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
 from gramtower import _checks as check
+from gramtower.data.frames import Column
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
+from gramtower.estimator.columns import Columns
 from gramtower.estimator.fit import fit
 from gramtower.estimator.fitted import FittedModel
 from gramtower.estimator.model_file import read_model, write_model
 from gramtower.estimator.settings import ModelSettings
+from gramtower.estimator.update import ITERATIONS, update
+from gramtower.training.callbacks import Callback
 from gramtower.tuning.report import Search
 from gramtower.tuning.search import tune
 from gramtower.tuning.trial import chosen_features
@@ -105,24 +109,98 @@ class TwoTower(ModelSettings):
         warm_start: bool = False,
         checkpoint: str | Path | None = None,
         history: str | Path | None = None,
+        *,
+        refit: bool = False,
+        callbacks: Iterable[Callback] = (),
+        left: Column | None = None,
+        right: Column | None = None,
+        value: Column | None = None,
+        weight: Column | None = None,
+        time: Column | None = None,
+        threshold: float | None = None,
     ) -> TwoTower:
-        """Learn from observed pairs.
+        """Learn from observed pairs. If it fails, the model stays what it was.
 
         Args:
-            pairs: :class:`~gramtower.Interactions`, or a scipy.sparse matrix whose rows and columns are then the ids.
+            pairs: :class:`~gramtower.Interactions`; a polars, pandas or pyarrow table, ``left``, ``right`` … being its
+                columns; or a scipy.sparse matrix whose rows and columns are then the ids.
                 Inside an initialised torch.distributed process group all processes learn one model: every one gives
                 the same pairs and keeps its share, or gives its :func:`~gramtower.data.partition.read_part`.
             left_features: what the left tower sees: None or "id" for ids alone, one row for each entity (scipy.sparse,
                 numpy or torch), a :class:`~gramtower.data.tables.FeatureTable` joined by id, "history" for the entity's
                 own observed right entities, or a list of these side by side, such as ``["id", "history", table]``.
             right_features: the same for the right tower, without "history".
-            validation: held-out pairs (same ids) to stop early on.
-            warm_start: start from this model's towers; entities it knows keep their weights, new ones are added.
+            validation: what to stop early on by ``metric`` and ``patience``: held-out pairs (same ids), or a share of
+                each left entity's pairs, such as 0.1, drawn with the model's seed and not learned from; every left
+                entity keeps a pair to learn from.
+            warm_start: start from this model's towers: of the entities in ``pairs``, those it knows keep their weights,
+                and new ones are added. Give all pairs, old and new, as nothing else is kept; pairs without half of the
+                entities that it knows are refused, and :meth:`update` adds pairs to those it knows.
             checkpoint: path of a checkpoint that an interrupted fit continues from.
             history: path of a JSONL file with one record an iteration.
+            refit: with validation, fit a second time, from the same start, on all pairs, those of the validation
+                included, for as many iterations as were best; not after Ctrl-C. ``time_limit`` holds for each of the
+                two. ``history_`` is that of the second, ``best_metric_`` that of the first, whose records go to
+                ``history`` with ``-validation`` in its name; the second has its checkpoint at ``checkpoint`` with
+                ``.refit``.
+            callbacks: called with each record and point; one that returns True stops the run. See
+                gramtower/training/callbacks.py for those that come with the library.
+            left: of a table, the column of left ids, by name or by position from 0. Ids keep their type. A table of
+                validation pairs has the same columns.
+            right: the column of right ids.
+            value: the column of ratings, counts or labels, which without ``threshold`` are the labels.
+            weight: the column of pair weights.
+            time: the column of times; rows without one are left out.
+            threshold: smallest value that makes a pair, labelled 1.
         """
         previous = self._known() if warm_start else None
-        self.fitted_ = fit(self, pairs, left_features, right_features, validation, previous, checkpoint, history)
+        columns = Columns(left, right, value, weight, time, threshold)
+        self.fitted_ = fit(
+            self, columns.read("pairs", pairs), left_features, right_features,
+            columns.read_also("validation", validation), previous, checkpoint, history,
+            refit=refit, callbacks=callbacks,
+        )  # fmt: skip
+        return self
+
+    def update(
+        self,
+        more_pairs: Any,
+        left_features: Any = None,
+        right_features: Any = None,
+        iterations: int = ITERATIONS,
+        *,
+        callbacks: Iterable[Callback] = (),
+        left: Column | None = None,
+        right: Column | None = None,
+        value: Column | None = None,
+        weight: Column | None = None,
+        time: Column | None = None,
+        threshold: float | None = None,
+    ) -> TwoTower:
+        """Add pairs to those the model knows, and run a few iterations from its weights.
+
+        Old pairs, entities and seen lists stay; new entities get rows after the old ones, in the order of their first
+        pair. A pair that was known is taken as it is given now. Of the old pairs the model keeps which there are: all
+        have the label 1 and no weight. A model fitted with other labels or with weights is refused; fit all pairs with
+        ``warm_start=True`` instead. If it fails, the model stays what it was.
+
+        Args:
+            more_pairs: as for ``fit``, with ids of the same kind; for a model fitted on a matrix, a matrix whose rows
+                and columns are numbered as there, and may be more.
+            left_features: as for ``fit``. The model keeps how features are encoded, not the rows: if it sees a table or
+                a matrix, that of all entities, old and new, is needed. None for ids and histories.
+            right_features: the same for the right tower.
+            iterations: how many.
+            callbacks: as for ``fit``.
+            left: of a table, the column of left ids, as for ``fit``.
+            right: the column of right ids.
+            value: the column of values.
+            weight: the column of pair weights.
+            time: the column of times.
+            threshold: smallest value that makes a pair, labelled 1.
+        """
+        more = Columns(left, right, value, weight, time, threshold).read("more_pairs", more_pairs)
+        self.fitted_ = update(self, self._known(), more, left_features, right_features, iterations, callbacks)
         return self
 
     def tune(

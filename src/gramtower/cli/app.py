@@ -34,6 +34,7 @@ from gramtower.cli.serve import serve
 from gramtower.cli.split import split
 from gramtower.cli.streams import abandon_output, visible
 from gramtower.cli.tune import tune
+from gramtower.cli.update import update
 from gramtower.data.left_out import LeftOutWarning
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -68,8 +69,8 @@ app = App(
     help_epilogue="Exit codes: 0 fine, 1 the run failed, 2 bad input, 130 interrupted.",
 )
 for command in (
-    fit, split, partition, evaluate, cross_validate, recommend, similar, info, compare, report, convert, tune, index,
-    serve, demo,
+    fit, update, split, partition, evaluate, cross_validate, recommend, similar, info, compare, report, convert, tune,
+    index, serve, demo,
 ):  # fmt: skip
     app.command(command)
 

@@ -18,7 +18,7 @@ from gramtower import _checks as check
 from gramtower._files import plain
 from gramtower.cli.config import nearest
 from gramtower.cli.folder import HISTORY
-from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions
+from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions, refuse_refit
 from gramtower.cli.output import note, print_json, print_table
 from gramtower.cli.setup import make_setup
 from gramtower.compare.build import PAGE, build
@@ -74,6 +74,7 @@ def compare(
         tokens: The command line itself.
     """
     common = common or Common()
+    refuse_refit(train)
     if out is None or out.is_file():
         check.fail("out", out, "a folder")
     asked = None if optimizers is None else _names(optimizers)

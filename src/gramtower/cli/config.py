@@ -24,6 +24,7 @@ TABLES: dict[str, type] = {
     "model": ModelOptions,
     "train": TrainOptions,
 }
+_NOT_THE_MODEL = ("history", "refit")  # options of [model] and [train] that the estimator's fit takes
 _Table = TypeVar("_Table", DataOptions, FeatureOptions, ModelOptions, TrainOptions)
 
 
@@ -39,7 +40,7 @@ class Settings:
     def estimator_arguments(self) -> dict[str, Any]:
         """What was given of the constructor arguments of ``gramtower.TwoTower``."""
         both = {f.name: getattr(part, f.name) for part in (self.model, self.train) for f in fields(part)}
-        given = {name: value for name, value in both.items() if value is not None and name != "history"}
+        given = {name: value for name, value in both.items() if value is not None and name not in _NOT_THE_MODEL}
         if "hidden" in given:
             given["hidden"] = parse_hidden(given["hidden"])
         if "option" in given:

@@ -18,13 +18,14 @@ from gramtower.cli.features import tower_features
 from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions
 from gramtower.cli.output import note, print_facts, print_json
 from gramtower.cli.processes import joined
-from gramtower.cli.reading import read_pairs, split_validation
+from gramtower.cli.reading import held_out_of, read_pairs
 from gramtower.compare.machine import environment
 from gramtower.compare.store import MANIFEST
 from gramtower.data.interactions import Interactions
 from gramtower.data.left_out import rows_left_out
 from gramtower.data.partition import Shard, is_partition, read_part
 from gramtower.distributed.group import Group
+from gramtower.estimator.fit import refit_checkpoint
 from gramtower.estimator.fit_data import known_pairs
 from gramtower.training.checkpoint import remove_checkpoint
 from gramtower.training.lock import locked
@@ -53,7 +54,8 @@ def fit(
       counted; the iteration that passes the limit is finished);
     - the gradient norm falls to 1e-6 of its first value (methods with exact gradients);
     - no step lowers the objective measurably in float32, near a relative decrease of 1e-7;
-    - with --validation, --patience iterations without a better --metric; the best point is what is saved;
+    - with --validation, --patience iterations without a better --metric; the best point is what is saved,
+      or with --refit as many iterations on all pairs, started anew;
     - Ctrl-C, or a value that is not finite.
 
     An interrupted fit goes on where it stopped when the same command is given again; so does one that reached
@@ -102,7 +104,7 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
     else:
         with group.together():
             pairs = read_pairs(source, settings.data)
-            observed, held_out = split_validation(pairs, settings.data, estimator.seed)
+            observed, held_out = held_out_of(pairs, settings.data, estimator.seed)
         validation_pairs = None if held_out is None else known_pairs((pairs.left_ids, pairs.right_ids), held_out)
         left_out = {"rows_left_out": rows_left_out(pairs.report)}
         if held_out is not None and validation_pairs is not None:
@@ -111,6 +113,8 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
             note(f"each of {group.size} processes reads all of {source}; gramtower partition makes a folder of parts")
     if loud:
         note(f"{len(observed):,} pairs of {observed.shape[0]:,} left and {observed.shape[1]:,} right entities")
+    if loud and isinstance(observed, Interactions) and observed.one_set:
+        note("both sides are one set of entities: none is recommended to itself (--no-same-entities: they are two)")
     seen, matched = tower_features(settings, observed, not loud, group)
 
     checkpoint = out / folder.CHECKPOINT
@@ -121,12 +125,14 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
             with locked(checkpoint, group), group.together():
                 if group.rank == 0:
                     remove_checkpoint(checkpoint)
+                    remove_checkpoint(refit_checkpoint(checkpoint))
         resumed = bool(group.from_first(checkpoint.exists()))
         if resumed and loud:
             note(f"going on from {checkpoint}")
         try:
             estimator.fit(
-                observed, **seen, validation=held_out, checkpoint=checkpoint, history=out / folder.HISTORY
+                observed, **seen, validation=held_out, refit=bool(settings.train.refit), checkpoint=checkpoint,
+                history=out / folder.HISTORY,
             )  # fmt: skip
         except KeyboardInterrupt:
             kept = f"{checkpoint} is whole, and the same command goes on from it" if checkpoint.exists() else ""
@@ -141,6 +147,7 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
         facts |= {"resumed": resumed, "model": str(out / folder.MODEL)}
         write_json(out / folder.SUMMARY, facts | {"environment": environment()})
         if estimator.reason_ not in (Reason.MAX_ITERATIONS, Reason.TIME_LIMIT, Reason.INTERRUPTED):
+            remove_checkpoint(refit_checkpoint(checkpoint))
             remove_checkpoint(checkpoint)  # last: until then a kill leaves something to go on from
     return _report(facts, common)
 
@@ -148,7 +155,7 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
 def used(settings: Settings, estimator: TwoTower) -> dict[str, dict[str, Any]]:
     """The tables of the config file with every value that was in force, defaults included."""
     params = estimator.get_params() | {"option": estimator.optimizer_options, "history": settings.model.history}
-    params |= {"dim": estimator.dim_, "hidden": config_hidden(estimator.hidden_)}
+    params |= {"refit": settings.train.refit, "dim": estimator.dim_, "hidden": config_hidden(estimator.hidden_)}
     tables = {
         name: {f.name: params[f.name] for f in fields(part)}
         for name, part in (("model", settings.model), ("train", settings.train))
@@ -167,7 +174,7 @@ def features_table(options: FeatureOptions) -> dict[str, Any]:
 def summary(estimator: TwoTower, observed: Interactions | Shard, held_out: int | None) -> dict[str, Any]:
     """The end of a run in numbers, at the point that was kept."""
     history, best = estimator.history_, estimator.best_metric_
-    kept = history[-1] if best is None else next(r for r in reversed(history) if r.metric == best)
+    kept = next((r for r in reversed(history) if best is not None and r.metric == best), history[-1])
     return {
         "optimizer": estimator.optimizer,
         "objective": kept.value,

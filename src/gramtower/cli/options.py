@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
+from gramtower import _checks as check
 from gramtower.estimator.settings import ModelSettings
 
 FORMATS = ("csv", "parquet", "movielens", "netflix", "mediawiki", "lists", "edges")
@@ -51,8 +52,10 @@ class DataOptions:
     "csv, parquet, movielens, netflix, mediawiki, lists (user item ...), edges (user item); without it, told from DATA."
     separator: str | None = None
     "Between fields of csv, edges and lists, such as ; or tab; without it a comma (.tsv: a tab), or spaces and tabs."
+    same_entities: bool | None = None
+    "Both sides are one set, so that none is recommended to itself [default: told from ids and pairs]."
     validation: str | None = None
-    "Pairs to stop early on: a share such as 0.1, drawn at random with --seed, or a file like DATA."
+    "Pairs to stop early on: a share of each left entity's, such as 0.1, drawn with --seed, or a file like DATA."
 
 
 @Parameter(name="*", group=Group("Features", sort_key=2))
@@ -71,8 +74,8 @@ class FeatureOptions:
     left_column: Annotated[
         list[str] | None,
         Parameter(
-            help="Kind of a column of --left-features, NAME=KIND: numeric, categorical, list, text or skip; may be "
-            "repeated. Kinds of other columns are told from their content.",
+            help="Kind of a column of --left-features, NAME=KIND: numeric, categorical, list, text, vector or skip; "
+            "may be repeated. Kinds of other columns are told from their content.",
             negative=(),
         ),
     ] = None
@@ -137,6 +140,10 @@ class TrainOptions:
     patience: Annotated[
         int | None, _flag("patience", "With --validation: stop after so many iterations without a better metric.")
     ] = None
+    refit: Annotated[
+        bool | None,
+        Parameter(help="With --validation: then fit all pairs for as many iterations as were best.", negative=()),
+    ] = None
     metric: Annotated[str | None, _flag("metric", "Validation metric, such as recall@20.")] = None
     device: Annotated[str | None, _flag("device", "auto, cpu or cuda.")] = None
     precision: Annotated[str | None, _flag("precision", "Of matrix products on a GPU: tf32 or float32.")] = None
@@ -162,3 +169,9 @@ class Common:
     "Threads to use; set it when several runs share the cores."
     debug: Annotated[bool, Parameter(negative=(), show_default=False)] = False
     "Show where an error came from."
+
+
+def refuse_refit(train: TrainOptions | None) -> None:
+    """Refuse ``--refit`` in commands other than fit."""
+    if train is not None and train.refit:
+        check.fail("--refit", True, "nothing: only fit takes it")

@@ -11,7 +11,7 @@ from gramtower import _checks as check
 from gramtower.cli.config import merge_flags
 from gramtower.cli.options import Common, DataOptions
 from gramtower.cli.output import print_facts, print_json
-from gramtower.cli.reading import read_pairs, split_validation
+from gramtower.cli.reading import held_out_of, read_pairs
 from gramtower.data.partition import write_partition
 
 MOST_PARTS = 65_536  # each is a file
@@ -47,7 +47,7 @@ def partition(
         check.fail("out", out, "a folder")
     check.count("parts", parts, most=MOST_PARTS)
     options = merge_flags(config, data).data
-    pairs, held_out = split_validation(read_pairs(path, options), options, seed)
+    pairs, held_out = held_out_of(read_pairs(path, options), options, seed)
     manifest = write_partition(pairs, out, parts, held_out)
     sizes = [part["pairs"] for part in manifest.parts]
     facts = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from gramtower.data.interactions import Interactions
 from gramtower.data.partition import is_partition
 from gramtower.data.readers.mediawiki import is_mediawiki, mediawiki_links
 from gramtower.data.readers.netflix import is_netflix, netflix
+from gramtower.estimator.fit_data import hold_out
 
 
 def read_pairs(path: Path, options: DataOptions) -> Interactions:
@@ -22,6 +24,11 @@ def read_pairs(path: Path, options: DataOptions) -> Interactions:
     Raises:
         ValueError: if the format cannot be told, or an option does not go with it.
     """
+    pairs = _read_pairs(path, options)
+    return pairs if options.same_entities is None else replace(pairs, same_entities=options.same_entities)
+
+
+def _read_pairs(path: Path, options: DataOptions) -> Interactions:
     if not path.exists():
         raise FileNotFoundError(f"DATA: no such file or folder: {path}")
     if is_partition(path):
@@ -63,20 +70,35 @@ def guess_format(path: Path) -> str:
 
 
 def split_validation(pairs: Interactions, options: DataOptions, seed: int) -> tuple[Interactions, Interactions | None]:
-    """Training and validation pairs: a random share of the pairs, or a file of its own, or none."""
+    """Training and validation pairs of a comparison: a random share of all pairs, or a file of its own, or none."""
+    share = validation_of(options)
+    if not isinstance(share, float):
+        return pairs, share
+    split = splits.random_pairs(pairs, share, seed=seed)
+    return split.train, split.test
+
+
+def held_out_of(pairs: Interactions, options: DataOptions, seed: int) -> tuple[Interactions, Interactions | None]:
+    """Training and validation pairs of a fit: a share of each left entity's pairs, or a file of its own, or none."""
+    share = validation_of(options)
+    if not isinstance(share, float):
+        return pairs, share
+    train, held_out = hold_out(pairs, share, check.seed(seed))
+    return train, held_out
+
+
+def validation_of(options: DataOptions) -> float | Interactions | None:
+    """What ``--validation`` says: a share, the pairs of a file, or nothing."""
     text = options.validation
     if text is None:
-        return pairs, None
+        return None
     try:
         share = float(text)
     except ValueError:
-        return pairs, read_pairs(Path(text), options)
+        return read_pairs(Path(text), options)
     if not 0 < share < 1:
         check.fail("validation", text, "a share between 0 and 1 (both excluded), or a file")
-    split = splits.random_pairs(pairs, share, seed=seed)
-    if not len(split.test) or not len(split.train):
-        check.fail("validation", text, f"a share that leaves pairs on both sides of the {len(pairs):,} there are")
-    return split.train, split.test
+    return share
 
 
 def _read_table(path: Path, kind: str, options: DataOptions) -> Interactions:

@@ -12,7 +12,7 @@ from gramtower import _checks as check
 from gramtower.cli.config import merge_flags
 from gramtower.cli.features import tower_features
 from gramtower.cli.fit import features_table
-from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions
+from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions, refuse_refit
 from gramtower.cli.output import note, print_facts, print_json
 from gramtower.cli.reading import read_pairs
 from gramtower.estimator.settings import ModelSettings
@@ -63,6 +63,7 @@ def tune(
         common: Output.
     """
     common = common or Common()
+    refuse_refit(train)
     settings = merge_flags(config, data, model, train, features)
     if path is not None:
         settings.data.path = str(path)

@@ -4,6 +4,7 @@
     categorical  one column for each value; one for missing values when the table has some
     list         one column for each element, 1 where the list holds it
     text         2^bits columns of hashed n-grams, each row of length 1
+    vector       each of its numbers like a numeric column; an indicator column when the table has missing vectors
 
 A category that the table did not have counts as missing; a list element that it did not have is left out; both are
 counted. Each ``transform`` costs O(entries). Checked by tests/test_tables.py.
@@ -175,8 +176,47 @@ class Text:
         return matrix, 0
 
 
-Encoder = Numeric | Categorical | Elements | Text
-_KINDS: dict[str, Any] = {"numeric": Numeric, "categorical": Categorical, "list": Elements, "text": Text}
+@dataclass(frozen=True)
+class Vector:
+    """A column of lists of numbers of one length, such as pretrained embeddings, each place standardised."""
+
+    column: str
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+    indicator: bool
+
+    @classmethod
+    def fit(cls, column: Series) -> Vector:
+        """Means and standard deviations of the vectors that are there; a constant place has deviation 1."""
+        values, missing = _vectors(column, None)
+        mean, deviation = values.mean(0), values.std(0)
+        deviation = np.where(deviation > 1e-12 * np.abs(mean), deviation, 1.0)
+        return cls(column.name, tuple(mean.tolist()), tuple(deviation.tolist()), bool(missing.any()))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the columns made."""
+        return [f"{self.column}[{place}]" for place in range(len(self.mean))] + [self.column + MISSING] * self.indicator
+
+    @property
+    def width(self) -> int:
+        """Number of columns made."""
+        return len(self.mean) + self.indicator
+
+    def transform(self, column: Series) -> tuple[NDArray[np.float32], int]:
+        """The columns made, dense, and how many entries were unseen."""
+        values, missing = _vectors(column, len(self.mean))
+        made = np.zeros((len(missing), self.width), dtype=np.float32)
+        made[~missing, : len(self.mean)] = (values - np.array(self.mean)) / np.array(self.deviation)
+        if self.indicator:
+            made[missing, -1] = 1
+        return made, 0
+
+
+Encoder = Numeric | Categorical | Elements | Text | Vector
+_KINDS: dict[str, Any] = {
+    "numeric": Numeric, "categorical": Categorical, "list": Elements, "text": Text, "vector": Vector,
+}  # fmt: skip
 
 
 def grams(text: str, kind: str) -> list[str]:
@@ -206,6 +246,12 @@ def from_plain(plain: dict[str, Any]) -> Encoder:
     made: Encoder = build(f"a {kind} column", _KINDS[kind], fields)
     if isinstance(made, Numeric) and not (math.isfinite(made.mean) and 0 < made.deviation < math.inf):
         check.fail("mean, deviation", f"{made.mean}, {made.deviation}", "finite numbers, the deviation positive")
+    if isinstance(made, Vector):
+        made = replace(made, mean=tuple(made.mean), deviation=tuple(made.deviation))
+        finite = all(math.isfinite(x) and 0 < y < math.inf for x, y in zip(made.mean, made.deviation, strict=False))
+        if not finite or not len(made.mean) == len(made.deviation) > 0:
+            given = f"{len(made.mean)} and {len(made.deviation)} numbers"
+            check.fail("mean, deviation", given, "as many finite numbers in both, deviations positive")
     if isinstance(made, Text) and (not 1 <= made.bits <= MOST_BITS or made.ngrams not in ("word", "char")):
         check.fail("bits, ngrams", f"{made.bits}, {made.ngrams[:20]!r}", f"1 to {MOST_BITS}, word or char")
     if isinstance(made, (Categorical, Elements)):
@@ -215,6 +261,38 @@ def from_plain(plain: dict[str, Any]) -> Encoder:
     if isinstance(made, Elements) and not made.separator:
         check.fail("separator", "''", "text between the elements of a list")
     return made
+
+
+def _vectors(column: Series, width: int | None) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """The vectors that are there, one a row, and where there is none.
+
+    Text is taken as numbers between commas or blanks, with or without brackets.
+    """
+    pl = frames.polars()
+    if column.dtype == pl.String:
+        bare = column.str.strip_chars("[]() \t").replace("", None)
+        column = bare.str.replace_all(r"[,;\s]+", " ").str.split(" ")
+    elif isinstance(column.dtype, pl.Array):
+        column = column.arr.to_list()
+    missing = column.is_null().to_numpy()
+    if missing.all():
+        if width is None:
+            check.fail("vectors", f"column {column.name!r} without a vector", "lists of numbers of one length")
+        return np.empty((0, width)), missing
+    inner = column.dtype.inner if isinstance(column.dtype, pl.List) else None
+    if inner is None or not (inner.is_numeric() or inner == pl.String):
+        check.fail("vectors", f"column {column.name!r} of {column.dtype}", "lists of numbers of one length")
+    present = column.filter(~missing)
+    lengths = present.list.len().to_numpy()
+    wanted = int(lengths.max()) if width is None else width
+    if wanted == 0 or (lengths != wanted).any():
+        given = f"column {column.name!r} with lists of {lengths.min()} to {lengths.max()} numbers"
+        check.fail("vectors", given, f"lists of {wanted or 'some'} numbers each")
+    values = frames.numbers("vectors", present.explode()).to_numpy().reshape(-1, wanted)
+    if np.isnan(values).any():
+        place = int(np.flatnonzero(~missing)[np.isnan(values).any(1)][0])
+        check.fail("vectors", f"a missing number in row {place} of column {column.name!r}", "vectors without gaps")
+    return values, missing
 
 
 def _places(texts: Series, values: Sequence[str]) -> NDArray[np.int64]:

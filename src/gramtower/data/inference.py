@@ -4,6 +4,7 @@
     numeric      numbers, or text that is a number in every cell; numbers with leading zeros, such as "02139", are codes
     categorical  truth values; text whose values recur (at most half as many values as cells) or are single words
     text         other text
+    vector       lists of floating-point numbers, all of one length of at least two
     skip         dates, columns without a value, and anything else
 
 Cost: O(cells). Checked by tests/test_tables.py.
@@ -20,7 +21,7 @@ from gramtower.data import frames
 if TYPE_CHECKING:
     from polars import DataFrame, Series
 
-KINDS = ("numeric", "categorical", "list", "text", "skip")
+KINDS = ("numeric", "categorical", "list", "text", "vector", "skip")
 _SEPARATED, _RECURRING, _WORDS = 0.1, 0.5, 1.5
 
 
@@ -60,11 +61,23 @@ def _by_type(column: Series) -> str:
         return "list"
     if column.null_count() == len(column):
         return "skip"
+    if isinstance(column.dtype, (pl.List, pl.Array)):
+        return "vector" if _is_vector(column) else "skip"
     if column.dtype == pl.Boolean:
         return "categorical"
     if column.dtype.is_numeric():
         return "numeric"
     return "" if column.dtype in (pl.String, pl.Categorical, pl.Enum) else "skip"
+
+
+def _is_vector(column: Series) -> bool:
+    """Whether a column of lists holds floats, in lists of one length."""
+    pl = frames.polars()
+    if isinstance(column.dtype, pl.Array):
+        column = column.arr.to_list()
+    lengths = column.drop_nulls().list.len().unique().to_list()
+    inner = getattr(column.dtype, "inner", None)
+    return inner is not None and bool(inner.is_float()) and len(lengths) == 1 and lengths[0] > 1
 
 
 def _of_text(columns: Sequence[Series], separator: str) -> list[str]:

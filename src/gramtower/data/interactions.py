@@ -23,13 +23,15 @@ from gramtower.data import frames
 from gramtower.data.assembly import Rule, assemble
 from gramtower.data.frames import Choice, Column
 from gramtower.data.ids import Key, as_ids, code_series, code_values, id_series
-from gramtower.data.lookup import index_of, rows_of
+from gramtower.data.lookup import index_of, join, rows_of
 from gramtower.data.matrices import canonical, checked
 from gramtower.data.sources import PathLike, existing, reading
 from gramtower.data.times import moments
 
 if TYPE_CHECKING:
     import polars as pl
+
+_EXPECTED = 20  # pairs of an id with itself in data of two different sets; then a tenth or less has odds of 10⁻⁶
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +61,8 @@ class Interactions:
         report: counts of what was read, left out and merged.
         numbered: where ids are but the row or column numbers of a matrix that came without ids, how many it had, for
             each side; otherwise None. Numbers of another matrix are other entities, and are not joined with them.
+        same_entities: whether both sides are one set, such as packages that depend on packages: then no entity is
+            recommended to itself. None lets :attr:`one_set` tell from the data.
     """
 
     matrix: sp.csr_matrix
@@ -70,6 +74,7 @@ class Interactions:
     right_name: str = "right"
     report: Mapping[str, int] = field(default_factory=dict)
     numbered: tuple[int | None, int | None] = (None, None)
+    same_entities: bool | None = None
 
     def __post_init__(self) -> None:
         if checked("matrix", self.matrix).shape != (len(self.left_ids), len(self.right_ids)):
@@ -81,6 +86,8 @@ class Interactions:
         for name, values in (("times", self.times), ("weights", self.weights)):
             if values is not None and len(values) != self.matrix.nnz:
                 check.fail(name, f"{len(values)} values", f"{self.matrix.nnz}, one for each pair")
+        if self.same_entities is not None:
+            check.flag("same_entities", self.same_entities)
 
     @classmethod
     def from_csv(
@@ -100,6 +107,7 @@ class Interactions:
         quote: str | None = '"',
         comment: str | None = None,
         encoding: str = "utf8",
+        same_entities: bool | None = None,
     ) -> Interactions:
         """Pairs from a delimited text file; .gz, .zst, .xz and .bz2 are decompressed.
 
@@ -119,6 +127,7 @@ class Interactions:
             quote: quoting character, None for none.
             comment: lines that start with this are left out.
             encoding: of the text; any name Python knows.
+            same_entities: whether both sides are one set of entities; see the class.
         """
         rule = _rule(threshold, labels, duplicates, value)
         texts, others = _choices(left, right, value, weight, time)
@@ -126,7 +135,7 @@ class Interactions:
         form: dict[str, Any] = {"separator": separator, "header": header, "quote": quote, "comment": comment}
         with reading("text" if isinstance(source, bytes) else source):
             columns = frames.read_csv(source, texts, others, encoding=encoding, **form)
-            return cls._from_columns(columns, others, rule)
+            return cls._from_columns(columns, others, rule, same_entities)
 
     @classmethod
     def from_parquet(
@@ -141,13 +150,14 @@ class Interactions:
         threshold: float | None = None,
         labels: bool = False,
         duplicates: str = "max",
+        same_entities: bool | None = None,
     ) -> Interactions:
         """Pairs from a Parquet file; the arguments are those of :meth:`from_csv`."""
         rule = _rule(threshold, labels, duplicates, value)
         texts, others = _choices(left, right, value, weight, time)
         source = existing("path", path)
         with reading(source):
-            return cls._from_columns(frames.read_parquet(source, texts + others), others, rule)
+            return cls._from_columns(frames.read_parquet(source, texts + others), others, rule, same_entities)
 
     @classmethod
     def from_frame(
@@ -162,11 +172,12 @@ class Interactions:
         threshold: float | None = None,
         labels: bool = False,
         duplicates: str = "max",
+        same_entities: bool | None = None,
     ) -> Interactions:
         """Pairs from a polars, pandas or pyarrow table or a mapping of columns; arguments as in :meth:`from_csv`."""
         rule = _rule(threshold, labels, duplicates, value)
         texts, others = _choices(left, right, value, weight, time)
-        return cls._from_columns(frames.take("frame", frame, texts + others), others, rule)
+        return cls._from_columns(frames.take("frame", frame, texts + others), others, rule, same_entities)
 
     @classmethod
     def from_arrays(
@@ -182,6 +193,7 @@ class Interactions:
         duplicates: str = "max",
         left_name: str = "left",
         right_name: str = "right",
+        same_entities: bool | None = None,
     ) -> Interactions:
         """Pairs from sequences of equal length: ids (text or whole numbers; None is missing) and numbers.
 
@@ -195,7 +207,7 @@ class Interactions:
         if time is not None:
             numbers["time"] = moments("time", time)
         fields = assemble(code_values("left", left), code_values("right", right), numbers, rule)
-        return cls(**vars(fields), left_name=left_name, right_name=right_name)
+        return cls(**vars(fields), left_name=left_name, right_name=right_name, same_entities=same_entities)
 
     @classmethod
     def from_matrix(
@@ -206,6 +218,7 @@ class Interactions:
         *,
         left_name: str = "left",
         right_name: str = "right",
+        same_entities: bool | None = None,
     ) -> Interactions:
         """Pairs from any scipy.sparse matrix; ids default to row and column numbers. Duplicates are added."""
         csr = _canonical(matrix)
@@ -214,10 +227,15 @@ class Interactions:
             "right_ids", range(csr.shape[1]) if right_ids is None else check.listed("right_ids", right_ids)
         )
         numbered = csr.shape[0] if left_ids is None else None, csr.shape[1] if right_ids is None else None
-        return cls(csr, rows, columns, None, None, left_name, right_name, _counts(csr), numbered)
+        return cls(
+            csr, rows, columns, left_name=left_name, right_name=right_name, report=_counts(csr), numbered=numbered,
+            same_entities=same_entities,
+        )  # fmt: skip
 
     @classmethod
-    def _from_columns(cls, columns: list[pl.Series], others: list[Choice], rule: Rule) -> Interactions:
+    def _from_columns(
+        cls, columns: list[pl.Series], others: list[Choice], rule: Rule, same_entities: bool | None
+    ) -> Interactions:
         """``columns``: left, right, then those of ``others``. Emptied, so that the text can be freed on the way."""
         numbers = {}
         for name, _ in reversed(others):
@@ -228,7 +246,7 @@ class Interactions:
         left_name, right_name = columns[0].name, columns[1].name
         left, right = code_series(id_series("left", columns.pop(0)), id_series("right", columns.pop(0)))
         fields = assemble(left, right, numbers, rule)
-        return cls(**vars(fields), left_name=left_name, right_name=right_name)
+        return cls(**vars(fields), left_name=left_name, right_name=right_name, same_entities=same_entities)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -240,7 +258,29 @@ class Interactions:
 
     def __repr__(self) -> str:
         m, n = self.shape
-        return f"Interactions({len(self):,} pairs of {m:,} {self.left_name!r} and {n:,} {self.right_name!r})"
+        sets = ", one set of entities" if self.one_set else ""
+        return f"Interactions({len(self):,} pairs of {m:,} {self.left_name!r} and {n:,} {self.right_name!r}{sets})"
+
+    @cached_property
+    def one_set(self) -> bool:
+        """Whether both sides are one set of entities: as given, otherwise told from ids and pairs.
+
+        They are if at least half of the smaller side's ids are on the other side too and, if these were ids of
+        different things, such as users and films that are both numbered from 1, at least twenty pairs would be expected
+        to have the same id twice, of which there are not a tenth.
+        """
+        if self.same_entities is not None:
+            return bool(self.same_entities)
+        rows = join(self.right_ids, self._left_index)  # the same entity on the left
+        columns = np.flatnonzero(rows >= 0)
+        if 2 * len(columns) < max(1, min(self.shape)):
+            return False
+        matrix = self.matrix
+        left, right = np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
+        chances = left[rows[columns]].astype(np.float64) * right[columns] / max(1, matrix.nnz)
+        expected = float(np.minimum(chances, 1.0).sum())
+        found = int((rows[matrix.indices] == np.repeat(np.arange(len(left)), left)).sum())
+        return expected >= _EXPECTED and found <= 0.1 * expected
 
     @cached_property
     def _left_index(self) -> dict[Key, int]:
@@ -259,7 +299,7 @@ class Interactions:
         return rows_of(self.right_name, ids, self._right_index)
 
     def subset(self, entries: Any) -> Interactions:
-        """Some of the pairs, with the same ids.
+        """Some of the pairs, with the same ids; one set of entities if these are.
 
         Args:
             entries: a mask over the stored entries (``matrix.data``), or their places without repetition.
@@ -283,7 +323,9 @@ class Interactions:
         matrix = sp.csr_matrix((old.data[chosen], old.indices[chosen], offsets), shape=old.shape)
         times = None if self.times is None else self.times[chosen]
         weights = None if self.weights is None else self.weights[chosen]
-        return replace(self, matrix=matrix, times=times, weights=weights, report=_counts(matrix))
+        return replace(
+            self, matrix=matrix, times=times, weights=weights, report=_counts(matrix), same_entities=self.one_set
+        )
 
     def without_empty(self) -> Interactions:
         """The same pairs without the entities that have none: no row and no column of the matrix is empty."""
@@ -297,7 +339,9 @@ class Interactions:
         shape = (len(rows), int(kept.sum()))
         matrix = sp.csr_matrix((old.data, columns, offsets), shape=shape)
         left, right = self.left_ids[rows], self.right_ids[kept]
-        return replace(self, matrix=matrix, left_ids=left, right_ids=right, report=_counts(matrix))
+        return replace(
+            self, matrix=matrix, left_ids=left, right_ids=right, report=_counts(matrix), same_entities=self.one_set
+        )
 
     def with_matrix(self, matrix: Any) -> Interactions:
         """Other pairs of the same entities. Times and weights are those of the old pairs and are not kept."""

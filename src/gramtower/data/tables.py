@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,17 @@ from numpy.typing import NDArray
 from gramtower import _checks as check
 from gramtower._schema import build
 from gramtower.data import frames
-from gramtower.data.encoders import MOST_BITS, Categorical, Elements, Encoder, Numeric, Text, from_plain, to_plain
+from gramtower.data.encoders import (
+    MOST_BITS,
+    Categorical,
+    Elements,
+    Encoder,
+    Numeric,
+    Text,
+    Vector,
+    from_plain,
+    to_plain,
+)
 from gramtower.data.frames import Choice, Column
 from gramtower.data.ids import Key, id_array, id_series
 from gramtower.data.inference import KINDS, infer_kinds
@@ -56,6 +67,7 @@ class FeatureTable:
         categorical: columns with one value of a set.
         lists: columns of lists, or of text with ``separator`` between elements.
         text: columns of free text.
+        vectors: columns of lists of numbers of one length, such as pretrained embeddings.
         separator: between the elements of list columns.
         hash_bits: text columns become 2^hash_bits columns each.
         ngrams: ``"word"`` (words and pairs of words) or ``"char"`` (3 to 5 characters of each word).
@@ -79,13 +91,14 @@ class FeatureTable:
         hash_bits: int = 15,
         ngrams: str = "word",
         strict: bool = False,
+        vectors: Sequence[str] = (),
     ) -> None:
-        kinds = {"numeric": numeric, "categorical": categorical, "lists": lists, "text": text}
+        kinds = {"numeric": numeric, "categorical": categorical, "lists": lists, "text": text, "vectors": vectors}
         for name, chosen in kinds.items():
             if isinstance(chosen, str):
                 check.fail(name, repr(chosen), f"a sequence of column names, such as ({chosen!r},)")
         if not any(kinds.values()):
-            expected = "at least one of numeric=, categorical=, lists=, text=, or FeatureTable.inferred(...)"
+            expected = "at least one of numeric=, categorical=, lists=, text=, vectors=, or FeatureTable.inferred(...)"
             check.fail("columns", "none", expected)
         if not isinstance(separator, str) or not separator:
             check.fail("separator", repr(separator), "text between the elements of a list")
@@ -120,7 +133,7 @@ class FeatureTable:
         Args:
             frame: as for the class.
             id: column of ids.
-            kinds: kinds of some columns, which win: "numeric", "categorical", "list", "text" or "skip".
+            kinds: kinds of some columns, which win: "numeric", "categorical", "list", "text", "vector" or "skip".
             separator: between the elements of list columns.
             options: ``hash_bits``, ``ngrams``, ``strict``.
         """
@@ -132,10 +145,14 @@ class FeatureTable:
             if not set(found.values()) - {"skip"}:
                 check.fail("columns", ", ".join(found) or "none", "at least one that can be encoded; name it in kinds")
             del chosen["skip"]
-            table = cls(source, id, lists=chosen.pop("list"), separator=separator, **chosen, **options)
+            chosen |= {"lists": chosen.pop("list"), "vectors": chosen.pop("vector")}
+            table = cls(source, id, separator=separator, **chosen, **options)
             table._source = frame
             table.report["skipped"] = [name for name, kind in found.items() if kind == "skip"]
             return table
+
+    def __len__(self) -> int:
+        return 0 if self._row is None else len(self._row)
 
     @property
     def source(self) -> Any:
@@ -166,7 +183,7 @@ class FeatureTable:
         start = 0
         for encoder in self.encoders:
             end = start + encoder.width
-            if isinstance(encoder, Numeric):
+            if isinstance(encoder, (Numeric, Vector)):
                 found += range(start, end)
             elif isinstance(encoder, Categorical) and encoder.indicator:
                 found.append(end - 1)
@@ -260,9 +277,13 @@ class FeatureTable:
 
 def _sparse(parts: list[Any]) -> list[sp.csr_matrix]:
     """The same columns as sparse matrices, many dense ones in each: making one takes longer than filling it."""
-    dense = [part for part in parts if isinstance(part, np.ndarray)]  # of numeric columns, which come first
-    blocks = [sp.csr_matrix(np.hstack(dense[at : at + _DENSE])) for at in range(0, len(dense), _DENSE)]
-    return blocks + parts[len(dense) :]
+    blocks: list[sp.csr_matrix] = []
+    for dense, group in groupby(parts, lambda part: isinstance(part, np.ndarray)):
+        run = list(group)
+        blocks += (
+            [sp.csr_matrix(np.hstack(run[at : at + _DENSE])) for at in range(0, len(run), _DENSE)] if dense else run
+        )
+    return blocks
 
 
 def _fit(kind: str, column: Series, separator: str, bits: int, ngrams: str) -> Encoder:
@@ -270,6 +291,8 @@ def _fit(kind: str, column: Series, separator: str, bits: int, ngrams: str) -> E
         return Numeric.fit(column)
     if kind == "categorical":
         return Categorical.fit(column)
+    if kind == "vectors":
+        return Vector.fit(column)
     return Elements.fit(column, separator) if kind == "lists" else Text(column.name, bits, ngrams)
 
 

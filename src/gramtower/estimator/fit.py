@@ -6,13 +6,16 @@ steps with another end. Checked by tests/test_estimator.py and, over several pro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import scipy.sparse as sp
 
 from gramtower import _checks as check
+from gramtower.data.partition import Shard
 from gramtower.distributed.group import current_group
 from gramtower.distributed.shards import Rows, Shards
 from gramtower.engine.objective.point import Point
@@ -20,12 +23,13 @@ from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.mlp import mlp_towers
 from gramtower.engine.towers.towers import Towers
 from gramtower.estimator import defaults
-from gramtower.estimator.fit_data import FitData, prepare_data
+from gramtower.estimator.fit_data import FitData, hold_out, own_pairs, prepare_data, rejoined
 from gramtower.estimator.fitted import FittedModel, pattern_of
 from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.side import Side
-from gramtower.estimator.warm_start import carry_over
+from gramtower.estimator.warm_start import carry_over, refuse_increment
 from gramtower.metrics import evaluate_embeddings
+from gramtower.training.callbacks import Callback
 from gramtower.training.fingerprint import sparse_digest
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Result
@@ -40,16 +44,73 @@ def fit(
     previous: FittedModel | None = None,
     checkpoint: str | Path | None = None,
     history: str | Path | None = None,
+    *,
+    refit: bool = False,
+    callbacks: Iterable[Callback] = (),
 ) -> FittedModel:
     """Learn from observed pairs, starting from a previous model if there is one; see TwoTower.fit."""
+    features, watchers = (left_features, right_features), check.functions("callbacks", callbacks)
+    train, held_out = pairs, validation
+    if isinstance(validation, Real):
+        train, held_out = hold_out(pairs, validation, check.seed(settings.seed))
+    if not check.flag("refit", refit):
+        return _fit(settings, train, features, held_out, previous, checkpoint, history, watchers)
+    if isinstance(pairs, Shard):
+        check.fail("refit", True, "False: a partition has its held-out pairs in files of their own")
+    if validation is None:
+        check.fail("refit", True, "validation as well: a share such as 0.1, or pairs, to find the number of iterations")
+    everything = rejoined(pairs, validation) if train is pairs else pairs
+    first_history = None if history is None else validated_history(check.path("history", history))
+    found = _fit(settings, train, features, held_out, previous, checkpoint, first_history, watchers)
+    if found.reason is Reason.INTERRUPTED:
+        return found
+    count = best_iteration(found)
+    again = None if checkpoint is None else refit_checkpoint(check.path("checkpoint", checkpoint))
+    final = _fit(
+        settings.with_changes(max_iterations=count), everything, features, None, previous, again, history, watchers
+    )
+    reason, message = final.reason, final.message
+    if reason is Reason.MAX_ITERATIONS:  # the number of them was found, and how is what there is to say
+        reason, message = found.reason, f"{found.message}; then all pairs were fitted for {count} iterations"
+    return replace(final, reason=reason, message=message, best_metric=found.best_metric)
+
+
+def refit_checkpoint(checkpoint: Path) -> Path:
+    """Where the second half of a fit with ``refit`` has its checkpoint."""
+    return checkpoint.with_name(f"{checkpoint.name}.refit")
+
+
+def validated_history(history: Path) -> Path:
+    """Where the first half of a fit with ``refit``, that with validation, has its records."""
+    return history.with_name(f"{history.stem}-validation{history.suffix}")
+
+
+def best_iteration(fitted: FittedModel) -> int:
+    """The iteration that a fit with validation kept."""
+    return next(record.iteration for record in fitted.history if record.metric == fitted.best_metric)
+
+
+def _fit(
+    settings: ModelSettings,
+    pairs: Any,
+    features: tuple[Any, Any],
+    validation: Any,
+    previous: FittedModel | None,
+    checkpoint: str | Path | None,
+    history: str | Path | None,
+    callbacks: list[Callback],
+) -> FittedModel:
+    """One fit, from the arguments to the model."""
     options = settings.solver_options()
     if previous is not None:
         settings = sized_as(settings, previous)
-    data = prepare_data(settings, pairs, left_features, right_features, validation)
+    data = prepare_data(settings, pairs, *features, validation)
+    if previous is not None:
+        refuse_increment(previous, data)
     problem = make_problem(settings, data)
     towers = make_towers(settings, data, problem, previous)
     result = minimize(
-        problem, towers, settings.optimizer, iterations(settings, data), settings.time_limit, settings.seed,
+        problem, towers, settings.optimizer, iterations(settings, data), settings.time_limit, settings.seed, callbacks,
         validation=make_validation(settings, data), patience=None if data.held_out is None else settings.patience,
         checkpoint=checkpoint, history=history, verbose=settings.verbose, **options,
     )  # fmt: skip
@@ -58,11 +119,17 @@ def fit(
     return FittedModel(
         left=Side("left", data.ids[0], point.P.cpu(), data.inputs[0], data.numbered[0]),
         right=Side("right", data.ids[1], point.right_rows.cpu(), data.inputs[1], data.numbered[1]),
-        trained=pattern_of(data.matrix), further=pattern_of(data.held_out, data.matrix.shape),
-        towers=towers, shards=problem.shards,
+        trained=pattern_of(data.matrix), further=_further(data), towers=towers, shards=problem.shards,
+        same_entities=data.same_entities, plain_pairs=data.weights is None and bool((data.matrix.data == 1).all()),
         dim=point.Q.shape[1], hidden=data.hidden if settings.towers is None else ((), ()), omega=problem.omega,
         history=result.history, reason=result.reason, message=result.message, best_metric=result.best_metric,
     )  # fmt: skip
+
+
+def _further(data: FitData) -> sp.csr_matrix:
+    """What answers leave out beside training pairs: held-out ones and, where both sides are one set, self-pairs."""
+    held_out = pattern_of(data.held_out, data.matrix.shape)
+    return pattern_of(held_out + own_pairs(data.ids, held_out.shape)) if data.same_entities else held_out
 
 
 def sized_as(settings: ModelSettings, previous: FittedModel) -> ModelSettings:

@@ -25,7 +25,9 @@ from gramtower.data.left_out import warn_of_pairs
 from gramtower.data.lookup import index_of, join
 from gramtower.data.matrices import checked, resized
 from gramtower.data.partition import Shard
+from gramtower.data.splits import per_user
 from gramtower.data.tables import FeatureTable
+from gramtower.data.union import union
 from gramtower.distributed.agreement import Digest, agree
 from gramtower.distributed.group import SINGLE, Group, current_group
 from gramtower.distributed.shards import Rows, Shards, entity_costs, row_work, spread, unsharded
@@ -54,6 +56,7 @@ class FitData:
         hidden: widths of the hidden layers of the left and of the right tower.
         dim: size of the embeddings.
         numbered: where ids are row numbers of a matrix without ids, how many it had; see Interactions.
+        same_entities: whether both sides are one set.
     """
 
     matrix: sp.csr_matrix
@@ -68,6 +71,7 @@ class FitData:
     hidden: tuple[tuple[int, ...], tuple[int, ...]]
     dim: int
     numbered: Numbered = (None, None)
+    same_entities: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -131,7 +135,7 @@ def prepare_data(
     right, right_rows = training_inputs("right", right_parts, shards.right, group, scale)
     return FitData(
         matrix, weights, ids, shards, observed, held_out, (left, right), (left_rows, right_rows), device, hidden, dim,
-        numbered,
+        numbered, isinstance(pairs, Interactions) and pairs.one_set,
     )  # fmt: skip
 
 
@@ -162,6 +166,42 @@ def matrix_and_ids(pairs: Any, name: str = "pairs") -> tuple[sp.csr_matrix, Ids]
     if sp.issparse(pairs):
         return sp.csr_matrix(checked(name, pairs)), (None, None)
     check.fail(name, type(pairs).__name__, "gramtower.Interactions or a scipy.sparse matrix")
+
+
+def hold_out(pairs: Any, share: object, seed: int) -> tuple[Any, Any]:
+    """Pairs to learn from and to validate on: a share of each left entity's pairs, drawn with the seed.
+
+    Every left entity keeps a pair to learn from. Both parts are of the kind that was given, with all ids.
+    """
+    if isinstance(pairs, Shard):
+        check.fail("validation", share, "nothing: a partition holds its own held-out pairs")
+    matrix, _ = matrix_and_ids(pairs)
+    taken = check.number("validation", share, above=0.0)
+    if taken >= 1:
+        check.fail("validation", share, "a share of each user's pairs, above 0 and below 1, or pairs")
+    counts = np.diff(matrix.indptr)
+    if not (np.minimum(np.floor(taken * counts + 0.5), counts - 1) > 0).any():  # what per_user holds out
+        given = (
+            f"{share}, which leaves no user both a pair to learn from and one to be ranked on "
+            f"(pairs of the most active user: {counts.max(initial=0)})"
+        )
+        check.fail("validation", given, "a larger share, or users with more pairs")
+    if isinstance(pairs, Interactions):
+        split = per_user(pairs, taken, minimum=1, seed=seed)
+        return split.train, split.test
+    split = per_user(Interactions.from_matrix(matrix), taken, minimum=1, seed=seed)
+    return split.train.matrix, split.test.matrix
+
+
+def rejoined(pairs: Any, held_out: Any) -> Any:
+    """Pairs with those that were held out of them; held-out pairs of unknown entities are left out."""
+    matrices = matrix_and_ids(pairs)[0], matrix_and_ids(held_out, "validation")[0]
+    both = [
+        one if isinstance(one, Interactions) else Interactions.from_matrix(matrix)
+        for one, matrix in zip((pairs, held_out), matrices, strict=True)
+    ]
+    found = union(both[0], both[1], "validation", strangers=False)
+    return found if isinstance(pairs, Interactions) else found.matrix
 
 
 def given_pairs(name: str, pairs: Any) -> Any:
@@ -258,6 +298,14 @@ def aligned(name: str, test: Any, ids: Ids, shape: tuple[int, int], numbered: Nu
     if found.example is not None:
         warn_of_pairs(name, found.total - found.pairs.nnz, found.total, found.example[0])
     return found.pairs
+
+
+def own_pairs(ids: Ids, shape: tuple[int, int]) -> sp.csr_matrix:
+    """Every entity that is on both sides with itself, as ones; by number where there are no ids."""
+    rows = np.arange(min(shape)) if ids[0] is None or ids[1] is None else join(ids[1], index_of(ids[0]))
+    columns = np.flatnonzero(rows >= 0)
+    entries = np.ones(len(columns), dtype=np.float32), (rows[columns], columns)
+    return sp.csr_matrix(entries, shape=shape)
 
 
 def known_pairs(ids: Ids, pairs: Interactions) -> int:

@@ -24,6 +24,7 @@ from gramtower import _checks as check
 from gramtower.data.matrices import union
 from gramtower.estimator import measuring
 from gramtower.estimator.entities import Entities
+from gramtower.estimator.fit_data import own_pairs
 from gramtower.estimator.newcomers import embedded
 from gramtower.estimator.side import history_matrix, normalised
 from gramtower.metrics.definitions import DEFAULT
@@ -46,6 +47,8 @@ class FittedModel(Entities):
         reason: why it stopped.
         message: the same with particulars.
         best_metric: of the validation, or None.
+        same_entities: whether both sides are one set, where ``seen`` holds every entity with itself too.
+        plain_pairs: whether all labels were 1 and no pair had a weight, so that ``seen`` says all of them.
     """
 
     dim: int
@@ -55,6 +58,8 @@ class FittedModel(Entities):
     reason: Reason
     message: str
     best_metric: float | None
+    same_entities: bool = False
+    plain_pairs: bool = True
 
     def __str__(self) -> str:
         """Sizes, and what each tower sees and how it is scaled."""
@@ -181,6 +186,13 @@ class FittedModel(Entities):
             exclude=own, deny=np.flatnonzero(~directed),
         )  # fmt: skip
         return this.names(found), scores
+
+    def observed(self) -> sp.csr_matrix:
+        """The seen pairs without those of an entity with itself, where both sides are one set."""
+        if not self.same_entities:
+            return self.seen
+        own = own_pairs((self.left.ids, self.right.ids), self.seen.shape)
+        return sp.csr_matrix(self.seen - self.seen.multiply(own))
 
     def score(
         self, left: Any, right: Any, *, left_features: Any = None, right_features: Any = None

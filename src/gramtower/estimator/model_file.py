@@ -73,6 +73,8 @@ class Header:
         omega: ω of the training.
         best_metric: of the validation, or None.
         history: records of the training.
+        same_entities: whether both sides are one set.
+        plain_pairs: whether all labels were 1 and there were no weights.
     """
 
     params: dict[str, Any]
@@ -88,6 +90,8 @@ class Header:
     omega: float
     best_metric: float | None
     history: list[dict[str, Any]]
+    same_entities: bool = False
+    plain_pairs: bool = True
 
 
 def write_model(path: Path, settings: ModelSettings, fitted: FittedModel) -> None:
@@ -150,6 +154,7 @@ def read_model(path: Path, towers: Callable[[Problem], Towers] | None) -> tuple[
         dim=header.dim, hidden=(tuple(header.hidden[0]), tuple(header.hidden[1])), omega=header.omega,
         history=[Record(**record) for record in header.history],
         reason=Reason[header.reason], message=header.message, best_metric=header.best_metric,
+        same_entities=header.same_entities, plain_pairs=header.plain_pairs,
     )  # fmt: skip
 
 
@@ -173,7 +178,7 @@ def _header(settings: ModelSettings, fitted: FittedModel) -> tuple[Header, dict[
         [list(widths) for widths in fitted.hidden],
         {side.name: side.inputs.to_plain() for side in (fitted.left, fitted.right)},
         fitted.reason.name, fitted.message, fitted.omega, fitted.best_metric,
-        [vars(record) for record in fitted.history],
+        [vars(record) for record in fitted.history], fitted.same_entities, fitted.plain_pairs,
     )  # fmt: skip
     return header, arrays
 

@@ -5,7 +5,10 @@ Entities and features that are new start near the average of those known. Checke
 
 from __future__ import annotations
 
+import numpy as np
+
 from gramtower import _checks as check
+from gramtower.data.lookup import index_of, join
 from gramtower.engine.towers.towers import Towers
 from gramtower.estimator.fit_data import FitData
 from gramtower.estimator.fitted import FittedModel
@@ -33,3 +36,25 @@ def carry_over(fitted: FittedModel, towers: Towers, data: FitData) -> None:
             given = f"{name} of shape {tuple(fresh.shape)}"
             check.fail("warm_start", given, f"the shape {tuple(old.shape)} it had before")
     towers.load(after)
+
+
+def refuse_increment(fitted: FittedModel, data: FitData) -> None:
+    """Refuse to start from a model on data that lack most of what it knows: a fit keeps nothing but its own pairs."""
+    seen, matrix = fitted.seen, data.matrix
+    degrees = {
+        "left": (np.diff(seen.indptr), np.diff(matrix.indptr)),
+        "right": tuple(np.bincount(x.indices, minlength=x.shape[1]) for x in (seen, matrix)),
+    }
+    for place, side in enumerate((fitted.left, fitted.right)):
+        known, ids = np.flatnonzero(degrees[side.name][0]), data.ids[place]
+        if side.ids is None or ids is None:
+            rows = np.where(known < len(degrees[side.name][1]), known, -1)
+        else:
+            rows = join(side.ids[known], index_of(ids))
+        found = int((degrees[side.name][1][rows[rows >= 0]] > 0).sum())
+        if 2 * found < len(known):
+            check.fail(
+                "pairs",
+                f"pairs of {found:,} of the {len(known):,} {side.name} entities that the model knows",
+                "all pairs, old and new, with warm_start=True; model.update(pairs) adds pairs to those it knows",
+            )

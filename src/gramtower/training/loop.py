@@ -32,6 +32,7 @@ from gramtower.optim.methods import IterationResult, Method
 from gramtower.optim.parts import State
 from gramtower.optim.solvers import Solver, as_solver
 from gramtower.runtime.memory import explained
+from gramtower.training.callbacks import Callback, Started, Watchers
 from gramtower.training.checkpoint import Saved, as_parameters_like, read_checkpoint, restore, write_checkpoint
 from gramtower.training.fingerprint import fingerprint
 from gramtower.training.lock import locked
@@ -39,7 +40,6 @@ from gramtower.training.log import Log
 from gramtower.training.result import History, Reason, Record, Result
 from gramtower.training.stored_history import StoredHistory
 
-Callback = Callable[[Record, Point], Any]
 _SAME = 1e-3  # relative difference beyond which an objective is another one, not another machine's rounding
 
 
@@ -76,7 +76,8 @@ def minimize(
         max_iterations: stops after this many iterations.
         time_limit: stops after the iteration in which training time passes this many seconds.
         seed: for methods that draw.
-        callbacks: called with each record and point; one that returns True stops the run.
+        callbacks: called with each record and point; one that returns True stops the run. See
+            gramtower/training/callbacks.py for those that come with the library, and for what else they are told.
         tolerance: stops when ‖∇L‖ ≤ tolerance · ‖∇L‖ at the start (exact-gradient methods).
         validation: a metric of a point, larger is better; the best point is what the towers are left with. Over
             several processes every one calls it, and the first one's answer counts.
@@ -94,7 +95,7 @@ def minimize(
     Returns:
         The reason for stopping, the history and the final parameters.
     """
-    watchers = check.functions("callbacks", callbacks)
+    watchers = Watchers(callbacks)
     path = None if checkpoint is None else check.path("checkpoint", checkpoint)
     written = None if history is None else check.path("history", history)
     run = _Run(problem, towers, as_solver(optimizer, options), seed, validation, validate_at)
@@ -112,10 +113,17 @@ def minimize(
             if log is not None:
                 for record in records.records:
                     log(record)
+            watchers.begin(Started(records.records[-1], max_iterations, run.settings(), group.rank == 0))
             reason, message = run.loop(limits, records, watchers, log, path, spacing)
             if log is not None:
                 log.end(message)
-            return run.finish(reason, message, records)
+            result = run.finish(reason, message, records)
+        except BaseException:
+            watchers.fail()
+            raise
+        else:
+            watchers.end(result)
+            return result
         finally:
             with suppress(torch.OutOfMemoryError):  # views of the last point serve as well
                 towers.unbind()
@@ -195,6 +203,14 @@ class _Run:
         places = {"device": self.towers.device.type, "checkpoint": None if path is None else str(path)}
         agree(self.group, versions() | objective | run | places | vars(limits))
 
+    def settings(self) -> dict[str, Any]:
+        """What the run is of, for callbacks."""
+        p, (optimizer, options, seed) = self.problem, self._identity
+        objective = {"loss": p.loss.name, "omega": p.omega, "l2": p.l2, "embedding_l2": p.embedding_l2}
+        sizes = {"left": p.shards.left.total, "right": p.shards.right.total}
+        metric = {} if self.validation is None else {"metric": getattr(self.validation, "metric", "validation")}
+        return {"optimizer": optimizer, **options, "seed": seed} | objective | sizes | metric
+
     def begin(self, path: Path | None, limits: _Limits, records: History) -> None:
         """Evaluate the start, or resume from a checkpoint."""
         problem, towers = self.problem, self.towers
@@ -242,7 +258,7 @@ class _Run:
         self,
         limits: _Limits,
         records: History,
-        callbacks: list[Callback],
+        callbacks: Watchers,
         log: Log | None,
         path: Path | None,
         spacing: tuple[int, float],
@@ -258,11 +274,11 @@ class _Run:
                 record = self._step_to(result, records)
                 if log is not None:
                     log(record)
-                asked = [callback(record, self.reached.point) for callback in callbacks]
+                asked = callbacks(record, self.reached.point)
                 due = record.iteration % spacing[0] == 0 and record.seconds - self.saved_at >= spacing[1]
                 if path is not None and due:
                     self._save(path, records)
-                if self.group.totals(sum(answer is True for answer in asked))[0]:
+                if self.group.totals(asked)[0]:
                     stop = Reason.CALLBACK, Reason.CALLBACK.value
                     break
                 assert self.reached.first_norm is not None

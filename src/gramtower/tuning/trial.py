@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,11 @@ from torch import Tensor
 
 from gramtower import _checks as check
 from gramtower._widths import hidden_text, parse_hidden
-from gramtower.data.interactions import Interactions
-from gramtower.data.splits import per_user
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.weights import degree_power
 from gramtower.estimator import defaults
 from gramtower.estimator.fit import RankingValidator, iterations, make_problem, make_towers, right_weights
-from gramtower.estimator.fit_data import aligned, matrix_and_ids, prepare_data
+from gramtower.estimator.fit_data import aligned, hold_out, matrix_and_ids, prepare_data
 from gramtower.estimator.settings import ModelSettings
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Record
@@ -80,23 +79,9 @@ def make_parts(pairs: Any, validation: Any, features: tuple[Any, Any], seed: int
         ValueError: if no user has pairs on both sides of the split.
     """
     matrix, ids = matrix_and_ids(pairs)
-    if isinstance(validation, (float, int)):
-        share = check.number("validation", validation, above=0.0)
-        if share >= 1:
-            check.fail("validation", validation, "a share of each user's pairs, above 0 and below 1, or pairs")
-        whole = pairs if isinstance(pairs, Interactions) else Interactions.from_matrix(matrix)
-        counts = np.diff(matrix.indptr)
-        taken = np.minimum(np.floor(share * counts + 0.5), counts - 1)  # what per_user holds out
-        if not (taken > 0).any():
-            check.fail(
-                "validation",
-                f"{validation}, which leaves no user both a pair to learn from and one to be ranked on "
-                f"(pairs of the most active user: {counts.max(initial=0)})",
-                "a larger share, or users with more pairs",
-            )
-        split = per_user(whole, share, minimum=1, seed=seed)
-        train: Any = split.train if isinstance(pairs, Interactions) else split.train.matrix
-        inner, held_out = split.train.matrix, split.test.matrix
+    if isinstance(validation, Real):
+        train, held = hold_out(pairs, validation, seed)
+        inner, held_out = matrix_and_ids(train)[0], matrix_and_ids(held)[0]
     else:
         train, inner, held_out = pairs, matrix, aligned("validation", validation, ids, matrix.shape)
         lost = np.flatnonzero((np.diff(held_out.indptr) > 0) & (np.diff(matrix.indptr) == 0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,7 +57,8 @@ def links(
     if not len(rows):
         check.fail("path", f"{path}, in which no node is linked to another", "a graph with links")
     pairs = Interactions.from_matrix(ones(rows, columns, (len(ids), len(ids))), ids, ids)
-    return pairs.renamed(*names, self_links=int(len(others) - others.sum()))
+    named = pairs.renamed(*names, self_links=int(len(others) - others.sum()))
+    return replace(named, same_entities=True)
 
 
 def ones(rows: Any, columns: Any, shape: tuple[int, int]) -> sp.csr_matrix:

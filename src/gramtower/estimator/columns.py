@@ -1,0 +1,60 @@
+"""Frames as pairs: which columns of a polars, pandas or pyarrow table hold what, for `TwoTower.fit` and `update`.
+
+Checked by tests/test_fit_frames.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gramtower import _checks as check
+from gramtower.data.frames import Column
+from gramtower.data.interactions import Interactions
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a frame of pairs, by name or by position; see :meth:`gramtower.Interactions.from_frame`."""
+
+    left: Column | None = None
+    right: Column | None = None
+    value: Column | None = None
+    weight: Column | None = None
+    time: Column | None = None
+    threshold: float | None = None
+
+    def read(self, name: str, given: Any) -> Any:
+        """A frame as Interactions; anything else as it is, for which no columns may be given.
+
+        As in the shell, rows whose value is at least the threshold are pairs labelled 1; without a threshold the values
+        are the labels; without a value every row is a pair labelled 1.
+
+        Raises:
+            ValueError: if columns are given without a frame, or a frame without the columns of its ids.
+        """
+        chosen = {column: value for column, value in vars(self).items() if value is not None}
+        if not is_frame(given):
+            if chosen:
+                shown = ", ".join(f"{column}={value!r}" for column, value in chosen.items())
+                check.fail(name, f"{type(given).__name__} with {shown}", "a polars, pandas or pyarrow table with them")
+            return given
+        if self.left is None or self.right is None:
+            expected = 'left= and right= as well: its columns of ids, as in fit(frame, left="user", right="item")'
+            check.fail(name, f"a {type(given).__name__}", expected)
+        return Interactions.from_frame(
+            given, self.left, self.right, value=self.value, weight=self.weight, time=self.time,
+            threshold=self.threshold, labels=self.value is not None and self.threshold is None,
+        )  # fmt: skip
+
+    def read_also(self, name: str, given: Any) -> Any:
+        """A second frame with the same columns as Interactions; anything else as it is."""
+        return self.read(name, given) if is_frame(given) else given
+
+
+def is_frame(given: Any) -> bool:
+    """Whether something is a table with named columns: of polars, pandas or pyarrow, or a mapping of columns."""
+    return isinstance(given, Mapping) or any(
+        hasattr(given, name) for name in ("collect_schema", "column_names", "__arrow_c_stream__", "__dataframe__")
+    )

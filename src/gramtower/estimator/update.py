@@ -1,0 +1,94 @@
+"""More pairs for a fitted model: what it knows stays, new entities get rows, and a few iterations follow.
+
+Of the old pairs a model keeps which there are, not their labels and weights. Where all labels were 1 and there were no
+weights that is everything; a model fitted otherwise is refused, because a fit with other labels would be of another
+objective. Of features it keeps how they are encoded, not the rows: tables and matrices must be given whole.
+Cost: O(pairs log pairs), and the iterations. Checked by tests/test_updates.py; benchmarks/bench_updates.py measures
+quality and time after many updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from gramtower import _checks as check
+from gramtower.data.interactions import Interactions
+from gramtower.data.matrices import checked
+from gramtower.data.tables import FeatureTable
+from gramtower.data.union import union
+from gramtower.estimator.fit import fit
+from gramtower.estimator.fitted import FittedModel
+from gramtower.estimator.inputs import Inputs
+from gramtower.estimator.settings import ModelSettings
+from gramtower.training.callbacks import Callback
+
+ITERATIONS = 2  # unless given; benchmarks/bench_updates.py tries others
+
+
+def update(
+    settings: ModelSettings,
+    fitted: FittedModel,
+    more: Any,
+    left_features: Any = None,
+    right_features: Any = None,
+    iterations: int = ITERATIONS,
+    callbacks: Iterable[Callback] = (),
+) -> FittedModel:
+    """A model of all that a fitted one knows and of more pairs; see TwoTower.update."""
+    settings = settings.with_changes(max_iterations=check.count("iterations", iterations, minimum=0))
+    features = (
+        _features("left", fitted.left.inputs, fitted.left.ids, left_features),
+        _features("right", fitted.right.inputs, fitted.right.ids, right_features),
+    )
+    return fit(settings, grown_pairs(fitted, more), *features, previous=fitted, callbacks=callbacks)
+
+
+def grown_pairs(fitted: FittedModel, more: Any) -> Any:
+    """The pairs that a model knows, and more: entities keep their rows, new ones come after them.
+
+    Returns:
+        Interactions; a matrix where the model knows entities by number.
+    """
+    if not fitted.shards.single:
+        check.fail("model", f"one spread over {fitted.shards.group.size} processes", "one of a single process")
+    if not fitted.plain_pairs:
+        given = "a model fitted with labels other than 1 or with weights, which it does not keep"
+        check.fail("model", given, "fit(pairs, warm_start=True) with all pairs, old and new")
+    ids = fitted.left.ids, fitted.right.ids
+    if ids[0] is None or ids[1] is None:
+        if not sp.issparse(more):
+            given = type(more).__name__
+            check.fail("more_pairs", given, "a scipy.sparse matrix, as in training: entities are known by number")
+        second = Interactions.from_matrix(checked("more_pairs", more))
+        return union(Interactions.from_matrix(fitted.observed()), second, "more_pairs").matrix
+    if not isinstance(more, Interactions):
+        check.fail("more_pairs", type(more).__name__, "gramtower.Interactions, as in training")
+    known = Interactions(
+        fitted.observed(), ids[0], ids[1], left_name=more.left_name, right_name=more.right_name,
+        same_entities=fitted.same_entities or bool(more.same_entities),
+    )  # fmt: skip
+    return union(known, more, "more_pairs")
+
+
+def _features(side: str, inputs: Inputs, ids: NDArray[Any] | None, given: Any) -> Any:
+    """What the tower of a side sees: as before where the model can tell, otherwise as given, for all entities."""
+    name, wanted = f"{side}_features", [part.kind for part in inputs.parts if part.kind not in ("id", "history")]
+    if given is None:
+        if wanted:
+            expected = (
+                f"features of all {side} entities, old and new: the model keeps how they are encoded, not the rows"
+            )
+            check.fail(name, f"nothing, for a model that sees {inputs.kind}", expected)
+        return [part.kind for part in inputs.parts]
+    for part in given if isinstance(given, (list, tuple)) else [given]:
+        if not isinstance(part, FeatureTable) or ids is None or not len(ids):
+            continue
+        found = int((part.match(ids) < len(part)).sum())
+        if 2 * found < len(ids):
+            expected = f"the table of all {side} entities, old and new: the model does not keep its rows"
+            check.fail(name, f"rows of {found:,} of the {len(ids):,} {side} entities that the model knows", expected)
+    return given

@@ -1,0 +1,194 @@
+"""More pairs for a fitted model: what it knew stays, what is new is added, an increment is not taken for the whole."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+import gramtower as gt
+from gramtower.cli.app import run
+from gramtower.data.interactions import Interactions
+from gramtower.data.synthetic import planted_pairs
+from gramtower.data.tables import FeatureTable
+from gramtower.data.union import union
+
+OPTIONS = dict(dim=8, hidden=(), max_iterations=12, device="cpu", omega=0.05)
+
+
+def whole(kind=str):
+    matrix = planted_pairs(80, 60, 1500, groups=4, seed=3)
+    ids = ([f"u{i}" for i in range(80)], [f"i{j}" for j in range(60)]) if kind is str else (range(80), range(100, 160))
+    return Interactions.from_matrix(matrix, *ids)
+
+
+def cut(pairs, share=0.8):
+    """Old pairs of the first entities, and the others, which bring new entities with them."""
+    coo = pairs.matrix.tocoo()
+    drawn = np.random.default_rng(0).random(len(pairs))
+    old = (coo.row < 70) & (coo.col < 55) & (drawn < share)
+    return pairs.subset(old).without_empty(), pairs.subset(~old).without_empty()
+
+
+def as_set(pairs):
+    coo = pairs.matrix.tocoo()
+    ids = pairs.left_ids.tolist(), pairs.right_ids.tolist()
+    return {(ids[0][i], ids[1][j]) for i, j in zip(coo.row, coo.col, strict=True)}
+
+
+def known(model):
+    return as_set(Interactions(model.seen_, model.left_.ids, model.right_.ids))
+
+
+@pytest.mark.parametrize("kind", [str, int])
+def test_an_update_keeps_what_was_known_and_adds_what_is_new(kind):
+    pairs = whole(kind)
+    old, more = cut(pairs)
+    model = gt.TwoTower(**OPTIONS).fit(old)
+    cold = gt.TwoTower(**OPTIONS | dict(max_iterations=3)).fit(union(old, more))
+    model.update(more, iterations=3)
+    assert known(model) == as_set(pairs)
+    assert model.left_.ids[: old.shape[0]].tolist() == old.left_ids.tolist()
+    assert model.right_.ids[: old.shape[1]].tolist() == old.right_ids.tolist()
+    assert model.left_.ids.dtype == old.left_ids.dtype
+    assert model.history_[-1].iteration == 3
+    assert model.history_[-1].value < cold.history_[-1].value  # the same objective, from weights that were learned
+    assert model.history_[0].value < 0.7 * cold.history_[0].value
+    ids, scores = model.recommend(pairs.left_ids, k=60)
+    seen = known(model)
+    for user, names, numbers in zip(pairs.left_ids, ids, scores, strict=True):
+        assert not any((user, name) in seen for name in names[np.isfinite(numbers)])
+    assert model.max_iterations == 12
+
+
+def test_entities_of_before_keep_their_weights_and_new_ones_start_near_the_average():
+    old, more = cut(whole())
+    model = gt.TwoTower(**OPTIONS).fit(old)
+    before = model.embed(old.left_ids)
+    model.update(more, iterations=0)
+    assert np.allclose(model.embed(old.left_ids), before, atol=1e-6)
+    new = [name for name in model.left_.ids if name not in set(old.left_ids)]
+    assert np.abs(model.embed(new) - before.mean(0)).max() < np.abs(before - before.mean(0)).max()
+
+
+def test_a_warm_start_on_an_increment_is_refused_and_points_to_update():
+    old, more = cut(whole())
+    model = gt.TwoTower(**OPTIONS).fit(old)
+    fitted = model.fitted_
+    increment = more.subset(np.arange(len(more)) < 40).without_empty()
+    with pytest.raises(
+        ValueError, match=r"^pairs: got pairs of \d+ of the 70 left entities .*, expected .*model.update"
+    ):
+        model.fit(increment, warm_start=True)
+    assert model.fitted_ is fitted
+    matrix = sp.csr_matrix(([1.0], ([0], [0])), shape=(80, 60))
+    numbers = gt.TwoTower(**OPTIONS).fit(whole().matrix)
+    with pytest.raises(ValueError, match=r"^pairs: got pairs of 1 of the 80 left entities"):
+        numbers.fit(matrix, warm_start=True)
+    model.fit(union(old, more), warm_start=True)
+    assert known(model) == as_set(whole())
+
+
+def test_a_model_of_a_matrix_grows_by_numbers():
+    pairs = whole().matrix
+    model = gt.TwoTower(**OPTIONS).fit(pairs[:70, :55])
+    model.update(pairs)
+    assert model.left_.ids is None
+    assert (model.seen_ != pairs).nnz == 0
+    with pytest.raises(ValueError, match=r"more_pairs: got Interactions, expected a scipy.sparse matrix"):
+        model.update(whole())
+
+
+def test_histories_and_loaded_models_are_updated_too(tmp_path):
+    old, more = cut(whole())
+    model = gt.TwoTower(**OPTIONS).fit(old, left_features=["id", "history"])
+    model.save(tmp_path / "m")
+    loaded = gt.load(tmp_path / "m")
+    for one in (model, loaded):
+        one.update(more, iterations=2)
+        assert one.left_.inputs.kind == "id + history"
+    assert np.array_equal(model.embed(), loaded.embed())
+    assert known(loaded) == as_set(whole())
+
+
+def table(ids):
+    return FeatureTable({"user": list(ids), "age": [float(len(x) + ord(x[-1])) for x in ids]}, "user", numeric=["age"])
+
+
+def test_features_of_all_entities_are_needed_again():
+    old, more = cut(whole())
+    model = gt.TwoTower(**OPTIONS).fit(old, left_features=["id", table(old.left_ids)])
+    with pytest.raises(
+        ValueError, match=r"left_features: got nothing, for a model that sees id \+ table, expected .*all"
+    ):
+        model.update(more)
+    new = sorted(set(more.left_ids) - set(old.left_ids))
+    with pytest.raises(ValueError, match="left_features: got rows of 0 of the 70 left entities that the model knows"):
+        model.update(more, left_features=["id", table(new)])
+    model.update(more, left_features=["id", table(whole().left_ids)])
+    assert known(model) == as_set(whole())
+
+
+@pytest.mark.parametrize("kind", ["labels", "weights"])
+def test_models_of_labels_or_weights_are_refused(kind, tmp_path):
+    old, more = cut(whole())
+    values = np.linspace(0.5, 2, len(old), dtype=np.float32)
+    if kind == "labels":
+        matrix = sp.csr_matrix((values, old.matrix.indices, old.matrix.indptr), shape=old.shape)
+        given = Interactions(matrix, old.left_ids, old.right_ids)
+    else:
+        given = Interactions(old.matrix, old.left_ids, old.right_ids, weights=values)
+    model = gt.TwoTower(**OPTIONS | dict(max_iterations=1, loss="squared")).fit(given)
+    model.save(tmp_path / "m")
+    for one in (model, gt.load(tmp_path / "m")):
+        with pytest.raises(ValueError, match=r"model: got a model fitted with labels other than 1 or with weights"):
+            one.update(more)
+
+
+def test_a_union_takes_repeated_pairs_from_the_second_with_its_weight_and_time():
+    first = Interactions.from_arrays(["a", "b"], [1, 2], value=[1.0, 2.0], labels=True, time=[5.0, 6.0])
+    second = Interactions.from_arrays(
+        ["b", "c"], ["2", "3"], value=[4.0, 5.0], labels=True, weight=[0.5, 3.0], time=[7, 8]
+    )
+    both = union(first, second)
+    assert both.left_ids.tolist() == ["a", "b", "c"]
+    assert both.right_ids.tolist() == [1, 2, 3]
+    assert both.matrix.toarray().tolist() == [[1, 0, 0], [0, 4, 0], [0, 0, 5]]
+    assert both.weights.tolist() == [1, 0.5, 3]
+    assert both.times.tolist() == [5, 7, 8]
+    assert both.matrix.has_canonical_format
+    assert as_set(union(first, second, strangers=False)) == {("a", 1), ("b", 2)}
+    with pytest.raises(ValueError, match="more: right ids: got 'x', expected whole numbers, as those that are known"):
+        union(first, Interactions.from_arrays(["a"], ["x"]))
+    nothing = first.subset([])
+    assert as_set(union(nothing, first)) == as_set(first)
+    assert as_set(union(first, nothing)) == as_set(first)
+
+
+def test_the_shell_updates_a_run(tmp_path, capsys):
+    old, more = cut(whole())
+    for name, part in (("old", old), ("more", more)):
+        lines = "".join(f"{user},{item}\n" for user, item in sorted(as_set(part)))
+        (tmp_path / f"{name}.csv").write_text("user,item\n" + lines)
+    given = ["--left", "user", "--right", "item", "--dim", "8", "--hidden", "none", "--max-iterations", "12"]
+    out = tmp_path / "run"
+    assert run(["fit", str(tmp_path / "old.csv"), *given, "--device", "cpu", "--out", str(out), "--quiet"]) == 0
+    expected = gt.load(out / "model.gramtower").update(
+        Interactions.from_csv(tmp_path / "more.csv", "user", "item"), iterations=2
+    )
+    capsys.readouterr()
+    command = ["update", str(out), str(tmp_path / "more.csv"), "--iterations", "2", "--quiet", "--json"]
+    assert run([*command, "--out", str(tmp_path / "next")]) == 0
+    assert len(gt.load(out / "model.gramtower").left_) == 70
+    capsys.readouterr()
+    assert run(command) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["new_left"], facts["new_right"], facts["added_pairs"]) == (10, 5, len(more))
+    for folder in (out, tmp_path / "next"):
+        loaded = gt.load(folder / "model.gramtower")
+        assert known(loaded) == as_set(whole())
+        assert np.array_equal(loaded.embed(), expected.embed())
+        assert loaded.max_iterations == 12
+    assert run(["update", str(out), str(tmp_path / "none.csv")]) == 2
