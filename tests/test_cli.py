@@ -20,11 +20,9 @@ pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 pytest.importorskip("polars", reason="the command line reads tables with polars")
 
 import gramtower.training.log
-from gramtower import demo
 from gramtower._toml import toml
 from gramtower.cli.app import run
 from gramtower.cli.config import TABLES
-from gramtower.data.interactions import Interactions
 from gramtower.training.lock import locked
 from gramtower.two_tower import TwoTower, load
 
@@ -425,18 +423,6 @@ def test_numbers_beyond_all_reason_are_refused(fitted, pairs, tmp_path, capsys):
     cut = ("partition", pairs / "train.csv", *COLUMNS, "--out", tmp_path / "parts", "--parts", 10**8)
     assert "parts: got" in refusal(capsys, *cut)
     assert not (tmp_path / "parts").exists()
-
-
-def test_the_demo_prints_json_alone(tmp_path, capsys, monkeypatch):
-    words = [*demo.WORDS, *(f"w{i}" for i in range(74))]
-    links = [(a, b) for i, a in enumerate(words) for j, b in enumerate(words) if (i + j) % 4 == 0]
-    monkeypatch.setattr(demo, "thesaurus", lambda: Interactions.from_arrays(*zip(*links, strict=True)))
-    found = answer(capsys, "demo", "--seconds", "0.01", "--out", tmp_path, "--quiet")
-    assert list(found["words"]) == list(demo.WORDS)
-    assert found["methods"]["two towers"]["recall@20"] > 0
-    assert load(found["model"]).dim_ > 0
-    demo.show(found)
-    assert "two towers" in capsys.readouterr().out
 
 
 def test_progress_is_on_standard_error_and_quiet_is_quiet(pairs, tmp_path, capsys):

@@ -185,7 +185,7 @@ COMMANDS = {  # a line that works, flags it may have, and how often it is tried
         ],
         4,
     ),
-    "demo": (["--seconds", "0.01", "--seed", "-1", "--out", "shown"], ["--seed", "--seconds", "--out"], 1),
+    "demo": (["--seconds", "0.01", "--seed", "-1", "--out", "shown"], ["--seed", "--seconds", "--out", "--uses"], 1),
 }
 FOREIGN = re.compile(
     r"\b\w+(Error|Exception|Warning)\b|Traceback|Errno|NoneType|has no attribute|PlRefPath|codec can't encode|"
@@ -288,15 +288,15 @@ def judge(folder, tokens):
 
 
 def test_command_lines(folder, monkeypatch):
-    words = [*demo.WORDS, *(f"w{i}" for i in range(74))]
+    words = [f"w{i}" for i in range(80)]
     links = [(a, b) for i, a in enumerate(words) for j, b in enumerate(words) if (i + j) % 4 == 0]
     small = Interactions.from_arrays(*zip(*links, strict=True))
-    monkeypatch.setattr(demo, "thesaurus", lambda: small)
 
     async def ended(*_):  # a server that is told to end at once
         pass
 
     monkeypatch.setattr(server, "_main", ended)
+    monkeypatch.setattr(demo, "packages", lambda: small)
     fuzz = Fuzz("cli", small=40)
     for rng in fuzz:
         tokens = line(rng)

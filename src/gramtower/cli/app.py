@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Annotated
 
 import torch
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Parameter
 
 from gramtower import _checks as check
 from gramtower.cli.compare import compare
@@ -42,23 +44,32 @@ MOST_THREADS = 4096
 LONGEST = 1000  # characters of an error
 
 
-def demo(*, seconds: float | None = None, seed: int = 0, out: Path | None = None, common: Common | None = None) -> int:
-    """Train on a small set that comes with the library and show what the model found.
+def demo(
+    *,
+    uses: Annotated[list[str] | None, Parameter(negative=())] = None,
+    seconds: float | None = None,
+    seed: int = 0,
+    out: Path | None = None,
+    common: Common | None = None,
+) -> int:
+    """Learn from npm packages what a package will need by the tools that it uses, and say it for new ones.
 
     Args:
-        seconds: Training time.
+        uses: Tools of a package to ask about, such as "gulp, browserify"; may be repeated.
+        seconds: Training time of each of the two models.
         seed: For initial weights and the split.
         out: Folder for pictures and the model.
         common: Output.
     """
     common = common or Common()
-    from gramtower import demo as thesaurus
+    from gramtower import demo as packages
 
-    found = thesaurus.run(seconds=seconds, seed=seed, out=out, verbose=not common.quiet)
+    asked = None if uses is None else [[tool for tool in re.split(r"[,\s]+", text) if tool] for text in uses]
+    found = packages.run(seconds=seconds, seed=seed, out=out, verbose=not common.quiet, uses=asked)
     if common.json:
         print_json(found)
     else:
-        thesaurus.show(found)
+        packages.show(found)
     return 0
 
 
