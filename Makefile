@@ -1,4 +1,4 @@
-# make demo   learns a thesaurus and shows what it found
+# make demo   learns from npm packages what new ones will need, and shows it
 # make test   lint, types and tests
 # make reproduce ML1M=path/to/ml-1m   the paper's comparison on MovieLens 1M and on the bundled thesaurus, about 26 minutes
 # make test-oldest   the tests with the oldest versions that pyproject.toml promises, in .venv-oldest; several GB
