@@ -161,9 +161,10 @@ class Case:
         dim, hidden = (4, tuple(min(8, width) for width in self.hidden)) if tiny else (self.dim, self.hidden)
         shape, observed = data.pairs.shape, data.pairs.nnz
         settings = self.settings or {
-            "omega": defaults.default_omega(shape, observed), "l2": defaults.L2, "imputed": defaults.IMPUTED,
-            "right_weights": defaults.RIGHT_WEIGHTS,
-            "embedding_l2": defaults.default_embedding_l2(shape, observed, dim),
+            "omega": defaults.default_omega(shape, observed, defaults.IDS), "imputed": defaults.IMPUTED,
+            "l2": defaults.default_l2(shape, observed, defaults.IDS),
+            "right_weights": defaults.default_right_weights(defaults.IDS),
+            "embedding_l2": defaults.default_embedding_l2(shape, observed, dim, defaults.IDS),
         }  # fmt: skip
         problem = gt.Problem(data.pairs, data.left, data.right, **settings)
         return problem, gt.mlp_towers(problem, hidden, dim, self.activation).to(torch.device(device))

@@ -7,6 +7,7 @@ import pytest
 import scipy.sparse as sp
 
 import gramtower as gt
+from gramtower._widths import parse_hidden
 from gramtower.tuning.space import (
     NAMES,
     Choices,
@@ -17,12 +18,11 @@ from gramtower.tuning.space import (
     read_space,
     rescaled_penalty,
     searched,
-    widths,
 )
 
 START = {
     "omega": 0.01, "l2": 0.0625, "penalty": 0.004, "frequency_power": 1.0, "left_power": 0.0, "right_power": 0.0,
-    "imputed": -1.0, "dim": 64, "hidden": "none", "loss": "logistic", "features": "ids",
+    "imputed": -1.0, "dim": 64, "hidden": "none", "activation": "relu", "loss": "logistic", "features": "ids",
 }  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def test_a_subset_with_other_ranges_and_values():
     assert space["omega"] == Range(0.1, 0.2, True)
     assert space["left_power"] == whole()["left_power"]
     assert space["dim"] == Choices((8, 16))
-    assert [widths(text) for text in space["hidden"].values] == [(), (32, 16)]
+    assert [parse_hidden(text) for text in space["hidden"].values] == [(), (32, 16)]
     assert searched(space) == ["omega", "left_power", "dim", "hidden"]
     assert space["l2"] == Choices((0.5,))
     assert as_space({"hidden": [64, 64], "dim": [2, 4]}, whole())["hidden"] == Choices(("64,64",))

@@ -37,7 +37,9 @@ import torch
 from data import FILES, inner_split, load, omega_of_share
 
 import gramtower as gt
-from gramtower.estimator.inputs import training_inputs
+from gramtower.distributed.group import SINGLE
+from gramtower.distributed.shards import Rows
+from gramtower.estimator.inputs import training_inputs, training_parts
 from gramtower.metrics import evaluate_embeddings
 from gramtower.tuning.space import rescaled_penalty
 from gramtower.tuning.trial import chosen_features
@@ -59,7 +61,8 @@ def problem_of(train: sp.csr_matrix, config: dict[str, Any]) -> gt.Problem:
     if mu is None:
         mu = rescaled_penalty(config["penalty"], config["frequency_power"], train, omega)
     seen, _ = chosen_features({"features": config["features"]}, (None, None))
-    features = training_inputs("left", seen, None, train)[1]
+    parts = training_parts("left", seen, None, train)
+    features = training_inputs("left", parts, Rows((0, train.shape[0])), SINGLE, scale=False)[1]
     return gt.Problem(
         train, features, loss=config["loss"], imputed=config["imputed"], omega=omega, l2=config["l2"], embedding_l2=mu,
         frequency_power=config["frequency_power"], left_weights=weights[0], right_weights=weights[1],

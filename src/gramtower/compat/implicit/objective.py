@@ -29,7 +29,8 @@ from gramtower.optim.solvers import NewtonKron
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Record
 
-_EXACTLY = NewtonKron(damping=0.0, cg_steps=40, cg_tolerance=1e-6, cg_progress=1e-9)
+_NEWTON = NewtonKron(memory=0)  # as much in an iteration as alternating least squares does
+_EXACTLY = NewtonKron(memory=0, damping=0.0, cg_steps=40, cg_tolerance=1e-6, cg_progress=1e-9)
 _WENT_WELL = (Reason.MAX_ITERATIONS, Reason.NO_DECREASE, Reason.TOLERANCE)
 
 
@@ -84,7 +85,7 @@ def minimize_factors(
         ValueError: if the objective is not finite.
     """
     result = minimize(
-        problem, towers, max_iterations=iterations, callbacks=[report], tolerance=0.0, verbose=verbose
+        problem, towers, _NEWTON, iterations, callbacks=[report], tolerance=0.0, verbose=verbose,
     )  # fmt: skip
     if iterations and result.reason in _WENT_WELL:
         towers.right.requires_grad_(False)

@@ -81,7 +81,7 @@ class Functions:
             return self._arithmetic(node) if not kwargs and len(args) == 2 else None
         if not isinstance(x, fx.Node) or x not in self.shapes:
             return None
-        same = self.shapes[x] == self.shapes[node]
+        same = self.shapes[x] == self.shapes[node] and self.values[x].dtype == self.values[node].dtype
         if target in _ACTIVATIONS:
             module = _ACTIVATIONS[target]
             constants = [a for a in args[1:] if not isinstance(a, bool)]  # a bool is ``inplace``
