@@ -38,7 +38,7 @@ class ModelSettings:
     optimizer_options: dict[str, Any] | None = None
     max_iterations: int | None = None
     time_limit: float | None = None
-    patience: int = 5
+    patience: int = 10
     metric: str = "map@5"
     device: str = "auto"
     seed: int = 0
