@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -65,15 +65,6 @@ class _Form:
     width: int
     table: dict[str, Any] | None = None
     scaling: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class _ScalingForm:
-    """A scaling as it is stored beside its tensors."""
-
-    shifted: bool
-    unit: float | None
-    apart: list[int]
 
 
 @dataclass(frozen=True)
@@ -195,7 +186,7 @@ class Inputs:
         return [
             {"kind": p.kind, "width": p.width}
             | ({} if p.table is None else {"table": json.loads(p.table.to_json())})
-            | ({} if p.scaling is None else {"scaling": _scaling_form(p.scaling)})
+            | ({} if p.scaling is None else {"scaling": p.scaling.to_plain()})
             for p in self.parts
         ]
 
@@ -215,7 +206,7 @@ class Inputs:
             table = None if form.table is None else FeatureTable.encoder_from_json(json.dumps(form.table))
             if not 0 < form.width < 2**31 or (table is not None and table.width != form.width):
                 check.fail("inputs.width", form.width, "a positive number" if table is None else f"{table.width}")
-            scaling = None if form.scaling is None else _unfilled(form.scaling, form.width)
+            scaling = None if form.scaling is None else Scaling.unfilled(form.scaling, form.width)
             parts.append(Part(kind, form.width, table, scaling))
         kinds = [part.kind for part in parts if part.kind in _NAMES]
         if not parts or len(set(kinds)) < len(kinds):
@@ -383,19 +374,6 @@ def _missing(side: str, part: Part, rows: int) -> sp.csr_matrix:
     row = part.table.missing_row()
     row = row if part.scaling is None else part.scaling(f"{side}_features", row)
     return sp.vstack([row] * rows, format="csr")
-
-
-def _unfilled(plain: dict[str, Any], width: int) -> Scaling:
-    """A stored scaling before its numbers are read."""
-    form = build("inputs.scaling", _ScalingForm, plain)
-    if (form.unit is not None and not 0 < form.unit < np.inf) or any(not 0 <= x < width for x in form.apart):
-        check.fail("inputs.scaling", str(plain)[:60], "a positive unit, and columns that are there")
-    unknown = np.empty(0)
-    return Scaling(unknown, unknown if form.shifted else None, form.unit, tuple(sorted(form.apart)))
-
-
-def _scaling_form(scaling: Scaling) -> dict[str, Any]:
-    return asdict(_ScalingForm(scaling.shift is not None, scaling.unit, list(scaling.apart)))
 
 
 def _beside(features: Sequence[Any], place: Rows | None = None) -> Any:

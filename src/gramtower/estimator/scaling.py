@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,19 @@ import torch
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
+from gramtower._schema import build
 from gramtower.distributed.group import Group
 
 _MOST_DEVIATIONS = 10.0
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A scaling as it is stored beside its tensors."""
+
+    shifted: bool
+    unit: float | None
+    apart: list[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +82,19 @@ class Scaling:
         if self.shift is not None:
             return "standardised"
         return ("log, " if self.unit is not None else "") + "idf, rows of length one"
+
+    def to_plain(self) -> dict[str, Any]:
+        """All but the numbers of the columns, as JSON has it."""
+        return asdict(_Form(self.shift is not None, self.unit, list(self.apart)))
+
+    @classmethod
+    def unfilled(cls, plain: dict[str, Any], width: int) -> Scaling:
+        """What :meth:`to_plain` gave of so many columns, before their numbers are read."""
+        form = build("inputs.scaling", _Form, plain)
+        if (form.unit is not None and not 0 < form.unit < np.inf) or any(not 0 <= x < width for x in form.apart):
+            check.fail("inputs.scaling", str(plain)[:60], "a positive unit, and columns that are there")
+        unknown = np.empty(0)
+        return cls(unknown, unknown if form.shifted else None, form.unit, tuple(sorted(form.apart)))
 
 
 def sparse_scaling(
