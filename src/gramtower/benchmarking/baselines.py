@@ -76,7 +76,7 @@ class ItemKNN:
         neighbours: K, of each item.
     """
 
-    neighbours: int = 100
+    neighbours: int = 20
     pairs_: sp.csr_matrix = field(init=False, repr=False, compare=False)
     similarity_: sp.csr_matrix = field(init=False, repr=False, compare=False)
 
@@ -106,7 +106,7 @@ class EASE:
         most_items: more are refused.
     """
 
-    l2: float = 200.0
+    l2: float = 500.0
     most_items: int = 20_000
     pairs_: sp.csr_matrix = field(init=False, repr=False, compare=False)
     weights_: NDArray[np.float32] = field(init=False, repr=False, compare=False)
@@ -189,7 +189,7 @@ def lists_by_products(pairs: sp.csr_matrix, across: Any, rows: NDArray[np.int64]
     """Lists by the products of users' rows of pairs with an item × item matrix, sparse or dense, in blocks of users."""
     n = pairs.shape[1]
     k, found = min(k, n), np.full((len(rows), k), -1, dtype=np.int64)
-    size = max(1, _BLOCK_BYTES // (4 * n))
+    size = max(1, _BLOCK_BYTES // (16 * n))  # in float64, and again in float32
     for start in range(0, len(rows), size):
         part = rows[start : start + size]
         product = pairs[part] @ across

@@ -196,7 +196,7 @@ def make_entries(
         if not isinstance(name, str) or not name.strip() or len(name) > _LONGEST or not name.isprintable():
             check.fail("models", f"the name {name!r}", f"text of 1 to {_LONGEST} letters")
         if name in BUILT_IN:
-            check.fail("models", f"the name {name!r}", "a name that no other model here has")
+            check.fail("models", f"the name {name!r}", "a name other than " + ", ".join(BUILT_IN))
         entries.append(_own(name, given, pairs, features))
     if not any(entry.left_out is None for entry in entries):
         reasons = "; ".join(f"{entry.name}: {entry.left_out}" for entry in entries)

@@ -31,7 +31,7 @@ def page(summary: dict[str, Any]) -> str:
     title = escape(f"Benchmark of models: {summary['title']}")
     body = [
         f"<h1>{title}</h1>",
-        f"<p>{escape(about(summary['data'], summary['seeds']))}</p>",
+        f"<p>{escape(about(summary))}</p>",
         f"<p><strong>{escape(summary['verdict'])}</strong></p>",
         *_troubles(summary),
         *(part for metric in summary["metrics"] for part in _metric(summary, metric)),
@@ -54,11 +54,13 @@ def page(summary: dict[str, Any]) -> str:
     )
 
 
-def about(data: dict[str, Any], seeds: Sequence[int]) -> str:
+def about(summary: dict[str, Any]) -> str:
     """A sentence about the data."""
+    data, users = summary["data"], summary["users"]
+    seeds = ", ".join(f"{seed} ({users[str(seed)]:,} users)" for seed in summary["seeds"] if str(seed) in users)
     return (
         f"{data['left']:,} left × {data['right']:,} right entities, {data['pairs']:,} pairs; {data['test']}; "
-        f"seeds {', '.join(map(str, seeds))}."
+        f"seeds, and users with test pairs: {seeds or 'none yet'}."
     )
 
 

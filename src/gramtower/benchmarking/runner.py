@@ -105,7 +105,7 @@ def benchmark(
         check.fail("out", folder, "a folder")
     manifest = Manifest(
         title=title or (folder.resolve().name if folder is not None else "models"),
-        data=_about(known, test, first),
+        data=_about(known, test),
         fixed_test=not _is_share(test),
         metrics=names,
         seeds=numbers,
@@ -243,8 +243,8 @@ def _facts(entry: Entry) -> dict[str, Any]:
     return content
 
 
-def _about(pairs: Interactions, test: Any, first: Cut) -> dict[str, Any]:
-    share = _is_share(test)
+def _about(pairs: Interactions, test: Any) -> dict[str, Any]:
+    share, weights = _is_share(test), [] if pairs.weights is None else [pairs.weights]
     held = f"a share of {float(test):g} drawn at random for the test, anew with each seed" if share else "a given test"
     content: dict[str, Any] = plain(
         {
@@ -252,9 +252,7 @@ def _about(pairs: Interactions, test: Any, first: Cut) -> dict[str, Any]:
             "right": pairs.shape[1],
             "pairs": len(pairs),
             "test": held,
-            "test_users": len(first.users),
-            "test_pairs": int(first.relevant.nnz),
-            "fingerprint": digest_of(pairs.matrix, pairs.left_ids, pairs.right_ids),
+            "fingerprint": digest_of(pairs.matrix, pairs.left_ids, pairs.right_ids, *weights),
             "test_fingerprint": None if share else digest_of(str(describe(test))),
         }
     )
