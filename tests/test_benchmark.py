@@ -250,6 +250,7 @@ def test_a_model_without_all_its_seeds_does_not_win():
     found = summarise(manifest(["a", "b"], [0, 1]), runs)
     assert found["best"] == "b"
     assert found["models"]["a"]["status"] == "unfinished"
+    assert found["verdict"].startswith("Of the models whose runs have all ended, b has the best recall@5, 0.0000")
     assert summarise(manifest(["a"], [0]), [])["verdict"] == "No model has ended yet, so none won."
 
 

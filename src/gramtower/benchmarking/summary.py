@@ -82,7 +82,9 @@ def verdict(
     if not ranked:
         return "No model has ended yet, so none won."
     winner = models[ranked[0]]["metrics"][metric]
-    text = f"{ranked[0]} has the best {metric}, {winner['mean']:.4f}{_shown(winner['interval'])}"
+    whole = all(facts["status"] in ("finished", "left out") for facts in models.values())
+    text = "" if whole else "Of the models whose runs have all ended, "
+    text += f"{ranked[0]} has the best {metric}, {winner['mean']:.4f}{_shown(winner['interval'])}"
     if len(ranked) == 1:
         return text + "; no other model ran to compare it with."
     second = ranked[1]
