@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from gramtower import _checks as check
-from gramtower.benchmarking.build import PAGE, Benchmark
+from gramtower.benchmarking.build import PAGE, Benchmark, build
 from gramtower.benchmarking.models import BUILT_IN
 from gramtower.benchmarking.runner import benchmark as run_benchmark
 from gramtower.benchmarking.text import notes_of, table_of
@@ -114,6 +114,16 @@ def benchmark(
     else:
         show(found, out)
     return 0 if ended_well(found) else 1
+
+
+def report_benchmark(run: Path, common: Common) -> int:
+    """``gramtower report`` of a benchmark's folder: its page and summary anew, from its finished runs."""
+    found = build(run)
+    if common.json:
+        print_json(found.to_dict())
+    else:
+        show(found, run)
+    return 0
 
 
 def ended_well(found: Benchmark) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from gramtower import _checks as check
-from gramtower.benchmarking.build import build as build_benchmark
 from gramtower.benchmarking.store import MANIFEST as BENCHMARK
-from gramtower.cli.benchmark import show as show_benchmark
+from gramtower.cli.benchmark import report_benchmark
 from gramtower.cli.compare import show
 from gramtower.cli.options import Common
 from gramtower.cli.output import note, print_json
@@ -27,12 +26,7 @@ def report(run: Path, /, *, common: Common | None = None) -> int:
     if not run.is_dir():
         check.fail("DIR", run, "the folder of a comparison, a benchmark or a fit")
     if (run / BENCHMARK).exists():
-        found = build_benchmark(run)
-        if common.json:
-            print_json(found.to_dict())
-        else:
-            show_benchmark(found, run)
-        return 0
+        return report_benchmark(run, common)
     content, problems = build(run)
     for problem in problems:
         note(problem)
