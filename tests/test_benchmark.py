@@ -192,7 +192,7 @@ def test_a_model_that_recommends_what_is_seen_fails_and_the_rest_runs():
     assert facts["status"] == "failed"
     assert re.search(r"lists: got \d+ items that are seen, expected none", facts["message"])
     assert found.summary["models"]["f"]["status"] == "finished"
-    assert "forgetful failed: seed 0: ValueError" in repr(found)
+    assert "forgetful failed: seed 0: lists: got" in repr(found)
 
 
 def manifest(names, seeds, **options):

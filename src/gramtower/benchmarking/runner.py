@@ -183,7 +183,8 @@ class _Runner:
         try:
             run = replace(measure(entry, seed, cut, self.k, self.manifest.metrics), environment=where)
         except Exception as error:  # of whatever kind: models may be anyone's
-            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "  # whose text names the argument
+            text = kind + " ".join(str(error).split())
             failures.setdefault(entry.name, {})[str(seed)] = text
             self._note(failures)
             return f"failed, {text}"
