@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
 from gramtower import _checks as check
 from gramtower.data.frames import Column
@@ -22,10 +22,14 @@ from gramtower.estimator.fitted import FittedModel
 from gramtower.estimator.model_file import read_model, write_model
 from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.update import ITERATIONS, update
+from gramtower.pages.figures import run_figure
 from gramtower.training.callbacks import Callback
 from gramtower.tuning.report import Search
 from gramtower.tuning.search import tune
 from gramtower.tuning.trial import chosen_features
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _Arguments = ParamSpec("_Arguments")
 _Answer = TypeVar("_Answer")
@@ -271,6 +275,16 @@ class TwoTower(ModelSettings):
         more = {"histories": histories, "left_ids": left_ids, "right_ids": right_ids}
         self.fitted_ = self._known().with_added(left_features, right_features, **more)
         return self
+
+    def plot(self) -> Figure:
+        """A figure of the training: the objective and, with validation, the metric by iteration.
+
+        With ``refit`` the records are those of the second fit, which has no validation; ``history`` keeps the others.
+
+        Raises:
+            ImportError: without matplotlib, with the line that installs it.
+        """
+        return run_figure({"fit": self._known().history}, self.metric)
 
     recommend = _asked(FittedModel.recommend)
     similar = _asked(FittedModel.similar)
