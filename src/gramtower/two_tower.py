@@ -221,6 +221,12 @@ class TwoTower(ModelSettings):
         left_features: Any = None,
         right_features: Any = None,
         refit: bool = True,
+        left: Column | None = None,
+        right: Column | None = None,
+        value: Column | None = None,
+        weight: Column | None = None,
+        time: Column | None = None,
+        threshold: float | None = None,
     ) -> Search:
         """Choose settings by how well they rank a validation part of the pairs, then fit all pairs with them.
 
@@ -242,11 +248,19 @@ class TwoTower(ModelSettings):
             right_features: as for ``fit``.
             refit: whether this model takes the settings that were found and is fitted on all pairs; not after Ctrl-C,
                 which ends a search with what it has found.
+            left: of a table, the column of left ids, as for ``fit``.
+            right: the column of right ids.
+            value: the column of values.
+            weight: the column of pair weights.
+            time: the column of times.
+            threshold: smallest value that makes a pair, labelled 1.
 
         Returns:
             The search: trials, importances, and ``config()``, a config file for ``gramtower fit``.
         """
         features = left_features, right_features
+        columns = Columns(left, right, value, weight, time, threshold)
+        pairs, validation = columns.read("pairs", pairs), columns.read_also("validation", validation)
         found = tune(
             self.with_changes(), pairs, trials=trials, time_limit=time_limit, metric=metric, validation=validation,
             space=space, storage=storage, seed=seed, features=features,

@@ -179,6 +179,15 @@ class Entities:
         own = sp.csr_matrix(selection(what.rows_in(self.left_index()), len(self.left)) @ self.seen)
         return own if history is None else union(own, history)
 
+    def called(self, features: Any, count: int) -> list[Any]:
+        """What to call left entities that a call describes: the ids of their table, or their rows; None without one."""
+        what = None if features is None else described(self.left, features)
+        if what is None or what.ids is None:
+            return list(range(count))
+        return [
+            None if what.missing is not None and what.missing[row] else key for row, key in enumerate(what.ids.tolist())
+        ]
+
     def side(self, side: str) -> Side:
         """One side by its name."""
         return self.left if check.choice("side", side, ("left", "right")) == "left" else self.right
