@@ -116,6 +116,7 @@ class TwoTower(ModelSettings):
         *,
         refit: bool = False,
         callbacks: Iterable[Callback] = (),
+        candidates: str = "trained",
         left: Column | None = None,
         right: Column | None = None,
         value: Column | None = None,
@@ -149,6 +150,9 @@ class TwoTower(ModelSettings):
                 ``.refit``.
             callbacks: called with each record and point; one that returns True stops the run. See
                 gramtower/training/callbacks.py for those that come with the library.
+            candidates: "trained" knows the entities that have pairs; "all" also keeps those that stand in a
+                FeatureTable without any. Nothing is learned from them: their features embed them, and they are
+                recommended and asked about like the others, as after :meth:`add`.
             left: of a table, the column of left ids, by name or by position from 0. Ids keep their type. A table of
                 validation pairs has the same columns.
             right: the column of right ids.
@@ -162,7 +166,7 @@ class TwoTower(ModelSettings):
         self.fitted_ = fit(
             self, columns.read("pairs", pairs), left_features, right_features,
             columns.read_also("validation", validation), previous, checkpoint, history,
-            refit=refit, callbacks=callbacks,
+            refit=refit, callbacks=callbacks, candidates=candidates,
         )  # fmt: skip
         return self
 

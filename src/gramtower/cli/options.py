@@ -92,6 +92,8 @@ class FeatureOptions:
     "Also a vector of its own for each left entity [default: yes, unless --history]."
     right_identity: bool | None = None
     "The same for right entities [default: yes]."
+    candidates: str | None = None
+    "all: a fit also keeps entities of its tables that have no pairs, and recommends them [default: trained]."
 
 
 @Parameter(name="*", group=Group("Model", sort_key=3))
@@ -175,3 +177,9 @@ def refuse_refit(train: TrainOptions | None) -> None:
     """Refuse ``--refit`` in commands other than fit."""
     if train is not None and train.refit:
         check.fail("--refit", True, "nothing: only fit takes it")
+
+
+def refuse_candidates(features: FeatureOptions | None) -> None:
+    """Refuse ``--candidates`` in commands that make no model with lists of its own."""
+    if features is not None and features.candidates is not None:
+        check.fail("--candidates", features.candidates, "nothing: fit and tune take it")

@@ -118,6 +118,17 @@ class Entities:
                 here = replace(here, further=union(here.further, seen))
         return here
 
+    def without_added_right(self) -> Self:
+        """The same with the right entities of training alone."""
+        if not self.right.added:
+            return self
+        count, right = self.right.trained, self.right
+        ids = None if right.ids is None else right.ids[:count]
+        return replace(
+            self, right=replace(right, ids=ids, embeddings=right.embeddings[:count], added=0),
+            trained=self.trained[:, :count], further=self.further[:, :count],
+        )  # fmt: skip
+
     def grown(
         self, side: str, features: Any, history: sp.csr_matrix | None = None, ids: Any = None, kept: bool = False
     ) -> tuple[Self, NDArray[np.int64]]:

@@ -265,6 +265,7 @@ class FittedModel(Entities):
         exclude_seen: bool = True,
         exclude: Any = None,
         by: str | None = None,
+        candidates: str = "all",
         left_features: Any = None,
         right_features: Any = None,
         histories: Any = None,
@@ -289,6 +290,8 @@ class FittedModel(Entities):
                 where they are tested), and validation pairs that are not tested.
             exclude: further pairs to leave out, as for :meth:`recommend`; they do not count where they are tested.
             by: "popularity" or "activity" for a break-down.
+            candidates: "all" right entities are ranked, also those added later and those of ``right_features``;
+                "trained" for those of the training data alone, where pairs of others are left out and counted.
             left_features: describes left entities of ``test`` as for :meth:`recommend`. Those in it, or in
                 ``histories``, are embedded as described, whether the model knows them or not; the others as it knows
                 them. What known ones have seen is left out either way.
@@ -304,6 +307,8 @@ class FittedModel(Entities):
         test = Columns(left, right, value, threshold=threshold).read_pairs("test", test)
         histories = given_pairs("histories", histories) if is_frame(histories) or is_path(histories) else histories
         here = self.grown("right", right_features)[0]
+        if check.choice("candidates", candidates, CANDIDATES) == "trained":
+            here = here.without_added_right()
         ranking = measuring.Ranking(metrics, exclude_seen, exclude, by)
         if left_features is None and histories is None:
             return measuring.of_known(here, test, ranking)
