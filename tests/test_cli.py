@@ -189,6 +189,24 @@ def test_info_counts_a_model_and_a_file(fitted, pairs, capsys):
     assert "pairs per entity" in capsys.readouterr().out
 
 
+def test_folders_of_public_sets_are_told_by_their_files_or_flag(tmp_path, capsys):
+    sets = {
+        "citeulike": {"users.dat": "2 0 2\n1 1\n", "words.dat": "1 0:4\n0\n1 1:2\n", "vocabulary.dat": "a\nb\n"},
+        "musae": {"x_edges.csv": "a,b\n0,7\n", "x_features.json": '{"7": [0]}', "x_pages.csv": "id,name\n0,A\n7,B\n"},
+        "wikispeedia": {"links.tsv": "A\tB\nB\tC\n", "categories.tsv": "A\tsubject.X\n"},
+    }
+    for name, files in sets.items():
+        (tmp_path / name).mkdir()
+        for file, text in files.items():
+            (tmp_path / name / file).write_text(text)
+        expected = {"citeulike": (2, 3, 3), "musae": (2, 2, 2), "wikispeedia": (3, 3, 2)}[name]
+        for flags in ([], ["--format", name]):
+            found = answer(capsys, "info", tmp_path / name, *flags)
+            assert (found["left"], found["right"], found["pairs"]) == expected
+        assert "has its own columns" in refusal(capsys, "info", tmp_path / name, "--left", "user")
+    assert "expected a folder with links.tsv" in refusal(capsys, "info", tmp_path / "musae", "--format", "wikispeedia")
+
+
 def test_formats_are_told_by_name_or_flag(tmp_path, capsys):
     with gzip.open(tmp_path / "a.tsv.gz", "wt") as file:
         file.write("u\ti\n01\tx\n01\ty\n2\tx\n")

@@ -15,7 +15,7 @@ from cyclopts import Group, Parameter
 from gramtower import _checks as check
 from gramtower.estimator.settings import ModelSettings
 
-FORMATS = ("csv", "parquet", "movielens", "netflix", "mediawiki", "lists", "edges")
+FORMATS = ("csv", "parquet", "movielens", "netflix", "mediawiki", "citeulike", "musae", "wikispeedia", "lists", "edges")
 _DEFAULTS = ModelSettings().get_params()
 
 
@@ -49,7 +49,8 @@ class DataOptions:
     time: str | None = None
     "Column of times, used by split and info."
     format: str | None = None
-    "csv, parquet, movielens, netflix, mediawiki, lists (user item ...), edges (user item); without it, told from DATA."
+    "csv, parquet, movielens, netflix, mediawiki, citeulike, musae, wikispeedia, lists (user item ...), edges (user "
+    "item); without it, told from DATA."
     separator: str | None = None
     "Between fields of csv, edges and lists, such as ; or tab; without it a comma (.tsv: a tab), or spaces and tabs."
     same_entities: bool | None = None
