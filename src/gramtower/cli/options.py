@@ -93,6 +93,8 @@ class FeatureOptions:
     "Also a vector of its own for each left entity [default: yes, unless --history]."
     right_identity: bool | None = None
     "The same for right entities [default: yes]."
+    identity_scale: float | None = None
+    "Of identities beside other features; below 1, such as 0.1, new entities rank higher among known ones [default: 1]."
     candidates: str | None = None
     "all: a fit also keeps entities of its tables that have no pairs, and recommends them [default: trained]."
 

@@ -121,7 +121,7 @@ def _features(side: str, inputs: Inputs, ids: NDArray[Any] | None, given: Any) -
                 f"features of all {side} entities, old and new: the model keeps how they are encoded, not the rows"
             )
             check.fail(name, f"nothing, for a model that sees {inputs.kind}", expected)
-        return [part.kind for part in inputs.parts]
+        return [part.name for part in inputs.parts]
     for part in given if isinstance(given, (list, tuple)) else [given]:
         if not isinstance(part, FeatureTable) or ids is None or not len(ids):
             continue
