@@ -132,7 +132,7 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
         try:
             estimator.fit(
                 observed, **seen, validation=held_out, refit=bool(settings.train.refit), checkpoint=checkpoint,
-                history=out / folder.HISTORY,
+                history=out / folder.HISTORY, candidates=settings.features.candidates or "trained",
             )  # fmt: skip
         except KeyboardInterrupt:
             kept = f"{checkpoint} is whole, and the same command goes on from it" if checkpoint.exists() else ""

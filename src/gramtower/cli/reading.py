@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,19 @@ from gramtower.data import readers, splits
 from gramtower.data.frames import separator_of, suffix_of
 from gramtower.data.interactions import Interactions
 from gramtower.data.partition import is_partition
+from gramtower.data.readers.citeulike import CiteULike
+from gramtower.data.readers.folders import holds
+from gramtower.data.readers.graph import Graph
 from gramtower.data.readers.mediawiki import is_mediawiki, mediawiki_links
 from gramtower.data.readers.netflix import is_netflix, netflix
 from gramtower.estimator.fit_data import hold_out
+
+#: Formats that are folders of several files: what reads them, and names by which such a folder is told.
+_FOLDERS: dict[str, tuple[Callable[[Path], CiteULike | Graph], tuple[str, ...]]] = {
+    "citeulike": (readers.citeulike, (r"users\.dat", r"vocabulary\.dat")),
+    "musae": (readers.musae, (r".*edges\.csv", r".*features\.json")),
+    "wikispeedia": (readers.wikispeedia, (r"links\.tsv", r"categories\.tsv")),
+}
 
 
 def read_pairs(path: Path, options: DataOptions) -> Interactions:
@@ -44,7 +55,7 @@ def _read_pairs(path: Path, options: DataOptions) -> Interactions:
         if (column := getattr(options, name)) is not None:
             check.fail(f"--{name}", repr(column), f"nothing: the format {kind} has its own columns")
     given: dict[str, Any] = {} if options.threshold is None else {"threshold": options.threshold}
-    if kind in ("lists", "mediawiki") and given:
+    if (kind in ("lists", "mediawiki") or kind in _FOLDERS) and given:
         check.fail("threshold", options.threshold, f"nothing: {kind} have no values")
     if kind == "lists":
         return readers.item_lists(path, separator=_separator(options))
@@ -52,14 +63,19 @@ def _read_pairs(path: Path, options: DataOptions) -> Interactions:
         check.fail("--separator", repr(options.separator), f"nothing: the format {kind} has its own")
     if kind == "mediawiki":
         return mediawiki_links(path)
+    if kind in _FOLDERS:
+        return _FOLDERS[kind][0](path).pairs
     return netflix(path, **given) if kind == "netflix" else readers.movielens(path, **given)
 
 
 def guess_format(path: Path) -> str:
-    """The format by the path's ending; a folder, zip or tar is Netflix or MediaWiki by its files, or MovieLens."""
+    """The format by the path's ending; a folder, zip or tar by its files, MovieLens if they are of no other set."""
     suffix = suffix_of(path)
     if is_netflix(path) or is_mediawiki(path):
         return "netflix" if is_netflix(path) else "mediawiki"
+    for name, (_, patterns) in _FOLDERS.items():
+        if holds(path, *patterns):
+            return name
     if path.is_dir() or (suffix == ".zip" and zipfile.is_zipfile(path)) or suffix == ".dat":
         return "movielens"
     known = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet"}
