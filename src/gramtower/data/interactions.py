@@ -8,7 +8,7 @@ Checked by tests/test_interactions.py; benchmarks/bench_reading.py compares time
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,8 @@ from gramtower.data.times import moments
 
 if TYPE_CHECKING:
     import polars as pl
+
+    from gramtower.data.part_reading import ReadingProgress
 
 _EXPECTED = 20  # pairs of an id with itself in data of two different sets; then a tenth or less has odds of 10⁻⁶
 
@@ -151,11 +153,23 @@ class Interactions:
         labels: bool = False,
         duplicates: str = "max",
         same_entities: bool | None = None,
+        progress: Callable[[ReadingProgress], None] | None = None,
     ) -> Interactions:
-        """Pairs from a Parquet file; the arguments are those of :meth:`from_csv`."""
+        """Pairs from a Parquet file, or in a stream from a folder of Parquet parts; arguments as in :meth:`from_csv`.
+
+        The parts of a folder (data/parts.py says which files these are) are read in order of their names, by as many
+        worker processes as torch has threads, and in memory of at most one and a half times the result's. Folders
+        called key=value give a column ``key``; a row without an id is an error. ``progress`` is called after each piece
+        of a folder, in any thread, with a :class:`gramtower.data.part_reading.ReadingProgress`.
+        """
         rule = _rule(threshold, labels, duplicates, value)
         texts, others = _choices(left, right, value, weight, time)
-        source = existing("path", path)
+        source = existing("path", path, folder=True)
+        if source.is_dir():
+            from gramtower.data.part_reading import read_folder  # compiled by numba
+
+            fields, *names = read_folder(source, texts + others, rule, progress)
+            return cls(**vars(fields), left_name=names[0], right_name=names[1], same_entities=same_entities)
         with reading(source):
             return cls._from_columns(frames.read_parquet(source, texts + others), others, rule, same_entities)
 
