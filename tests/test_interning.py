@@ -38,7 +38,7 @@ def test_ids_are_numbered_in_order_of_appearance_whatever_the_order_of_pieces(te
         for piece in order:
             a, b = cuts[piece], cuts[piece + 1]
             marks[a:b] = add(table, rows[a:b], a, turn=piece)
-        numbers, _ = table.finish()
+        numbers = table.finish()
         names = table.names(numbers)
         assert names.dtype == (object if text else np.int64)
         assert names.tolist() == expected
@@ -57,7 +57,7 @@ def test_threads_that_add_at_once_lose_nothing():
         thread.start()
     for thread in threads:
         thread.join()
-    numbers, _ = table.finish()
+    numbers = table.finish()
     names = table.names(numbers)
     assert names.tolist() == list(dict.fromkeys(itertools.chain(*parts)))
     for marks, part in zip(found, parts, strict=True):
@@ -73,7 +73,7 @@ def test_ids_with_one_hash_stay_apart(text, monkeypatch):
     monkeypatch.setattr(interning, "_hash_numbers", constant)
     ids, table = IDS[text][:400], Table(text)
     marks = add(table, ids + ids[::-1])
-    numbers, _ = table.finish()
+    numbers = table.finish()
     assert table.names(numbers).tolist() == ids
     assert numbers[marks].tolist() == [*range(400), *reversed(range(400))]
 
@@ -85,4 +85,4 @@ def test_what_has_no_place_is_passed_over():
     table = Table(True)
     marks = table.add_texts(np.frombuffer(b"abcd", np.uint8), np.ones(4, np.uint32), places)
     assert (marks >= 0).tolist() == [True, True, False, False]
-    assert table.names(table.finish()[0]).tolist() == ["b", "a"]
+    assert table.names(table.finish()).tolist() == ["b", "a"]

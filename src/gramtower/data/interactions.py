@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from gramtower.data.part_reading import ReadingProgress
 
 _EXPECTED = 20  # pairs of an id with itself in data of two different sets; then a tenth or less has odds of 10⁻⁶
+_ROWS = 1 << 16  # left rows that are looked at together
 
 
 @dataclass(frozen=True, eq=False)
@@ -293,8 +294,16 @@ class Interactions:
         left, right = np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
         chances = left[rows[columns]].astype(np.float64) * right[columns] / max(1, matrix.nnz)
         expected = float(np.minimum(chances, 1.0).sum())
-        found = int((rows[matrix.indices] == np.repeat(np.arange(len(left)), left)).sum())
-        return expected >= _EXPECTED and found <= 0.1 * expected
+        if expected < _EXPECTED:
+            return False
+        found = sum(self._with_itself(rows, start, start + _ROWS) for start in range(0, len(left), _ROWS))
+        return found <= 0.1 * expected
+
+    def _with_itself(self, same: NDArray[np.int64], first: int, last: int) -> int:
+        """How many pairs of some rows are of an entity with itself; ``same`` is the row of each column's entity."""
+        offsets, columns = self.matrix.indptr[first : last + 1], self.matrix.indices
+        rows = np.repeat(np.arange(first, first + len(offsets) - 1), np.diff(offsets))
+        return int((same[columns[offsets[0] : offsets[-1]]] == rows).sum())
 
     @cached_property
     def _left_index(self) -> dict[Key, int]:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gramtower.data.ids import as_objects
+from gramtower.runtime import host
 from gramtower.runtime.compiled import compiled
 
 SHARDS = 16
@@ -49,7 +50,8 @@ class _Shard:
             slots = len(self.slots)
             while 3 * wanted > 2 * slots:
                 slots *= 2
-            hashes, found = np.zeros(slots, np.uint64), np.full(slots, -1, np.int32)
+            hashes, found = host.own_pages(slots, np.uint64), host.own_pages(slots, np.int32)
+            found[:] = -1
             _rehash(self.hashes, self.slots, hashes, found)
             self.hashes, self.slots = hashes, found
         if wanted > len(self.places):
@@ -121,21 +123,21 @@ class Table:
                     )  # fmt: skip
         return marks
 
-    def finish(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """For each mark the number of its id in order of first appearance, and the other way round; frees the slots."""
+    def finish(self) -> NDArray[np.int32]:
+        """For each mark the number of its id in order of first appearance; frees the slots."""
         longest = max(shard.count for shard in self._shards)
         places: NDArray[np.int64] = np.full(longest * SHARDS, _NEVER)
         for number, shard in enumerate(self._shards):
             shard.hashes, shard.slots = np.empty(0, np.uint64), np.empty(0, np.int32)
             places[number : shard.count * SHARDS : SHARDS] = shard.places[: shard.count]
             shard.places = np.empty(0, np.int64)
-        marks = np.argsort(places, kind="stable")[: len(self)]
+        marks = np.argsort(places)[: len(self)]  # no two ids have one place
         numbers: NDArray[np.int32] = np.full(len(places), -1, np.int32)
         numbers[marks] = np.arange(len(marks), dtype=np.int32)
-        return numbers, marks
+        return numbers
 
     def names(self, numbers: NDArray[np.int32]) -> NDArray[Any]:
-        """The ids in order of first appearance, given what :meth:`finish` returned first; empties the table."""
+        """The ids in order of first appearance, given what :meth:`finish` returned; empties the table."""
         names: NDArray[Any] = np.empty(len(self), object if self.text else np.int64)
         for number, shard in enumerate(self._shards):
             rows = numbers[number : shard.count * SHARDS : SHARDS]
@@ -150,7 +152,7 @@ def _turns(turn: int) -> list[int]:
 
 def _grown(array: NDArray[Any], size: int) -> NDArray[Any]:
     """The same numbers in an array of at least ``size``."""
-    larger = np.empty(max(size, len(array) + len(array) // 4), array.dtype)
+    larger = host.own_pages(max(size, len(array) + len(array) // 4), array.dtype)
     larger[: len(array)] = array
     return larger
 

@@ -15,6 +15,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
+from gramtower.runtime import host
 
 _MANY, _PIECE = 1 << 22, 1 << 20  # rows from which on all cores are used, and of a piece that one of them takes
 RULES = ("max", "sum", "first", "last", "error")
@@ -55,7 +56,7 @@ def merge(
     rule: str,
 ) -> tuple[sp.csr_matrix, NDArray[np.float32] | None, NDArray[np.float64] | None, int]:
     """The matrix of labels (1 where ``labels`` is None), its weights and times, and how many rows were merged away."""
-    if len(rows) < _MANY:
+    if len(rows) < _MANY or not host.has_numba():
         return ordered_merge(rows, columns, shape, labels, weights, times, rule)
     from gramtower.data.grouping import Piece, group  # compiled by numba, which is not worth it for few rows
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gramtower import _checks as check
 from gramtower.data.matrices import checked, rows_increase
+from gramtower.runtime import host
 from gramtower.runtime.threads import parallel_for
 
 SEGMENT = 4096  # entries of a row handled as one piece
@@ -119,7 +120,7 @@ class Pairs:
     @cached_property
     def by_column(self) -> Columns:
         """The column-order view; made on first use in O(|O|) by a counting sort, of many pairs on all cores."""
-        if len(self) >= _MANY:
+        if len(self) >= _MANY and host.has_numba():
             from gramtower.data.transposition import by_column  # compiled by numba, not worth it for few pairs
 
             arrays = by_column(self.offsets.cpu().numpy(), self.columns.cpu().numpy(), self.shape[1])

@@ -10,7 +10,6 @@ Checked by tests/test_parts.py; benchmarks/bench_reading.py measures time and me
 
 from __future__ import annotations
 
-import mmap
 import re
 import threading
 import time
@@ -182,8 +181,11 @@ class _Collected:
         check_rows(report)
         pieces = [self._pieces.pop(key) for key in sorted(self._pieces)]
         (left, right), shape = self._tables.values(), tuple(map(len, self._tables.values()))
-        renumber = left.finish()[0], right.finish()[0]
+        host.return_memory()
+        renumber = left.finish(), right.finish()
+        host.return_memory()
         matrix, weights, times, merged = group(pieces, (shape[0], shape[1]), self._rule.duplicates, renumber)
+        host.return_memory()
         report |= {"rows_merged": merged, "pairs": matrix.nnz, "left": shape[0], "right": shape[1]}
         return Fields(matrix, left.names(renumber[0]), right.names(renumber[1]), times, weights, report)
 
@@ -263,9 +265,7 @@ def _numbers(name: str, column: str, cells: Cells) -> NDArray[np.float64]:
 
 
 def _own(array: NDArray[Any]) -> NDArray[Any]:
-    """A copy in pages of its own, which the system gets back as soon as it is freed."""
-    if not array.nbytes:
-        return array.copy()
-    own = np.frombuffer(mmap.mmap(-1, array.nbytes), array.dtype)
+    """A copy whose memory can be given back as soon as it is freed."""
+    own = host.own_pages(len(array), array.dtype)
     own[:] = array
     return own

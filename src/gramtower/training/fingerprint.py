@@ -21,6 +21,7 @@ from gramtower.distributed.shards import Rows, Shards
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.parameters import Layout
 from gramtower.engine.towers.towers import Towers
+from gramtower.runtime import host
 from gramtower.runtime.threads import parallel_for
 
 _MANY = 1 << 20  # entries from which on compiled code takes them
@@ -131,7 +132,7 @@ def _pair_digest(problem: Problem, values: Any) -> Digest:
 def sparse_digest(offsets: Any, columns: Any, values: Any, first: int, width: int) -> Digest:
     """Rows of a sparse matrix, of which these begin with row ``first`` of all processes' rows."""
     rows = len(offsets) - 1
-    if len(columns) < _MANY:
+    if len(columns) < _MANY or not host.has_numba():
         keys = np.repeat(np.arange(first, first + rows), np.diff(offsets)) * width + columns
         return Digest().add(keys, np.asarray(values))
     from gramtower.distributed.entry_sums import entry_sums  # compiled by numba
