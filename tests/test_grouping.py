@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -95,3 +98,38 @@ def test_rows_without_entries_and_one_bucket_or_many_are_the_same(monkeypatch):
     for buckets in (1, 2, 256):
         monkeypatch.setattr(grouping, "_BUCKETS", buckets)
         same(group([Piece(left, right, {})], (9, 5), "max"), expected)
+
+
+MEASURE = """
+import re
+import numpy as np
+import torch
+from gramtower.data.grouping import Piece, group
+from gramtower.runtime import host
+
+torch.set_num_threads(2)
+
+def resident(name):
+    return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+
+def piece(rng, rows):
+    made = Piece(host.own_pages(rows, np.int32), host.own_pages(rows, np.int32), {})
+    made.left[:], made.right[:] = rng.integers(200_000, size=rows), rng.integers(50_000, size=rows)
+    return made
+
+rng = np.random.default_rng(0)
+group([piece(rng, 1000)], (200_000, 50_000), "max")
+host.return_memory()
+before = resident("VmRSS")
+pieces = [piece(rng, 1 << 17) for _ in range(32)]
+host.return_memory()
+open("/proc/self/clear_refs", "w").write("5")
+matrix = group(pieces, (200_000, 50_000), "max")[0]
+print((resident("VmHWM") - before) / (matrix.data.nbytes + matrix.indices.nbytes + matrix.indptr.nbytes))
+"""
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="peaks of memory are measured on Linux")
+def test_pieces_become_the_result_nearly_in_place():
+    done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True)
+    assert 1 <= float(done.stdout) < 1.5  # pieces and result side by side would be 2

@@ -5,8 +5,9 @@
 2. Each bucket is put in order of (left, right) by a counting sort by left and a sort of every left row's few entries,
    and rows of the same pair are merged. The result is written over the bucket.
 
-So besides the arrays of the result, in their final size, there are a few pieces and a bucket for each thread. What is
-computed is that of merging.merge and does not depend on the number of threads. Cost: O(rows log(entries of a row)).
+So besides the arrays of the result, in their final size, there are a few pieces and a bucket for each thread: memory
+of a bucket is taken as rows are moved there, while that of pieces is given back (host.own_pages). What is computed is
+that of merging.merge and does not depend on the number of threads. Cost: O(rows log(entries of a row)).
 Checked by tests/test_grouping.py; timed by benchmarks/bench_setup.py.
 """
 
@@ -21,6 +22,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
+from gramtower.runtime import host
 from gramtower.runtime.compiled import compiled
 from gramtower.runtime.threads import parallel_for
 
@@ -81,14 +83,14 @@ def _to_buckets(
     left_rows, columns = renumber or (np.empty(0, np.int32), np.empty(0, np.int32))
     starts = _count(pieces, shift, ((rows - 1) >> shift) + 1, left_rows)
     total = sum(len(piece.left) for piece in pieces)
-    left, right = np.empty(total, np.int32), np.empty(total, np.int32)
+    left, right = host.own_pages(total, np.int32), host.own_pages(total, np.int32)
     names = list(pieces[0].numbers) if pieces else []
-    numbers = {name: np.empty(total, np.float64 if name == "time" else _dtype(rule)) for name in names}
+    numbers = {name: host.own_pages(total, np.float64 if name == "time" else _dtype(rule)) for name in names}
 
     def work(first: int, last: int) -> None:
         for number in range(first, last):
             piece = pieces[number]
-            targets = np.empty(len(piece.left), np.int64)
+            targets = np.empty(len(piece.left) if names else 0, np.int64)
             _move(piece.left, piece.right, left_rows, columns, shift, starts[number], left, right, targets)
             for name in names:
                 _scatter(piece.numbers[name], targets, numbers[name])
@@ -170,14 +172,16 @@ def _histogram(left, renumber, shift, counts):  # type: ignore[no-untyped-def]  
 
 @compiled(nogil=True)
 def _move(left, right, left_rows, columns, shift, starts, new_left, new_right, targets):  # type: ignore[no-untyped-def]  # pragma: no cover
-    marks, at = len(left_rows) > 0, starts.copy()
+    marks, keep, at = len(left_rows) > 0, len(targets) > 0, starts.copy()
     for e in range(len(left)):
         row, column = left[e], right[e]
         if marks:
             row, column = left_rows[row], columns[column]
         to = at[row >> shift]
         at[row >> shift] = to + 1
-        new_left[to], new_right[to], targets[e] = row, column, to
+        new_left[to], new_right[to] = row, column
+        if keep:
+            targets[e] = to
 
 
 @compiled(nogil=True)

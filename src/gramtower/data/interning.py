@@ -13,6 +13,7 @@ Checked by tests/test_interning.py.
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 from typing import Any
 
@@ -74,6 +75,9 @@ class Table:
 
     def __init__(self, text: bool) -> None:
         self.text = text
+        self._seed = np.uint64(
+            secrets.randbits(64)
+        )  # nobody can choose ids that share a slot; results do not depend on it
         self._shards = [_Shard(text) for _ in range(SHARDS)]
 
     def __len__(self) -> int:
@@ -92,7 +96,7 @@ class Table:
         """
         bounds = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         hashes = np.empty(len(lengths), np.uint64)
-        _hash_texts(data, bounds, hashes)
+        _hash_texts(data, bounds, self._seed, hashes)
         marks: NDArray[np.int32] = np.full(len(lengths), -1, np.int32)
         order, starts = _by_shard(hashes, places)
         for number in _turns(turn):
@@ -108,7 +112,7 @@ class Table:
     def add_numbers(self, values: NDArray[np.int64], places: NDArray[np.int64], turn: int = 0) -> NDArray[np.int32]:
         """The marks of whole numbers; the arguments are those of :meth:`add_texts`."""
         hashes = np.empty(len(values), np.uint64)
-        _hash_numbers(values, hashes)
+        _hash_numbers(values, self._seed, hashes)
         marks: NDArray[np.int32] = np.full(len(values), -1, np.int32)
         order, starts = _by_shard(hashes, places)
         for number in _turns(turn):
@@ -178,10 +182,10 @@ def _first_rows(codes, kept, base, rows):  # type: ignore[no-untyped-def]  # pra
 
 
 @compiled(nogil=True)
-def _hash_texts(data, bounds, hashes):  # type: ignore[no-untyped-def]  # pragma: no cover
+def _hash_texts(data, bounds, seed, hashes):  # type: ignore[no-untyped-def]  # pragma: no cover
     """FNV-1a, and the finishing steps of splitmix64."""
     for k in range(len(hashes)):
-        h = np.uint64(0xCBF29CE484222325)
+        h = np.uint64(0xCBF29CE484222325) ^ seed
         for b in range(bounds[k], bounds[k + 1]):
             h = (h ^ np.uint64(data[b])) * np.uint64(0x100000001B3)
         h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -189,9 +193,9 @@ def _hash_texts(data, bounds, hashes):  # type: ignore[no-untyped-def]  # pragma
 
 
 @compiled(nogil=True)
-def _hash_numbers(values, hashes):  # type: ignore[no-untyped-def]  # pragma: no cover
+def _hash_numbers(values, seed, hashes):  # type: ignore[no-untyped-def]  # pragma: no cover
     for k in range(len(hashes)):
-        h = np.uint64(values[k])
+        h = np.uint64(values[k]) ^ seed
         h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         hashes[k] = h ^ (h >> np.uint64(31))

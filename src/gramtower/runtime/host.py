@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import mmap
@@ -29,14 +30,19 @@ def memory_size() -> int:
 
 
 def own_pages(size: int, dtype: DTypeLike) -> NDArray[Any]:
-    """An uninitialised array in pages of its own, unless it is small: the system gets them back as soon as it is freed.
+    """An array in small pages of its own, unless it is small itself; nothing is in it yet.
 
-    Arrays of the C library's heap leave holes there, which count as memory in use until something fits into them.
+    Only what has been written to takes memory, and the system gets it back as soon as the array is freed. Arrays of the
+    C library's heap leave holes there, which count as memory in use until something fits into them.
     """
     kind = np.dtype(dtype)
     if size * kind.itemsize < _SMALL:
         return np.empty(size, kind)
-    return np.frombuffer(mmap.mmap(-1, size * kind.itemsize), kind)
+    pages = mmap.mmap(-1, size * kind.itemsize)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # huge ones are taken whole as soon as one byte is written
+        with contextlib.suppress(OSError):  # the system knows of none
+            pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(pages, kind)
 
 
 def return_memory() -> None:
