@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from gramtower.data import pairs as module
 from gramtower.data.pairs import cut_rows, from_sparse
+from gramtower.runtime import host
 
 DENSE = np.array([[0, 2.0, 0, 3], [0, 0, 0, 0], [5, 0, 0, 7], [0, 1, 0, 0]])  # row 1 and column 2 are empty
 
@@ -108,6 +111,16 @@ def test_many_pairs_are_put_in_column_order_by_all_threads_alike(shape, threads,
                 assert torch.equal(found, wanted), name
     finally:
         torch.set_num_threads(before)
+
+
+def test_without_numba_scipy_makes_the_column_order(monkeypatch):
+    monkeypatch.setattr(module, "_MANY", 1)
+    expected = from_sparse("pairs", sp.csr_matrix(DENSE))[0].by_column
+    monkeypatch.setattr(host, "has_numba", lambda: False)
+    monkeypatch.setitem(sys.modules, "gramtower.data.transposition", None)  # importing it fails
+    found = from_sparse("pairs", sp.csr_matrix(DENSE))[0].by_column
+    assert found.rows.tolist() == expected.rows.tolist() == [2, 0, 3, 0, 2]
+    assert found.position.tolist() == expected.position.tolist()
 
 
 def test_index_arrays_of_any_kind_are_copied():

@@ -158,10 +158,10 @@ class Interactions:
     ) -> Interactions:
         """Pairs from a Parquet file, or in a stream from a folder of Parquet parts; arguments as in :meth:`from_csv`.
 
-        The parts of a folder (data/parts.py says which files these are) are read in order of their names, by as many
-        worker processes as torch has threads, and in memory of at most one and a half times the result's. Folders
-        called key=value give a column ``key``; a row without an id is an error. ``progress`` is called after each piece
-        of a folder, in any thread, with a :class:`gramtower.data.part_reading.ReadingProgress`.
+        The parts of a folder (data/parts.py says which files these are) are read in order of their names, in little
+        more memory than the result's, and 100 to 200 MB in each of as many worker processes as torch has threads.
+        Folders called key=value give a column ``key``; a row without an id is an error. ``progress`` is called after
+        each piece of a folder, in any thread, with a :class:`gramtower.data.part_reading.ReadingProgress`.
         """
         rule = _rule(threshold, labels, duplicates, value)
         texts, others = _choices(left, right, value, weight, time)
