@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gramtower._files import replacing
+from gramtower._optional import need
 from gramtower.compare.levels import lowest_value, relative_difference
 from gramtower.compare.store import Comparison, MethodRun
 from gramtower.compare.style import line_of
@@ -34,11 +35,7 @@ def draw(comparison: Comparison) -> list[Path]:
     Raises:
         ImportError: without matplotlib.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f'figures need {error.name}: pip install "gramtower[plots]"') from error
+    mpl, Figure = need("matplotlib", "drawing"), need("matplotlib.figure", "drawing").Figure
     paths: list[Path] = []
     # Fixed ids and no date: the same histories give the same file.
     with mpl.rc_context({"svg.hashsalt": "gramtower", "svg.fonttype": "none", "font.size": 10}):

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
+from gramtower._optional import missing
 
 
 def lists_frame(
@@ -48,4 +49,4 @@ def lists_frame(
             return importlib.import_module(package).DataFrame(columns)
         except ImportError:
             continue
-    raise ImportError('tables are made with polars or pandas: pip install "gramtower[io]"')
+    raise missing("a table of lists", "polars")

@@ -9,7 +9,6 @@ A fit with ``refit=True`` is two runs. Checked by tests/test_callbacks.py.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -17,8 +16,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gramtower import _checks as check
+from gramtower._optional import need
 from gramtower.engine.objective.point import Point
 from gramtower.training.result import Record, Result
+
+_USE = "this callback"  # in errors about missing packages
 
 
 class Callback(Protocol):
@@ -103,10 +105,10 @@ class ProgressBar:
 
     def begin(self, started: Started) -> None:
         """Draw it."""
-        rich = _package("rich.progress", "rich")
+        rich = need("rich.progress", _USE)
         if not started.first:
             return
-        console = self.console or _package("rich.console", "rich").Console(stderr=True)
+        console = self.console or need("rich.console", _USE).Console(stderr=True)
         parts = ("iteration", rich.BarColumn(), rich.MofNCompleteColumn(), "{task.fields[figures]}")
         self._bar = rich.Progress(*parts, rich.TimeRemainingColumn(), console=console)
         self._bar.start()
@@ -139,7 +141,7 @@ class MLflow:
 
     def begin(self, started: Started) -> None:
         """Start the run."""
-        mlflow = _package("mlflow", "mlflow")
+        mlflow = need("mlflow", _USE)
         if not started.first:
             return
         if self.experiment is not None:
@@ -178,7 +180,7 @@ class TensorBoard:
 
     def begin(self, started: Started) -> None:
         """Open the files."""
-        summary = _package("torch.utils.tensorboard", "tensorboard")
+        summary = need("torch.utils.tensorboard", _USE, "tensorboard")
         if not started.first:
             return
         self._runs += 1
@@ -216,7 +218,7 @@ class WeightsAndBiases:
 
     def begin(self, started: Started) -> None:
         """Start the run."""
-        wandb = _package("wandb", "wandb")
+        wandb = need("wandb", _USE)
         if not started.first:
             return
         self._run = wandb.init(**self.options | {"config": started.settings | self.options.get("config", {})})
@@ -237,11 +239,3 @@ class WeightsAndBiases:
 def _figures(record: Record) -> str:
     metric = "" if record.metric is None else f", validation {record.metric:.4f}"
     return f"objective {record.value:.6g}{metric}"
-
-
-def _package(module: str, distribution: str) -> Any:
-    """A module of an optional package, or an error that says how to get it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(f"this callback needs {distribution}: pip install {distribution}") from error
