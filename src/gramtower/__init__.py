@@ -6,6 +6,7 @@ point = problem.at(towers)                      value, gradient() and gauss_newt
 """
 
 from gramtower.data.interactions import Interactions as Interactions
+from gramtower.data.samples import PairSamples as PairSamples
 from gramtower.engine.kernels.losses import Loss as Loss
 from gramtower.engine.objective.point import Point as Point
 from gramtower.engine.objective.problem import Problem as Problem
@@ -15,6 +16,8 @@ from gramtower.engine.towers.parameters import Parameters as Parameters
 from gramtower.engine.towers.towers import Towers as Towers
 from gramtower.evaluation.cross_validation import CrossValidation as CrossValidation
 from gramtower.evaluation.cross_validation import cross_validate as cross_validate
+from gramtower.evaluation.selection import PairSplit as PairSplit
+from gramtower.evaluation.selection import ranking_scorer as ranking_scorer
 from gramtower.optim.line_search import Backtracking as Backtracking
 from gramtower.optim.methods import Descent as Descent
 from gramtower.optim.methods import Method as Method
@@ -32,6 +35,7 @@ from gramtower.optim.solvers import NewtonKron as NewtonKron
 from gramtower.optim.solvers import Sampling as Sampling
 from gramtower.optim.solvers import Sogram as Sogram
 from gramtower.optim.solvers import Solver as Solver
+from gramtower.training.callbacks import ProgressBar as ProgressBar
 from gramtower.training.loop import minimize as minimize
 from gramtower.training.result import Reason as Reason
 from gramtower.training.result import Record as Record

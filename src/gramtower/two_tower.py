@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
 from gramtower import _checks as check
+from gramtower._optional import need
 from gramtower.data.frames import Column
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
@@ -293,9 +294,19 @@ class TwoTower(ModelSettings):
     message_ = _Learned(lambda fitted: fitted.message)
     best_metric_ = _Learned(lambda fitted: fitted.best_metric)
 
-    def __repr__(self) -> str:
-        arguments = super().__repr__()
-        return f"{arguments}: {self.fitted_}" if hasattr(self, "fitted_") else arguments
+    def __str__(self) -> str:
+        """The settings and, once fitted, sizes and what each tower sees."""
+        return f"{self!r}: {self.fitted_}" if hasattr(self, "fitted_") else repr(self)
+
+    def __sklearn_is_fitted__(self) -> bool:
+        """For scikit-learn's ``check_is_fitted``."""
+        return hasattr(self, "fitted_")
+
+    def __sklearn_tags__(self) -> Any:
+        """What scikit-learn asks of an estimator: X are pairs, and there is no y."""
+        tags = need("sklearn.utils", "scikit-learn's tags", "scikit-learn")
+        pairs = tags.InputTags(two_d_array=False, sparse=True)
+        return tags.Tags(estimator_type=None, target_tags=tags.TargetTags(required=False), input_tags=pairs)
 
     def _known(self) -> FittedModel:
         if not hasattr(self, "fitted_"):
