@@ -77,3 +77,11 @@ def curve(values: Sequence[float], label: str) -> str:
 def card(title: str, *parts: str) -> str:
     """A title over parts, which are HTML already."""
     return f'<div style="{_CARD}"><strong>{escape(title)}</strong>{"".join(parts)}</div>'
+
+
+def progress(done: int, total: int, words: str) -> str:
+    """A bar with words beside it."""
+    return (
+        f'<div style="font-size:.92em"><progress value="{done}" max="{max(1, total)}" style="vertical-align:middle;'
+        f'width:12em;accent-color:currentColor"></progress> {escape(words)}</div>'
+    )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
 from gramtower import _checks as check
+from gramtower import _html as html
 from gramtower._optional import need
 from gramtower.data.frames import Column
 from gramtower.engine.objective.problem import Problem
@@ -297,6 +298,11 @@ class TwoTower(ModelSettings):
     def __str__(self) -> str:
         """The settings and, once fitted, sizes and what each tower sees."""
         return f"{self!r}: {self.fitted_}" if hasattr(self, "fitted_") else repr(self)
+
+    def _repr_html_(self) -> str:
+        """A card for notebooks: the settings and, once fitted, what was learned."""
+        learned = self.fitted_.html_facts() if hasattr(self, "fitted_") else html.note("not fitted yet")
+        return html.card(type(self).__name__, html.note(repr(self)), learned)
 
     def __sklearn_is_fitted__(self) -> bool:
         """For scikit-learn's ``check_is_fitted``."""

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
+from gramtower import _html as html
 from gramtower.data.matrices import union
 from gramtower.estimator import measuring
 from gramtower.estimator.entities import Entities
@@ -69,6 +70,27 @@ class FittedModel(Entities):
             for side, widths in zip((self.left, self.right), self.hidden, strict=True)
         )
         return f"{' and '.join(sides)}, embeddings of size {self.dim}"
+
+    def _repr_html_(self) -> str:
+        """A card for notebooks: what each tower sees, how training went and why it stopped."""
+        return html.card("FittedModel", self.html_facts())
+
+    def html_facts(self) -> str:
+        """The inside of such a card."""
+        sides = [
+            (side.name, len(side), side.inputs.text, ", ".join(map(str, widths)) or "none")
+            for side, widths in zip((self.left, self.right), self.hidden, strict=True)
+        ]
+        facts: dict[str, object] = {"size of embeddings": self.dim, "ω": self.omega, "pairs": int(self.trained.nnz)}
+        drawn = ""
+        if self.history:
+            last = self.history[-1]
+            facts |= {"iterations": last.iteration, "seconds": last.seconds, "objective": last.value}
+            drawn = html.curve([record.value for record in self.history], "objective, iteration by iteration")
+        if self.best_metric is not None:
+            facts["best validation metric"] = self.best_metric
+        table = html.table(("side", "entities", "known by", "hidden layers"), sides)
+        return table + html.facts(facts) + drawn + html.note(f"Stopped: {self.message}")
 
     def recommend(
         self,

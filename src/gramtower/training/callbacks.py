@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from gramtower import _checks as check
 from gramtower._optional import need
 from gramtower.engine.objective.point import Point
+from gramtower.training.bars import Bar, open_bar
 from gramtower.training.result import Record, Result
 
 _USE = "this callback"  # in errors about missing packages
@@ -92,33 +93,29 @@ def numbers_of(record: Record) -> dict[str, float]:
 
 
 class ProgressBar:
-    """Iterations, time left, objective and metric in one line, in a terminal (on standard error) or a notebook.
+    """A bar that shows how far a fit is: iterations, time left, objective and metric in one line.
+
+    In a terminal it is drawn by rich on standard error, in a notebook as an output of the cell that needs nothing more
+    than the notebook itself. ``gt.TwoTower().fit(pairs, callbacks=[gt.ProgressBar()])``.
 
     Args:
-        console: a ``rich.console.Console`` to draw on, instead of one for standard error.
+        console: a ``rich.console.Console`` to draw on instead.
     """
 
     def __init__(self, console: Any = None) -> None:
         self.console = console
-        self._bar: Any = None
-        self._task: Any = None
+        self._bar: Bar | None = None
 
     def begin(self, started: Started) -> None:
         """Draw it."""
-        rich = need("rich.progress", _USE)
-        if not started.first:
-            return
-        console = self.console or need("rich.console", _USE).Console(stderr=True)
-        parts = ("iteration", rich.BarColumn(), rich.MofNCompleteColumn(), "{task.fields[figures]}")
-        self._bar = rich.Progress(*parts, rich.TimeRemainingColumn(), console=console)
-        self._bar.start()
-        total, done = started.max_iterations, started.last.iteration
-        self._task = self._bar.add_task("", total=total, completed=done, figures=_figures(started.last))
+        if started.first:
+            done, figures = started.last.iteration, _figures(started.last)
+            self._bar = open_bar(started.max_iterations, done, figures, _USE, self.console)
 
     def __call__(self, record: Record, point: Point) -> None:
         """Move it."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=record.iteration, figures=_figures(record))
+            self._bar.move(record.iteration, _figures(record))
 
     def end(self, result: Result | None) -> None:
         """Leave it as it is."""

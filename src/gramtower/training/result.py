@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gramtower import _checks as check
+from gramtower import _html as html
 from gramtower._files import write_text
 from gramtower.engine.towers.parameters import Parameters
 
@@ -102,6 +103,15 @@ class Result:
     def __repr__(self) -> str:
         last = self.history[-1]
         return f"Result({self.reason.name}, value={self.value:.6g}, {last.iteration} iterations, {last.seconds:.1f} s)"
+
+    def _repr_html_(self) -> str:
+        """A card for notebooks: how the run went and why it stopped."""
+        last = self.history[-1]
+        facts: dict[str, object] = {"objective": self.value, "iterations": last.iteration, "seconds": last.seconds}
+        if self.best_metric is not None:
+            facts["best validation metric"] = self.best_metric
+        drawn = html.curve([record.value for record in self.history], "objective, iteration by iteration")
+        return html.card("Result", html.facts(facts), drawn, html.note(f"Stopped: {self.message}"))
 
 
 @dataclass
