@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pydoc
 import re
 import sys
 from html.parser import HTMLParser
@@ -81,7 +82,7 @@ def test_pairs_after_empty_rows_are_shown_under_their_own_ids():
     text = read(
         gt.Interactions.from_matrix(__import__("scipy.sparse").sparse.csr_matrix(matrix), list("abcd"))._repr_html_()
     )
-    assert re.search(r"c\s+1\s+2.0000\s+d\s+0\s+2.0000", text)
+    assert re.search(r"c\s+1\s+2\s+d\s+0\s+2\b", text)
     assert "labels" in text
 
 
@@ -190,3 +191,26 @@ def test_a_terminal_is_no_notebook(monkeypatch):
     for shell in (None, SimpleNamespace()):  # not in IPython, and in its terminal
         monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda shell=shell: shell))
         assert not in_notebook()
+
+
+def public():
+    """Public names and the methods of public classes that newcomers meet first."""
+    for name, one in vars(gt).items():
+        if not name.startswith("_") and callable(one):
+            yield name, one
+    for owner in (gt.Interactions, gt.TwoTower, gt.CrossValidation):
+        for name in vars(owner):
+            if not name.startswith("_") and callable(getattr(owner, name)):
+                yield f"{owner.__name__}.{name}", getattr(owner, name)
+
+
+def test_help_of_the_estimator_can_be_shown():
+    assert "Two networks whose dot product" in pydoc.render_doc(gt.TwoTower)
+
+
+@pytest.mark.parametrize(("name", "one"), list(public()), ids=lambda one: one if isinstance(one, str) else "")
+def test_help_opens_with_a_sentence_in_plain_words(name, one):
+    first = one.__doc__.splitlines()[0]
+    assert first.endswith((".", "…."))
+    assert len(first.split()) >= 4
+    assert not re.search(r"[α-ωΑ-Ω∇ᵀŷ]|eq:", first)

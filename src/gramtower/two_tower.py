@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, cast
 
 from gramtower import _checks as check
 from gramtower import _html as html
@@ -51,8 +51,8 @@ class _Learned(Generic[_Answer]):
     def __init__(self, read: Callable[[FittedModel], _Answer]) -> None:
         self.read = read
 
-    def __get__(self, model: TwoTower, owner: type[TwoTower]) -> _Answer:
-        return self.read(model.fitted_)
+    def __get__(self, model: TwoTower | None, owner: type[TwoTower]) -> _Answer:
+        return cast(_Answer, self) if model is None else self.read(model.fitted_)  # of the class, for help()
 
     def __set__(self, model: TwoTower, value: object) -> NoReturn:
         raise AttributeError("read-only: fit makes it, as a field of fitted_")
@@ -321,7 +321,7 @@ class TwoTower(ModelSettings):
 
 
 def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None) -> TwoTower:
-    """A model that :meth:`TwoTower.save` wrote.
+    """Read a model from the file that :meth:`TwoTower.save` wrote.
 
     Args:
         path: the file.

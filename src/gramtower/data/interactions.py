@@ -38,7 +38,9 @@ _EXPECTED = 20  # pairs of an id with itself in data of two different sets; then
 
 @dataclass(frozen=True, eq=False)
 class Interactions:
-    """Observed pairs of left and right entities. Make one with ``from_csv``, ``from_frame``, ``from_arrays`` ….
+    """Observed pairs, such as which user bought which item: what a model learns from.
+
+    Make one with ``from_csv``, ``from_frame``, ``from_arrays`` ….
 
     What the constructors share. ``threshold=4`` keeps rows whose value is at least 4 and labels them 1; without a
     threshold the value is the label when ``labels=True``, otherwise every row is a pair labelled 1. Rows without an id,
@@ -275,7 +277,7 @@ class Interactions:
         )
         rows = np.searchsorted(matrix.indptr, np.arange(min(_SHOWN, len(self))), side="right") - 1
         first = [
-            (self.left_ids[row], self.right_ids[matrix.indices[place]], float(matrix.data[place]))
+            (self.left_ids[row], self.right_ids[matrix.indices[place]], f"{matrix.data[place]:g}")
             for place, row in enumerate(rows.tolist())
         ]
         more = f"… and {len(self) - len(first):,} more" if len(self) > len(first) else ""

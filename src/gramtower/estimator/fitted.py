@@ -219,7 +219,10 @@ class FittedModel(Entities):
     def score(
         self, left: Any, right: Any, *, left_features: Any = None, right_features: Any = None
     ) -> NDArray[np.float32]:
-        """p_iᵀq_j for pairs of ids, element by element; new entities are described as for :meth:`similar`."""
+        """How well pairs of ids go together: their scores, element by element.
+
+        The score is p_iᵀq_j; new entities are described as for :meth:`similar`.
+        """
         here = self.grown("left", left_features)[0].grown("right", right_features)[0]
         rows, columns = here.left.rows(check.ids("left", left)), here.right.rows(check.ids("right", right))
         if len(rows) != len(columns):

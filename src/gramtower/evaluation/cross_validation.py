@@ -32,7 +32,7 @@ _SHOWN = 10  # folds whose values a repr lists
 
 @dataclass(frozen=True, repr=False)
 class CrossValidation:
-    """Metrics of each fold, their means, and how sure these are.
+    """What cross-validation found: metrics of each fold, their means, and how sure these are.
 
     Attributes:
         folds: the result of ``evaluate`` for each fold.

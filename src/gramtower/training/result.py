@@ -15,7 +15,7 @@ from gramtower.engine.towers.parameters import Parameters
 
 
 class Reason(Enum):
-    """Why a run stopped; the value is the explanation."""
+    """Why training stopped, as a name; the value is the explanation."""
 
     MAX_ITERATIONS = "max_iterations was reached; the objective may still fall, raise it to go on"
     TIME_LIMIT = "time_limit was reached; the objective may still fall, raise it to go on"
@@ -35,7 +35,7 @@ class Reason(Enum):
 
 @dataclass(frozen=True)
 class Record:
-    """One iteration. Iteration 0 is the start.
+    """What is known of one iteration of training; iteration 0 is the start.
 
     Attributes:
         iteration: number of the iteration.
@@ -82,7 +82,7 @@ class Record:
 
 @dataclass
 class Result:
-    """The end of a run.
+    """How a run of ``minimize`` ended: why, with which history, and with which weights.
 
     Attributes:
         reason: why it stopped.
@@ -140,7 +140,10 @@ class History:
 
 
 def read_history(path: str | Path) -> list[Record]:
-    """Records from a JSONL file; an unfinished last line, left by a kill, is ignored."""
+    """Read the records of a training run from its JSONL file.
+
+    An unfinished last line, left by a kill, is ignored.
+    """
     records: list[Record] = []
     for line in check.path("path", path).read_text().splitlines():
         try:

@@ -83,7 +83,7 @@ def pick(trials: Sequence[Tried]) -> Tried:
 
 @dataclass
 class Search:
-    """The result of tuning.
+    """What a search for settings found: its trials, and the best of them.
 
     Attributes:
         metric: what was maximised.
