@@ -6,6 +6,7 @@
 # make fuzz MINUTES=30   hostile input: every fuzz test has its share of the time, from a new seed
 # make crash KILLS=1000   runs killed at random moments end as uninterrupted ones do
 # make implicit-tests CHECKOUT=path   implicit's own tests, from a clone of it, on compat.implicit
+# make dist          source archive and wheel, checked, and tried with each extra in an empty environment
 # Each does its own set-up in .venv.
 
 PYTHON ?= python3
@@ -21,7 +22,7 @@ FUZZ_SEED ?= $(shell date +%s)
 KILLS ?= 100
 CRASH_SEED ?= 0
 
-.PHONY: demo test test-oldest resolves fuzz crash implicit-tests lint types reproduce clean
+.PHONY: demo test test-oldest resolves fuzz crash implicit-tests dist lint types reproduce clean
 
 demo: $(READY)
 	$(BIN)/gramtower demo
@@ -54,12 +55,21 @@ crash: $(READY)
 implicit-tests: $(READY)
 	$(BIN)/python tests/implicit_suite.py $(CHECKOUT)
 
+# Some 3 GB are unpacked in a temporary folder, most of it torch.
+dist: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[release]"
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python tests/wheel.py dist
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 types: $(READY)
 	$(BIN)/mypy
+	$(BIN)/python tests/snippet_types.py
 
 # Runs that were interrupted go on, runs that ended are not repeated. A method that fails is in its report.
 # The thesaurus has the settings of the paper's wiki-simple, with an omega that gives unobserved pairs the same total weight.
@@ -85,4 +95,4 @@ $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
 	touch $(OLDEST)/.ready
 
 clean:
-	rm -rf .venv $(OLDEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(OLDEST) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -53,7 +53,7 @@ except ImportError as error:
 def extras():
     content = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"]
     for extra, needs in content.items():
-        if extra in ("dev", "docs"):
+        if extra in ("dev", "docs", "release"):
             continue
         for text in needs:
             name = re.match(r"[A-Za-z0-9_-]+", text)[0]

@@ -1,8 +1,11 @@
-"""Two-tower nonlinear embeddings learned exactly from all m·n pairs, at the cost of m + n.
+"""Recommendations and links learned from all pairs: two networks, exact over observed and unobserved pairs alike.
 
-problem = gramtower.Problem(pairs)              what is minimised
-towers = gramtower.mlp_towers(problem)          two networks
-point = problem.at(towers)                      value, gradient() and gauss_newton() @ d
+    pairs = gramtower.Interactions.from_csv("ratings.csv", "user", "item")
+    model = gramtower.TwoTower().fit(pairs)
+    ids, scores = model.recommend(["ann"], k=10)
+
+The engine below it is public too: ``Problem`` is what is minimised, ``mlp_towers`` makes two networks, and
+``problem.at(towers)`` has value, gradient() and gauss_newton() @ d, at the cost of m + n instead of m·n.
 """
 
 from gramtower.data.interactions import Interactions as Interactions
@@ -44,4 +47,4 @@ from gramtower.training.result import read_history as read_history
 from gramtower.two_tower import TwoTower as TwoTower
 from gramtower.two_tower import load as load
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"  # the one place of the version; pyproject.toml reads it
