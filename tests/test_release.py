@@ -45,6 +45,13 @@ def test_the_package_says_that_it_is_typed():
     assert "Typing :: Typed" in PROJECT["project"]["classifiers"]
 
 
+def test_every_python_that_is_promised_is_tested_where_it_is_installed():
+    listed = re.findall(r"Python :: (3\.\d+)", " ".join(PROJECT["project"]["classifiers"]))
+    tried = re.search(r"^PYTHONS \?= (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    assert tried == listed
+    assert PROJECT["project"]["requires-python"] == f">={listed[0]}"
+
+
 def test_hooks_run_what_make_runs():
     text = (ROOT / ".pre-commit-config.yaml").read_text()
     made = re.findall(

@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -74,8 +75,9 @@ class OnPairs(gt.TwoTower):
 
 
 def checks():
-    if not hasattr(estimator_checks, "estimator_checks_generator"):  # before scikit-learn 1.6
-        return []
+    if not hasattr(estimator_checks, "estimator_checks_generator"):  # before scikit-learn 1.6: those that it has
+        known = [getattr(estimator_checks, name, None) for name in sorted(RUN)]
+        return [partial(check, "OnPairs") for check in known if check is not None]
     estimator = OnPairs(dim=2, max_iterations=1, device="cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the library does without BaseEstimator, as scikit-learn is not needed for it
@@ -194,6 +196,7 @@ def test_samples_are_cut_by_places_masks_and_slices():
         (lambda: gt.PairSplit(2, "held_out"), "method: got 'held_out', expected one of 'folds'"),
         (lambda: gt.PairSplit(2, test=0.1), "options: got test, expected none"),
         (lambda: list(gt.PairSplit(2).split(grouped())), "X: got Interactions, expected gramtower.PairSamples"),
+        (lambda: gt.PairSamples([[1, 2]]), "pairs: got list, expected gramtower.Interactions"),
         (lambda: gt.ranking_scorer("precision"), "precision"),
         (lambda: gt.ranking_scorer(["recall@5"]), "metric: got ['recall@5'], expected the name of one metric"),
     ],

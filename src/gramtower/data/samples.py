@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 
 from gramtower import _checks as check
 from gramtower.data.interactions import Interactions
@@ -24,6 +25,8 @@ class PairSamples:
     """
 
     def __init__(self, pairs: Any) -> None:
+        if not isinstance(pairs, Interactions) and not sp.issparse(pairs):
+            check.fail("pairs", type(pairs).__name__, "gramtower.Interactions or a scipy.sparse matrix")
         self.pairs = pairs if isinstance(pairs, Interactions) else Interactions.from_matrix(pairs)
 
     @property
