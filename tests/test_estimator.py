@@ -226,7 +226,7 @@ def test_scikit_learn_conventions():
     assert params["omega"] == 0.1
     assert gt.TwoTower(**params).get_params() == params
     assert estimator.set_params(dim=4).dim == 4
-    assert repr(estimator) == "TwoTower(dim=4, hidden=(16,), omega=0.1, max_iterations=25, device='cpu')"
+    assert repr(estimator) == "TwoTower(device='cpu', dim=4, hidden=(16,), max_iterations=25, omega=0.1)"
     with pytest.raises(ValueError, match="parameter: got 'size'"):
         estimator.set_params(size=3)
 
@@ -264,7 +264,7 @@ def test_a_subclass_may_have_a_constructor_of_its_own(tmp_path):
             self.note = note
 
     fitted = Two("mine").fit(checkerboard())
-    assert repr(fitted).startswith("Two(note='mine'): 20 left entities by id")
+    assert str(fitted).startswith("Two(note='mine'): 20 left entities by id")
     assert fitted.get_params() == {"note": "mine", "dim": 2}
     fitted.save(tmp_path / "m")
     loaded = gt.load(tmp_path / "m")

@@ -40,7 +40,16 @@ ORDER = (
 )  # each may import from those before it, nothing from those after it
 HEAVY = ("numba", "triton", "polars", "matplotlib", "rich", "cyclopts", "safetensors", "pandas", "optuna")
 HEAVY += ("implicit", "threadpoolctl", "fastapi", "uvicorn", "pydantic", "faiss", "hnswlib")
-SHARED = ("_checks", "_files", "_schema", "_tensors", "_toml", "_widths")  # imported by all, import nothing else
+SHARED = (
+    "_checks",
+    "_files",
+    "_html",
+    "_optional",
+    "_schema",
+    "_tensors",
+    "_toml",
+    "_widths",
+)  # imported by all, import nothing else
 
 
 def package_of(module):

@@ -1,13 +1,17 @@
-"""Two-tower nonlinear embeddings learned exactly from all m·n pairs, at the cost of m + n.
+"""Recommendations and links learned from all pairs: two networks, exact over observed and unobserved pairs alike.
 
-problem = gramtower.Problem(pairs)              what is minimised
-towers = gramtower.mlp_towers(problem)          two networks
-point = problem.at(towers)                      value, gradient() and gauss_newton() @ d
+    pairs = gramtower.Interactions.from_csv("ratings.csv", "user", "item")
+    model = gramtower.TwoTower().fit(pairs)
+    ids, scores = model.recommend(["ann"], k=10)
+
+The engine below it is public too: ``Problem`` is what is minimised, ``mlp_towers`` makes two networks, and
+``problem.at(towers)`` has value, gradient() and gauss_newton() @ d, at the cost of m + n instead of m·n.
 """
 
 from gramtower.benchmarking.build import Benchmark as Benchmark
 from gramtower.benchmarking.runner import benchmark as benchmark
 from gramtower.data.interactions import Interactions as Interactions
+from gramtower.data.samples import PairSamples as PairSamples
 from gramtower.engine.kernels.losses import Loss as Loss
 from gramtower.engine.objective.point import Point as Point
 from gramtower.engine.objective.problem import Problem as Problem
@@ -17,6 +21,8 @@ from gramtower.engine.towers.parameters import Parameters as Parameters
 from gramtower.engine.towers.towers import Towers as Towers
 from gramtower.evaluation.cross_validation import CrossValidation as CrossValidation
 from gramtower.evaluation.cross_validation import cross_validate as cross_validate
+from gramtower.evaluation.selection import PairSplit as PairSplit
+from gramtower.evaluation.selection import ranking_scorer as ranking_scorer
 from gramtower.optim.line_search import Backtracking as Backtracking
 from gramtower.optim.methods import Descent as Descent
 from gramtower.optim.methods import Method as Method
@@ -34,6 +40,7 @@ from gramtower.optim.solvers import NewtonKron as NewtonKron
 from gramtower.optim.solvers import Sampling as Sampling
 from gramtower.optim.solvers import Sogram as Sogram
 from gramtower.optim.solvers import Solver as Solver
+from gramtower.training.callbacks import ProgressBar as ProgressBar
 from gramtower.training.loop import minimize as minimize
 from gramtower.training.result import Reason as Reason
 from gramtower.training.result import Record as Record
@@ -42,4 +49,4 @@ from gramtower.training.result import read_history as read_history
 from gramtower.two_tower import TwoTower as TwoTower
 from gramtower.two_tower import load as load
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"  # the one place of the version; pyproject.toml reads it

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
+from gramtower import _html as html
 from gramtower.data.frames import Column
 from gramtower.data.lists import columns_beside, lists_frame
 from gramtower.data.matrices import union
@@ -75,6 +76,27 @@ class FittedModel(Entities):
         )
         length = ", those of a side of one length" if self.normalize else ""
         return f"{' and '.join(sides)}, embeddings of size {self.dim}{length}"
+
+    def _repr_html_(self) -> str:
+        """A card for notebooks: what each tower sees, how training went and why it stopped."""
+        return html.card("FittedModel", self.html_facts())
+
+    def html_facts(self) -> str:
+        """The inside of such a card."""
+        sides = [
+            (side.name, len(side), side.inputs.text, ", ".join(map(str, widths)) or "none")
+            for side, widths in zip((self.left, self.right), self.hidden, strict=True)
+        ]
+        facts: dict[str, object] = {"size of embeddings": self.dim, "ω": self.omega, "pairs": int(self.trained.nnz)}
+        drawn = ""
+        if self.history:
+            last = self.history[-1]
+            facts |= {"iterations": last.iteration, "seconds": last.seconds, "objective": last.value}
+            drawn = html.curve([record.value for record in self.history], "objective, iteration by iteration")
+        if self.best_metric is not None:
+            facts["best validation metric"] = self.best_metric
+        table = html.table(("side", "entities", "known by", "hidden layers"), sides)
+        return table + html.facts(facts) + drawn + html.note(f"Stopped: {self.message}")
 
     def recommend(
         self,
@@ -227,7 +249,10 @@ class FittedModel(Entities):
     def score(
         self, left: Any, right: Any, *, left_features: Any = None, right_features: Any = None
     ) -> NDArray[np.float32]:
-        """p_iᵀq_j for pairs of ids, element by element; new entities are described as for :meth:`similar`."""
+        """How well pairs of ids go together: their scores, element by element.
+
+        The score is p_iᵀq_j; new entities are described as for :meth:`similar`.
+        """
         here = self.grown("left", left_features)[0].grown("right", right_features)[0]
         rows, columns = here.left.rows(check.ids("left", left)), here.right.rows(check.ids("right", right))
         if len(rows) != len(columns):
