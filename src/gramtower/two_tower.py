@@ -273,6 +273,7 @@ class TwoTower(ModelSettings):
         return self
 
     recommend = _asked(FittedModel.recommend)
+    recommend_all = _asked(FittedModel.recommend_all)
     similar = _asked(FittedModel.similar)
     has_direction = _asked(FittedModel.has_direction)
     score = _asked(FittedModel.score)

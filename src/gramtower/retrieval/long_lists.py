@@ -129,7 +129,7 @@ def _cut(c, v, k):  # type: ignore[no-untyped-def]  # pragma: no cover
     for e in range(v.shape[0]):
         s = v[e]
         v[p], c[p] = s, c[e]
-        p += np.int64(s > bound)
+        p += 1 if s > bound else 0  # without a branch
     return p, bound
 
 

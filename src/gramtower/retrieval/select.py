@@ -67,7 +67,7 @@ def _in_best_groups(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor] | N
     groups = n // size
     if groups < 4 * (k + 1):
         return None
-    grouped = scores[:, : groups * size].unflatten(1, (groups, size))
+    grouped = scores[:, : groups * size].view(len(scores), groups, size)
     highest = torch.topk(grouped.amax(2), k + 1, dim=1)
     inside = highest.indices[:, :, None].expand(-1, -1, size)
     columns = inside * size + torch.arange(size, device=scores.device)
