@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from gramtower import _checks as check
+from gramtower.cli.leaving import started_among_several
 from gramtower.distributed.group import Group, current_group
 from gramtower.estimator.defaults import pick_device
 
@@ -24,7 +24,7 @@ def joined(device: str | None) -> Iterator[Group]:
 
     NCCL when the model is on GPUs, one for each process of a machine, and gloo otherwise.
     """
-    if not _started_among_several():
+    if not started_among_several():
         yield current_group()
         return
     import torch.distributed as dist
@@ -47,23 +47,6 @@ def joined(device: str | None) -> Iterator[Group]:
     )
     yield current_group()
     dist.destroy_process_group()  # not after an error: the others may wait elsewhere
-
-
-def leave(code: int) -> NoReturn:
-    """End the program.
-
-    One of several processes skips the interpreter's shutdown: gloo's threads, still freeing tensors, sometimes abort it
-    (pytorch issue 190489), and torchrun would count a run as failed whose model is written.
-    """
-    if _started_among_several():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    raise SystemExit(code)
-
-
-def _started_among_several() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
 def _store(rank: int, timeout: timedelta) -> Any:
