@@ -12,6 +12,7 @@ import torch
 
 from gramtower import _checks as check
 from gramtower.cli.leaving import started_among_several
+from gramtower.cli.rendezvous import agreed_name
 from gramtower.distributed.group import Group, current_group
 from gramtower.estimator.defaults import pick_device
 
@@ -43,21 +44,22 @@ def joined(device: str | None) -> Iterator[Group]:
     timeout = timedelta(seconds=float(seconds))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
-        "nccl" if cuda else "gloo", timeout=timeout, store=_store(rank, timeout), rank=rank, world_size=size
+        "nccl" if cuda else "gloo", timeout=timeout, store=_store(rank, size, timeout), rank=rank, world_size=size
     )
     yield current_group()
     dist.destroy_process_group()  # not after an error: the others may wait elsewhere
 
 
-def _store(rank: int, timeout: timedelta) -> Any:
-    """The rendezvous store: torchrun's, with a prefix for each restart.
+def _store(rank: int, size: int, timeout: timedelta) -> Any:
+    """The rendezvous store: torchrun's, with a prefix for each attempt.
 
-    Torch does not separate attempts: after a restart gloo would find the addresses of processes that are gone.
+    Torch does not separate the attempts of several hosts: after a restart gloo would find the addresses of processes
+    that are gone.
     """
     import torch.distributed as dist
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     ours = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.TCPStore(host, port, None, ours, timeout)  # type: ignore[attr-defined]
-    return dist.PrefixStore(f"gramtower/{attempt}", store)  # type: ignore[attr-defined]
+    name = agreed_name(store, rank, size, timeout)
+    return dist.PrefixStore(f"gramtower/{name}", store)  # type: ignore[attr-defined]
