@@ -1,10 +1,11 @@
 """The k best of many rows for k of some hundreds, compiled by numba; scan.py is for short lists.
 
 Each row keeps a buffer of a little more than 2k candidates. A vector comparison asks of 64 scores at a time whether any
-is above a bound that k candidates are above; that is seldom so, and only then are the 64 looked at one by one. A full
-buffer is cut to not many more than its k best, and its bound raised: about log2(n / k) times a row, so that the cost
-beyond one pass over the scores is O(k log(n / k)) a row, where lists that are kept sorted take O(k²). Columns come in
-increasing order and stay in it, so that an equal score at a later column never enters: ties go to the smaller column.
+is above a bound that k candidates are above; that is seldom so, and only then is it asked which, as the bits of one
+number, which is vector work too. A full buffer is cut to not many more than its k best, and its bound raised: about
+log2(n / k) times a row, so that the cost beyond one pass over the scores is O(k log(n / k)) a row, where lists that are
+kept sorted take O(k²). Columns come in increasing order and stay in it, so that an equal score at a later column never
+enters: ties go to the smaller column.
 
 Same answers as select.best_torch: tests/test_topk.py.
 """
@@ -23,9 +24,12 @@ from gramtower.runtime.compiled import compiled
 from gramtower.runtime.threads import parallel_for
 
 _TOGETHER = 64  # scores compared before a branch
+_SEQUENCE = np.uint64(0x03F79D71B4CB0A89)  # de Bruijn's: shifted by any l, its six highest bits are all different
+_PLACES = np.empty(64, np.int64)  # l by these bits, so that the place of a power of two is a product and a look
+_PLACES[[(0x03F79D71B4CB0A89 << l & 2**64 - 1) >> 58 for l in range(64)]] = np.arange(64)
 _SPARE = 16  # places of a buffer beyond 2k
 _TRIED = 12  # candidates that are tried as the next bound
-_SHORT = 64  # lists up to this long are kept sorted
+_SHORT = 40  # lists up to this long are kept sorted
 
 
 class LongLists:
@@ -154,10 +158,15 @@ def _add(scores, offset, k, columns, values, counts, bounds, places, ends, exclu
             for l in range(_TOGETHER):
                 any_above |= np.uint8(part[l] > bound)
             if any_above != 0:
+                mask = np.uint64(0)
                 for l in range(_TOGETHER):
-                    if part[l] > bound:
-                        v[count], c[count] = part[l], offset + start + l
-                        count += 1
+                    mask |= np.uint64(part[l] > bound) << np.uint64(l)
+                while mask != 0:
+                    lowest = mask & (~mask + np.uint64(1))
+                    l = _PLACES[np.int64((lowest * _SEQUENCE) >> np.uint64(58))]
+                    v[count], c[count] = part[l], offset + start + l
+                    count += 1
+                    mask ^= lowest
                 if count >= full:
                     count, bound = _cut(c[:count], v[:count], k)
         for l in range(vectorised, width):
