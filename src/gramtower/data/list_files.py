@@ -79,7 +79,7 @@ class ListFile:
         table = self._table(part * self.rows, columns, values)
         with replacing(self._name(part)) as partial:
             if self.path.suffix.lower() == ".parquet":
-                table.write_parquet(partial, compression="lz4")  # in haste: the join compresses well
+                table.write_parquet(partial, compression="lz4", statistics=False)  # the join takes its time
             else:
                 table.write_csv(partial, separator=frames.separator_of(self.path), include_header=part == 0)
         return len(table)
