@@ -625,3 +625,31 @@ def test_what_is_extreme_but_can_be_worked_with_gives_a_finite_model(settings, o
 def test_a_single_entity_on_a_side_is_enough(shape):
     model = gt.TwoTower(max_iterations=3, device="cpu").fit(sp.csr_matrix(np.ones(shape)))
     assert np.isfinite(model.embed(side="left") @ model.embed(side="right").T).all()
+
+
+class Threads:
+    """Keeps the number of torch threads at each iteration."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, record, point):
+        self.seen.append(torch.get_num_threads())
+        if len(self.seen) == 2:
+            raise RuntimeError("enough")
+
+
+@pytest.mark.parametrize(("size", "hidden", "threads"), [(40, (), 1), (40, (8,), 2), (4000, (), 2)])
+def test_tiny_fits_take_one_thread_and_give_the_others_back(size, hidden, threads):
+    before = torch.get_num_threads()
+    watcher = Threads()
+    try:
+        torch.set_num_threads(2)
+        with pytest.raises(RuntimeError, match="enough"):
+            gt.TwoTower(dim=100, hidden=hidden, loss="squared", device="cpu", max_iterations=3).fit(
+                sp.random(size, size, 0.05 * 40 / size, "csr", random_state=0), callbacks=[watcher]
+            )
+        assert set(watcher.seen) == {threads}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -195,9 +195,8 @@ def test_a_terminal_is_no_notebook(monkeypatch):
 
 def public():
     """Public names and the methods of public classes that newcomers meet first."""
-    for name, one in vars(gt).items():
-        if not name.startswith("_") and callable(one):
-            yield name, one
+    for name in gt.__all__:
+        yield name, getattr(gt, name)
     for owner in (gt.Interactions, gt.TwoTower, gt.CrossValidation):
         for name in vars(owner):
             if not name.startswith("_") and callable(getattr(owner, name)):

@@ -311,6 +311,7 @@ class TwoTower(ModelSettings):
         return run_figure({"fit": self._known().history}, self.metric)
 
     recommend = _asked(FittedModel.recommend)
+    recommend_all = _asked(FittedModel.recommend_all)
     similar = _asked(FittedModel.similar)
     has_direction = _asked(FittedModel.has_direction)
     score = _asked(FittedModel.score)

@@ -19,7 +19,7 @@ def main() -> None:
         raise SystemExit(1) from None
     try:
         from gramtower.cli.app import run
-        from gramtower.cli.processes import leave
+        from gramtower.cli.leaving import leave
 
         code = run(sys.argv[1:])
     except KeyboardInterrupt:  # before a command began, or once more while it ended
