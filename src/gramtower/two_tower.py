@@ -17,6 +17,7 @@ from gramtower.data.frames import Column
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
 from gramtower.estimator.columns import Columns
+from gramtower.estimator.explain import Explainer, Explanation
 from gramtower.estimator.fit import fit
 from gramtower.estimator.fitted import FittedModel
 from gramtower.estimator.model_file import read_model, write_model
@@ -271,6 +272,34 @@ class TwoTower(ModelSettings):
         more = {"histories": histories, "left_ids": left_ids, "right_ids": right_ids}
         self.fitted_ = self._known().with_added(left_features, right_features, **more)
         return self
+
+    def explain(
+        self,
+        left: Any = None,
+        right: Any = None,
+        *,
+        side: str = "left",
+        left_features: Any = None,
+        right_features: Any = None,
+        histories: Any = None,
+    ) -> Explanation:
+        """What carried the score of a pair: a part for each thing known of its left entity, whose sum is the score.
+
+        Where the left tower sees a history or features, these are its parts; exact for linear towers and those with
+        one hidden layer, otherwise with a small ``remainder``. An entity known by its id alone, in a model without
+        hidden layers, is explained by what it was observed with. docs/explaining.md says how.
+
+        Args:
+            left: id of a left entity; None with ``left_features`` or ``histories`` for a new one.
+            right: id of a right entity.
+            side: "right" explains by what is known of the right entity instead.
+            left_features: a table or matrix with one row, which describes the left entity; needed where the tower sees
+                features, as a model keeps how they are encoded and not the rows.
+            right_features: the same of the right entity, with ``side="right"``.
+            histories: a list with one list of right ids, or a sparse matrix with one row: the history of a new entity.
+        """
+        described = {"left_features": left_features, "right_features": right_features, "histories": histories}
+        return Explainer(self, self._known()).explain(left, right, side=side, **described)
 
     recommend = _asked(FittedModel.recommend)
     similar = _asked(FittedModel.similar)

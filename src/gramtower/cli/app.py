@@ -23,7 +23,8 @@ from gramtower import _checks as check
 from gramtower.cli.compare import compare
 from gramtower.cli.convert import convert
 from gramtower.cli.cross_validate import cross_validate
-from gramtower.cli.errors import explain
+from gramtower.cli.errors import explain as error_text
+from gramtower.cli.explain import explain
 from gramtower.cli.fit import fit
 from gramtower.cli.index import index
 from gramtower.cli.info import info
@@ -80,8 +81,8 @@ app = App(
     help_epilogue="Exit codes: 0 fine, 1 the run failed, 2 bad input, 130 interrupted.",
 )
 for command in (
-    fit, update, split, partition, evaluate, cross_validate, recommend, similar, info, compare, report, convert, tune,
-    index, serve, demo,
+    fit, update, split, partition, evaluate, cross_validate, recommend, similar, explain, info, compare, report, convert,
+    tune, index, serve, demo,
 ):  # fmt: skip
     app.command(command)
 
@@ -149,7 +150,7 @@ def _is_text(token: str) -> bool:
 def _error(error: Exception, debug: bool = False, name: str = "") -> int:
     if debug:
         traceback.print_exception(error)
-    text, code = explain(error)
+    text, code = error_text(error)
     return _say(name + text, code)
 
 

@@ -81,11 +81,16 @@ class FitData:
     @property
     def seen(self) -> str:
         """What towers see, for defaults: ids alone, features, or both on one side; a history is a kind of ids."""
-        described = [inputs for inputs in self.inputs if inputs.described]
-        if not described:
-            return defaults.IDS
-        beside = any(part.kind in ("id", "history") for inputs in described for part in inputs.parts)
-        return defaults.BOTH if beside else defaults.FEATURES
+        return seen_by_towers(self.inputs)
+
+
+def seen_by_towers(both: tuple[Inputs, Inputs]) -> str:
+    """What towers see, for defaults: ids alone, features, or both on one side; a history is a kind of ids."""
+    described = [inputs for inputs in both if inputs.described]
+    if not described:
+        return defaults.IDS
+    beside = any(part.kind in ("id", "history") for inputs in described for part in inputs.parts)
+    return defaults.BOTH if beside else defaults.FEATURES
 
 
 def prepare_data(

@@ -28,6 +28,7 @@ from torch import Tensor
 from gramtower import _checks as check
 from gramtower.data.interactions import Interactions
 from gramtower.distributed.shard_files import others
+from gramtower.estimator.explain import Explainer, Explanation
 from gramtower.serving.entities import Entities, Key
 from gramtower.serving.errors import Refused
 from gramtower.serving.index import Facts, Index, digest, path_beside, read_index
@@ -219,6 +220,29 @@ class Snapshot:
         if not bool(torch.isfinite(embeddings).all()):
             raise Refused(422, f"{side}_features: got numbers so large that embeddings overflow, expected smaller ones")
         return embeddings
+
+    def explain(
+        self, left: Key | None, right: Key, features: Any, histories: Sequence[Sequence[Key]] | None
+    ) -> Explanation:
+        """What carried the score of a pair; see model.explain.
+
+        Raises:
+            Refused: 404 for an unknown id, 422 with what the model needs to explain scores.
+        """
+        own = None if left is None else int(self.left.rows([left])[0])
+        other = int(self.right.rows([right])[0])
+        matrix = None if histories is None else self._histories(histories)
+        try:
+            found = self._explainer.explain_rows(own, other, "left", features, matrix)
+        except ValueError as error:
+            raise Refused(422, " ".join(str(error).split())[:500]) from error
+        if not np.isfinite([found.score, found.base, found.remainder]).all():
+            raise Refused(422, "left_features: got numbers so large that scores overflow, expected smaller ones")
+        return found
+
+    @cached_property
+    def _explainer(self) -> Explainer:
+        return Explainer(self.model, self.model.fitted_)
 
     def history(self, row: int) -> Rows:
         """The right entities observed with a left one, increasing."""
