@@ -25,6 +25,7 @@ ORDER = (
     "retrieval",
     "metrics",
     "estimator",
+    "export",
     "tuning",
     "two_tower",
     "evaluation",
@@ -36,7 +37,7 @@ ORDER = (
     "__main__",
 )  # each may import from those before it, nothing from those after it
 HEAVY = ("numba", "triton", "polars", "matplotlib", "rich", "cyclopts", "safetensors", "pandas", "optuna")
-HEAVY += ("fastapi", "uvicorn", "pydantic", "faiss", "hnswlib")
+HEAVY += ("fastapi", "uvicorn", "pydantic", "faiss", "hnswlib", "onnx", "onnxscript")
 SHARED = ("_checks", "_files", "_schema", "_tensors", "_toml", "_widths")  # imported by all, import nothing else
 
 

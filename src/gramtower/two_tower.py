@@ -23,6 +23,7 @@ from gramtower.estimator.fitted import FittedModel
 from gramtower.estimator.model_file import read_model, write_model
 from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.update import ITERATIONS, update
+from gramtower.export.write import write_export
 from gramtower.training.callbacks import Callback
 from gramtower.tuning.report import Search
 from gramtower.tuning.search import tune
@@ -255,6 +256,18 @@ class TwoTower(ModelSettings):
     def save(self, path: str | Path) -> None:
         """Write the model to one file with checksums; nothing is pickled, an old file stays whole if writing fails."""
         write_model(check.path("path", path), self, self._known())
+
+    def export(self, path: str | Path, to: str) -> list[Path]:
+        """Write the model for other programs into a folder; docs/exporting.md says what is in it.
+
+        Args:
+            path: the folder.
+            to: "onnx" or "torchscript", the towers as networks; "numpy", "parquet" or "faiss", embeddings with ids.
+
+        Returns:
+            The files.
+        """
+        return write_export(check.path("path", path), self._known(), to)
 
     def add(
         self,

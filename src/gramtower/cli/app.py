@@ -25,6 +25,7 @@ from gramtower.cli.convert import convert
 from gramtower.cli.cross_validate import cross_validate
 from gramtower.cli.errors import explain as error_text
 from gramtower.cli.explain import explain
+from gramtower.cli.export import export
 from gramtower.cli.fit import fit
 from gramtower.cli.index import index
 from gramtower.cli.info import info
@@ -81,8 +82,8 @@ app = App(
     help_epilogue="Exit codes: 0 fine, 1 the run failed, 2 bad input, 130 interrupted.",
 )
 for command in (
-    fit, update, split, partition, evaluate, cross_validate, recommend, similar, explain, info, compare, report, convert,
-    tune, index, serve, demo,
+    fit, update, split, partition, evaluate, cross_validate, recommend, similar, explain, info, compare, report,
+    convert, tune, index, export, serve, demo,
 ):  # fmt: skip
     app.command(command)
 
