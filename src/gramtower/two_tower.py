@@ -345,19 +345,21 @@ class TwoTower(ModelSettings):
         return self.fitted_
 
 
-def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None) -> TwoTower:
+def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None, *, mapped: bool = False) -> TwoTower:
     """A model that :meth:`TwoTower.save` wrote.
 
     Args:
         path: the file.
         towers: for a model with towers of your own, the function it was made with; without it the model recommends but
             cannot embed new entities.
+        mapped: leave the parameters in the file, mapped, so that processes share them. The file may then be replaced by
+            renaming, as ``save`` does, and never be overwritten in place.
 
     Raises:
         FileNotFoundError: if there is no such file.
         ValueError: if the file is not a model, is damaged, or does not hold together.
     """
-    settings, fitted = read_model(check.path("path", path), towers)
+    settings, fitted = read_model(check.path("path", path), towers, mapped)
     model = TwoTower(**settings.get_params())
     model.fitted_ = fitted
     return model

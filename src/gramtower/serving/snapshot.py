@@ -29,6 +29,7 @@ from gramtower import _checks as check
 from gramtower.data.interactions import Interactions
 from gramtower.distributed.shard_files import others
 from gramtower.estimator.explain import Explainer, Explanation
+from gramtower.runtime.mapped import release
 from gramtower.serving.entities import Entities, Key
 from gramtower.serving.errors import Refused
 from gramtower.serving.index import Facts, Index, digest, path_beside, read_index
@@ -100,7 +101,9 @@ class Snapshot:
         self.source, self.name, self.notes, self.maps = source, source.name, list[str](), dict[str, Map]()
         check.choice("index", source.index, INDEXES)
         self.stamp, self.loaded = source.stamp(), time.time()
-        self.model = load(source.path) if source.mapped else _private(source.path)
+        self.model = load(source.path, mapped=True) if source.mapped else _private(source.path)
+        if source.mapped:  # what the checks of the file read; left embeddings are asked for a few rows at a time
+            release(source.path, self.model.left_.embeddings)
         self.written = source.path.stat().st_mtime
         self.seen: sp.csr_matrix = self.model.seen_
         P, Q = self.model.left_.embeddings, self.model.right_.embeddings
@@ -326,12 +329,12 @@ def _private(path: Path) -> TwoTower:
             with tempfile.TemporaryDirectory(prefix="gramtower-serve-") as folder:
                 for file in (path, *beside):
                     shutil.copyfile(file, Path(folder) / file.name)
-                return load(Path(folder) / path.name)
+                return load(Path(folder) / path.name)  # copied: the folder goes
         copy = os.memfd_create(path.name[:100])
         try:
             with path.open("rb") as source, os.fdopen(os.dup(copy), "wb") as target:
                 shutil.copyfileobj(source, target, _COPIED)
-            return load(Path(f"/proc/self/fd/{copy}"))
+            return load(Path(f"/proc/self/fd/{copy}"), mapped=True)
         finally:
             os.close(copy)
     except ValueError as error:
