@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gramtower import _checks as check
 from gramtower.retrieval.scores import score_blocks
-from gramtower.retrieval.select import best, compiled
+from gramtower.retrieval.select import WORTH_CALLING, best, compiled
 from gramtower.runtime.threads import pool
 
 _ROWS = 512  # of a tile; with fewer, products are slower
@@ -41,16 +41,18 @@ def best_lists(
     deny: NDArray[np.int64] | None = None,
     rows: NDArray[np.int64] | None = None,
     block_bytes: int | str | None = None,
+    loaded: bool = False,
 ) -> Iterator[Lists]:
     """The k best columns of each row, as in select.best, some rows at a time and in order.
 
-    The arguments are those of score_blocks, with ``deny`` increasing; k is at most the number of columns.
+    The arguments are those of score_blocks, with ``deny`` increasing; k is at most the number of columns. With
+    ``loaded`` compiled code is used for few scores too, as by a process that answers again and again.
 
     Yields:
         First row, row after the last, their columns and their scores.
     """
     count = len(P) if rows is None else len(rows)
-    if compiled(P.device, count * len(Q), k):
+    if compiled(P.device, count * len(Q), k, **({"least": WORTH_CALLING} if loaded else {})):
         yield from _tiled(P, Q, k, exclude, deny, rows, block_bytes)
         return
     never = None if deny is None else torch.from_numpy(deny).to(Q.device)

@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from gramtower import _checks as check
 from gramtower.data.matrices import canonical
@@ -49,9 +51,27 @@ def top_k(
     if exclude is not None:
         exclude = canonical("exclude", exclude, (rows, n))
     denied = None if deny is None else _columns("deny", deny, n)
-    chosen = None
-    if allow is not None:  # few columns: leave out the others before the product
-        chosen = _columns("allow", allow, n)
+    chosen = None if allow is None else _columns("allow", allow, n)
+    return top_k_checked(P, Q, k, exclude, chosen, denied, block_bytes)
+
+
+def top_k_checked(
+    P: Tensor,
+    Q: Tensor,
+    k: int,
+    exclude: sp.csr_matrix | None = None,
+    chosen: NDArray[np.int64] | None = None,
+    denied: NDArray[np.int64] | None = None,
+    block_bytes: int | str | None = None,
+    loaded: bool = False,
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The same of finite float32 embeddings, canonical exclusions and increasing columns, which are not looked at.
+
+    Looking through Q for NaN takes as long as the product of a single row with it: who asks often asks this. With
+    ``loaded`` compiled code is used for few rows too.
+    """
+    rows = len(P)
+    if chosen is not None:  # few columns: leave out the others before the product
         if denied is not None:
             chosen, denied = np.setdiff1d(chosen, denied, assume_unique=True), None
         Q = Q[torch.from_numpy(chosen).to(Q.device)]
@@ -61,7 +81,7 @@ def top_k(
     width = min(k, len(Q))
     if width == 0:
         return found, values
-    for start, stop, columns, best in best_lists(P, Q, width, exclude, denied, block_bytes=block_bytes):
+    for start, stop, columns, best in best_lists(P, Q, width, exclude, denied, None, block_bytes, loaded):
         found[start:stop, :width], values[start:stop, :width] = columns, best
     if chosen is not None:
         found = np.where(found >= 0, chosen[found], -1)
