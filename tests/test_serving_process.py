@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import re
@@ -238,3 +239,13 @@ def test_workers_that_cannot_start_end_all(tmp_path):
     assert made.returncode == 2
     assert b"damaged or not a gramtower model" in made.stderr
     assert b"models that can be served" in made.stderr
+
+
+def test_what_stays_for_ever_is_left_out_of_garbage_collections():
+    try:
+        server.settle()
+        assert "gramtower.retrieval.scan" in sys.modules
+        assert gc.get_freeze_count() > 10_000
+        assert len(gc.get_objects()) < 10_000  # what a collection goes through
+    finally:
+        gc.unfreeze()

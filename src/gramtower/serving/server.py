@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import ipaddress
 import signal
 import socket
@@ -17,18 +18,23 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import torch
 import uvicorn
 
 from gramtower import _checks as check
+from gramtower.retrieval.select import WORTH_CALLING
 from gramtower.serving.app import make_app
 from gramtower.serving.http import LOOPBACK
 from gramtower.serving.limits import Limits
+from gramtower.serving.lists import Query, best_lists
 from gramtower.serving.metrics import Labels, Metrics
 from gramtower.serving.models import Models
 from gramtower.serving.patience import PatientProtocol
 from gramtower.serving.snapshot import Source
 from gramtower.serving.workers import run_workers
 
+_WARM = 64  # rows of lists that nobody asked for
 _KEEP_ALIVE, _BACKLOG, _GRACE = 30, 512, 30  # seconds between requests of a connection; connections; seconds to end in
 
 
@@ -99,6 +105,7 @@ def serve_at(
     labels: Labels = (),
 ) -> None:
     """Serve models at a socket, in this process; ``labels`` tell its metrics from those of others."""
+    settle()
     metrics = Metrics(labels)
     models = Models(sources, metrics, say)
     local = is_loopback(options.host)
@@ -115,6 +122,18 @@ def serve_at(
         asyncio.run(_main(uvicorn.Server(config), listening, models, options.watch, ready))
     finally:
         service.batcher.close()
+
+
+def settle() -> None:
+    """Load compiled code, and leave all that is in memory so far out of garbage collections.
+
+    These are the objects of some hundred modules, which stay for ever; a full collection that goes through them takes a
+    tenth of a second, in which nobody is answered. Models come later, and are collected when they are replaced.
+    """
+    rows = torch.zeros(_WARM, 1)
+    best_lists([Query(rows, [np.empty(0, np.int64)] * _WARM, 1)], torch.zeros(WORTH_CALLING // _WARM, 1))
+    gc.collect()
+    gc.freeze()
 
 
 @contextlib.contextmanager
