@@ -201,7 +201,7 @@ def test_workers_share_a_port_a_new_model_and_an_end(tmp_path):
     command = [sys.executable, "-m", "gramtower", "serve", str(path), "--port", "0", "--workers", "2"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, bufsize=0, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
-        base = line(process, r"serving at (http://127\.0\.0\.1:\d+)/")[1]
+        base = line(process, r"serving at (http://127\.0\.0\.1:\d+)/", 180)[1]
 
         def worker():
             with urllib.request.urlopen(base + "/metrics", timeout=20) as answer:
@@ -224,7 +224,7 @@ def test_workers_share_a_port_a_new_model_and_an_end(tmp_path):
             spawned = [one for one, name in names.items() if b"spawn_main" in name]
             os.kill(spawned[0], signal.SIGKILL)
             number = line(process, r"worker (\d) ended with exit code -9")[1]
-            line(process, rf"worker {number}: model .* loaded in")
+            line(process, rf"worker {number}: model .* loaded in", 180)
         assert ask(base, "/ready")["status"] == "ready"
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
