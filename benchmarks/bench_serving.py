@@ -4,21 +4,21 @@
                   a second (bound: 400), p99 (150 ms), and the time of a request over that of the matrix products
                   alone, at the mean size of its batches (1.5)
     approximate   the same by a faiss index of recall@20 >= 0.95 (bound: 1,500 requests a second)
-    indexes       entities × kind: recall, time of a query, size, time to build, beside exact lists
-    cold          1,000,000 × 100,000 entities: seconds from the start of the process to ready (bound: 5), and its
-                  resident memory over the arrays of the model (1.5)
+    cold          1,000,000 × 100,000 entities, --mapped: seconds from the start of the process to ready (bound: 5),
+                  and its resident memory over the embeddings (1.5); the same with the file copied, without a bound
     soak          load with swaps of the model and clients that break off: no failed request but theirs, and memory
                   that is flat within 5% after the first fifth; --soak 600 --swaps 50 is what the bound is for
 
-Counts and times are bounded: --seconds of load each, and --limit seconds for any start. `--small` is for a try in a
-minute; its figures mean nothing. Writes benchmarks/results/serving.json (with --small: serving-small.json). Run it on
-a quiet machine.
+bench_indexes.py has the table of indexes. Counts and times are bounded: --seconds of load each, and --limit seconds for
+any start. `--small` is for a try in a minute; its figures mean nothing. Writes benchmarks/results/serving.json (with
+--small: serving-small.json). Run it on a quiet machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import multiprocessing
 import os
@@ -31,7 +31,6 @@ import sys
 import tempfile
 import threading
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +40,7 @@ from common import median_seconds, write_result
 
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
-from gramtower.retrieval.topk import top_k
-from gramtower.serving.index import KINDS, build_index, path_beside, write_index
+from gramtower.serving.index import build_index, path_beside, write_index
 
 CLIENTS, K = 32, 20
 
@@ -64,9 +62,9 @@ class Server:
         seconds: from its start to ready.
     """
 
-    def __init__(self, path: Path, index: str, limit: float) -> None:
+    def __init__(self, path: Path, index: str, limit: float, *options: str) -> None:
         start = time.perf_counter()
-        command = [sys.executable, "-m", "gramtower", "serve", str(path), "--port", "0", "--index", index]
+        command = [sys.executable, "-m", "gramtower", "serve", str(path), "--port", "0", "--index", index, *options]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
         found = threading.Event()
@@ -95,6 +93,11 @@ class Server:
         """Bytes of resident memory."""
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def processor_seconds(self) -> float:
+        """Time on processors so far, of all threads."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def metric(self, name: str) -> float:
         """A number of /metrics."""
@@ -165,7 +168,9 @@ async def _client(port: int, users: int, end: float, seed: int, breaking: bool, 
 
 
 def _load(port: int, users: int, seconds: float, clients: int, breaking: int, seed: int, queue: Any) -> None:
-    """All clients, in a process of their own."""
+    """All clients, in a process of their own, whose garbage collections must not be taken for the server's."""
+    gc.collect()
+    gc.freeze()
 
     async def run() -> dict[str, Any]:
         told: dict[str, Any] = {"seconds": [], "failed": 0, "unknown": 0}
@@ -205,7 +210,9 @@ def served(path: Path, users: int, index: str, seconds: float, limit: float) -> 
     try:
         load(server.port, users, min(2.0, seconds))  # warms up
         before = [server.metric(f"gramtower_batch_requests_{name}") for name in ("sum", "count")]
+        used = server.processor_seconds()
         found = load(server.port, users, seconds, seed=1000)
+        found["processor_ms"] = 1000 * (server.processor_seconds() - used) / max(1, found["requests"])
         after = [server.metric(f"gramtower_batch_requests_{name}") for name in ("sum", "count")]
         found["mean_batch"] = (after[0] - before[0]) / max(1.0, after[1] - before[1])
         return found
@@ -220,32 +227,9 @@ def products_alone(model: gt.TwoTower, rows: int) -> float:
     return median_seconds(lambda: torch.mm(P, Q.t(), out=out)) / max(1, len(P))
 
 
-def index_table(sizes: list[int], dim: int, kinds: list[str]) -> list[dict[str, Any]]:
-    """Recall, time of one query, size and time to build, by number of entities; exact lists first."""
-    rows = []
-    for n in sizes:
-        generator = torch.Generator().manual_seed(n)
-        centres = torch.randn(256, dim, generator=generator)
-        Q = centres[torch.randint(256, (n,), generator=generator)] + 0.7 * torch.randn(n, dim, generator=generator)
-        P = centres[torch.randint(256, (1000,), generator=generator)] + 0.7 * torch.randn(
-            1000, dim, generator=generator
-        )
-        exact = median_seconds(lambda P=P, Q=Q: top_k(P[:1], Q, K))  # type: ignore[misc]
-        rows.append(
-            {"entities": n, "kind": "exact", "recall": 1.0, "query_ms": 1000 * exact, "megabytes": 4e-6 * n * dim}
-        )
-        for kind in kinds:
-            made, facts = build_index(P, Q, None, kind, K, 0.95)
-            query = P[:1].numpy()
-            took = median_seconds(lambda made=made, query=query: made.search(query, K))  # type: ignore[misc]
-            row = {"entities": n, "kind": kind, "recall": facts.recall, "query_ms": 1000 * took}
-            rows.append(row | {"megabytes": facts.bytes / 1e6, "build_seconds": facts.seconds})
-    return rows
-
-
-def cold(path: Path, arrays: int, limit: float) -> dict[str, Any]:
+def cold(path: Path, arrays: int, limit: float, *options: str) -> dict[str, Any]:
     """Seconds to ready, and memory over the arrays of the model."""
-    server = Server(path, "exact", limit)
+    server = Server(path, "exact", limit, *options)
     try:
         resident = server.resident()
         return {"seconds": server.seconds, "resident": resident, "arrays": arrays, "ratio": resident / arrays}
@@ -298,7 +282,7 @@ def main() -> None:
     parser.add_argument("--soak", type=float, default=60.0)
     parser.add_argument("--swaps", type=int, default=10)
     parser.add_argument("--limit", type=float, default=120.0)
-    parser.add_argument("--parts", default="exact,approximate,indexes,cold,soak")
+    parser.add_argument("--parts", default="exact,approximate,cold,soak")
     options = parser.parse_args()
     parts = set(options.parts.split(","))
     seconds = min(options.seconds, 2.0) if options.small else options.seconds
@@ -317,8 +301,9 @@ def main() -> None:
             print(
                 f"exact: {found['requests_per_second']:.0f} requests/s (>= 400), p99 {found['p99_ms']:.0f} ms (<= 150)"
             )
-            over, batch = found["over_products"], found["mean_batch"]
+            over, batch, busy = found["over_products"], found["mean_batch"], found["processor_ms"]
             print(f"exact: {over:.2f} times the products alone (<= 1.5), in batches of {batch:.1f}")
+            print(f"exact: {busy:.2f} ms of the server's processor time a request")
         if "approximate" in parts:
             P, Q = model.left_.embeddings, model.right_.embeddings
             made, facts = build_index(P, Q, model.right_.ids, "faiss", K, 0.95)
@@ -326,12 +311,6 @@ def main() -> None:
             found = served(path, users, "faiss", seconds, options.limit) | {"recall": facts.recall}
             result["approximate"] = found
             print(f"approximate: {found['requests_per_second']:.0f} requests/s (>= 1500) at recall {facts.recall:.3f}")
-        if "indexes" in parts:
-            sizes = [1000] if options.small else [10_000, 100_000, 1_000_000]
-            kinds = [kind for kind in KINDS if kind != "hnsw" or find_spec("hnswlib") is not None]
-            result["indexes"] = index_table(sizes, dim, kinds)
-            for row in result["indexes"]:
-                print("index:", json.dumps(row))
         if "soak" in parts:
             found = soak(
                 path, users, min(options.soak, 4.0) if options.small else options.soak, options.swaps, options.limit
@@ -345,11 +324,13 @@ def main() -> None:
             m, n, d, few = (300, 200, 16, 2000) if options.small else (1_000_000, 100_000, 128, 2_000_000)
             large = Path(folder) / "large.gramtower"
             make_model(large, m, n, d, few, 1, optimizer="gd")
-            found = cold(large, 4 * (m + n) * d, options.limit)
-            result["cold"] = found
-            print(
-                f"cold: ready in {found['seconds']:.1f} s (<= 5), memory {found['ratio']:.2f} times the arrays (<= 1.5)"
-            )
+            for name, options_of in (("cold", ("--mapped",)), ("cold_copied", ())):
+                found = cold(large, 4 * (m + n) * d, options.limit, *options_of)
+                result[name] = found
+                print(
+                    f"{name}: ready in {found['seconds']:.1f} s (<= 5), memory {found['ratio']:.2f} times the arrays"
+                    f"{' (<= 1.5)' if options_of else ''}"
+                )
     print(write_result("serving-small" if options.small else "serving", result))
 
 

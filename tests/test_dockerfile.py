@@ -65,7 +65,7 @@ def test_commands_and_paths_in_the_page_on_serving_are_real():
     known = {
         name for command in ("serve", "index") for a in app[command].assemble_argument_collection() for name in a.names
     }
-    known |= {"--help", "--parts"}  # of all commands, and of the benchmark
+    known |= {"--help", "--docs"}  # of all commands, and of the benchmark
     assert flags <= known, flags - known
     with client() as api:
         described = set(api.get("/openapi.json").json()["paths"])

@@ -27,6 +27,7 @@ ORDER = (
     "metrics",
     "pages",
     "estimator",
+    "export",
     "tuning",
     "two_tower",
     "evaluation",
@@ -40,7 +41,7 @@ ORDER = (
     "__main__",
 )  # each may import from those before it, nothing from those after it
 HEAVY = ("numba", "triton", "polars", "matplotlib", "rich", "cyclopts", "safetensors", "pandas", "optuna")
-HEAVY += ("implicit", "threadpoolctl", "fastapi", "uvicorn", "pydantic", "faiss", "hnswlib")
+HEAVY += ("implicit", "threadpoolctl", "fastapi", "uvicorn", "pydantic", "faiss", "hnswlib", "onnx", "onnxscript")
 SHARED = (
     "_checks",
     "_files",

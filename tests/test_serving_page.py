@@ -118,6 +118,16 @@ def test_in_a_browser_one_finds_looks_and_clicks_through(width, scheme):
         tab.locator(f"#lists li button[data-id='{expected[0]}']").wait_for()
         shown = tab.locator("#lists li button.name").evaluate_all("list => list.map(one => one.dataset.id)")
         assert shown == [key for key in expected.tolist() if key is not None]
+        tab.locator("#lists li button.why").first.click()
+        tab.locator("#why-parts tr").last.wait_for()
+        cells = tab.locator("#why-parts td:nth-child(3)").evaluate_all(
+            "list => list.map(one => Number(one.textContent))"
+        )
+        assert sum(cells[:-1]) == pytest.approx(cells[-1], abs=1e-3)
+        parts = {one.name for one in model().explain("日本 😀", expected[0]).contributions}
+        assert len(cells) >= min(12, len(parts))
+        tab.locator("#why-close").click()
+        assert not tab.locator("#why").is_visible()
         tab.locator("#column").select_option("genre")
         tab.locator("#value").fill("War")
         war = [key for key, values in genres().items() if "War" in values]

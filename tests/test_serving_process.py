@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 from serving_cases import folder, listening
@@ -191,3 +193,61 @@ def test_files_that_are_watched_are_looked_at_again_and_again():
 def test_loopback_is_told_from_other_addresses():
     assert [is_loopback(host) for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost")] == [True] * 4
     assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org")] == [False] * 4
+
+
+def test_workers_share_a_port_a_new_model_and_an_end(tmp_path):
+    path = tmp_path / "model.gramtower"
+    shutil.copy(folder() / "history.gramtower", path)
+    command = [sys.executable, "-m", "gramtower", "serve", str(path), "--port", "0", "--workers", "2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, bufsize=0, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        base = line(process, r"serving at (http://127\.0\.0\.1:\d+)/", 180)[1]
+
+        def worker():
+            with urllib.request.urlopen(base + "/metrics", timeout=20) as answer:
+                return re.search(r'gramtower_waiting_requests\{worker="(\d+)"\}', answer.read().decode())[1]
+
+        assert len(ask(base, "/recommend", {"left": ["日本 😀"], "k": 3})["answers"][0]["results"]) == 3
+        assert worker() in ("1", "2")
+        shutil.copy(folder() / "plain.gramtower", tmp_path / "new")
+        (tmp_path / "new").replace(path)  # mapped files are replaced by renaming
+        process.send_signal(signal.SIGHUP)
+        swapped = {line(process, r"worker (\d): model .* loaded in")[1] for _ in range(2)}
+        assert swapped == {"1", "2"}
+        end, new = time.monotonic() + 30, 0
+        while new < 8 and time.monotonic() < end:  # each says so just before it takes the model up
+            new = new + 1 if len(ask(base, "/embed", {"ids": ["a/b"]})["embeddings"][0]) == 5 else 0
+        assert new == 8
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        if children.exists():
+            names = {int(one): Path(f"/proc/{one}/cmdline").read_bytes() for one in children.read_text().split()}
+            spawned = [one for one, name in names.items() if b"spawn_main" in name]
+            os.kill(spawned[0], signal.SIGKILL)
+            number = line(process, r"worker (\d) ended with exit code -9")[1]
+            line(process, rf"worker {number}: model .* loaded in", 180)
+        assert ask(base, "/ready")["status"] == "ready"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def test_workers_that_cannot_start_end_all(tmp_path):
+    (tmp_path / "model.gramtower").write_bytes(b"damaged")
+    command = [sys.executable, "-m", "gramtower", "serve", str(tmp_path / "model.gramtower"), "--port", "0"]
+    made = subprocess.run([*command, "--workers", "2"], capture_output=True, timeout=120, check=False)
+    assert made.returncode == 2
+    assert b"damaged or not a gramtower model" in made.stderr
+    assert b"models that can be served" in made.stderr
+
+
+def test_what_stays_for_ever_is_left_out_of_garbage_collections():
+    try:
+        server.settle()
+        assert "gramtower.retrieval.scan" in sys.modules
+        assert gc.get_freeze_count() > 10_000
+        assert len(gc.get_objects()) < 10_000  # what a collection goes through
+    finally:
+        gc.unfreeze()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +11,8 @@ import pytest
 import torch
 from serving_cases import ITEMS, folder, genres, model, source
 
+import gramtower as gt
+from gramtower.runtime.mapped import release
 from gramtower.serving.entities import Entities
 from gramtower.serving.errors import Refused, shown
 from gramtower.serving.lists import Query, best_lists
@@ -170,3 +174,21 @@ def test_the_files_of_a_model_that_is_none_are_an_error(tmp_path):
         Snapshot(source(path=tmp_path / "none.gramtower"))
     with pytest.raises(ValueError, match="cannot be served"):
         Snapshot(source(path=folder() / "items.csv"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are given up on Linux alone")
+def test_pages_of_a_mapped_file_are_given_up_and_come_back(tmp_path):
+    pairs = gt.Interactions.from_arrays(list(range(2000)), [i % 50 for i in range(2000)])
+    path = tmp_path / "model"
+    gt.TwoTower(dim=32, hidden=(), max_iterations=1, device="cpu").fit(pairs).save(path)
+    copied, mapped = gt.load(path), gt.load(path, mapped=True)
+    before = copied.embed(side="left")
+    assert release(path, copied.left_.embeddings) == 0  # memory of its own: giving it up would lose it
+    given = release(path, mapped.left_.embeddings)
+    assert 2000 * 32 * 4 - 2 * mmap.PAGESIZE <= given <= 2000 * 32 * 4
+    np.testing.assert_array_equal(mapped.embed(side="left"), before)
+    np.testing.assert_array_equal(copied.embed(side="left"), before)
+    mapped.left_.embeddings[1000] += 1.0
+    assert release(path, mapped.left_.embeddings) == 0  # what was written would be lost
+    np.testing.assert_array_equal(mapped.embed(side="left")[1000], before[1000] + 1.0)
+    np.testing.assert_array_equal(gt.load(path).embed(side="left"), before)

@@ -131,6 +131,30 @@ def test_tiles_of_any_shape_give_the_lists_of_whole_rows(rows, n, k, seed, heigh
     assert place == len(chosen)
 
 
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 500, 7), (9, 700, 20), (40, 1000, 128), (5, 257, 3)])
+def test_threads_that_share_the_columns_of_few_rows_give_the_same_lists(threads, rows, n, k, monkeypatch):
+    P, Q = whole_numbers(rows, n, seed=rows)  # whole numbers: many equal scores
+    exclude, deny = sp.random(rows, n, 0.4, "csr", random_state=0), np.arange(0, n, 17)
+    dense = (P @ Q.T).numpy()
+    dense[exclude.toarray() != 0] = -np.inf
+    dense[:, deny] = -np.inf
+    taken = []
+    shared = tiles._shared
+    monkeypatch.setattr(tiles, "_shared", lambda *given: taken.append(given) or shared(*given))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        ((start, stop, columns, values),) = tiles._tiled(P, Q, k, exclude, deny, None, None)
+    finally:
+        torch.set_num_threads(before)
+    assert len(taken) == 1
+    assert (start, stop) == (0, rows)
+    expected = sorted_rows(dense, k)
+    np.testing.assert_array_equal(columns, expected[0])
+    np.testing.assert_array_equal(values, expected[1])
+
+
 @given(
     rows=st.integers(1, 10**6), n=st.integers(1, 10**6), threads=st.integers(1, 64), size=st.integers(1 << 14, 1 << 30)
 )

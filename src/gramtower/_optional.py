@@ -24,6 +24,9 @@ EXTRAS = {
     "faiss": "ann",
     "hnswlib": "hnsw",
     "implicit": "benchmark",
+    "onnx": "export",
+    "onnxscript": "export",
+    "onnxruntime": "export",
 }
 
 

@@ -19,11 +19,13 @@ from gramtower.data.frames import Column
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
 from gramtower.estimator.columns import Columns
+from gramtower.estimator.explain import Explainer, Explanation
 from gramtower.estimator.fit import fit
 from gramtower.estimator.fitted import FittedModel
 from gramtower.estimator.model_file import read_model, write_model
 from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.update import ITERATIONS, update
+from gramtower.export.write import write_export
 from gramtower.pages.figures import run_figure
 from gramtower.training.callbacks import Callback
 from gramtower.tuning.report import Search
@@ -283,6 +285,18 @@ class TwoTower(ModelSettings):
         """Write the model to one file with checksums; nothing is pickled, an old file stays whole if writing fails."""
         write_model(check.path("path", path), self, self._known())
 
+    def export(self, path: str | Path, to: str) -> list[Path]:
+        """Write the model for other programs into a folder; docs/exporting.md says what is in it.
+
+        Args:
+            path: the folder.
+            to: "onnx" or "torchscript", the towers as networks; "numpy", "parquet" or "faiss", embeddings with ids.
+
+        Returns:
+            The files.
+        """
+        return write_export(check.path("path", path), self._known(), to)
+
     def add(
         self,
         left_features: Any = None,
@@ -309,6 +323,34 @@ class TwoTower(ModelSettings):
             ImportError: without matplotlib, with the line that installs it.
         """
         return run_figure({"fit": self._known().history}, self.metric)
+
+    def explain(
+        self,
+        left: Any = None,
+        right: Any = None,
+        *,
+        side: str = "left",
+        left_features: Any = None,
+        right_features: Any = None,
+        histories: Any = None,
+    ) -> Explanation:
+        """What carried the score of a pair: a part for each thing known of its left entity, whose sum is the score.
+
+        Where the left tower sees a history or features, these are its parts; exact for linear towers and those with
+        one hidden layer, otherwise with a small ``remainder``. An entity known by its id alone, in a model without
+        hidden layers, is explained by what it was observed with. docs/explaining.md says how.
+
+        Args:
+            left: id of a left entity; None with ``left_features`` or ``histories`` for a new one.
+            right: id of a right entity.
+            side: "right" explains by what is known of the right entity instead.
+            left_features: a table or matrix with one row, which describes the left entity; needed where the tower sees
+                features, as a model keeps how they are encoded and not the rows.
+            right_features: the same of the right entity, with ``side="right"``.
+            histories: a list with one list of right ids, or a sparse matrix with one row: the history of a new entity.
+        """
+        described = {"left_features": left_features, "right_features": right_features, "histories": histories}
+        return Explainer(self, self._known()).explain(left, right, side=side, **described)
 
     recommend = _asked(FittedModel.recommend)
     recommend_all = _asked(FittedModel.recommend_all)
@@ -358,19 +400,21 @@ class TwoTower(ModelSettings):
         return self.fitted_
 
 
-def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None) -> TwoTower:
+def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None, *, mapped: bool = False) -> TwoTower:
     """Read a model from the file that :meth:`TwoTower.save` wrote.
 
     Args:
         path: the file.
         towers: for a model with towers of your own, the function it was made with; without it the model recommends but
             cannot embed new entities.
+        mapped: leave the parameters in the file, mapped, so that processes share them. The file may then be replaced by
+            renaming, as ``save`` does, and never be overwritten in place.
 
     Raises:
         FileNotFoundError: if there is no such file.
         ValueError: if the file is not a model, is damaged, or does not hold together.
     """
-    settings, fitted = read_model(check.path("path", path), towers)
+    settings, fitted = read_model(check.path("path", path), towers, mapped)
     model = TwoTower(**settings.get_params())
     model.fitted_ = fitted
     return model

@@ -21,7 +21,7 @@ from serving_cases import ODD, client, source
 from gramtower.serving.limits import Limits
 
 LEAST = int(os.environ.get("FUZZ_REQUESTS", "10000")) if MINUTES else 400
-POSTS = ("/recommend", "/similar", "/score", "/embed", "/search", "/entity")
+POSTS = ("/recommend", "/similar", "/score", "/embed", "/explain", "/search", "/entity")
 GETS = ("/map", "/run", "/models", "/health", "/ready", "/metrics", "/docs", "/openapi.json", "/")
 FIELDS = (
     "left", "right", "ids", "id", "k", "model", "side", "allow", "deny", "filter", "left_features", "right_features",
@@ -83,6 +83,14 @@ def plausible(rng, path):
         "/similar": lambda: {"ids": some("i", 4), "k": rng.randrange(1, 60), "together": rng.random() < 0.5},
         "/score": lambda: {"left": ["a/b"], "right": some("i", 2)},
         "/embed": lambda: rng.choice([{"ids": users(3)}, {"side": "right", "ids": some("i", 3)}, {"histories": [[]]}]),
+        "/explain": lambda: rng.choice(
+            [
+                {"left": users(2)[0], "right": some("i", 2)[0], "most": rng.randrange(1, 9)},
+                {"right": some("i", 2)[0], "histories": [some("i", 4)]},
+                {"model": "plain", "left": users(2)[0], "right": some("i", 2)[0]},
+                {"model": "matrix", "right": 3, "left_features": [[rng.gauss(0, 10.0 ** rng.randrange(30))] * 3]},
+            ]
+        ),
         "/search": lambda: {"text": leaf(rng), "side": rng.choice(["left", "right"])},
         "/entity": lambda: {"id": rng.choice(users(2) + some("i", 2)), "side": rng.choice(["left", "right"])},
     }[path]()

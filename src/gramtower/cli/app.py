@@ -20,7 +20,7 @@ from importlib.metadata import version
 from cyclopts import App, CycloptsError
 
 from gramtower import _checks as check
-from gramtower.cli.errors import explain
+from gramtower.cli.errors import explain as error_text
 from gramtower.cli.output import help_console, note, show_warning
 from gramtower.cli.streams import abandon_output, visible
 from gramtower.data.left_out import LeftOutWarning
@@ -45,6 +45,10 @@ COMMANDS = {
     ),
     "recommend": ("query", "List the best right entities for left ones."),
     "similar": ("query", "List the entities of the same side whose embeddings point most alike (cosine)."),
+    "explain": (
+        "explain",
+        "Show what carried the score of a pair: the parts of what is known of its left entity, whose sum is the score.",
+    ),
     "info": ("info", "Say what a model or a file of pairs holds: counts, pairs per entity, settings."),
     "compare": (
         "compare",
@@ -61,6 +65,7 @@ COMMANDS = {
     "convert": ("convert", "Write the pairs of any DATA as a table with a header, which fit reads again faster."),
     "tune": ("tune", "Choose a model's settings by how well they rank a validation part of the training data."),
     "index": ("index", "Build an approximate index over the right entities, for models too large for exact lists."),
+    "export": ("export", "Write a model for other programs: towers as networks, or embeddings with their ids."),
     "serve": ("serve", "Serve models over HTTP, with a page to look around in; SIGHUP reads their files again."),
     "demo": (
         "demo",
@@ -154,7 +159,7 @@ def _is_text(token: str) -> bool:
 def _error(error: Exception, debug: bool = False, name: str = "") -> int:
     if debug:
         traceback.print_exception(error)
-    text, code = explain(error)
+    text, code = error_text(error)
     return _say(name + text, code)
 
 

@@ -141,7 +141,7 @@ def recommend(
         )
     model, settings = open_model(run)
     options: dict[str, Any] = {"exclude_seen": not include_seen, "candidates": candidates}
-    options |= {"deny": _keys(model, "right", deny), "allow": _keys(model, "right", allow)}
+    options |= {"deny": keys_of(model, "right", deny), "allow": keys_of(model, "right", allow)}
     if exclude is not None:
         options["exclude"] = read_pairs(exclude, options_of_test(settings, exclude, None))
     if right_features is not None:
@@ -153,8 +153,8 @@ def recommend(
     else:
         asked = left or ["(new)"]
     if history is not None:
-        options["histories"] = [_keys(model, "right", history)]
-    known = None if left_features is not None or history is not None else _keys(model, "left", asked)
+        options["histories"] = [keys_of(model, "right", history)]
+    known = None if left_features is not None or history is not None else keys_of(model, "left", asked)
     found, scores = model.recommend(known, k, **options)
     _show("left", asked if known is None else known, "right", found, scores, common)
     return 0
@@ -227,7 +227,7 @@ def similar(
     if path is not None:
         options[f"{side}_features"], names = new_rows(model, path, None, True, side)
         names = [name for name in names if name != NO_ID]
-    keys = _keys(model, side, asked)
+    keys = keys_of(model, side, asked)
     found, scores = model.similar(keys, side, k, **options)
     _show(side, names if keys is None else keys, "similar", found, scores, common)
     return 0
@@ -241,7 +241,7 @@ def options_of_test(settings: Settings, test: Path, given: DataOptions | None) -
     return merged(options, given)
 
 
-def _keys(model: TwoTower, side: str, ids: list[str] | None) -> Any:
+def keys_of(model: TwoTower, side: str, ids: list[str] | None) -> Any:
     """Ids as the model knows them: text, whole numbers, or row numbers for a model that was fitted on a matrix."""
     return None if ids is None else as_known(ids, model.left_.ids if side == "left" else model.right_.ids)
 

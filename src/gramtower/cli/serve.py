@@ -25,7 +25,7 @@ from gramtower.serving.snapshot import Source, TableSource
 
 Texts = Annotated[list[str] | None, Parameter(negative=())]
 Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
-TOKEN = "GRAMTOWER_TOKEN"
+TOKEN, MOST_WORKERS = "GRAMTOWER_TOKEN", 256
 
 
 def serve(
@@ -48,6 +48,7 @@ def serve(
     allow_origin: Texts = None,
     watch: Switch = False,
     mapped: Switch = False,
+    workers: int = 1,
     batch_wait: float = 2.0,
     max_k: int = Limits.k,
     max_ids: int = Limits.ids,
@@ -77,6 +78,7 @@ def serve(
         allow_origin: Origin of pages that may read answers (CORS); may be repeated.
         watch: Look at the files every second, and take new ones up.
         mapped: Map the model file instead of copying it, so that processes share it; never overwrite it in place then.
+        workers: Processes that answer, sharing the cores and the mapped model files; more than one implies --mapped.
         batch_wait: Most milliseconds that a request waits for others to be answered with it.
         max_k: Longest list.
         max_ids: Most entities of one request.
@@ -114,7 +116,15 @@ def serve(
     except ImportError as error:
         raise missing("serve", "fastapi", error) from error
     options = Options(
-        host, port, _token(token_file), allow_host or (), allow_origin or (), 1.0 if watch else None, wait, limits
+        host,
+        port,
+        _token(token_file),
+        allow_host or (),
+        allow_origin or (),
+        1.0 if watch else None,
+        wait,
+        limits,
+        check.count("--workers", workers, most=MOST_WORKERS),
     )
     run_server(sources, options, say, _announce if common.json else _silent)
     return 0

@@ -59,6 +59,9 @@ def _texts(prefix: str, text: Tensor, offsets: Tensor) -> NDArray[Any]:
     if not len(bounds) or bounds[0] != 0 or bounds[-1] != len(text) or (bounds[1:] < bounds[:-1]).any():
         check.fail(f"ids: {prefix}offsets", f"{len(bounds)} offsets", f"offsets that rise from 0 to {len(text)}")
     data = text.numpy().tobytes()
+    if data.isascii():  # one decoding for all: every byte is a character
+        letters = data.decode()
+        return as_objects([letters[a:b] for a, b in itertools.pairwise(bounds.tolist())])
     try:
         return as_objects([data[a:b].decode() for a, b in itertools.pairwise(bounds.tolist())])
     except UnicodeDecodeError as error:

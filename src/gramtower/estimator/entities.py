@@ -50,7 +50,7 @@ class Entities:
     @cached_property
     def seen(self) -> sp.csr_matrix:
         """What left entities have seen, as ones: the pairs of training and of validation, and histories."""
-        return union(self.trained, self.further)
+        return union(self.trained, self.further) if self.further.nnz else self.trained
 
     @property
     def ids(self) -> Ids:

@@ -81,10 +81,15 @@ class FitData:
     @property
     def seen(self) -> str:
         """What towers see, for defaults: ids alone, features, or both on one side."""
-        described = [inputs for inputs in self.inputs if inputs.described]
-        if not described:
-            return defaults.IDS
-        return defaults.FEATURES if all(inputs.features_alone for inputs in described) else defaults.BOTH
+        return seen_by_towers(self.inputs)
+
+
+def seen_by_towers(both: tuple[Inputs, Inputs]) -> str:
+    """What towers see, for defaults: ids alone, features, or both on one side."""
+    described = [inputs for inputs in both if inputs.described]
+    if not described:
+        return defaults.IDS
+    return defaults.FEATURES if all(inputs.features_alone for inputs in described) else defaults.BOTH
 
 
 def prepare_data(

@@ -119,7 +119,9 @@ def write_model(path: Path, settings: ModelSettings, fitted: FittedModel) -> Non
     shards_file.write(path, KIND, vars(header), tensors | arrays, rows, shards)
 
 
-def read_model(path: Path, towers: Callable[[Problem], Towers] | None) -> tuple[ModelSettings, FittedModel]:
+def read_model(
+    path: Path, towers: Callable[[Problem], Towers] | None, mapped: bool = False
+) -> tuple[ModelSettings, FittedModel]:
     """The settings and the model of a file, its towers made by ``towers`` if they are the caller's own; see load."""
     if towers is not None and not callable(towers):
         check.fail("towers", type(towers).__name__, "a function from a Problem to Towers, or None")
@@ -145,7 +147,7 @@ def read_model(path: Path, towers: Callable[[Problem], Towers] | None) -> tuple[
     params: dict[str, Any] = {k: _tuples(v) for k, v in header.params.items()}
     params |= {name: tensors[name].numpy() for name in _ARRAYS if name in tensors}
     settings = ModelSettings(**params, towers=towers)
-    made = _towers(settings, header, inputs, tensors)
+    made = _towers(settings, header, inputs, tensors, check.flag("mapped", mapped))
     left, right = (
         Side(side, ids[side], tensors[side] if side in tensors else _table(made, side), inputs[side], numbered, added)
         for side, numbered, added in zip(("left", "right"), header.numbered, header.added, strict=True)
@@ -337,7 +339,7 @@ class _Sides:
 
 
 def _towers(
-    settings: ModelSettings, header: Header, inputs: dict[str, Inputs], tensors: dict[str, Tensor]
+    settings: ModelSettings, header: Header, inputs: dict[str, Inputs], tensors: dict[str, Tensor], mapped: bool
 ) -> Towers | None:
     """The towers from the stored architecture and parameters, or None if they are the caller's and were not given."""
     if header.own_towers and settings.towers is None:
@@ -350,5 +352,6 @@ def _towers(
         m, n = (size - added for size, added in zip(header.shape, header.added, strict=True))
         empty = sp.csr_matrix((m, n), dtype=np.float32)
         towers = settings.towers(Problem(empty, inputs["left"].placeholder(m), inputs["right"].placeholder(n)))
-    towers.load({key.partition("|")[2]: value for key, value in tensors.items() if key.startswith("parameters|")})
+    stored = {key.partition("|")[2]: value for key, value in tensors.items() if key.startswith("parameters|")}
+    (towers.adopt if mapped else towers.load)(stored)
     return towers

@@ -28,7 +28,7 @@ from gramtower import _checks as check
 from gramtower._schema import build
 from gramtower.distributed.group import Group
 
-_MOST_DEVIATIONS = 10.0
+MOST_DEVIATIONS = 10.0
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Scaling:
             given = rows.toarray() if sp.issparse(rows) else check.as_float_array(name, rows)
             check.finite(name, given)
             dense = (given.astype(np.float64) - self.shift) * self.factor
-            most = _MOST_DEVIATIONS / math.sqrt(len(self.factor))
+            most = MOST_DEVIATIONS / math.sqrt(len(self.factor))
             return np.clip(dense, -most, most).astype(np.float32)
         made = sp.csr_matrix(rows, dtype=np.float64, copy=True)
         check.finite(name, made.data)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 _MOST_KEPT = 512  # compiled passes sort the best by insertion, which pays for lists that are not long
 _WORTH_LOADING = 1 << 20  # scores; with fewer, loading compiled code takes longer than it saves
+WORTH_CALLING = 1 << 16  # scores; with fewer, handing them to threads takes longer than it saves
 
 
 def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -25,9 +26,12 @@ def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return best_torch(scores, k)
 
 
-def compiled(device: torch.device, scores: int, k: int = 0) -> bool:
-    """Whether compiled passes (scan.py, long_lists.py) are there, and worth it for so many scores and lists of k."""
-    worth = device.type == "cpu" and scores >= _WORTH_LOADING and k <= _MOST_KEPT
+def compiled(device: torch.device, scores: int, k: int = 0, least: int = _WORTH_LOADING) -> bool:
+    """Whether compiled passes (scan.py, long_lists.py) are there, and worth it for so many scores and lists of k.
+
+    ``least`` is for callers that have them loaded anyhow: from how many scores on they are asked.
+    """
+    worth = device.type == "cpu" and scores >= least and k <= _MOST_KEPT
     return worth and importlib.util.find_spec("numba") is not None
 
 

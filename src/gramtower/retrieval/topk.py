@@ -38,15 +38,26 @@ class Ranking(NamedTuple):
     deny: NDArray[np.int64] | None
     chosen: NDArray[np.int64] | None
 
-    def lists(self, k: int, block_bytes: int | str | None = None) -> Iterator[Lists]:
+    def lists(self, k: int, block_bytes: int | str | None = None, loaded: bool = False) -> Iterator[Lists]:
         """First row, row after the last, columns and scores of some rows at a time, in order; at most k of each."""
         width = min(k, len(self.Q))
         if width == 0:
             return
         for start, stop, columns, values in best_lists(
-            self.P, self.Q, width, self.exclude, self.deny, block_bytes=block_bytes
+            self.P, self.Q, width, self.exclude, self.deny, block_bytes=block_bytes, loaded=loaded
         ):
             yield start, stop, columns if self.chosen is None else self._named(columns), values
+
+    def top(
+        self, k: int, block_bytes: int | str | None = None, loaded: bool = False
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The lists of all rows as :func:`top_k` returns them; with ``loaded`` by compiled code for few rows too."""
+        found = np.full((len(self.P), k), -1, dtype=np.int64)
+        values = np.full((len(self.P), k), -np.inf, dtype=np.float32)
+        for start, stop, columns, best in self.lists(k, block_bytes, loaded):
+            width = columns.shape[1]
+            found[start:stop, :width], values[start:stop, :width] = columns, best
+        return found, values
 
     def rows(self, start: int, stop: int) -> Ranking:
         """The same for some of the rows."""
@@ -68,9 +79,21 @@ def ranking(P: Any, Q: Any, *, exclude: Any = None, allow: Any = None, deny: Any
     if exclude is not None:
         exclude = canonical("exclude", exclude, (rows, n))
     denied = None if deny is None else _columns("deny", deny, n)
-    chosen = None
-    if allow is not None:  # few columns: leave out the others before the product
-        chosen = _columns("allow", allow, n)
+    return checked_ranking(P, Q, exclude, None if allow is None else _columns("allow", allow, n), denied)
+
+
+def checked_ranking(
+    P: Tensor,
+    Q: Tensor,
+    exclude: sp.csr_matrix | None = None,
+    chosen: NDArray[np.int64] | None = None,
+    denied: NDArray[np.int64] | None = None,
+) -> Ranking:
+    """The same of finite float32 embeddings, canonical exclusions and increasing columns, which are not looked at.
+
+    Looking through Q for NaN takes as long as the product of a single row with it: who asks often asks this.
+    """
+    if chosen is not None:  # few columns: leave out the others before the product
         if denied is not None:
             chosen, denied = np.setdiff1d(chosen, denied, assume_unique=True), None
         Q = Q[torch.from_numpy(chosen).to(Q.device)]
@@ -104,13 +127,7 @@ def top_k(
         the smaller column comes first.
     """
     k = check.count("k", k)
-    made = ranking(P, Q, exclude=exclude, allow=allow, deny=deny)
-    found = np.full((len(made.P), k), -1, dtype=np.int64)
-    values = np.full((len(made.P), k), -np.inf, dtype=np.float32)
-    for start, stop, columns, best in made.lists(k, block_bytes):
-        width = columns.shape[1]
-        found[start:stop, :width], values[start:stop, :width] = columns, best
-    return found, values
+    return ranking(P, Q, exclude=exclude, allow=allow, deny=deny).top(k, block_bytes)
 
 
 def _columns(name: str, value: Any, n: int) -> NDArray[np.int64]:

@@ -6,6 +6,7 @@ Checked by tests/test_serving_page.py.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
@@ -59,6 +60,24 @@ def entity(snapshot: Snapshot, side: str, key: Key) -> dict[str, Any]:
         "columns": {} if this.table is None else this.table.cells(rows)[0],
         "history": titled(other, seen.astype(np.int64)),
     }
+
+
+def explain(
+    snapshot: Snapshot,
+    left: Key | None,
+    right: Key,
+    features: Any,
+    histories: Sequence[Sequence[Key]] | None,
+    most: int,
+) -> dict[str, Any]:
+    """What carried the score of a pair, with titles of the entities of a history."""
+    found = snapshot.explain(left, right, features, histories)
+    answer = found.to_plain(most)
+    titles = None if snapshot.right.table is None else snapshot.right.table.titles()
+    for one in answer["contributions"]:
+        if titles is not None and one["kind"] == "history":
+            one["title"] = titles[snapshot.right.row(one["name"])]
+    return {"model": snapshot.name, "left": left, "right": right, **answer}
 
 
 def map_of(snapshot: Snapshot, side: str, column: str | None) -> dict[str, Any]:

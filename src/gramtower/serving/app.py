@@ -142,6 +142,16 @@ class Service:
 
         return await self._call(call, rows)
 
+    async def explain(self, request: Request) -> Response:
+        """See schemas.Explain."""
+        asked = schemas.parse(schemas.Explain, await read_body(request, self.limits))
+        snapshot = self.models.get(asked.model)
+        features = self._features("left_features", asked.left_features)
+        self._histories(asked.histories)
+        return await self._call(
+            lambda: about.explain(snapshot, asked.left, asked.right, features, asked.histories, asked.most)
+        )
+
     async def search(self, request: Request) -> Response:
         """See schemas.Search."""
         asked = schemas.parse(schemas.Search, await read_body(request, self.limits))
@@ -267,6 +277,7 @@ def make_app(
         "/similar": (service.similar, schemas.Similar),
         "/score": (service.score, schemas.Score),
         "/embed": (service.embed, schemas.Embed),
+        "/explain": (service.explain, schemas.Explain),
         "/search": (service.search, schemas.Search),
         "/entity": (service.entity, schemas.Entity),
     }

@@ -1,9 +1,11 @@
 """Lists for many queries at a time: those of several clients share one product with all right embeddings.
 
-Queries that choose among the same entities are one call of retrieval.top_k, with what each leaves out as one row of a
+Queries that choose among the same entities are one ranking, with what each leaves out as one row of a
 sparse matrix; the longest list asked for is made for all of them, and cut. With an approximate index its candidates
 take the place of all entities: they are scored exactly, and a query that is left with fewer than its k, as the rest is
 excluded, is answered exactly. Queries that choose among some entities only are always answered exactly.
+
+Embeddings are finite: those of a model are checked when it is read, those of new entities when they are made.
 
 Cost: rows × entities × dim for a group. Checked by tests/test_serving_snapshot.py against model.recommend, one by one.
 """
@@ -19,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gramtower.retrieval.topk import top_k
+from gramtower.retrieval.topk import checked_ranking
 from gramtower.serving.index import Index
 
 Rows = NDArray[np.int64]
@@ -76,7 +78,7 @@ def _exact(P: Tensor, Q: Tensor, excluded: Sequence[Rows], k: int, among: Rows |
         indices = np.concatenate(excluded)
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         left_out = sp.csr_matrix((np.ones(len(indices), np.float32), indices, offsets), (len(P), len(Q)))
-    return top_k(P, Q, k, exclude=left_out, allow=among)
+    return checked_ranking(P.float(), Q.float(), left_out, among).top(k, loaded=True)
 
 
 def _approximate(P: Tensor, Q: Tensor, excluded: Sequence[Rows], k: int, index: Index) -> Found:

@@ -28,10 +28,14 @@ class Histogram:
 
 
 class Metrics:
-    """All that is counted."""
+    """All that is counted.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    Args:
+        labels: of every line, such as the worker's number.
+    """
+
+    def __init__(self, labels: Labels = ()) -> None:
+        self._lock, self._labels = threading.Lock(), labels
         self._requests: dict[tuple[str, int], int] = {}
         self._seconds: dict[str, Histogram] = {}
         self._batches = Histogram(SIZES)
@@ -55,22 +59,23 @@ class Metrics:
 
     def text(self, gauges: Iterable[tuple[str, str, list[tuple[Labels, float]]]] = ()) -> str:
         """Everything, and gauges (name, help, labels and values) as they are now."""
+        own = self._labels
         with self._lock:
             lines = _head("gramtower_requests_total", "Requests answered.", "counter")
             for (path, status), count in sorted(self._requests.items()):
-                labels = (("path", path), ("status", str(status)))
+                labels = (*own, ("path", path), ("status", str(status)))
                 lines.append(_line("gramtower_requests_total", labels, count))
             lines += _head("gramtower_request_seconds", "Time from a request to the end of its answer.", "histogram")
             for path, histogram in sorted(self._seconds.items()):
-                lines += _histogram("gramtower_request_seconds", (("path", path),), histogram)
+                lines += _histogram("gramtower_request_seconds", (*own, ("path", path)), histogram)
             lines += _head("gramtower_batch_requests", "Requests that one batch of the worker answered.", "histogram")
-            lines += _histogram("gramtower_batch_requests", (), self._batches)
+            lines += _histogram("gramtower_batch_requests", own, self._batches)
             lines += _head("gramtower_model_swaps_total", "Models loaded anew while serving, or refused.", "counter")
             for outcome, count in self._swaps.items():
-                lines.append(_line("gramtower_model_swaps_total", (("outcome", outcome),), count))
+                lines.append(_line("gramtower_model_swaps_total", (*own, ("outcome", outcome)), count))
         for name, text, values in gauges:
             lines += _head(name, text, "gauge")
-            lines += [_line(name, labels, value) for labels, value in values]
+            lines += [_line(name, (*own, *labels), value) for labels, value in values]
         return "\n".join(lines) + "\n"
 
 

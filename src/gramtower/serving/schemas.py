@@ -79,6 +79,18 @@ class Embed(Body):
     histories: list[list[Id]] | None = None
 
 
+class Explain(Body):
+    """What carried the score of a pair: parts of what is known of its left entity, whose sum is the score."""
+
+    left: Id | None = Field(None, description="Id of a left entity; not needed with left_features or histories.")
+    right: Id = Field(description="Id of a right entity.")
+    left_features: Features | None = Field(
+        None, description="The row that describes the left entity, where the model sees features."
+    )
+    histories: list[list[Id]] | None = Field(None, description="One list: the right ids of a new left entity.")
+    most: int = Field(20, ge=1, le=1000, description="Parts to answer with, the largest in size; others are summed.")
+
+
 class Search(Body):
     """Entities whose id or title holds a text; those that begin with it come first."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import ipaddress
 import signal
 import socket
@@ -17,17 +18,23 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import torch
 import uvicorn
 
 from gramtower import _checks as check
+from gramtower.retrieval.select import WORTH_CALLING
 from gramtower.serving.app import make_app
 from gramtower.serving.http import LOOPBACK
 from gramtower.serving.limits import Limits
-from gramtower.serving.metrics import Metrics
+from gramtower.serving.lists import Query, best_lists
+from gramtower.serving.metrics import Labels, Metrics
 from gramtower.serving.models import Models
 from gramtower.serving.patience import PatientProtocol
 from gramtower.serving.snapshot import Source
+from gramtower.serving.workers import run_workers
 
+_WARM = 64  # rows of lists that nobody asked for
 _KEEP_ALIVE, _BACKLOG, _GRACE = 30, 512, 30  # seconds between requests of a connection; connections; seconds to end in
 
 
@@ -44,6 +51,7 @@ class Options:
         watch: seconds between looks at the files; None to wait for SIGHUP.
         wait: most seconds that a request waits for others.
         limits: of requests.
+        workers: processes that answer.
     """
 
     host: str = "127.0.0.1"
@@ -54,6 +62,7 @@ class Options:
     watch: float | None = None
     wait: float = 0.002
     limits: Limits = field(default_factory=Limits)
+    workers: int = 1
 
 
 def serve(
@@ -71,28 +80,60 @@ def serve(
         announce: told the address when models are loaded.
     """
     with bound(options.host, options.port) as listening, _deaf():
-        metrics = Metrics()
-        models = Models(sources, metrics, say)
-        local = is_loopback(options.host)
-        if not local and options.token is None:
-            say(f"warning: everyone who reaches {options.host} can ask; a token in GRAMTOWER_TOKEN stops that")
-        app, service = make_app(
-            models, metrics, options.limits, wait=options.wait, token=options.token,
-            hosts=[*LOOPBACK, options.host, *options.hosts] if local else None, origins=options.origins,
-        )  # fmt: skip
-        config = uvicorn.Config(
-            app, log_level="warning", access_log=False, server_header=False, proxy_headers=False, lifespan="on",
-            timeout_keep_alive=_KEEP_ALIVE, backlog=_BACKLOG, limit_concurrency=options.limits.connections,
-            timeout_graceful_shutdown=_GRACE, h11_max_incomplete_event_size=64 * 1024, ws="none", http=PatientProtocol,
-        )  # fmt: skip
         port = listening.getsockname()[1]
         shown = f"[{options.host}]" if ":" in options.host else options.host
-        say(f"serving at http://{shown}:{port}/ (interface: /docs)")
-        announce(f"http://{shown}:{port}/")
-        try:
-            asyncio.run(_main(uvicorn.Server(config), listening, models, options.watch))
-        finally:
-            service.batcher.close()
+        address = f"http://{shown}:{port}/"
+        if not is_loopback(options.host) and options.token is None:
+            say(f"warning: everyone who reaches {options.host} can ask; a token in GRAMTOWER_TOKEN stops that")
+
+        def ready() -> None:
+            say(f"serving at {address} (interface: /docs)")
+            announce(address)
+
+        if options.workers > 1:
+            run_workers(serve_at, listening, sources, options, say, ready)
+        else:
+            serve_at(listening, sources, options, say, ready)
+
+
+def serve_at(
+    listening: socket.socket,
+    sources: Sequence[Source],
+    options: Options,
+    say: Callable[[str], None],
+    ready: Callable[[], None],
+    labels: Labels = (),
+) -> None:
+    """Serve models at a socket, in this process; ``labels`` tell its metrics from those of others."""
+    settle()
+    metrics = Metrics(labels)
+    models = Models(sources, metrics, say)
+    local = is_loopback(options.host)
+    app, service = make_app(
+        models, metrics, options.limits, wait=options.wait, token=options.token,
+        hosts=[*LOOPBACK, options.host, *options.hosts] if local else None, origins=options.origins,
+    )  # fmt: skip
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False, proxy_headers=False, lifespan="on",
+        timeout_keep_alive=_KEEP_ALIVE, backlog=_BACKLOG, limit_concurrency=options.limits.connections,
+        timeout_graceful_shutdown=_GRACE, h11_max_incomplete_event_size=64 * 1024, ws="none", http=PatientProtocol,
+    )  # fmt: skip
+    try:
+        asyncio.run(_main(uvicorn.Server(config), listening, models, options.watch, ready))
+    finally:
+        service.batcher.close()
+
+
+def settle() -> None:
+    """Load compiled code, and leave all that is in memory so far out of garbage collections.
+
+    These are the objects of some hundred modules, which stay for ever; a full collection that goes through them takes a
+    tenth of a second, in which nobody is answered. Models come later, and are collected when they are replaced.
+    """
+    rows = torch.zeros(_WARM, 1)
+    best_lists([Query(rows, [np.empty(0, np.int64)] * _WARM, 1)], torch.zeros(WORTH_CALLING // _WARM, 1))
+    gc.collect()
+    gc.freeze()
 
 
 @contextlib.contextmanager
@@ -136,7 +177,13 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-async def _main(server: uvicorn.Server, listening: socket.socket, models: Models, watch: float | None) -> None:
+async def _main(
+    server: uvicorn.Server,
+    listening: socket.socket,
+    models: Models,
+    watch: float | None,
+    ready: Callable[[], None] = lambda: None,
+) -> None:
     loop = asyncio.get_running_loop()
     reloads: set[asyncio.Future[list[str]]] = set()
 
@@ -148,6 +195,7 @@ async def _main(server: uvicorn.Server, listening: socket.socket, models: Models
     if hasattr(signal, "SIGHUP"):
         loop.add_signal_handler(signal.SIGHUP, again)
     watching = None if watch is None else asyncio.create_task(_watch(models, watch))
+    ready()
     try:
         await server.serve([listening])
     finally:

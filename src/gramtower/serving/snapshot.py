@@ -28,6 +28,8 @@ from torch import Tensor
 from gramtower import _checks as check
 from gramtower.data.interactions import Interactions
 from gramtower.distributed.shard_files import others
+from gramtower.estimator.explain import Explainer, Explanation
+from gramtower.runtime.mapped import release
 from gramtower.serving.entities import Entities, Key
 from gramtower.serving.errors import Refused
 from gramtower.serving.index import Facts, Index, digest, path_beside, read_index
@@ -99,7 +101,9 @@ class Snapshot:
         self.source, self.name, self.notes, self.maps = source, source.name, list[str](), dict[str, Map]()
         check.choice("index", source.index, INDEXES)
         self.stamp, self.loaded = source.stamp(), time.time()
-        self.model = load(source.path) if source.mapped else _private(source.path)
+        self.model = load(source.path, mapped=True) if source.mapped else _private(source.path)
+        if source.mapped:  # what the checks of the file read; left embeddings are asked for a few rows at a time
+            release(source.path, self.model.left_.embeddings)
         self.written = source.path.stat().st_mtime
         self.seen: sp.csr_matrix = self.model.seen_
         P, Q = self.model.left_.embeddings, self.model.right_.embeddings
@@ -220,6 +224,29 @@ class Snapshot:
             raise Refused(422, f"{side}_features: got numbers so large that embeddings overflow, expected smaller ones")
         return embeddings
 
+    def explain(
+        self, left: Key | None, right: Key, features: Any, histories: Sequence[Sequence[Key]] | None
+    ) -> Explanation:
+        """What carried the score of a pair; see model.explain.
+
+        Raises:
+            Refused: 404 for an unknown id, 422 with what the model needs to explain scores.
+        """
+        own = None if left is None else int(self.left.rows([left])[0])
+        other = int(self.right.rows([right])[0])
+        matrix = None if histories is None else self._histories(histories)
+        try:
+            found = self._explainer.explain_rows(own, other, "left", features, matrix)
+        except ValueError as error:
+            raise Refused(422, " ".join(str(error).split())[:500]) from error
+        if not np.isfinite([found.score, found.base, found.remainder]).all():
+            raise Refused(422, "left_features: got numbers so large that scores overflow, expected smaller ones")
+        return found
+
+    @cached_property
+    def _explainer(self) -> Explainer:
+        return Explainer(self.model, self.model.fitted_)
+
     def history(self, row: int) -> Rows:
         """The right entities observed with a left one, increasing."""
         columns: Rows = self.seen.indices[self.seen.indptr[row] : self.seen.indptr[row + 1]]
@@ -302,12 +329,12 @@ def _private(path: Path) -> TwoTower:
             with tempfile.TemporaryDirectory(prefix="gramtower-serve-") as folder:
                 for file in (path, *beside):
                     shutil.copyfile(file, Path(folder) / file.name)
-                return load(Path(folder) / path.name)
+                return load(Path(folder) / path.name)  # copied: the folder goes
         copy = os.memfd_create(path.name[:100])
         try:
             with path.open("rb") as source, os.fdopen(os.dup(copy), "wb") as target:
                 shutil.copyfileobj(source, target, _COPIED)
-            return load(Path(f"/proc/self/fd/{copy}"))
+            return load(Path(f"/proc/self/fd/{copy}"), mapped=True)
         finally:
             os.close(copy)
     except ValueError as error:

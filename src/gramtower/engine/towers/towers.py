@@ -158,16 +158,31 @@ class Towers:
         for name, tensor in self._trainable.items():
             tensor.copy_(written[name])
 
+    @torch.no_grad()
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Let the modules' parameters be these tensors, by name, such as those of a mapped file; nothing is copied."""
+        self._check_named(tensors)
+        for name, tensor in tensors.items():
+            parameter = self._trainable[name]
+            if (tensor.dtype, tensor.device) != (parameter.dtype, parameter.device):
+                check.fail("towers", f"{name} of {tensor.dtype}", f"{parameter.dtype} on {parameter.device}")
+        self._bound = False
+        for name, tensor in tensors.items():
+            self._trainable[name].data = tensor
+
     def _load_named(self, tensors: Mapping[str, Tensor]) -> None:
+        self._check_named(tensors)
+        self.unbind()
+        for name, tensor in self._trainable.items():
+            tensor.copy_(tensors[name])
+
+    def _check_named(self, tensors: Mapping[str, Tensor]) -> None:
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if shapes != dict(self._layout.shapes):
             differing = sorted(name for name, _ in shapes.items() ^ self._layout.shapes.items())
             given = f"other parameters, such as {differing[0]}; {self.size} numbers"
             expected = f"those that were saved; {sum(map(math.prod, shapes.values()))} numbers"
             check.fail("towers", given, expected)
-        self.unbind()
-        for name, tensor in self._trainable.items():
-            tensor.copy_(tensors[name])
 
     def bind(self, parameters: Parameters) -> None:
         """Let the modules' tensors be views of ``parameters``: one copy of θ in memory while it is trained."""
