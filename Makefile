@@ -5,12 +5,16 @@
 # make resolves      constraints.txt against the plain package index, whatever pip is configured to use here
 # make fuzz MINUTES=30   hostile input: every fuzz test has its share of the time, from a new seed
 # make crash KILLS=1000   runs killed at random moments end as uninterrupted ones do
+# make docs          the site in docs/_build/html, with its tutorials executed; some minutes
+# make docs-check    the same without executing them: every page, link and public name, in half a minute
+# make docs-links    links to other sites; needs a network
 # make implicit-tests CHECKOUT=path   implicit's own tests, from a clone of it, on compat.implicit
 # Each does its own set-up in .venv.
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+DOCS_READY := .venv/.docs-ready
 ML1M ?= ml-1m
 RUNS ?= runs
 OLDEST := .venv-oldest
@@ -21,7 +25,8 @@ FUZZ_SEED ?= $(shell date +%s)
 KILLS ?= 100
 CRASH_SEED ?= 0
 
-.PHONY: demo test test-oldest resolves fuzz crash implicit-tests lint types reproduce clean
+.PHONY: demo test test-oldest resolves fuzz crash implicit-tests docs docs-check docs-links lint types \
+  reproduce clean
 
 demo: $(READY)
 	$(BIN)/gramtower demo
@@ -54,6 +59,18 @@ crash: $(READY)
 implicit-tests: $(READY)
 	$(BIN)/python tests/implicit_suite.py $(CHECKOUT)
 
+# A warning, such as a link that leads nowhere, is an error.
+docs: $(DOCS_READY)
+	rm -rf docs/_build/html
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -q -E -j 2 -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+docs-check: $(DOCS_READY)
+	$(BIN)/python -m sphinx -W --keep-going -q -E -D nb_execution_mode=off -b html docs docs/_build/check
+
+docs-links: $(DOCS_READY)
+	$(BIN)/python -m sphinx -W --keep-going -q -E -D nb_execution_mode=off -b linkcheck docs docs/_build/links
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -79,10 +96,14 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(READY)
 
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	touch $(DOCS_READY)
+
 $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e ".[dev]"
 	touch $(OLDEST)/.ready
 
 clean:
-	rm -rf .venv $(OLDEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(OLDEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build

@@ -304,7 +304,7 @@ class Problem:
 
     @property
     def column_counts(self) -> Tensor:
-        """|O_:,j| for each right entity held here, over the pairs of all processes."""
+        """``|O_:,j|`` for each right entity held here, over the pairs of all processes."""
         return self.pairs.column_counts if self._column_counts is None else self._column_counts
 
     @property
