@@ -5,6 +5,7 @@ Cells of the tutorials are executed by `make docs`; here they are only compiled.
 
 from __future__ import annotations
 
+import doctest
 import importlib.util
 import inspect
 import re
@@ -13,6 +14,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import scipy.sparse
+import torch
 
 import gramtower
 from gramtower.metrics import KNOWN
@@ -80,6 +83,16 @@ def test_every_public_name_is_in_the_reference_and_opens_with_a_sentence():
     for name, value in [*((name, getattr(gramtower, name)) for name in PUBLIC), *members]:
         first = (inspect.getdoc(value) or "").split("\n\n")[0]
         assert re.search(r"\w.*[.:…]$", first, re.DOTALL), name
+
+
+def test_examples_of_docstrings_give_what_they_say():
+    given = {"gt": gramtower, "sp": scipy.sparse, "torch": torch}
+    finder, runner = doctest.DocTestFinder(recurse=False), doctest.DocTestRunner()
+    for name in sorted(PUBLIC):
+        for example in finder.find(getattr(gramtower, name), name, globs=dict(given)):
+            runner.run(example)
+    assert runner.failures == 0
+    assert runner.tries > 15
 
 
 def test_modules_of_the_reference_hold_the_names_that_it_lists():

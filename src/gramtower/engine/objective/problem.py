@@ -73,6 +73,12 @@ class Problem:
             "bfloat16", which halves the bytes. Value and gradient gather float32 in any case.
         shards: which process holds which entities, when there are several. Everything above is then local:
             the pairs of local left entities with all right ones, and the rows of local entities.
+
+    Example:
+        >>> problem = gt.Problem(sp.eye(4, 3, format="csr"), omega=0.1, l2=0.01)
+        >>> point = problem.at(gt.mlp_towers(problem, hidden=(8,), dim=2))
+        >>> bool(point.gauss_newton().shape[0] == point.gradient().vector.numel())
+        True
     """
 
     def __init__(

@@ -48,6 +48,11 @@ def mlp_towers(
         activation: one of elu, relu, gelu, tanh, silu, sigmoid, softplus, leaky_relu, selu, mish.
         seed: for the random draws.
         dtype: torch.float32 or torch.float64.
+
+    Example:
+        >>> problem = gt.Problem(sp.eye(4, 3, format="csr"))
+        >>> gt.mlp_towers(problem, hidden=(8,), dim=2).left(torch.arange(4)).shape
+        torch.Size([4, 2])
     """
     if dtype not in (torch.float32, torch.float64):
         check.fail("dtype", dtype, "torch.float32 or torch.float64")
