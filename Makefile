@@ -42,7 +42,7 @@ test-oldest: $(OLDEST)/.ready
 resolves:
 	@new=$$(mktemp -d) && trap 'rm -rf "$$new"' EXIT && $(PYTHON) -m venv "$$new" \
 	  && { $(PLAIN) "$$new/bin/python" -m pip install pip==26.3 && $(PLAIN) "$$new/bin/python" -m pip install --dry-run \
-	    --no-cache-dir --use-feature=fast-deps -c constraints.txt -e ".[dev,pages]"; } >"$$new/log" 2>&1 \
+	    --no-cache-dir --use-feature=fast-deps -c constraints.txt -e ".[dev,pages,docs]"; } >"$$new/log" 2>&1 \
 	  && echo "constraints.txt can be installed from the package index" \
 	  || { tail -n 30 "$$new/log"; echo "constraints.txt cannot be installed from the package index"; exit 1; } >&2
 
