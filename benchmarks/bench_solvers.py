@@ -162,7 +162,7 @@ class Case:
         shape, observed = data.pairs.shape, data.pairs.nnz
         settings = self.settings or {
             "omega": defaults.default_omega(shape, observed, defaults.IDS), "imputed": defaults.IMPUTED,
-            "l2": defaults.default_l2(shape, observed, defaults.IDS),
+            "l2": defaults.default_l2(shape, observed, defaults.IDS, (False, False)),
             "right_weights": defaults.default_right_weights(defaults.IDS),
             "embedding_l2": defaults.default_embedding_l2(shape, observed, dim, defaults.IDS),
         }  # fmt: skip

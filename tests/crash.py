@@ -2,11 +2,11 @@
 
     make crash KILLS=1000            or    python tests/crash.py --kills 1000 --seed 7 --jobs fit,tune
 
-Fits by all methods, a search, a comparison, a partition, a table and a model written over an old one get SIGKILL,
-SIGTERM and SIGINT. After each, what was there before must be whole; at the end models, histories (without times),
-trials and files must be the same bit for bit, and nothing may be left beside them. Processes are forked from one that
-has imported and compiled everything with one thread. Counts go to runs/crash.json; the exit code is 1 if anything
-differed.
+Fits by all methods, a search, a comparison, a benchmark, a partition, a table and a model written over an old one get
+SIGKILL, SIGTERM and SIGINT. After each, what was there before must be whole; at the end models, histories (without
+times), trials and files must be the same bit for bit, and nothing may be left beside them. Processes are forked from
+one that has imported and compiled everything with one thread. Counts go to runs/crash.json; the exit code is 1 if
+anything differed.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from gramtower.training.result import read_history
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 TIMES = ("seconds", "date", "environment", "others_busy", "resumed", "commands", "bytes")
+TIMES += ("fit_seconds", "fit_seconds_by_seed", "list_seconds", "peak_bytes", "added_bytes", "environments")
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ def jobs(data: Path) -> list[Job]:
     found.append(Job("tune", command("tune", pairs, *tokens), tune_result))
     tokens = [*learn, "--hidden", "6", "--optimizers", "gd,lbfgs,newton", "--max-iterations", "12"]
     found.append(Job("compare", command("compare", pairs, *tokens), compare_result))
+    tokens = ["--models", "popularity,ease,linear", "--seeds", "2", "--metrics", "ndcg@10,coverage@10"]
+    found.append(Job("benchmark", command("benchmark", pairs, *tokens), benchmark_result))
     found.append(Job("partition", command("partition", pairs, "--parts", "5"), partition_result))
     for ending in ("csv.gz", "parquet"):
         found.append(Job(f"convert:{ending}", command("convert", pairs, out=f"table.{ending}"), digests))
@@ -151,6 +154,11 @@ def fit_whole(folder: Path) -> None:
 def tune_result(folder: Path) -> Any:
     report = json.loads((folder / "out/report.json").read_text())
     return untimed({key: report[key] for key in ("trials", "winner", "arguments", "importance", "interrupted")})
+
+
+def benchmark_result(folder: Path) -> Any:
+    """The numbers of a benchmark."""
+    return untimed(json.loads((folder / "out/summary.json").read_text()))
 
 
 def compare_result(folder: Path) -> Any:

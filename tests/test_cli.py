@@ -286,7 +286,7 @@ def test_a_report_on_a_fit_says_its_end_and_leaves_its_summary(pairs, tmp_path, 
     assert "which holds a fit" in refusal(capsys, "compare", *tokens[1:])
 
 
-@pytest.mark.parametrize("command", ["fit", "tune", "compare", "convert", "partition", "split", "demo"])
+@pytest.mark.parametrize("command", ["fit", "tune", "compare", "benchmark", "convert", "partition", "split", "demo"])
 def test_every_command_ends_with_130_after_ctrl_c(command, pairs, tmp_path, capsys, monkeypatch):
     from gramtower.engine.objective.problem import Problem
 

@@ -169,7 +169,7 @@ def test_a_step_of_a_user(monkeypatch):
     compare(own, 1e-12)
 
 
-@pytest.mark.parametrize("tower", ["skip", "gated", "residual", "layernorm"])
+@pytest.mark.parametrize("tower", ["skip", "gated", "residual", "layernorm", "rmsnorm"])
 def test_branches_in_modules_of_a_user(tower):
     def own(_):
         torch.manual_seed(0)

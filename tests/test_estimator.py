@@ -310,9 +310,18 @@ def test_defaults_scale_with_the_data():
     size = (1000, 1000)
     assert defaults.default_omega(size, 10_000, "ids") == pytest.approx(4 * 10_000 / 990_000)
     assert defaults.default_omega(size, 10_000, "features") == pytest.approx(2 * 10_000 / 990_000)
-    few, many = (defaults.default_l2((1000, n), 10_000, "features") for n in (200, 400))
+    few, many = (defaults.default_l2((1000, n), 10_000, "features", (True, False)) for n in (200, 400))
     assert few == 2 * many == pytest.approx(1.5)
-    assert defaults.default_l2(size, 10, "ids") == defaults.default_l2(size, 10_000, "ids")
+    neither = False, False
+    assert defaults.default_l2(size, 10, "ids", neither) == defaults.default_l2(size, 10_000, "ids", neither)
+    smaller, larger, level = (
+        defaults.default_l2((200, 1000), 10_000, "features", described)
+        for described in ((True, False), (False, True), (True, True))
+    )
+    assert smaller == 2 * larger == 2 * level  # the side with features is the smaller one
+    assert defaults.default_normalize(size, 32_000, (True, True))
+    assert not defaults.default_normalize(size, 33_000, (True, True))
+    assert not defaults.default_normalize(size, 1000, (True, False))
     sparse, dense = (defaults.default_embedding_l2(size, n, 64, "ids") for n in (1000, 100_000))
     assert defaults.default_embedding_l2(size, 100_000, 64, "features") < sparse
     assert defaults.default_embedding_l2(size, 100_000, 64, "ids and features") == dense

@@ -29,6 +29,7 @@ ORDER = (
     "two_tower",
     "evaluation",
     "compare",
+    "benchmarking",
     "compat",
     "serving",
     "demo",
@@ -36,7 +37,7 @@ ORDER = (
     "__main__",
 )  # each may import from those before it, nothing from those after it
 HEAVY = ("numba", "triton", "polars", "matplotlib", "rich", "cyclopts", "safetensors", "pandas", "optuna")
-HEAVY += ("fastapi", "uvicorn", "pydantic", "faiss", "hnswlib")
+HEAVY += ("implicit", "threadpoolctl", "fastapi", "uvicorn", "pydantic", "faiss", "hnswlib")
 SHARED = ("_checks", "_files", "_schema", "_tensors", "_toml", "_widths")  # imported by all, import nothing else
 
 

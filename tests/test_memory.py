@@ -19,6 +19,7 @@ from gramtower.data.synthetic import planted_pairs
 from gramtower.engine.objective import plan
 from gramtower.engine.objective.plan import Footprint, Streamed, plan_blocks
 from gramtower.runtime.memory import BlockPlan, default_budget
+from gramtower.runtime.resident import ResidentPeak
 
 CPU = torch.device("cpu")
 
@@ -211,3 +212,13 @@ def test_a_problem_is_gone_when_nobody_holds_it():
     gone = [weakref.ref(problem), weakref.ref(problem.pairs)]
     del problem
     assert [ref() for ref in gone] == [None, None]  # by counting references, not when the collector comes along
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="no peak of the resident memory to be had")
+def test_the_peak_of_the_resident_set_is_that_since_a_moment():
+    first = ResidentPeak()
+    block = np.ones(40_000_000, dtype=np.uint8)
+    del block
+    assert first.bytes() - first.start > 35e6
+    second = ResidentPeak()
+    assert second.bytes() - second.start < 20e6  # what was there before does not count

@@ -48,6 +48,7 @@ class Wrapped(nn.Module):
         self.function, self.first = function, first
         self.square, self.other = nn.Linear(width, width), nn.Linear(width, width)
         self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, dim)
+        self.rms = nn.RMSNorm(width, eps=1e-5)
 
     def forward(self, x):
         return self.function(self, self.first(x))
@@ -76,7 +77,7 @@ def test_a_class_with_the_layers_of_a_stack_becomes_its_steps_and_its_preconditi
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("tower", ["custom", "residual", "layernorm", "skip", "gated"])
+@pytest.mark.parametrize("tower", ["custom", "residual", "layernorm", "rmsnorm", "skip", "gated"])
 @pytest.mark.parametrize("kind", FEATURES)
 def test_known_parts_of_own_classes_leave_nothing_to_autodiff(tower, kind):
     case = make_case(tower=tower, kinds=(kind, kind))
@@ -221,6 +222,7 @@ ONE_CURVE = {  # one nonlinear function above the first layer, so that its close
     "product": lambda m, h: m.out(m.square(h) * m.other(h) + h),
     "square": lambda m, h: m.out(h * h),
     "norm": lambda m, h: m.out(m.norm(m.square(h)) + h),
+    "root mean square": lambda m, h: m.out(m.rms(m.square(h)) + h),
     "joined": lambda m, h: m.out(torch.cat([m.square(h)[:, 1:3], torch.tanh(h[:, :2])], 1)) + h[:, :3],
 }
 

@@ -22,7 +22,8 @@ from gramtower.tuning.space import (
 
 START = {
     "omega": 0.01, "l2": 0.0625, "penalty": 0.004, "frequency_power": 1.0, "left_power": 0.0, "right_power": 0.0,
-    "imputed": -1.0, "dim": 64, "hidden": "none", "activation": "relu", "loss": "logistic", "features": "ids",
+    "imputed": -1.0, "dim": 64, "hidden": "none", "activation": "relu", "normalize": "no", "loss": "logistic",
+    "features": "ids",
 }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ MEASURED = (3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30)
 BASE: dict[str, Any] = {
     "width": 1024, "depth": 1, "dim": 512, "id_hidden": True, "activation": "relu", "l2": 0.3, "mu": 1e-4, "power": 0.4,
     "left_power": 0.0, "share": 4.0, "imputed": -0.5, "scale": "idf", "ids": "none", "iterations": 20, "seed": 0,
-    "loss": "logistic", "drop": 0.0,
+    "loss": "logistic", "drop": 0.0, "normalize": False,
 }  # fmt: skip
 
 
@@ -61,12 +61,15 @@ def scaled(kind: str, train: sp.csr_matrix, rows: sp.csr_matrix) -> sp.csr_matri
     return sp.csr_matrix(rows, dtype=np.float32)
 
 
-def tower(width: int, hidden: list[int], dim: int, activation: str) -> nn.Sequential:
+def tower(width: int, hidden: list[int], dim: int, activation: str, normalize: bool) -> nn.Sequential:
     """Fully connected layers over ``width`` features."""
     widths = [*hidden, dim]
     layers: list[nn.Module] = [gt.InputLinear(width, widths[0], bias=len(widths) > 1, draw=False)]
     for a, b in pairwise(widths):
         layers += [ACTIVATIONS[activation](), nn.Linear(a, b)]
+    if normalize:
+        layers.append(nn.RMSNorm(dim, eps=1e-5))
+        nn.init.constant_(layers[-1].weight, math.sqrt(10 / dim))
     return nn.Sequential(*layers)
 
 
@@ -100,7 +103,11 @@ def fit(one: FeatureSet, s: dict[str, Any], device: torch.device) -> dict[str, A
     made = {}
     for side, part in (("left", problem.left), ("right", problem.right)):
         made[side] = tower(
-            part.width, hidden if part.kind != "ids" or s["id_hidden"] else [], s["dim"], s["activation"]
+            part.width,
+            hidden if part.kind != "ids" or s["id_hidden"] else [],
+            s["dim"],
+            s["activation"],
+            s["normalize"],
         )
         for layer in made[side]:
             if isinstance(layer, gt.InputLinear):

@@ -4,6 +4,7 @@
     citeulike           users (ids) × articles (words); a fifth of the articles is new
     facebook            pages (words) × pages (words); a fifth of the pages is new on the left, and nowhere in training
     ml1m                users (ids) × films (genres, title words); a fifth of the films is new
+    moby                words × synonyms, both by their letters (bundled); a fifth of the words is new
 
 Nothing of a public test part is read. ``python benchmarks/features/sets.py`` prints their sizes.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import json
 import lzma
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +21,10 @@ import numpy as np
 import scipy.sparse as sp
 
 from gramtower.data import readers
+from gramtower.data.bundle import thesaurus
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
-NAMES = ("eurlex", "delicious", "citeulike", "facebook", "ml1m")
+NAMES = ("eurlex", "delicious", "citeulike", "facebook", "ml1m", "moby")
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def load(name: str, seed: int = 0, share: float = 0.2, data: Path = DATA) -> Fea
     """A set with a share of the entities of one side held out by a seed."""
     if name in ("eurlex", "delicious"):
         return _documents(data / {"eurlex": "eurlex-4k"}.get(name, name) / "train.txt.xz", seed, share)
-    return {"citeulike": _citeulike, "facebook": _facebook, "ml1m": _ml1m}[name](data, seed, share)
+    return {"citeulike": _citeulike, "facebook": _facebook, "ml1m": _ml1m, "moby": _moby}[name](data, seed, share)
 
 
 def warm(one: FeatureSet, seed: int) -> FeatureSet:
@@ -153,6 +156,29 @@ def _ml1m(data: Path, seed: int, share: float) -> FeatureSet:
     flat = np.array([x for line in lists for x in line])
     features = _csr(np.ones(len(flat)), flat, [len(line) for line in lists], width=len(names))
     return _of_right(pairs, features, seed, share)
+
+
+def _moby(data: Path, seed: int, share: float) -> FeatureSet:
+    read = thesaurus()
+    pairs = sp.csr_matrix(read.matrix)
+    grams = [[_letters(str(word)) for word in words] for words in (read.left_ids, read.right_ids)]
+    counts = Counter(gram for side in grams for word in side for gram in word)
+    names = {gram: i for i, gram in enumerate(sorted(gram for gram, count in counts.items() if count > 1))}
+
+    def rows(words: list[set[str]]) -> sp.csr_matrix:
+        lists = [sorted(names[gram] for gram in word if gram in names) for word in words]
+        flat = np.array([x for line in lists for x in line])
+        return _csr(np.ones(len(flat)), flat, [len(line) for line in lists], width=len(names))
+
+    known, new = _cut(pairs.shape[0], seed, share)
+    left = rows(grams[0])
+    return FeatureSet(pairs[known], left[known], rows(grams[1]), "left", left[new], pairs[new])
+
+
+def _letters(word: str) -> set[str]:
+    """Three to five letters in a row, the ends of a word marked."""
+    marked = f" {word} "
+    return {marked[i : i + size] for size in (3, 4, 5) for i in range(max(1, len(marked) - size + 1))}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ towers = gramtower.mlp_towers(problem)          two networks
 point = problem.at(towers)                      value, gradient() and gauss_newton() @ d
 """
 
+from gramtower.benchmarking.build import Benchmark as Benchmark
+from gramtower.benchmarking.runner import benchmark as benchmark
 from gramtower.data.interactions import Interactions as Interactions
 from gramtower.engine.kernels.losses import Loss as Loss
 from gramtower.engine.objective.point import Point as Point

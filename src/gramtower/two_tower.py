@@ -65,6 +65,8 @@ class TwoTower(ModelSettings):
             linear factors; None for one hidden layer where a side has features, and none where ids are all that is
             known.
         activation: of the hidden layers.
+        normalize: bring the embeddings of a side to one length, so that scores are cosines times a learned scale; None
+            for yes where both sides have features, no ids or histories beside them, and few pairs an entity.
         loss: on observed pairs.
         omega: ω, the weight of unobserved pairs; None scales it with the data (see docs/choosing.md).
         l2: λ; None scales it with the data where there are features.
@@ -95,7 +97,7 @@ class TwoTower(ModelSettings):
     Attributes:
         fitted_: what the last ``fit`` learned, a :class:`~gramtower.estimator.fitted.FittedModel`. Its fields are read
             as ``left_``, ``right_``, ``trained_``, ``seen_``, ``towers_``, ``shards_``, ``dim_``, ``hidden_``,
-            ``omega_``, ``history_``, ``reason_``, ``message_`` and ``best_metric_``.
+            ``normalize_``, ``omega_``, ``history_``, ``reason_``, ``message_`` and ``best_metric_``.
 
     Example:
         >>> pairs = gt.Interactions.from_arrays(["ann", "ann", "bob", "eve"], ["tea", "milk", "tea", "milk"])
@@ -294,6 +296,7 @@ class TwoTower(ModelSettings):
     shards_ = _Learned(lambda fitted: fitted.shards)
     dim_ = _Learned(lambda fitted: fitted.dim)
     hidden_ = _Learned(lambda fitted: fitted.hidden)
+    normalize_ = _Learned(lambda fitted: fitted.normalize)
     omega_ = _Learned(lambda fitted: fitted.omega)
     history_ = _Learned(lambda fitted: fitted.history)
     reason_ = _Learned(lambda fitted: fitted.reason)

@@ -159,6 +159,13 @@ COMMANDS = {  # a line that works, flags it may have, and how often it is tried
         ["--config", "--optimizers", "--synthetic", *TRAINED],
         2,
     ),
+    "benchmark": (
+        ["t.csv", *PAIRS, "--models", "popularity", "--seeds", "1", "--quiet", "--out", "models"],
+        ["--models", "--test", "--metrics", "--seeds", "--reference", "--config", "--fresh", "--out"]
+        + FIELDS["DataOptions"]
+        + FIELDS["FeatureOptions"],
+        2,
+    ),
     "tune": (
         ["t.csv", *PAIRS, *SMALL, "--trials", "0", "--out", "tuned"],
         ["--trials", "--metric", "--config", *TRAINED],
@@ -233,7 +240,7 @@ def call(tokens):
 
 
 def value_of(flag, rng):
-    if flag in ("--dim", "--hidden", "--hash-bits", "--trials", "--max-iterations", "--threads"):
+    if flag in ("--dim", "--hidden", "--hash-bits", "--trials", "--max-iterations", "--threads", "--seeds"):
         return rng.choice([*SIZES[:6], "9" * 30, "x"])
     if flag in ("--seconds", "--time-limit", "--memory-budget"):
         return rng.choice(["0.01", "0", "-1", "nan", "x", "1MB", "100MB"])

@@ -20,6 +20,7 @@ import torch
 from cyclopts import App, CycloptsError, Parameter
 
 from gramtower import _checks as check
+from gramtower.cli.benchmark import benchmark
 from gramtower.cli.compare import compare
 from gramtower.cli.convert import convert
 from gramtower.cli.cross_validate import cross_validate
@@ -80,8 +81,8 @@ app = App(
     help_epilogue="Exit codes: 0 fine, 1 the run failed, 2 bad input, 130 interrupted.",
 )
 for command in (
-    fit, update, split, partition, evaluate, cross_validate, recommend, similar, info, compare, report, convert, tune,
-    index, serve, demo,
+    fit, update, split, partition, evaluate, cross_validate, recommend, similar, info, compare, benchmark, report,
+    convert, tune, index, serve, demo,
 ):  # fmt: skip
     app.command(command)
 

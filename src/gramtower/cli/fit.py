@@ -156,6 +156,7 @@ def used(settings: Settings, estimator: TwoTower) -> dict[str, dict[str, Any]]:
     """The tables of the config file with every value that was in force, defaults included."""
     params = estimator.get_params() | {"option": estimator.optimizer_options, "history": settings.model.history}
     params |= {"refit": settings.train.refit, "dim": estimator.dim_, "hidden": config_hidden(estimator.hidden_)}
+    params |= {"normalize": estimator.normalize_}
     tables = {
         name: {f.name: params[f.name] for f in fields(part)}
         for name, part in (("model", settings.model), ("train", settings.train))

@@ -105,6 +105,7 @@ class Setup:
                     "features": {"left": fit_data.inputs[0].kind, "right": fit_data.inputs[1].kind},
                     "hidden": config_hidden(fit_data.hidden),
                     "dim": fit_data.dim,
+                    "normalize": fit_data.normalize,
                     "activation": model.activation,
                     "seed": runner.seed,
                     "device": model.device,

@@ -5,9 +5,10 @@
     k               min(m, n)/10         half of the hidden layer's width
     ω               4 |O| / (mn − |O|)   2 |O| / (mn − |O|)            as for ids, at most 4
     b               degree^0.1           degree^0.5                    degree^0.3
-    λ               2⁻⁵                  0.03 |O| / min(m, n)          as for features
+    λ               2⁻⁵                  0.03 |O| / min(m, n) and more as for features
     μ               0.0065 and more      0.0005                        as for ids
-    iterations      20                   12                            12
+    iterations      20                   12, normalised 20             12
+    normalised      no                   see default_normalize         no
 
 So unobserved pairs weigh four times (twice) as much in all as observed ones. What an entity's own vector could learn by
 heart is held back by the penalty μ on embeddings: 0.0065 · clamp(d / 0.011, 1, 2) · max(1, √(k/1024)), d = |O| / mn.
@@ -32,8 +33,9 @@ IMPUTED = -0.5
 IDS, FEATURES, BOTH = "ids", "features", "ids and features"  # what towers see, on the side that has the most
 _SHARE = {IDS: 4.0, FEATURES: 2.0, BOTH: 4.0}
 _WEIGHTS = {IDS: "degree^0.1", FEATURES: "degree^0.5", BOTH: "degree^0.3"}
-_ITERATIONS = {IDS: 20, FEATURES: 12, BOTH: 12}
-_L2, _L2_PER_PAIR, _FEATURE_PENALTY = 2.0**-5, 0.03, 5e-4
+_ITERATIONS, _NORMALISED_ITERATIONS = {IDS: 20, FEATURES: 12, BOTH: 12}, 20
+_L2, _L2_PER_PAIR, _MOST_L2, _FEATURE_PENALTY = 2.0**-5, 0.03, 2.0, 5e-4
+_FEW_PAIRS = 32  # of an entity of the smaller side
 _WIDTHS, _ROWS_PER_UNIT = {"cpu": (64, 1024, 24), "cuda": (64, 2048, 30)}, 4  # widths; bits of a first layer's size
 Layers = tuple[tuple[int, ...], tuple[int, ...]]  # widths of hidden layers, left and right
 _PENALTY, _DENSE, _MOST, _LARGE = 0.0065, 0.011, 2.0, 1024
@@ -105,9 +107,16 @@ def default_omega(shape: tuple[int, int], observed: int, seen: str) -> float:
     return _SHARE[seen] * max(1, observed) / max(1, observed, unobserved)
 
 
-def default_l2(shape: tuple[int, int], observed: int, seen: str) -> float:
-    """λ: with features in proportion to the pairs of an entity of the smaller side."""
-    return _L2 if seen == IDS else _L2_PER_PAIR * max(1, observed) / min(shape)
+def default_l2(shape: tuple[int, int], observed: int, seen: str, described: tuple[bool, bool]) -> float:
+    """λ: with features in proportion to the pairs of an entity of the smaller side.
+
+    Where one side has features and is the smaller one, up to twice as much: a network has few entities to learn from.
+    """
+    if seen == IDS:
+        return _L2
+    m, n = shape
+    more = 1.0 if all(described) else n / m if described[0] else m / n
+    return _L2_PER_PAIR * min(_MOST_L2, max(1.0, more)) * max(1, observed) / min(shape)
 
 
 def default_embedding_l2(shape: tuple[int, int], observed: int, dim: int, seen: str) -> float:
@@ -123,9 +132,18 @@ def default_right_weights(seen: str) -> str:
     return _WEIGHTS[seen]
 
 
-def default_iterations(seen: str) -> int:
+def default_iterations(seen: str, normalize: bool) -> int:
     """Outer iterations."""
-    return _ITERATIONS[seen]
+    return max(_ITERATIONS[seen], _NORMALISED_ITERATIONS if normalize else 0)
+
+
+def default_normalize(shape: tuple[int, int], observed: int, features_alone: tuple[bool, bool]) -> bool:
+    """Whether embeddings have one length: where both sides are known by features alone, and have few pairs.
+
+    The length of an id's vector says how frequent it is. That of a network's output, for an entity that it has never
+    seen, is mostly noise, unless many pairs have taught it.
+    """
+    return all(features_alone) and observed <= _FEW_PAIRS * min(shape)
 
 
 def pick_device(device: str) -> torch.device:

@@ -121,7 +121,8 @@ def _fit(
         right=Side("right", data.ids[1], point.right_rows.cpu(), data.inputs[1], data.numbered[1]),
         trained=pattern_of(data.matrix), further=_further(data), towers=towers, shards=problem.shards,
         same_entities=data.same_entities, plain_pairs=data.weights is None and bool((data.matrix.data == 1).all()),
-        dim=point.Q.shape[1], hidden=data.hidden if settings.towers is None else ((), ()), omega=problem.omega,
+        dim=point.Q.shape[1], hidden=data.hidden if settings.towers is None else ((), ()),
+        normalize=data.normalize and settings.towers is None, omega=problem.omega,
         history=result.history, reason=result.reason, message=result.message, best_metric=result.best_metric,
     )  # fmt: skip
 
@@ -138,7 +139,7 @@ def sized_as(settings: ModelSettings, previous: FittedModel) -> ModelSettings:
         check.fail("warm_start", f"True in {processes} processes", "False, or a fit in one process")
     if settings.towers is not None:  # their size is their own
         return settings
-    return settings.with_changes(dim=previous.dim, hidden=previous.hidden)
+    return settings.with_changes(dim=previous.dim, hidden=previous.hidden, normalize=previous.normalize)
 
 
 def make_problem(settings: ModelSettings, data: FitData) -> Problem:
@@ -146,10 +147,11 @@ def make_problem(settings: ModelSettings, data: FitData) -> Problem:
     size, shards, known, mu = (data.shape, data.observed), data.shards, data.seen, settings.embedding_l2
     if mu is None:  # of towers of one's own the size is not known yet
         mu = defaults.default_embedding_l2(*size, data.dim if settings.towers is None else settings.dim or 1, known)
+    l2, described = settings.l2, (data.inputs[0].described, data.inputs[1].described)
     return Problem(
         data.matrix, *data.features, loss=settings.loss,
         omega=defaults.default_omega(*size, known) if settings.omega is None else settings.omega,
-        l2=defaults.default_l2(*size, known) if settings.l2 is None else settings.l2, imputed=settings.imputed,
+        l2=defaults.default_l2(*size, known, described) if l2 is None else l2, imputed=settings.imputed,
         left_weights=_local_weights("left_weights", settings.left_weights, shards.left),
         right_weights=_local_weights("right_weights", right_weights(settings, data), shards.right),
         embedding_l2=mu, frequency_power=settings.frequency_power, memory_budget=settings.memory_budget,
@@ -166,7 +168,9 @@ def right_weights(settings: ModelSettings, data: FitData) -> Any:
 
 def iterations(settings: ModelSettings, data: FitData) -> int:
     """How many at most."""
-    return defaults.default_iterations(data.seen) if settings.max_iterations is None else settings.max_iterations
+    if settings.max_iterations is not None:
+        return settings.max_iterations
+    return defaults.default_iterations(data.seen, data.normalize)
 
 
 def make_towers(
@@ -176,7 +180,9 @@ def make_towers(
     if settings.towers is not None:
         towers = settings.towers(problem)
     else:
-        towers = mlp_towers(problem, data.hidden, data.dim, settings.activation, settings.seed)
+        towers = mlp_towers(
+            problem, data.hidden, data.dim, settings.activation, settings.seed, normalize=data.normalize
+        )
     if previous is not None:
         carry_over(previous, towers, data)
     return towers.to(data.device)

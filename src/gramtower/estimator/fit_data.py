@@ -55,6 +55,7 @@ class FitData:
         device: where it is trained.
         hidden: widths of the hidden layers of the left and of the right tower.
         dim: size of the embeddings.
+        normalize: whether embeddings of a side are brought to one length.
         numbered: where ids are row numbers of a matrix without ids, how many it had; see Interactions.
         same_entities: whether both sides are one set.
     """
@@ -70,6 +71,7 @@ class FitData:
     device: torch.device
     hidden: tuple[tuple[int, ...], tuple[int, ...]]
     dim: int
+    normalize: bool = False
     numbered: Numbered = (None, None)
     same_entities: bool = False
 
@@ -80,12 +82,11 @@ class FitData:
 
     @property
     def seen(self) -> str:
-        """What towers see, for defaults: ids alone, features, or both on one side; a history is a kind of ids."""
+        """What towers see, for defaults: ids alone, features, or both on one side."""
         described = [inputs for inputs in self.inputs if inputs.described]
         if not described:
             return defaults.IDS
-        beside = any(part.kind in ("id", "history") for inputs in described for part in inputs.parts)
-        return defaults.BOTH if beside else defaults.FEATURES
+        return defaults.FEATURES if all(inputs.features_alone for inputs in described) else defaults.BOTH
 
 
 def prepare_data(
@@ -100,7 +101,10 @@ def prepare_data(
             given_hidden = check_hidden(settings.hidden)
         scale = check.flag("scale_features", settings.scale_features)
         given_dim = None if settings.dim is None else check.count("dim", settings.dim)
-    agree(group, {"dim": given_dim, "hidden": given_hidden, "scale_features": scale})
+        given_length = None if settings.normalize is None else check.flag("normalize", settings.normalize)
+    agree(
+        group, {"dim": given_dim, "hidden": given_hidden, "scale_features": scale, "normalize": given_length}
+    )  # fmt: skip
     room = defaults.room_for_training(device, group, settings.memory_budget)
     with group.together():
         matrix, ids, weights = _read_pairs(pairs, group)
@@ -133,9 +137,12 @@ def prepare_data(
         right_parts = training_parts("right", right_features, right_ids, matrix.T, shards.right)
     left, left_rows = training_inputs("left", left_parts, shards.left, group, scale)
     right, right_rows = training_inputs("right", right_parts, shards.right, group, scale)
+    normalize = given_length
+    if normalize is None:
+        normalize = defaults.default_normalize(shape, observed, (left.features_alone, right.features_alone))
     return FitData(
         matrix, weights, ids, shards, observed, held_out, (left, right), (left_rows, right_rows), device, hidden, dim,
-        numbered, isinstance(pairs, Interactions) and pairs.one_set,
+        normalize, numbered, isinstance(pairs, Interactions) and pairs.one_set,
     )  # fmt: skip
 
 

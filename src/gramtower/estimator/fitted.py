@@ -42,6 +42,7 @@ class FittedModel(Entities):
     Attributes:
         dim: size of the embeddings.
         hidden: widths of the hidden layers, left and right; none for towers of the caller's own.
+        normalize: whether embeddings of a side have one length, which the towers see to.
         omega: ω of the training.
         history: records of the training.
         reason: why it stopped.
@@ -53,6 +54,7 @@ class FittedModel(Entities):
 
     dim: int
     hidden: tuple[tuple[int, ...], tuple[int, ...]]
+    normalize: bool
     omega: float
     history: list[Record]
     reason: Reason
@@ -68,7 +70,8 @@ class FittedModel(Entities):
             + (f" through hidden layers of {', '.join(map(str, widths))}" if widths else "")
             for side, widths in zip((self.left, self.right), self.hidden, strict=True)
         )
-        return f"{' and '.join(sides)}, embeddings of size {self.dim}"
+        length = ", those of a side of one length" if self.normalize else ""
+        return f"{' and '.join(sides)}, embeddings of size {self.dim}{length}"
 
     def recommend(
         self,

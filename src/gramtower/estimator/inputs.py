@@ -89,6 +89,11 @@ class Inputs:
         return any(part.kind != "id" for part in self.parts)
 
     @property
+    def features_alone(self) -> bool:
+        """Whether entities are known by features, and neither by ids nor by histories, which are a kind of ids."""
+        return all(part.kind not in ("id", "history") for part in self.parts)
+
+    @property
     def width(self) -> int:
         """Number of features."""
         return sum(part.width for part in self.parts)

@@ -48,7 +48,7 @@ from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.side import Side
 from gramtower.training.result import Reason, Record
 
-KIND = ("gramtower-model", 6)
+KIND = ("gramtower-model", 7)
 _ARRAYS = ("left_weights", "right_weights")
 _PARAMS = {name: kind for name, kind in typing.get_type_hints(ModelSettings).items() if name != "towers"}
 _FLOATS, _LIMIT = (torch.float32, torch.float64), 2**31
@@ -67,6 +67,7 @@ class Header:
         numbered: where ids are row numbers of a matrix without ids, how many it had, left and right.
         dim: size of the embeddings.
         hidden: widths of the hidden layers, left and right.
+        normalize: whether the towers end in RMSNorm.
         inputs: what each tower sees, by side.
         reason: name of the reason why training stopped.
         message: the same with particulars.
@@ -84,6 +85,7 @@ class Header:
     numbered: list[int | None]
     dim: int
     hidden: list[list[int]]
+    normalize: bool
     inputs: dict[str, list[dict[str, Any]]]
     reason: str
     message: str
@@ -151,7 +153,8 @@ def read_model(path: Path, towers: Callable[[Problem], Towers] | None) -> tuple[
     return settings, FittedModel(
         left=left, right=right, trained=pairs[0], further=pairs[1], towers=made,
         shards=unsharded((left.trained, right.trained)),
-        dim=header.dim, hidden=(tuple(header.hidden[0]), tuple(header.hidden[1])), omega=header.omega,
+        dim=header.dim, hidden=(tuple(header.hidden[0]), tuple(header.hidden[1])), normalize=header.normalize,
+        omega=header.omega,
         history=[Record(**record) for record in header.history],
         reason=Reason[header.reason], message=header.message, best_metric=header.best_metric,
         same_entities=header.same_entities, plain_pairs=header.plain_pairs,
@@ -175,7 +178,7 @@ def _header(settings: ModelSettings, fitted: FittedModel) -> tuple[Header, dict[
     header = Header(
         params, settings.towers is not None, [n + side.added for n, side in zip(totals, sides, strict=True)],
         [side.added for side in sides], [side.numbered for side in sides], fitted.dim,
-        [list(widths) for widths in fitted.hidden],
+        [list(widths) for widths in fitted.hidden], fitted.normalize,
         {side.name: side.inputs.to_plain() for side in (fitted.left, fitted.right)},
         fitted.reason.name, fitted.message, fitted.omega, fitted.best_metric,
         [vars(record) for record in fitted.history], fitted.same_entities, fitted.plain_pairs,
@@ -216,7 +219,8 @@ def _tensors_of(header: Header, fitted: FittedModel) -> dict[str, Tensor]:
 
 def _is_table(header: Header, side: str, inputs: Inputs) -> bool:
     """Whether a side's embeddings are its tower's table, and need not be stored beside it."""
-    return not header.own_towers and inputs.kind == "id" and not header.hidden[("left", "right").index(side)]
+    layers = header.hidden[("left", "right").index(side)]
+    return not (header.own_towers or header.normalize or layers) and inputs.kind == "id"
 
 
 def _checked_header(file: shards_file.Reader) -> Header:
@@ -267,7 +271,8 @@ def _check_tensors(file: shards_file.Reader, header: Header, inputs: dict[str, I
         if not _is_table(header, side, inputs[side]):
             expected[side] = ((rows, header.dim), _FLOATS)
         if not header.own_towers:
-            shapes = mlp_shapes(side, inputs[side].width, header.hidden[int(side == "right")], header.dim)
+            hidden = header.hidden[int(side == "right")]
+            shapes = mlp_shapes(side, inputs[side].width, hidden, header.dim, header.normalize)
             expected |= {f"parameters|{name}": (shape, (torch.float32,)) for name, shape in shapes.items()}
         if f"{side}_numbers" in file.shapes:
             expected[f"{side}_numbers"] = ((rows,), (torch.int64,))
@@ -339,7 +344,8 @@ def _towers(
         return None
     if settings.towers is None:
         sides = _Sides(*(Features("ids", 0, inputs[side].width, None) for side in ("left", "right")))
-        towers = undrawn_towers(sides, (header.hidden[0], header.hidden[1]), header.dim, settings.activation)
+        hidden = header.hidden[0], header.hidden[1]
+        towers = undrawn_towers(sides, hidden, header.dim, settings.activation, header.normalize)
     else:
         m, n = (size - added for size, added in zip(header.shape, header.added, strict=True))
         empty = sp.csr_matrix((m, n), dtype=np.float32)

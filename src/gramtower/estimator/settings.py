@@ -26,6 +26,7 @@ class ModelSettings:
     dim: int | None = None
     hidden: Hidden | None = None
     activation: str = "relu"
+    normalize: bool | None = None
     loss: str | Loss = "logistic"
     omega: float | None = None
     l2: float | None = None

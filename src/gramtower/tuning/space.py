@@ -30,7 +30,7 @@ from gramtower.engine.kernels.losses import LOSSES
 Value = float | int | str
 LOGARITHMIC = ("omega", "l2", "penalty")
 RANGES = (*LOGARITHMIC, "frequency_power", "left_power", "right_power")
-LISTS = ("imputed", "dim", "hidden", "activation", "loss", "features")
+LISTS = ("imputed", "dim", "hidden", "activation", "normalize", "loss", "features")
 NAMES = (*RANGES, *LISTS)
 
 
@@ -91,8 +91,8 @@ def default_space(start: Mapping[str, Value], *, labels: bool, given_features: b
         given_features: whether features were handed to tune.
     """
     dim, l2 = int(start["dim"]), float(start["l2"])
-    activation = str(start["activation"])
-    others = ("relu", "gelu", "elu") if given_features else ()
+    activation, normalize = str(start["activation"]), str(start["normalize"])
+    others, lengths = (("relu", "gelu", "elu"), ("yes", "no")) if given_features else ((), ())
     space: Space = {
         "omega": Range(float(start["omega"]) / 16, float(start["omega"]) * 8, True),
         "l2": Range(l2 / 32, l2 * 32, True) if given_features else Range(2.0**-10, 1.0, True),
@@ -104,6 +104,7 @@ def default_space(start: Mapping[str, Value], *, labels: bool, given_features: b
         "dim": Choices(tuple(sorted({max(1, dim // 2), dim, dim * 2}))),
         "hidden": Choices(tuple(dict.fromkeys((str(start["hidden"]), *_widths(str(start["hidden"])))))),
         "activation": Choices(tuple(dict.fromkeys((activation, *others)))),
+        "normalize": Choices(tuple(dict.fromkeys((normalize, *lengths)))),
         "loss": Choices(tuple(dict.fromkeys((str(start["loss"]), *(() if labels else ("logistic", "squared")))))),
         "features": Choices(("given", "ids") if given_features else ("ids", "history", "ids+history")),
     }
@@ -218,6 +219,8 @@ def _check_value(name: str, value: Any, whole: Space) -> Value:
         return check.number(label, value)
     if name == "activation":
         return check.choice(label, value, tuple(ACTIVATIONS))
+    if name == "normalize":
+        return check.choice(label, value, ("yes", "no"))
     if name == "loss":
         return check.choice(label, value, tuple(LOSSES))
     if name == "features":

@@ -117,6 +117,7 @@ def start_values(model: ModelSettings, parts: Parts) -> dict[str, Value]:
         "dim": data.dim,
         "hidden": hidden_text(data.hidden),
         "activation": model.activation,
+        "normalize": "yes" if data.normalize else "no",
         "loss": model.loss if isinstance(model.loss, str) else model.loss.name,
         "features": "given" if given_features else "ids",
     }
@@ -143,6 +144,8 @@ def model_arguments(
         for name in ("omega", "l2", "frequency_power", "imputed", "dim", "loss", "activation")
         if name in settings
     }
+    if "normalize" in settings:
+        arguments["normalize"] = settings["normalize"] == "yes"
     if "hidden" in settings:
         arguments["hidden"] = parse_hidden(str(settings["hidden"]))
     for side in ("left", "right"):

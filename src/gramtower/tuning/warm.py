@@ -18,7 +18,14 @@ from torch import Tensor
 from gramtower._files import replacing
 from gramtower.tuning.space import LOGARITHMIC
 
-SAME = ("dim", "hidden", "loss", "imputed", "features")  # must be equal: another shape, or another scale of scores
+SAME = (
+    "dim",
+    "hidden",
+    "normalize",
+    "loss",
+    "imputed",
+    "features",
+)  # must be equal: another shape, or another scale of scores
 RADIUS = 4.0  # octaves of ω, λ, μ, or quarters of a power, beyond which a cold start is as good
 
 

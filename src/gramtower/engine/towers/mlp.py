@@ -21,6 +21,8 @@ from gramtower.engine.towers.layers import InputLinear
 from gramtower.engine.towers.towers import Towers, TwoSided
 from gramtower.runtime.memory import free_memory, readable
 
+_LONGEST = 10.0  # largest score of normalised rows at the start
+_EPS = 1e-5  # added to the mean square of a row before it is divided by its root
 _COPIES = (
     2  # of θ on the host: as drawn, and in its dtype or on its way; engine/objective/plan.py counts what training takes
 )
@@ -33,6 +35,7 @@ def mlp_towers(
     activation: str = "elu",
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    normalize: bool = False,
 ) -> Towers:
     """The paper's network: fully connected layers, no activation after the last.
 
@@ -48,6 +51,8 @@ def mlp_towers(
         activation: one of elu, relu, gelu, tanh, silu, sigmoid, softplus, leaky_relu, selu, mish.
         seed: for the random draws.
         dtype: torch.float32 or torch.float64.
+        normalize: bring the rows of both towers to one length by nn.RMSNorm, whose learned scales are the same for all
+            rows: scores are cosines of rows, times up to 10 at the start.
 
     Example:
         >>> problem = gt.Problem(sp.eye(4, 3, format="csr"))
@@ -56,14 +61,16 @@ def mlp_towers(
     """
     if dtype not in (torch.float32, torch.float64):
         check.fail("dtype", dtype, "torch.float32 or torch.float64")
-    towers = undrawn_towers(problem, hidden, dim, activation, copies=_COPIES)
+    towers = undrawn_towers(problem, hidden, dim, activation, check.flag("normalize", normalize), copies=_COPIES)
     generator = torch.Generator().manual_seed(check.seed(seed))
     for tower, features in ((towers.left, problem.left), (towers.right, problem.right)):
         _draw_(tower, features, generator)
     return towers.to(dtype)
 
 
-def undrawn_towers(problem: TwoSided, hidden: Hidden, dim: int, activation: str, copies: int = 1) -> Towers:
+def undrawn_towers(
+    problem: TwoSided, hidden: Hidden, dim: int, activation: str, normalize: bool = False, copies: int = 1
+) -> Towers:
     """The same network, uninitialised, for parameters that are loaded next.
 
     Refused if so many copies of it are more than the memory that is free.
@@ -79,13 +86,17 @@ def undrawn_towers(problem: TwoSided, hidden: Hidden, dim: int, activation: str,
         layers: list[nn.Module] = [InputLinear(features.width, widths[0], bias=len(widths) > 1, draw=False)]
         for fan_in, fan_out in pairwise(widths):
             layers += [ACTIVATIONS[activation](), nn.Linear(fan_in, fan_out)]
+        if normalize:
+            layers.append(nn.RMSNorm(dim, eps=_EPS))
         return nn.Sequential(*layers)
 
     with torch.random.fork_rng(devices=[]):  # nn.Linear draws; those numbers are not used
         return Towers(tower(problem.left, left), tower(problem.right, right))
 
 
-def mlp_shapes(side: str, width: int, hidden: Sequence[int], dim: int) -> dict[str, tuple[int, ...]]:
+def mlp_shapes(
+    side: str, width: int, hidden: Sequence[int], dim: int, normalize: bool = False
+) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the parameters of one side's tower, whose features are ``width`` columns."""
     widths = [*hidden, dim]
     shapes: dict[str, tuple[int, ...]] = {f"{side}.0.weight": (width, widths[0])}
@@ -93,6 +104,8 @@ def mlp_shapes(side: str, width: int, hidden: Sequence[int], dim: int) -> dict[s
         shapes[f"{side}.0.bias"] = (widths[0],)
     for layer, (fan_in, fan_out) in enumerate(pairwise(widths), 1):
         shapes |= {f"{side}.{2 * layer}.weight": (fan_out, fan_in), f"{side}.{2 * layer}.bias": (fan_out,)}
+    if normalize:
+        shapes[f"{side}.{2 * len(hidden) + 1}.weight"] = (dim,)
     return shapes
 
 
@@ -119,5 +132,7 @@ def _draw_(tower: nn.Module, features: Features, generator: torch.Generator) -> 
             draw_rows_(layer.weight, features, 0.1 / math.sqrt(max(features.mean_square_norm(), 1e-12)), generator)
         elif isinstance(layer, nn.Linear):
             nn.init.normal_(layer.weight, std=math.sqrt(2.0 / layer.in_features), generator=generator)
+        elif isinstance(layer, nn.RMSNorm):
+            nn.init.constant_(layer.weight, math.sqrt(_LONGEST / layer.normalized_shape[0]))
         if isinstance(layer, (InputLinear, nn.Linear)) and layer.bias is not None:
             nn.init.zeros_(layer.bias)

@@ -1,7 +1,8 @@
-"""Learned scales of columns, and LayerNorm.
+"""Learned scales of columns, LayerNorm and RMSNorm.
 
     Scale      y = p ∘ x                                one p for each column, or one for all
     Normalise  y = γ ∘ (x − mean x)/√(var x + ε) + β    nn.LayerNorm over the columns
+               y = γ ∘ x/√(mean x² + ε)                 nn.RMSNorm: rows of one length, whatever their direction
 
 Both are closed forms, also for the preconditioner: the block of a scale is S ∘ Σ r x xᵀ. Checked by
 tests/test_networks.py.
@@ -90,11 +91,12 @@ def _add_scale(name: str, p: Tensor, curvature: Tensor, context: CurvatureContex
 
 @dataclass
 class Normalise(Op):
-    """nn.LayerNorm over the columns: γ ∘ x̂ + β, x̂ = (x − mean x)/σ."""
+    """nn.LayerNorm over the columns: γ ∘ x̂ + β, x̂ = (x − mean x)/σ; nn.RMSNorm if not ``centred``: x̂ = x/σ."""
 
     weight: str | None
     bias: str | None
     eps: float
+    centred: bool = True
 
     overwrites_tangent = False
 
@@ -108,11 +110,15 @@ class Normalise(Op):
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """See Op; keeps x̂ and 1/σ."""
         x = materialise(x)
-        centred = x - x.mean(1, keepdim=True)
-        inverse = centred.square().mean(1, keepdim=True).add_(self.eps).rsqrt_()
-        centred.mul_(inverse)
-        y = centred if self.weight is None else centred * values.tensors[self.weight]
-        return y if self.bias is None else y + values.tensors[self.bias], (centred, inverse)
+        x = self._centre(x)
+        inverse = x.square().mean(1, keepdim=True).add_(self.eps).rsqrt_()
+        unit = x.mul_(inverse) if self.centred else x * inverse  # centred rows are a copy
+        y = unit if self.weight is None else unit * values.tensors[self.weight]
+        return y if self.bias is None else y + values.tensors[self.bias], (unit, inverse)
+
+    def _centre(self, rows: Tensor) -> Tensor:
+        """Each row C, where C = I − 11ᵀ/n takes out the mean, or C = I."""
+        return rows - rows.mean(1, keepdim=True) if self.centred else rows
 
     def jvp(
         self,
@@ -122,14 +128,14 @@ class Normalise(Op):
         tangent: Named,
         out: Tensor | None = None,
     ) -> Tensor:
-        """γ ∘ (dx − mean dx − x̂ mean(x̂ ∘ dx))/σ + dγ ∘ x̂ + dβ."""
-        centred, inverse = saved
-        dy = torch.zeros_like(centred)
+        """γ ∘ (C dx − x̂ mean(x̂ ∘ dx))/σ + dγ ∘ x̂ + dβ."""
+        unit, inverse = saved
+        dy = torch.zeros_like(unit)
         if dx is not None:
-            dy = self._project(materialise(dx), centred, inverse)
+            dy = self._project(materialise(dx), unit, inverse)
             dy = dy if self.weight is None else dy.mul_(values.tensors[self.weight])
         if self.weight is not None and self.weight in tangent:
-            dy.addcmul_(centred, tangent[self.weight])
+            dy.addcmul_(unit, tangent[self.weight])
         return dy.add_(tangent[self.bias]) if self.bias is not None and self.bias in tangent else dy
 
     def vjp(
@@ -144,18 +150,17 @@ class Normalise(Op):
             return None
         return self._project(g if self.weight is None else g.mul_(values.tensors[self.weight]), *saved)
 
-    @staticmethod
-    def _project(d: Tensor, centred: Tensor, inverse: Tensor) -> Tensor:
-        """∂x̂/∂x d, a symmetric matrix for each row."""
-        along = (centred * d).mean(1, keepdim=True)
-        return (d - d.mean(1, keepdim=True)).addcmul_(centred, along, value=-1).mul_(inverse)
+    def _project(self, d: Tensor, unit: Tensor, inverse: Tensor) -> Tensor:
+        """∂x̂/∂x d = (C d − x̂ mean(x̂ ∘ d))/σ, a symmetric matrix for each row."""
+        along = (unit * d).mean(1, keepdim=True)
+        return torch.addcmul(self._centre(d), unit, along, value=-1).mul_(inverse)
 
     def moment(self, saved: tuple[Tensor, Tensor], r: Tensor, some: slice, stride: int) -> Tensor | None:
         """Σ r x̂x̂ᵀ, for the curvature of γ."""
         return None if self.weight is None else outer(saved[0][some], stride * r[some], False)
 
     def pull_curvature(self, S: Tensor, moment: Moment, context: CurvatureContext) -> Tensor:
-        """mean((C − x̂x̂ᵀ/n) T (C − x̂x̂ᵀ/n)/σ²) with T = γγᵀ ∘ S and C = I − 11ᵀ/n, over a sample of rows."""
+        """mean((C − x̂x̂ᵀ/n) T (C − x̂x̂ᵀ/n)/σ²) with T = γγᵀ ∘ S, over a sample of rows."""
         if self.weight is not None:
             assert isinstance(moment, Tensor)
             _add_scale(self.weight, context.values.tensors[self.weight], S * moment, context)
@@ -174,8 +179,8 @@ class Normalise(Op):
         mean = group.sum_(w.sum(dtype=torch.float64))
         B = group.sum_(((X * w).t() @ X).double())
         last = group.sum_(((X * (w * square)).t() @ X).double())
-        mixed = B @ _centre_rows(S)  # x̂ has mean 0, so that C x̂ = x̂
-        return torch.as_tensor(mean * _centre_rows(S - S.mean(0)) - (mixed + mixed.t()) / n + last / n**2)
+        mixed = B @ self._centre(S)  # C x̂ = x̂
+        return mean * self._centre(self._centre(S).t()) - (mixed + mixed.t()) / n + last / n**2
 
     def pull_mean(self, M: Tensor, moment: Moment, context: CurvatureContext) -> Tensor:
         """mean((C − x̂x̂ᵀ/n)/σ) γ ∘ M."""
@@ -187,14 +192,9 @@ class Normalise(Op):
         scale = (group.sum_(sample.weight.sum(dtype=torch.float64)) * context.rows).clamp_min(1e-300).sqrt()
         mean = group.sum_(w.sum(dtype=torch.float64))
         B = group.sum_(((X * w).t() @ X).double())
-        return torch.as_tensor((mean * (M - M.mean(0)) - B @ M / len(M)) / scale)
+        return torch.as_tensor((mean * self._centre(M.t()).t() - B @ M / len(M)) / scale)
 
     @property
     def workspace_factor(self) -> float:
         """See Op: x̂ is kept beside the result."""
         return 1.75
-
-
-def _centre_rows(M: Tensor) -> Tensor:
-    """M C: each row without its mean."""
-    return M - M.mean(1, keepdim=True)

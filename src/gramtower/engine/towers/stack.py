@@ -1,6 +1,6 @@
 """From a torch module to the steps of steps.py, and the refusal of modules that cannot be a tower.
 
-Linear, Embedding, EmbeddingBag, InputLinear, LayerNorm and elementwise activations have steps of their own.
+Linear, Embedding, EmbeddingBag, InputLinear, LayerNorm, RMSNorm and elementwise activations have steps of their own.
 ``nn.Sequential`` is opened, however nested; the ``forward`` of any other class is traced (trace.py); what remains, and
 any module that carries hooks, is called as it is. Checked by tests/test_towers.py and tests/test_networks.py.
 """
@@ -30,9 +30,16 @@ def _layer_norm(layer: nn.LayerNorm, names: Names) -> Op | None:
     return Normalise(names.get(id(layer.weight)), names.get(id(layer.bias)), layer.eps)
 
 
+def _rms_norm(layer: nn.RMSNorm, names: Names) -> Op | None:
+    if len(layer.normalized_shape) > 1 or layer.eps is None:  # without eps it is that of the dtype
+        return None
+    return Normalise(names.get(id(layer.weight)), None, layer.eps, centred=False)
+
+
 STEPS: dict[type[nn.Module], Callable[[Any, Names], Op | None]] = {  # by exact type; first steps are in _input_step
     nn.Linear: lambda layer, names: Affine(names[id(layer.weight)], names.get(id(layer.bias))),
     nn.LayerNorm: _layer_norm,
+    nn.RMSNorm: _rms_norm,
     **{kind.module: lambda module, names: Elementwise(activation_of(module)) for kind in TABLE},
 }
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)

@@ -1,0 +1,283 @@
+"""The models of a benchmark: those that come with it, and the caller's own, behind one interface.
+
+A model of the caller is a baseline of this package; an estimator with ``get_params``, ``fit(pairs, …)`` and
+``recommend(ids, k)``, such as :class:`gramtower.TwoTower`; or a model of ``implicit``, whose factors or similarities
+are ranked. Each run fits a copy, with the run's seed where it takes one. Checked by tests/test_benchmark.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from gramtower import _checks as check
+from gramtower.benchmarking.baselines import (
+    ALS,
+    EASE,
+    Baseline,
+    ItemKNN,
+    Lists,
+    Popularity,
+    as_implicit_asks,
+    lists_by_products,
+    lists_of_factors,
+    needs_implicit,
+    settings_of,
+)
+from gramtower.benchmarking.data import Cut, describe
+from gramtower.data.interactions import Interactions
+from gramtower.data.lookup import index_of, join
+from gramtower.estimator.fit import iterations, make_problem
+from gramtower.estimator.fit_data import prepare_data
+from gramtower.estimator.settings import ModelSettings
+from gramtower.optim.solvers import as_solver
+from gramtower.training.result import Reason
+from gramtower.two_tower import TwoTower
+
+BASELINES: dict[str, Callable[[], Any]] = {"popularity": Popularity, "item-knn": ItemKNN, "ease": EASE, "als": ALS}
+TOWERS: dict[str, Callable[[], TwoTower]] = {
+    "linear": lambda: TwoTower(hidden=()),
+    "linear-features": lambda: TwoTower(hidden=()),
+    "hidden-features": TwoTower,
+}
+BUILT_IN = (*BASELINES, *TOWERS)
+_SEEDS = ("seed", "random_state")
+_LONGEST = 60  # letters of a name
+_BLOCK = 8192  # users that an estimator is asked about at once
+
+
+class Candidate(Protocol):
+    """A model of one run."""
+
+    def check(self, cut: Cut) -> None:
+        """Refuse what could not be fitted, without fitting it."""
+        ...
+
+    def fit(self, cut: Cut, seed: int) -> None:
+        """Learn from the split's training part."""
+        ...
+
+    def lists(self, cut: Cut, k: int) -> Lists:
+        """The k best items of each user of the split, −1 where there is none, without those that are seen."""
+        ...
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model of a benchmark.
+
+    Attributes:
+        name: of the model.
+        make: an unfitted copy of it.
+        kind: "baseline", "towers" or "own".
+        settings: what it was made with, for JSON and to know a run by.
+        random: whether its result depends on the seed.
+        left_out: why it is not run; None if it is.
+    """
+
+    name: str
+    make: Callable[[], Candidate]
+    kind: str
+    settings: dict[str, Any]
+    random: bool = True
+    left_out: str | None = None
+
+
+class OfBaseline:
+    """A baseline as a candidate."""
+
+    def __init__(self, model: Baseline) -> None:
+        self.model = model
+
+    def check(self, cut: Cut) -> None:
+        """Nothing is left to refuse."""
+
+    def fit(self, cut: Cut, seed: int) -> None:
+        """See Candidate."""
+        self.model.fit(cut.train.matrix, seed)
+
+    def lists(self, cut: Cut, k: int) -> Lists:
+        """See Candidate."""
+        return self.model.lists(cut.users, k, cut.seen)
+
+
+class OfImplicit:
+    """A model of implicit as a candidate."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def check(self, cut: Cut) -> None:
+        """Implicit checks when it fits."""
+
+    def fit(self, cut: Cut, seed: int) -> None:
+        """See Candidate."""
+        if hasattr(self.model, "random_state"):
+            self.model.random_state = seed
+        self.pairs = sp.csr_matrix((cut.train.matrix > 0).astype(np.float32))
+        with as_implicit_asks() if type(self.model).__module__.startswith("implicit.") else nullcontext():
+            self.model.fit(self.pairs, show_progress=False)
+
+    def lists(self, cut: Cut, k: int) -> Lists:
+        """See Candidate."""
+        if getattr(self.model, "similarity", None) is not None:
+            return lists_by_products(self.pairs, self.model.similarity, cut.users, k, cut.seen)
+        return lists_of_factors(self.model, cut.users, k, cut.seen)
+
+
+class OfEstimator:
+    """An estimator as a candidate."""
+
+    def __init__(self, model: Any, arguments: Mapping[str, Any]) -> None:
+        self.model, self.arguments = model, dict(arguments)
+
+    def check(self, cut: Cut) -> None:
+        """Refuse settings and features of towers that do not fit the data; other estimators check when they fit."""
+        if isinstance(self.model, ModelSettings):
+            known = {name: one for name, one in self.arguments.items() if name in ("left_features", "right_features")}
+            as_solver(self.model.optimizer, dict(self.model.solver_options()))
+            data = prepare_data(self.model, cut.train, **known)
+            make_problem(self.model, data)
+            check.count("max_iterations", iterations(self.model, data), minimum=0)
+
+    def fit(self, cut: Cut, seed: int) -> None:
+        """See Candidate."""
+        params = {name: copy.deepcopy(value) for name, value in self.model.get_params().items()}
+        self.model = type(self.model)(**params | {name: seed for name in _SEEDS if name in params})
+        self.model.fit(cut.train, **self.arguments)
+        if getattr(self.model, "reason_", None) is Reason.INTERRUPTED:
+            raise KeyboardInterrupt
+
+    def lists(self, cut: Cut, k: int) -> Lists:
+        """See Candidate."""
+        index, found = index_of(cut.train.right_ids), np.full((len(cut.users), k), -1, dtype=np.int64)
+        for start in range(0, len(cut.users), _BLOCK):
+            rows = cut.users[start : start + _BLOCK]
+            ids, scores = self.model.recommend(cut.train.left_ids[rows].tolist(), k)
+            names, filled = np.asarray(ids), np.asarray(scores) > -np.inf
+            if names.ndim != 2 or names.shape != filled.shape or len(names) != len(rows):
+                expected = f"ids and scores of shape ({len(rows)}, {k} or fewer)"
+                check.fail("recommend", f"ids of shape {names.shape} and scores of shape {filled.shape}", expected)
+            columns = join(names[filled], index)
+            if (columns < 0).any():
+                check.fail("recommend", f"{names[filled][columns < 0].tolist()[0]!r}", "ids of the training pairs")
+            width = min(k, names.shape[1])
+            block = np.full(names.shape, -1, dtype=np.int64)
+            block[filled] = columns
+            found[start : start + len(rows), :width] = block[:, :width]
+        return found
+
+
+def make_entries(
+    pairs: Interactions,
+    baselines: Sequence[str] | None,
+    models: Mapping[str, Any] | None,
+    features: Mapping[str, Any],
+) -> list[Entry]:
+    """The models of a benchmark, checked.
+
+    Args:
+        pairs: what they learn from.
+        baselines: names of BUILT_IN; None for all that the data allow.
+        models: the caller's own, by name.
+        features: what was given of ``left_features`` and ``right_features``.
+    """
+    entries = [_built_in(name, pairs, features) for name in _chosen(baselines, bool(features))]
+    if models is not None and not isinstance(models, Mapping):
+        check.fail("models", type(models).__name__, "names and models, such as {'mine': gramtower.TwoTower(dim=32)}")
+    for name, given in (models or {}).items():
+        if not isinstance(name, str) or not name.strip() or len(name) > _LONGEST or not name.isprintable():
+            check.fail("models", f"the name {name!r}", f"text of 1 to {_LONGEST} letters")
+        if name in BUILT_IN:
+            check.fail("models", f"the name {name!r}", "a name other than " + ", ".join(BUILT_IN))
+        entries.append(_own(name, given, pairs, features))
+    if not any(entry.left_out is None for entry in entries):
+        reasons = "; ".join(f"{entry.name}: {entry.left_out}" for entry in entries)
+        check.fail("models", f"none that can run ({reasons})" if entries else "none", "at least one model")
+    return entries
+
+
+def _chosen(names: Any, with_features: bool) -> list[str]:
+    fitting = [name for name in BUILT_IN if with_features or not name.endswith("-features")]
+    if names is None:
+        return fitting
+    chosen = [names] if isinstance(names, str) else check.listed("baselines", names, "names")
+    for name in chosen:
+        if name not in BUILT_IN:
+            near = check.near(name, BUILT_IN, 1) if isinstance(name, str) else []
+            hint = f"{near[0]!r}, or another of " if near else ""
+            check.fail("baselines", repr(name), hint + ", ".join(BUILT_IN))
+        if name not in fitting:
+            check.fail("baselines", repr(name), "left_features or right_features for it to see")
+    if len(set(chosen)) < len(chosen):
+        check.fail("baselines", ", ".join(chosen), "each name once")
+    return chosen
+
+
+def _built_in(name: str, pairs: Interactions, features: Mapping[str, Any]) -> Entry:
+    if name in TOWERS:
+        model = TOWERS[name]()
+        return _estimator(name, model, features if name.endswith("-features") else {}, pairs, "towers")
+    return _baseline(name, BASELINES[name](), pairs)
+
+
+def _baseline(name: str, model: Any, pairs: Interactions) -> Entry:
+    reason = needs_implicit(model)
+    if reason is None and isinstance(model, EASE):
+        reason = model.too_large(pairs.shape[1])
+    settings, kind = settings_of(model), type(model)
+    return Entry(
+        name, lambda: OfBaseline(kind(**copy.deepcopy(settings))), "baseline",
+        {"model": kind.__name__, **describe(settings)}, isinstance(model, ALS), reason,
+    )  # fmt: skip
+
+
+def _own(name: str, given: Any, pairs: Interactions, features: Mapping[str, Any]) -> Entry:
+    paired = isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping)
+    model, arguments = given if paired else (given, features)
+    if isinstance(model, (Popularity, ItemKNN, EASE, ALS)) and not paired:
+        return _baseline(name, model, pairs)
+    if not isinstance(model, type) and all(
+        callable(getattr(model, n, None)) for n in ("get_params", "fit", "recommend")
+    ):
+        return _estimator(name, model, arguments, pairs, "own")
+    of_implicit = hasattr(model, "user_factors") or hasattr(model, "similarity")
+    if of_implicit and not isinstance(model, type) and callable(getattr(model, "fit", None)) and not paired:
+        plain = {n: v for n, v in vars(model).items() if isinstance(v, (bool, int, float, str)) and n not in _SEEDS}
+        return Entry(name, lambda: OfImplicit(copy.deepcopy(model)), "own", {"model": type(model).__name__, **plain})
+    shown = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+    expected = (
+        "a model with get_params, fit and recommend such as gramtower.TwoTower(), a pair of it and the arguments of "
+        "its fit, one of gramtower.benchmarking.baselines, or one of implicit"
+    )
+    check.fail(f"models[{name!r}]", shown, expected)
+
+
+def _estimator(name: str, model: Any, arguments: Mapping[str, Any], pairs: Interactions, kind: str) -> Entry:
+    told = {part: describe(value, _ids(part, pairs)) for part, value in arguments.items()}
+    for part, value in arguments.items():
+        _check_rows(part, value, pairs)
+    settings = {n: describe(v) for n, v in model.get_params().items() if n not in ("verbose", *_SEEDS)}
+    return Entry(
+        name, lambda: OfEstimator(model, arguments), kind,
+        {"model": type(model).__name__, **settings, **({"fit": told} if told else {})},
+    )  # fmt: skip
+
+
+def _ids(argument: str, pairs: Interactions) -> NDArray[Any] | None:
+    return {"left_features": pairs.left_ids, "right_features": pairs.right_ids}.get(argument)
+
+
+def _check_rows(argument: str, value: Any, pairs: Interactions) -> None:
+    """Refuse matrices of features with other rows than there are entities, before anything is fitted."""
+    ids = _ids(argument, pairs)
+    for part in value if isinstance(value, (list, tuple)) else [value]:
+        if ids is not None and hasattr(part, "shape") and part.shape[0] != len(ids):
+            check.fail(argument, f"{part.shape[0]} rows", f"{len(ids)}, one for each entity of pairs")

@@ -1,0 +1,304 @@
+"""``gt.benchmark``: models × seeds, one after the other, each finished run kept.
+
+For each seed one split, shared by all models; for each model a fit, lists of the users with test pairs, and their
+metrics. An error ends a run, not the benchmark. Cost: that of the fits and lists, and of the bootstrap
+(benchmarking/summary.py). Checked by tests/test_benchmark.py.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from gramtower import _checks as check
+from gramtower._files import plain
+from gramtower.benchmarking.build import Benchmark, build, result_of
+from gramtower.benchmarking.data import Cut, checked_metrics, describe, digest_of, known_pairs, make_cut
+from gramtower.benchmarking.models import Entry, make_entries
+from gramtower.benchmarking.store import (
+    MANIFEST,
+    Manifest,
+    Run,
+    read_manifest,
+    read_run,
+    write_manifest,
+    write_run,
+)
+from gramtower.compare.machine import OthersBusy, environment
+from gramtower.data.interactions import Interactions
+from gramtower.distributed.group import current_group
+from gramtower.metrics.definitions import DEFAULT, parse
+from gramtower.runtime.resident import ResidentPeak
+from gramtower.training.lock import locked
+from gramtower.two_tower import TwoTower
+
+_MOST_SEEDS = 1000
+
+
+def benchmark(
+    pairs: Any,
+    test: Any = 0.1,
+    *,
+    metrics: str | Sequence[str] = DEFAULT,
+    models: Mapping[str, Any] | None = None,
+    baselines: Sequence[str] | None = None,
+    left_features: Any = None,
+    right_features: Any = None,
+    seeds: int | Sequence[int] = 3,
+    reference: str | None = None,
+    out: str | Path | None = None,
+    fresh: bool = False,
+    title: str = "",
+    command: str | None = None,
+    progress: Callable[[str], None] | None = None,
+    verbose: bool = False,
+) -> Benchmark:
+    """Compare models on the same split, with the same candidates, under several seeds.
+
+    Everything is checked before the first fit. A model that fails, or cannot run here, is reported and the rest runs.
+
+    Args:
+        pairs: :class:`~gramtower.Interactions`, or a scipy.sparse matrix.
+        test: the share of pairs to test on, drawn at random with each seed; or pairs held out by yourself, the same for
+            all seeds, while ``pairs`` are those to learn from.
+        metrics: names, see docs/metrics.md; the first decides who is the best. Those of lists: not auc, mrr without K
+            and diversity.
+        models: your own, by name: a :class:`gramtower.TwoTower` or another estimator with ``get_params``,
+            ``fit(pairs, …)`` and ``recommend(ids, k)``, which leaves out what is seen; a pair of it and the arguments
+            of its fit; one of :mod:`gramtower.benchmarking.baselines`; or a model of implicit. Each run fits a copy,
+            whose ``seed`` or ``random_state`` is that of the run.
+        baselines: which of those that come with it, of popularity, item-knn, ease, als, linear, linear-features and
+            hidden-features; None for all, the last two where there are features.
+        left_features: what the left tower sees, as for ``TwoTower.fit``: of the models with features, and of your own.
+        right_features: the same for the right tower.
+        seeds: how many, from 0 on; or which.
+        reference: the model that differences are from; None for the best.
+        out: folder for report.html, summary.json, benchmark.json and the finished runs. A benchmark that was stopped
+            goes on from there, and other models and seeds are added to those there. None keeps nothing.
+        fresh: start anew even if the folder holds a benchmark.
+        title: of the page; the folder's name if it is empty.
+        command: the command line, for the page.
+        progress: called with a line for each run that ends.
+        verbose: print these lines on standard error.
+
+    Returns:
+        Means, intervals, differences, times and memory; printing it shows a table and who won.
+    """
+    if (processes := current_group().size) > 1:
+        check.fail("benchmark", f"{processes} processes", "one: models do not run over several")
+    known, names, numbers = known_pairs(pairs), checked_metrics(metrics), checked_seeds(seeds)
+    given = {"left_features": left_features, "right_features": right_features}
+    entries = make_entries(known, baselines, models, {name: one for name, one in given.items() if one is not None})
+    if reference is not None and reference not in (able := [e.name for e in entries if e.left_out is None]):
+        check.fail("reference", repr(reference), "one of " + ", ".join(able))
+    first = make_cut(known, test, numbers[0])
+    folder = None if out is None else check.path("out", out)
+    if folder is not None and folder.is_file():
+        check.fail("out", folder, "a folder")
+    manifest = Manifest(
+        title=title or (folder.resolve().name if folder is not None else "models"),
+        data=_about(known, test),
+        fixed_test=not _is_share(test),
+        metrics=names,
+        seeds=numbers,
+        reference=reference,
+        models={e.name: _facts(e) for e in entries},
+        commands=[] if command is None else [command],
+    )
+    for entry in entries:
+        _check_entry(entry, first)
+    lines = progress if progress is not None else _to_stderr if verbose else _nowhere
+    with _hold(folder):
+        if folder is not None:
+            manifest = _joined(folder, manifest, check.flag("fresh", fresh))
+            write_manifest(folder, manifest)
+        runner = _Runner(known, test, manifest, {e.name: e for e in entries}, folder, lines)
+        runner.run()
+        return result_of(runner.manifest, runner.runs) if folder is None else build(folder)
+
+
+def checked_seeds(seeds: Any) -> list[int]:
+    """Seeds: so many from 0 on, or those given."""
+    if isinstance(seeds, (int, np.integer)) and not isinstance(seeds, bool):
+        return list(range(check.count("seeds", seeds, most=_MOST_SEEDS)))
+    found = [check.seed(one) for one in check.listed("seeds", seeds, "seeds")]
+    if not found or len(set(found)) < len(found) or len(found) > _MOST_SEEDS:
+        check.fail("seeds", f"{found}", f"1 to {_MOST_SEEDS} different seeds, or how many")
+    return found
+
+
+@dataclass
+class _Runner:
+    """The loop over seeds and models."""
+
+    pairs: Interactions
+    test: Any
+    manifest: Manifest
+    entries: dict[str, Entry]
+    folder: Path | None
+    progress: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self.runs: list[Run] = []
+        self.k = max(metric.k for metric in parse(self.manifest.metrics))
+
+    def run(self) -> None:
+        """Run what has not ended."""
+        asked = list(self._asked())
+        waiting = [(seed, entry) for seed, entry in asked if not self._ended(entry.name, seed)]
+        if self.folder is not None and len(waiting) < len(asked):
+            self.progress(f"{len(asked) - len(waiting)} of {len(asked)} runs are there already")
+        if any(entry.kind == "towers" for _, entry in waiting):
+            _prepare()
+        where, cut, of = environment(), None, 0
+        for place, (seed, entry) in enumerate(waiting, start=1):
+            if cut is None or (seed != of and not self.manifest.fixed_test):
+                cut, of = make_cut(self.pairs, self.test, seed), seed
+            text = self._one(entry, seed, cut, where)
+            then = "".join(f"; next: {after.name}, seed {its}" for its, after in waiting[place : place + 1])
+            ended = len(asked) - len(waiting) + place
+            self.progress(f"{ended}/{len(asked)}  {entry.name}, seed {seed}: {text}{then}")
+
+    def _asked(self) -> Iterator[tuple[int, Entry]]:
+        for seed in self.manifest.seeds:
+            for name, entry in self.entries.items():
+                if entry.left_out is None and seed in self.manifest.seeds_of(name):
+                    yield seed, entry
+
+    def _ended(self, name: str, seed: int) -> bool:
+        return self.folder is not None and read_run(self.folder, name, seed) is not None
+
+    def _one(self, entry: Entry, seed: int, cut: Cut, where: dict[str, Any]) -> str:
+        """A run, kept if it ends well; returns what to say of it."""
+        failures = {name: dict(errors) for name, errors in self.manifest.failures.items()}
+        before = failures.get(entry.name, {}).pop(str(seed), None)
+        try:
+            run = replace(measure(entry, seed, cut, self.k, self.manifest.metrics), environment=where)
+        except Exception as error:  # of whatever kind: models may be anyone's
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "  # whose text names the argument
+            text = kind + " ".join(str(error).split())
+            failures.setdefault(entry.name, {})[str(seed)] = text
+            self._note(failures)
+            return f"failed, {text}"
+        if before is not None:
+            self._note({name: errors for name, errors in failures.items() if errors})
+        self.runs.append(run)
+        if self.folder is not None:
+            write_run(self.folder, run)
+        metric = self.manifest.metrics[0]
+        return f"{metric} {run.metrics[metric]:.4f}, {run.seconds:.2f} s"
+
+    def _note(self, failures: dict[str, dict[str, str]]) -> None:
+        self.manifest = replace(self.manifest, failures=failures)
+        if self.folder is not None:
+            write_manifest(self.folder, self.manifest)
+
+
+def measure(entry: Entry, seed: int, cut: Cut, k: int, metrics: list[str]) -> Run:
+    """One run of a model: fit, lists, metrics."""
+    candidate, peak, others = entry.make(), ResidentPeak(), OthersBusy()
+    began = time.perf_counter()
+    candidate.fit(cut, seed)
+    fitted = time.perf_counter()
+    lists = candidate.lists(cut, min(k, cut.train.shape[1]))
+    ended, largest, busy = time.perf_counter(), peak.bytes(), others.cores()
+    scores = cut.measure(lists, metrics)
+    return Run(
+        entry.name, seed, {name: float(scores[name]) for name in metrics}, cut.users,
+        {name: np.asarray(values, dtype=np.float64) for name, values in scores.per_user.items()},
+        fitted - began, ended - fitted, largest, peak.start, busy,
+    )  # fmt: skip
+
+
+def _check_entry(entry: Entry, cut: Cut) -> None:
+    """Refuse a model that could not be fitted, by its name."""
+    try:
+        if entry.left_out is None:
+            entry.make().check(cut)
+    except ValueError as error:
+        raise ValueError(f"models[{entry.name!r}]: {error}") from error
+
+
+def _prepare() -> None:
+    """Compile what all towers share, so that no model is charged for it."""
+    few = sp.csr_matrix(np.eye(8, dtype=np.float32))
+    TwoTower(dim=2, hidden=(), max_iterations=2).fit(few)
+    TwoTower(dim=2, hidden=(2,), max_iterations=2).fit(few, ["id", few], ["id", few])
+
+
+def _is_share(test: Any) -> bool:
+    return not isinstance(test, Interactions) and not sp.issparse(test)
+
+
+def _facts(entry: Entry) -> dict[str, Any]:
+    facts = {"kind": entry.kind, "settings": entry.settings, "random": entry.random, "left_out": entry.left_out}
+    content: dict[str, Any] = plain(facts)
+    return content
+
+
+def _about(pairs: Interactions, test: Any) -> dict[str, Any]:
+    share, weights = _is_share(test), [] if pairs.weights is None else [pairs.weights]
+    held = f"a share of {float(test):g} drawn at random for the test, anew with each seed" if share else "a given test"
+    content: dict[str, Any] = plain(
+        {
+            "left": pairs.shape[0],
+            "right": pairs.shape[1],
+            "pairs": len(pairs),
+            "test": held,
+            "fingerprint": digest_of(pairs.matrix, pairs.left_ids, pairs.right_ids, *weights),
+            "test_fingerprint": None if share else digest_of(str(describe(test))),
+        }
+    )
+    return content
+
+
+def _joined(folder: Path, now: Manifest, fresh: bool) -> Manifest:
+    """What is asked for together with what a folder holds; refuses a folder of another benchmark."""
+    before = None if fresh else read_manifest(folder)
+    if before is None:
+        for path in [*folder.glob("runs/*.tensors"), folder / MANIFEST]:
+            path.unlink(missing_ok=True)
+        return now
+    differing = [name for name in ("data", "fixed_test", "metrics") if getattr(before, name) != getattr(now, name)]
+    differing += [n for n, facts in now.models.items() if n in before.models and _marks(before, n) != _marks(now, n)]
+    if differing:
+        given = f"{folder}, whose {MANIFEST} differs in {', '.join(differing)}"
+        check.fail("out", given, "a folder of its own for another benchmark, or fresh to replace it")
+    return replace(
+        now,
+        title=before.title,
+        seeds=list(dict.fromkeys([*before.seeds, *now.seeds])),
+        reference=before.reference if now.reference is None else now.reference,
+        models={**before.models, **now.models},
+        failures=before.failures,
+        commands=list(dict.fromkeys([*before.commands, *now.commands])),
+    )
+
+
+def _marks(manifest: Manifest, name: str) -> Any:
+    """What must be the same for a model's runs to be kept."""
+    facts = manifest.facts(name)
+    return facts.kind, facts.settings, facts.random
+
+
+def _hold(folder: Path | None) -> AbstractContextManager[None]:
+    if folder is None:
+        return nullcontext()
+    folder.mkdir(parents=True, exist_ok=True)
+    return locked(folder, name="out")
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _nowhere(text: str) -> None:
+    pass
