@@ -1,10 +1,20 @@
-"""Reading a CSV of pairs with string ids: time and peak memory against polars alone reading and dictionary-encoding it.
+"""Reading pairs: a CSV against polars alone, and a folder of Parquet parts against the arrays that it becomes.
 
-    python benchmarks/bench_reading.py [--rows 10000000] [--rounds 3]
+    python benchmarks/bench_reading.py [csv] [--rows 10000000] [--rounds 3]
+    python benchmarks/bench_reading.py parts [--rows 10000000] [--ids text] [--part-rows 1000000] [--folder FOLDER]
 
 Each run is a fresh process that times the work after its imports; peak memory is that of the process less what it
-held before the work (Linux). Rounds alternate between the two; ratios are those of the medians. Bounds: time ≤ 1.5,
-memory ≤ 2.5. Writes benchmarks/results/reading.json.
+held before the work (Linux).
+
+csv: time and peak memory of reading string ids, against polars reading and dictionary-encoding the same file. Rounds
+alternate between the two; ratios are those of the medians. Bounds: time ≤ 1.5, memory ≤ 2.5. Writes
+benchmarks/results/reading.json.
+
+parts: rows a second, and peak memory over the bytes of the result (matrix and ids): of the process that reads, and of
+it with its workers, whose memory (an interpreter, polars and a piece each) does not grow with the rows; sampled every
+10 ms. Bound: ≤ 1.5 from 100 million rows on, and less than 12 GB in all for 300 million. Writes
+benchmarks/results/reading_parts_IDS.json (with the number of rows in its name unless these are 300 million). Parts are
+made in FOLDER unless it holds some; 300 million rows of text take about 2 GB there.
 """
 
 from __future__ import annotations
@@ -19,7 +29,7 @@ from pathlib import Path
 
 from common import write_result
 
-TIME_BOUND, MEMORY_BOUND = 1.5, 2.5
+TIME_BOUND, MEMORY_BOUND, PARTS_BOUND = 1.5, 2.5, 1.5
 
 MEASURE = """
 import json, re, sys, time
@@ -48,6 +58,104 @@ print(json.dumps({"seconds": seconds, "bytes": peak() - before, "made": str(geta
 """
 
 
+MEASURE_PARTS = """
+import json, re, sys, threading, time
+import numba, polars as pl
+import scipy.sparse
+from gramtower.data import grouping, interning
+from gramtower.data.interactions import Interactions
+
+def resident(pid, name="VmRSS"):
+    try:
+        with open(f"/proc/{pid}/status") as status:
+            return int(re.search(name + r":\\s+(\\d+)", status.read())[1]) * 1024
+    except (OSError, TypeError):
+        return 0
+
+def children():
+    found = []
+    for task in __import__("os").listdir("/proc/self/task"):
+        try:
+            found += open(f"/proc/self/task/{task}/children").read().split()
+        except OSError:
+            pass
+    return found
+
+Interactions.from_parquet(sys.argv[2], "user", "item")  # compiles, or loads compiled code
+with open("/proc/self/clear_refs", "w") as control:
+    control.write("5")
+before, together, done = resident("self"), [0], threading.Event()
+
+def watch():
+    while not done.wait(0.01):
+        together[0] = max(together[0], resident("self") + sum(map(resident, children())))
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+start = time.perf_counter()
+last = [start]
+def progress(state):
+    if time.perf_counter() > last[0] + 10:
+        last[0] = time.perf_counter()
+        print(state, file=sys.stderr, flush=True)
+made = Interactions.from_parquet(sys.argv[1], "user", "item", progress=progress)
+seconds = time.perf_counter() - start
+peak = resident("self", "VmHWM")
+done.set()
+watcher.join()
+matrix = made.matrix
+size = matrix.data.nbytes + matrix.indices.nbytes + matrix.indptr.nbytes
+ids = sum(x.nbytes + (sum(map(sys.getsizeof, x)) if x.dtype == object else 0) for x in (made.left_ids, made.right_ids))
+print(json.dumps({"seconds": seconds, "bytes": peak - before, "with_workers": together[0] - before, "peak": together[0],
+    "result": size + ids, "ids": ids, "pairs": len(made), "left": made.shape[0], "right": made.shape[1]}))
+"""
+
+
+def generate_parts(folder: Path, rows: int, part_rows: int, text: bool) -> None:
+    """Parts of pairs like those of generate."""
+    import numpy as np
+    import polars as pl
+
+    folder.mkdir(parents=True, exist_ok=True)
+    users, items = max(rows // 20, 1), max(rows // 100, 1)
+    for number, start in enumerate(range(0, rows, part_rows)):
+        rng, count = np.random.default_rng([0, number]), min(part_rows, rows - start)
+        user = (users * rng.random(count) ** 1.5).astype(np.int64) * 7919 % users
+        item = (items * rng.random(count) ** 2.5).astype(np.int64) * 104729 % items
+        frame = pl.DataFrame({"user": user, "item": item})
+        if text:
+            frame = frame.select(pl.format("user-{}", "user").alias("user"), pl.format("item_{}", "item").alias("item"))
+        frame.write_parquet(folder / f"part-{number:05d}.parquet")
+
+
+def measure_parts(options: argparse.Namespace) -> None:
+    text = options.ids == "text"
+    with tempfile.TemporaryDirectory() as own:
+        folder, small = options.folder or Path(own) / "parts", Path(own) / "small"
+        if not folder.exists():
+            generate_parts(folder, options.rows, options.part_rows, text)
+        generate_parts(small, 10_000, 5000, text)
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURE_PARTS, str(folder), str(small)],
+            stdout=subprocess.PIPE,
+            check=True,
+            text=True,
+        )
+    found = json.loads(done.stdout)
+    ratios = {name: found[name] / found["result"] for name in ("bytes", "with_workers")}
+    print(f"{options.rows:,} rows with {options.ids} ids, {size / 1e6:,.0f} MB in parts of {options.part_rows:,} rows")
+    print(f"  {found['seconds']:.1f} s, {options.rows / found['seconds'] / 1e6:.2f} M rows/s")
+    print(f"  result {found['result'] / 1e6:,.0f} MB, of which ids {found['ids'] / 1e6:,.0f} MB")
+    print(f"  all processes together, with what they hold before: {found['peak'] / 1e6:,.0f} MB")
+    for name, ratio in ratios.items():
+        met = "met" if ratio <= PARTS_BOUND else "MISSED"
+        print(f"  {name:12} {found[name] / 1e6:8,.0f} MB, ratio {ratio:.2f}, bound {PARTS_BOUND}: {met}")
+    result = {"rows": options.rows, "file_bytes": size, "found": found, "ratios": ratios, "bound": PARTS_BOUND}
+    name = f"reading_parts_{options.ids}" + ("" if options.rows == 300_000_000 else f"_{options.rows}")
+    print(write_result(name, result))
+
+
 def generate(path: Path, rows: int, seed: int = 0) -> None:
     """Pairs of skewed popularity, in no order, with ids of 9 to 14 letters."""
     import numpy as np
@@ -71,10 +179,17 @@ def run(name: str, path: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["csv", "parts"], default="csv")
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ids", choices=["text", "numbers"], default="text")
+    parser.add_argument("--part-rows", type=int, default=1_000_000)
+    parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
+    if options.what == "parts":
+        measure_parts(options)
+        return
     runs: dict[str, list[dict[str, float]]] = {"polars": [], "gramtower": []}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "pairs.csv"

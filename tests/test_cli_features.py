@@ -87,6 +87,15 @@ def test_features_are_seen_beside_ids_and_info_says_so(fitted, capsys):
     assert load(fitted / "model.gramtower").right_.inputs.width == 30 + 64
 
 
+def test_identities_beside_features_may_be_a_smaller_correction(files, tmp_path, capsys):
+    answer(capsys, *fit(files, tmp_path, "--identity-scale", "0.1", iterations=1))
+    model = load(tmp_path / "model.gramtower")
+    assert [side.inputs.parts[0].name for side in (model.left_, model.right_)] == ["id*0.1", "id*0.1"]
+    assert "identity_scale = 0.1" in (tmp_path / "config.toml").read_text().replace("-", "_")
+    assert run([*map(str, fit(files, tmp_path / "none", "--identity-scale", "0"))]) == 2
+    assert "--identity-scale: got 0" in capsys.readouterr().err
+
+
 def test_evaluate_and_similar_work_as_without_features(files, fitted, capsys):
     found = answer(capsys, "evaluate", fitted, "--test", files / "test.csv", "--metrics", "recall@20")
     assert found["metrics"]["recall@20"] > 0.95

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import shared_fits
@@ -10,6 +12,7 @@ from processes import run_group
 
 import gramtower as gt
 from gramtower.distributed.shards import Rows, balanced
+from gramtower.engine.towers import id_tables
 from gramtower.engine.towers.id_tables import draw_rows_
 
 
@@ -63,6 +66,33 @@ def test_tables_are_drawn_as_one_process_would(rows):
         assert torch.equal(own, whole[first:stop])
         later.append(float(torch.randn(1, generator=generator)))
     assert len(set(later)) == 1  # what is drawn next is the same in every process
+
+
+def test_large_tables_are_the_same_for_any_number_of_processes_and_threads(monkeypatch):
+    monkeypatch.setattr(id_tables, "_MANY", 1000)
+    monkeypatch.setattr(id_tables, "_BLOCK", 64)
+    total, width, before = 1000, 5, torch.get_num_threads()
+    features = gt.Problem(shared_fits.planted_pairs(40, 30, 100)).left
+    drawn, later = [], []
+    try:
+        for threads, cuts in ((1, (0, 1000)), (3, (0, 1000)), (2, (0, 64, 64, 65, 300, 1000, 1000))):
+            torch.set_num_threads(threads)
+            parts = []
+            for first, stop in itertools.pairwise(cuts):
+                features.rows = stop - first
+                features.place(first, total, 1.0)
+                generator = torch.Generator().manual_seed(5)
+                parts.append(torch.full((stop - first, width), torch.nan))
+                draw_rows_(parts[-1], features, 0.3, generator)
+                later.append(float(torch.randn(1, generator=generator)))
+            drawn.append(torch.cat(parts))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(drawn[0], drawn[1])
+    assert torch.equal(drawn[0], drawn[2])
+    assert len(set(later)) == 1
+    assert abs(drawn[0].std() - 0.3) < 0.02
+    assert len(drawn[0].unique()) > 0.99 * drawn[0].numel()  # no block is drawn twice
 
 
 def test_bytes_of_a_product_are_those_of_the_formula(tmp_path):

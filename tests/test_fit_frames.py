@@ -10,6 +10,7 @@ import pytest
 import gramtower as gt
 from gramtower.data.interactions import Interactions
 from gramtower.data.lists import lists_frame
+from gramtower.data.tables import FeatureTable
 
 pl = pytest.importorskip("polars")
 rng = np.random.default_rng(0)
@@ -101,3 +102,105 @@ def test_lists_that_do_not_fit_are_refused(monkeypatch):
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=r'pip install "gramtower\[io\]"'):
         lists_frame([1], np.zeros((1, 1)), np.zeros((1, 1)))
+
+
+def titled(**more):
+    return {"id": [f"i{x}" for x in range(20)], "title": [f"Film {x}" for x in range(20)], **more}
+
+
+def test_recommendations_as_a_frame_say_what_the_arrays_say():
+    model = small().fit(frame("polars"), **NAMES)
+    asked = model.left_.ids[:3].tolist()
+    ids, scores = model.recommend(asked, k=4)
+    table = model.recommend(asked, k=4, as_frame=True, table=titled(year=list(range(1990, 2010))))
+    assert table.columns == ["left", "rank", "right", "score", "title", "year"]
+    assert table["left"].to_list() == [key for key in asked for _ in range(4)]
+    assert table["left"].dtype == pl.Int64  # as they came in
+    assert table["right"].to_list() == ids.ravel().tolist()
+    assert table["score"].to_list() == scores.ravel().tolist()
+    expected = [f"Film {int(key[1:])}" if int(key[1:]) < 20 else None for key in ids.ravel()]
+    assert None in expected  # some have no row
+    assert table["title"].to_list() == expected
+    full = model.recommend(asked, k=25, as_frame=True)  # fewer than 25 have not been seen
+    assert len(full) == sum(np.isfinite(row).sum() for row in model.recommend(asked, k=25)[1])
+
+
+def test_similar_entities_as_a_frame():
+    model = small().fit(frame("polars"), **NAMES)
+    ids, scores = model.similar(["i3", "i4"], k=3)
+    pandas = pytest.importorskip("pandas")
+    table = model.similar(["i3", "i4"], k=3, as_frame=True, table=pandas.DataFrame(titled()))
+    assert table.columns == ["right", "rank", "similar", "score", "title"]
+    assert table["right"].to_list() == ["i3"] * 3 + ["i4"] * 3
+    assert table["similar"].to_list() == ids.ravel().tolist()
+    assert table["score"].to_list() == scores.ravel().tolist()
+
+
+def test_new_left_entities_are_called_by_the_ids_of_their_table_or_by_row(tmp_path):
+    users = {"user": list(range(1000, 1030)), "age": [float(x) for x in range(30)]}
+    model = small().fit(frame("polars"), **NAMES, left_features=FeatureTable(users, id="user", numeric=["age"]))
+    new = {"user": [1, None, 1002], "age": [3.0, 4.0, 5.0]}
+    table = model.recommend(left_features=new, k=1, as_frame=True)
+    assert table["left"].to_list() == [1, None, 1002]
+    assert model.recommend(left_features={"age": [3.0, 4.0]}, k=1, as_frame=True)["left"].to_list() == [0, 1]
+    (tmp_path / "films.csv").write_text("film,title\ni1,One\ni2,Two\n" + "".join(f"i{x},x\n" for x in range(3, 25)))
+    assert "title" in model.recommend([1002], k=1, as_frame=True, table=tmp_path / "films.csv").columns
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (titled(score=[0.0] * 20), "table: got a column 'score', expected names other than 'left'"),
+        ({"id": ["x", "y"], "title": ["a", "b"]}, "table: got 2 rows, none of which has the id of an answer"),
+        ({"id": ["i1", "i1"], "title": ["a", "b"]}, "table: got an id in several rows of column 'id'"),
+        ({}, "table: got no columns"),
+    ],
+)
+def test_tables_that_cannot_be_put_beside_lists_are_refused(table, message):
+    model = small().fit(frame("polars"), **NAMES)
+    with pytest.raises(ValueError, match=message):
+        model.recommend([1001], as_frame=True, table=table)
+    with pytest.raises(ValueError, match="as_frame=True as well"):
+        model.recommend([1001], table=titled())
+
+
+@pytest.mark.parametrize("kind", ["polars", "lazy", "pandas", "pyarrow", "mapping"])
+def test_test_pairs_and_exclusions_may_be_frames(kind, tmp_path):
+    model = small().fit(frame("polars")[:300], **NAMES)
+    expected = model.evaluate(Interactions.from_frame(frame("polars"), **NAMES))
+    assert model.evaluate(frame(kind)) == expected  # the first two columns
+    turned = {name: COLUMNS[name] for name in ("stars", "item", "user")}
+    assert model.evaluate(turned, **NAMES) == expected
+    liked = Interactions.from_frame(frame("polars"), **NAMES, value="stars", threshold=4)
+    assert model.evaluate(turned, **NAMES, value="stars", threshold=4) == model.evaluate(liked) != expected
+    pl.DataFrame(COLUMNS).write_csv(tmp_path / "test.csv")
+    assert model.evaluate(tmp_path / "test.csv") == expected
+
+    with pytest.raises(ValueError, match="test: got a table of 1 columns"):
+        model.evaluate({"user": [1]})
+    with pytest.raises(ValueError, match="test: got Interactions with left='user'"):
+        model.evaluate(liked, left="user", right="item")
+
+
+def test_excluded_pairs_of_a_frame_are_in_no_list():
+    model = small().fit(frame("polars")[:300], **NAMES)
+    more = frame("polars")[300:]
+    table = model.recommend(model.left_.ids.tolist(), k=25, as_frame=True, exclude=more)
+    listed = set(zip(table["left"], table["right"], strict=True))
+    assert listed
+    assert not listed & set(zip(more["user"].to_list(), more["item"], strict=True))
+
+
+def test_histories_tuning_and_cross_validation_take_frames():
+    made = frame("polars")
+    model = small().fit(made[:400], **NAMES, left_features="history")
+    seen, test = made[400:450], made[450:]
+    parts = [Interactions.from_frame(part, **NAMES) for part in (seen, test)]
+    assert model.evaluate(test, histories=seen) == model.evaluate(parts[1], histories=parts[0])
+    pairs = Interactions.from_frame(made, **NAMES, value="stars", threshold=3)
+    chosen = NAMES | dict(value="stars", threshold=3)
+    found = gt.cross_validate(small(), made, folds=2, **chosen)
+    assert found.mean == gt.cross_validate(small(), pairs, folds=2).mean
+    pytest.importorskip("optuna")
+    search = small(max_iterations=2).tune(made, trials=1, space={"omega": [0.1, 0.2]}, **chosen)
+    assert search.data == small(max_iterations=2).tune(pairs, trials=1, space={"omega": [0.1, 0.2]}).data

@@ -213,3 +213,50 @@ def test_held_out_users_are_evaluated_by_their_histories_and_features():
     assert seen["hit@1"] <= found["hit@1"]
     with pytest.raises(ValueError, match="by: got 'activity'"):
         model.evaluate(split.test, histories=split.history, by="activity")
+
+
+def test_ids_beside_features_may_have_a_smaller_entry_and_so_a_larger_penalty(tmp_path):
+    given = ["id*0.25", table(name="item")]
+    inputs, rows = unscaled("right", given, np.array([f"i{j}" for j in range(SIZE)], dtype=object), pairs().matrix.T)
+    assert np.array_equal(rows.toarray()[:, :SIZE], 0.25 * np.eye(SIZE))
+    again = Inputs.from_plain(inputs.to_plain())
+    assert (again.parts[0].factor, again.parts[0].name, again.parts[0].width) == (0.25, "id*0.25", SIZE)
+    new = again.new("right", frame([3], "item"), None)
+    assert new[:, :SIZE].nnz == 0
+    model = small(max_iterations=3).fit(pairs(), right_features=given)
+    assert "id*0.25 + table" in str(model.fitted_)
+    model.save(tmp_path / "m.gramtower")
+    loaded = gt.load(tmp_path / "m.gramtower")
+    assert np.array_equal(
+        loaded.embed(right_features=frame([3], "item")), model.embed(right_features=frame([3], "item"))
+    )
+    with pytest.raises(ValueError, match=r"warm_start: got features 'id \+ table', expected 'id\*0.25 \+ table'"):
+        loaded.fit(pairs(), right_features=["id", table(name="item")], warm_start=True)
+    ids = small(max_iterations=3).fit(pairs(), left_features=["id*0.5", "history"])
+    ids.update(gt.Interactions.from_arrays(["u1"], ["i2"]))
+    assert ids.left_.inputs.parts[0].factor == 0.5
+
+
+@pytest.mark.parametrize("given", ["id*0", "id*x", "id*-1", "id*nan", "id*inf", "id*", "history*0.5", "id*0.5"])
+def test_entries_of_ids_that_cannot_be_are_refused(given):
+    wanted = [given, table(name="item")] if given != "id*0.5" else given  # which is nothing alone
+    with pytest.raises(ValueError, match=r"right_features: got "):
+        small().fit(pairs(), right_features=wanted)
+
+
+def test_embeddings_lean_less_on_ids_whose_entry_is_smaller():
+    rng = np.random.default_rng(0)
+    items = {"item": [f"i{j}" for j in range(80)], "kind": [f"k{x}" for x in rng.integers(4, size=80)]}
+    rows, columns = np.nonzero(
+        rng.random((100, 80)) < 0.1 + 0.2 * (rng.normal(size=(100, 3)) @ rng.normal(size=(3, 80)) > 1)
+    )
+    observed = gt.Interactions.from_arrays([f"u{i}" for i in rows], [f"i{j}" for j in columns])
+    kinds, apart = FeatureTable(items, id="item", categorical=["kind"]), []
+    for name in ("id", "id*0.3", "id*0.1"):
+        model = small(hidden=()).fit(observed, right_features=[name, kinds])
+        ids = model.right_.ids.tolist()
+        alone = dict(zip(*items.values(), strict=True))
+        new = model.embed(right_features={"kind": [alone[key] for key in ids]})
+        known = model.embed(side="right")
+        apart.append(np.linalg.norm(known - new) / np.linalg.norm(known))
+    assert apart[0] > apart[1] > apart[2] > 0.01

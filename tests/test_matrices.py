@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import gramtower as gt
 from gramtower.compat.implicit import AlternatingLeastSquares
 from gramtower.compat.implicit import TwoTower as Implicit
+from gramtower.data import matrices
 from gramtower.data.matrices import canonical, checked, pattern
 from gramtower.metrics import evaluate_embeddings, ranking_metrics
 from gramtower.retrieval.topk import top_k
@@ -113,6 +114,28 @@ def test_what_a_matrix_says_of_its_own_order_is_not_believed():
     matrix = sp.csr_matrix((np.ones(3), [2, 0, 0], [0, 3]), shape=(1, 4))
     matrix.has_sorted_indices = matrix.has_canonical_format = True
     assert canonical("R", matrix).indices.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 1 << 20])
+def test_checks_in_chunks_see_what_checks_of_the_whole_see(chunk, monkeypatch):
+    monkeypatch.setattr(matrices, "_CHUNK", chunk)
+    offsets, columns = np.array([0, 0, 3, 3, 5, 7, 7]), np.array([1, 4, 6, 0, 8, 2, 9])
+    assert matrices.rows_increase(offsets, columns)
+    for place in range(1, 7):
+        changed = columns.copy()
+        changed[place] = changed[place - 1]
+        assert matrices.rows_increase(offsets, changed) == (place in (3, 5))
+    matrix = sp.csr_matrix((np.ones(7), columns, offsets), shape=(6, 10))
+    assert checked("R", matrix) is matrix
+    for place in range(7):
+        wrong = matrix.copy()
+        wrong.data[place] = np.nan
+        with pytest.raises(ValueError, match=rf"R: got nan at {place} \(1 non-finite in all\)"):
+            checked("R", wrong)
+        wrong = matrix.copy()
+        wrong.indices[place] = 10
+        with pytest.raises(ValueError, match=rf"columns such as 10 \(entry {place}\)"):
+            checked("R", wrong)
 
 
 @settings(deadline=None, max_examples=200)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from gramtower.data import pairs as module
 from gramtower.data.pairs import cut_rows, from_sparse
+from gramtower.runtime import host
 
 DENSE = np.array([[0, 2.0, 0, 3], [0, 0, 0, 0], [5, 0, 0, 7], [0, 1, 0, 0]])  # row 1 and column 2 are empty
 
@@ -84,6 +87,50 @@ def test_columns_hold_the_same_entries(m, n, density, seed):
     assert values[columns.position.numpy()].tolist() == expected.data.tolist()
     assert pairs.row_counts.tolist() == (dense != 0).sum(1).tolist()
     assert pairs.column_counts.tolist() == (dense != 0).sum(0).tolist()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("shape", [(700, 2000), (3, 5), (2000, 1), (40, 257)])
+def test_many_pairs_are_put_in_column_order_by_all_threads_alike(shape, threads, monkeypatch):
+    rng, before = np.random.default_rng(3), torch.get_num_threads()
+    places = np.unique((shape[0] * shape[1] * rng.random(9000) ** 2).astype(np.int64))
+    matrix = sp.csr_matrix((np.ones(len(places)), np.divmod(places, shape[1])), shape=shape)
+    expected, _ = from_sparse("pairs", matrix)
+    counts = np.bincount(places % shape[1], minlength=shape[1])
+    assert isinstance(expected.by_column.rows, torch.Tensor)  # by scipy, before the limit is lowered
+    monkeypatch.setattr(module, "_MANY", 1)
+    torch.set_num_threads(threads)
+    try:
+        for first in ("by_column", "column_counts"):
+            pairs, _ = from_sparse("pairs", matrix)
+            getattr(pairs, first)
+            assert pairs.column_counts.tolist() == counts.tolist()
+            for name in ("offsets", "rows", "position"):
+                found, wanted = getattr(pairs.by_column, name), getattr(expected.by_column, name)
+                assert found.dtype == wanted.dtype
+                assert torch.equal(found, wanted), name
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_without_numba_scipy_makes_the_column_order(monkeypatch):
+    monkeypatch.setattr(module, "_MANY", 1)
+    expected = from_sparse("pairs", sp.csr_matrix(DENSE))[0].by_column
+    monkeypatch.setattr(host, "has_numba", lambda: False)
+    monkeypatch.setitem(sys.modules, "gramtower.data.transposition", None)  # importing it fails
+    found = from_sparse("pairs", sp.csr_matrix(DENSE))[0].by_column
+    assert found.rows.tolist() == expected.rows.tolist() == [2, 0, 3, 0, 2]
+    assert found.position.tolist() == expected.position.tolist()
+
+
+def test_index_arrays_of_any_kind_are_copied():
+    for kind in (np.int16, np.uint32, np.int64, ">i4"):
+        matrix = sp.csr_matrix(DENSE)
+        matrix.indices, matrix.indptr = matrix.indices.astype(kind), matrix.indptr.astype(kind)
+        matrix.indices.flags.writeable = False
+        pairs, values = from_sparse("pairs", matrix)
+        assert pairs.columns.dtype == torch.int32
+        assert np.array_equal(to_dense(pairs, values), DENSE)
 
 
 def test_a_range_of_rows_is_a_view():

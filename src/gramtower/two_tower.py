@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
 from gramtower import _checks as check
 from gramtower.data.frames import Column
@@ -22,10 +22,14 @@ from gramtower.estimator.fitted import FittedModel
 from gramtower.estimator.model_file import read_model, write_model
 from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.update import ITERATIONS, update
+from gramtower.pages.figures import run_figure
 from gramtower.training.callbacks import Callback
 from gramtower.tuning.report import Search
 from gramtower.tuning.search import tune
 from gramtower.tuning.trial import chosen_features
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _Arguments = ParamSpec("_Arguments")
 _Answer = TypeVar("_Answer")
@@ -121,6 +125,7 @@ class TwoTower(ModelSettings):
         *,
         refit: bool = False,
         callbacks: Iterable[Callback] = (),
+        candidates: str = "trained",
         left: Column | None = None,
         right: Column | None = None,
         value: Column | None = None,
@@ -138,6 +143,8 @@ class TwoTower(ModelSettings):
             left_features: what the left tower sees: None or "id" for ids alone, one row for each entity (scipy.sparse,
                 numpy or torch), a :class:`~gramtower.data.tables.FeatureTable` joined by id, "history" for the entity's
                 own observed right entities, or a list of these side by side, such as ``["id", "history", table]``.
+                With ``"id*0.1"`` in a list, ids are a smaller correction of what features say: new entities, which
+                have no id, rank higher among known ones (docs/choosing.md).
             right_features: the same for the right tower, without "history".
             validation: what to stop early on by ``metric`` and ``patience``: held-out pairs (same ids), or a share of
                 each left entity's pairs, such as 0.1, drawn with the model's seed and not learned from; every left
@@ -154,6 +161,9 @@ class TwoTower(ModelSettings):
                 ``.refit``.
             callbacks: called with each record and point; one that returns True stops the run. See
                 gramtower/training/callbacks.py for those that come with the library.
+            candidates: "trained" knows the entities that have pairs; "all" also keeps those that stand in a
+                FeatureTable without any. Nothing is learned from them: their features embed them, and they are
+                recommended and asked about like the others, as after :meth:`add`.
             left: of a table, the column of left ids, by name or by position from 0. Ids keep their type. A table of
                 validation pairs has the same columns.
             right: the column of right ids.
@@ -167,7 +177,7 @@ class TwoTower(ModelSettings):
         self.fitted_ = fit(
             self, columns.read("pairs", pairs), left_features, right_features,
             columns.read_also("validation", validation), previous, checkpoint, history,
-            refit=refit, callbacks=callbacks,
+            refit=refit, callbacks=callbacks, candidates=candidates,
         )  # fmt: skip
         return self
 
@@ -226,6 +236,12 @@ class TwoTower(ModelSettings):
         left_features: Any = None,
         right_features: Any = None,
         refit: bool = True,
+        left: Column | None = None,
+        right: Column | None = None,
+        value: Column | None = None,
+        weight: Column | None = None,
+        time: Column | None = None,
+        threshold: float | None = None,
     ) -> Search:
         """Choose settings by how well they rank a validation part of the pairs, then fit all pairs with them.
 
@@ -247,11 +263,19 @@ class TwoTower(ModelSettings):
             right_features: as for ``fit``.
             refit: whether this model takes the settings that were found and is fitted on all pairs; not after Ctrl-C,
                 which ends a search with what it has found.
+            left: of a table, the column of left ids, as for ``fit``.
+            right: the column of right ids.
+            value: the column of values.
+            weight: the column of pair weights.
+            time: the column of times.
+            threshold: smallest value that makes a pair, labelled 1.
 
         Returns:
             The search: trials, importances, and ``config()``, a config file for ``gramtower fit``.
         """
         features = left_features, right_features
+        columns = Columns(left, right, value, weight, time, threshold)
+        pairs, validation = columns.read("pairs", pairs), columns.read_also("validation", validation)
         found = tune(
             self.with_changes(), pairs, trials=trials, time_limit=time_limit, metric=metric, validation=validation,
             space=space, storage=storage, seed=seed, features=features,
@@ -280,6 +304,16 @@ class TwoTower(ModelSettings):
         more = {"histories": histories, "left_ids": left_ids, "right_ids": right_ids}
         self.fitted_ = self._known().with_added(left_features, right_features, **more)
         return self
+
+    def plot(self) -> Figure:
+        """A figure of the training: the objective and, with validation, the metric by iteration.
+
+        With ``refit`` the records are those of the second fit, which has no validation; ``history`` keeps the others.
+
+        Raises:
+            ImportError: without matplotlib, with the line that installs it.
+        """
+        return run_figure({"fit": self._known().history}, self.metric)
 
     recommend = _asked(FittedModel.recommend)
     similar = _asked(FittedModel.similar)

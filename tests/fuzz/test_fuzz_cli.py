@@ -87,6 +87,11 @@ WORDS += [
     "movielens",
     "netflix",
     "mediawiki",
+    "citeulike",
+    "musae",
+    "wikispeedia",
+    "all",
+    "trained",
     "tab",
     ",",
     "degree^0.5",
@@ -116,7 +121,7 @@ TRAINED = FIELDS["DataOptions"] + FIELDS["FeatureOptions"] + FIELDS["ModelOption
 COMMANDS = {  # a line that works, flags it may have, and how often it is tried
     "recommend": (
         ["run", "--left", "u1"],
-        ["--left", "-k", "--k", "--include-seen", "--allow", "--deny", "--left-features", "--history"],
+        ["--left", "-k", "--k", "--include-seen", "--allow", "--deny", "--left-features", "--history", "--candidates"],
         8,
     ),
     "similar": (["run", "--right", "i2"], ["--left", "--right", "-k"], 8),
@@ -126,6 +131,7 @@ COMMANDS = {  # a line that works, flags it may have, and how often it is tried
             "--test",
             "--metrics",
             "--by",
+            "--candidates",
             "--exclude-seen",
             "--no-exclude-seen",
             "--left-features",
@@ -152,7 +158,12 @@ COMMANDS = {  # a line that works, flags it may have, and how often it is tried
         ["--folds", "--metrics", "--config", *TRAINED],
         1,
     ),
-    "report": (["parts"], [], 1),
+    "report": (["run"], ["--test", "--left-table", "--right-table"], 3),
+    "update": (
+        ["run", "t.csv", *PAIRS, "--iterations", "0", "--quiet", "--out", "updated"],
+        ["--iterations", "--out", *FIELDS["DataOptions"], *FIELDS["FeatureOptions"]],
+        3,
+    ),
     "fit": (["t.csv", *PAIRS, *SMALL, "--out", "fitted", "--fresh"], ["--config", "--out", *TRAINED], 6),
     "compare": (
         ["t.csv", *PAIRS, *SMALL, "--optimizers", "nothing", "--out", "other"],
@@ -240,13 +251,22 @@ def call(tokens):
 
 
 def value_of(flag, rng):
-    if flag in ("--dim", "--hidden", "--hash-bits", "--trials", "--max-iterations", "--threads", "--seeds"):
+    if flag in (
+        "--dim",
+        "--hidden",
+        "--hash-bits",
+        "--trials",
+        "--max-iterations",
+        "--iterations",
+        "--threads",
+        "--seeds",
+    ):
         return rng.choice([*SIZES[:6], "9" * 30, "x"])
     if flag in ("--seconds", "--time-limit", "--memory-budget"):
         return rng.choice(["0.01", "0", "-1", "nan", "x", "1MB", "100MB"])
     if flag == "--seed":  # a demo that works takes its time
         return rng.choice(["-1", "x", "0", "9" * 30])
-    if any(word in flag for word in ("config", "features", "test", "out", "histories", "path", "validation")):
+    if any(word in flag for word in ("config", "features", "test", "out", "histories", "path", "validation", "table")):
         return rng.choice([*FILES, "0.1", "0.999"])
     return rng.choice(rng.choice([NUMBERS, WORDS, FILES, SIZES]))
 
@@ -266,7 +286,7 @@ def line(rng):
                 tokens += [flag] if rng.random() < 0.2 or flag in FIELDS["Common"] else [flag, value_of(flag, rng)]
         elif kind == 3 and len(tokens) > 1 and not tokens[1].startswith("-"):
             tokens[1] = rng.choice(FILES)
-        elif kind == 4 and tokens[place] not in ("--max-iterations", "--trials", "1", "0"):
+        elif kind == 4 and tokens[place] not in ("--max-iterations", "--iterations", "--trials", "1", "0"):
             del tokens[place]
         elif kind == 5 and name not in ("fit", "compare", "tune", "demo"):
             tokens[place] = rng.choice([*COMMANDS, *FILES, *WORDS, "--help", "--version", "-h", "--debug"])

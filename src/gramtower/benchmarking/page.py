@@ -1,19 +1,16 @@
 """report.html of a benchmark: one file that needs nothing else, without scripts; the tables and a drawing of intervals.
 
-A Content-Security-Policy keeps the browser from loading anything. Checked by tests/test_benchmark.py.
+Checked by tests/test_benchmark.py.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
 from html import escape
-from importlib.resources import files
 from typing import Any
 
 from gramtower.benchmarking.text import difference, megabytes, ordered, span
+from gramtower.pages.html import document, facts, table
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 900, 230, 30, 30, 16  # of a drawing, in pixels
 _DIGITS = 4
 _BUSY = 0.1  # cores of other processes that are worth a warning
@@ -28,9 +25,7 @@ _EXPLAINED = (
 
 def page(summary: dict[str, Any]) -> str:
     """The page of what :func:`gramtower.benchmarking.summary.summarise` found."""
-    title = escape(f"Benchmark of models: {summary['title']}")
     body = [
-        f"<h1>{title}</h1>",
         f"<p>{escape(about(summary))}</p>",
         f"<p><strong>{escape(summary['verdict'])}</strong></p>",
         *_troubles(summary),
@@ -39,19 +34,7 @@ def page(summary: dict[str, Any]) -> str:
         *_seeds(summary),
         *_settings(summary),
     ]
-    style = files("gramtower.compare").joinpath("page.css").read_text(encoding="utf-8")
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-            f"<title>{title}</title>",
-            f"<style>\n{style}</style></head><body>",
-            *body,
-            "</body></html>\n",
-        ]
-    )
+    return document(f"Benchmark of models: {summary['title']}", body)
 
 
 def about(summary: dict[str, Any]) -> str:
@@ -65,16 +48,16 @@ def about(summary: dict[str, Any]) -> str:
 
 
 def _troubles(summary: dict[str, Any]) -> list[str]:
-    found = [(name, facts) for name, facts in summary["models"].items() if facts["status"] != "finished"]
+    found = [(name, one) for name, one in summary["models"].items() if one["status"] != "finished"]
     if not found:
         return []
-    lines = [f"<li>{escape(name)} {facts['status']}: {escape(facts['message'])}</li>" for name, facts in found]
+    lines = [f"<li>{escape(name)} {one['status']}: {escape(one['message'])}</li>" for name, one in found]
     return [f'<div class="warn"><p>Not all models are compared:</p><ul>{"".join(lines)}</ul></div>']
 
 
 def _metric(summary: dict[str, Any], metric: str) -> list[str]:
     """Means, intervals and differences of a metric, as a drawing and as a table."""
-    found = {name: facts["metrics"][metric] for name, facts in ordered(summary) if facts["runs"]}
+    found = {name: one["metrics"][metric] for name, one in ordered(summary) if one["runs"]}
     if not found:
         return []
     reference = summary["reference"]
@@ -82,7 +65,7 @@ def _metric(summary: dict[str, Any], metric: str) -> list[str]:
              "" if one["difference"] is None else "yes" if one["difference"]["excludes_zero"] else "no"]
             for name, one in found.items()]  # fmt: skip
     heads = ["model", metric, "95% interval", f"difference from {reference}", "interval excludes zero"]
-    return [f"<h2>{escape(metric)}</h2>", _drawing(metric, found), _table(heads, rows)]
+    return [f"<h2>{escape(metric)}</h2>", _drawing(metric, found), table(heads, rows)]
 
 
 def _drawing(metric: str, found: dict[str, dict[str, Any]]) -> str:
@@ -124,9 +107,9 @@ def ticks(low: float, high: float) -> tuple[float, int]:
 
 def _costs(summary: dict[str, Any]) -> list[str]:
     rows = [
-        [name, f"{facts['fit_seconds']:.2f}", f"{facts['list_seconds']:.2f}", megabytes(facts["peak_bytes"]),
-         megabytes(facts["added_bytes"])]
-        for name, facts in ordered(summary) if facts["runs"]
+        [name, f"{one['fit_seconds']:.2f}", f"{one['list_seconds']:.2f}", megabytes(one["peak_bytes"]),
+         megabytes(one["added_bytes"])]
+        for name, one in ordered(summary) if one["runs"]
     ]  # fmt: skip
     heads = ["model", "fit, seconds", "lists, seconds", "peak, MB", "added, MB"]
     note = (
@@ -134,32 +117,32 @@ def _costs(summary: dict[str, Any]) -> list[str]:
         "the process: its largest size during fit and lists, and by how much that is above the size before, the "
         "largest over seeds. Memory of a GPU is not in it. Models run one after the other; nothing else should."
     )
-    busy = max((facts["others_busy"] or 0.0 for facts in summary["models"].values()), default=0.0)
+    busy = max((one["others_busy"] or 0.0 for one in summary["models"].values()), default=0.0)
     warned = (
         [f'<p class="warn">Other processes kept up to {busy:.2f} cores busy meanwhile; times are no measurement.</p>']
         if busy > _BUSY
         else []
     )
-    return ["<h2>Time and memory</h2>", _table(heads, rows), f'<p class="soft">{note}</p>', *warned] if rows else []
+    return ["<h2>Time and memory</h2>", table(heads, rows), f'<p class="soft">{note}</p>', *warned] if rows else []
 
 
 def _seeds(summary: dict[str, Any]) -> list[str]:
     metric = summary["metrics"][0]
     rows = []
-    for name, facts in ordered(summary):
-        if facts["runs"]:
-            values = facts["metrics"][metric]["by_seed"]
+    for name, one in ordered(summary):
+        if one["runs"]:
+            values = one["metrics"][metric]["by_seed"]
             cells = (values.get(str(seed)) for seed in summary["seeds"])
             rows.append([name, *("–" if value is None else f"{value:.{_DIGITS}f}" for value in cells)])
     heads = ["model", *(f"seed {seed}" for seed in summary["seeds"])]
     explained = _EXPLAINED.format(replicates=summary["intervals"]["replicates"])
-    tables = [f"<h2>{escape(metric)} of each seed</h2>", _table(heads, rows)] if rows else []
+    tables = [f"<h2>{escape(metric)} of each seed</h2>", table(heads, rows)] if rows else []
     return [*tables, "<h2>How it was measured</h2>", f"<p>{escape(explained)}</p>"]
 
 
 def _settings(summary: dict[str, Any]) -> list[str]:
     found = ["<h2>Models</h2>"]
-    found += [_facts(name, facts["settings"]) for name, facts in summary["models"].items()]
+    found += [_facts(name, one["settings"]) for name, one in summary["models"].items()]
     found += ["<h2>Data</h2>", _facts("", summary["data"])]
     if summary["commands"]:
         found += ["<h2>Command</h2>", *(f"<pre>{escape(command)}</pre>" for command in summary["commands"])]
@@ -169,21 +152,9 @@ def _settings(summary: dict[str, Any]) -> list[str]:
     return [*found, *(_facts("", one) for one in summary["environments"])]
 
 
-def _facts(name: str, facts: dict[str, Any]) -> str:
-    known = {key: value for key, value in facts.items() if value is not None}
-    lines = [f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in known.items()]
-    return (f"<p>{escape(name)}</p>" if name else "") + f"<pre>{escape(chr(10).join(lines))}</pre>"
+def _facts(name: str, values: dict[str, Any]) -> str:
+    return facts(name, {key: value for key, value in values.items() if value is not None})
 
 
 def _short(name: str, most: int = 30) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    tops = "".join(f"<th scope=col>{escape(cell)}</th>" for cell in head)
-    body = []
-    for name, *cells in rows:
-        columns = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        body.append(f"<tr><th scope=row>{escape(name)}</th>{columns}</tr>")
-    table = f"<table><thead><tr>{tops}</tr></thead><tbody>{''.join(body)}</tbody></table>"
-    return f'<div class="scroll">{table}</div>'

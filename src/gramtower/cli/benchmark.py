@@ -22,7 +22,7 @@ from gramtower.benchmarking.text import notes_of, table_of
 from gramtower.cli.config import Settings, merge_flags, read_config
 from gramtower.cli.features import tower_features
 from gramtower.cli.folder import CONFIG, HISTORY
-from gramtower.cli.options import Common, DataOptions, FeatureOptions
+from gramtower.cli.options import Common, DataOptions, FeatureOptions, refuse_candidates
 from gramtower.cli.output import note, print_json, print_table
 from gramtower.cli.reading import read_pairs, validation_of
 from gramtower.compare.store import MANIFEST as COMPARISON
@@ -84,6 +84,7 @@ def benchmark(
             check.fail("out", f"{out}, which holds {name}", "a folder of its own for a benchmark")
     if data is not None and data.validation is not None:
         check.fail("--validation", data.validation, "nothing: --test says what is held out")
+    refuse_candidates(features)
     configs = _configs(config or [])
     settings = merge_flags(None, data, features=features)
     settings.data = _data_of(settings.data, configs)

@@ -18,7 +18,15 @@ from gramtower import _checks as check
 from gramtower._files import plain
 from gramtower.cli.config import nearest
 from gramtower.cli.folder import HISTORY
-from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions, refuse_refit
+from gramtower.cli.options import (
+    Common,
+    DataOptions,
+    FeatureOptions,
+    ModelOptions,
+    TrainOptions,
+    refuse_candidates,
+    refuse_refit,
+)
 from gramtower.cli.output import note, print_json, print_table
 from gramtower.cli.setup import make_setup
 from gramtower.compare.build import PAGE, build
@@ -75,6 +83,7 @@ def compare(
     """
     common = common or Common()
     refuse_refit(train)
+    refuse_candidates(features)
     if out is None or out.is_file():
         check.fail("out", out, "a folder")
     asked = None if optimizers is None else _names(optimizers)

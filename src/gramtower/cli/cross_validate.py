@@ -14,7 +14,15 @@ from gramtower import _checks as check
 from gramtower._files import write_json
 from gramtower.cli.config import merge_flags
 from gramtower.cli.features import tower_features
-from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions, refuse_refit
+from gramtower.cli.options import (
+    Common,
+    DataOptions,
+    FeatureOptions,
+    ModelOptions,
+    TrainOptions,
+    refuse_candidates,
+    refuse_refit,
+)
 from gramtower.cli.output import note, print_json, print_table, shown
 from gramtower.cli.reading import read_pairs
 from gramtower.evaluation.cross_validation import cross_validate as validate
@@ -56,6 +64,7 @@ def cross_validate(
     """
     common = common or Common()
     refuse_refit(train)
+    refuse_candidates(features)
     settings = merge_flags(config, data, model, train, features)
     source = settings.data.path if path is None else str(path)
     if source is None:

@@ -48,7 +48,9 @@ def tower_features(
             identity = "history" not in parts
         if not identity and not parts:
             check.fail(f"--no-{side}-identity", "no other features", f"--{side}-features to see instead")
-        arguments[f"{side}_features"] = ["id", *parts] if identity else parts
+        scale = settings.features.identity_scale if parts else None
+        own = "id" if scale is None else f"id*{check.number('--identity-scale', scale, above=0.0)!r}"
+        arguments[f"{side}_features"] = [own, *parts] if identity else parts
     return arguments, report
 
 

@@ -65,8 +65,9 @@ def fit(
     read its own share alone.
 
     Args:
-        path: Pairs: .csv, .tsv, .parquet (also .gz, .xz, .zst), a MovieLens or Netflix folder or zip, lists, edges, or
-            a folder made by gramtower partition.
+        path: Pairs: .csv, .tsv, .parquet (also .gz, .xz, .zst), a folder of .parquet parts such as Spark, DuckDB and
+            polars write (also key=value folders; read in a stream), a MovieLens or Netflix folder or zip, lists, edges,
+            or a folder made by gramtower partition.
         out: Folder of the run: model.gramtower, config.toml, history.jsonl and summary.json.
         config: TOML file with tables [data], [features], [model], [train]; keys are the names of the flags, which win.
         fresh: Start anew even if the folder holds an unfinished run.
@@ -103,7 +104,7 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
         observed, held_out, validation_pairs = part, None, part.held_out_pairs
     else:
         with group.together():
-            pairs = read_pairs(source, settings.data)
+            pairs = read_pairs(source, settings.data, loud)
             observed, held_out = held_out_of(pairs, settings.data, estimator.seed)
         validation_pairs = None if held_out is None else known_pairs((pairs.left_ids, pairs.right_ids), held_out)
         left_out = {"rows_left_out": rows_left_out(pairs.report)}
@@ -132,7 +133,7 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
         try:
             estimator.fit(
                 observed, **seen, validation=held_out, refit=bool(settings.train.refit), checkpoint=checkpoint,
-                history=out / folder.HISTORY,
+                history=out / folder.HISTORY, candidates=settings.features.candidates or "trained",
             )  # fmt: skip
         except KeyboardInterrupt:
             kept = f"{checkpoint} is whole, and the same command goes on from it" if checkpoint.exists() else ""

@@ -15,7 +15,7 @@ from cyclopts import Group, Parameter
 from gramtower import _checks as check
 from gramtower.estimator.settings import ModelSettings
 
-FORMATS = ("csv", "parquet", "movielens", "netflix", "mediawiki", "lists", "edges")
+FORMATS = ("csv", "parquet", "movielens", "netflix", "mediawiki", "citeulike", "musae", "wikispeedia", "lists", "edges")
 _DEFAULTS = ModelSettings().get_params()
 
 
@@ -49,7 +49,8 @@ class DataOptions:
     time: str | None = None
     "Column of times, used by split and info."
     format: str | None = None
-    "csv, parquet, movielens, netflix, mediawiki, lists (user item ...), edges (user item); without it, told from DATA."
+    "csv, parquet, movielens, netflix, mediawiki, citeulike, musae, wikispeedia, lists (user item ...), edges (user "
+    "item); without it, told from DATA."
     separator: str | None = None
     "Between fields of csv, edges and lists, such as ; or tab; without it a comma (.tsv: a tab), or spaces and tabs."
     same_entities: bool | None = None
@@ -92,6 +93,10 @@ class FeatureOptions:
     "Also a vector of its own for each left entity [default: yes, unless --history]."
     right_identity: bool | None = None
     "The same for right entities [default: yes]."
+    identity_scale: float | None = None
+    "Of identities beside other features; below 1, such as 0.1, new entities rank higher among known ones [default: 1]."
+    candidates: str | None = None
+    "all: a fit also keeps entities of its tables that have no pairs, and recommends them [default: trained]."
 
 
 @Parameter(name="*", group=Group("Model", sort_key=3))
@@ -176,3 +181,9 @@ def refuse_refit(train: TrainOptions | None) -> None:
     """Refuse ``--refit`` in commands other than fit."""
     if train is not None and train.refit:
         check.fail("--refit", True, "nothing: only fit takes it")
+
+
+def refuse_candidates(features: FeatureOptions | None) -> None:
+    """Refuse ``--candidates`` in commands that make no model with lists of its own."""
+    if features is not None and features.candidates is not None:
+        check.fail("--candidates", features.candidates, "nothing: fit and tune take it")

@@ -47,7 +47,7 @@ def partition(
         check.fail("out", out, "a folder")
     check.count("parts", parts, most=MOST_PARTS)
     options = merge_flags(config, data).data
-    pairs, held_out = held_out_of(read_pairs(path, options), options, seed)
+    pairs, held_out = held_out_of(read_pairs(path, options, not common.quiet), options, seed)
     manifest = write_partition(pairs, out, parts, held_out)
     sizes = [part["pairs"] for part in manifest.parts]
     facts = {

@@ -33,6 +33,7 @@ def evaluate(
     exclude_seen: bool = True,
     exclude: Path | None = None,
     by: str | None = None,
+    candidates: str = "all",
     left_features: Path | None = None,
     right_features: Path | None = None,
     histories: Path | None = None,
@@ -53,6 +54,7 @@ def evaluate(
             that are not tested.
         exclude: Further pairs to leave out of the ranking, a file like the test.
         by: A break-down: popularity (of right entities) or activity (of left ones).
+        candidates: all that are ranked, with those of --right-features, or trained: those of the training data.
         left_features: Take the left entities of this table as new ones, described by it.
         right_features: Table of right entities, of which new ones are ranked among the others.
         histories: Take the left entities of these pairs as new ones, described by them, a file like the test.
@@ -71,7 +73,7 @@ def evaluate(
     for name, path in (("histories", histories), ("exclude", exclude)):
         if path is not None:
             new[name] = read_pairs(path, options_of_test(settings, path, data))
-    found = model.evaluate(pairs, names, exclude_seen=exclude_seen, by=by, **new)
+    found = model.evaluate(pairs, names, exclude_seen=exclude_seen, by=by, candidates=candidates, **new)
     counts: dict[str, Any] = {"pairs": len(pairs), "pairs_left_out": found.pairs_left_out}
     counts |= {"left_out": found.left_out, "exclude_seen": exclude_seen}
     if common.json:

@@ -2,49 +2,75 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gramtower import _checks as check
 from gramtower.cli.options import FORMATS, DataOptions
+from gramtower.cli.output import note
 from gramtower.data import readers, splits
 from gramtower.data.frames import separator_of, suffix_of
 from gramtower.data.interactions import Interactions
 from gramtower.data.partition import is_partition
+from gramtower.data.parts import is_parts
+from gramtower.data.readers.citeulike import CiteULike
+from gramtower.data.readers.folders import holds
+from gramtower.data.readers.graph import Graph
 from gramtower.data.readers.mediawiki import is_mediawiki, mediawiki_links
 from gramtower.data.readers.netflix import is_netflix, netflix
 from gramtower.estimator.fit_data import hold_out
 
+#: Formats that are folders of several files: what reads them, and names by which such a folder is told.
+_FOLDERS: dict[str, tuple[Callable[[Path], CiteULike | Graph], tuple[str, ...]]] = {
+    "citeulike": (readers.citeulike, (r"users\.dat", r"vocabulary\.dat")),
+    "musae": (readers.musae, (r".*edges\.csv", r".*features\.json")),
+    "wikispeedia": (readers.wikispeedia, (r"links\.tsv", r"categories\.tsv")),
+}
 
-def read_pairs(path: Path, options: DataOptions) -> Interactions:
+if TYPE_CHECKING:
+    from gramtower.data.part_reading import ReadingProgress
+
+_EVERY = 5.0  # seconds between lines about progress
+
+
+def read_pairs(path: Path, options: DataOptions, loud: bool = False) -> Interactions:
     """The pairs of a file or folder.
+
+    Args:
+        path: the file or folder.
+        options: how it is read.
+        loud: whether to say how far the reading of a folder of parts is.
 
     Raises:
         ValueError: if the format cannot be told, or an option does not go with it.
     """
-    pairs = _read_pairs(path, options)
+    pairs = _read_pairs(path, options, loud)
     return pairs if options.same_entities is None else replace(pairs, same_entities=options.same_entities)
 
 
-def _read_pairs(path: Path, options: DataOptions) -> Interactions:
+def _read_pairs(path: Path, options: DataOptions, loud: bool) -> Interactions:
     if not path.exists():
         raise FileNotFoundError(f"DATA: no such file or folder: {path}")
     if is_partition(path):
-        check.fail("DATA", f"{path}, a folder of parts", "pairs in one file; only fit and info read such a folder")
+        made = f"{path}, a folder that gramtower partition made"
+        check.fail("DATA", made, "a file or folder of pairs; only fit and info read such a folder")
     kind = guess_format(path) if options.format is None else check.choice("format", options.format, FORMATS)
     if options.threshold is not None and options.value is None and kind in ("csv", "parquet", "edges"):
         check.fail("threshold", options.threshold, "--value as well: the column that it applies to")
     if kind in ("csv", "parquet"):
-        return _read_table(path, kind, options)
+        return _read_table(path, kind, options, loud)
     if kind == "edges":
         return _read_edges(path, options)
     for name in ("left", "right", "value", "weight", "time"):
         if (column := getattr(options, name)) is not None:
             check.fail(f"--{name}", repr(column), f"nothing: the format {kind} has its own columns")
     given: dict[str, Any] = {} if options.threshold is None else {"threshold": options.threshold}
-    if kind in ("lists", "mediawiki") and given:
+    if (kind in ("lists", "mediawiki") or kind in _FOLDERS) and given:
         check.fail("threshold", options.threshold, f"nothing: {kind} have no values")
     if kind == "lists":
         return readers.item_lists(path, separator=_separator(options))
@@ -52,19 +78,26 @@ def _read_pairs(path: Path, options: DataOptions) -> Interactions:
         check.fail("--separator", repr(options.separator), f"nothing: the format {kind} has its own")
     if kind == "mediawiki":
         return mediawiki_links(path)
+    if kind in _FOLDERS:
+        return _FOLDERS[kind][0](path).pairs
     return netflix(path, **given) if kind == "netflix" else readers.movielens(path, **given)
 
 
 def guess_format(path: Path) -> str:
-    """The format by the path's ending; a folder, zip or tar is Netflix or MediaWiki by its files, or MovieLens."""
+    """The format by the path's ending; a folder, zip or tar by its files, MovieLens if they are of no other set."""
     suffix = suffix_of(path)
+    if is_parts(path):
+        return "parquet"
     if is_netflix(path) or is_mediawiki(path):
         return "netflix" if is_netflix(path) else "mediawiki"
+    for name, (_, patterns) in _FOLDERS.items():
+        if holds(path, *patterns):
+            return name
     if path.is_dir() or (suffix == ".zip" and zipfile.is_zipfile(path)) or suffix == ".dat":
         return "movielens"
     known = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet"}
     if suffix not in known:
-        expected = ".csv, .tsv, .parquet (also .gz, .xz, .zst), a MovieLens or Netflix folder or zip, or --format"
+        expected = ".csv, .tsv, .parquet (also .gz, .xz, .zst), a folder of .parquet, MovieLens or Netflix, or --format"
         check.fail("DATA", path, f"{expected} with one of {', '.join(FORMATS)}")
     return known[suffix]
 
@@ -101,7 +134,7 @@ def validation_of(options: DataOptions) -> float | Interactions | None:
     return share
 
 
-def _read_table(path: Path, kind: str, options: DataOptions) -> Interactions:
+def _read_table(path: Path, kind: str, options: DataOptions, loud: bool) -> Interactions:
     for name in ("left", "right"):
         if getattr(options, name) is None:
             check.fail(f"--{name}", "nothing", f"the name of the column with {name} ids")
@@ -109,9 +142,25 @@ def _read_table(path: Path, kind: str, options: DataOptions) -> Interactions:
     if kind == "parquet":
         if options.separator is not None:
             check.fail("--separator", repr(options.separator), "nothing: Parquet files have none")
-        return Interactions.from_parquet(path, options.left or "", options.right or "", **arguments)
+        progress = _Notes() if loud else None
+        return Interactions.from_parquet(path, options.left or "", options.right or "", progress=progress, **arguments)
     arguments["separator"] = _separator(options) or separator_of(path)
     return Interactions.from_csv(path, options.left or "", options.right or "", **arguments)
+
+
+class _Notes:
+    """A line about the reading of a folder every few seconds, and one at its end if there was any before."""
+
+    def __init__(self) -> None:
+        self._next, self._lock = time.monotonic() + _EVERY, threading.Lock()
+        self._said = False
+
+    def __call__(self, state: ReadingProgress) -> None:
+        with self._lock:
+            due = time.monotonic() >= self._next
+            if due or (self._said and state.rows == state.all_rows):
+                self._next, self._said = time.monotonic() + _EVERY, True
+                note(f"reading: {state}")
 
 
 def _read_edges(path: Path, options: DataOptions) -> Interactions:

@@ -14,7 +14,7 @@ from gramtower.cli import folder
 from gramtower.cli.config import merged
 from gramtower.cli.features import tower_features
 from gramtower.cli.fit import summary, used
-from gramtower.cli.options import Common, DataOptions, FeatureOptions
+from gramtower.cli.options import Common, DataOptions, FeatureOptions, refuse_candidates
 from gramtower.cli.output import note, print_facts, print_json
 from gramtower.cli.reading import read_pairs
 from gramtower.compare.machine import environment
@@ -53,6 +53,7 @@ def update(
         common: Output.
     """
     common = common or Common()
+    refuse_candidates(features)
     model, settings = folder.open_model(run)
     if data is not None and data.validation is not None:
         check.fail("--validation", data.validation, "nothing: an update runs --iterations")
@@ -76,7 +77,7 @@ def update(
         model.save(out / folder.MODEL)
         write_config(out / folder.CONFIG, used(settings, model), "what this run used; gramtower fit --config reads it")
         facts = summary(model, pairs, None)
-        facts |= {"new_left": pairs.shape[0] - before[0], "new_right": pairs.shape[1] - before[1]}
+        facts |= {"new_left": len(model.left_) - before[0], "new_right": len(model.right_) - before[1]}
         facts |= {"added_pairs": len(pairs) - before[2], "model": str(out / folder.MODEL)}
         facts |= {"features": matched} if matched else {}
         write_json(out / folder.SUMMARY, facts | {"environment": environment()})

@@ -15,7 +15,7 @@ SUMMARY, PAGE = "summary.json", "report.html"
 
 
 def build(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Rebuild everything that is derived from histories; a fit's folder keeps its own summary.json.
+    """Rebuild everything that is derived from histories.
 
     Returns:
         What summary.json holds, and what could not be made and why.
@@ -32,8 +32,7 @@ def build(folder: Path) -> tuple[dict[str, Any], list[str]]:
     except ImportError as error:
         problems.append(f"no PNG and SVG figures: {error}")
     content = plain({"title": comparison.title, **numbers, **_about(comparison.about)})
-    if not comparison.of_fit:
-        write_json(folder / SUMMARY, content)
+    write_json(folder / SUMMARY, content)
     return content, problems
 
 

@@ -17,6 +17,7 @@ from gramtower._files import replacing
 from gramtower.compare.levels import lowest_value, relative_difference
 from gramtower.compare.store import Comparison, MethodRun
 from gramtower.compare.style import line_of
+from gramtower.pages.figures import drawing, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,22 +35,15 @@ def draw(comparison: Comparison) -> list[Path]:
     Raises:
         ImportError: without matplotlib.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f'figures need {error.name}: pip install "gramtower[plots]"') from error
     paths: list[Path] = []
-    # Fixed ids and no date: the same histories give the same file.
-    with mpl.rc_context({"svg.hashsalt": "gramtower", "svg.fonttype": "none", "font.size": 10}):
+    with drawing():
         for name in AXES:
-            figure = Figure(figsize=(10.5 if comparison.metric else 6.0, 4.6), layout="constrained")
+            figure = new_figure(10.5 if comparison.metric else 6.0, 4.6)
             _fill(figure, comparison, name)
             for kind in FORMATS:
                 path = comparison.folder / f"{name}.{kind}"
                 with replacing(path) as partial:
-                    metadata: dict[str, Any] = {"Date": None} if kind == "svg" else {"Software": None}
-                    figure.savefig(partial, format=kind, dpi=150, metadata=metadata)
+                    save(figure, partial, kind)
                 paths.append(path)
     return paths
 

@@ -1,13 +1,12 @@
 """report.html: one file that needs nothing else, with tables as plain HTML and curves drawn by page.js from its data.
 
 Under 3 MB whatever the length of the histories: at most POINTS records of a method are put into it, and the page says
-so. A Content-Security-Policy keeps the browser from loading anything. Checked by tests/test_report.py.
+so. The parts that it shares with other pages are in pages/html.py. Checked by tests/test_report.py.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -17,19 +16,17 @@ from gramtower.compare.figures import FLOOR
 from gramtower.compare.levels import LEVELS
 from gramtower.compare.store import STATUSES, Comparison
 from gramtower.compare.style import line_of
+from gramtower.pages.html import document, facts, number, table
 from gramtower.training.result import Record
 
 POINTS = 2000
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
 def page(comparison: Comparison, summary: dict[str, Any]) -> str:
     """The page of a comparison with the numbers of :func:`gramtower.compare.levels.summarise`."""
-    asset = files("gramtower.compare")
-    title = escape(f"Comparison of methods: {comparison.title}")
-    data = json.dumps(page_data(comparison, summary["lowest"]), allow_nan=False).replace("<", "\\u003c")
+    title = f"Comparison of methods: {comparison.title}"
+    script = files("gramtower.compare").joinpath("page.js").read_text(encoding="utf-8")
     body = [
-        f"<h1>{title}</h1>",
         *_synthetic(comparison),
         *_opening(comparison, summary),
         *_charts(comparison),
@@ -39,20 +36,7 @@ def page(comparison: Comparison, summary: dict[str, Any]) -> str:
         *_speed_ups(summary),
         *_settings(comparison),
     ]
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-            f"<title>{title}</title>",
-            f"<style>\n{asset.joinpath('page.css').read_text(encoding='utf-8')}</style></head><body>",
-            *body,
-            f'<script type="application/json" id="data">{data}</script>',
-            f"<script>\n{asset.joinpath('page.js').read_text(encoding='utf-8')}</script>",
-            "</body></html>\n",
-        ]
-    )
+    return document(title, body, page_data(comparison, summary["lowest"]), script)
 
 
 def page_data(comparison: Comparison, lowest: float | None) -> dict[str, Any]:
@@ -151,7 +135,7 @@ def _outcomes(comparison: Comparison, summary: dict[str, Any]) -> list[str]:
     legend = "".join(f" {name}: {text}." for name, text in STATUSES.items() if name in met)
     return [
         "<h2>What became of each method</h2>",
-        _table(head, rows, text=[len(head) - 1]),
+        table(head, rows, text=[len(head) - 1]),
         '<p class="soft">Seconds are of training alone: validation, checkpoints and, for methods that sample, the '
         f"value of the record are left out. Data passes are counted alike.{escape(legend)}</p>",
     ]
@@ -165,7 +149,7 @@ def _levels_table(summary: dict[str, Any], key: str, heading: str, unit: str) ->
     best = {level: min((t[level] for t in ran.values() if t[level] is not None), default=None) for level in levels}
     rows = [[name, *(number(times[level]) for level in levels)] for name, times in ran.items()]
     marked = [[times[level] is not None and times[level] == best[level] for level in levels] for times in ran.values()]
-    return [f"<h2>{heading}</h2>", _table(["method", *levels], rows, marked),
+    return [f"<h2>{heading}</h2>", table(["method", *levels], rows, marked),
             f'<p class="soft">In {unit}, at the first record at or below; – is never.</p>']  # fmt: skip
 
 
@@ -179,11 +163,11 @@ def _speed_ups(summary: dict[str, Any]) -> list[str]:
         f'<p><label>To a relative difference of <select id="level">{options}</select></label>: '
         "the seconds of the column's method over those of the row's.</p>",
     ]
-    for level, table in tables.items():
-        names = list(table)
-        rows = [[a, *(_times(table[a].get(b)) if a != b else "" for b in names)] for a in names]
+    for level, times in tables.items():
+        names = list(times)
+        rows = [[a, *(_times(times[a].get(b)) if a != b else "" for b in names)] for a in names]
         found.append(f'<div data-level="{level}"><p class="soft">Relative difference {level}:</p>')
-        found.append(_table(["sooner ↓ than →", *names], rows) + "</div>")
+        found.append(table(["sooner ↓ than →", *names], rows) + "</div>")
     found.append(
         '<p class="soft">&gt;: the column never got there in its time, so at least so many times; &lt;: the row never '
         "did, so at most; –: neither did.</p>"
@@ -199,14 +183,14 @@ def _settings(comparison: Comparison) -> list[str]:
     found += [f"<pre>{escape(command)}</pre>" for command in about.get("commands", [])]
     options = {m.name: m.outcome["options"] for m in comparison.methods if m.outcome.get("options")}
     settings = {"data": about.get("data", {}), **about.get("settings", {}), "method options": options}
-    found += ["<h2>Configuration</h2>", *(_facts(name, part) for name, part in settings.items() if part)]
+    found += ["<h2>Configuration</h2>", *(facts(name, part) for name, part in settings.items() if part)]
     places = {json.dumps(_machine(m.outcome)): m.outcome for m in comparison.methods if m.outcome.get("environment")}
     found.append("<h2>Machine</h2>")
     if len(places) > 1:
         found.append('<p class="warn">Methods ran on different machines or versions; their times do not compare.</p>')
     for outcome in places.values():
         names = [m.name for m in comparison.methods if _machine(m.outcome) == _machine(outcome)]
-        found.append(_facts(", ".join(names), outcome["environment"]))
+        found.append(facts(", ".join(names), outcome["environment"]))
     busy = {m.name: m.outcome.get("others_busy") for m in comparison.methods}
     known = {name: value for name, value in busy.items() if value is not None}
     if known:
@@ -218,38 +202,6 @@ def _settings(comparison: Comparison) -> list[str]:
 
 def _machine(outcome: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in outcome.get("environment", {}).items() if key != "date"}
-
-
-def _facts(name: str, facts: dict[str, Any]) -> str:
-    lines = [f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in facts.items()]
-    return f"<p>{escape(name)}</p><pre>{escape(chr(10).join(lines))}</pre>"
-
-
-def _table(
-    head: Sequence[str], rows: Iterable[Sequence[str]], marked: list[list[bool]] | None = None, text: Sequence[int] = ()
-) -> str:
-    """An HTML table whose first column names the rows; ``marked`` cells are bold, ``text`` columns hold sentences."""
-    tops = [f"<th scope=col{' class=text' if n in text else ''}>{escape(cell)}</th>" for n, cell in enumerate(head)]
-    body = []
-    for place, (name, *cells) in enumerate(rows):
-        parts = [f"<th scope=row>{escape(name)}</th>"]
-        for column, cell in enumerate(cells):
-            kinds = ["best"] if marked is not None and marked[place][column] else []
-            kinds += ["text"] if column + 1 in text else []
-            kinds += ["none"] if cell == "–" else []
-            parts.append(f'<td class="{" ".join(kinds)}">{escape(cell)}</td>' if kinds else f"<td>{escape(cell)}</td>")
-        body.append(f"<tr>{''.join(parts)}</tr>")
-    table = f"<table><thead><tr>{''.join(tops)}</tr></thead><tbody>{''.join(body)}</tbody></table>"
-    return f'<div class="scroll">{table}</div>'
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """A number for people: counts with separators, others to a few digits, – for none."""
-    if value is None:
-        return "–"
-    if isinstance(value, int) or abs(value) >= 10 ** (digits - 1):
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}"
 
 
 def _times(found: dict[str, Any] | None) -> str:

@@ -4,8 +4,6 @@
     NAME.jsonl        history of a method: one record an iteration
     NAME.safetensors  checkpoint of a method that has not ended
 
-A fit's folder is read too, as a comparison of one method: its history.jsonl, and its end from its own summary.json.
-
 Everything else in the folder (summary.json, figures, report.html) is made from these by compare/build.py. Histories
 alone are enough: without comparison.json the page lacks only what is written there. Checked by tests/test_report.py.
 """
@@ -22,8 +20,6 @@ from gramtower._files import write_json
 from gramtower.training.result import Record, read_history
 
 MANIFEST = "comparison.json"
-_FIT = "history"  # name of a fit's history
-_STATUS_OF = {"INTERRUPTED": "unfinished", "NON_FINITE": "diverged"}  # reasons that are no proper end of a fit
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,6 @@ class Comparison:
     folder: Path
     methods: list[MethodRun]
     about: dict[str, Any]
-    of_fit: bool = False  # a fit's folder, whose summary.json is the fit's own
 
     @property
     def title(self) -> str:
@@ -93,10 +88,7 @@ def read_comparison(folder: Path) -> Comparison:
     Raises:
         ValueError: if there is none, or a file of it is damaged.
     """
-    about = read_manifest(folder)
-    if about is None and history_path(folder, _FIT).exists():
-        return _read_fit(folder)
-    about = about or {}
+    about = read_manifest(folder) or {}
     outcomes: dict[str, dict[str, Any]] = about.pop("methods", {})
     found = {path.stem for path in folder.glob("*.jsonl")}
     names = [*outcomes, *sorted(found - set(outcomes))]
@@ -104,20 +96,6 @@ def read_comparison(folder: Path) -> Comparison:
         check.fail("folder", folder, f"a folder with {MANIFEST} or histories NAME.jsonl, as gramtower compare writes")
     histories = {name: _history(folder, name) if name in found else [] for name in names}
     return Comparison(folder, [MethodRun(n, h, _outcome(outcomes.get(n, {}), h)) for n, h in histories.items()], about)
-
-
-def _read_fit(folder: Path) -> Comparison:
-    """A fit's folder as a comparison of one method."""
-    history, end = _history(folder, _FIT), {}
-    try:
-        facts = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        name, metric = str(facts.get("optimizer", _FIT)), facts.get("metric")
-        if facts["iterations"] == history[-1].iteration:  # and not of a run before, to which this one adds
-            status = _STATUS_OF.get(facts["reason"], "finished")
-            end = {"status": status, "message": str(facts["stopped"])}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
-        name, metric = _FIT, None
-    return Comparison(folder, [MethodRun(name, history, _outcome(end, history))], {"metric": metric}, of_fit=True)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

@@ -17,6 +17,8 @@ from gramtower.data.ids import Coded, by_appearance
 from gramtower.data.left_out import warn_of_rows
 from gramtower.data.merging import RULES, merge
 
+_LOST = ("rows_without_id", "rows_without_number", "rows_below_threshold")
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -80,10 +82,7 @@ def assemble(left: Coded, right: Coded, numbers: dict[str, NDArray[Any]], rule: 
     kept, report["rows_without_number"] = _narrow(kept, total, [~np.isnan(array) for array in numbers.values()])
     high = [] if rule.threshold is None else [numbers["value"] >= rule.threshold]
     kept, report["rows_below_threshold"] = _narrow(kept, total, high)
-    if total == 0 or (kept is not None and not kept.any()):
-        counts = ", ".join(f"{name} {count}" for name, count in report.items())
-        check.fail("rows", f"none to keep ({counts})", "at least one observed pair")
-    warn_of_rows(report)
+    check_rows(report)
     rows, left_ids = _numbered(left, kept)
     columns, right_ids = _numbered(right, kept)
     del left, right
@@ -95,6 +94,18 @@ def assemble(left: Coded, right: Coded, numbers: dict[str, NDArray[Any]], rule: 
     )
     report |= {"rows_merged": merged, "pairs": matrix.nnz, "left": shape[0], "right": shape[1]}
     return Fields(matrix, left_ids, right_ids, times, weights, report)
+
+
+def check_rows(report: dict[str, int]) -> None:
+    """Refuse rows of which none is kept, and warn where many are left out.
+
+    Args:
+        report: rows, and how many of them are left out for each reason.
+    """
+    if report["rows"] == sum(report[name] for name in _LOST):
+        counts = ", ".join(f"{name} {count}" for name, count in report.items())
+        check.fail("rows", f"none to keep ({counts})", "at least one observed pair")
+    warn_of_rows(report)
 
 
 def _identified(left: NDArray[Any], right: NDArray[Any]) -> NDArray[np.bool_] | None:

@@ -182,7 +182,7 @@ def id_array(name: str, values: Any) -> tuple[NDArray[Any], NDArray[np.bool_] | 
     if isinstance(values, np.ndarray) and values.dtype.kind not in "iufUOT":
         check.fail(name, f"an array of {values.dtype}", _EXPECTED)
     if isinstance(values, np.ndarray) and values.dtype.kind in "iuf" and not isinstance(values, np.ma.MaskedArray):
-        return _integers(name, values)
+        return integers(name, values)
     cells = values.tolist() if isinstance(values, np.ndarray) else list(values)
     keys = [None if is_missing(cell) else key_of(name, cell) for cell in cells]
     absent = np.fromiter((key is None for key in keys), dtype=bool, count=len(keys))
@@ -192,7 +192,8 @@ def id_array(name: str, values: Any) -> tuple[NDArray[Any], NDArray[np.bool_] | 
     return np.array([_in_range(name, key or 0) for key in keys], dtype=np.int64), missing
 
 
-def _integers(name: str, values: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
+def integers(name: str, values: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
+    """An array of numbers as whole numbers, and where they are missing (None: nowhere)."""
     if values.dtype.kind != "f":
         if values.dtype == np.uint64 and len(values):
             _in_range(name, int(values.max()))

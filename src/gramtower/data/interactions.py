@@ -8,7 +8,7 @@ Checked by tests/test_interactions.py; benchmarks/bench_reading.py compares time
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,10 @@ from gramtower.data.times import moments
 if TYPE_CHECKING:
     import polars as pl
 
+    from gramtower.data.part_reading import ReadingProgress
+
 _EXPECTED = 20  # pairs of an id with itself in data of two different sets; then a tenth or less has odds of 10⁻⁶
+_ROWS = 1 << 16  # left rows that are looked at together
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,11 +161,23 @@ class Interactions:
         labels: bool = False,
         duplicates: str = "max",
         same_entities: bool | None = None,
+        progress: Callable[[ReadingProgress], None] | None = None,
     ) -> Interactions:
-        """Pairs from a Parquet file; the arguments are those of :meth:`from_csv`."""
+        """Pairs from a Parquet file, or in a stream from a folder of Parquet parts; arguments as in :meth:`from_csv`.
+
+        The parts of a folder (data/parts.py says which files these are) are read in order of their names, in little
+        more memory than the result's, and 100 to 200 MB in each of as many worker processes as torch has threads.
+        Folders called key=value give a column ``key``; a row without an id is an error. ``progress`` is called after
+        each piece of a folder, in any thread, with a :class:`gramtower.data.part_reading.ReadingProgress`.
+        """
         rule = _rule(threshold, labels, duplicates, value)
         texts, others = _choices(left, right, value, weight, time)
-        source = existing("path", path)
+        source = existing("path", path, folder=True)
+        if source.is_dir():
+            from gramtower.data.part_reading import read_folder  # compiled by numba
+
+            fields, *names = read_folder(source, texts + others, rule, progress)
+            return cls(**vars(fields), left_name=names[0], right_name=names[1], same_entities=same_entities)
         with reading(source):
             return cls._from_columns(frames.read_parquet(source, texts + others), others, rule, same_entities)
 
@@ -286,8 +301,16 @@ class Interactions:
         left, right = np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
         chances = left[rows[columns]].astype(np.float64) * right[columns] / max(1, matrix.nnz)
         expected = float(np.minimum(chances, 1.0).sum())
-        found = int((rows[matrix.indices] == np.repeat(np.arange(len(left)), left)).sum())
-        return expected >= _EXPECTED and found <= 0.1 * expected
+        if expected < _EXPECTED:
+            return False
+        found = sum(self._with_itself(rows, start, start + _ROWS) for start in range(0, len(left), _ROWS))
+        return found <= 0.1 * expected
+
+    def _with_itself(self, same: NDArray[np.int64], first: int, last: int) -> int:
+        """How many pairs of some rows are of an entity with itself; ``same`` is the row of each column's entity."""
+        offsets, columns = self.matrix.indptr[first : last + 1], self.matrix.indices
+        rows = np.repeat(np.arange(first, first + len(offsets) - 1), np.diff(offsets))
+        return int((same[columns[offsets[0] : offsets[-1]]] == rows).sum())
 
     @cached_property
     def _left_index(self) -> dict[Key, int]:

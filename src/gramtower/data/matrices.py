@@ -2,11 +2,12 @@
 
 scipy checks little of what a matrix holds, and its own conversions read beyond their arrays when offsets fall or
 columns are out of range. Everything that takes a matrix calls :func:`checked` or :func:`canonical` first; patterns that
-were stored go through :func:`pattern`. Cost: O(entries), by numpy alone. Checked by tests/test_matrices.py.
+were stored go through :func:`pattern`. Cost: O(entries), by numpy on all cores. Checked by tests/test_matrices.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
+from gramtower.runtime.threads import parallel_for
+
+_CHUNK = 1 << 20  # entries that one thread looks at before the next
 
 
 def checked(name: str, value: Any, shape: tuple[int, int] | None = None) -> Any:
@@ -90,12 +94,26 @@ def _ones(matrix: sp.csr_matrix) -> sp.csr_matrix:
 
 def rows_increase(offsets: NDArray[Any], columns: NDArray[Any]) -> bool:
     """Whether columns strictly increase within every row: sorted and free of duplicates."""
-    if len(columns) < 2:
-        return True
-    rising = columns[1:] > columns[:-1]
-    starts = offsets[1:-1]
-    rising[starts[(starts > 0) & (starts < len(columns))] - 1] = True  # a new row may start lower
-    return bool(rising.all())
+
+    def rise(first: int, last: int) -> bool:
+        rising = columns[first + 1 : last + 1] > columns[first:last]
+        starts = offsets[np.searchsorted(offsets, first, "right") : np.searchsorted(offsets, last, "right")]
+        rising[starts - first - 1] = True  # a new row may start lower
+        return bool(rising.all())
+
+    return _everywhere(rise, len(columns) - 1)
+
+
+def _everywhere(test: Callable[[int, int], bool], total: int) -> bool:
+    """Whether a test holds for all places from 0 to ``total``, which threads look at chunk by chunk."""
+    failed: list[int] = []
+
+    def work(first: int, last: int) -> None:
+        if not failed and not test(first, last):
+            failed.append(first)
+
+    parallel_for(work, [*range(0, max(0, total), _CHUNK), max(0, total)])
+    return not failed
 
 
 def _compressed(name: str, value: Any) -> Any:
@@ -156,7 +174,7 @@ def _offsets(name: str, offsets: NDArray[Any], rows: int, stored: int) -> None:
 
 
 def _indices(name: str, indices: NDArray[Any], size: int, kind: str) -> None:
-    if len(indices) and (indices.min() < 0 or indices.max() >= size):
+    if not _everywhere(lambda a, b: indices[a:b].min() >= 0 and indices[a:b].max() < size, len(indices)):
         at = int(np.argmax((indices < 0) | (indices >= size)))
         check.fail(name, f"{kind} such as {indices[at]} (entry {at})", f"{kind} from 0 to {size - 1}")
 
@@ -164,5 +182,6 @@ def _indices(name: str, indices: NDArray[Any], size: int, kind: str) -> None:
 def _values(name: str, data: NDArray[Any]) -> None:
     if data.dtype.kind not in "biuf":
         check.fail(name, f"dtype {data.dtype}", "an array of real numbers")
-    if data.dtype.kind == "f":
-        check.finite(name, data.reshape(-1))
+    flat = data.reshape(-1)
+    if data.dtype.kind == "f" and not _everywhere(lambda a, b: bool(np.isfinite(flat[a:b]).all()), len(flat)):
+        check.finite(name, flat)  # says where

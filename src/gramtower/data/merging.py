@@ -2,7 +2,8 @@
 
 One sort of 64-bit keys, which numpy does with vector instructions, puts the rows in order of (left, right) and, where
 there are numbers to carry along, of their place in the file. Then rows of the same pair are merged by a rule.
-O(rows log rows) time. Checked by tests/test_interactions.py; timed by benchmarks/bench_reading.py.
+O(rows log rows) time. Many rows are handed to data/grouping.py, which does the same on all cores.
+Checked by tests/test_interactions.py and tests/test_grouping.py; timed by benchmarks/bench_reading.py.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
+from gramtower.runtime import host
 
+_MANY, _PIECE = 1 << 22, 1 << 20  # rows from which on all cores are used, and of a piece that one of them takes
 RULES = ("max", "sum", "first", "last", "error")
 
 
@@ -53,6 +56,26 @@ def merge(
     rule: str,
 ) -> tuple[sp.csr_matrix, NDArray[np.float32] | None, NDArray[np.float64] | None, int]:
     """The matrix of labels (1 where ``labels`` is None), its weights and times, and how many rows were merged away."""
+    if len(rows) < _MANY or not host.has_numba():
+        return ordered_merge(rows, columns, shape, labels, weights, times, rule)
+    from gramtower.data.grouping import Piece, group  # compiled by numba, which is not worth it for few rows
+
+    numbers = {"value": labels, "weight": weights, "time": times}
+    spans = [slice(start, start + _PIECE) for start in range(0, len(rows), _PIECE)]
+    pieces = [Piece(rows[s], columns[s], {k: v[s] for k, v in numbers.items() if v is not None}) for s in spans]
+    return group(pieces, shape, rule)
+
+
+def ordered_merge(
+    rows: NDArray[Any],
+    columns: NDArray[Any],
+    shape: tuple[int, int],
+    labels: NDArray[Any] | None,
+    weights: NDArray[Any] | None,
+    times: NDArray[Any] | None,
+    rule: str,
+) -> tuple[sp.csr_matrix, NDArray[np.float32] | None, NDArray[np.float64] | None, int]:
+    """The same as :func:`merge`, by one sort of all rows in one thread."""
     bits = max(1, shape[1] - 1).bit_length()
     numbers = (labels, weights, times)
     keys, order = ordered(rows, columns, bits, places=any(array is not None for array in numbers))

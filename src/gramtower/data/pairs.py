@@ -21,8 +21,12 @@ from torch import Tensor
 
 from gramtower import _checks as check
 from gramtower.data.matrices import checked, rows_increase
+from gramtower.runtime import host
+from gramtower.runtime.threads import parallel_for
 
 SEGMENT = 4096  # entries of a row handled as one piece
+_MANY = 1 << 20  # pairs from which on all cores are used
+_SHARED = (np.int32, np.int64, np.float32, np.float64)  # dtypes of arrays that torch takes as they are
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,22 @@ def cut_rows(offsets: Tensor) -> Segments:
     within = np.arange(len(rows)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     lines = np.where(within > 0, np.cumsum(within > 0) - 1, -1)
     return Segments(rows, np.append(bounds[rows] + within * SEGMENT, bounds[-1]), lines)
+
+
+def bin_count(numbers: Tensor, size: int) -> Tensor:
+    """How often each number from 0 to ``size`` − 1 occurs; of many on a CPU, by all threads."""
+    threads = min(torch.get_num_threads(), len(numbers) // (2 * size + 1))
+    if threads < 2 or len(numbers) < _MANY or numbers.device.type != "cpu":
+        return torch.bincount(numbers, minlength=size)
+    counts = numbers.new_empty((threads, size), dtype=torch.int64)
+    cuts = [len(numbers) * t // threads for t in range(threads + 1)]
+
+    def work(first: int, last: int) -> None:
+        for t in range(first, last):
+            counts[t] = torch.bincount(numbers[cuts[t] : cuts[t + 1]], minlength=size)
+
+    parallel_for(work, list(range(threads + 1)))
+    return counts.sum(0)
 
 
 @dataclass(frozen=True)
@@ -99,7 +119,13 @@ class Pairs:
 
     @cached_property
     def by_column(self) -> Columns:
-        """The column-order view; made on first use in O(|O|) by a counting sort."""
+        """The column-order view; made on first use in O(|O|) by a counting sort, of many pairs on all cores."""
+        if len(self) >= _MANY and host.has_numba():
+            from gramtower.data.transposition import by_column  # compiled by numba, not worth it for few pairs
+
+            arrays = by_column(self.offsets.cpu().numpy(), self.columns.cpu().numpy(), self.shape[1])
+            offsets, rows, found = (torch.from_numpy(array).to(self.device) for array in arrays)
+            return Columns(offsets, rows, found)
         position = np.arange(len(self), dtype=np.int32 if len(self) < 2**31 else np.int64)
         pattern = sp.csr_matrix(
             (position, self.columns.cpu().numpy(), self.offsets.cpu().numpy()), shape=self.shape
@@ -130,7 +156,9 @@ class Pairs:
     @cached_property
     def column_counts(self) -> Tensor:
         """|O_:,j| for each column j."""
-        return torch.bincount(self.columns, minlength=self.shape[1])
+        if "by_column" in self.__dict__:
+            return self.by_column.offsets.diff()
+        return bin_count(self.columns, self.shape[1])
 
     def row_range(self, start: int, stop: int) -> tuple[Pairs, slice]:
         """Rows ``start:stop`` as a pattern (a view), and the positions of their entries in this one."""
@@ -213,6 +241,13 @@ def from_sparse(name: str, matrix: Any, least_rows: int = 1) -> tuple[Pairs, NDA
     pairs = Pairs(
         (m, n),
         torch.from_numpy(np.array(offsets, dtype=np.int64)),
-        torch.from_numpy(np.array(columns, dtype=np.int32)),
+        _copied(columns, torch.int32),
     )
-    return pairs, np.array(data)
+    return pairs, _copied(data).numpy()
+
+
+def _copied(array: NDArray[Any], dtype: torch.dtype | None = None) -> Tensor:
+    """A copy, made by all threads."""
+    if not array.flags.writeable or array.dtype not in _SHARED:  # torch would warn of the one and refuse the other
+        array = np.array(array, np.int64 if array.dtype.kind in "iu" else np.float64)
+    return torch.from_numpy(np.ascontiguousarray(array)).to(dtype=dtype, copy=True)

@@ -8,7 +8,7 @@ Checked by tests/test_distributed.py and tests/test_failures.py.
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from gramtower import _checks as check
 from gramtower.distributed.group import Group
+from gramtower.runtime.threads import parallel_for
 
-_CHUNK = 1 << 20
+_CHUNK = 1 << 16  # entries at a time, so that what numpy makes of them on the way stays in cache
 
 
 def agree(group: Group, facts: Mapping[str, Any]) -> None:
@@ -48,27 +49,30 @@ def versions() -> dict[str, str]:
 
 
 class Digest:
-    """Entries (key, value) in any order, as two 64-bit sums."""
+    """Entries (key, value) in any order, as two 64-bit sums, which do not depend on the number of threads."""
 
     def __init__(self) -> None:
         self._sums = np.zeros(2, dtype=np.uint64)
 
     def add(self, keys: NDArray[Any], values: NDArray[Any]) -> Digest:
         """Add entries: a distinct integer and a number each."""
-        with np.errstate(over="ignore"):
-            for start in range(0, len(keys), _CHUNK):
-                part = slice(start, start + _CHUNK)
-                bits = np.ascontiguousarray(values[part], dtype=np.float64).view(np.uint64)
-                mixed = _mix(keys[part].astype(np.uint64) + _mix(bits))
-                self._sums += np.array([mixed.sum(), _mix(mixed).sum()], dtype=np.uint64)
-        return self
+        return self._add(len(keys), lambda part: keys[part].astype(np.uint64), values)
 
     def add_rows(self, array: Any, first: int) -> Digest:
         """Add an array whose first row is row ``first`` of all processes' rows; None adds nothing."""
-        if array is not None:
-            plain = np.asarray(array, dtype=np.float64)
-            width = plain[:1].size or 1
-            self.add(np.arange(plain.size) + first * width, plain.reshape(-1))
+        if array is None:
+            return self
+        plain = np.asarray(array)
+        begin = first * (plain[:1].size or 1)
+        flat = np.ascontiguousarray(plain).reshape(-1)
+        return self._add(
+            len(flat), lambda part: np.arange(part.start + begin, part.stop + begin, dtype=np.uint64), flat
+        )
+
+    def add_sums(self, sums: NDArray[np.uint64]) -> Digest:
+        """Add what another Digest, or entry_sums, summed."""
+        with np.errstate(over="ignore"):
+            self._sums = self._sums + sums
         return self
 
     def text(self, group: Group) -> str:
@@ -76,10 +80,23 @@ class Digest:
         parts = group.gather_json([int(x) for x in self._sums])
         return "".join(f"{sum(part[half] for part in parts) % 2**64:016x}" for half in range(2))
 
+    def _add(self, total: int, keys: Callable[[slice], NDArray[np.uint64]], values: NDArray[Any]) -> Digest:
+        bounds = [*range(0, total, _CHUNK), total]
+        sums: NDArray[np.uint64] = np.zeros((len(bounds), 2), np.uint64)
 
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finishing steps of splitmix64: every bit of the result depends on every bit of x."""
+        def work(start: int, stop: int) -> None:
+            with np.errstate(over="ignore"):
+                part = slice(start, stop)
+                bits = np.ascontiguousarray(values[part], dtype=np.float64).view(np.uint64)
+                mixed = mix(keys(part) + mix(bits))
+                sums[start // _CHUNK] = mixed.sum(), mix(mixed).sum()
+
+        parallel_for(work, bounds)
+        return self.add_sums(sums.sum(axis=0, dtype=np.uint64))
+
+
+def mix(x: Any) -> Any:
+    """The finishing steps of splitmix64, of a number or an array: every bit of the result depends on every bit of x."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: NDArray[np.uint64] = (x ^ (x >> np.uint64(31))) + np.uint64(0x9E3779B97F4A7C15)
-    return mixed
+    return (x ^ (x >> np.uint64(31))) + np.uint64(0x9E3779B97F4A7C15)

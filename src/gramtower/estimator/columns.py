@@ -1,15 +1,17 @@
-"""Frames as pairs: which columns of a polars, pandas or pyarrow table hold what, for `TwoTower.fit` and `update`.
+"""Frames as pairs: which columns of a polars, pandas or pyarrow table hold what, wherever pairs are taken.
 
 Checked by tests/test_fit_frames.py.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gramtower import _checks as check
+from gramtower.data import frames
 from gramtower.data.frames import Column
 from gramtower.data.interactions import Interactions
 
@@ -48,9 +50,24 @@ class Columns:
             threshold=self.threshold, labels=self.value is not None and self.threshold is None,
         )  # fmt: skip
 
+    def read_pairs(self, name: str, given: Any) -> Any:
+        """The same, where of a frame or file without named columns the first two hold left and right ids."""
+        if not is_frame(given) and not is_path(given):
+            return self.read(name, given)
+        frame = frames.read_frame(name, check.path(name, given)) if is_path(given) else frames.as_frame(name, given)
+        if self.left is None and self.right is None and len(frame.columns) < 2:
+            check.fail(name, f"a table of {len(frame.columns)} columns", "left and right ids in two of them")
+        chosen = self if self.left is not None or self.right is not None else replace(self, left=0, right=1)
+        return chosen.read(name, frame)
+
     def read_also(self, name: str, given: Any) -> Any:
         """A second frame with the same columns as Interactions; anything else as it is."""
         return self.read(name, given) if is_frame(given) else given
+
+
+def is_path(given: Any) -> bool:
+    """Whether something is the path of a file."""
+    return isinstance(given, (str, os.PathLike))
 
 
 def is_frame(given: Any) -> bool:

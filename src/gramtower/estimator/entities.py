@@ -118,6 +118,17 @@ class Entities:
                 here = replace(here, further=union(here.further, seen))
         return here
 
+    def without_added_right(self) -> Self:
+        """The same with the right entities of training alone."""
+        if not self.right.added:
+            return self
+        count, right = self.right.trained, self.right
+        ids = None if right.ids is None else right.ids[:count]
+        return replace(
+            self, right=replace(right, ids=ids, embeddings=right.embeddings[:count], added=0),
+            trained=self.trained[:, :count], further=self.further[:, :count],
+        )  # fmt: skip
+
     def grown(
         self, side: str, features: Any, history: sp.csr_matrix | None = None, ids: Any = None, kept: bool = False
     ) -> tuple[Self, NDArray[np.int64]]:
@@ -178,6 +189,15 @@ class Entities:
             return history
         own = sp.csr_matrix(selection(what.rows_in(self.left_index()), len(self.left)) @ self.seen)
         return own if history is None else union(own, history)
+
+    def called(self, features: Any, count: int) -> list[Any]:
+        """What to call left entities that a call describes: the ids of their table, or their rows; None without one."""
+        what = None if features is None else described(self.left, features)
+        if what is None or what.ids is None:
+            return list(range(count))
+        return [
+            None if what.missing is not None and what.missing[row] else key for row, key in enumerate(what.ids.tolist())
+        ]
 
     def side(self, side: str) -> Side:
         """One side by its name."""

@@ -16,6 +16,7 @@ import scipy.sparse as sp
 
 from gramtower import _checks as check
 from gramtower.data.partition import Shard
+from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import current_group
 from gramtower.distributed.shards import Rows, Shards
 from gramtower.engine.objective.point import Point
@@ -24,7 +25,7 @@ from gramtower.engine.towers.mlp import mlp_towers
 from gramtower.engine.towers.towers import Towers
 from gramtower.estimator import defaults
 from gramtower.estimator.fit_data import FitData, hold_out, own_pairs, prepare_data, rejoined
-from gramtower.estimator.fitted import FittedModel, pattern_of
+from gramtower.estimator.fitted import CANDIDATES, FittedModel, pattern_of
 from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.side import Side
 from gramtower.estimator.warm_start import carry_over, refuse_increment
@@ -47,9 +48,17 @@ def fit(
     *,
     refit: bool = False,
     callbacks: Iterable[Callback] = (),
+    candidates: str = "trained",
 ) -> FittedModel:
     """Learn from observed pairs, starting from a previous model if there is one; see TwoTower.fit."""
     features, watchers = (left_features, right_features), check.functions("callbacks", callbacks)
+    if check.choice("candidates", candidates, CANDIDATES) == "all":
+        described = {"left": tables_of("left", left_features), "right": tables_of("right", right_features)}
+        found = fit(
+            settings, pairs, left_features, right_features, validation, previous, checkpoint, history,
+            refit=refit, callbacks=watchers,
+        )  # fmt: skip
+        return found.with_added(described["left"], described["right"])
     train, held_out = pairs, validation
     if isinstance(validation, Real):
         train, held_out = hold_out(pairs, validation, check.seed(settings.seed))
@@ -73,6 +82,24 @@ def fit(
     if reason is Reason.MAX_ITERATIONS:  # the number of them was found, and how is what there is to say
         reason, message = found.reason, f"{found.message}; then all pairs were fitted for {count} iterations"
     return replace(final, reason=reason, message=message, best_metric=found.best_metric)
+
+
+def tables_of(side: str, features: Any) -> Any:
+    """The tables of a side, as those of its entities without pairs; None for a left side that has none.
+
+    Raises:
+        ValueError: if there is no table, or something without ids beside it.
+    """
+    if (processes := current_group().size) > 1:
+        check.fail("candidates", f"'all' in {processes} processes", "'trained', and model.add after loading")
+    parts = [part for part in (features if isinstance(features, (list, tuple)) else [features]) if part is not None]
+    given = [part for part in parts if not isinstance(part, str)]
+    if side == "left" and not given:
+        return None
+    if not given or not all(isinstance(part, FeatureTable) for part in given):
+        shown = f"'all' with {side}_features of {', '.join(type(part).__name__ for part in given) or 'ids alone'}"
+        check.fail("candidates", shown, f"{side}_features with a FeatureTable, whose rows without pairs are kept")
+    return given if len(given) > 1 else given[0]
 
 
 def refit_checkpoint(checkpoint: Path) -> Path:

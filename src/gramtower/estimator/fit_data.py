@@ -7,8 +7,6 @@ Checked by tests/test_estimator.py and tests/test_distributed_fit.py.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +17,6 @@ from numpy.typing import NDArray
 
 from gramtower import _checks as check
 from gramtower._widths import check_hidden
-from gramtower.data import frames
 from gramtower.data.interactions import Interactions
 from gramtower.data.left_out import warn_of_pairs
 from gramtower.data.lookup import index_of, join
@@ -32,6 +29,7 @@ from gramtower.distributed.agreement import Digest, agree
 from gramtower.distributed.group import SINGLE, Group, current_group
 from gramtower.distributed.shards import Rows, Shards, entity_costs, row_work, spread, unsharded
 from gramtower.estimator import defaults
+from gramtower.estimator.columns import Columns
 from gramtower.estimator.inputs import Ids, Inputs, feature_width, training_inputs, training_parts
 from gramtower.estimator.settings import ModelSettings
 from gramtower.metrics.definitions import to_maximise
@@ -213,15 +211,7 @@ def rejoined(pairs: Any, held_out: Any) -> Any:
 
 def given_pairs(name: str, pairs: Any) -> Any:
     """Interactions and matrices as they are; of a frame or a file the first two columns, left and right ids."""
-    if isinstance(pairs, (str, os.PathLike)):
-        frame = frames.read_frame(name, check.path(name, pairs))
-    elif isinstance(pairs, Interactions) or sp.issparse(pairs) or not _is_frame(pairs):
-        return pairs
-    else:
-        frame = frames.as_frame(name, pairs)
-    if len(frame.columns) < 2:
-        check.fail(name, f"a table of {len(frame.columns)} columns", "left and right ids in the first two columns")
-    return Interactions.from_frame(frame, 0, 1)
+    return Columns().read_pairs(name, pairs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -367,11 +357,3 @@ def _local_features(name: str, features: Any, rows: Rows, local: bool) -> Any:
         expected = f"{rows.count}, one for each of this process's own entities of that side"
         check.fail(name, f"{features.shape[0]} rows", expected)
     return features
-
-
-def _is_frame(value: Any) -> bool:
-    """Whether a value is a table of one of the libraries that frames.as_frame takes."""
-    library = type(value).__module__.split(".")[0]
-    return (
-        isinstance(value, Mapping) or library in ("polars", "pandas", "pyarrow") or hasattr(value, "__arrow_c_stream__")
-    )

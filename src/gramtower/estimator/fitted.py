@@ -21,10 +21,13 @@ import torch
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
+from gramtower.data.frames import Column
+from gramtower.data.lists import columns_beside, lists_frame
 from gramtower.data.matrices import union
 from gramtower.estimator import measuring
+from gramtower.estimator.columns import Columns, is_frame, is_path
 from gramtower.estimator.entities import Entities
-from gramtower.estimator.fit_data import own_pairs
+from gramtower.estimator.fit_data import given_pairs, own_pairs
 from gramtower.estimator.newcomers import embedded
 from gramtower.estimator.side import history_matrix, normalised
 from gramtower.metrics.definitions import DEFAULT
@@ -86,7 +89,9 @@ class FittedModel(Entities):
         left_features: Any = None,
         right_features: Any = None,
         histories: Any = None,
-    ) -> tuple[NDArray[Any], NDArray[np.float32]]:
+        as_frame: bool = False,
+        table: Any = None,
+    ) -> tuple[NDArray[Any], NDArray[np.float32]] | Any:
         """The k best right entities for each left one.
 
         Args:
@@ -110,12 +115,19 @@ class FittedModel(Entities):
                 ("new", 1), …, or go on with the numbers of a model without ids.
             histories: for models whose left features have a "history": a list of right ids for each new entity, or a
                 scipy.sparse matrix with one column for each right entity.
+            as_frame: return a table, of polars if it is installed and otherwise of pandas, with a row for each answer:
+                ``left``, ``rank`` from 1, ``right``, ``score``. New left entities are called by the ids that a table
+                of them has, or by their row from 0.
+            table: with ``as_frame``, a table of right entities, such as their titles, whose other columns are put
+                beside the answers: a frame, file or FeatureTable with ids in the column "id" or else in the first.
 
         Returns:
-            Ids, of the type that the training data has, and scores, one row for each left entity. A score of −inf marks
-            a place without an answer; its id is None, or −1 where ids are numbers.
+            Ids, of the type that the training data has, and scores, one row for each left entity, as two arrays; a
+            score of −inf marks a place without an answer, whose id is None, or −1 where ids are numbers. Or the table,
+            which has no such places.
         """
         check.count("k", k)
+        _check_frame(as_frame, table)
         exclude_seen = check.flag("exclude_seen", exclude_seen)
         check.choice("candidates", candidates, CANDIDATES)
         new = left_features is not None or histories is not None
@@ -126,9 +138,11 @@ class FittedModel(Entities):
         if new:
             seen = None if histories is None else history_matrix(here.right, histories)
             P = embedded(self.left, self.known_towers("embed new entities"), left_features, seen)
+            asked = self.called(left_features, len(P)) if as_frame else []
             seen = here.seen_by_described(left_features, seen)
         else:
-            rows = self.left.rows(check.ids("left", left))
+            asked = check.ids("left", left)
+            rows = self.left.rows(asked)
             P, seen = self.left.embeddings[torch.from_numpy(rows)], here.seen[rows]
         left_out = [seen] if exclude_seen and seen is not None else []
         if exclude is not None:
@@ -144,7 +158,8 @@ class FittedModel(Entities):
             allow=None if allow is None else here.right.rows(check.ids("allow", allow)),
             deny=np.concatenate(denied) if denied else None,
         )  # fmt: skip
-        return here.right.names(found), scores
+        ids = here.right.names(found)
+        return _framed(asked, ids, scores, ("left", "right"), table) if as_frame else (ids, scores)
 
     def similar(
         self,
@@ -154,7 +169,9 @@ class FittedModel(Entities):
         *,
         left_features: Any = None,
         right_features: Any = None,
-    ) -> tuple[NDArray[Any], NDArray[np.float32]]:
+        as_frame: bool = False,
+        table: Any = None,
+    ) -> tuple[NDArray[Any], NDArray[np.float32]] | Any:
         """The k entities of the same side whose embeddings point most alike (cosine), the entity itself left out.
 
         Entities without a direction of their own, see :meth:`has_direction`, are refused and never listed.
@@ -166,8 +183,15 @@ class FittedModel(Entities):
             left_features: new left entities, asked about and listed like the others; see ``right_features`` of
                 :meth:`recommend`.
             right_features: new right entities.
+            as_frame: return a table as :meth:`recommend` does, with columns called after the side, ``rank``,
+                ``similar`` and ``score``.
+            table: with ``as_frame``, a table of entities of the side, as for :meth:`recommend`.
+
+        Returns:
+            Ids and cosines as two arrays, or the table.
         """
         self.side(side)
+        _check_frame(as_frame, table)
         features = {"left": left_features, "right": right_features}
         other = "left" if side == "right" else "right"
         if features[other] is not None:
@@ -188,7 +212,10 @@ class FittedModel(Entities):
             unit[torch.from_numpy(rows)], unit, min(check.count("k", k), len(this)),
             exclude=own, deny=np.flatnonzero(~directed),
         )  # fmt: skip
-        return this.names(found), scores
+        names = this.names(found)
+        return (
+            _framed(this.names(rows).tolist(), names, scores, (side, "similar"), table) if as_frame else (names, scores)
+        )
 
     def observed(self) -> sp.csr_matrix:
         """The seen pairs without those of an entity with itself, where both sides are one set."""
@@ -241,9 +268,14 @@ class FittedModel(Entities):
         exclude_seen: bool = True,
         exclude: Any = None,
         by: str | None = None,
+        candidates: str = "all",
         left_features: Any = None,
         right_features: Any = None,
         histories: Any = None,
+        left: Column | None = None,
+        right: Column | None = None,
+        value: Column | None = None,
+        threshold: float | None = None,
     ) -> Scores:
         """Ranking metrics on held-out pairs; see docs/metrics.md for the definitions.
 
@@ -253,25 +285,46 @@ class FittedModel(Entities):
         than one in a hundred are a warning.
 
         Args:
-            test: :class:`~gramtower.Interactions`, or a scipy.sparse matrix for a model that was fitted on one.
+            test: :class:`~gramtower.Interactions`; a polars, pandas or pyarrow table or the path of a CSV or Parquet
+                file, whose first two columns are left and right ids unless ``left`` and ``right`` say otherwise; or a
+                scipy.sparse matrix for a model that was fitted on one.
             metrics: names.
             exclude_seen: leave what a left entity has seen out of its ranking: training pairs (which then do not count
                 where they are tested), and validation pairs that are not tested.
             exclude: further pairs to leave out, as for :meth:`recommend`; they do not count where they are tested.
             by: "popularity" or "activity" for a break-down.
+            candidates: "all" right entities are ranked, also those added later and those of ``right_features``;
+                "trained" for those of the training data alone, where pairs of others are left out and counted.
             left_features: describes left entities of ``test`` as for :meth:`recommend`. Those in it, or in
                 ``histories``, are embedded as described, whether the model knows them or not; the others as it knows
                 them. What known ones have seen is left out either way.
             right_features: new right entities, ranked among the others, as for :meth:`recommend`.
             histories: of left entities, as for :meth:`recommend`, or Interactions such as those of
-                :func:`gramtower.data.splits.held_out_users`; they count as seen.
+                :func:`gramtower.data.splits.held_out_users`, or a table or file like ``test``; they count as seen.
+            left: of a table of test pairs, the column of left ids, by name or by position from 0.
+            right: the column of right ids.
+            value: the column of values; without ``threshold``, pairs with a value above 0 are relevant.
+            threshold: smallest value that makes a pair.
         """
         exclude_seen = check.flag("exclude_seen", exclude_seen)
+        test = Columns(left, right, value, threshold=threshold).read_pairs("test", test)
+        histories = given_pairs("histories", histories) if is_frame(histories) or is_path(histories) else histories
         here = self.grown("right", right_features)[0]
+        if check.choice("candidates", candidates, CANDIDATES) == "trained":
+            here = here.without_added_right()
         ranking = measuring.Ranking(metrics, exclude_seen, exclude, by)
         if left_features is None and histories is None:
             return measuring.of_known(here, test, ranking)
         return measuring.of_described(here, test, ranking, left_features, histories)
+
+
+def _check_frame(as_frame: object, table: object) -> None:
+    if not check.flag("as_frame", as_frame) and table is not None:
+        check.fail("table", type(table).__name__, "as_frame=True as well: arrays have no columns")
+
+
+def _framed(asked: list[Any], ids: NDArray[Any], scores: NDArray[Any], names: tuple[str, str], table: Any) -> Any:
+    return lists_frame(asked, ids, scores, names, beside=None if table is None else columns_beside(table, ids, scores))
 
 
 def pattern_of(matrix: sp.csr_matrix | None, shape: tuple[int, int] | None = None) -> sp.csr_matrix:

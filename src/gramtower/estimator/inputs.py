@@ -1,6 +1,7 @@
 """What a tower sees of its entities: parts side by side, remembered so that new entities are described alike.
 
-    "id"            a column for each entity of the training data; a new entity has none of them
+    "id"            a column for each entity of the training data; a new entity has none of them. "id*0.1" beside other
+                    parts: entries of 0.1 in the place of 1, which is λ / 0.1² in the place of λ on what ids learn
     "history"       the observed right entities of a left one, equal values, length one
     a FeatureTable  its columns, joined by id; the encoding is kept, the rows are not
     a matrix        one row for each entity, in the order of the ids
@@ -13,6 +14,7 @@ Cost: O(entries). Checked by tests/test_inputs.py.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,17 +46,24 @@ class Part:
     Attributes:
         table: how a table is encoded.
         scaling: how its columns are scaled, or None.
+        factor: entry of an id in its own column.
     """
 
     kind: str
     width: int
     table: FeatureTable | None = None
     scaling: Scaling | None = None
+    factor: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """What a caller says for ids and histories."""
+        return self.kind if self.factor == 1 else f"{self.kind}*{self.factor!r}"
 
     @property
     def text(self) -> str:
         """In a few words, for people."""
-        return self.kind + ("" if self.scaling is None else f" ({self.scaling.text})")
+        return self.name + ("" if self.scaling is None else f" ({self.scaling.text})")
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,7 @@ class _Form:
     width: int
     table: dict[str, Any] | None = None
     scaling: dict[str, Any] | None = None
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -163,8 +173,9 @@ class Inputs:
 
         Ids and history are matched by id, tables by the names of their features, matrices by place.
         """
-        if [part.kind for part in self.parts] != [part.kind for part in old.parts]:
-            check.fail("warm_start", f"features {self.kind!r}", f"{old.kind!r} as before")
+        names = [" + ".join(part.name for part in inputs.parts) for inputs in (self, old)]
+        if names[0] != names[1]:
+            check.fail("warm_start", f"features {names[0]!r}", f"{names[1]!r} as before")
         found, start, old_start = [], 0, 0
         for part, before in zip(self.parts, old.parts, strict=True):
             keys: tuple[Any, Any] = (None, None)
@@ -192,6 +203,7 @@ class Inputs:
             {"kind": p.kind, "width": p.width}
             | ({} if p.table is None else {"table": json.loads(p.table.to_json())})
             | ({} if p.scaling is None else {"scaling": p.scaling.to_plain()})
+            | ({} if p.factor == 1 else {"factor": p.factor})
             for p in self.parts
         ]
 
@@ -212,7 +224,9 @@ class Inputs:
             if not 0 < form.width < 2**31 or (table is not None and table.width != form.width):
                 check.fail("inputs.width", form.width, "a positive number" if table is None else f"{table.width}")
             scaling = None if form.scaling is None else Scaling.unfilled(form.scaling, form.width)
-            parts.append(Part(kind, form.width, table, scaling))
+            if not 0 < form.factor < np.inf or (form.factor != 1 and kind != "id"):
+                check.fail("inputs.factor", form.factor, "a positive number for ids, 1 for others")
+            parts.append(Part(kind, form.width, table, scaling, form.factor))
         kinds = [part.kind for part in parts if part.kind in _NAMES]
         if not parts or len(set(kinds)) < len(kinds):
             check.fail("inputs", " + ".join(kinds) or "nothing", "parts, id and history once each")
@@ -304,6 +318,8 @@ def training_parts(
     named = [part.kind for part, _ in read if part.kind in _NAMES]
     if len(set(named)) < len(named):
         check.fail(f"{side}_features", " + ".join(named), "id and history once each")
+    if len(read) == 1 and read[0][0].factor != 1:
+        check.fail(f"{side}_features", repr(wanted[0]), "other parts beside it, or 'id'")
     return read
 
 
@@ -322,7 +338,9 @@ def training_inputs(
             apart = None if part.table is None else part.table.columns_apart
             part = replace(part, scaling=sparse_scaling(name, group, sp.csr_matrix(rows), place.total, apart))
         made.append((part, rows if part.scaling is None else part.scaling(name, rows)))
-    return Inputs(tuple(part for part, _ in made)), _beside([rows for _, rows in made], place)
+    several = len(made) > 1
+    features = [_own_columns(place, part.factor) if several and rows is None else rows for part, rows in made]
+    return Inputs(tuple(part for part, _ in made)), _beside(features)
 
 
 def _training_part(
@@ -331,6 +349,9 @@ def _training_part(
     rows = place.count
     if isinstance(one, str):
         names = _NAMES if side == "left" else _NAMES[:1]
+        name, times, factor = one.partition("*")
+        if times and name == "id":
+            return Part("id", place.total, factor=_factor(f"{side}_features", one, factor)), None
         if check.choice(f"{side}_features", one, names) == "id":
             return Part("id", place.total), None
         return Part("history", matrix.shape[1]), history_features(matrix)
@@ -381,18 +402,27 @@ def _missing(side: str, part: Part, rows: int) -> sp.csr_matrix:
     return sp.vstack([row] * rows, format="csr")
 
 
-def _beside(features: Sequence[Any], place: Rows | None = None) -> Any:
-    """One part as it is; several as one sparse matrix, in which None stands for the columns of the ids of ``place``."""
+def _factor(name: str, given: str, text: str) -> float:
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = math.nan
+    if not 0 < factor < math.inf:
+        check.fail(name, repr(given), "'id' or, with a positive number, such as 'id*0.1'")
+    return factor
+
+
+def _beside(features: Sequence[Any]) -> Any:
+    """One part as it is; several as one sparse matrix."""
     if len(features) == 1:
         return features[0]
-    parts = [_own_columns(place) if one is None else one if sp.issparse(one) else _as_sparse(one) for one in features]
+    parts = [one if sp.issparse(one) else _as_sparse(one) for one in features]
     return sp.csr_matrix(sp.hstack(parts, format="csr"), dtype=np.float32)
 
 
-def _own_columns(place: Rows | None) -> sp.csr_matrix:
-    """A column for each entity of the side, with a one in each own row."""
-    assert place is not None
-    entries = np.ones(place.count, np.float32), np.arange(place.first, place.stop), np.arange(place.count + 1)
+def _own_columns(place: Rows, factor: float) -> sp.csr_matrix:
+    """A column for each entity of the side, with the factor in each own row."""
+    entries = np.full(place.count, factor, np.float32), np.arange(place.first, place.stop), np.arange(place.count + 1)
     return sp.csr_matrix(entries, shape=(place.count, place.total))
 
 

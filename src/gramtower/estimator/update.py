@@ -2,7 +2,9 @@
 
 Of the old pairs a model keeps which there are, not their labels and weights. Where all labels were 1 and there were no
 weights that is everything; a model fitted otherwise is refused, because a fit with other labels would be of another
-objective. Of features it keeps how they are encoded, not the rows: tables and matrices must be given whole.
+objective. Of features it keeps how they are encoded, not the rows: tables and matrices must be given whole. Entities
+that were added by a table and have no pairs yet are no part of the fit; afterwards those of the table
+that is given are added again.
 Cost: O(pairs log pairs), and the iterations. Checked by tests/test_updates.py; benchmarks/bench_updates.py measures
 quality and time after many updates.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
@@ -20,10 +23,11 @@ from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import checked
 from gramtower.data.tables import FeatureTable
 from gramtower.data.union import union
-from gramtower.estimator.fit import fit
+from gramtower.estimator.fit import fit, tables_of
 from gramtower.estimator.fitted import FittedModel
 from gramtower.estimator.inputs import Inputs
 from gramtower.estimator.settings import ModelSettings
+from gramtower.estimator.side import Side
 from gramtower.training.callbacks import Callback
 
 ITERATIONS = 2  # unless given; benchmarks/bench_updates.py tries others
@@ -44,11 +48,24 @@ def update(
         _features("left", fitted.left.inputs, fitted.left.ids, left_features),
         _features("right", fitted.right.inputs, fitted.right.ids, right_features),
     )
-    return fit(settings, grown_pairs(fitted, more), *features, previous=fitted, callbacks=callbacks)
+    described = [side.added > 0 and _all_tables(given) for side, given in zip(_sides(fitted), features, strict=True)]
+    pairs = grown_pairs(fitted, more, (described[0], described[1]))
+    found = fit(settings, pairs, *features, previous=fitted, callbacks=callbacks)
+    left, right = (
+        tables_of(side, given) if kept else None
+        for side, given, kept in zip(("left", "right"), features, described, strict=True)
+    )
+    return found.with_added(left, right) if any(described) else found
 
 
-def grown_pairs(fitted: FittedModel, more: Any) -> Any:
+def grown_pairs(fitted: FittedModel, more: Any, dropped: tuple[bool, bool] = (False, False)) -> Any:
     """The pairs that a model knows, and more: entities keep their rows, new ones come after them.
+
+    Args:
+        fitted: the model.
+        more: pairs to add.
+        dropped: for both sides, whether entities that were added after training and have no pairs are left out:
+            nothing is to be learned from them.
 
     Returns:
         Interactions; a matrix where the model knows entities by number.
@@ -67,11 +84,32 @@ def grown_pairs(fitted: FittedModel, more: Any) -> Any:
         return union(Interactions.from_matrix(fitted.observed()), second, "more_pairs").matrix
     if not isinstance(more, Interactions):
         check.fail("more_pairs", type(more).__name__, "gramtower.Interactions, as in training")
+    observed = fitted.observed()
+    kept = [
+        np.flatnonzero((np.arange(len(side)) < side.trained) | (counts > 0) | (not drop))
+        for side, counts, drop in zip(
+            _sides(fitted), (np.diff(observed.indptr), np.bincount(observed.indices, minlength=observed.shape[1])),
+            dropped, strict=True,
+        )
+    ]  # fmt: skip
     known = Interactions(
-        fitted.observed(), ids[0], ids[1], left_name=more.left_name, right_name=more.right_name,
+        sp.csr_matrix(observed[kept[0]][:, kept[1]]), ids[0][kept[0]], ids[1][kept[1]],
+        left_name=more.left_name, right_name=more.right_name,
         same_entities=fitted.same_entities or bool(more.same_entities),
     )  # fmt: skip
     return union(known, more, "more_pairs")
+
+
+def _sides(fitted: FittedModel) -> tuple[Side, Side]:
+    return fitted.left, fitted.right
+
+
+def _all_tables(features: Any) -> bool:
+    """Whether features are tables, beside ids and histories, so that entities without pairs are described by id."""
+    parts = [part for part in (features if isinstance(features, (list, tuple)) else [features]) if part is not None]
+    return all(isinstance(part, (str, FeatureTable)) for part in parts) and any(
+        isinstance(part, FeatureTable) for part in parts
+    )
 
 
 def _features(side: str, inputs: Inputs, ids: NDArray[Any] | None, given: Any) -> Any:
@@ -83,7 +121,7 @@ def _features(side: str, inputs: Inputs, ids: NDArray[Any] | None, given: Any) -
                 f"features of all {side} entities, old and new: the model keeps how they are encoded, not the rows"
             )
             check.fail(name, f"nothing, for a model that sees {inputs.kind}", expected)
-        return [part.kind for part in inputs.parts]
+        return [part.name for part in inputs.parts]
     for part in given if isinstance(given, (list, tuple)) else [given]:
         if not isinstance(part, FeatureTable) or ids is None or not len(ids):
             continue

@@ -18,11 +18,13 @@ import torch
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
+from gramtower.data.frames import Column
 from gramtower.data.interactions import Interactions
 from gramtower.data.lookup import index_of
 from gramtower.data.splits import Split
 from gramtower.data.splits import folds as cut
 from gramtower.distributed.group import current_group
+from gramtower.estimator.columns import Columns
 from gramtower.evaluation.intervals import Interval, bootstrap_interval, t_interval
 from gramtower.metrics.definitions import DEFAULT, parse
 
@@ -84,19 +86,32 @@ def cross_validate(
     left_features: Any = None,
     right_features: Any = None,
     seed: int = 0,
+    left: Column | None = None,
+    right: Column | None = None,
+    value: Column | None = None,
+    weight: Column | None = None,
+    time: Column | None = None,
+    threshold: float | None = None,
 ) -> CrossValidation:
     """Fit and measure a model as often as there are folds, each time on other pairs.
 
     Args:
         model: what to fit, such as a :class:`gramtower.TwoTower`. It stays as it is: each fold fits a new one with the
             same parameters (``get_params``).
-        pairs: :class:`~gramtower.Interactions`, or a scipy.sparse matrix.
+        pairs: :class:`~gramtower.Interactions`; a polars, pandas or pyarrow table, ``left``, ``right`` … being its
+            columns; or a scipy.sparse matrix.
         folds: how many, drawn by :func:`gramtower.data.splits.folds`; or splits of your own, of these pairs. Those with
             a ``history`` are evaluated by it (``evaluate(..., histories=...)``).
         metrics: names, see docs/metrics.md.
         left_features: what the left tower sees, as for ``fit``. Rows of a matrix are in the order of ``pairs``.
         right_features: the same for the right tower.
         seed: of the folds and of the bootstrap; the model has its own.
+        left: of a table, the column of left ids, as for ``fit``.
+        right: the column of right ids.
+        value: the column of values.
+        weight: the column of pair weights.
+        time: the column of times.
+        threshold: smallest value that makes a pair, labelled 1.
 
     Returns:
         Values of each fold, means and intervals.
@@ -105,6 +120,7 @@ def cross_validate(
     names = tuple(metric.name for metric in parse(metrics))
     if (processes := current_group().size) > 1:
         check.fail("cross_validate", f"{processes} processes", "one: folds do not run over several")
+    pairs = Columns(left, right, value, weight, time, threshold).read("pairs", pairs)
     known = Interactions.from_matrix(pairs) if sp.issparse(pairs) else pairs
     if not isinstance(known, Interactions):
         check.fail("pairs", type(pairs).__name__, "gramtower.Interactions or a scipy.sparse matrix")

@@ -109,11 +109,11 @@ class Tally:
             degrees: pairs of all items, or of this process's users.
         """
         if by == "popularity":
-            parts = _terciles(degrees)
+            parts = terciles(degrees)
         else:
             counts = torch.from_numpy(degrees)
             rows = [int(x) for x in self.processes.gather_json(len(counts))]
-            parts = _terciles(degrees, self.processes.gather_rows(counts, rows).wait().numpy())
+            parts = terciles(degrees, self.processes.gather_rows(counts, rows).wait().numpy())
         for name, part in zip(GROUPS, parts, strict=True):
             items, members = (part, None) if by == "popularity" else (None, part)
             self._add_group(f" {by}={name}", items, members)
@@ -233,7 +233,7 @@ def _first(hits: Hits, k: int) -> Hits:
     return hits[:, :k] if hits.shape[1] >= k else np.pad(hits, ((0, 0), (0, k - hits.shape[1])))
 
 
-def _terciles(counts: NDArray[Any], gathered: NDArray[Any] | None = None) -> list[NDArray[np.bool_]]:
+def terciles(counts: NDArray[Any], gathered: NDArray[Any] | None = None) -> list[NDArray[np.bool_]]:
     """Three groups by the terciles of counts, or of those of all processes.
 
     Equal counts are in the same group, which may leave one empty.

@@ -1,10 +1,20 @@
-"""What the host has: its memory, or what a container may have of it. Checked by tests/test_memory.py."""
+"""What the host has: its memory, or what a container may have of it; numba. Checked by tests/test_memory.py."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import importlib.util
+import mmap
 import os
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+_SMALL = 1 << 18  # bytes; the system keeps count of mappings, and allows some ten thousand
 _CONTAINER = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -17,3 +27,32 @@ def memory_size() -> int:
         except (OSError, ValueError):  # no such control, or "max"
             continue
     return min(limits)
+
+
+def own_pages(size: int, dtype: DTypeLike) -> NDArray[Any]:
+    """An array in small pages of its own, unless it is small itself; nothing is in it yet.
+
+    Only what has been written to takes memory, and the system gets it back as soon as the array is freed. Arrays of the
+    C library's heap leave holes there, which count as memory in use until something fits into them.
+    """
+    kind = np.dtype(dtype)
+    if size * kind.itemsize < _SMALL:
+        return np.empty(size, kind)
+    pages = mmap.mmap(-1, size * kind.itemsize)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # huge ones are taken whole as soon as one byte is written
+        with contextlib.suppress(OSError):  # the system knows of none
+            pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(pages, kind)
+
+
+def return_memory() -> None:
+    """Give what was freed back to the system, where the C library has a call for it; it may keep it otherwise."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def has_numba() -> bool:
+    """Whether compiled code can be had; without numba everything runs in numpy, scipy and torch."""
+    return importlib.util.find_spec("numba") is not None

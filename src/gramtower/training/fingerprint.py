@@ -21,6 +21,10 @@ from gramtower.distributed.shards import Rows, Shards
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.parameters import Layout
 from gramtower.engine.towers.towers import Towers
+from gramtower.runtime import host
+from gramtower.runtime.threads import parallel_for
+
+_MANY = 1 << 20  # entries from which on compiled code takes them
 
 #: Attributes that every module has, and sizes of first layers.
 _INTERNAL = {*vars(nn.Module()), "in_features", "num_embeddings"}
@@ -127,14 +131,21 @@ def _pair_digest(problem: Problem, values: Any) -> Digest:
 
 def sparse_digest(offsets: Any, columns: Any, values: Any, first: int, width: int) -> Digest:
     """Rows of a sparse matrix, of which these begin with row ``first`` of all processes' rows."""
-    rows, digest = len(offsets) - 1, Digest()
-    step = max(1, (1 << 20) * rows // max(1, len(columns)))
-    for start in range(0, rows, step):
-        stop = min(rows, start + step)
-        part = slice(int(offsets[start]), int(offsets[stop]))
-        numbers = np.arange(start, stop) + first
-        keys = np.repeat(numbers, np.diff(offsets[start : stop + 1])) * width + columns[part]
-        digest.add(keys, values[part])
+    rows = len(offsets) - 1
+    if len(columns) < _MANY or not host.has_numba():
+        keys = np.repeat(np.arange(first, first + rows), np.diff(offsets)) * width + columns
+        return Digest().add(keys, np.asarray(values))
+    from gramtower.distributed.entry_sums import entry_sums  # compiled by numba
+
+    cuts = np.linspace(0, len(columns), 8 * torch.get_num_threads() + 1)[1:-1]
+    bounds = [0, *np.searchsorted(offsets, cuts).tolist(), rows]
+    parts: list[Any] = []
+    parallel_for(
+        lambda a, b: parts.append(entry_sums(offsets[a : b + 1], columns, np.asarray(values), first + a, width)), bounds
+    )
+    digest = Digest()
+    for part in parts:
+        digest.add_sums(part)
     return digest
 
 

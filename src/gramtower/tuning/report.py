@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gramtower._files import write_text
+from gramtower._schema import build
 from gramtower._toml import config_text
 from gramtower._widths import config_hidden
+from gramtower.pages.figures import search_figure
 from gramtower.tuning.space import Value
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from gramtower.tuning.trial import Outcome
 
 CONFIG, REPORT, TABLE = "config.toml", "report.json", "report.md"
@@ -59,6 +63,14 @@ class Tried:
     def started_cold(self) -> bool:
         """Whether its value is that of a cold start."""
         return self.warm_from is None or self.confirmed is not None
+
+    @property
+    def note(self) -> str:
+        """How it started, and whether it was given up or trained again, for people."""
+        notes = [f"warm from {self.warm_from}"] if self.warm_from is not None else []
+        notes += ["given up"] if self.pruned else []
+        notes += [f"confirmed cold; {self.confirmed:.4f} warm"] if self.confirmed is not None else []
+        return ", ".join(notes)
 
     @classmethod
     def of(cls, number: int, settings: dict[str, Value], outcome: Outcome, warm_from: int | None) -> Tried:
@@ -117,6 +129,17 @@ class Search:
     def __repr__(self) -> str:
         return f"Search({len(self.trials)} trials, {self.metric} {self.best.value:.4f} by trial {self.best.number})"
 
+    def plot(self) -> Figure:
+        """A figure of the trials: the metric of each, their curves, and what each choice explains.
+
+        Raises:
+            ImportError: without matplotlib, with the line that installs it.
+        """
+        return search_figure(
+            self.metric, [t.value for t in self.trials], [t.pruned for t in self.trials],
+            [t.curve for t in self.trials], self.importance, self.trials.index(self.best),
+        )  # fmt: skip
+
     def tables(self) -> dict[str, dict[str, Any]]:
         """The settings as tables of a config file, which holds no arrays and no functions."""
         plain = (str, int, float, tuple, list, dict)
@@ -158,7 +181,7 @@ class Search:
         """Everything, as plain values."""
         content = asdict(self)
         content["base"] = {
-            k: v if isinstance(v, (int, float, str, type(None))) else str(v) for k, v in self.base.items()
+            k: v if isinstance(v, (int, float, str, tuple, type(None))) else str(v) for k, v in self.base.items()
         }
         return content
 
@@ -180,18 +203,15 @@ class Search:
         for name in sorted(names, key=lambda name: -self.importance.get(name, 0.0)):
             share = f"{self.importance[name]:.2f}" if name in self.importance else ""
             searched = self.space.get(name, "").replace("|", "or")
-            lines.append(f"| {name} | {searched} | {_shown(best.settings[name])} | {share} |")
+            lines.append(f"| {name} | {searched} | {shown(best.settings[name])} | {share} |")
         lines += [
             "",
             f"| trial | {self.metric} | {' | '.join(names)} | iterations | seconds | note |",
             "| --- | --- |" + " --- |" * (len(names) + 3),
         ]
         for t in sorted(self.trials, key=lambda t: (t.pruned, -t.value)):
-            notes = [f"warm from {t.warm_from}"] if t.warm_from is not None else []
-            notes += ["given up"] if t.pruned else []
-            notes += [f"confirmed cold; {t.confirmed:.4f} warm"] if t.confirmed is not None else []
-            cells = [str(t.number), f"{t.value:.4f}", *(_shown(t.settings[name]) for name in names)]
-            cells += [str(len(t.curve) - 1), f"{t.seconds:.1f}", ", ".join(notes)]
+            cells = [str(t.number), f"{t.value:.4f}", *(shown(t.settings[name]) for name in names)]
+            cells += [str(len(t.curve) - 1), f"{t.seconds:.1f}", t.note]
             lines.append("| " + " | ".join(cells) + " |")
         return "\n".join(lines) + "\n"
 
@@ -207,7 +227,35 @@ class Search:
             write_text(folder / name, text)
 
 
-def _shown(value: Value) -> str:
+def read_search(folder: Path) -> Search:
+    """A search from the report.json in a folder.
+
+    Raises:
+        ValueError: if the file is damaged or of something else.
+    """
+    path = folder / REPORT
+    try:
+        plain = json.loads(path.read_text(encoding="utf-8"))
+        trials = [build("trials", Tried, trial) for trial in plain.pop("trials")]
+        search = build("search", Search, plain | {"trials": []})
+        search.trials = trials
+        for settings in (search.base, search.arguments):
+            if settings.get("hidden") is not None:
+                settings["hidden"] = _tuples(settings["hidden"])
+        if search.winner not in [trial.number for trial in trials]:
+            raise ValueError(f"no trial {search.winner}, which won")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"folder: {path} is damaged or of something else ({error})") from error
+    return search
+
+
+def _tuples(value: Any) -> Any:
+    """Widths of hidden layers as they were before JSON."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def shown(value: Value) -> str:
+    """A setting for people."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

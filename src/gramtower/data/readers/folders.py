@@ -28,3 +28,8 @@ def file_in(path: PathLike, pattern: str, expected: str) -> Path:
         there = ", ".join(members(folder, re.compile(".*"))[:20]) or "nothing"
         check.fail("path", f"{folder}, which holds {there}", f"a folder with {expected}, plain or compressed")
     return folder / found[0]
+
+
+def holds(path: Path, *patterns: str) -> bool:
+    """Whether a path is a folder with a file, compressed or not, for each of some patterns of names."""
+    return path.is_dir() and all(members(path, re.compile(one + _PACKED, re.IGNORECASE)) for one in patterns)

@@ -15,23 +15,42 @@ from gramtower import _checks as check
 from gramtower.data.features import Features
 from gramtower.distributed.shards import Shards
 from gramtower.engine.towers.stack import steps
+from gramtower.runtime.threads import parallel_for
 
 _BLOCK = 1 << 15  # rows drawn at a time; a multiple of 16, see draw_rows_
+_MANY = 1 << 22  # numbers of a table beyond which threads draw its blocks
 
 
 @torch.no_grad()
 def draw_rows_(table: Tensor, features: Features, std: float, generator: torch.Generator) -> None:
     """Fill a first layer with normal numbers; over processes with the rows that one process would have drawn.
 
-    Torch draws normal numbers sixteen at a time, so that blocks of a multiple of sixteen give the same stream as one
-    draw of all rows; what is left over at the end is drawn together with the last block.
+    A table of few numbers is drawn from the generator itself. Torch draws normal numbers sixteen at a time, so that
+    blocks of a multiple of sixteen give the same stream as one draw of all rows; what is left over at the end is drawn
+    together with the last block. Of a larger one, every block of rows has a generator of its own, which the given one
+    seeds: threads draw blocks side by side, and a process only those it holds rows of.
     """
-    if features.kind != "ids" or features.total == features.rows:
+    whole = features.kind != "ids"
+    first, total = (0, len(table)) if whole else (features.first, features.total)
+    stop = first + len(table)
+    if total * table.shape[1] > _MANY:
+        seed = int(torch.randint(2**31, (1,), generator=generator))
+
+        def work(start: int, end: int) -> None:
+            own = torch.Generator().manual_seed((seed + start // _BLOCK) % 2**32)
+            block = table.new_empty(end - start, table.shape[1]).normal_(std=std, generator=own)
+            a, b = max(start, first), min(end, stop)
+            table[a - first : b - first] = block[a - start : b - start]
+
+        begin = first // _BLOCK * _BLOCK
+        parallel_for(work, [*range(begin, stop, _BLOCK), min(total, -(-stop // _BLOCK) * _BLOCK)])
+        return
+    if total == len(table):
         nn.init.normal_(table, std=std, generator=generator)
         return
-    start, first, stop = 0, features.first, features.first + features.rows
-    while start < features.total:
-        end = features.total if features.total - start < 2 * _BLOCK else start + _BLOCK
+    start = 0
+    while start < total:
+        end = total if total - start < 2 * _BLOCK else start + _BLOCK
         block = table.new_empty(end - start, table.shape[1]).normal_(std=std, generator=generator)
         a, b = max(start, first), min(end, stop)
         if a < b:

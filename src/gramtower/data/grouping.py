@@ -1,0 +1,282 @@
+"""Rows of (left, right, numbers) in pieces → one CSR matrix without duplicates, on all cores and nearly in place.
+
+1. Ranges of left rows are *buckets*. A pass over the pieces counts the rows of each; a second one moves the rows of a
+   piece to their buckets, in the order they came in, and lets go of the piece.
+2. Each bucket is put in order of (left, right) by a counting sort by left and a sort of every left row's few entries,
+   and rows of the same pair are merged. The result is written over the bucket.
+
+So besides the arrays of the result, in their final size, there are a few pieces and a bucket for each thread: memory
+of a bucket is taken as rows are moved there, while that of pieces is given back (host.own_pages). What is computed is
+that of merging.merge and does not depend on the number of threads. Cost: O(rows log(entries of a row)).
+Checked by tests/test_grouping.py; timed by benchmarks/bench_setup.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from gramtower import _checks as check
+from gramtower.runtime import host
+from gramtower.runtime.compiled import compiled
+from gramtower.runtime.threads import parallel_for
+
+_BUCKETS = 256
+_NUMBERS = ("value", "weight", "time")
+_RULES = {"max": 0, "error": 0, "sum": 1, "first": 2, "last": 3}
+
+
+@dataclass
+class Piece:
+    """Some rows of the input, one after the other.
+
+    Attributes:
+        left: left row numbers, or marks of them; int32.
+        right: the same of columns.
+        numbers: "value", "weight" and "time" where there are any, as many.
+    """
+
+    left: NDArray[np.int32]
+    right: NDArray[np.int32]
+    numbers: dict[str, NDArray[Any]]
+
+
+def group(
+    pieces: list[Piece],
+    shape: tuple[int, int],
+    rule: str,
+    renumber: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None,
+) -> tuple[sp.csr_matrix, NDArray[np.float32] | None, NDArray[np.float64] | None, int]:
+    """The matrix of values (1 where there are none), its weights and times, and how many rows were merged away.
+
+    Args:
+        pieces: in order; emptied on the way.
+        shape: of the matrix.
+        rule: one of merging.RULES.
+        renumber: row and column numbers by mark, where pieces hold marks.
+    """
+    total = sum(len(piece.left) for piece in pieces)
+    shift = max(0, (shape[0] - 1).bit_length() - (_BUCKETS - 1).bit_length())
+    left, right, numbers, bounds = _to_buckets(pieces, shape[0], shift, rule, renumber)
+    counts, sizes = _in_order(left, right, numbers, bounds, shape[0], shift, rule)
+    del left
+    right = _compact(right, bounds, sizes)
+    found = {name: _compact(numbers.pop(name), bounds, sizes) for name in list(numbers)}
+    values = found.pop("value", None)
+    data = np.ones(len(right), np.float32) if values is None else values.astype(np.float32, copy=False)
+    index = np.int32 if max(len(right), *shape) < 2**31 - 1 else np.int64
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(index)
+    matrix = sp.csr_matrix((data, right.astype(index, copy=False), offsets), shape=shape)
+    weights = found["weight"].astype(np.float32, copy=False) if "weight" in found else None
+    return matrix, weights, found.get("time"), total - len(right)
+
+
+def _to_buckets(
+    pieces: list[Piece], rows: int, shift: int, rule: str, renumber: tuple[NDArray[Any], NDArray[Any]] | None
+) -> tuple[NDArray[np.int32], NDArray[np.int32], dict[str, NDArray[Any]], NDArray[np.int64]]:
+    """Left rows, columns and numbers of all pieces, bucket after bucket, and where each bucket begins."""
+    left_rows, columns = renumber or (np.empty(0, np.int32), np.empty(0, np.int32))
+    starts = _count(pieces, shift, ((rows - 1) >> shift) + 1, left_rows)
+    total = sum(len(piece.left) for piece in pieces)
+    left, right = host.own_pages(total, np.int32), host.own_pages(total, np.int32)
+    names = list(pieces[0].numbers) if pieces else []
+    numbers = {name: host.own_pages(total, np.float64 if name == "time" else _dtype(rule)) for name in names}
+
+    def work(first: int, last: int) -> None:
+        for number in range(first, last):
+            piece = pieces[number]
+            targets = np.empty(len(piece.left) if names else 0, np.int64)
+            _move(piece.left, piece.right, left_rows, columns, shift, starts[number], left, right, targets)
+            for name in names:
+                _scatter(piece.numbers[name], targets, numbers[name])
+            pieces[number] = Piece(left[:0], right[:0], {})
+
+    parallel_for(work, list(range(len(pieces) + 1)))
+    pieces.clear()
+    return left, right, numbers, np.append(starts[0], total)
+
+
+def _in_order(
+    left: NDArray[np.int32],
+    right: NDArray[np.int32],
+    numbers: dict[str, NDArray[Any]],
+    bounds: NDArray[np.int64],
+    rows: int,
+    shift: int,
+    rule: str,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Put each bucket in order and merge, at its beginning; the entries of each row, and of each bucket, then."""
+    buckets = len(bounds) - 1
+    counts, sizes = np.zeros(rows, np.int64), np.zeros(buckets, np.int64)
+    repeats: NDArray[np.int64] = np.full((buckets, 2), -1, np.int64)  # the first pair of a bucket that occurs twice
+    arrays = [numbers.get(name, np.empty(0, np.float64 if name == "time" else _dtype(rule))) for name in _NUMBERS]
+
+    def work(first: int, last: int) -> None:
+        for b in range(first, last):
+            span = bounds[b], bounds[b + 1], b << shift, min(rows, (b + 1) << shift), left, right, counts
+            if numbers:
+                sizes[b] = _merge_rows(*span, *arrays, _RULES[rule], repeats[b])
+            else:
+                sizes[b] = _sort_rows(*span, repeats[b])
+
+    parallel_for(work, list(range(buckets + 1)))
+    if rule == "error" and (merged := len(left) - int(sizes.sum())):
+        pair = tuple(repeats[int(np.argmax(repeats[:, 0] >= 0))].tolist())
+        check.fail("duplicates", f"{merged} rows that repeat a pair, first {pair}", "none")
+    return counts, sizes
+
+
+def _dtype(rule: str) -> np.dtype[Any]:
+    """Of values and weights on the way: sums are rounded once, at the end; what is chosen may be rounded before."""
+    return np.dtype(np.float64 if rule == "sum" else np.float32)
+
+
+def _count(pieces: Sequence[Piece], shift: int, buckets: int, renumber: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Where the rows of each piece begin in each bucket, pieces × buckets; bucket after bucket, piece after piece."""
+    counts: NDArray[np.int64] = np.zeros((max(1, len(pieces)), buckets), np.int64)
+
+    def work(first: int, last: int) -> None:
+        for number in range(first, last):
+            _histogram(pieces[number].left, renumber, shift, counts[number])
+
+    parallel_for(work, list(range(len(pieces) + 1)))
+    ends = np.cumsum(counts.T.reshape(-1))  # in order of (bucket, piece)
+    starts: NDArray[np.int64] = np.ascontiguousarray((ends - counts.T.reshape(-1)).reshape(buckets, -1).T)
+    return starts
+
+
+def _compact(array: NDArray[Any], bounds: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[Any]:
+    """The first ``sizes`` of each bucket, one after the other, in place."""
+    total = int(sizes.sum())
+    if total == len(array):
+        return array
+    at = 0
+    for start, size in zip(bounds.tolist(), sizes.tolist(), strict=False):
+        if at < start:
+            array[at : at + size] = array[start : start + size]
+        at += size
+    return array[:total] if 8 * total > 7 * len(array) else array[:total].copy()
+
+
+@compiled(nogil=True)
+def _histogram(left, renumber, shift, counts):  # type: ignore[no-untyped-def]  # pragma: no cover
+    marks = len(renumber) > 0
+    for e in range(len(left)):
+        counts[(renumber[left[e]] if marks else left[e]) >> shift] += 1
+
+
+@compiled(nogil=True)
+def _move(left, right, left_rows, columns, shift, starts, new_left, new_right, targets):  # type: ignore[no-untyped-def]  # pragma: no cover
+    marks, keep, at = len(left_rows) > 0, len(targets) > 0, starts.copy()
+    for e in range(len(left)):
+        row, column = left[e], right[e]
+        if marks:
+            row, column = left_rows[row], columns[column]
+        to = at[row >> shift]
+        at[row >> shift] = to + 1
+        new_left[to], new_right[to] = row, column
+        if keep:
+            targets[e] = to
+
+
+@compiled(nogil=True)
+def _scatter(values, targets, out):  # type: ignore[no-untyped-def]  # pragma: no cover
+    for e in range(len(values)):
+        out[targets[e]] = values[e]
+
+
+@compiled(nogil=True)
+def _starts_of(start, stop, first, last, left):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Where the entries of rows first … last begin, counted from the bucket's first one."""
+    starts = np.zeros(last - first + 1, np.int64)
+    for e in range(start, stop):
+        starts[left[e] - first + 1] += 1
+    for r in range(last - first):
+        starts[r + 1] += starts[r]
+    return starts
+
+
+@compiled(nogil=True)
+def _sort_rows(start, stop, first, last, left, right, counts, repeat):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Entries start … stop, of rows first … last: columns in order, each once; returns how many there are."""
+    starts = _starts_of(start, stop, first, last, left)
+    at, found = starts.copy(), np.empty(stop - start, np.int32)
+    for e in range(start, stop):
+        r = left[e] - first
+        found[at[r]] = right[e]
+        at[r] += 1
+    out = start
+    for r in range(last - first):
+        row = found[starts[r] : starts[r + 1]]
+        row.sort()
+        begin = out
+        for k in range(len(row)):
+            if k == 0 or row[k] != row[k - 1]:
+                right[out] = row[k]
+                out += 1
+            elif repeat[0] < 0:
+                repeat[0], repeat[1] = first + r, row[k]
+        counts[first + r] = out - begin
+    return out - start
+
+
+@compiled(nogil=True)
+def _merge_rows(start, stop, first, last, left, right, counts, values, weights, times, rule, repeat):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """The same with numbers, which are merged by a rule; arrays of no length are none."""
+    starts = _starts_of(start, stop, first, last, left)
+    at, keys = starts.copy(), np.empty(stop - start, np.int64)
+    for e in range(start, stop):
+        r = left[e] - first
+        keys[at[r]] = (np.int64(right[e]) << 32) | (e - start)
+        at[r] += 1
+    has_values, has_weights, has_times = len(values) > 0, len(weights) > 0, len(times) > 0
+    v = values[start:stop].copy() if has_values else values
+    w = weights[start:stop].copy() if has_weights else weights
+    t = times[start:stop].copy() if has_times else times
+    out, low = start, (np.int64(1) << 32) - 1
+    for r in range(last - first):
+        row = keys[starts[r] : starts[r + 1]]
+        row.sort()  # by column, then by place
+        begin, k = out, 0
+        while k < len(row):
+            column, e = row[k] >> 32, row[k] & low
+            k += 1
+            if k < len(row) and row[k] >> 32 == column and repeat[0] < 0:
+                repeat[0], repeat[1] = first + r, column
+            chosen = e
+            if has_values:
+                values[out] = v[e]
+            if has_weights:
+                weights[out] = w[e]
+            if has_times:
+                times[out] = t[e]
+            while k < len(row) and row[k] >> 32 == column:
+                e = row[k] & low
+                k += 1
+                if rule >= 2:
+                    earlier = has_times and t[e] < t[chosen]
+                    if earlier if rule == 2 else not earlier:
+                        chosen = e
+                    continue
+                if has_values:
+                    values[out] = max(values[out], v[e]) if rule == 0 else values[out] + v[e]
+                if has_weights:
+                    weights[out] = max(weights[out], w[e]) if rule == 0 else weights[out] + w[e]
+                if has_times:
+                    times[out] = max(times[out], t[e])
+            if rule >= 2:
+                if has_values:
+                    values[out] = v[chosen]
+                if has_weights:
+                    weights[out] = w[chosen]
+                if has_times:
+                    times[out] = t[chosen]
+            right[out] = column
+            out += 1
+        counts[first + r] = out - begin
+    return out - start

@@ -1,0 +1,40 @@
+"""The sums of agreement.Digest over the entries of sparse rows, compiled by numba: without arrays of keys on the way.
+
+Imported where there are many entries. Checked by tests/test_checkpoint.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gramtower.distributed.agreement import mix
+from gramtower.runtime.compiled import compiled
+
+_mix: Any = compiled(inline="always")(mix)
+
+
+def entry_sums(
+    offsets: NDArray[np.int64], columns: NDArray[Any], values: NDArray[Any], first: int, width: int
+) -> NDArray[np.uint64]:
+    """Both sums for the rows of these offsets, of which the first is row ``first`` of all."""
+    sums = np.zeros(2, np.uint64)
+    _add(offsets, columns, values, first, width, sums)
+    return sums
+
+
+@compiled(nogil=True)
+def _add(offsets, columns, values, first, width, sums):  # type: ignore[no-untyped-def]  # pragma: no cover
+    number = np.empty(1, np.float64)
+    bits = number.view(np.uint64)
+    one, other = np.uint64(0), np.uint64(0)
+    for r in range(len(offsets) - 1):
+        base = np.uint64(first + r) * np.uint64(width)
+        for e in range(offsets[r], offsets[r + 1]):
+            number[0] = values[e]
+            mixed = _mix(base + np.uint64(columns[e]) + _mix(bits[0]))
+            one += mixed
+            other += _mix(mixed)
+    sums[0], sums[1] = one, other

@@ -1,0 +1,226 @@
+"""The page of a fit: curves, settings, data, metrics by popularity and activity, and examples of lists with titles.
+
+Made from what the run's folder holds; a fit that has not ended has curves alone. Checked by tests/test_run_pages.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from html import escape
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from gramtower._files import plain
+from gramtower.estimator.fitted import FittedModel
+from gramtower.estimator.side import Side
+from gramtower.metrics.definitions import DEFAULT
+from gramtower.pages.figures import as_svg, degree_figure, run_figure
+from gramtower.pages.html import document, facts, number, picture, table
+from gramtower.reports.measures import QUANTILES, Group, degrees, examples, groups_of
+from gramtower.training.result import Record
+
+_ENDS = {"INTERRUPTED": "unfinished", "NON_FINITE": "diverged"}  # reasons that are no proper end
+Titles = Sequence[str | None] | None  # of the entities of a side
+
+
+@dataclass(frozen=True)
+class FitRun:
+    """What is known of a fit.
+
+    Attributes:
+        title: of the page.
+        runs: records by what to call them: one fit, or with ``refit`` that with validation and that on all pairs.
+        summary: what the run wrote when it ended; empty if it did not.
+        settings: tables of its config file.
+        model: the fitted model; None while there is none.
+        held_out: pairs to measure, in the model's rows, and what to call them; None if there are none.
+        titles: by side.
+        left_out: held-out pairs of entities that the model does not know.
+    """
+
+    title: str
+    runs: Mapping[str, Sequence[Record]]
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    model: FittedModel | None = None
+    held_out: tuple[sp.csr_matrix, str] | None = None
+    titles: Mapping[str, Titles] = field(default_factory=dict)
+    left_out: int = 0
+
+    @property
+    def last(self) -> list[Record]:
+        """The records of the run that the model is of."""
+        return list(list(self.runs.values())[-1])
+
+    @property
+    def end(self) -> tuple[str, str]:
+        """What became of it, and why it stopped; a summary of an earlier, shorter run is no end of this one."""
+        records = self.last
+        if not records or self.summary.get("iterations") != records[-1].iteration:
+            return "unfinished", "no end was recorded"
+        reason = str(self.summary.get("reason"))
+        return _ENDS.get(reason, "finished"), str(self.summary.get("stopped", reason))
+
+
+def fit_page(run: FitRun) -> tuple[str, dict[str, Any], list[str]]:
+    """The page of a fit.
+
+    Returns:
+        HTML, the numbers in it, and what could not be made and why.
+    """
+    status, message = run.end
+    metric = _metric(run)
+    content: dict[str, Any] = {"kind": "fit", "title": run.title, "status": status, "message": message}
+    if run.last:
+        content |= {name: getattr(run.last[-1], name) for name in ("iteration", "seconds", "data_passes")}
+        content["iterations"] = content.pop("iteration")
+        content["objective"] = run.summary.get("objective", run.last[-1].value)
+    content |= {"metric": metric, "metric_value": run.summary.get("metric_value")} if metric else {}
+    problems: list[str] = []
+    body = _opening(content)
+    body += _curves(run, metric, problems)
+    if run.model is not None:
+        data, numbers = _data(run.model)
+        body += data
+        content["data"] = numbers
+        measured, groups = _measured(run.model, run, metric)
+        body += measured
+        content["measured"] = {"pairs": None if run.held_out is None else run.held_out[1], "groups": groups}
+        body += _examples(run)
+    body += _settings(run)
+    return document(f"Fit: {run.title}", body), plain(content), problems
+
+
+def _metric(run: FitRun) -> str | None:
+    measured = any(record.metric is not None for records in run.runs.values() for record in records)
+    named = run.summary.get("metric") or run.settings.get("train", {}).get("metric")
+    return str(named or "metric") if measured else None
+
+
+def _opening(content: Mapping[str, Any]) -> list[str]:
+    parts = [f'<p{"" if content["status"] == "finished" else " class=warn"}><strong>'
+             f"{escape(content['status'].capitalize())}</strong>: {escape(content['message'])}.</p>"]  # fmt: skip
+    if "iterations" in content:
+        text = f"{content['iterations']:,} iterations in {number(content['seconds'])} s of training, "
+        text += f"objective {number(content['objective'], 6)}"
+        if content.get("metric_value") is not None:
+            text += f", best {content['metric']} {number(content['metric_value'], 4)}"
+        parts.append(f"<p>{escape(text)}.</p>")
+    return parts
+
+
+def _curves(run: FitRun, metric: str | None, problems: list[str]) -> list[str]:
+    if not run.last:
+        return ["<h2>Curves</h2><p>There is no record of an iteration yet.</p>"]
+    try:
+        drawn = [picture(as_svg(run_figure(run.runs, metric)), "Objective and metric by iteration")]
+    except ImportError as error:
+        drawn = [f"<p>{escape(str(error))}</p>"]
+        problems.append(f"no figures: {error}")
+    head = [
+        "",
+        "iterations",
+        "objective at the start",
+        "at the end",
+        *([f"best {metric}"] if metric else []),
+        "seconds",
+    ]
+    rows = []
+    for name, records in run.runs.items():
+        if records:
+            best = max((r.metric for r in records if r.metric is not None), default=None)
+            cells = [number(records[-1].iteration), number(records[0].value, 6), number(records[-1].value, 6)]
+            rows.append([name, *cells, *([number(best, 4)] if metric else []), number(records[-1].seconds)])
+    return ["<h2>Curves</h2>", *drawn, table(head, rows)]
+
+
+def _data(model: FittedModel) -> tuple[list[str], dict[str, Any]]:
+    m, n = model.trained.shape
+    counts = degrees(model.trained)
+    numbers: dict[str, Any] = {"left": m, "right": n, "pairs": int(model.trained.nnz)}
+    numbers["density"] = model.trained.nnz / max(1, m * n)
+    text = f"{m:,} left × {n:,} right entities, {model.trained.nnz:,} pairs: {numbers['density']:.3%} of all"
+    added = {side.name: side.added for side in (model.left, model.right) if side.added}
+    text += "".join(f"; of the {name} ones {count:,} were added after training" for name, count in added.items())
+    found = ["<h2>Data</h2>", f"<p>{escape(text)}.</p>"]
+    with suppress(ImportError):  # said of the curves
+        found.append(picture(as_svg(degree_figure(counts)), "Entities by their number of training pairs"))
+    rows = []
+    for side, each in counts.items():
+        values = {name: float(np.quantile(each, at)) if len(each) else 0.0 for name, at in QUANTILES.items()}
+        rows.append([side, *(number(value) for value in values.values()), number(int((each == 0).sum()))])
+        numbers[f"pairs_per_{side}"] = values | {"none": int((each == 0).sum())}
+    return [*found, table(["pairs per entity", *QUANTILES, "without any"], rows)], numbers
+
+
+def _measured(
+    model: FittedModel, run: FitRun, metric: str | None
+) -> tuple[list[str], list[dict[str, Any]]]:  # fmt: skip
+    heading = "<h2>Metrics by popularity and activity</h2>"
+    if run.held_out is None:
+        text = "The model keeps no validation pairs to measure it on. gramtower report RUN --test FILE measures others."
+        return [heading, f"<p>{escape(text)}</p>"], []
+    truth, called = run.held_out
+    names = tuple(dict.fromkeys([*([metric] if metric and "@" in metric else []), *DEFAULT]))
+    groups = groups_of(model, truth, names)
+    head = ["group", "training pairs each", "entities", "held-out pairs", "users", *names]
+    rows = [_row(group, names) for group in groups]
+    note = (
+        "By popularity, held-out pairs count whose right entity is in a tercile of training pairs; by activity, users "
+        "in a tercile of theirs. Entities are the right or left ones of the group, users those that the metrics are "
+        "means over. What a user has in training is left out of its ranking."
+    )
+    left_out = f" {run.left_out:,} pairs of entities that the model does not know are left out." if run.left_out else ""
+    return [
+        heading,
+        f"<p>On {escape(called)}.{escape(left_out)}</p>",
+        table(head, rows),
+        f'<p class="soft">{note}</p>',
+    ], [asdict(group) for group in groups]
+
+
+def _row(group: Group, names: Sequence[str]) -> list[str]:
+    span = f"{group.least:,}–{group.most:,}" if group.least != group.most else f"{group.least:,}"
+    counts = [number(count) for count in (group.entities, group.pairs, group.users)]
+    return [group.name, span, *counts, *(number(group.metrics.get(name), 4) for name in names)]
+
+
+def _examples(run: FitRun) -> list[str]:
+    model = run.model
+    assert model is not None
+    found = examples(model, None if run.held_out is None else run.held_out[0])
+    if not found:
+        return []
+    head = ["", *(f"{_name(model.left, run.titles.get('left'), one.row)} ({one.pairs:,} pairs)" for one in found)]
+    shown = [[_name(model.right, run.titles.get("right"), column) for column in one.known] for one in found]
+    rows = [["has", *_across(shown, place)] for place in range(max(map(len, shown), default=0))]
+    marked = [[False] * len(found) for _ in rows]
+    lists = [[_name(model.right, run.titles.get("right"), column) for column in one.listed] for one in found]
+    for rank in range(max(len(one) for one in lists)):
+        rows.append([f"{rank + 1}", *_across(lists, rank)])
+        marked.append([rank < len(one.hits) and one.hits[rank] for one in found])
+    bold = " Held-out pairs are bold." if any(any(one.hits) for one in found) else ""
+    text = f"Lists of left entities with few to many pairs, after some of what they have.{bold}"
+    return ["<h2>Examples of lists</h2>", f"<p>{text}</p>", table(head, rows, marked)]
+
+
+def _across(columns: Sequence[Sequence[str]], place: int) -> list[str]:
+    return [column[place] if place < len(column) else "–" for column in columns]
+
+
+def _name(side: Side, titles: Titles, row: int) -> str:
+    key = row if side.ids is None else side.ids[row]
+    title = None if titles is None else titles[row]
+    return str(key) if title is None else f"{title} ({key})"
+
+
+def _settings(run: FitRun) -> list[str]:
+    found = ["<h2>Settings</h2>"] if run.settings else []
+    tables = {name: {k: v for k, v in part.items() if v not in (None, {}, [])} for name, part in run.settings.items()}
+    found += [facts(f"[{name}]", part) for name, part in tables.items() if part]
+    environment = run.summary.get("environment")
+    return [*found, "<h2>Machine</h2>", facts("", environment)] if isinstance(environment, dict) else found
