@@ -2,6 +2,7 @@
 # make test   lint, types and tests
 # make reproduce ML1M=path/to/ml-1m   the paper's comparison on MovieLens 1M and on the bundled thesaurus, about 26 minutes
 # make test-oldest   the tests with the oldest versions that pyproject.toml promises, in .venv-oldest; several GB
+# make test-pythons  the tests with every Python that pyproject.toml lists and that is installed here
 # make resolves      constraints.txt against the plain package index, whatever pip is configured to use here
 # make fuzz MINUTES=30   hostile input: every fuzz test has its share of the time, from a new seed
 # make crash KILLS=1000   runs killed at random moments end as uninterrupted ones do
@@ -9,6 +10,7 @@
 # make docs-check    the same without executing them: every page, link and public name, in half a minute
 # make docs-links    links to other sites; needs a network
 # make implicit-tests CHECKOUT=path   implicit's own tests, from a clone of it, on compat.implicit
+# make dist          source archive and wheel, checked, and tried with each extra in an empty environment
 # Each does its own set-up in .venv.
 
 PYTHON ?= python3
@@ -18,6 +20,7 @@ DOCS_READY := .venv/.docs-ready
 ML1M ?= ml-1m
 RUNS ?= runs
 OLDEST := .venv-oldest
+PYTHONS ?= 3.11 3.12
 PLAIN := env -u PIP_FIND_LINKS -u PIP_NO_INDEX -u PIP_INDEX_URL -u PIP_EXTRA_INDEX_URL -u PIP_CONSTRAINT \
   PIP_CONFIG_FILE=/dev/null PIP_DISABLE_PIP_VERSION_CHECK=1
 MINUTES ?= 30
@@ -25,7 +28,7 @@ FUZZ_SEED ?= $(shell date +%s)
 KILLS ?= 100
 CRASH_SEED ?= 0
 
-.PHONY: demo test test-oldest resolves fuzz crash implicit-tests docs docs-check docs-links lint types \
+.PHONY: demo test test-oldest test-pythons resolves fuzz crash implicit-tests dist docs docs-check docs-links lint types \
   reproduce clean
 
 demo: $(READY)
@@ -37,6 +40,15 @@ test: lint types
 # The warning is of the interpreter of triton 3.2.
 test-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python -m pytest -n 2 -W "ignore:Conversion of an array with ndim:DeprecationWarning"
+
+# The Pythons of the classifiers in pyproject.toml, those that are installed here, each in an environment of its own.
+test-pythons:
+	@for version in $(PYTHONS); do \
+	  if ! command -v python$$version >/dev/null; then echo "python$$version is not installed: left out"; continue; fi; \
+	  test -x .venv-$$version/bin/python || python$$version -m venv .venv-$$version || exit 1; \
+	  .venv-$$version/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" \
+	    && .venv-$$version/bin/python -m pytest -n 2 || exit 1; \
+	done
 
 # A pip that reads what wheels need without downloading them: torch's would be gigabytes. Without a network it fails.
 resolves:
@@ -71,12 +83,21 @@ docs-check: $(DOCS_READY)
 docs-links: $(DOCS_READY)
 	$(BIN)/python -m sphinx -W --keep-going -q -E -D nb_execution_mode=off -b linkcheck docs docs/_build/links
 
+# Some 3 GB are unpacked in a temporary folder, most of it torch.
+dist: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build twine
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python tests/wheel.py dist
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 types: $(READY)
 	$(BIN)/mypy
+	$(BIN)/python tests/snippet_types.py
 
 # Runs that were interrupted go on, runs that ended are not repeated. A method that fails is in its report.
 # The thesaurus has the settings of the paper's wiki-simple, with an omega that gives unobserved pairs the same total weight.
@@ -106,4 +127,4 @@ $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
 	touch $(OLDEST)/.ready
 
 clean:
-	rm -rf .venv $(OLDEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build
+	rm -rf .venv .venv-* dist .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build

@@ -87,7 +87,7 @@ class Case:
     def naive(self, rows: torch.Tensor, columns: torch.Tensor) -> gt.Parameters:
         """An estimate of ∇L from some of the m·n pairs, whether observed or not: one tower row for each pair."""
         problem, towers = self.problem, self.towers
-        s = problem.resident_pairs(towers)
+        s = problem.resident_pairs(towers).terms
         sides = [f.take(e, towers.dtype, towers.device) for f, e in ((problem.left, rows), (problem.right, columns))]
         kernels = select(towers.device, problem.kernels)
         plans = problem.plan(towers).blocks_for((sides[0].rows, sides[1].rows))
@@ -97,9 +97,9 @@ class Case:
         keys = rows * self.size.n + columns
         place = torch.searchsorted(self.keys, keys).clamp(max=len(self.keys) - 1)
         observed = self.keys[place] == keys
-        slope = torch.where(observed, s.loss.first(s.labels[place], scores), s.omega * (scores - s.pair_imputed))
+        slope = torch.where(observed, s.loss.first(s.labels[place], scores), s.omega * (scores - s.imputed))
         slope *= self.size.m * self.size.n / len(rows)
-        out = self.theta * s.l2
+        out = self.theta * problem.l2
         left.vjp(slope[:, None] * Q, towers.local_tensors("left", out))
         right.vjp(slope[:, None] * P, towers.local_tensors("right", out))
         return out
@@ -126,16 +126,15 @@ class Case:
         P, Q, out = point.P, point.Q, self.theta.empty()
         both = torch.cat([P, Q])
         square = gram(Q, Q).to(Q.dtype)
-        slopes = point.observed.slopes
-        kernels, pairs = point.evaluation.kernels, self.problem.resident_pairs(self.towers).pairs
+        kernels, resident = point.evaluation.kernels, problem.resident_pairs(towers)
+        pairs, left, right = resident.pairs, point.evaluation.left.tower, point.evaluation.right
 
         def backward() -> None:
-            point.left.vjp(P, towers.local_tensors("left", out))
-            point.right.vjp(Q, towers.local_tensors("right", out))
+            left.vjp(P, towers.local_tensors("left", out))
+            right.vjp(Q, towers.local_tensors("right", out))
 
         def pair_work() -> None:
-            kernels.dots(pairs, P, Q)
-            _ = point.observed.slopes
+            slopes = kernels.losses(pairs, P, Q, resident.terms).slopes
             kernels.left_sum(pairs, slopes, Q, torch.zeros_like(P))
             kernels.right_sum(pairs, slopes, P, torch.zeros_like(Q))
 

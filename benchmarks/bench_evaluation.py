@@ -26,7 +26,8 @@ from common import median_ratio, side_by_side, write_result
 from gramtower.data.synthetic import planted_pairs
 from gramtower.metrics import evaluate_embeddings
 from gramtower.retrieval.scores import rows_in_block
-from gramtower.retrieval.tiles import tile_shape, workers
+from gramtower.retrieval.tiles import tile_shape
+from gramtower.runtime.threads import pool
 
 USERS, ITEMS, TRAIN, TEST, DIM = 29_858, 40_981, 810_128, 217_242, 128
 METRICS = ("recall@20", "ndcg@20")
@@ -62,7 +63,7 @@ def tile_products(P: torch.Tensor, Q: torch.Tensor) -> None:
         for right in across:
             torch.mm(part, right, out=buffer[: len(part) * right.shape[1]].view(len(part), -1))
 
-    for _ in workers(threads).map(work, range(0, len(P), height)):
+    for _ in pool(threads).map(work, range(0, len(P), height)):
         pass
 
 

@@ -61,9 +61,9 @@ def _commands(app, docname, source):
     """Append every command with its options, from the app itself, to the page of the command line."""
     if docname != "reference/command-line":
         return
-    from gramtower.cli.app import app as program
+    from gramtower.cli.app import COMMANDS, make_app
 
-    text = program.generate_docs(output_format="markdown", heading_level=1)
+    text = make_app(*COMMANDS).generate_docs(output_format="markdown", heading_level=1)
     first = text.index("## gramtower ")  # after its own title and table of contents
     source[0] += "\n" + text[first:]
 

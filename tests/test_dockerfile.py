@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 import pytest
 from serving_cases import client
 
-from gramtower.cli.app import app
+from gramtower.cli.app import COMMANDS, make_app
 
+app = make_app(*COMMANDS)
 ROOT = Path(__file__).parent.parent
 TEXT = re.sub(r"\\\n\s*", " ", (ROOT / "Dockerfile").read_text())
 STEPS = [line.split(maxsplit=1) for line in TEXT.splitlines() if line and not line.startswith("#")]

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)]
 TUTORIALS = sorted(page for page in (DOCS / "tutorials").glob("*.md") if page.name != "index.md")
-PUBLIC = {name for name, value in vars(gramtower).items() if name[0] != "_" and not inspect.ismodule(value)}
+PUBLIC = set(gramtower.__all__)
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CELL = re.compile(r"^```\{code-cell\} python\n(?::[^\n]*\n)*(.*?)^```$", re.MULTILINE | re.DOTALL)
 SKIP = re.compile(r"<!-- no-run: .+ -->\n\Z")
@@ -106,7 +106,8 @@ def test_modules_of_the_reference_hold_the_names_that_it_lists():
 
 
 def test_the_page_of_the_command_line_has_every_option():
-    app = pytest.importorskip("gramtower.cli.app", reason="the command line needs cyclopts").app
+    cli = pytest.importorskip("gramtower.cli.app", reason="the command line needs cyclopts")
+    app = cli.make_app(*cli.COMMANDS)
     found = importlib.util.spec_from_file_location("conf", DOCS / "conf.py")
     conf = importlib.util.module_from_spec(found)
     with pytest.MonkeyPatch.context() as patch:

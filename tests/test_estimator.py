@@ -226,7 +226,7 @@ def test_scikit_learn_conventions():
     assert params["omega"] == 0.1
     assert gt.TwoTower(**params).get_params() == params
     assert estimator.set_params(dim=4).dim == 4
-    assert repr(estimator) == "TwoTower(dim=4, hidden=(16,), omega=0.1, max_iterations=25, device='cpu')"
+    assert repr(estimator) == "TwoTower(device='cpu', dim=4, hidden=(16,), max_iterations=25, omega=0.1)"
     with pytest.raises(ValueError, match="parameter: got 'size'"):
         estimator.set_params(size=3)
 
@@ -264,7 +264,7 @@ def test_a_subclass_may_have_a_constructor_of_its_own(tmp_path):
             self.note = note
 
     fitted = Two("mine").fit(checkerboard())
-    assert repr(fitted).startswith("Two(note='mine'): 20 left entities by id")
+    assert str(fitted).startswith("Two(note='mine'): 20 left entities by id")
     assert fitted.get_params() == {"note": "mine", "dim": 2}
     fitted.save(tmp_path / "m")
     loaded = gt.load(tmp_path / "m")
@@ -625,3 +625,31 @@ def test_what_is_extreme_but_can_be_worked_with_gives_a_finite_model(settings, o
 def test_a_single_entity_on_a_side_is_enough(shape):
     model = gt.TwoTower(max_iterations=3, device="cpu").fit(sp.csr_matrix(np.ones(shape)))
     assert np.isfinite(model.embed(side="left") @ model.embed(side="right").T).all()
+
+
+class Threads:
+    """Keeps the number of torch threads at each iteration."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, record, point):
+        self.seen.append(torch.get_num_threads())
+        if len(self.seen) == 2:
+            raise RuntimeError("enough")
+
+
+@pytest.mark.parametrize(("size", "hidden", "threads"), [(40, (), 1), (40, (8,), 2), (4000, (), 2)])
+def test_tiny_fits_take_one_thread_and_give_the_others_back(size, hidden, threads):
+    before = torch.get_num_threads()
+    watcher = Threads()
+    try:
+        torch.set_num_threads(2)
+        with pytest.raises(RuntimeError, match="enough"):
+            gt.TwoTower(dim=100, hidden=hidden, loss="squared", device="cpu", max_iterations=3).fit(
+                sp.random(size, size, 0.05 * 40 / size, "csr", random_state=0), callbacks=[watcher]
+            )
+        assert set(watcher.seen) == {threads}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

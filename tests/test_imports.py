@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -40,7 +41,16 @@ ORDER = (
 )  # each may import from those before it, nothing from those after it
 HEAVY = ("numba", "triton", "polars", "matplotlib", "rich", "cyclopts", "safetensors", "pandas", "optuna")
 HEAVY += ("implicit", "threadpoolctl", "fastapi", "uvicorn", "pydantic", "faiss", "hnswlib")
-SHARED = ("_checks", "_files", "_schema", "_tensors", "_toml", "_widths")  # imported by all, import nothing else
+SHARED = (
+    "_checks",
+    "_files",
+    "_html",
+    "_optional",
+    "_schema",
+    "_tensors",
+    "_toml",
+    "_widths",
+)  # imported by all, import nothing else
 
 
 def package_of(module):
@@ -107,6 +117,54 @@ def test_what_all_import_imports_nothing_else_of_the_library(name):
 
 
 def test_importing_the_library_loads_nothing_that_only_some_uses_need():
-    script = f"import sys, gramtower; print([name for name in {HEAVY} if name in sys.modules])"
+    script = f"import sys, gramtower; gramtower.TwoTower; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("command", ["--help", "--version", "", "nonsense", "--no-such-flag"])
+def test_the_list_of_commands_and_errors_of_usage_do_without_torch(command):
+    pytest.importorskip("cyclopts")
+    script = "import sys; from gramtower.cli.app import run; code = run(sys.argv[1:])"
+    script += "; print('loaded:', [name for name in ('torch', 'scipy', 'numba', 'polars') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script, *command.split()], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["loaded: []"], done.stdout + done.stderr
+
+
+def test_the_program_itself_does_without_torch():
+    pytest.importorskip("cyclopts")
+    command = [sys.executable, "-X", "importtime", "-m", "gramtower", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "gramtower.cli.app" in done.stderr
+    assert not [line for line in done.stderr.splitlines() if line.split("|")[-1].strip() in ("torch", "scipy")]
+
+
+def test_every_command_is_listed_by_the_first_line_of_its_help():
+    pytest.importorskip("cyclopts")
+    from gramtower.cli.app import COMMANDS
+
+    for name, (module, line) in COMMANDS.items():
+        function = getattr(importlib.import_module(f"gramtower.cli.{module}"), name.replace("-", "_"))
+        assert function.__doc__.splitlines()[0] == line
+
+
+def test_every_public_name_is_where_the_table_says():
+    """What type checkers read, what is imported, and what dir() shows are the same names."""
+    places = {(node.module, node.names[0].name) for node in ast.walk(ast.parse((ROOT / "__init__.py").read_text()))
+              if isinstance(node, ast.ImportFrom) and node.module.startswith("gramtower.")}  # fmt: skip
+    assert places == {(module, name) for name, module in gramtower._MODULES.items()}
+    for module, name in places:
+        assert getattr(gramtower, name) is getattr(importlib.import_module(module), name)
+    assert {name for _, name in places} <= set(dir(gramtower))
+    assert set(gramtower.__all__) == {name for _, name in places}
+
+
+def test_packages_are_attributes_without_an_import_of_their_own():
+    script = "import gramtower as gt; print(gt.data.splits.__name__, gt.retrieval.topk.__name__)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["gramtower.data.splits", "gramtower.retrieval.topk"]
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'gramtower' has no attribute 'TwoTowers'"):
+        _ = gramtower.TwoTowers

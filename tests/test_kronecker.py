@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import FEATURES, LOSSES, TOWERS, make_case
+from torch import nn
 
 import gramtower as gt
+from gramtower.data.synthetic import planted_pairs
 from gramtower.engine.objective import kronecker as kronecker_module
+from gramtower.engine.towers.analytic import Elementwise
 from gramtower.engine.towers.layer_factors import clamped_spectrum
 from gramtower.optim.conjugate_gradient import conjugate_gradient
 
@@ -66,6 +69,27 @@ def test_same_result_every_time():
     point = case.problem.at(case.towers)
     r = point.gradient()
     assert torch.equal((point.preconditioner() @ r).vector, (point.preconditioner() @ r).vector)
+
+
+def test_means_of_slopes_are_summed_for_branching_towers_alone(monkeypatch):
+    asked = []
+    counted = Elementwise.moment_with_mean
+    monkeypatch.setattr(Elementwise, "moment_with_mean", lambda *given: asked.append(1) or counted(*given))
+    problem = gt.Problem(planted_pairs(20, 15, 60, groups=2), omega=0.1)
+
+    class Branching(nn.Module):
+        def __init__(self, rows):
+            super().__init__()
+            self.table, self.last = nn.Embedding(rows, 4), nn.Linear(4, 3)
+
+        def forward(self, ids):
+            h = self.table(ids)
+            return self.last(torch.tanh(h) + h)
+
+    problem.at(gt.mlp_towers(problem, hidden=(4,), dim=3)).preconditioner("kronecker")
+    assert not asked
+    problem.at(gt.Towers(Branching(20), Branching(15))).preconditioner("kronecker")
+    assert len(asked) == 2
 
 
 def test_more_damping_means_a_shorter_result():

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gramtower.retrieval import scan, scores, select, tiles
+from gramtower.retrieval import long_lists, scores, select, tiles
 from gramtower.retrieval.topk import top_k
 
-SELECTORS = {"torch": select.best_torch, "numba": scan.best, "chosen": select.best}
+SELECTORS = {"torch": select.best_torch, "numba": long_lists.best, "chosen": select.best}
 
 
 def sorted_rows(dense, k):
@@ -48,7 +48,27 @@ def test_the_best_of_a_block_with_ties_and_gaps(selector, rows, n, k, kinds, see
     np.testing.assert_array_equal(values.numpy(), expected[1])
 
 
-@pytest.mark.parametrize("k", [1, 7, 200])
+@given(
+    rows=st.integers(1, 5),
+    n=st.integers(1, 9000),
+    k=st.integers(65, 300),
+    kinds=st.integers(1, 3000),
+    seed=st.integers(0),
+)
+def test_long_lists_with_ties_and_gaps(rows, n, k, kinds, seed):
+    rng = np.random.default_rng(seed)
+    block = rng.integers(0, kinds, (rows, n)).astype(np.float32)
+    block[rng.random((rows, n)) < rng.choice([0, 0.3, 0.999])] = -np.inf
+    if rng.random() < 0.3:
+        block.sort(axis=1)  # every score is a candidate
+    k = min(k, n)
+    columns, values = long_lists.best(torch.from_numpy(block.copy()), k)
+    expected = sorted_rows(block, k)
+    np.testing.assert_array_equal(columns.numpy(), expected[0])
+    np.testing.assert_array_equal(values.numpy(), expected[1])
+
+
+@pytest.mark.parametrize("k", [1, 7, 64, 65, 200, 700])
 def test_the_implementations_agree_on_large_blocks(k):
     block = torch.randn(64, 20_011)
     assert block.numel() > select._WORTH_LOADING
@@ -89,7 +109,7 @@ def test_exclusions_and_lists_in_blocks_of_any_size(lists, block_bytes, way):
 @given(
     rows=st.integers(1, 9),
     n=st.integers(1, 300),
-    k=st.integers(1, 8),
+    k=st.sampled_from([1, 2, 5, 8, 64, 65, 90]),
     seed=st.integers(0, 2**31),
     height=st.integers(1, 4),
 )

@@ -1,45 +1,103 @@
-"""Two-tower nonlinear embeddings learned exactly from all m·n pairs, at the cost of m + n.
+"""Recommendations and links learned from all pairs: two networks, exact over observed and unobserved pairs alike.
 
-problem = gramtower.Problem(pairs)              what is minimised
-towers = gramtower.mlp_towers(problem)          two networks
-point = problem.at(towers)                      value, gradient() and gauss_newton() @ d
+    pairs = gramtower.Interactions.from_csv("ratings.csv", "user", "item")
+    model = gramtower.TwoTower().fit(pairs)
+    ids, scores = model.recommend(["ann"], k=10)
+
+The engine below it is public too: ``Problem`` is what is minimised, ``mlp_towers`` makes two networks, and
+``problem.at(towers)`` has value, gradient() and gauss_newton() @ d, at the cost of m + n instead of m·n.
+
+Names are imported when they are first asked for, and torch with them, because `gramtower --help` needs none. Type
+checkers and editors read the imports below; tests/test_imports.py holds that _PLACES says the same.
 """
 
-from gramtower.benchmarking.build import Benchmark as Benchmark
-from gramtower.benchmarking.runner import benchmark as benchmark
-from gramtower.data.interactions import Interactions as Interactions
-from gramtower.engine.kernels.losses import Loss as Loss
-from gramtower.engine.objective.point import Point as Point
-from gramtower.engine.objective.problem import Problem as Problem
-from gramtower.engine.towers.layers import InputLinear as InputLinear
-from gramtower.engine.towers.mlp import mlp_towers as mlp_towers
-from gramtower.engine.towers.parameters import Parameters as Parameters
-from gramtower.engine.towers.towers import Towers as Towers
-from gramtower.evaluation.cross_validation import CrossValidation as CrossValidation
-from gramtower.evaluation.cross_validation import cross_validate as cross_validate
-from gramtower.optim.line_search import Backtracking as Backtracking
-from gramtower.optim.methods import Descent as Descent
-from gramtower.optim.methods import Method as Method
-from gramtower.optim.parts import Direction as Direction
-from gramtower.optim.parts import DirectionResult as DirectionResult
-from gramtower.optim.parts import StepResult as StepResult
-from gramtower.optim.parts import StepRule as StepRule
-from gramtower.optim.solvers import LBFGS as LBFGS
-from gramtower.optim.solvers import DiagonalDescent as DiagonalDescent
-from gramtower.optim.solvers import DiagonalSampling as DiagonalSampling
-from gramtower.optim.solvers import DiagonalSogram as DiagonalSogram
-from gramtower.optim.solvers import GradientDescent as GradientDescent
-from gramtower.optim.solvers import Newton as Newton
-from gramtower.optim.solvers import NewtonKron as NewtonKron
-from gramtower.optim.solvers import Sampling as Sampling
-from gramtower.optim.solvers import Sogram as Sogram
-from gramtower.optim.solvers import Solver as Solver
-from gramtower.training.loop import minimize as minimize
-from gramtower.training.result import Reason as Reason
-from gramtower.training.result import Record as Record
-from gramtower.training.result import Result as Result
-from gramtower.training.result import read_history as read_history
-from gramtower.two_tower import TwoTower as TwoTower
-from gramtower.two_tower import load as load
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from gramtower.benchmarking.build import Benchmark as Benchmark
+    from gramtower.benchmarking.runner import benchmark as benchmark
+    from gramtower.data.interactions import Interactions as Interactions
+    from gramtower.data.samples import PairSamples as PairSamples
+    from gramtower.engine.kernels.losses import Loss as Loss
+    from gramtower.engine.objective.point import Point as Point
+    from gramtower.engine.objective.problem import Problem as Problem
+    from gramtower.engine.towers.layers import InputLinear as InputLinear
+    from gramtower.engine.towers.mlp import mlp_towers as mlp_towers
+    from gramtower.engine.towers.parameters import Parameters as Parameters
+    from gramtower.engine.towers.towers import Towers as Towers
+    from gramtower.evaluation.cross_validation import CrossValidation as CrossValidation
+    from gramtower.evaluation.cross_validation import cross_validate as cross_validate
+    from gramtower.evaluation.selection import PairSplit as PairSplit
+    from gramtower.evaluation.selection import ranking_scorer as ranking_scorer
+    from gramtower.optim.line_search import Backtracking as Backtracking
+    from gramtower.optim.methods import Descent as Descent
+    from gramtower.optim.methods import Method as Method
+    from gramtower.optim.parts import Direction as Direction
+    from gramtower.optim.parts import DirectionResult as DirectionResult
+    from gramtower.optim.parts import StepResult as StepResult
+    from gramtower.optim.parts import StepRule as StepRule
+    from gramtower.optim.solvers import LBFGS as LBFGS
+    from gramtower.optim.solvers import DiagonalDescent as DiagonalDescent
+    from gramtower.optim.solvers import DiagonalSampling as DiagonalSampling
+    from gramtower.optim.solvers import DiagonalSogram as DiagonalSogram
+    from gramtower.optim.solvers import GradientDescent as GradientDescent
+    from gramtower.optim.solvers import Newton as Newton
+    from gramtower.optim.solvers import NewtonKron as NewtonKron
+    from gramtower.optim.solvers import Sampling as Sampling
+    from gramtower.optim.solvers import Sogram as Sogram
+    from gramtower.optim.solvers import Solver as Solver
+    from gramtower.training.callbacks import ProgressBar as ProgressBar
+    from gramtower.training.loop import minimize as minimize
+    from gramtower.training.result import Reason as Reason
+    from gramtower.training.result import Record as Record
+    from gramtower.training.result import Result as Result
+    from gramtower.training.result import read_history as read_history
+    from gramtower.two_tower import TwoTower as TwoTower
+    from gramtower.two_tower import load as load
+
+__version__ = "0.2.0"  # the one place of the version; pyproject.toml reads it
+
+_PLACES = {
+    "benchmarking.build": "Benchmark",
+    "benchmarking.runner": "benchmark",
+    "data.interactions": "Interactions",
+    "data.samples": "PairSamples",
+    "engine.kernels.losses": "Loss",
+    "engine.objective.point": "Point",
+    "engine.objective.problem": "Problem",
+    "engine.towers.layers": "InputLinear",
+    "engine.towers.mlp": "mlp_towers",
+    "engine.towers.parameters": "Parameters",
+    "engine.towers.towers": "Towers",
+    "evaluation.cross_validation": "CrossValidation cross_validate",
+    "evaluation.selection": "PairSplit ranking_scorer",
+    "optim.line_search": "Backtracking",
+    "optim.methods": "Descent Method",
+    "optim.parts": "Direction DirectionResult StepResult StepRule",
+    "optim.solvers": "LBFGS DiagonalDescent DiagonalSampling DiagonalSogram GradientDescent Newton NewtonKron "
+    "Sampling Sogram Solver",
+    "training.callbacks": "ProgressBar",
+    "training.loop": "minimize",
+    "training.result": "Reason Record Result read_history",
+    "two_tower": "TwoTower load",
+}
+
+if not TYPE_CHECKING:  # a type checker knows the names, and would take any other for one of these
+    _MODULES = {name: f"gramtower.{module}" for module, names in _PLACES.items() for name in names.split()}
+    __all__ = sorted(_MODULES)
+
+    def __getattr__(name: str) -> Any:
+        """A public name from the module that defines it, kept, or a package such as ``data`` with what is in it."""
+        if name in _MODULES:
+            found = globals()[name] = getattr(import_module(_MODULES[name]), name)
+            return found
+        if not name.startswith("_"):
+            for module in _PLACES:
+                import_module(f"gramtower.{module}")
+            if name in globals():
+                return globals()[name]
+        raise AttributeError(f"module 'gramtower' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_MODULES})

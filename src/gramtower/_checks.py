@@ -9,11 +9,13 @@ import re
 import string
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Set
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -105,6 +107,8 @@ def path(name: str, value: object) -> Path:
 
 def listed(name: str, value: Any, what: str = "values") -> list[Any]:
     """The elements of a one-dimensional sequence; neither text nor a matrix is one."""
+    import torch  # here, so that the help of the command line does without it
+
     flat = not isinstance(value, torch.Tensor) or (value.layout == torch.strided and value.dim() == 1)
     if isinstance(value, (str, bytes, dict)) or not isinstance(value, Iterable) or not flat or hasattr(value, "tocsr"):
         fail(name, type(value).__name__, f"a list of {what}")
@@ -132,6 +136,8 @@ def functions(name: str, value: object) -> list[Any]:
 
 def as_array(name: str, value: Any, expected: str) -> NDArray[Any]:
     """A numpy array of what is one, or a dense tensor, or can become one."""
+    import torch
+
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided:
             fail(name, f"a tensor of layout {value.layout}", f"{expected} (a dense tensor, or scipy.sparse)")
@@ -163,6 +169,8 @@ def finite(name: str, array: NDArray[Any]) -> None:
 
 def fits(name: str, value: Any, dtype: torch.dtype) -> None:
     """Refuse finite numbers that a dtype cannot hold, naming the first."""
+    import torch
+
     array, most = np.asarray(value), torch.finfo(dtype).max
     if array.size and max(abs(float(array.min())), abs(float(array.max()))) > most:
         place = tuple(int(x) for x in np.argwhere(np.abs(array) > most)[0])

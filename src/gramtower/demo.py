@@ -20,6 +20,7 @@ import numpy as np
 
 from gramtower import _checks as check
 from gramtower._files import replacing
+from gramtower._optional import install_line
 from gramtower.data.bundle import packages
 from gramtower.data.interactions import Interactions
 from gramtower.data.splits import held_out
@@ -34,7 +35,7 @@ METRICS = ("map@5", "recall@20")
 TOOLS, LEAST = 64, 2  # of tools; a package is described by at least so many of them
 SHOWN, NEW = 7, 3  # dependencies of a list; packages of the test part that are shown
 DIM, WIDTH = 128, 256  # smaller than the defaults, for a minute on two cores
-NO_PICTURE = 'not drawn: pip install "gramtower[plots]"'
+NO_PICTURE = f"not drawn: {install_line('matplotlib')}"
 
 
 def run(

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, cast
 
 from gramtower import _checks as check
+from gramtower import _html as html
+from gramtower._optional import need
 from gramtower.data.frames import Column
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
@@ -53,8 +55,8 @@ class _Learned(Generic[_Answer]):
     def __init__(self, read: Callable[[FittedModel], _Answer]) -> None:
         self.read = read
 
-    def __get__(self, model: TwoTower, owner: type[TwoTower]) -> _Answer:
-        return self.read(model.fitted_)
+    def __get__(self, model: TwoTower | None, owner: type[TwoTower]) -> _Answer:
+        return cast(_Answer, self) if model is None else self.read(model.fitted_)  # of the class, for help()
 
     def __set__(self, model: TwoTower, value: object) -> NoReturn:
         raise AttributeError("read-only: fit makes it, as a field of fitted_")
@@ -316,6 +318,7 @@ class TwoTower(ModelSettings):
         return run_figure({"fit": self._known().history}, self.metric)
 
     recommend = _asked(FittedModel.recommend)
+    recommend_all = _asked(FittedModel.recommend_all)
     similar = _asked(FittedModel.similar)
     has_direction = _asked(FittedModel.has_direction)
     score = _asked(FittedModel.score)
@@ -337,9 +340,24 @@ class TwoTower(ModelSettings):
     message_ = _Learned(lambda fitted: fitted.message)
     best_metric_ = _Learned(lambda fitted: fitted.best_metric)
 
-    def __repr__(self) -> str:
-        arguments = super().__repr__()
-        return f"{arguments}: {self.fitted_}" if hasattr(self, "fitted_") else arguments
+    def __str__(self) -> str:
+        """The settings and, once fitted, sizes and what each tower sees."""
+        return f"{self!r}: {self.fitted_}" if hasattr(self, "fitted_") else repr(self)
+
+    def _repr_html_(self) -> str:
+        """A card for notebooks: the settings and, once fitted, what was learned."""
+        learned = self.fitted_.html_facts() if hasattr(self, "fitted_") else html.note("not fitted yet")
+        return html.card(type(self).__name__, html.note(repr(self)), learned)
+
+    def __sklearn_is_fitted__(self) -> bool:
+        """For scikit-learn's ``check_is_fitted``."""
+        return hasattr(self, "fitted_")
+
+    def __sklearn_tags__(self) -> Any:
+        """What scikit-learn asks of an estimator: X are pairs, and there is no y."""
+        tags = need("sklearn.utils", "scikit-learn's tags", "scikit-learn")
+        pairs = tags.InputTags(two_d_array=False, sparse=True)
+        return tags.Tags(estimator_type=None, target_tags=tags.TargetTags(required=False), input_tags=pairs)
 
     def _known(self) -> FittedModel:
         if not hasattr(self, "fitted_"):
@@ -348,7 +366,7 @@ class TwoTower(ModelSettings):
 
 
 def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None) -> TwoTower:
-    """A model that :meth:`TwoTower.save` wrote.
+    """Read a model from the file that :meth:`TwoTower.save` wrote.
 
     Args:
         path: the file.

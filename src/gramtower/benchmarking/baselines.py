@@ -28,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
+from gramtower._optional import install_line, need
 from gramtower.data.matrices import canonical
 from gramtower.retrieval.select import best
 from gramtower.retrieval.topk import top_k
@@ -175,7 +176,7 @@ def settings_of(model: Any) -> dict[str, Any]:
 def needs_implicit(model: Any) -> str | None:
     """Why a baseline cannot run here; None if it can."""
     if isinstance(model, (ItemKNN, ALS)) and importlib.util.find_spec("implicit") is None:
-        return 'the package implicit is not installed: pip install "gramtower[benchmark]"'
+        return f"the package implicit is not installed: {install_line('implicit')}"
     return None
 
 
@@ -222,4 +223,4 @@ def _on_host(factors: Any) -> NDArray[np.float32]:
 
 
 def _implicit(module: str) -> Any:
-    return importlib.import_module(f"implicit.{module}")
+    return need(f"implicit.{module}", "this baseline")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from gramtower._optional import need
 from gramtower.cli.streams import prepare_streams
 
 
@@ -11,14 +12,14 @@ def main() -> None:
     """Run the command line on the program's arguments; exits with 0, 1 (failed), 2 (bad input) or 130 (Ctrl-C)."""
     prepare_streams()
     try:
-        import cyclopts  # noqa: F401
-        import rich  # noqa: F401
+        need("cyclopts", "the command line")
+        need("rich", "the command line")
     except ImportError as error:
-        print(f'error: the command line needs {error.name}: pip install "gramtower[cli]"', file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     try:
         from gramtower.cli.app import run
-        from gramtower.cli.processes import leave
+        from gramtower.cli.leaving import leave
 
         code = run(sys.argv[1:])
     except KeyboardInterrupt:  # before a command began, or once more while it ended

@@ -1,5 +1,8 @@
 """The app: its commands, and one place where errors become a line and an exit code (cli/errors.py).
 
+A command's module is imported when it is asked for: the list of commands, ``--version`` and misspelt commands need
+neither torch nor what commands are made of (tests/test_imports.py).
+
 0: fine. 1: the run failed. 2: bad input. 130: interrupted by Ctrl-C. Checked by tests/test_cli.py.
 """
 
@@ -7,37 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import version
-from pathlib import Path
-from typing import Annotated
 
-import torch
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError
 
 from gramtower import _checks as check
-from gramtower.cli.benchmark import benchmark
-from gramtower.cli.compare import compare
-from gramtower.cli.convert import convert
-from gramtower.cli.cross_validate import cross_validate
 from gramtower.cli.errors import explain
-from gramtower.cli.fit import fit
-from gramtower.cli.index import index
-from gramtower.cli.info import info
-from gramtower.cli.options import Common
-from gramtower.cli.output import help_console, note, print_json, show_warning
-from gramtower.cli.partition import partition
-from gramtower.cli.query import evaluate, recommend, similar
-from gramtower.cli.report import report
-from gramtower.cli.serve import serve
-from gramtower.cli.split import split
+from gramtower.cli.output import help_console, note, show_warning
 from gramtower.cli.streams import abandon_output, visible
-from gramtower.cli.tune import tune
-from gramtower.cli.update import update
 from gramtower.data.left_out import LeftOutWarning
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -45,46 +30,63 @@ MOST_THREADS = 4096
 LONGEST = 1000  # characters of an error
 
 
-def demo(
-    *,
-    uses: Annotated[list[str] | None, Parameter(negative=())] = None,
-    seconds: float | None = None,
-    seed: int = 0,
-    out: Path | None = None,
-    common: Common | None = None,
-) -> int:
-    """Learn from npm packages what a package will need by the tools that it uses, and say it for new ones.
+COMMANDS = {
+    "fit": ("fit", "Learn a model from observed pairs."),
+    "update": ("update", "Add pairs to those that a model knows, and run a few iterations from its weights."),
+    "split": ("split", "Cut the pairs of any DATA into files to train on and to test on."),
+    "partition": (
+        "partition",
+        "Cut pairs into parts of about equal work, by left entity, for a fit by several processes.",
+    ),
+    "evaluate": ("query", "Measure the ranking of held-out pairs."),
+    "cross-validate": (
+        "cross_validate",
+        "Measure settings by cross-validation: as many fits as folds, each tested on pairs that it has not seen.",
+    ),
+    "recommend": ("query", "List the best right entities for left ones."),
+    "similar": ("query", "List the entities of the same side whose embeddings point most alike (cosine)."),
+    "info": ("info", "Say what a model or a file of pairs holds: counts, pairs per entity, settings."),
+    "compare": (
+        "compare",
+        "Run several methods from the same start, one after the other, and report when each was how far.",
+    ),
+    "benchmark": (
+        "benchmark",
+        "Compare models: popularity, item-knn, ease, als, linear and hidden towers, and your own configs.",
+    ),
+    "report": (
+        "report",
+        "Make report.html of a fit, a tuning, a comparison or a benchmark, from what its folder holds.",
+    ),
+    "convert": ("convert", "Write the pairs of any DATA as a table with a header, which fit reads again faster."),
+    "tune": ("tune", "Choose a model's settings by how well they rank a validation part of the training data."),
+    "index": ("index", "Build an approximate index over the right entities, for models too large for exact lists."),
+    "serve": ("serve", "Serve models over HTTP, with a page to look around in; SIGHUP reads their files again."),
+    "demo": (
+        "demo",
+        "Learn from npm packages what a package will need by the tools that it uses, and say it for new ones.",
+    ),
+}  # name: its module, and the first line of its help, so that the list of commands needs none of the modules
 
-    Args:
-        uses: Tools of a package to ask about, such as "gulp, browserify"; may be repeated.
-        seconds: Training time of each of the two models.
-        seed: For initial weights and the split.
-        out: Folder for pictures and the model.
-        common: Output.
-    """
-    common = common or Common()
-    from gramtower import demo as packages
 
-    asked = None if uses is None else [[tool for tool in re.split(r"[,\s]+", text) if tool] for text in uses]
-    found = packages.run(seconds=seconds, seed=seed, out=out, verbose=not common.quiet, uses=asked)
-    if common.json:
-        print_json(found)
-    else:
-        packages.show(found)
-    return 0
+def make_app(*names: str) -> App:
+    """The app, with the named commands as they are and the others by their names and first lines alone."""
+    made = App(
+        name="gramtower",
+        help="Two-tower nonlinear embeddings learned from all pairs, observed and unobserved.",
+        version=version("gramtower"),
+        help_epilogue="Exit codes: 0 fine, 1 the run failed, 2 bad input, 130 interrupted.",
+    )
+    for name, (module, line) in COMMANDS.items():
+        if name in names:
+            made.command(getattr(import_module(f"gramtower.cli.{module}"), name.replace("-", "_")), name=name)
+        else:
+            made.command(_named_only, name=name, help=line)
+    return made
 
 
-app = App(
-    name="gramtower",
-    help="Two-tower nonlinear embeddings learned from all pairs, observed and unobserved.",
-    version=version("gramtower"),
-    help_epilogue="Exit codes: 0 fine, 1 the run failed, 2 bad input, 130 interrupted.",
-)
-for command in (
-    fit, update, split, partition, evaluate, cross_validate, recommend, similar, info, compare, benchmark, report,
-    convert, tune, index, serve, demo,
-):  # fmt: skip
-    app.command(command)
+def _named_only() -> None:
+    """Stands for a command that is not asked for."""
 
 
 def run(tokens: Sequence[str]) -> int:
@@ -108,7 +110,7 @@ def _run(tokens: Sequence[str]) -> int:
             if not _is_text(token):
                 check.fail("argument", repr(token), "text in UTF-8 without NUL characters")
         console = help_console()
-        command, bound, ignored = app.parse_args(
+        command, bound, ignored = make_app(*tokens[:1]).parse_args(
             list(tokens), exit_on_error=False, print_error=False, console=console, error_console=console
         )
     except CycloptsError as error:
@@ -117,15 +119,17 @@ def _run(tokens: Sequence[str]) -> int:
         return _say(str(error), 2)
     except Exception as error:
         return _error(error, debug)
-    common = bound.arguments.get("common") or Common()
+    threads = getattr(bound.arguments.get("common"), "threads", None)
     if "tokens" in ignored:
         bound.arguments["tokens"] = tuple(tokens)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", LeftOutWarning)
             warnings.showwarning = show_warning  # type: ignore[assignment]
-            if common.threads is not None:
-                torch.set_num_threads(check.count("threads", common.threads, most=MOST_THREADS))
+            if threads is not None:
+                import torch  # loaded by the command already
+
+                torch.set_num_threads(check.count("threads", threads, most=MOST_THREADS))
             return int(command(*bound.args, **bound.kwargs) or 0)
     except KeyboardInterrupt as interrupt:
         return _say(f"interrupted; {str(interrupt) or 'files that were there are as they were'}", INTERRUPTED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from gramtower.cli.config import Settings, merged
 from gramtower.cli.features import NO_ID, described_rows, new_rows, right_rows
 from gramtower.cli.folder import open_model
 from gramtower.cli.options import Common, DataOptions
-from gramtower.cli.output import print_facts, print_json, print_table
+from gramtower.cli.output import note, print_facts, print_json, print_table
 from gramtower.cli.reading import read_pairs
 from gramtower.data.lookup import as_known
 from gramtower.metrics.definitions import DEFAULT
@@ -22,6 +23,7 @@ from gramtower.two_tower import TwoTower
 
 Ids = Annotated[list[str] | None, Parameter(negative=())]
 Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
+_EVERY = 2.0  # seconds between lines of progress
 
 
 def evaluate(
@@ -97,9 +99,17 @@ def recommend(
     left_features: Path | None = None,
     right_features: Path | None = None,
     history: Ids = None,
+    every: Annotated[bool, Parameter(name="--all", negative=(), show_default=False)] = False,
+    out: Path | None = None,
+    device: str | None = None,
+    fresh: Switch = False,
     common: Common | None = None,
 ) -> int:
     """List the best right entities for left ones.
+
+    With --all the lists of all left entities go to a file, in bounded memory: one row for each answer, with left id,
+    rank, right id and score. Until it is done its parts are in OUT.parts, and the same command goes on where it was
+    killed.
 
     Args:
         run: Folder of a run, or a model file.
@@ -113,12 +123,22 @@ def recommend(
         left_features: Table of new left entities, for models fitted with --left-features: all its rows, or --left.
         right_features: Table of right entities, for models fitted with --right-features: new ones are ranked too.
         history: Right id of a new left entity, for models fitted with --history; may be repeated.
+        every: For all left entities of the model; needs --out.
+        out: With --all, the file to write: .parquet, .csv or .tsv.
+        device: With --all, where scores are made: auto, cpu or cuda. [default: auto]
+        fresh: With --all, begin again where an earlier run left parts.
         common: Output.
     """
     common = common or Common()
-    if left_features is None and (left is None) == (history is None):
+    if every:
+        _check_all(left, left_features, history, out)
+    elif out is not None or device is not None or fresh:
+        check.fail("--out, --device, --fresh", "given", "nothing: only with --all")
+    elif left_features is None and (left is None) == (history is None):
         given = "both" if left else "none"
-        check.fail("--left, --left-features, --history", given, "--left alone, or what describes a new entity")
+        check.fail(
+            "--left, --left-features, --history", given, "--left alone, or what describes a new entity; or --all"
+        )
     model, settings = open_model(run)
     options: dict[str, Any] = {"exclude_seen": not include_seen, "candidates": candidates}
     options |= {"deny": _keys(model, "right", deny), "allow": _keys(model, "right", allow)}
@@ -126,6 +146,8 @@ def recommend(
         options["exclude"] = read_pairs(exclude, options_of_test(settings, exclude, None))
     if right_features is not None:
         options["right_features"] = right_rows(model, right_features, common.quiet)
+    if every and out is not None:
+        return _write_all(model, out, k, {**options, "device": device or "auto", "fresh": fresh}, common)
     if left_features is not None:
         options["left_features"], asked = new_rows(model, left_features, left, common.quiet)
     else:
@@ -135,6 +157,40 @@ def recommend(
     known = None if left_features is not None or history is not None else _keys(model, "left", asked)
     found, scores = model.recommend(known, k, **options)
     _show("left", asked if known is None else known, "right", found, scores, common)
+    return 0
+
+
+def _check_all(left: Ids, left_features: Path | None, history: Ids, out: Path | None) -> None:
+    """Refuse --all with what chooses left entities, and without a file."""
+    for name, value in (("--left", left), ("--left-features", left_features), ("--history", history)):
+        if value is not None:
+            check.fail(name, "given with --all", "one of them")
+    if out is None:
+        check.fail("--out", "none", "with --all, the file to write: .parquet, .csv or .tsv")
+
+
+def _write_all(model: TwoTower, out: Path, k: int, options: dict[str, Any], common: Common) -> int:
+    """Lists of all left entities to a file, with a line of progress every few seconds."""
+    start = said = time.monotonic()
+    first: int | None = None
+
+    def progress(done: int, total: int) -> None:
+        nonlocal said, first
+        now = time.monotonic()
+        first = done if first is None else first
+        if common.quiet or (now - said < _EVERY and done < total):
+            return
+        rate = (done - first) / max(now - said, 1e-9) if done > first else 0.0
+        rest = f", {(total - done) / rate:,.0f} s left" if rate > 0 and done < total else ""
+        note(f"{done:,} of {total:,} lists{rest}")
+        said, first = now, done
+
+    answers = model.recommend_all(out, k, progress=progress, **options)
+    facts = {"lists": len(model.left_), "answers": answers, "seconds": time.monotonic() - start, "out": str(out)}
+    if common.json:
+        print_json(facts)
+    else:
+        print_facts(facts)
     return 0
 
 

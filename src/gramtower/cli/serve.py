@@ -11,6 +11,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from gramtower import _checks as check
+from gramtower._optional import missing
 from gramtower.cli.config import Settings, read_config
 from gramtower.cli.features import id_column, read_frame
 from gramtower.cli.folder import CONFIG, model_file
@@ -111,8 +112,7 @@ def serve(
         from gramtower.serving.server import Options
         from gramtower.serving.server import serve as run_server
     except ImportError as error:
-        message = f'serve: needs {error.name}, which is not installed: pip install "gramtower[serve]"'
-        raise ValueError(message) from error
+        raise missing("serve", "fastapi", error) from error
     options = Options(
         host, port, _token(token_file), allow_host or (), allow_origin or (), 1.0 if watch else None, wait, limits
     )

@@ -309,6 +309,7 @@ def _ones(rows: NDArray[Any], places: NDArray[Any], height: int, width: int) -> 
     present = places >= 0
     entries = (np.ones(int(present.sum()), np.float32), (rows[present], places[present]))
     matrix = sp.csr_matrix(entries, shape=(height, width))
+    matrix.sum_duplicates()  # which scipy 1.13.0 leaves
     matrix.data[:] = 1  # an element named twice counts once
     return matrix
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from gramtower import _checks as check
+from gramtower._optional import need
 from gramtower.data import sources, trial
 from gramtower.data.sources import BOM, PACKED, Budget, existing, reading
 from gramtower.runtime import host
@@ -30,11 +31,7 @@ Choice = tuple[str, Column]  # an argument, for errors, and the column it chose
 
 def polars() -> Any:
     """The polars module, or an error that says how to get it."""
-    try:
-        import polars
-    except ImportError as error:
-        raise ImportError('tables are read with polars: pip install "gramtower[io]"') from error
-    return polars
+    return need("polars", "reading tables")
 
 
 def suffix_of(path: Path) -> str:

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
+from gramtower import _html as html
 from gramtower.data import frames
 from gramtower.data.assembly import Rule, assemble
 from gramtower.data.frames import Choice, Column
@@ -33,13 +34,16 @@ if TYPE_CHECKING:
 
     from gramtower.data.part_reading import ReadingProgress
 
+_SHOWN = 5  # pairs in a notebook
 _EXPECTED = 20  # pairs of an id with itself in data of two different sets; then a tenth or less has odds of 10⁻⁶
 _ROWS = 1 << 16  # left rows that are looked at together
 
 
 @dataclass(frozen=True, eq=False)
 class Interactions:
-    """Observed pairs of left and right entities. Make one with ``from_csv``, ``from_frame``, ``from_arrays`` ….
+    """Observed pairs, such as which user bought which item: what a model learns from.
+
+    Make one with ``from_csv``, ``from_frame``, ``from_arrays`` ….
 
     What the constructors share. ``threshold=4`` keeps rows whose value is at least 4 and labels them 1; without a
     threshold the value is the label when ``labels=True``, otherwise every row is a pair labelled 1. Rows without an id,
@@ -282,6 +286,25 @@ class Interactions:
         m, n = self.shape
         sets = ", one set of entities" if self.one_set else ""
         return f"Interactions({len(self):,} pairs of {m:,} {self.left_name!r} and {n:,} {self.right_name!r}{sets})"
+
+    def _repr_html_(self) -> str:
+        """A card for notebooks: sizes, what the pairs have besides, and the first of them."""
+        (m, n), matrix = self.shape, self.matrix
+        sizes: dict[str, object] = {"pairs": len(self), self.left_name: m, self.right_name: n}
+        sizes["share of all pairs"] = len(self) / max(1, m * n)
+        extra = {"labels": bool(len(self)) and not bool((matrix.data == 1).all()), "weights": self.weights is not None}
+        extra |= {"times": self.times is not None, "one set of entities": self.one_set}
+        sizes["with"] = (
+            ", ".join(name for name, there in extra.items() if there) or "all labels 1, no weights, no times"
+        )
+        rows = np.searchsorted(matrix.indptr, np.arange(min(_SHOWN, len(self))), side="right") - 1
+        first = [
+            (self.left_ids[row], self.right_ids[matrix.indices[place]], f"{matrix.data[place]:g}")
+            for place, row in enumerate(rows.tolist())
+        ]
+        more = f"… and {len(self) - len(first):,} more" if len(self) > len(first) else ""
+        listed = html.table((self.left_name, self.right_name, "label"), first)
+        return html.card("Interactions", html.facts(sizes), listed, html.note(more))
 
     @cached_property
     def one_set(self) -> bool:

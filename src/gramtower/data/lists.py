@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
+from gramtower._optional import missing
 from gramtower.data import frames
 from gramtower.data.ids import id_series
 from gramtower.data.lookup import join
@@ -61,7 +62,7 @@ def lists_frame(
             return importlib.import_module(package).DataFrame(columns)
         except ImportError:
             continue
-    raise ImportError('tables are made with polars or pandas: pip install "gramtower[io]"')
+    raise missing("a table of lists", "polars")
 
 
 def columns_beside(table: Any, ids: NDArray[Any], scores: NDArray[Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
+from gramtower import _html as html
 from gramtower.data.interactions import Interactions
 from gramtower.data.times import moment
 
@@ -48,6 +49,13 @@ class Split:
         history = "" if self.history is None else f", {len(self.history):,} as history"
         lost = f"{self.emptied_users:,} users and {self.emptied_items:,} items without training pairs"
         return f"Split({len(self.train):,} to train, {len(self.test):,} to test{history}; {lost})"
+
+    def _repr_html_(self) -> str:
+        """A card for notebooks."""
+        parts = {"train": self.train, "test": self.test, "history": self.history}
+        rows = [(name, len(part), *part.shape) for name, part in parts.items() if part is not None]
+        lost = f"{self.emptied_users:,} users and {self.emptied_items:,} items have no training pairs"
+        return html.card("Split", html.table(("part", "pairs", "left", "right"), rows), html.note(lost))
 
 
 def random_pairs(pairs: Interactions, test: float = 0.1, *, seed: int = 0) -> Split:

@@ -14,6 +14,7 @@ from gramtower import _checks as check
 from gramtower.data import frames
 from gramtower.data.frames import Column
 from gramtower.data.interactions import Interactions
+from gramtower.data.samples import pairs_of
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Columns:
         Raises:
             ValueError: if columns are given without a frame, or a frame without the columns of its ids.
         """
+        given = pairs_of(given)
         chosen = {column: value for column, value in vars(self).items() if value is not None}
         if not is_frame(given):
             if chosen:
@@ -62,7 +64,7 @@ class Columns:
 
     def read_also(self, name: str, given: Any) -> Any:
         """A second frame with the same columns as Interactions; anything else as it is."""
-        return self.read(name, given) if is_frame(given) else given
+        return self.read(name, given) if is_frame(given) else pairs_of(given)
 
 
 def is_path(given: Any) -> bool:

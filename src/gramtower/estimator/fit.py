@@ -30,10 +30,13 @@ from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.side import Side
 from gramtower.estimator.warm_start import carry_over, refuse_increment
 from gramtower.metrics import evaluate_embeddings
+from gramtower.runtime.threads import one_thread
 from gramtower.training.callbacks import Callback
 from gramtower.training.fingerprint import sparse_digest
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Result
+
+_TINY = 50_000_000  # multiplications of an evaluation: about ten milliseconds
 
 
 def fit(
@@ -134,15 +137,17 @@ def _fit(
     data = prepare_data(settings, pairs, *features, validation)
     if previous is not None:
         refuse_increment(previous, data)
-    problem = make_problem(settings, data)
-    towers = make_towers(settings, data, problem, previous)
-    result = minimize(
-        problem, towers, settings.optimizer, iterations(settings, data), settings.time_limit, settings.seed, callbacks,
-        validation=make_validation(settings, data), patience=None if data.held_out is None else settings.patience,
-        checkpoint=checkpoint, history=history, verbose=settings.verbose, **options,
-    )  # fmt: skip
-    point = problem.at(towers)
-    _refuse_non_finite(problem, point, result)
+    with one_thread(_is_tiny(settings, data)):
+        problem = make_problem(settings, data)
+        towers = make_towers(settings, data, problem, previous)
+        result = minimize(
+            problem, towers, settings.optimizer, iterations(settings, data), settings.time_limit, settings.seed,
+            callbacks, validation=make_validation(settings, data),
+            patience=None if data.held_out is None else settings.patience, checkpoint=checkpoint, history=history,
+            verbose=settings.verbose, **options,
+        )  # fmt: skip
+        point = problem.at(towers)
+        _refuse_non_finite(problem, point, result)
     return FittedModel(
         left=Side("left", data.ids[0], point.P.cpu(), data.inputs[0], data.numbered[0]),
         right=Side("right", data.ids[1], point.right_rows.cpu(), data.inputs[1], data.numbered[1]),
@@ -152,6 +157,14 @@ def _fit(
         normalize=data.normalize and settings.towers is None, omega=problem.omega,
         history=result.history, reason=result.reason, message=result.message, best_metric=result.best_metric,
     )  # fmt: skip
+
+
+def _is_tiny(settings: ModelSettings, data: FitData) -> bool:
+    """Whether an evaluation of linear towers over ids takes a CPU so little that it is not worth a second thread."""
+    linear = settings.towers is None and data.hidden == ((), ()) and data.seen == defaults.IDS
+    if not linear or data.device.type != "cpu":
+        return False
+    return bool(sum(data.shape) * data.dim**2 + 4 * data.observed * data.dim <= _TINY)
 
 
 def _further(data: FitData) -> sp.csr_matrix:

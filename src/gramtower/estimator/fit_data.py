@@ -275,6 +275,7 @@ def align(
         side, place = (0, coo.row[entry]) if i[entry] < 0 else (1, coo.col[entry])
         example = ((its[0], its[1])[side].tolist()[place], side)
     pairs = sp.csr_matrix((coo.data[keep], (i[keep], j[keep])), shape=shape)
+    pairs.sum_duplicates()  # which scipy 1.13.0 leaves, and the columns of a row out of order
     return Aligned(pairs, len(keep), int((j < 0).sum()), example)
 
 

@@ -6,13 +6,14 @@ is among the pairs tested counts, one that is not is left out like the others. P
 
 New entities are described by features (estimator/newcomers.py); :meth:`Entities.with_added` keeps them.
 Exact: lists come from all scores, in blocks. Answers are copies: changing one changes nothing in the model. Checked by
-tests/test_estimator.py, tests/test_seen.py and tests/test_new_entities.py.
+tests/test_estimator.py, tests/test_seen.py, tests/test_recommend_all.py and tests/test_new_entities.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,18 +22,21 @@ import torch
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
+from gramtower import _html as html
 from gramtower.data.frames import Column
 from gramtower.data.lists import columns_beside, lists_frame
 from gramtower.data.matrices import union
 from gramtower.estimator import measuring
 from gramtower.estimator.columns import Columns, is_frame, is_path
+from gramtower.estimator.defaults import pick_device
 from gramtower.estimator.entities import Entities
 from gramtower.estimator.fit_data import given_pairs, own_pairs
+from gramtower.estimator.listing import write_lists
 from gramtower.estimator.newcomers import embedded
 from gramtower.estimator.side import history_matrix, normalised
 from gramtower.metrics.definitions import DEFAULT
 from gramtower.metrics.tally import Scores
-from gramtower.retrieval.topk import top_k
+from gramtower.retrieval.topk import ranking, top_k
 from gramtower.training.result import Reason, Record
 
 CANDIDATES = ("all", "trained")
@@ -75,6 +79,27 @@ class FittedModel(Entities):
         )
         length = ", those of a side of one length" if self.normalize else ""
         return f"{' and '.join(sides)}, embeddings of size {self.dim}{length}"
+
+    def _repr_html_(self) -> str:
+        """A card for notebooks: what each tower sees, how training went and why it stopped."""
+        return html.card("FittedModel", self.html_facts())
+
+    def html_facts(self) -> str:
+        """The inside of such a card."""
+        sides = [
+            (side.name, len(side), side.inputs.text, ", ".join(map(str, widths)) or "none")
+            for side, widths in zip((self.left, self.right), self.hidden, strict=True)
+        ]
+        facts: dict[str, object] = {"size of embeddings": self.dim, "ω": self.omega, "pairs": int(self.trained.nnz)}
+        drawn = ""
+        if self.history:
+            last = self.history[-1]
+            facts |= {"iterations": last.iteration, "seconds": last.seconds, "objective": last.value}
+            drawn = html.curve([record.value for record in self.history], "objective, iteration by iteration")
+        if self.best_metric is not None:
+            facts["best validation metric"] = self.best_metric
+        table = html.table(("side", "entities", "known by", "hidden layers"), sides)
+        return table + html.facts(facts) + drawn + html.note(f"Stopped: {self.message}")
 
     def recommend(
         self,
@@ -149,17 +174,65 @@ class FittedModel(Entities):
             left_out.append(
                 here.excluded_of_new(exclude, left_features, len(P)) if new else here.excluded(exclude)[rows]
             )
-        denied = [] if deny is None else [here.right.rows(check.ids("deny", deny))]
-        if candidates == "trained":
-            denied.append(np.arange(here.right.trained, len(here.right)))
         found, scores = top_k(
             P, here.right.embeddings, min(k, len(here.right)),
-            exclude=union(*left_out) if left_out else None,
-            allow=None if allow is None else here.right.rows(check.ids("allow", allow)),
-            deny=np.concatenate(denied) if denied else None,
+            exclude=union(*left_out) if left_out else None, **here.chosen(allow, deny, candidates),
         )  # fmt: skip
         ids = here.right.names(found)
         return _framed(asked, ids, scores, ("left", "right"), table) if as_frame else (ids, scores)
+
+    def recommend_all(
+        self,
+        path: str | Path,
+        k: int = 10,
+        *,
+        exclude_seen: bool = True,
+        exclude: Any = None,
+        allow: Sequence[Any] | None = None,
+        deny: Sequence[Any] | None = None,
+        candidates: str = "all",
+        right_features: Any = None,
+        device: str = "auto",
+        fresh: bool = False,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> int:
+        """Write the lists of all left entities, those of :meth:`recommend`, to a table, in bounded memory.
+
+        One row for each answer, in order of left entities: left id, rank from 1, right id and score. While it is being
+        written its parts are in a folder ``PATH.parts`` beside it; the same call goes on where one was killed.
+
+        Args:
+            path: the table: .parquet, .csv or .tsv. Needs polars: ``pip install "gramtower[io]"``.
+            k: how many for each.
+            exclude_seen: leave out what the left entity has seen.
+            exclude: further pairs to leave out.
+            allow: only these right ids.
+            deny: never these right ids.
+            candidates: "all" or "trained".
+            right_features: new right entities to be ranked among the others: a table with the column of ids.
+            device: where scores are made: "auto", "cpu" or "cuda".
+            fresh: begin again where an earlier call left parts, also those of other lists.
+            progress: called with the number of lists that are written and of all, after each part.
+
+        Returns:
+            The number of answers that this call wrote; those of parts that were there are not among them.
+
+        Raises:
+            ValueError: also if the disk has too little room, or parts of other lists are there; nothing is written.
+        """
+        k = check.count("k", k)
+        exclude_seen, fresh = check.flag("exclude_seen", exclude_seen), check.flag("fresh", fresh)
+        check.choice("candidates", candidates, CANDIDATES)
+        if progress is not None and not callable(progress):
+            check.fail("progress", repr(progress), "a function of two numbers, or None")
+        where, path = pick_device(device), check.path("path", path)
+        here = self.grown("right", right_features)[0]
+        left_out = ([here.seen] if exclude_seen else []) + ([] if exclude is None else [here.excluded(exclude)])
+        made = ranking(
+            here.left.embeddings, here.right.embeddings,
+            exclude=union(*left_out) if left_out else None, **here.chosen(allow, deny, candidates),
+        )  # fmt: skip
+        return write_lists(here, made, path, min(k, len(here.right)), where, fresh, progress)
 
     def similar(
         self,
@@ -227,7 +300,10 @@ class FittedModel(Entities):
     def score(
         self, left: Any, right: Any, *, left_features: Any = None, right_features: Any = None
     ) -> NDArray[np.float32]:
-        """p_iᵀq_j for pairs of ids, element by element; new entities are described as for :meth:`similar`."""
+        """How well pairs of ids go together: their scores, element by element.
+
+        The score is p_iᵀq_j; new entities are described as for :meth:`similar`.
+        """
         here = self.grown("left", left_features)[0].grown("right", right_features)[0]
         rows, columns = here.left.rows(check.ids("left", left)), here.right.rows(check.ids("right", right))
         if len(rows) != len(columns):

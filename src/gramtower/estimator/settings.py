@@ -18,6 +18,8 @@ from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
 from gramtower.estimator import defaults
 
+_LINE = 79  # letters of a line of a repr
+
 
 @dataclass(eq=False, repr=False)
 class ModelSettings:
@@ -64,13 +66,21 @@ class ModelSettings:
         return self
 
     def __repr__(self) -> str:
+        """The arguments that are not the defaults, by name, in lines of 79 letters, as scikit-learn has it."""
         given = inspect.signature(type(self)).parameters
         changed = [
             f"{k}={v!r}"
-            for k, v in self.get_params().items()
+            for k, v in sorted(self.get_params().items())
             if v is not given[k].default and (type(v) is not type(given[k].default) or v != given[k].default)
         ]
-        return f"{type(self).__name__}({', '.join(changed)})"
+        head = f"{type(self).__name__}("
+        lines = [head]
+        for place, one in enumerate(changed):
+            text = one + (", " if place < len(changed) - 1 else ")")
+            if len(lines[-1]) + len(text.rstrip()) > _LINE and lines[-1].strip() != head:
+                lines.append(" " * len(head))
+            lines[-1] += text
+        return "\n".join(line.rstrip() for line in lines) + ("" if changed else ")")
 
     def with_changes(self, **changes: Any) -> ModelSettings:
         """A copy, as settings alone, with some of them changed."""

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
+from gramtower import _html as html
 from gramtower.data.frames import Column
 from gramtower.data.interactions import Interactions
 from gramtower.data.lookup import index_of
@@ -33,7 +34,7 @@ _SHOWN = 10  # folds whose values a repr lists
 
 @dataclass(frozen=True, repr=False)
 class CrossValidation:
-    """Metrics of each fold, their means, and how sure these are.
+    """What cross-validation found: metrics of each fold, their means, and how sure these are.
 
     Attributes:
         folds: the result of ``evaluate`` for each fold.
@@ -75,6 +76,20 @@ class CrossValidation:
         widths = [max(len(line[place]) for line in lines) for place in range(len(heads))]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
         return "\n".join([f"CrossValidation of {len(self.folds)} folds", *(line.rstrip() for line in table)])
+
+    def _repr_html_(self) -> str:
+        """A card for notebooks."""
+        heads = ["metric", "mean", "95% over folds", "95% over users", *(f"fold {i + 1}" for i in range(self._shown))]
+        rows = [
+            (metric, mean, _span(self.interval[metric]), _span(self.user_interval.get(metric)),
+             *self.values(metric)[: self._shown].tolist())
+            for metric, mean in self.mean.items()
+        ]  # fmt: skip
+        return html.card(f"CrossValidation of {len(self.folds)} folds", html.table(heads, rows))
+
+    @property
+    def _shown(self) -> int:
+        return min(_SHOWN, len(self.folds))
 
 
 def cross_validate(

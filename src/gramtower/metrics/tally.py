@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gramtower import _html as html
 from gramtower.distributed.group import SINGLE
 from gramtower.distributed.group import Group as Processes
 from gramtower.metrics.definitions import (
@@ -59,6 +60,18 @@ class Scores(dict[str, float]):
     groups: dict[str, int]
     rows: NDArray[np.int64]
     per_user: dict[str, Floats]
+
+    def _repr_html_(self) -> str:
+        """A card for notebooks: the metrics, group by group where there are any, and what they are means of."""
+        groups = getattr(self, "groups", {})
+        plain = [name for name in self if not any(name.endswith(f" {group}") for group in groups)]
+        rows = [(name, self[name], *(self.get(f"{name} {group}") for group in groups)) for name in plain]
+        means = f"Means over {self.users:,} left entities with {self.pairs:,} pairs."
+        left_out = {reason: count for reason, count in getattr(self, "left_out", {}).items() if count}
+        if self.pairs_left_out:
+            why = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in left_out.items())
+            means += f" {self.pairs_left_out:,} pairs do not count{': ' + why if why else ''}."
+        return html.card("Metrics", html.table(("metric", "value", *groups), rows), html.note(means))
 
 
 @dataclass(frozen=True)

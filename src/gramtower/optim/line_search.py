@@ -18,7 +18,9 @@ _NOISE = 0.1
 
 
 class Backtracking(StepRule):
-    """Halve δ until L(θ + δs) ≤ L(θ) + ηδ sᵀ∇L.
+    """A step rule: halve the step until the objective falls enough.
+
+    L(θ + δs) ≤ L(θ) + ηδ sᵀ∇L, δ being the step and s the direction.
 
     Args:
         sufficient_decrease: η.

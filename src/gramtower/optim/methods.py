@@ -38,7 +38,7 @@ class IterationResult:
 
 
 class Method(Stateful):
-    """Goes from one point to the next."""
+    """An optimizer while it runs: it goes from one point to the next."""
 
     def iterate(self, problem: Problem, towers: Towers, point: Point) -> IterationResult:
         """One iteration."""
@@ -46,7 +46,7 @@ class Method(Stateful):
 
 
 class Descent(Method):
-    """Exact gradient, a direction, a line search."""
+    """A method that goes downhill: the exact gradient, a direction from it, and a line search."""
 
     def __init__(self, direction: Direction, rule: StepRule) -> None:
         self.direction, self.rule = direction, rule

@@ -33,7 +33,7 @@ class Stateful:
 
 @dataclass
 class DirectionResult:
-    """A direction.
+    """What a Direction found: which way to go, and how that was computed.
 
     Attributes:
         s: the direction.
@@ -52,7 +52,7 @@ class DirectionResult:
 
 @dataclass
 class StepResult:
-    """A step.
+    """What a StepRule did: the step it took, and the point where that led.
 
     Attributes:
         point: the new point, or None if no measurable decrease was found.
@@ -68,7 +68,7 @@ class StepResult:
 
 
 class Direction(Stateful):
-    """Which way to go."""
+    """A part of an optimizer, perhaps of your own: which way to go from a point."""
 
     def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
         """The direction for this gradient. ``point`` is None for gradients from samples.
@@ -86,7 +86,7 @@ class Direction(Stateful):
 
 
 class StepRule(Stateful):
-    """How far to go."""
+    """A part of an optimizer, perhaps of your own: how far to go along a direction."""
 
     def take(self, point: Point, slope: float, s: Parameters) -> StepResult:
         """The step from a point along s."""

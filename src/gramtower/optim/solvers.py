@@ -58,7 +58,7 @@ def _step_size() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Solver:
-    """A method with its options; see the subclasses."""
+    """An optimizer with its options, to hand to ``minimize``; the subclasses are those there are."""
 
     name: ClassVar[str] = "custom"  # in logs and checkpoints
 
@@ -86,7 +86,7 @@ class _Searched(Solver):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientDescent(_Searched):
-    """Gradient descent with backtracking line search.
+    """The optimizer "gd": gradient descent with backtracking line search.
 
     Args:
         sufficient_decrease: η of the line search.
@@ -103,7 +103,7 @@ class GradientDescent(_Searched):
 
 @dataclass(frozen=True, kw_only=True)
 class DiagonalDescent(_Searched):
-    """Gradient descent scaled by AdaGrad's diagonal, with backtracking line search.
+    """The optimizer "gd-diag": gradient descent scaled by AdaGrad's diagonal, with line search.
 
     Args:
         mu: μ, added to the sums of squares.
@@ -119,7 +119,7 @@ class DiagonalDescent(_Searched):
 
 @dataclass(frozen=True, kw_only=True)
 class Newton(_Searched):
-    """The paper's Gauss-Newton method.
+    """The optimizer "newton", the paper's Gauss-Newton method.
 
     Args:
         cg_tolerance: ξ, the relative residual at which conjugate gradient stops.
@@ -137,7 +137,7 @@ class Newton(_Searched):
 
 @dataclass(frozen=True, kw_only=True)
 class NewtonKron(Solver):
-    """Kronecker-preconditioned second-order steps: the default.
+    """The optimizer "newton-kron", the default: second-order steps with a Kronecker preconditioner.
 
     Damped Gauss-Newton by conjugate gradient (newton_kron.py); where both towers are linear in their parameters, secant
     steps over the same preconditioner (secant.py).
@@ -182,7 +182,7 @@ class NewtonKron(Solver):
 
 @dataclass(frozen=True, kw_only=True)
 class LBFGS(Solver):
-    """Limited-memory BFGS with backtracking line search from δ = 1.
+    """The optimizer "lbfgs": limited-memory BFGS with backtracking line search from a full step.
 
     Args:
         memory: pairs of steps and changes of the gradient that are remembered.
@@ -212,7 +212,7 @@ class _Stochastic(Solver):
 
 @dataclass(frozen=True, kw_only=True)
 class Sogram(_Stochastic):
-    """Stochastic online Gramians: gradients from two subsets of the observed pairs.
+    """The optimizer "sogram": gradients from two subsets of the observed pairs, and running Gramians.
 
     Args:
         ratio: ρ, the share of the pairs drawn in a step.
@@ -231,7 +231,7 @@ class Sogram(_Stochastic):
 
 @dataclass(frozen=True, kw_only=True)
 class DiagonalSogram(Sogram):
-    """`sogram` scaled by AdaGrad's diagonal.
+    """The optimizer "sogram-diag": `sogram` scaled by AdaGrad's diagonal.
 
     Args:
         mu: μ, added to the sums of squares.
@@ -247,7 +247,7 @@ class DiagonalSogram(Sogram):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(_Stochastic):
-    """Gradients from all pairs between a few left and a few right entities.
+    """The optimizer "sampling": gradients from all pairs between a few left and a few right entities.
 
     Args:
         ratio: ρ, the share of the entities of each side drawn in a step.
@@ -264,7 +264,7 @@ class Sampling(_Stochastic):
 
 @dataclass(frozen=True, kw_only=True)
 class DiagonalSampling(Sampling):
-    """`sampling` scaled by AdaGrad's diagonal.
+    """The optimizer "sampling-diag": `sampling` scaled by AdaGrad's diagonal.
 
     Args:
         mu: μ, added to the sums of squares.

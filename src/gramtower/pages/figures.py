@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gramtower._optional import need
 from gramtower.training.result import Record
 
 if TYPE_CHECKING:
@@ -33,19 +34,15 @@ def drawing() -> Iterator[None]:
     Raises:
         ImportError: without matplotlib, with the line that installs it.
     """
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise ImportError(f'figures need {error.name}: pip install "gramtower[plots]"') from error
+    mpl = need("matplotlib", "drawing")
     with mpl.rc_context({"svg.hashsalt": "gramtower", "svg.fonttype": "none", "font.size": 10}):
         yield
 
 
 def new_figure(width: float, height: float) -> Figure:
     """An empty figure that belongs to no window, in inches."""
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
+    made: Figure = need("matplotlib.figure", "drawing").Figure(figsize=(width, height), layout="constrained")
+    return made
 
 
 def save(figure: Figure, file: Path | io.BytesIO, kind: str) -> None:

@@ -1,8 +1,9 @@
 """Passes over scores for CPUs, compiled by numba: top K, and counts for the AUC.
 
-Top K: each row keeps its k best so far in order. A vector comparison asks of 64 scores at a time whether any is above
-the least of them, which after the first few columns is seldom so; only then are the 64 looked at one by one. Columns
-come in increasing order, so that an equal score at a later column never enters: ties go to the smaller column.
+Top K of short lists: each row keeps its k best so far in order. A vector comparison asks of 64 scores at a time whether
+any is above the least of them, which after the first few columns is seldom so; only then are the 64 looked at one by
+one. Columns come in increasing order, so that an equal score at a later column never enters: ties go to the smaller
+column.
 
 Same answers as select.best_torch and ranks.above_torch: tests/test_topk.py, tests/test_metrics.py.
 """
@@ -22,33 +23,33 @@ from gramtower.runtime.threads import parallel_for
 _TOGETHER = 64  # scores compared before a branch
 
 
-def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """See select.best; for k of at most a few hundred, because the best so far are kept sorted."""
-    rows = len(scores)
-    columns, values = empty_lists(rows, k)
-    array, none, nothing = scores.numpy(), np.zeros(rows, np.int64), np.empty(0, np.int32)
+class ShortLists:
+    """The k best of each row so far, kept sorted, which pays for k of a few dozen; long_lists.py is for more."""
 
-    def work(first: int, last: int) -> None:
-        part = slice(first, last)
-        update_lists(array[part], 0, columns[part], values[part], none[part], none[part], nothing, nothing)
+    def __init__(self, rows: int, k: int) -> None:
+        self.columns, self.values = np.full((rows, k), -1, np.int64), np.full((rows, k), -np.inf, np.float32)
 
-    parallel_for(work, _tasks(rows))
-    return torch.from_numpy(columns), torch.from_numpy(values)
+    def add(self, scores: NDArray[np.float32], offset: int, *left_out: NDArray[Any]) -> None:
+        """Put scores of the columns from ``offset`` on into the lists of their rows; earlier columns came before.
 
+        ``left_out`` are places, ends, excluded and denied: columns excluded[places[i]:ends[i]] of row i, and those of
+        ``denied``, become −inf first; both increase. places[i] moves on past the columns given.
+        """
+        _update_lists(scores, offset, self.columns, self.values, *left_out)
 
-def empty_lists(rows: int, k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Columns and scores of lists that hold nothing yet."""
-    return np.full((rows, k), -1, dtype=np.int64), np.full((rows, k), -np.inf, dtype=np.float32)
+    def finished(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Columns and scores, best first; −1 and −inf where there are fewer than k."""
+        return self.columns, self.values
 
 
 def above(scores: Tensor, offsets: NDArray[Any], columns: NDArray[Any]) -> NDArray[np.float64]:
     """See ranks.above; columns[offsets[i]:offsets[i + 1]] are relevant to row i."""
     counts, array = np.empty(len(columns)), scores.numpy()
-    parallel_for(lambda first, last: _above(first, last, array, offsets, columns, counts), _tasks(len(scores)))
+    parallel_for(lambda first, last: _above(first, last, array, offsets, columns, counts), tasks(len(scores)))
     return counts
 
 
-def _tasks(rows: int) -> list[int]:
+def tasks(rows: int) -> list[int]:
     """Even ranges of rows, a few for each thread."""
     return [int(bound) for bound in np.linspace(0, rows, min(rows, 8 * torch.get_num_threads()) + 1)]
 
@@ -64,12 +65,8 @@ def _enter(c, v, s, j):  # type: ignore[no-untyped-def]  # pragma: no cover
 
 
 @compiled(nogil=True)
-def update_lists(scores, offset, columns, values, places, ends, excluded, denied):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """Merge scores of the columns from ``offset`` on into the lists of their rows.
-
-    Columns excluded[places[i]:ends[i]] of row i, and those of ``denied``, become −inf first; both increase. places[i]
-    moves on past the columns given. Earlier columns were merged before.
-    """
+def _update_lists(scores, offset, columns, values, places, ends, excluded, denied):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """See ShortLists.add."""
     width, k = scores.shape[1], values.shape[1]
     vectorised = width - width % _TOGETHER
     first, last = np.searchsorted(denied, offset), np.searchsorted(denied, offset + width)

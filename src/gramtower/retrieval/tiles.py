@@ -66,7 +66,7 @@ def _tiled(
     rows: NDArray[np.int64] | None,
     block_bytes: int | str | None,
 ) -> Iterator[Lists]:
-    from gramtower.retrieval import scan
+    from gramtower.retrieval.long_lists import lists_of
 
     count, n, threads = len(P) if rows is None else len(rows), len(Q), torch.get_num_threads()
     height, width = tile_shape(count, n, threads, block_bytes)
@@ -78,7 +78,7 @@ def _tiled(
     def work(start: int) -> Lists:
         stop = min(start + height, count)
         left = P[start:stop] if rows is None else P[torch.from_numpy(rows[start:stop])]
-        columns, values = scan.empty_lists(len(left), k)
+        lists = lists_of(len(left), k)
         places, ends = offsets[start:stop].copy(), offsets[start + 1 : stop + 1]
         tile = torch.empty(len(left), width)
         scores = tile.numpy()
@@ -87,8 +87,8 @@ def _tiled(
                 tile = torch.empty(len(left), right.shape[1])
                 scores = tile.numpy()
             torch.mm(left, right, out=tile)
-            scan.update_lists(scores, first, columns, values, places, ends, excluded, denied)
-        return start, stop, columns, values
+            lists.add(scores, first, places, ends, excluded, denied)
+        return start, stop, *lists.finished()
 
     workers, waiting = pool(threads), deque[Future[Any]]()
     try:

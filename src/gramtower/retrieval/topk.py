@@ -6,16 +6,76 @@ Checked by tests/test_topk.py against sorted dense scores; timed by benchmarks/b
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
+import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from gramtower import _checks as check
 from gramtower.data.matrices import canonical
 from gramtower.retrieval.scores import embeddings
-from gramtower.retrieval.tiles import best_lists
+from gramtower.retrieval.tiles import Lists, best_lists
+
+
+class Ranking(NamedTuple):
+    """What lists are made of, checked: embeddings, which columns are candidates, and what each row leaves out.
+
+    Attributes:
+        P: left embeddings.
+        Q: those of the candidates.
+        exclude: rows × candidates, or None.
+        deny: candidates never to choose, increasing, or None.
+        chosen: the column of each candidate; None if all are.
+    """
+
+    P: Tensor
+    Q: Tensor
+    exclude: sp.csr_matrix | None
+    deny: NDArray[np.int64] | None
+    chosen: NDArray[np.int64] | None
+
+    def lists(self, k: int, block_bytes: int | str | None = None) -> Iterator[Lists]:
+        """First row, row after the last, columns and scores of some rows at a time, in order; at most k of each."""
+        width = min(k, len(self.Q))
+        if width == 0:
+            return
+        for start, stop, columns, values in best_lists(
+            self.P, self.Q, width, self.exclude, self.deny, block_bytes=block_bytes
+        ):
+            yield start, stop, columns if self.chosen is None else self._named(columns), values
+
+    def rows(self, start: int, stop: int) -> Ranking:
+        """The same for some of the rows."""
+        return self._replace(P=self.P[start:stop], exclude=None if self.exclude is None else self.exclude[start:stop])
+
+    def to(self, device: torch.device) -> Ranking:
+        """The same with the embeddings on another device."""
+        return self._replace(P=self.P.to(device), Q=self.Q.to(device))
+
+    def _named(self, columns: NDArray[np.int64]) -> NDArray[np.int64]:
+        assert self.chosen is not None
+        return np.where(columns >= 0, self.chosen[columns], -1)
+
+
+def ranking(P: Any, Q: Any, *, exclude: Any = None, allow: Any = None, deny: Any = None) -> Ranking:
+    """The arguments of :func:`top_k`, checked and brought into one form."""
+    P, Q = embeddings(P, Q)
+    rows, n = len(P), len(Q)
+    if exclude is not None:
+        exclude = canonical("exclude", exclude, (rows, n))
+    denied = None if deny is None else _columns("deny", deny, n)
+    chosen = None
+    if allow is not None:  # few columns: leave out the others before the product
+        chosen = _columns("allow", allow, n)
+        if denied is not None:
+            chosen, denied = np.setdiff1d(chosen, denied, assume_unique=True), None
+        Q = Q[torch.from_numpy(chosen).to(Q.device)]
+        exclude = None if exclude is None else exclude[:, chosen]
+    return Ranking(P, Q, exclude, denied, chosen)
 
 
 def top_k(
@@ -44,27 +104,12 @@ def top_k(
         the smaller column comes first.
     """
     k = check.count("k", k)
-    P, Q = embeddings(P, Q)
-    rows, n = len(P), len(Q)
-    if exclude is not None:
-        exclude = canonical("exclude", exclude, (rows, n))
-    denied = None if deny is None else _columns("deny", deny, n)
-    chosen = None
-    if allow is not None:  # few columns: leave out the others before the product
-        chosen = _columns("allow", allow, n)
-        if denied is not None:
-            chosen, denied = np.setdiff1d(chosen, denied, assume_unique=True), None
-        Q = Q[torch.from_numpy(chosen).to(Q.device)]
-        exclude = None if exclude is None else exclude[:, chosen]
-    found = np.full((rows, k), -1, dtype=np.int64)
-    values = np.full((rows, k), -np.inf, dtype=np.float32)
-    width = min(k, len(Q))
-    if width == 0:
-        return found, values
-    for start, stop, columns, best in best_lists(P, Q, width, exclude, denied, block_bytes=block_bytes):
+    made = ranking(P, Q, exclude=exclude, allow=allow, deny=deny)
+    found = np.full((len(made.P), k), -1, dtype=np.int64)
+    values = np.full((len(made.P), k), -np.inf, dtype=np.float32)
+    for start, stop, columns, best in made.lists(k, block_bytes):
+        width = columns.shape[1]
         found[start:stop, :width], values[start:stop, :width] = columns, best
-    if chosen is not None:
-        found = np.where(found >= 0, chosen[found], -1)
     return found, values
 
 

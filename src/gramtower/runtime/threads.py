@@ -13,8 +13,9 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -42,6 +43,23 @@ def parallel_for(work: Callable[[int, int], None], bounds: list[int]) -> None:
         wait(helpers)
     for helper in helpers:
         helper.result()
+
+
+@contextmanager
+def one_thread(wanted: bool) -> Iterator[None]:
+    """Work with one torch thread if wanted, for operations so short that threads wait for each other most of the time.
+
+    On a machine that others use as well, such waiting takes many times as long as the work.
+    """
+    before = torch.get_num_threads()
+    if not wanted or before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @lru_cache(maxsize=1)

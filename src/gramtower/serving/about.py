@@ -133,7 +133,7 @@ def run(snapshot: Snapshot) -> dict[str, Any]:
     return plain(  # type: ignore[no-any-return]
         {
             **summary(snapshot),
-            "model": repr(model),
+            "model": str(model),
             "settings": settings,
             "stopped": getattr(model, "message_", None),
             "degrees": degrees,

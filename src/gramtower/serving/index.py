@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower import _checks as check
+from gramtower._optional import need
 from gramtower._schema import build
 from gramtower._tensors import TensorFile, write
 from gramtower.retrieval.topk import top_k
@@ -264,18 +265,8 @@ class _Hnswlib:
 
 
 def _faiss() -> Any:
-    try:
-        import faiss
-    except ImportError as error:
-        raise ValueError('index: needs faiss, which is not installed: pip install "gramtower[ann]"') from error
-    return faiss
+    return need("faiss", "an index")
 
 
 def _hnswlib() -> Any:
-    try:
-        import hnswlib
-    except ImportError as error:
-        raise ValueError(
-            'index: kind hnsw needs hnswlib, which is not installed: pip install "gramtower[hnsw]"'
-        ) from error
-    return hnswlib
+    return need("hnswlib", "an index of kind hnsw")

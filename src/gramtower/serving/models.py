@@ -65,7 +65,7 @@ class Models:
                 self._tried[name] = stamp
                 try:
                     self._snapshots[name] = self._loaded(old.source)
-                except (ValueError, OSError) as error:
+                except (ValueError, OSError, ImportError) as error:
                     self.refused[name] = " ".join(str(error).split())
                     self._metrics.swap("refused")
                     self._say(f"model {name!r}: the new file is refused, the old one serves on: {self.refused[name]}")

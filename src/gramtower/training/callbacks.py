@@ -9,7 +9,6 @@ A fit with ``refit=True`` is two runs. Checked by tests/test_callbacks.py.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -17,8 +16,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gramtower import _checks as check
+from gramtower._optional import need
 from gramtower.engine.objective.point import Point
+from gramtower.training.bars import Bar, open_bar
 from gramtower.training.result import Record, Result
+
+_USE = "this callback"  # in errors about missing packages
 
 
 class Callback(Protocol):
@@ -90,33 +93,29 @@ def numbers_of(record: Record) -> dict[str, float]:
 
 
 class ProgressBar:
-    """Iterations, time left, objective and metric in one line, in a terminal (on standard error) or a notebook.
+    """A bar that shows how far a fit is: iterations, time left, objective and metric in one line.
+
+    In a terminal it is drawn by rich on standard error, in a notebook as an output of the cell that needs nothing more
+    than the notebook itself. ``gt.TwoTower().fit(pairs, callbacks=[gt.ProgressBar()])``.
 
     Args:
-        console: a ``rich.console.Console`` to draw on, instead of one for standard error.
+        console: a ``rich.console.Console`` to draw on instead.
     """
 
     def __init__(self, console: Any = None) -> None:
         self.console = console
-        self._bar: Any = None
-        self._task: Any = None
+        self._bar: Bar | None = None
 
     def begin(self, started: Started) -> None:
         """Draw it."""
-        rich = _package("rich.progress", "rich")
-        if not started.first:
-            return
-        console = self.console or _package("rich.console", "rich").Console(stderr=True)
-        parts = ("iteration", rich.BarColumn(), rich.MofNCompleteColumn(), "{task.fields[figures]}")
-        self._bar = rich.Progress(*parts, rich.TimeRemainingColumn(), console=console)
-        self._bar.start()
-        total, done = started.max_iterations, started.last.iteration
-        self._task = self._bar.add_task("", total=total, completed=done, figures=_figures(started.last))
+        if started.first:
+            done, figures = started.last.iteration, _figures(started.last)
+            self._bar = open_bar(started.max_iterations, done, figures, _USE, self.console)
 
     def __call__(self, record: Record, point: Point) -> None:
         """Move it."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=record.iteration, figures=_figures(record))
+            self._bar.move(record.iteration, _figures(record))
 
     def end(self, result: Result | None) -> None:
         """Leave it as it is."""
@@ -139,7 +138,7 @@ class MLflow:
 
     def begin(self, started: Started) -> None:
         """Start the run."""
-        mlflow = _package("mlflow", "mlflow")
+        mlflow = need("mlflow", _USE)
         if not started.first:
             return
         if self.experiment is not None:
@@ -178,7 +177,7 @@ class TensorBoard:
 
     def begin(self, started: Started) -> None:
         """Open the files."""
-        summary = _package("torch.utils.tensorboard", "tensorboard")
+        summary = need("torch.utils.tensorboard", _USE, "tensorboard")
         if not started.first:
             return
         self._runs += 1
@@ -216,7 +215,7 @@ class WeightsAndBiases:
 
     def begin(self, started: Started) -> None:
         """Start the run."""
-        wandb = _package("wandb", "wandb")
+        wandb = need("wandb", _USE)
         if not started.first:
             return
         self._run = wandb.init(**self.options | {"config": started.settings | self.options.get("config", {})})
@@ -237,11 +236,3 @@ class WeightsAndBiases:
 def _figures(record: Record) -> str:
     metric = "" if record.metric is None else f", validation {record.metric:.4f}"
     return f"objective {record.value:.6g}{metric}"
-
-
-def _package(module: str, distribution: str) -> Any:
-    """A module of an optional package, or an error that says how to get it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(f"this callback needs {distribution}: pip install {distribution}") from error

@@ -63,7 +63,7 @@ def minimize(
     verbose: bool = False,
     **options: Any,
 ) -> Result:
-    """Minimise the problem over the towers' parameters, which are updated.
+    """Train two towers: minimise the problem over their parameters, which are updated.
 
     While it runs, the modules' tensors are those of the present point: to be looked at, not to be changed. Afterwards
     they are new ones.

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from gramtower import _checks as check
+from gramtower import _html as html
 from gramtower._files import write_text
 from gramtower.engine.towers.parameters import Parameters
 
 
 class Reason(Enum):
-    """Why a run stopped; the value is the explanation."""
+    """Why training stopped, as a name; the value is the explanation."""
 
     MAX_ITERATIONS = "max_iterations was reached; the objective may still fall, raise it to go on"
     TIME_LIMIT = "time_limit was reached; the objective may still fall, raise it to go on"
@@ -34,7 +35,7 @@ class Reason(Enum):
 
 @dataclass(frozen=True)
 class Record:
-    """One iteration. Iteration 0 is the start.
+    """What is known of one iteration of training; iteration 0 is the start.
 
     Attributes:
         iteration: number of the iteration.
@@ -81,7 +82,7 @@ class Record:
 
 @dataclass
 class Result:
-    """The end of a run.
+    """How a run of ``minimize`` ended: why, with which history, and with which weights.
 
     Attributes:
         reason: why it stopped.
@@ -102,6 +103,15 @@ class Result:
     def __repr__(self) -> str:
         last = self.history[-1]
         return f"Result({self.reason.name}, value={self.value:.6g}, {last.iteration} iterations, {last.seconds:.1f} s)"
+
+    def _repr_html_(self) -> str:
+        """A card for notebooks: how the run went and why it stopped."""
+        last = self.history[-1]
+        facts: dict[str, object] = {"objective": self.value, "iterations": last.iteration, "seconds": last.seconds}
+        if self.best_metric is not None:
+            facts["best validation metric"] = self.best_metric
+        drawn = html.curve([record.value for record in self.history], "objective, iteration by iteration")
+        return html.card("Result", html.facts(facts), drawn, html.note(f"Stopped: {self.message}"))
 
 
 @dataclass
@@ -130,7 +140,10 @@ class History:
 
 
 def read_history(path: str | Path) -> list[Record]:
-    """Records from a JSONL file; an unfinished last line, left by a kill, is ignored."""
+    """Read the records of a training run from its JSONL file.
+
+    An unfinished last line, left by a kill, is ignored.
+    """
     records: list[Record] = []
     for line in check.path("path", path).read_text().splitlines():
         try:

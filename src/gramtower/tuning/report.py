@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gramtower import _html as html
 from gramtower._files import write_text
 from gramtower._schema import build
 from gramtower._toml import config_text
@@ -28,6 +29,7 @@ CONFIG, REPORT, TABLE = "config.toml", "report.json", "report.md"
 TRAIN = ("optimizer", "max_iterations", "device", "seed", "memory_budget", "precision", "pair_precision")
 #: And those of a search, which a fit of all pairs has no use for.
 SKIPPED = ("time_limit", "patience", "metric", "optimizer_options")
+_LISTED = 5  # trials in a notebook
 WEIGHTS = ("left_weights", "right_weights")
 
 
@@ -93,7 +95,7 @@ def pick(trials: Sequence[Tried]) -> Tried:
 
 @dataclass
 class Search:
-    """The result of tuning.
+    """What a search for settings found: its trials, and the best of them.
 
     Attributes:
         metric: what was maximised.
@@ -214,6 +216,22 @@ class Search:
             cells += [str(len(t.curve) - 1), f"{t.seconds:.1f}", t.note]
             lines.append("| " + " | ".join(cells) + " |")
         return "\n".join(lines) + "\n"
+
+    def _repr_html_(self) -> str:
+        """A card for notebooks: the best settings and the best trials."""
+        best, names = self.best, list(self.best.settings)
+        title = f"Search: {self.metric} {best.value:.4f}, {self.trials[0].value:.4f} at the first settings"
+        found = [(name, self.space.get(name, ""), shown(best.settings[name]), self.importance.get(name))
+                 for name in sorted(names, key=lambda name: -self.importance.get(name, 0.0))]  # fmt: skip
+        first = sorted(self.trials, key=lambda trial: (trial.pruned, -trial.value))[:_LISTED]
+        rows = [(t.number, t.value, *(shown(t.settings[name]) for name in names), t.iteration) for t in first]
+        ended = f"{len(self.trials)} trials in {self.seconds:.0f} s" + (", interrupted" if self.interrupted else "")
+        return html.card(
+            title,
+            html.table(("choice", "searched", "found", "importance"), found),
+            html.table(("trial", self.metric, *names, "iteration"), rows),
+            html.note(ended),
+        )
 
     def write(self, folder: str | Path, given: dict[str, dict[str, Any]] | None = None) -> None:
         """report.json, report.md and config.toml in a folder, each replaced in one step."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gramtower import _checks as check
+from gramtower._optional import need
 from gramtower.tuning.report import Tried
 from gramtower.tuning.space import Range, Space, Value, searched
 
@@ -36,10 +37,7 @@ def open_study(storage: str | Path | None, identity: dict[str, Any], seed: int) 
         ImportError: without optuna.
         ValueError: if the storage holds another search.
     """
-    try:
-        import optuna
-    except ImportError as error:
-        raise ImportError('tuning needs optuna: pip install "gramtower[tune]"') from error
+    optuna = need("optuna", "tuning")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -65,5 +65,6 @@ def ones(rows: Any, columns: Any, shape: tuple[int, int]) -> sp.csr_matrix:
     """A float32 matrix with a 1 at each place, also at one that is named twice."""
     entries = (np.ones(len(rows), dtype=np.float32), (np.asarray(rows), np.asarray(columns)))
     matrix = sp.csr_matrix(entries, shape=shape)
+    matrix.sum_duplicates()  # which scipy 1.13.0 leaves
     matrix.data[:] = 1
     return matrix

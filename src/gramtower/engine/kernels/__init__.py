@@ -35,6 +35,7 @@ from torch import Tensor
 
 import gramtower.runtime.threads  # noqa: F401  # registers its fork handler
 from gramtower import _checks as check
+from gramtower._optional import install_line
 from gramtower.data.pairs import Pairs
 from gramtower.engine.kernels.activations import Activation
 from gramtower.engine.kernels.layout import Order
@@ -142,7 +143,7 @@ def select(device: torch.device, backend: str = "auto") -> Kernels:
             backend = "reference"
             warnings.warn(
                 f"{package} is not installed: pair operations run in plain torch, several times slower "
-                f"(pip install {package})",
+                f"({install_line(package)})",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -32,7 +32,9 @@ _CHUNK = 1 << 22  # pairs whose loss is computed at a time
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss, convex and twice differentiable in the score ŷ.
+    """What a wrong score of an observed pair costs: a loss of your own, as three functions.
+
+    It must be convex and twice differentiable in the score ŷ.
 
     Each function takes two tensors of one shape, labels y and scores ŷ, and returns one number for each pair.
 

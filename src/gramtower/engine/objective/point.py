@@ -43,7 +43,9 @@ class Terms:
 
 
 class Point:
-    """The problem evaluated at parameters θ. Made by :meth:`gramtower.Problem.at`.
+    """The objective at given weights: ask it for value, gradient and curvature.
+
+    Made by :meth:`gramtower.Problem.at`.
 
     Its tensors are valid as long as it is: on a GPU their memory may be used again afterwards. Over several processes P
     and Q are the rows held here; values and dot products are those of all.

@@ -43,7 +43,9 @@ from gramtower.runtime.precision import PAIR_PRECISIONS, PRECISIONS, products_in
 
 
 class Problem:
-    """An extreme similarity learning problem over all m·n pairs; see the module's first lines for the formula.
+    """What is minimised: the loss of observed pairs, and that of all others as well.
+
+    The formula is in the first lines of this module.
 
     Args:
         pairs: scipy.sparse m × n. Stored entries are the observed pairs O, their values the labels R_ij. Or

@@ -310,13 +310,17 @@ class Elementwise(Op):
         return lines
 
     def moment(self, saved: _Slopes, r: Tensor, some: slice, stride: int) -> Tensor:
-        """Σ r φ′φ′ᵀ, with one more column for Σ r φ′."""
+        """Σ r φ′φ′ᵀ."""
+        return outer(saved.of(some), stride * r[some], False)
+
+    def moment_with_mean(self, saved: _Slopes, r: Tensor, some: slice, stride: int) -> Tensor:
+        """The same with one more column for Σ r φ′, which ``pull_mean`` needs."""
         return outer(saved.of(some), stride * r[some], True)
 
     def pull_curvature(self, S: Tensor, moment: Tensor | None, context: CurvatureContext) -> Tensor:
         """S ∘ mean(φ′φ′ᵀ)."""
         assert moment is not None
-        return S * (moment[:-1, :-1] / context.rows)
+        return S * (moment[: len(S), : len(S)] / context.rows)
 
     def pull_mean(self, M: Tensor, moment: Tensor | None, context: CurvatureContext) -> Tensor:
         """mean(φ′) ∘ M."""

@@ -216,8 +216,8 @@ class Graph(Op):
     # The preconditioner.
 
     def moment(self, saved: list[Any], r: Tensor, some: slice, stride: int) -> Moment:
-        """Those of the nodes."""
-        return [node.op.moment(kept, r, some, stride) for node, kept in zip(self.nodes, saved, strict=True)]
+        """Those of the nodes, with the means of what they share."""
+        return [node.op.moment_with_mean(kept, r, some, stride) for node, kept in zip(self.nodes, saved, strict=True)]
 
     def input_moment(self, block: Block, r: Tensor) -> Moment:
         """See Op: those of the nodes that read the features, or columns of them."""

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 
 class InputLinear(nn.Module):
-    """Affine map of an entity's features, with one contiguous row of weights for each feature.
+    """A first layer for towers of your own that takes ids, sparse rows and dense rows alike.
+
+    An affine map of an entity's features, with one contiguous row of weights for each feature.
 
     Args:
         in_features: number of features, or of entities when they come as ids.

@@ -37,7 +37,9 @@ def mlp_towers(
     dtype: torch.dtype = torch.float32,
     normalize: bool = False,
 ) -> Towers:
-    """The paper's network: fully connected layers, no activation after the last.
+    """Make two fully connected networks for a problem, as in the paper.
+
+    There is no activation after the last layer.
 
     First-layer weights are drawn so that pre-activations have standard deviation 0.1 whatever the features; layers
     above by He's rule; biases start at zero. Scaling a one-hot first layer by its fan-in instead would start at a

@@ -62,7 +62,7 @@ class Layout:
 
 
 class Parameters:
-    """A point or a direction in parameter space.
+    """All trainable weights of two towers as one vector with names, or a direction among them.
 
     ``p["left.0.weight"]`` is a view of the flat vector. Arithmetic returns new objects; methods ending in
     ``_`` work in place.

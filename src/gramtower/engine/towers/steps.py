@@ -251,6 +251,10 @@ class Op:
         """
         return None
 
+    def moment_with_mean(self, saved: Any, r: Tensor, some: slice, stride: int) -> Moment:
+        """The same for a step beside branches (graph.py): also what ``pull_mean`` needs, where that is more."""
+        return self.moment(saved, r, some, stride)
+
     def input_moment(self, block: Block, r: Tensor) -> Moment:
         """As a first step: the parts of ``moment`` that need all rows of ids and sparse features, from these alone."""
         return None

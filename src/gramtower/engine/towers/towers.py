@@ -84,7 +84,9 @@ class TwoSided(Protocol):
 
 
 class Towers:
-    """Two modules that map feature rows to k columns each; they may be one and the same module.
+    """The two networks of a model, one for each side: any two torch modules.
+
+    They map feature rows to k columns each, and may be one and the same module.
 
     Dense rows arrive as a tensor, ids as a LongTensor of row numbers, sparse rows through the module's first
     layer (``nn.Linear``, ``nn.EmbeddingBag(mode="sum")`` or :class:`~gramtower.InputLinear`). Parameters with

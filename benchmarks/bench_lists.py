@@ -1,0 +1,178 @@
+"""Lists of all left entities, against their score products: `python benchmarks/bench_lists.py [--device cuda]`.
+
+100,000 x 100,000 entities at dimension 128 by default, lists of 100, ten seen pairs a left entity left out, text ids.
+Timed by turns, medians of the ratios within each round:
+
+    products   the scores of everyone and nothing else, in blocks of whole rows into one buffer
+    tiles      the same in the tiles that lists are made of, each thread for itself (CPU only)
+    lists      products and ranking, lists handed out in memory
+    file       `recommend_all`: lists to a Parquet file, ids and the join of its parts included
+
+The floor of a round is the faster of the two products. Bounds: lists and file at most 1.3 times the floor on two
+cores, and lists at most 2 times the products on a GPU, where the file, which the host writes, stands beside it.
+Processor seconds are kept too: they say more where others use the machine. Peak memory is that of a fresh process
+beyond the model. Embeddings are random: what is timed does not depend on how good they are, but ranking is cheaper
+where the best columns come first. Writes benchmarks/results/lists_<device>.json at the default sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from bench_engine import _resident, _status
+from common import median_ratio, write_result
+
+from gramtower.distributed.shards import unsharded
+from gramtower.estimator.entities import Entities
+from gramtower.estimator.listing import _streamed, write_lists
+from gramtower.estimator.side import Side
+from gramtower.retrieval.scores import rows_in_block
+from gramtower.retrieval.tiles import tile_shape
+from gramtower.retrieval.topk import Ranking, ranking
+from gramtower.runtime.threads import pool
+
+
+def made(left: int, right: int, dim: int, seen: int) -> tuple[Entities, Ranking]:
+    """Entities with random embeddings, text ids and seen pairs, and how they are ranked."""
+    g, rng = torch.Generator().manual_seed(0), np.random.default_rng(0)
+    P, Q = torch.randn(left, dim, generator=g), torch.randn(right, dim, generator=g)
+    columns = rng.integers(0, right, (left, seen)).astype(np.int32)
+    pairs = sp.csr_matrix(
+        (np.ones(columns.size, np.float32), columns.ravel(), np.arange(left + 1) * seen), (left, right)
+    )
+    pairs.sum_duplicates()
+    names = (
+        np.array([f"{kind}-{i:07d}" for i in range(size)], object) for kind, size in (("user", left), ("item", right))
+    )
+    sides = [Side(name, ids, X, None) for name, ids, X in zip(("left", "right"), names, (P, Q), strict=True)]
+    entities = Entities(*sides, pairs, sp.csr_matrix(pairs.shape, dtype=np.float32), None, unsharded(pairs.shape))
+    return entities, ranking(P, Q, exclude=pairs)
+
+
+def products(P: torch.Tensor, Q: torch.Tensor) -> None:
+    size = rows_in_block(len(Q), len(P), P.device)
+    buffer = torch.empty(size, len(Q), device=P.device)
+    for start in range(0, len(P), size):
+        part = P[start : start + size]
+        torch.mm(part, Q.t(), out=buffer[: len(part)])
+    if P.is_cuda:
+        torch.cuda.synchronize()
+
+
+def tile_products(P: torch.Tensor, Q: torch.Tensor) -> None:
+    threads = torch.get_num_threads()
+    height, width = tile_shape(len(P), len(Q), threads)
+    across = [Q[first : first + width].t() for first in range(0, len(Q), width)]
+
+    def work(start: int) -> None:
+        part = P[start : start + height]
+        buffer = torch.empty(len(part) * width)
+        for right in across:
+            torch.mm(part, right, out=buffer[: len(part) * right.shape[1]].view(len(part), -1))
+
+    for _ in pool(threads).map(work, range(0, len(P), height)):
+        pass
+
+
+def measured(ways: dict[str, Callable[[], Any]], repeats: int) -> dict[str, dict[str, list[float]]]:
+    """Wall and processor seconds of each way, by turns, after a warm-up."""
+    times: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in ways} for kind in ("wall", "processor")}
+    for repeat in range(repeats + 1):
+        for name, way in ways.items():
+            wall, processor = time.perf_counter(), time.process_time()
+            way()
+            if repeat:
+                times["wall"][name].append(time.perf_counter() - wall)
+                times["processor"][name].append(time.process_time() - processor)
+    return times
+
+
+def times_of(options: argparse.Namespace) -> dict[str, Any]:
+    entities, ranked = made(options.left, options.right, options.dim, options.seen)
+    device = torch.device(options.device)
+    P, Q = ranked.P.to(device), ranked.Q.to(device)
+
+    def lists() -> None:
+        for _ in _streamed(ranked, options.k, 0, device):
+            pass
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "lists.parquet"
+        ways: dict[str, Callable[[], Any]] = {"products": lambda: products(P, Q)}
+        if device.type == "cpu":
+            ways["tiles"] = lambda: tile_products(P, Q)
+        ways |= {"lists": lists, "file": lambda: write_lists(entities, ranked, path, options.k, device, False, None)}
+        times = measured(ways, options.repeats)
+        size = path.stat().st_size
+    for kind in times:
+        floors = [times[kind][name] for name in ("products", "tiles") if name in ways]
+        times[kind]["floor"] = [min(several) for several in zip(*floors, strict=True)]
+    ratios = {kind: {name: median_ratio(times[kind], name, "floor") for name in ("lists", "file")} for kind in times}
+    seconds = {kind: {name: statistics.median(found) for name, found in times[kind].items()} for kind in times}
+    bounds = {"lists": 1.3, "file": 1.3} if device.type == "cpu" else {"lists": 2.0}
+    for kind in times:
+        print(f"{kind} seconds: " + ", ".join(f"{name} {found:.3f}" for name, found in seconds[kind].items()))
+        for name, ratio in ratios[kind].items():
+            bound = f" (<= {bounds[name]})" if name in bounds and kind == "wall" else ""
+            print(f"  {name} over the floor: {ratio:.2f}{bound}")
+    if device.type == "cuda":
+        print(f"peak memory of the GPU: {torch.cuda.max_memory_allocated() / 1e6:.0f} MB")
+    print(f"the file: {size / 1e6:.1f} MB")
+    return {"seconds": seconds, "ratios": ratios, "times": times, "file_bytes": size}
+
+
+def memory(options: argparse.Namespace) -> int:
+    """Peak resident memory of `recommend_all` beyond its model; run in a fresh process."""
+    device = torch.device(options.device)
+    with tempfile.TemporaryDirectory() as folder:
+        few = made(2048, options.right, options.dim, options.seen)
+        write_lists(*few, Path(folder) / "few.parquet", options.k, device, False, None)  # loads libraries, compiles
+        del few
+        entities, ranked = made(options.left, options.right, options.dim, options.seen)
+        before = _resident()
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        write_lists(entities, ranked, Path(folder) / "lists.parquet", options.k, device, False, None)
+        return _status("VmHWM") - before
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (
+        ("left", 100_000),
+        ("right", 100_000),
+        ("dim", 128),
+        ("k", 100),
+        ("seen", 10),
+        ("repeats", 3),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--memory-child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.memory_child:
+        print(json.dumps(memory(options)))
+        return
+    sizes = {name: getattr(options, name) for name in ("left", "right", "dim", "k", "seen")}
+    print(f"{sizes} on {options.device}, {torch.get_num_threads()} threads")
+    found = times_of(options)
+    again = subprocess.run([sys.executable, *sys.argv, "--memory-child"], check=True, capture_output=True, text=True)
+    found["extra_bytes"] = json.loads(again.stdout.splitlines()[-1])
+    print(f"peak memory of the host beyond the model: {found['extra_bytes'] / 1e6:.0f} MB")
+    if all(parser.get_default(name) == size for name, size in sizes.items()):
+        print(write_result(f"lists_{options.device}", {"sizes": sizes, **found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Ranked lists of many entities as one Parquet, CSV or TSV file: one row for each answer, written part by part.
+
+Parts are files in a folder beside the table, ``NAME.parts``, whose manifest says what they are parts of; each is
+written whole or not at all. The last step joins them to the table, in one step too, and removes the folder. A run that
+was killed goes on after its last part if everything in the manifest is as it was, and is refused by the name of what
+is not. Memory: one part and what polars holds of a few row groups. Checked by tests/test_recommend_all.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gramtower import _checks as check
+from gramtower._files import replacing, write_json
+from gramtower.data import frames
+
+ENDINGS = (".parquet", ".csv", ".tsv")
+COLUMNS = ("left", "rank", "right", "score")
+_ANSWERS = 1 << 20  # of a part
+_SCORE, _PLACE = 12, 3  # bytes: most characters of a score, and of a dictionary's place in Parquet
+_MANIFEST, _KIND, _VERSION = "manifest.json", "gramtower lists", 1
+
+
+class ListFile:
+    """A table of lists that is being written.
+
+    Args:
+        path: the table; its ending says what it is.
+        ids: of the left and of the right entities, int64 or text; None for row numbers.
+        sizes: how many there are of each.
+        k: longest list.
+        marks: what the lists are of, by name, as JSON can hold it; a part of others is not gone on from.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        ids: tuple[NDArray[Any] | None, NDArray[Any] | None],
+        sizes: tuple[int, int],
+        k: int,
+        marks: Mapping[str, Any],
+    ) -> None:
+        if path.suffix.lower() not in ENDINGS:
+            check.fail("path", path, ".parquet, .csv or .tsv")
+        if path.is_dir():
+            check.fail("path", f"{path}, a folder", "a file, or a new name")
+        self.path, self.folder, self.lists = path, path.with_name(path.name + ".parts"), sizes[0]
+        self.rows = min(sizes[0], max(1, _ANSWERS // k // 1024 * 1024 or _ANSWERS // k))
+        self.parts = -(-self.lists // self.rows)
+        self._k, self._left, self._right = k, _column(ids[0], sizes[0]), _column(ids[1], sizes[1])
+        self._marks = {"k": k, "left entities": sizes[0], "rows of a part": self.rows, **marks}
+
+    def begin(self, fresh: bool = False) -> int:
+        """Make the folder, or find it; returns how many parts are there already.
+
+        Args:
+            fresh: remove what an earlier run left.
+
+        Raises:
+            ValueError: if the folder holds parts of other lists, or the disk has no room for all that is to come.
+        """
+        if fresh and (self.folder / _MANIFEST).exists():
+            shutil.rmtree(self.folder)
+        done, there = self._parts_there() if self.folder.exists() else (0, 0)
+        self._check_room(there)
+        if not self.folder.exists() or not done:
+            write_json(self.folder / _MANIFEST, {"kind": _KIND, "version": _VERSION, "of": self._marks})
+        return done
+
+    def write(self, part: int, columns: NDArray[np.int64], values: NDArray[np.float32]) -> int:
+        """Save the lists of a part's entities, as top_k gives them; returns the number of answers."""
+        table = self._table(part * self.rows, columns, values)
+        with replacing(self._name(part)) as partial:
+            if self.path.suffix.lower() == ".parquet":
+                table.write_parquet(partial, compression="lz4", statistics=False)  # the join takes its time
+            else:
+                table.write_csv(partial, separator=frames.separator_of(self.path), include_header=part == 0)
+        return len(table)
+
+    def finish(self) -> None:
+        """Join the parts to the table, which takes the place of an older one, and remove them."""
+        names = [self._name(part) for part in range(self.parts)]
+        with replacing(self.path) as partial:
+            if self.path.suffix.lower() == ".parquet":
+                frames.polars().scan_parquet([name.absolute() for name in names], glob=False).sink_parquet(partial)
+            else:
+                with partial.open("wb") as whole:
+                    for name in names:
+                        with name.open("rb") as one:
+                            shutil.copyfileobj(one, whole, 1 << 20)
+        shutil.rmtree(self.folder)
+
+    def room(self) -> int:
+        """About how many bytes parts and table take."""
+        answers, left, right = self.lists * self._k, _length(self._left), _length(self._right)
+        if self.path.suffix.lower() != ".parquet":
+            return round(2 * answers * (left + right + len(str(self._k)) + _SCORE + len(COLUMNS)))
+        known = min(len(self._right), self.rows * self._k)  # each part has a dictionary of its ids
+        return round(2 * (answers * (4 + 1 + _PLACE) + self.lists * left + self.parts * known * right))
+
+    def _table(self, first: int, columns: NDArray[np.int64], values: NDArray[np.float32]) -> Any:
+        pl, kept = frames.polars(), np.isfinite(values)
+        rows, places = np.nonzero(kept)
+        left = self._left.slice(first, len(columns)).gather(pl.Series(rows, dtype=pl.UInt32))
+        right = self._right.gather(pl.Series(columns[kept], dtype=pl.UInt32))
+        rank = pl.Series((places + 1).astype(np.int32))
+        made = left, rank, right, pl.Series(values[kept])
+        return pl.DataFrame([column.alias(name) for name, column in zip(COLUMNS, made, strict=True)])
+
+    def _name(self, part: int) -> Path:
+        return self.folder / f"part-{part:06d}{self.path.suffix.lower()}"
+
+    def _parts_there(self) -> tuple[int, int]:
+        """How many parts an earlier run left, and their bytes; refused if it was of other lists."""
+        try:
+            found = json.loads((self.folder / _MANIFEST).read_text(encoding="utf-8"))
+            of = found["of"] if (found["kind"], found["version"]) == (_KIND, _VERSION) else None
+        except (OSError, ValueError, KeyError, TypeError):
+            of = None
+        if not isinstance(of, dict):
+            self._refuse("which is no folder of lists that this version began")
+        for name in self._marks | of:
+            if of.get(name) != self._marks.get(name):
+                self._refuse(f"begun with other {name} ({of.get(name)}, now {self._marks.get(name)})")
+        sizes: list[int] = []
+        while len(sizes) < self.parts and self._name(len(sizes)).is_file():
+            sizes.append(self._name(len(sizes)).stat().st_size)
+        return len(sizes), sum(sizes)
+
+    def _refuse(self, why: str) -> NoReturn:
+        expected = "the arguments that it was begun with, another name, or fresh=True (--fresh) to begin again"
+        check.fail("path", f"{self.folder}, {why}", expected)
+
+    def _check_room(self, there: int) -> None:
+        parent = next(folder for folder in (self.folder, *self.folder.absolute().parents) if folder.exists())
+        needed, free = self.room() - there, shutil.disk_usage(parent).free
+        if needed > free:
+            given = f"{self.path} on a disk with {free / 1e6:,.0f} MB free"
+            check.fail("path", given, f"room for about {needed / 1e6:,.0f} MB: the parts, and the file that joins them")
+
+
+def _column(ids: NDArray[Any] | None, size: int) -> Any:
+    """Ids as a column."""
+    pl = frames.polars()
+    if ids is None:
+        return pl.Series(np.arange(size, dtype=np.int64))
+    if ids.dtype != object:
+        return pl.Series(ids)
+    for key in ids.tolist():
+        if not isinstance(key, str):
+            check.fail(
+                "right_features", f"an entity called {key!r}", "a table with a column of ids, as files need them"
+            )
+    return pl.Series(ids.tolist(), dtype=pl.String)
+
+
+def _length(column: Any) -> float:
+    """Mean characters of an id."""
+    return float(column.cast(frames.polars().String).str.len_bytes().mean() or 0.0)
