@@ -6,6 +6,9 @@
 # make resolves      constraints.txt against the plain package index, whatever pip is configured to use here
 # make fuzz MINUTES=30   hostile input: every fuzz test has its share of the time, from a new seed
 # make crash KILLS=1000   runs killed at random moments end as uninterrupted ones do
+# make docs          the site in docs/_build/html, with its tutorials executed; some minutes
+# make docs-check    the same without executing them: every page, link and public name, in half a minute
+# make docs-links    links to other sites; needs a network
 # make implicit-tests CHECKOUT=path   implicit's own tests, from a clone of it, on compat.implicit
 # make dist          source archive and wheel, checked, and tried with each extra in an empty environment
 # Each does its own set-up in .venv.
@@ -13,6 +16,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+DOCS_READY := .venv/.docs-ready
 ML1M ?= ml-1m
 RUNS ?= runs
 OLDEST := .venv-oldest
@@ -24,7 +28,8 @@ FUZZ_SEED ?= $(shell date +%s)
 KILLS ?= 100
 CRASH_SEED ?= 0
 
-.PHONY: demo test test-oldest test-pythons resolves fuzz crash implicit-tests dist lint types reproduce clean
+.PHONY: demo test test-oldest test-pythons resolves fuzz crash implicit-tests dist docs docs-check docs-links lint types \
+  reproduce clean
 
 demo: $(READY)
 	$(BIN)/gramtower demo
@@ -49,7 +54,7 @@ test-pythons:
 resolves:
 	@new=$$(mktemp -d) && trap 'rm -rf "$$new"' EXIT && $(PYTHON) -m venv "$$new" \
 	  && { $(PLAIN) "$$new/bin/python" -m pip install pip==26.3 && $(PLAIN) "$$new/bin/python" -m pip install --dry-run \
-	    --no-cache-dir --use-feature=fast-deps -c constraints.txt -e ".[dev,pages,export]"; } >"$$new/log" 2>&1 \
+	    --no-cache-dir --use-feature=fast-deps -c constraints.txt -e ".[dev,pages,export,docs]"; } >"$$new/log" 2>&1 \
 	  && echo "constraints.txt can be installed from the package index" \
 	  || { tail -n 30 "$$new/log"; echo "constraints.txt cannot be installed from the package index"; exit 1; } >&2
 
@@ -65,6 +70,18 @@ crash: $(READY)
 
 implicit-tests: $(READY)
 	$(BIN)/python tests/implicit_suite.py $(CHECKOUT)
+
+# A warning, such as a link that leads nowhere, is an error.
+docs: $(DOCS_READY)
+	rm -rf docs/_build/html
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -q -E -j 2 -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+docs-check: $(DOCS_READY)
+	$(BIN)/python -m sphinx -W --keep-going -q -E -D nb_execution_mode=off -b html docs docs/_build/check
+
+docs-links: $(DOCS_READY)
+	$(BIN)/python -m sphinx -W --keep-going -q -E -D nb_execution_mode=off -b linkcheck docs docs/_build/links
 
 # Some 3 GB are unpacked in a temporary folder, most of it torch.
 dist: $(READY)
@@ -100,10 +117,14 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(READY)
 
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	touch $(DOCS_READY)
+
 $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e ".[dev]"
 	touch $(OLDEST)/.ready
 
 clean:
-	rm -rf .venv .venv-* dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* dist .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build

@@ -1,16 +1,32 @@
-"""The documentation tells the truth: its Python runs, its files exist, its list of dependencies is complete."""
+"""The documentation tells the truth: its Python runs, its files exist, and it leaves out no name, option or dependency.
+
+Cells of the tutorials are executed by `make docs`; here they are only compiled.
+"""
 
 from __future__ import annotations
 
+import doctest
+import importlib.util
+import inspect
 import re
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+import scipy.sparse
+import torch
+
+import gramtower
+from gramtower.metrics import KNOWN
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)]
+TUTORIALS = sorted(page for page in (DOCS / "tutorials").glob("*.md") if page.name != "index.md")
+PUBLIC = set(gramtower.__all__)
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CELL = re.compile(r"^```\{code-cell\} python\n(?::[^\n]*\n)*(.*?)^```$", re.MULTILINE | re.DOTALL)
 SKIP = re.compile(r"<!-- no-run: .+ -->\n\Z")
 
 
@@ -23,12 +39,96 @@ def python_blocks(text):
     ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_runs(page, tmp_path, monkeypatch):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__main__"}
-    for line, source in python_blocks(page.read_text()):
+    text = page.read_text()
+    for line, source in python_blocks(text):
         exec(compile("\n" * line + source, str(page), "exec"), names)  # so that errors show the page's own line
+    shown = re.search(r"^<!-- output -->\n```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert shown is None or shown[1] == capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.name)
+def test_tutorials_compile_say_what_to_install_and_end_with_a_picture_and_a_table(page):
+    text = page.read_text()
+    cells = [found[1] for found in CELL.finditer(text)]
+    for source in cells:
+        compile(source, str(page), "exec")
+    assert text.count("```{code-cell}") == len(cells) > 3
+    assert re.search(r"\*\*You need\*\* `pip install \"gramtower\[[a-z,]+\]\"", text)
+    assert "plt.show()" in "".join(cells[-3:])
+    assert 'print(f"{name' in "".join(cells)
+    assert f"\n{page.stem}\n" in (DOCS / "tutorials/index.md").read_text()
+
+
+def test_the_readme_is_short_and_names_both_commands():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) < 120
+    assert {"make demo", "make test"} <= {line.split("#")[0].strip() for line in text.splitlines()}
+
+
+def test_every_public_name_is_in_the_reference_and_opens_with_a_sentence():
+    text = (DOCS / "reference/python.md").read_text()
+    listed = re.findall(r"^\.\. auto(?:class|function):: gramtower\.(\w+)$", text, re.MULTILINE)
+    assert sorted(listed) == sorted(PUBLIC)
+    members = [
+        (f"{name}.{part}", value.fget if isinstance(value, property) else getattr(value, "__func__", value))
+        for name in PUBLIC
+        if inspect.isclass(getattr(gramtower, name))
+        for part, value in vars(getattr(gramtower, name)).items()
+        if part[0] != "_" and (inspect.isfunction(value) or isinstance(value, property | classmethod | staticmethod))
+    ]
+    for name, value in [*((name, getattr(gramtower, name)) for name in PUBLIC), *members]:
+        first = (inspect.getdoc(value) or "").split("\n\n")[0]
+        assert re.search(r"\w.*[.:…]$", first, re.DOTALL), name
+
+
+def test_examples_of_docstrings_give_what_they_say():
+    given = {"gt": gramtower, "sp": scipy.sparse, "torch": torch}
+    finder, runner = doctest.DocTestFinder(recurse=False), doctest.DocTestRunner()
+    for name in sorted(PUBLIC):
+        for example in finder.find(getattr(gramtower, name), name, globs=dict(given)):
+            runner.run(example)
+    assert runner.failures == 0
+    assert runner.tries > 15
+
+
+def test_modules_of_the_reference_hold_the_names_that_it_lists():
+    module, text = "", (DOCS / "reference/modules.md").read_text()
+    for kind, name in re.findall(r"^\.\. (currentmodule|autoclass|autofunction):: ([\w.]+)$", text, re.MULTILINE):
+        if kind == "currentmodule":
+            module = name
+            continue
+        place, _, last = (name if name.startswith("gramtower.") else f"{module}.{name}").rpartition(".")
+        assert inspect.getdoc(getattr(importlib.import_module(place), last)), name
+
+
+def test_the_page_of_the_command_line_has_every_option():
+    cli = pytest.importorskip("gramtower.cli.app", reason="the command line needs cyclopts")
+    app = cli.make_app(*cli.COMMANDS)
+    found = importlib.util.spec_from_file_location("conf", DOCS / "conf.py")
+    conf = importlib.util.module_from_spec(found)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.path", [*sys.path])
+        patch.setenv("PYTHONPATH", "")
+        found.loader.exec_module(conf)
+    page = [""]
+    conf._commands(None, "reference/command-line", page)
+    for command in app.resolved_commands():
+        if command.startswith("-"):
+            continue
+        start = page[0].index(f"## gramtower {command}\n")
+        section = page[0][start : page[0].find("\n## ", start + 1)]
+        for argument in app[command].assemble_argument_collection():
+            if argument.show:
+                assert argument.names[0] in section, (command, argument.names)
+
+
+def test_every_metric_has_its_formula():
+    text = (DOCS / "metrics.md").read_text()
+    assert [name for name in KNOWN if f"`{name}" not in text] == []
 
 
 def test_blocks_are_found_and_skipped_only_when_marked():

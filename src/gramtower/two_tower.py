@@ -106,6 +106,13 @@ class TwoTower(ModelSettings):
         fitted_: what the last ``fit`` learned, a :class:`~gramtower.estimator.fitted.FittedModel`. Its fields are read
             as ``left_``, ``right_``, ``trained_``, ``seen_``, ``towers_``, ``shards_``, ``dim_``, ``hidden_``,
             ``normalize_``, ``omega_``, ``history_``, ``reason_``, ``message_`` and ``best_metric_``.
+
+    Example:
+        >>> pairs = gt.Interactions.from_arrays(["ann", "ann", "bob", "eve"], ["tea", "milk", "tea", "milk"])
+        >>> model = gt.TwoTower(dim=2).fit(pairs)
+        >>> ids, scores = model.recommend(["bob"], k=1)
+        >>> ids.tolist()
+        [['milk']]
     """
 
     fitted_: FittedModel

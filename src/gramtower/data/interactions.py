@@ -70,6 +70,13 @@ class Interactions:
             each side; otherwise None. Numbers of another matrix are other entities, and are not joined with them.
         same_entities: whether both sides are one set, such as packages that depend on packages: then no entity is
             recommended to itself. None lets :attr:`one_set` tell from the data.
+
+    Example:
+        >>> pairs = gt.Interactions.from_arrays(["ann", "ann", "bob"], ["tea", "milk", "tea"])
+        >>> pairs
+        Interactions(3 pairs of 2 'left' and 2 'right')
+        >>> pairs.matrix.toarray().tolist(), list(pairs.right_ids)
+        ([[1.0, 1.0], [1.0, 0.0]], ['tea', 'milk'])
     """
 
     matrix: sp.csr_matrix

@@ -94,6 +94,12 @@ def minimize(
 
     Returns:
         The reason for stopping, the history and the final parameters.
+
+    Example:
+        >>> problem = gt.Problem(sp.eye(4, 3, format="csr"), omega=0.1, l2=0.01)
+        >>> result = gt.minimize(problem, gt.mlp_towers(problem, hidden=(8,), dim=2), max_iterations=3)
+        >>> result.reason.name, len(result.history), result.value < result.history[0].value
+        ('MAX_ITERATIONS', 4, True)
     """
     watchers = Watchers(callbacks)
     path = None if checkpoint is None else check.path("checkpoint", checkpoint)

@@ -42,7 +42,7 @@ class Record:
         seconds: training time so far; validation, checkpoints and, for sampled methods with a given step size, the
             value of this record are not counted.
         value: objective L after the iteration.
-        relative_decrease: (L before − L) / |L before|.
+        relative_decrease: ``(L before − L) / |L before|``.
         gradient_norm: ‖∇L‖ where the iteration started (sampled methods: of the last sample).
         cg_steps: conjugate gradient steps.
         step: step size δ.

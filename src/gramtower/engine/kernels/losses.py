@@ -46,6 +46,15 @@ class Loss:
         name: for messages and saved files.
         program: the number under which the GPU programs (``_terms`` in programs.py) repeat these very functions. None,
             for every loss they do not know, has it computed from the scores by the functions above.
+
+    Example:
+        >>> cosh = gt.Loss(
+        ...     value=lambda y, s: torch.log(torch.cosh(s - y)),
+        ...     first=lambda y, s: torch.tanh(s - y),
+        ...     second=lambda y, s: 1 - torch.tanh(s - y) ** 2,
+        ...     name="log-cosh",
+        ... )
+        >>> problem = gt.Problem(sp.eye(4, 3, format="csr"), loss=cosh, imputed=0.0)
     """
 
     value: Function

@@ -75,6 +75,12 @@ class Problem:
             "bfloat16", which halves the bytes. Value and gradient gather float32 in any case.
         shards: which process holds which entities, when there are several. Everything above is then local:
             the pairs of local left entities with all right ones, and the rows of local entities.
+
+    Example:
+        >>> problem = gt.Problem(sp.eye(4, 3, format="csr"), omega=0.1, l2=0.01)
+        >>> point = problem.at(gt.mlp_towers(problem, hidden=(8,), dim=2))
+        >>> bool(point.gauss_newton().shape[0] == point.gradient().vector.numel())
+        True
     """
 
     def __init__(
@@ -306,7 +312,7 @@ class Problem:
 
     @property
     def column_counts(self) -> Tensor:
-        """|O_:,j| for each right entity held here, over the pairs of all processes."""
+        """``|O_:,j|`` for each right entity held here, over the pairs of all processes."""
         return self.pairs.column_counts if self._column_counts is None else self._column_counts
 
     @property

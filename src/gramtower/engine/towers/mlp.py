@@ -55,6 +55,11 @@ def mlp_towers(
         dtype: torch.float32 or torch.float64.
         normalize: bring the rows of both towers to one length by nn.RMSNorm, whose learned scales are the same for all
             rows: scores are cosines of rows, times up to 10 at the start.
+
+    Example:
+        >>> problem = gt.Problem(sp.eye(4, 3, format="csr"))
+        >>> gt.mlp_towers(problem, hidden=(8,), dim=2).left(torch.arange(4)).shape
+        torch.Size([4, 2])
     """
     if dtype not in (torch.float32, torch.float64):
         check.fail("dtype", dtype, "torch.float32 or torch.float64")

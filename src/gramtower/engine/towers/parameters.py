@@ -137,7 +137,7 @@ class Parameters:
         return self
 
     def scale_(self, a: float) -> Parameters:
-        """self *= a, in place."""
+        """``self *= a``, in place."""
         self.vector.mul_(a)
         return self
 

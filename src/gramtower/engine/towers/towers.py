@@ -96,6 +96,13 @@ class Towers:
     Args:
         left: f, for the left entities.
         right: g, for the right entities.
+
+    Example:
+        >>> towers = gt.Towers(torch.nn.Embedding(4, 2), torch.nn.Embedding(3, 2))
+        >>> towers.size
+        14
+        >>> gt.Problem(sp.eye(4, 3, format="csr")).at(towers).P.shape
+        torch.Size([4, 2])
     """
 
     def __init__(self, left: nn.Module, right: nn.Module) -> None:
