@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import shared_fits
@@ -10,6 +12,7 @@ from processes import run_group
 
 import gramtower as gt
 from gramtower.distributed.shards import Rows, balanced
+from gramtower.engine.towers import id_tables
 from gramtower.engine.towers.id_tables import draw_rows_
 
 
@@ -63,6 +66,33 @@ def test_tables_are_drawn_as_one_process_would(rows):
         assert torch.equal(own, whole[first:stop])
         later.append(float(torch.randn(1, generator=generator)))
     assert len(set(later)) == 1  # what is drawn next is the same in every process
+
+
+@pytest.mark.parametrize("rows", [100, 128, 130, 7])
+def test_large_tables_are_drawn_in_parallel_and_as_one_process_would(rows, monkeypatch):
+    monkeypatch.setattr(id_tables, "_LARGE", 1)
+    monkeypatch.setattr(id_tables, "_BLOCK", 16)
+    features, found = gt.Problem(shared_fits.planted_pairs(40, 30, 100)).left, []
+    for cuts, threads in (((0, rows), 1), ((0, rows), 3), ((0, rows // 3, rows // 3, rows), 1)):
+        parts, later = [], []
+        for first, stop in pairwise(cuts):
+            features.rows = stop - first
+            features.place(first, rows, 1.0)
+            generator = torch.Generator().manual_seed(5)
+            own = torch.empty(stop - first, 5)
+            before = torch.get_num_threads()
+            torch.set_num_threads(threads)
+            try:
+                draw_rows_(own, features, 0.3, generator)
+            finally:
+                torch.set_num_threads(before)
+            parts.append(own)
+            later.append(float(torch.randn(1, generator=generator)))
+        found.append((torch.cat(parts), later[0]))
+        assert len(set(later)) == 1
+    assert all(torch.equal(table, found[0][0]) and next_one == found[0][1] for table, next_one in found)
+    assert len(found[0][0].unique()) == rows * 5  # no block is another one
+    assert found[0][0].std() == pytest.approx(0.3, rel=0.3)
 
 
 def test_bytes_of_a_product_are_those_of_the_formula(tmp_path):

@@ -37,7 +37,7 @@ def pieces_of(monkeypatch, piece=4, block=8):
     monkeypatch.setattr(layout, "DENSE", 0)  # blocks however few entries a column has in each
 
 
-# How columns are visited: all blocks in one launch, each in one of its own, no blocks; and sorted in one go or in parts.
+# How columns are visited: all blocks in one launch, each in its own, no blocks; and sorted at once or in parts.
 COLUMN_ORDERS = {
     "together": {}, "one launch a block": {"LINES": 0}, "no blocks": {"DENSE": 10**9},
     "sorted in parts": {"DENSE": 10**9, "SORTED": 7}, "blocks in parts": {"LINES": 0, "SORTED": 7},

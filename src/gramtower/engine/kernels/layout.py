@@ -22,6 +22,7 @@ through engine/kernels/gpu.py by tests/test_gpu_kernels.py; timed by benchmarks/
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from weakref import WeakKeyDictionary
 
 import torch
@@ -136,13 +137,11 @@ def right_order(pairs: Pairs) -> Pieces:
     """The pieces of columns, block of rows by block of rows."""
     if pairs not in _right:
         sizes, m = column_order(pairs.column_counts, pairs.shape[0]), pairs.shape[0]
-        entries = torch.empty(
-            len(pairs), dtype=torch.int32 if len(pairs) < 2**31 else torch.int64, device=pairs.device
-        )
+        entries = torch.empty(len(pairs), dtype=torch.int32 if len(pairs) < 2**31 else torch.int64, device=pairs.device)
         rows = torch.empty(len(pairs), dtype=torch.int32, device=pairs.device)
         starts = torch.arange(0, m, sizes.height, device=pairs.device)
         bounds = [*pairs.offsets[starts].tolist(), len(pairs)]
-        runs = [_sort(pairs, first, last, entries, rows) for first, last in zip(bounds, bounds[1:], strict=False)]
+        runs = [_sort(pairs, first, last, entries, rows) for first, last in pairwise(bounds)]
         _right[pairs] = _cut(runs, len(pairs), entries, rows, sizes.together)
     return _right[pairs]
 

@@ -15,8 +15,10 @@ from gramtower import _checks as check
 from gramtower.data.features import Features
 from gramtower.distributed.shards import Shards
 from gramtower.engine.towers.stack import steps
+from gramtower.runtime.threads import parallel_for
 
 _BLOCK = 1 << 15  # rows drawn at a time; a multiple of 16, see draw_rows_
+_LARGE = 1 << 27  # numbers of a table that take a thread the better part of a second to draw
 
 
 @torch.no_grad()
@@ -24,8 +26,13 @@ def draw_rows_(table: Tensor, features: Features, std: float, generator: torch.G
     """Fill a first layer with normal numbers; over processes with the rows that one process would have drawn.
 
     Torch draws normal numbers sixteen at a time, so that blocks of a multiple of sixteen give the same stream as one
-    draw of all rows; what is left over at the end is drawn together with the last block.
+    draw of all rows; what is left over at the end is drawn together with the last block. The rows of a large table are
+    drawn in parallel, each block from a generator of its own, whose seed the given one draws: the same rows whatever
+    the number of threads, or of processes.
     """
+    if features.kind == "ids" and features.total * table.shape[1] >= _LARGE:
+        _draw_blocks_(table, features, std, generator)
+        return
     if features.kind != "ids" or features.total == features.rows:
         nn.init.normal_(table, std=std, generator=generator)
         return
@@ -37,6 +44,24 @@ def draw_rows_(table: Tensor, features: Features, std: float, generator: torch.G
         if a < b:
             table[a - first : b - first] = block[a - start : b - start]
         start = end
+
+
+def _draw_blocks_(table: Tensor, features: Features, std: float, generator: torch.Generator) -> None:
+    first, stop = features.first, features.first + features.rows
+    seeds = torch.randint(2**62, (-(-features.total // _BLOCK),), generator=generator).tolist()
+
+    def draw(number: int, end: int) -> None:
+        for block in range(number, end):
+            start = block * _BLOCK
+            own = torch.Generator().manual_seed(seeds[block])
+            a, b = max(start, first), min(start + _BLOCK, features.total, stop)
+            if b - a == min(_BLOCK, features.total - start):
+                table[a - first : b - first].normal_(std=std, generator=own)
+            else:  # a part of the block is another process's
+                rows = table.new_empty(min(_BLOCK, features.total - start), table.shape[1])
+                table[a - first : b - first] = rows.normal_(std=std, generator=own)[a - start : b - start]
+
+    parallel_for(torch.no_grad()(draw), list(range(first // _BLOCK, -(-stop // _BLOCK) + 1)) if features.rows else [0])
 
 
 @torch.no_grad()
