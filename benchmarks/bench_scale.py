@@ -2,17 +2,21 @@
 
     python benchmarks/bench_scale.py --size 10Mx1M [--memory-budget 40GB]       one GPU
     python benchmarks/bench_scale.py --size 2Mx200k --device cpu --dim 64       two cores and 24 GB
+    python benchmarks/bench_scale.py --size 2Mx200k --columns                   ways to pass over columns, on a GPU
 
 Linear towers over ids. Pairs are random with skewed counts, made on the device. Printed are the seconds of every step
 of the set-up (problem: the pairs' checks on the host; towers: first weights, and their copy to the device; orders: by
-rows and by columns; the first value and gradient), then medians of a value, a gradient, a G·d and a preconditioner, then
-the iterations of a training run by secant steps and by conjugate gradient. After each, the peak of the memory since the
-one before: of a GPU what torch allocated, of a CPU the growth of the resident set over what pairs and towers take, which
-is what a budget bounds there. The last lines hold the peaks of training against the plan.
+rows and by columns; the first value and gradient), then medians of a value, a gradient, a G·d and a preconditioner,
+then the iterations of a training run by secant steps and by conjugate gradient. After each, the peak of the memory
+since the one before: of a GPU what torch allocated, of a CPU the growth of the resident set over what pairs and towers
+take, which is what a budget bounds there. The last lines hold the peaks of training against the plan.
 
 Bounds (one H200, 10Mx1M): set-up without the problem's checks <= 10 s, G·d <= 0.15 s, training <= 60 GB; with
 --memory-budget 40GB at most twice the time. 2Mx200k: G·d <= 36 ms. Writes
 benchmarks/results/scale-<size>-<device>.json.
+
+--columns times one pass over columns (right_sum) in each of the orders of engine/kernels/layout.py, with the lines of
+their partial results, and the pass over rows beside it.
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ import torch
 from common import random_pairs, write_result
 
 import gramtower as gt
-from gramtower.engine.kernels import layout
+from gramtower.data.pairs import Pairs
+from gramtower.engine.kernels import layout, select
 
 SIZES = {
     "tiny": (20_000, 2_000, 300_000),
@@ -200,6 +205,52 @@ def train(problem: gt.Problem, towers: gt.Towers, meter: Meter, iterations: int,
     }  # fmt: skip
 
 
+ORDERS: dict[str, dict[str, int]] = {
+    "as chosen": {},
+    "one launch a block": {"DENSE": 0, "LINES": 0},
+    "one launch a block of 16,384 rows": {"DENSE": 0, "LINES": 0, "ROW_BLOCK": 1 << 14},
+    "one launch a block of 65,536 rows": {"DENSE": 0, "LINES": 0, "ROW_BLOCK": 1 << 16},
+    "no blocks": {"DENSE": 1 << 40},
+    "no blocks, pieces of 512": {"DENSE": 1 << 40, "PLENTY": 1 << 40},
+    "one launch, lines": {"DENSE": 0, "LINES": 1 << 40},
+}
+
+
+def columns(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of a pass over columns in each order."""
+    m, n, count = SIZES[arguments.size]
+    device, kernels = torch.device("cuda"), select(torch.device("cuda"))
+    pattern = random_pairs(m, n, count, device)
+    offsets, found = (torch.from_numpy(array).to(device) for array in (pattern.indptr, pattern.indices))
+    offsets, found = offsets.long(), found.int()
+    del pattern
+    P, Q = (torch.randn(rows, arguments.dim, device=device) for rows in (m, n))
+    x, V, U = torch.randn(count, device=device), torch.zeros_like(Q), torch.zeros_like(P)
+    result: dict[str, Any] = {}
+    for name, settings in ORDERS.items():
+        usual = {key: getattr(layout, key) for key in settings}
+        for key, value in settings.items():
+            setattr(layout, key, value)
+        pairs = Pairs((m, n), offsets, found)
+        sizes = layout.column_order(torch.bincount(found, minlength=n), m)
+        if sizes.lines * arguments.dim * 4 < 16e9:
+            meter = Meter(device)
+            with meter.step(f"{name}: order"):
+                order = layout.right_order(pairs)
+            meter.medians(name, lambda pairs=pairs: kernels.right_sum(pairs, x, P, V), arguments.repeats)
+            result[name] = meter.steps | {"pieces": len(order), "lines": order.partial_lines}
+            print(f"    {len(order):,} pieces, {order.partial_lines:,} lines, {len(order.launches) - 1} launches")
+            del order
+        for key, value in usual.items():
+            setattr(layout, key, value)
+    meter = Meter(device)
+    pairs = Pairs((m, n), offsets, found)
+    meter.medians("left_sum", lambda: kernels.left_sum(pairs, x, Q, U), arguments.repeats)
+    c, H, W = torch.rand(count, device=device), torch.randn_like(Q), torch.randn_like(P)
+    meter.medians("curvature_left", lambda: kernels.curvature_left(pairs, c, P, W, Q, H, U), arguments.repeats)
+    return {"size": [m, n, count], "dim": arguments.dim, "orders": result, "rows": meter.steps}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="tiny", choices=list(SIZES))
@@ -210,8 +261,12 @@ def main() -> None:
     parser.add_argument("--memory-budget")
     parser.add_argument("--iterations", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--columns", action="store_true", help="time the ways to pass over columns alone")
     parser.add_argument("--result", help="name of the result file")
     arguments = parser.parse_args()
+    if arguments.columns:
+        print(write_result(arguments.result or f"scale-{arguments.size}-columns", columns(arguments)))
+        return
     budget = "" if arguments.memory_budget is None else f"-{arguments.memory_budget}"
     name = arguments.result or f"scale-{arguments.size}-{torch.device(arguments.device).type}{budget}"
     print(write_result(name, measure(arguments)))

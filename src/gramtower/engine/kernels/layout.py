@@ -35,7 +35,7 @@ ENOUGH, PLENTY = 1 << 14, 1 << 18  # pieces that keep a GPU busy, and so many th
 ROW_BLOCK = 1 << 15
 DENSE = 3  # entries of a column in a block, on average, that make blocks worth their additions
 LINES = 1 << 19  # lines of a partial result that are not worth a launch for each block
-SORTED = 1 << 25  # entries sorted at a time
+SORTED = 1 << 23  # entries sorted at a time
 
 PIECE_BYTES = 16  # of the index tensors of a piece
 CUT_BYTES = 96  # more of them while pieces are cut
@@ -124,6 +124,18 @@ def column_order(counts: Tensor, rows: int) -> OrderSizes:
     return OrderSizes(height, pieces, min(2 * long, 2 * entries // length), together=False)
 
 
+def block_order(counts: Tensor, rows: int, block: int, most: int) -> tuple[int, int]:
+    """The most pieces of all blocks of ``block`` rows ordered by themselves, and lines of one with ``most`` entries."""
+    entries, length = int(counts.sum()), piece_length(most)
+    cuts = max(1, round(block / ROW_BLOCK))  # as column_order cuts each
+    runs = int(counts.clamp_max(cuts * -(-rows // block)).sum())
+    pieces = runs + rows + 2 * entries // min(length, SHORTEST)
+    lines = 2 * most // length
+    if cuts > 1:
+        lines = max(lines, min(LINES, most, cuts * len(counts) + most // length))
+    return pieces, lines
+
+
 def left_order(pairs: Pairs) -> Pieces:
     """The pieces of rows, entries in row order."""
     if pairs not in _left:
@@ -136,7 +148,8 @@ def left_order(pairs: Pairs) -> Pieces:
 def right_order(pairs: Pairs) -> Pieces:
     """The pieces of columns, block of rows by block of rows."""
     if pairs not in _right:
-        sizes, m = column_order(pairs.column_counts, pairs.shape[0]), pairs.shape[0]
+        m, n = pairs.shape
+        sizes = column_order(torch.bincount(pairs.columns, minlength=n), m)  # pairs would keep their column_counts
         entries = torch.empty(len(pairs), dtype=torch.int32 if len(pairs) < 2**31 else torch.int64, device=pairs.device)
         rows = torch.empty(len(pairs), dtype=torch.int32, device=pairs.device)
         starts = torch.arange(0, m, sizes.height, device=pairs.device)
