@@ -23,7 +23,7 @@ from gramtower.engine.objective.plan import Streamed
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is measured by benchmarks/bench_scale.py")
 
 
-@pytest.mark.parametrize("kind", COLUMN_ORDERS)
+@pytest.mark.parametrize("kind", ["together", "blocks in parts"])
 def test_the_emulation_does_what_the_programs_do(kind, monkeypatch):
     pieces_of(monkeypatch, 3, 5)
     for name, value in COLUMN_ORDERS[kind].items():
@@ -41,9 +41,9 @@ def test_training_with_the_emulation_is_training_with_the_programs(monkeypatch):
     for emulated in (False, True):
         if emulated:
             emulate(monkeypatch)
-        problem = gt.Problem(planted_pairs(14, 9, 40), kernels="triton", memory_budget="1GB")
+        problem = gt.Problem(planted_pairs(7, 5, 14), kernels="triton", memory_budget="1GB")
         towers = gt.mlp_towers(problem, (6,), 4, dtype=torch.float64)
-        ends.append([r.value for r in gt.minimize(problem, towers, max_iterations=2).history])
+        ends.append([r.value for r in gt.minimize(problem, towers, max_iterations=1).history])
     assert ends[0] == pytest.approx(ends[1], rel=1e-9)
 
 
@@ -66,19 +66,19 @@ def features(rows, columns, each):
 # Pairs, towers, options, and how the orders are made: what is large in each is what its name says.
 SHAPES = {
     "vectors": (lambda: planted_pairs(8000, 3000, 40_000), (), 32, {}, {}),
-    "pairs": (lambda: planted_pairs(3000, 1000, 200_000), (), 8, {}, {}),
+    "pairs": (lambda: planted_pairs(2000, 1000, 120_000), (), 8, {}, {}),
     "long rows": (lambda: skewed(200, 4000, 150_000, 1.0), (), 16, {}, {}),
-    "many columns": (lambda: planted_pairs(3000, 40_000, 200_000), (), 32, {}, {}),
-    "many blocks, together": (lambda: planted_pairs(8000, 3000, 150_000), (), 32, {}, {"ROW_BLOCK": 500}),
+    "many columns": (lambda: planted_pairs(2000, 20_000, 100_000), (), 32, {}, {}),
+    "many blocks, together": (lambda: planted_pairs(6000, 2000, 100_000), (), 32, {}, {"ROW_BLOCK": 500}),
     "many blocks, each": (
-        lambda: planted_pairs(8000, 3000, 150_000), (), 32, {}, {"ROW_BLOCK": 500, "LINES": 1000}
+        lambda: planted_pairs(6000, 2000, 100_000), (), 32, {}, {"ROW_BLOCK": 500, "LINES": 1000}
     ),
     "no blocks": (lambda: planted_pairs(8000, 3000, 60_000), (), 32, {}, {"ROW_BLOCK": 100, "LINES": 1000}),
     "wide": (lambda: planted_pairs(1200, 900, 20_000), (), 256, {}, {}),
-    "hidden layers": (lambda: planted_pairs(8000, 3000, 60_000), (64, 48, 32), 24, {}, {}),
+    "hidden layers": (lambda: planted_pairs(5000, 2000, 40_000), (64, 48, 32), 24, {}, {}),
     "sparse features": (
-        lambda: planted_pairs(6000, 2000, 60_000), (32,), 24,
-        {"left": features(6000, 3000, 30), "right": features(2000, 900, 20)}, {},
+        lambda: planted_pairs(4000, 1500, 40_000), (32,), 24,
+        {"left": features(4000, 2000, 30), "right": features(1500, 900, 20)}, {},
     ),
 }  # fmt: skip
 
@@ -133,7 +133,7 @@ def test_secant_steps_remember_what_the_budget_leaves_room_for(pairs, monkeypatc
         spare = (4 << 30) - problem.plan(towers).spare_bytes
         return spare + 2 * pairs * 4 * towers.size
 
-    peak, plan = trained("vectors", monkeypatch, memory=3, iterations=9, memory_budget=room)
+    peak, plan = trained("vectors", monkeypatch, memory=3, iterations=8, memory_budget=room)
     assert plan.spare_bytes // (2 * plan.needs.theta) == pairs
     assert 0.85 * plan.budget < peak <= plan.budget
 
@@ -154,6 +154,6 @@ def test_orders_of_many_pieces_and_lines_are_part_of_the_plan(monkeypatch):
         found[blocks] = peak, plan.bytes, plan.needs.lines(plan.needs.orders.lines)
         monkeypatch.undo()
     lines = found["together"][2]
-    assert lines > 10 * 3000 * 32 * 4  # many times V
+    assert lines > 10 * 2000 * 32 * 4  # many times V
     assert found["together"][1] - found["each"][1] > 0.5 * lines
     assert found["together"][0] - found["each"][0] > 0.5 * lines

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from gramtower.engine.kernels import layout
 from gramtower.runtime.memory import BlockPlan, readable
@@ -265,7 +266,7 @@ class Plan:
     streamed: Streamed | None
     graphs: bool
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """What training is planned to take, without what secant steps remember."""
         n = self.needs
@@ -275,7 +276,7 @@ class Plan:
             return n.resident + self._working
         return max(n.moments(self._kept).values()) + self._working - self._kept
 
-    @property
+    @cached_property
     def spare_bytes(self) -> int:
         """What the budget leaves for the pairs of vectors that secant steps remember."""
         n, more = self.needs, _SECANT * self.needs.theta
