@@ -1,8 +1,9 @@
 """The order in which a GPU visits the pairs, and how its programs share a row without atomics.
 
 A program works on one piece: at most 512 entries of one row (left order) or of one column (right order), fewer where
-there would be too few pieces to keep a GPU busy. A row of one piece is written by its program; a row of several gets
-one line of a partial result for each, and a last kernel adds the lines in order: the same bits in every run.
+there would be too few pieces to keep a GPU busy, more where there are plenty. A row of one piece is written by its
+program; a row of several gets one line of a partial result for each, and a last kernel adds the lines in order: the
+same bits in every run.
 
 In the right order the entries are grouped by blocks of about ``ROW_BLOCK`` rows before they are grouped by column:
 programs that run at the same time then gather from a part of the left embeddings that stays in the second-level cache.
