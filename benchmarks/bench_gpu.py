@@ -17,38 +17,15 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
 import torch
 import triton
 import triton.language as tl
-from common import write_result
+from common import random_pairs, write_result
 
 import gramtower as gt
 from gramtower.data.synthetic import PAPER_SHAPES
 from gramtower.engine.towers.towers import clone
 from gramtower.runtime.precision import products_in
-
-
-def random_pairs(m: int, n: int, count: int, device: torch.device, seed: int = 0) -> sp.csr_matrix:
-    """Exactly ``count`` different pairs; entities have log-normal popularity."""
-    generator = torch.Generator(device).manual_seed(seed)
-    shares = [
-        torch.randn(size, generator=generator, device=device, dtype=torch.float64).mul(1.2).exp().cumsum(0)
-        for size in (m, n)
-    ]
-
-    def draw(share: torch.Tensor, size: int) -> torch.Tensor:
-        u = torch.rand(size, generator=generator, device=device, dtype=torch.float64) * share[-1]
-        return torch.searchsorted(share, u).clamp_max(len(share) - 1)
-
-    keys = torch.empty(0, dtype=torch.int64, device=device)
-    while len(keys) < count:
-        more = int(1.1 * (count - len(keys))) + 1000
-        keys = torch.cat([keys, draw(shares[0], more) * n + draw(shares[1], more)]).unique()
-    keep = torch.randperm(len(keys), generator=generator, device=device)[:count].sort().values
-    rows, columns = (keys[keep] // n).cpu().numpy(), (keys[keep] % n).to(torch.int32).cpu().numpy()
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=m))])
-    return sp.csr_matrix((np.ones(count, np.float32), columns, offsets), shape=(m, n))
 
 
 def median_ms(function: Callable[[], Any], repeats: int = 15, warmup: int = 3) -> float:

@@ -65,6 +65,29 @@ def movielens_pairs(path: Path, seed: int = 0) -> tuple[sp.csr_matrix, sp.csr_ma
     return matrix(order[cut:]), matrix(order[:cut])
 
 
+def random_pairs(m: int, n: int, count: int, device: torch.device, seed: int = 0) -> sp.csr_matrix:
+    """Exactly ``count`` different pairs, made on a device; entities have log-normal popularity."""
+    generator = torch.Generator(device).manual_seed(seed)
+    shares = [
+        torch.randn(size, generator=generator, device=device, dtype=torch.float64).mul(1.2).exp().cumsum(0)
+        for size in (m, n)
+    ]
+
+    def draw(share: torch.Tensor, size: int) -> torch.Tensor:
+        u = torch.rand(size, generator=generator, device=device, dtype=torch.float64) * share[-1]
+        return torch.searchsorted(share, u).clamp_max(len(share) - 1)
+
+    keys = torch.empty(0, dtype=torch.int64, device=device)
+    while len(keys) < count:
+        more = int(1.1 * (count - len(keys))) + 1000
+        keys = torch.cat([keys, draw(shares[0], more) * n + draw(shares[1], more)]).unique()
+    keys = keys[torch.randperm(len(keys), generator=generator, device=device)[:count].sort().values]
+    columns = (keys % n).to(torch.int32).cpu().numpy()
+    counts = torch.bincount(keys // n, minlength=m)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).cpu().numpy()
+    return sp.csr_matrix((np.ones(count, np.float32), columns, offsets), shape=(m, n))
+
+
 def environment() -> dict[str, Any]:
     """Where and with what this ran."""
     processor = platform.processor() or platform.machine()

@@ -136,9 +136,8 @@ def test_a_smaller_budget_goes_block_by_block_and_a_still_smaller_one_sends_the_
     assert not kept.pinned
     assert sent.pinned
     for sweep, budget in ((kept, 4_000_000_000), (sent, 3_000_000_000)):
-        pairs = 0 if sweep.pinned else NETFLIX.stored_pairs
-        assert NETFLIX.vectors + pairs + NETFLIX.block(sweep.rows, sweep.pinned) <= budget
-        larger = NETFLIX.vectors + pairs + NETFLIX.block(sweep.rows * 8 // 7, sweep.pinned)
+        assert NETFLIX.streamed(sweep.rows, sweep.pinned) <= budget
+        larger = NETFLIX.streamed(sweep.rows * 8 // 7, sweep.pinned)
         assert sweep.rows * 8 > 7 << 16 or larger > budget
         last = 478_251 % sweep.rows  # blocks of about one size: the last is not a remnant
         assert last == 0 or last > sweep.rows // 2
@@ -152,8 +151,7 @@ def test_a_busy_block_of_rows_counts():
 @pytest.mark.parametrize("m", [1, 700, 1025, 66_000, 478_251])
 def test_the_smallest_blocks_are_tried_too(m):
     small = replace(NETFLIX, rows=(m, 17_768), most_pairs=lambda rows: 100 * rows)
-    room = small.block(1024, pinned=True)
-    assert plan_streaming(small.vectors + room, small) == Streamed(1024, pinned=True)
+    assert plan_streaming(small.streamed(1024, pinned=True), small) == Streamed(1024, pinned=True)
 
 
 def test_slopes_that_do_not_follow_from_outputs_count():

@@ -82,8 +82,9 @@ def test_large_tables_are_the_same_for_any_number_of_processes_and_threads(monke
                 features.rows = stop - first
                 features.place(first, total, 1.0)
                 generator = torch.Generator().manual_seed(5)
-                parts.append(torch.full((stop - first, width), torch.nan))
-                draw_rows_(parts[-1], features, 0.3, generator)
+                table = torch.nn.Parameter(torch.full((stop - first, width), torch.nan))
+                draw_rows_(table, features, 0.3, generator)
+                parts.append(table.detach())
                 later.append(float(torch.randn(1, generator=generator)))
             drawn.append(torch.cat(parts))
     finally:

@@ -34,6 +34,14 @@ def pieces_of(monkeypatch, piece=4, block=8):
     monkeypatch.setattr(layout, "LONGEST", piece)
     monkeypatch.setattr(layout, "SHORTEST", piece)
     monkeypatch.setattr(layout, "ROW_BLOCK", block)
+    monkeypatch.setattr(layout, "DENSE", 0)  # blocks however few entries a column has in each
+
+
+# How columns are visited: all blocks in one launch, each in its own, no blocks; and sorted at once or in parts.
+COLUMN_ORDERS = {
+    "together": {}, "one launch a block": {"LINES": 0}, "no blocks": {"DENSE": 10**9},
+    "sorted in parts": {"DENSE": 10**9, "SORTED": 7}, "blocks in parts": {"LINES": 0, "SORTED": 7},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -58,6 +66,51 @@ def test_rows_in_one_piece_and_in_many_give_the_same(monkeypatch):
         assert_same(other, results[0], torch.float64)
 
 
+@pytest.mark.parametrize("kind", COLUMN_ORDERS)
+def test_every_order_of_columns_gives_the_same(kind, monkeypatch):
+    pieces_of(monkeypatch, 3, 5)
+    for name, value in COLUMN_ORDERS[kind].items():
+        monkeypatch.setattr(layout, name, value)
+    pairs = make_pairs("holes").to(DEVICE)
+    operands = there(*make_operands(pairs, 5, torch.float64))
+    assert_same(run(gpu, pairs, operands), run_dense(pairs, operands), torch.float64)
+    order = layout.right_order(pairs)
+    assert (len(order.launches) > 2) == ("LINES" in COLUMN_ORDERS[kind])
+    assert order.launches[-1] == len(order)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("kind", COLUMN_ORDERS)
+def test_the_sizes_of_orders_are_known_before_they_are_made(kind, pattern, monkeypatch):
+    pieces_of(monkeypatch, 3, 5)
+    for name, value in COLUMN_ORDERS[kind].items():
+        monkeypatch.setattr(layout, name, value)
+    pairs = make_pairs(pattern).to(DEVICE)
+    known = layout.row_order(pairs.row_counts), layout.column_order(pairs.column_counts, pairs.shape[0])
+    left, right = layout.left_order(pairs), layout.right_order(pairs)
+    assert (known[0].pieces, known[0].lines) == (len(left), left.partial_lines)
+    assert len(right) <= known[1].pieces
+    assert right.partial_lines <= known[1].lines
+    for order in (left, right):
+        assert layout.PIECE_BYTES * len(order) >= sum(
+            t.numel() * t.element_size() for t in (order.targets, order.starts[1:], order.lines)
+        )
+
+
+def test_lines_stay_few_where_there_are_many_columns_and_blocks(monkeypatch):
+    pieces_of(monkeypatch, 64, 8)
+    pairs = from_sparse("pairs", planted_pairs(400, 300, 9000, seed=1))[0].to(DEVICE)
+    assert layout.right_order(pairs).partial_lines > 20 * 300  # a line for each piece of a column in each block
+    monkeypatch.setattr(layout, "LINES", 1000)
+    blocks = type(pairs)(pairs.shape, pairs.offsets, pairs.columns)
+    assert len(layout.right_order(blocks).launches) == 51
+    assert layout.right_order(blocks).partial_lines == 0
+    monkeypatch.setattr(layout, "DENSE", 3)
+    sparse = type(pairs)(pairs.shape, pairs.offsets, pairs.columns)
+    assert layout.right_order(sparse).launches == (0, len(layout.right_order(sparse)))
+    assert layout.right_order(sparse).partial_lines < 300
+
+
 def test_rows_longer_than_a_program_holds(monkeypatch):
     monkeypatch.setattr(gpu, "LONGEST", 4)
     pairs = make_pairs("holes").to(DEVICE)
@@ -65,8 +118,11 @@ def test_rows_longer_than_a_program_holds(monkeypatch):
     assert_same(run(gpu, pairs, operands), run_dense(pairs, operands), torch.float64)
 
 
-def test_every_entry_is_in_exactly_one_piece_of_its_row_and_column(monkeypatch):
+@pytest.mark.parametrize("kind", COLUMN_ORDERS)
+def test_every_entry_is_in_exactly_one_piece_of_its_row_and_column(kind, monkeypatch):
     pieces_of(monkeypatch, 3, 5)
+    for name, value in COLUMN_ORDERS[kind].items():
+        monkeypatch.setattr(layout, name, value)
     pairs = make_pairs("holes")
     i, j = pairs.rows.long(), pairs.columns.long()
     for order, own, other in ((layout.left_order(pairs), i, j), (layout.right_order(pairs), j, i)):
@@ -78,7 +134,8 @@ def test_every_entry_is_in_exactly_one_piece_of_its_row_and_column(monkeypatch):
         assert torch.equal(torch.repeat_interleave(order.targets.long(), sizes), own[entries])
         assert torch.equal(order.gathered.long(), other[entries])
     blocks = layout.right_order(pairs).gathered // 5
-    assert torch.equal(blocks, blocks.sort().values)  # block of rows by block of rows
+    if "DENSE" not in COLUMN_ORDERS[kind]:
+        assert torch.equal(blocks, blocks.sort().values)  # block of rows by block of rows
 
 
 def test_bfloat16_rows_are_summed_in_float32():

@@ -11,6 +11,7 @@ by benchmarks/bench_gpu.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -258,11 +259,13 @@ def _sum_into(order: Pieces, x: Tensor, B: Tensor, out: Tensor) -> None:
     k, B = B.shape[1], _rows(B)
     width = _columns(k, _COLUMNS)
     partial = out.new_empty(order.partial_lines, k)
-    p.sum_program[(len(order), _ceil(k, width))](
-        order.targets, order.starts, order.lines, order.gathered, order.gathered if order.entries is None else
-        order.entries, x, B, out, partial, k, B.stride(0), out.stride(0),
-        PAIRS=_pairs(width), K=width, PERMUTED=order.entries is not None, num_warps=_warps(width),
-    )  # fmt: skip
+    entries = order.gathered if order.entries is None else order.entries
+    for first, last in pairwise(order.launches):
+        p.sum_program[(last - first, _ceil(k, width))](
+            order.targets, order.starts, order.lines, order.gathered, entries, x, B, out, partial, first, k,
+            B.stride(0), out.stride(0),
+            PAIRS=_pairs(width), K=width, PERMUTED=order.entries is not None, num_warps=_warps(width),
+        )  # fmt: skip
     _gather_lines(order, partial, out)
 
 

@@ -46,9 +46,9 @@ def dots_program(targets, starts, gathered, A, B, x, k, stride_a, stride_b,
 
 
 @triton.jit
-def _piece(targets, starts, lines):
+def _piece(targets, starts, lines, before):
     """The row of this program's piece, its line of the partial result, and the range of its entries."""
-    piece = tl.program_id(0)
+    piece = before + tl.program_id(0)
     row, line = tl.load(targets + piece).to(tl.int64), tl.load(lines + piece).to(tl.int64)
     return row, line, tl.load(starts + piece), tl.load(starts + piece + 1)
 
@@ -63,12 +63,15 @@ def _add(total, out, partial, row, line, f, k, stride_out):
         tl.store(partial + line * k + f, total, mask=f < k)
 
 
-@triton.jit
-def sum_program(targets, starts, lines, gathered, entries, x, B, out, partial, k, stride_b, stride_out,
+@triton.jit(do_not_specialize=["before"])
+def sum_program(targets, starts, lines, gathered, entries, x, B, out, partial, before, k, stride_b, stride_out,
                 PAIRS: tl.constexpr, K: tl.constexpr, PERMUTED: tl.constexpr):  # fmt: skip
-    """out_row += Σ_e x_e b_j over a piece, for K columns; into a line of the partial result if others share the row."""
+    """out_row += Σ_e x_e b_j over a piece, for K columns; into a line of the partial result if others share the row.
+
+    Pieces are numbered from ``before``, those of earlier launches.
+    """
     f = tl.program_id(1) * K + tl.arange(0, K)
-    row, line, first, last = _piece(targets, starts, lines)
+    row, line, first, last = _piece(targets, starts, lines, before)
     total = tl.zeros((K,), dtype=out.dtype.element_ty)
     for e0 in range(first, last, PAIRS):
         e = e0 + tl.arange(0, PAIRS)
@@ -88,7 +91,7 @@ def curvature_program(targets, starts, lines, gathered, c, P, W, Q, H, z, out, p
                       PAIRS: tl.constexpr, K: tl.constexpr):  # fmt: skip
     """z_e = c_e (w_i·q_j + p_i·h_j), and out_i += Σ z_e q_j, over a piece; K covers a whole row."""
     f = tl.arange(0, K)
-    row, line, first, last = _piece(targets, starts, lines)
+    row, line, first, last = _piece(targets, starts, lines, 0)
     p = tl.load(P + row * k + f, mask=f < k, other=0.0)
     w = tl.load(W + row * k + f, mask=f < k, other=0.0)
     total = tl.zeros((K,), dtype=out.dtype.element_ty)
@@ -184,7 +187,7 @@ def loss_left_program(targets, starts, lines, gathered, labels, stride_label, co
                       CURVED: tl.constexpr, PAIRS: tl.constexpr, K: tl.constexpr):  # fmt: skip
     """x_e = ∂ℓ⁺/∂ŷ, or ∂²ℓ⁺/∂ŷ² (w_i·q_j + p_i·h_j), from the scores p_i·q_j, and out_i += Σ x_e q_j, over a piece."""
     f = tl.arange(0, K)
-    row, line, first, last = _piece(targets, starts, lines)
+    row, line, first, last = _piece(targets, starts, lines, 0)
     p = tl.load(P + row * k + f, mask=f < k, other=0.0)
     if CURVED:
         w = tl.load(W + row * k + f, mask=f < k, other=0.0)

@@ -64,6 +64,10 @@ class LeftBlock:
         """The rows' embeddings."""
         return self.tower.outputs
 
+    def rows_of(self, matrix: Tensor) -> Tensor:
+        """These rows of a matrix with one for each left row."""
+        return matrix[self.start : self.start + self.tower.rows]
+
     @cached_property
     def gathered_P(self) -> Tensor:
         """The embeddings in bfloat16."""

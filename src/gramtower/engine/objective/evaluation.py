@@ -165,8 +165,8 @@ class Evaluation:
         c, Q = self.constants, self.Q
         (Pc, Qc), (hPc, hQc) = self.gramians if gramians is None else gramians
 
-        def rows(block: LeftBlock) -> tuple[Tensor, Tensor]:
-            U = output_gradient(block.side, block.P, self.scaled(Qc), self.scaled(hQc))
+        def rows(block: LeftBlock, out: Tensor | None) -> tuple[Tensor, Tensor]:
+            U = output_gradient(block.side, block.P, self.scaled(Qc), self.scaled(hQc), out)
             x = block.add_slopes(U)  # + X Q
             return U if scale == 1.0 else U.mul_(scale), x
 
@@ -179,7 +179,7 @@ class Evaluation:
 
     def pull_back(
         self,
-        rows: Callable[[LeftBlock], tuple[Tensor, Tensor]],
+        rows: Callable[[LeftBlock, Tensor | None], tuple[Tensor, Tensor]],
         finish: Callable[[Tensor], Tensor],
         regularised: Parameters,
         extra: float = 0.0,
@@ -189,7 +189,8 @@ class Evaluation:
         """(⟨Jᵘ, U⟩, ⟨Jᵛ, V⟩) + (λ + extra) · regularised: how gradient and G·d become parameters.
 
         Args:
-            rows: gives a block's rows of U and a number x for each of its pairs.
+            rows: gives a block's rows of U, made in the tensor that it is given if any, and a number x for each of
+                its pairs.
             finish: is given Xᵀ P over all blocks and processes, and makes V of it.
             regularised: θ or a direction.
             extra: added to λ.
@@ -203,8 +204,11 @@ class Evaluation:
         def start() -> tuple[Parameters, list[tuple[Tensor, float] | None]]:
             return self._start_pull(regularised, extra, out)  # while a GPU is busy with the first block's pairs
 
+        table = self.left_table
+
         def visit(block: LeftBlock) -> None:
-            U, x = rows(block)
+            # The gradient of a table whose rows are the outputs is U and a multiple of ``regularised``: made in place.
+            U, x = rows(block, None if table is None else block.rows_of(start()[0][table]))
             P = block.gathered_P if bfloat16 else block.P
             total, initial = start()
             self.stream.fork()
@@ -246,6 +250,11 @@ class Evaluation:
             torch.mul(regularised.vector[part], scale, out=out.vector[part])
         out.begin_sum_()  # leaves tables alone: over several processes each row of them has one owner
         return out, [None if name is None else (regularised[name], scale) for name in names]
+
+    @property
+    def left_table(self) -> str | None:
+        """The name in Parameters of the trained table whose rows are P, and nothing else; None if P is computed."""
+        return None if self.left.tower.viewed_table is None else self._fusable("left", "right")
 
     def _fusable(self, side: str, other: str) -> str | None:
         """The name in Parameters of the table that a tower's vjp writes in full; None if the other tower adds to it."""

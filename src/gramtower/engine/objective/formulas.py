@@ -58,9 +58,9 @@ def value_terms(left: SideSums, right: SideSums, observed: Tensor, theta_square:
     return torch.stack([observed, cross, gramian, left.penalty + right.penalty, theta_square])
 
 
-def output_gradient(side: Side, E: Tensor, gramian: Tensor, cross: Tensor) -> Tensor:
-    """∂(L − Σ_O ℓ⁺)/∂E, with ω G_c and ω Ĝ_c of the other side in E's dtype."""
-    U = E @ gramian
+def output_gradient(side: Side, E: Tensor, gramian: Tensor, cross: Tensor, out: Tensor | None = None) -> Tensor:
+    """∂(L − Σ_O ℓ⁺)/∂E, with ω G_c and ω Ĝ_c of the other side in E's dtype; over ``out``."""
+    U = torch.mm(E, gramian, out=out)
     side.subtract_imputed(cross, U)
     return _weigh(side, U, E)
 

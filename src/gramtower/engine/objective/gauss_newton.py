@@ -64,15 +64,16 @@ class GaussNewton(LinearOperator):
             Wc: list[Tensor] = []
             right: list[Tensor] = []  # ω Hᵀ B Q, and H as it is gathered for each pair
 
-            def rows(block: LeftBlock) -> tuple[Tensor, Tensor]:
+            def rows(block: LeftBlock, out: Tensor | None) -> tuple[Tensor, Tensor]:
                 P = block.P
-                W = block.tower.jvp(tangent, buffers.W[: len(P)])  # d → J_f d
+                W = block.tower.jvp(tangent, _first(buffers.W, len(P)))  # d → J_f d
                 part = gram(W, P, block.side.weight)
                 Wc[:] = [Wc[0] + part] if Wc else [part]
                 if not right:
                     at.stream.join()
                     right[:] = at.scaled(group.sum_all(gram_H)[0]), buffers.for_pairs(gathered.wait())
-                U = output_curvature(block.side, P, W, Qc, right[0], buffers.U[: len(P)])  # ωA (W Q_c + P H_c)
+                place = _first(buffers.U, len(P)) if out is None else out
+                U = output_curvature(block.side, P, W, Qc, right[0], place)  # ωA (W Q_c + P H_c)
                 return U, block.add_curvatures(W, buffers.each_Q, right[1], U)  # + Z Q
 
             def finish(V: Tensor) -> Tensor:
@@ -89,6 +90,10 @@ class GaussNewton(LinearOperator):
         return _Buffers(self.at)
 
 
+def _first(buffer: Tensor | None, rows: int) -> Tensor | None:
+    return None if buffer is None else buffer[:rows]
+
+
 class _Buffers:
     """Results of a product's steps, the same memory in every product: fresh pages would cost as much as a layer."""
 
@@ -96,8 +101,10 @@ class _Buffers:
         Q, c = at.Q, at.constants
         (Pc, Qc), _ = at.gramians
         self.gramians = at.scaled(Pc), at.scaled(Qc)
-        self.W, self.U = (Q.new_empty(at.left.largest, Q.shape[1]) for _ in range(2))
-        self.H, self.V = torch.empty_like(Q), torch.empty_like(Q)
+        computed = [tower.viewed_table is None for tower in (at.left.tower, at.right)]  # otherwise jvps are views of d
+        self.W = Q.new_empty(at.left.largest, Q.shape[1]) if computed[0] else None
+        self.U = Q.new_empty(at.left.largest, Q.shape[1]) if at.left_table is None else None
+        self.H, self.V = torch.empty_like(Q) if computed[1] else None, torch.empty_like(Q)
         rows = at.right_rows
         self.gathered_H = None if c.shards.single else torch.empty_like(rows)
         self.each_Q: Tensor = rows

@@ -4,7 +4,8 @@ Each block's k × k product is made in the matrices' own precision, the blocks a
 difference of large Frobenius products, so rounding that grows with the number of rows would end a line search
 early. A BLAS may add the rows of a product one after the other, as several do where there are few columns, so on
 a CPU a block has at most 1,024 rows: whatever the CPU and the number of rows, ‖error‖ < 10⁻⁶ ‖AᵀDB‖ in float32
-where the terms have one sign. O(rows k²) time, O(k²) memory beyond 8,192 rows. Checked by tests/test_gramians.py.
+where the terms have one sign. O(rows k²) time, O(k²) memory beyond 8,192 rows; on a GPU weighted rows take up to 256 MB
+in float32. Checked by tests/test_gramians.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from gramtower.engine.kernels import select
 _ROWS = 8192
 _CPU_ROWS, _FEW = 1024, 256  # a block's rows on a CPU; so few are not worth two blocks
 _GPU_ROWS, _GPU_BUFFER = 2048, 1 << 24  # a GPU makes many blocks' products at once; numbers in all of them together
+_WEIGHTED = 1 << 26  # numbers of weighted rows at a time
 
 
 def gram(A: Tensor, B: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -29,9 +31,14 @@ def gram(A: Tensor, B: Tensor, weight: Tensor | None = None) -> Tensor:
     done = 0
     if A.is_cuda and blocks:
         done = blocks * height
-        left = A[:done] if weight is None else A[:done] * weight[:done, None]
-        left, right = left.view(blocks, height, -1), B[:done].view(blocks, height, -1)
-        products = torch.bmm(left.transpose(1, 2), right)
+        most = blocks if weight is None else max(1, _WEIGHTED // (height * shape[0]))
+        products = A.new_empty(blocks, *shape)
+        for start in range(0, blocks, most):
+            stop = min(blocks, start + most)
+            rows = slice(start * height, stop * height)
+            left = A[rows] if weight is None else A[rows] * weight[rows, None]
+            left, right = left.view(-1, height, shape[0]), B[rows].view(-1, height, shape[1])
+            torch.bmm(left.transpose(1, 2), right, out=products[start:stop])
         total = select(A.device).column_sums(products.view(blocks, -1), dtype=torch.float64).view(shape)
     else:
         total = torch.zeros(shape, dtype=torch.float64, device=A.device)

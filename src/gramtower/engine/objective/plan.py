@@ -1,10 +1,19 @@
 """The one planner of memory: what training takes, and how evaluations stay within the memory budget.
 
-Counted is what training by newton-kron needs: θ and the four vectors of conjugate gradient; the pairs with the orders
-in which they are visited; slopes, curvatures and products on the pairs; outputs and directions of both sides; the
-preconditioner's factors; activations. On a CPU, where the towers hold θ already, the count of θ stands for the best one
-of early stopping. Over several processes each counts the rows and pairs that it holds, and outputs of all right rows.
-Features of entities are not counted. What is kept follows from that, in this order:
+Counted is what training by newton-kron needs at its most, on a GPU as the largest of these moments:
+
+    solving        θ and the four vectors of conjugate gradient, slopes, curvatures and products of the pairs, outputs
+                   and directions of both sides, partial lines of the passes over pairs (kernels/layout.py)
+    line search    θ, the step and the next θ, and two evaluations: of the point left and of the point tried
+    factors        θ, the gradient, and what the preconditioner is made of: some numbers for each entity
+    sorting        θ, the gradient, and a part of the pairs while it is sorted by columns
+
+each with the pairs, the orders in which they are visited, activations, and features in the form that towers read them.
+Embeddings that are rows of a table (linear towers over ids) are views of θ and take nothing. Secant steps keep two more
+vectors of θ's size and two for each pair they remember, as many as the budget leaves room for (``Plan.spare_bytes``).
+On a CPU, where the towers hold θ already, the count of θ stands for the best one of early stopping, and features are
+not counted. Over several processes each counts the rows and pairs that it holds, and outputs of all right rows. What is
+kept follows from that, in this order:
 
     resident, kept         everything at once, activations kept between forward, jvp and vjp
     resident, recomputed   activations of a tower that does not fit run again, block by block
@@ -12,25 +21,46 @@ Features of entities are not counted. What is kept follows from that, in this or
     streamed, pinned       and their pairs come from pinned host memory, where that makes larger blocks possible: a GPU
                            waits for many small launches longer than for the pairs
 
-A budget on a CPU below the smallest of these is refused. Small problems on a GPU run from CUDA graphs as well. Checked
-by tests/test_memory.py and tests/test_blocks.py, and against the memory of a process by benchmarks/bench_memory.py.
+A budget below the smallest of these is refused before work, with the smallest that would do. Small problems on a GPU
+run from CUDA graphs as well. Checked by tests/test_memory.py, tests/test_plan.py (planned against allocated bytes) and
+tests/test_blocks.py; against the memory of a process by benchmarks/bench_memory.py, and of a GPU by
+benchmarks/bench_scale.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
+from gramtower.engine.kernels import layout
 from gramtower.runtime.memory import BlockPlan, readable
 
 _LARGEST, _SMALLEST = 1 << 16, 1 << 10  # rows of a block: small ones are launches more than work
 _VECTORS = 5  # of θ's size: θ itself, the solution, the residual, the direction and its product
+_SECANT = 2  # more of them for secant steps besides their pairs: of a pair that is replaced, and the last gradient
 _ORDERS = 12  # bytes of a pair: its column, its row and its place in the order by columns
 _FEWEST = 256  # rows of a block on a CPU: with fewer, towers run many times slower
 _UNSORTED = 20  # more of it on a CPU, while it is sorted by columns
+_ENTITY = 136  # bytes of an entity while the preconditioner is made
+_SAMPLE = 1 << 12  # rows, at most, that its factors are estimated from
+_SMALL = 1 << 16  # bytes of whatever does not grow
 _IN_FLIGHT = 2  # blocks of pairs on the device at a time, one of them on the way
 _CPU_BLOCK, _GPU_BLOCK = 2048, 3 << 15  # rows that a tower works on; on a CPU a block's activations stay in cache
 _GRAPHED = 1 << 30  # bytes of parameters, activations and pairs above which launches no longer matter
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What the orders of visits take on a GPU, besides the pairs' own numbers.
+
+    Attributes:
+        pieces: of rows and columns, in all.
+        lines: of a partial result, at most at a time.
+    """
+
+    pieces: int = 0
+    lines: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,7 +71,7 @@ class Footprint:
         parameters: numbers in θ.
         rows: entities held here on each side.
         columns: k.
-        row_bytes: bytes of an entity's activations on each side.
+        row_bytes: bytes of an entity's activations on each side, with buffers for their changes.
         pairs: |O|.
         most_pairs: the most pairs in a block of so many left rows.
         per_pair: numbers kept for each pair besides its place, such as weights.
@@ -51,6 +81,14 @@ class Footprint:
         all_right: right entities of all processes; 0 for those held here.
         least_block: smallest sensible block of rows on each side.
         graph_numbers: numbers that a CUDA graph would hold; 0 where there is nothing to gain from one.
+        kept_bytes: of row_bytes, what is kept as long as a point; None for all of it.
+        viewed: whether the outputs of each side are views of θ.
+        weighted: whether entities have weights.
+        bfloat16: whether embeddings are gathered in bfloat16.
+        orders: of all pairs.
+        block_orders: of blocks of so many left rows: pieces of all of them, lines of one.
+        can_pin: whether pairs can come from pinned host memory.
+        features: bytes of features, for towers that work in blocks of so many rows.
     """
 
     parameters: int
@@ -66,37 +104,131 @@ class Footprint:
     all_right: int = 0
     least_block: tuple[int, int] = (1, 1)
     graph_numbers: int = 0
+    kept_bytes: tuple[int, int] | None = None
+    viewed: tuple[bool, bool] = (False, False)
+    weighted: bool = False
+    bfloat16: bool = False
+    orders: Orders = Orders()
+    block_orders: Callable[[int], Orders] = lambda rows: Orders()
+    can_pin: bool = True
+    features: Callable[[int], int] = lambda rows: 0
+
+    @property
+    def theta(self) -> int:
+        """Bytes of θ."""
+        return self.item * self.parameters
+
+    @property
+    def right(self) -> int:
+        """The right side's outputs, direction and results."""
+        rows = self.all_right or self.rows[1]
+        matrices = 2 if self.viewed[1] and not self.all_right else 5
+        gathered = 4 * rows * self.columns if self.bfloat16 else 0
+        return self.item * matrices * rows * self.columns + gathered
+
+    @property
+    def outputs(self) -> int:
+        """P and Q."""
+        computed = (0 if viewed else rows for viewed, rows in zip(self.viewed, self.rows, strict=True))
+        return self.item * self.columns * sum(computed)
 
     @property
     def vectors(self) -> int:
-        """Vectors of θ's size, and the right side's outputs, direction and results."""
-        return self.item * (_VECTORS * self.parameters + 5 * (self.all_right or self.rows[1]) * self.columns)
+        """Vectors of θ's size, and the right side's matrices."""
+        return _VECTORS * self.theta + self.right
 
     @property
     def stored_pairs(self) -> int:
         """The pairs, their orders and their weights."""
-        return self.pairs * (_ORDERS + self.item * self.per_pair)
+        place = 4 if self.pairs >= 2**31 else 0  # more of it
+        return self.pairs * (_ORDERS + place + self.item * self.per_pair)
+
+    @property
+    def entities(self) -> int:
+        """Weights and penalties of both sides' entities, a preconditioner's diagonal, and matrices of k × k."""
+        return 3 * self.item * sum(self.rows) + _SMALL + 16 * 8 * self.columns**2
+
+    def matrices(self, rows: int) -> int:
+        """P, W and U of so many left rows."""
+        each = self.item * (0 if self.viewed[0] else 3) + (2 if self.bfloat16 else 0)
+        return each * rows * self.columns
+
+    def lines(self, lines: int) -> int:
+        """Lines of a partial result."""
+        return self.item * self.columns * lines
+
+    def gramian(self, rows: int) -> int:
+        """Buffers of a Gramian of so many rows on a GPU (gramians.py)."""
+        k, most = self.columns, 1 << 24
+        weighted = min(rows * k, 4 * most) if self.weighted else 0
+        return 0 if self.on_cpu else self.item * (min(rows * k * k // 2048, most) + weighted)
+
+    def factors(self, rows: int) -> int:
+        """What the preconditioner is made of, with weighted Gramians of so many rows at a time."""
+        sample = min(_SAMPLE, max(self.rows)) * max(self.row_bytes)
+        return _ENTITY * sum(self.rows) + sample + self.item * min(rows * self.columns, 1 << 26)
+
+    def kept(self, rows: tuple[int, int]) -> int:
+        """What a point keeps of the activations of so many rows of each side."""
+        each = self.row_bytes if self.kept_bytes is None else self.kept_bytes
+        return sum(count * size for count, size in zip(rows, each, strict=True))
 
     @property
     def resident(self) -> int:
         """All but activations, with everything resident."""
-        left = 3 * self.rows[0] * self.columns
-        passes = self.pairs * (_UNSORTED + 3 * self.item) if self.on_cpu else 0
-        return self.vectors + self.stored_pairs + self.item * (3 * self.pairs + left) + passes + self.extra
+        if self.on_cpu:
+            passes = self.pairs * (_UNSORTED + 3 * self.item)
+            left = self.item * 3 * self.pairs + self.matrices(self.rows[0])
+            return self.vectors + self.stored_pairs + left + passes + self.extra
+        return max(self.moments(0).values())
+
+    def moments(self, kept: int) -> dict[str, int]:
+        """The moments that may take most on a GPU, with everything resident and so much kept of activations."""
+        theta, number = self.theta, self.item * self.pairs
+        base = self.stored_pairs + layout.PIECE_BYTES * self.orders.pieces + 8 * self.rows[0]
+        base += self.entities + self.extra + self.features(_GPU_BLOCK)
+        point = 2 * number + self.outputs + kept  # slopes, curvatures, embeddings, activations
+        working = self.right + self.matrices(self.rows[0]) - self.outputs  # W, U, H, V
+        gramian, lines = self.gramian(max(self.rows)), self.lines(self.orders.lines)
+        sort = layout.SORT_BYTES * min(self.pairs, layout.SORTED) + layout.CUT_BYTES * self.orders.pieces
+        return {
+            "solving": base + point + working + _VECTORS * theta + number + max(lines, gramian),
+            "line search": base + 2 * point + 3 * theta + gramian,
+            "factors": base + point + 2 * theta + self.factors(max(self.rows)),
+            "sorting": base + point + working + 2 * theta + sort,
+        }
 
     @property
     def least(self) -> int:
-        """The smallest budget that is kept on a CPU: activations recomputed, in the smallest blocks."""
-        return self.resident + 3 * max(
-            min(_FEWEST, n) * size for n, size in zip(self.rows, self.row_bytes, strict=True)
-        )
+        """The smallest budget that is kept: activations recomputed, in the smallest blocks; on a GPU streamed."""
+        if self.on_cpu or self.all_right:
+            return self.resident + 3 * max(
+                min(_FEWEST, n) * size for n, size in zip(self.rows, self.row_bytes, strict=True)
+            )
+        rows = max(_SMALLEST, self.least_block[0])
+        ways = [self.streamed(rows, pinned) for pinned in ((False, True) if self.can_pin else (False,))]
+        return min(self.resident + self.recomputed, *ways)
+
+    @property
+    def recomputed(self) -> int:
+        """Activations of blocks of rows that are large enough to be worth recomputing."""
+        return 3 * min(16 * _SMALLEST, max(self.rows)) * max(self.row_bytes)
 
     def block(self, rows: int, pinned: bool) -> int:
         """A block of left rows: activations and buffers for their changes, P, W, U, and its pairs' values."""
-        per_row = max(self.row_bytes) + 3 * self.item * self.columns
         orders = _ORDERS - (4 if self.rows[1] <= _LARGEST else 2)  # rows, and few columns, in 16 bits
         pair = 3 * self.item + (_IN_FLIGHT * (orders + self.item * self.per_pair) if pinned else 0)
-        return int(rows * per_row + pair * self.most_pairs(rows))
+        lines = self.lines(self.block_orders(rows).lines)
+        activations = rows * max(self.row_bytes) + self.matrices(rows)
+        return int(activations + pair * self.most_pairs(rows) + max(lines, self.gramian(rows)))
+
+    def streamed(self, rows: int, pinned: bool) -> int:
+        """What training takes with left rows in blocks of so many."""
+        stored = 0 if pinned else self.stored_pairs
+        base = stored + layout.PIECE_BYTES * self.block_orders(rows).pieces + 8 * self.rows[0] + self.entities
+        base += self.extra + self.features(rows) + self.right + self.block(rows, pinned)
+        sort = layout.SORT_BYTES * min(self.most_pairs(rows), layout.SORTED)
+        return base + max(_VECTORS * self.theta, 2 * self.theta + max(self.factors(rows), sort))
 
 
 @dataclass(frozen=True)
@@ -134,19 +266,41 @@ class Plan:
     streamed: Streamed | None
     graphs: bool
 
-    @property
+    @cached_property
     def bytes(self) -> int:
-        """What training is planned to take."""
-        n, towers = self.needs, zip((self.left, self.right), self.needs.rows, self.needs.row_bytes, strict=True)
+        """What training is planned to take, without what secant steps remember."""
+        n = self.needs
         if self.streamed is not None:
-            pairs = 0 if self.streamed.pinned else n.stored_pairs
-            return n.vectors + pairs + n.block(self.streamed.rows, self.streamed.pinned)
-        kept = [(rows if plan.keep else 3 * plan.rows) * size for plan, rows, size in towers]
-        return n.resident + sum(kept)
+            return n.streamed(self.streamed.rows, self.streamed.pinned)
+        if n.on_cpu:
+            return n.resident + self._working
+        return max(n.moments(self._kept).values()) + self._working - self._kept
 
-    def blocks_for(self, rows: tuple[int, int]) -> tuple[BlockPlan, BlockPlan]:
-        """Row blocks for a sample of so many rows."""
-        return plan_blocks(self.activations, rows, self.needs)
+    @cached_property
+    def spare_bytes(self) -> int:
+        """What the budget leaves for the pairs of vectors that secant steps remember."""
+        n, more = self.needs, _SECANT * self.needs.theta
+        if self.streamed is not None or n.on_cpu:
+            return max(0, self.budget - self.bytes - more)
+        others = self._working - self._kept + (_VECTORS - 3) * n.theta + more
+        return max(0, self.budget - max(self.bytes, n.moments(self._kept)["line search"] + others))
+
+    @property
+    def _working(self) -> int:
+        """Activations of both towers, kept or recomputed, with buffers for their changes."""
+        n = self.needs
+        return sum(
+            (rows if plan.keep else 3 * plan.rows) * size
+            for plan, rows, size in zip((self.left, self.right), n.rows, n.row_bytes, strict=True)
+        )
+
+    @property
+    def _kept(self) -> int:
+        """What a point keeps of them."""
+        left, right = (
+            rows if plan.keep else 0 for plan, rows in zip((self.left, self.right), self.needs.rows, strict=True)
+        )
+        return self.needs.kept((left, right))
 
     def __repr__(self) -> str:
         def tower(side: str, plan: BlockPlan) -> str:
@@ -159,6 +313,10 @@ class Plan:
             how = [f"left rows streamed in blocks of {self.streamed.rows:,}, their pairs {source}"]
         graphs = ["CUDA graphs"] if self.graphs else []
         return f"Plan({readable(self.bytes)} of {readable(self.budget)}: {'; '.join(how + graphs)})"
+
+    def blocks_for(self, rows: tuple[int, int]) -> tuple[BlockPlan, BlockPlan]:
+        """Row blocks for a sample of so many rows."""
+        return plan_blocks(self.activations, rows, self.needs)
 
 
 def make_plan(
@@ -181,6 +339,8 @@ def make_plan(
         streamed = plan_streaming(budget, needs)
     if activations is None:
         activations = budget - needs.resident if budget > needs.resident else budget // 8
+        if not needs.on_cpu and budget > needs.resident:  # two points hold them during a line search
+            activations = min(activations, (budget - needs.moments(0)["line search"]) // 2)
     if streamed is not None:
         blocks = BlockPlan(streamed.rows, keep=False, outputs=False), BlockPlan(streamed.rows, keep=False)
         return Plan(budget, needs, activations, *blocks, streamed, False)
@@ -208,25 +368,21 @@ def plan_blocks(activations: int, rows: tuple[int, int], needs: Footprint) -> tu
 
 def plan_streaming(budget: int, needs: Footprint) -> Streamed | None:
     """How to stay within ``budget`` bytes on a GPU; None if there is no need to go block by block."""
-    recomputed = 3 * min(16 * _SMALLEST, max(needs.rows)) * max(needs.row_bytes)
-    if needs.resident + recomputed <= budget:
+    if needs.resident + needs.recomputed <= budget:
         return None
-    resident, copied = (
-        _rows(budget - needs.vectors - pairs, needs, pinned)
-        for pairs, pinned in ((needs.stored_pairs, False), (0, True))
-    )
+    resident = _rows(budget, needs, False)
+    copied = _rows(budget, needs, True) if needs.can_pin else 0
     rows = max(resident, copied, _SMALLEST, needs.least_block[0])
-    return Streamed(rows, pinned=copied > resident or resident < _SMALLEST)
+    return Streamed(rows, pinned=needs.can_pin and (copied > resident or resident < _SMALLEST))
 
 
-def _rows(left_over: int, needs: Footprint, pinned: bool) -> int:
+def _rows(budget: int, needs: Footprint, pinned: bool) -> int:
     """Rows of the largest blocks that fit, all about as large; half the smallest sensible number if none do."""
-    rows = _LARGEST
+    blocks = -(-needs.rows[0] // _LARGEST)
     while True:
-        blocks = -(-needs.rows[0] // rows)
         even = -(-needs.rows[0] // (blocks * _SMALLEST)) * _SMALLEST
-        if needs.block(even, pinned) <= left_over:
+        if needs.streamed(even, pinned) <= budget:
             return even
         if even <= _SMALLEST:
             return _SMALLEST // 2
-        rows = max(_SMALLEST, min(rows * 7 // 8, even - 1))
+        blocks += max(1, blocks // 8)

@@ -55,7 +55,7 @@ class Point:
         parameters: θ, a private copy.
         at: the problem at other parameters.
         executor: runs gradients and products.
-        spare_bytes: of the memory budget that evaluations leave.
+        spare_bytes: of the memory budget, for the pairs of vectors that secant steps remember.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ evaluation.py and gauss_newton.py; the errors in tests/test_problem.py.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,14 +25,14 @@ from gramtower.data.features import Features, as_features
 from gramtower.data.interactions import Interactions
 from gramtower.data.pairs import Pairs, from_sparse
 from gramtower.distributed.shards import Shards, unsharded
-from gramtower.engine.kernels import BACKENDS, select
+from gramtower.engine.kernels import BACKENDS, layout, select
 from gramtower.engine.kernels.losses import Loss, as_loss
 from gramtower.engine.objective.blocks import LeftRows, PairBlocks
 from gramtower.engine.objective.constants import Constants, PairConstants, make_constants, make_pair_constants
 from gramtower.engine.objective.cuda_graphs import GraphPool
 from gramtower.engine.objective.evaluation import Evaluation
 from gramtower.engine.objective.imputation import as_imputed
-from gramtower.engine.objective.plan import Footprint, Plan, Streamed, make_plan
+from gramtower.engine.objective.plan import Footprint, Orders, Plan, Streamed, make_plan
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.weights import entity_weights
 from gramtower.engine.towers.linearization import Work
@@ -64,8 +65,8 @@ class Problem:
         pair_weights: weights ≥ 0 of the observed pairs' losses, one for each stored entry in row order (that of a
             sorted CSR matrix); None for ones.
         memory_budget: bytes that training by newton-kron may take beyond the data and the towers, such as "512MB"; None
-            for half of what is free. To stay below it, towers run in row blocks and recompute. On a CPU a budget that
-            cannot be kept is refused, with the smallest that can. On a GPU θ counts as well; left entities go block by
+            for half of what is free. To stay below it, towers run in row blocks and recompute. A budget that cannot be
+            kept is refused, with the smallest that can. On a GPU θ counts as well; left entities go block by
             block through the whole evaluation, and pairs are sent from host memory, as far as it takes. ``lbfgs`` keeps
             two vectors of θ's size for each step it remembers, beyond the budget.
         kernels: "auto", or a pair-kernel backend by name ("numba", "triton", "reference").
@@ -170,7 +171,7 @@ class Problem:
         """How evaluations with these towers stay within the memory budget.
 
         Raises:
-            ValueError: if a budget on a CPU cannot be kept, or if the memory cannot hold what training takes.
+            ValueError: if a budget cannot be kept, or if the memory cannot hold what training takes.
         """
         towers.join(self.shards, self.left, self.right)
         return self._planned(towers, towers.parameters())
@@ -183,10 +184,9 @@ class Problem:
         def at(parameters: Parameters) -> Point:
             return self._evaluate(towers, parameters)
 
-        spare = max(0, plan.budget - plan.bytes)
         if graphs is None:
-            return Point(self._evaluation(towers, theta, plan), theta, at, spare_bytes=spare)
-        return Point(graphs.evaluation, theta, at, graphs, spare)
+            return Point(self._evaluation(towers, theta, plan), theta, at, spare_bytes=plan.spare_bytes)
+        return Point(graphs.evaluation, theta, at, graphs, plan.spare_bytes)
 
     def _evaluation(
         self, towers: Towers, theta: Parameters, plan: Plan, scratch: dict[str, Scratch] | None = None
@@ -237,7 +237,7 @@ class Problem:
         return known[1]
 
     def least_budget(self, towers: Towers) -> int:
-        """The smallest memory budget that training these towers in one process on a CPU can keep to, in bytes."""
+        """The smallest memory budget that training these towers in one process can keep to, in bytes."""
         return self._footprint(towers, towers.parameters()).least
 
     def _footprint(self, towers: Towers, theta: Parameters) -> Footprint:
@@ -255,22 +255,37 @@ class Problem:
         def most_pairs(rows: int) -> int:
             return int(np.diff(np.append(offsets[:-1:rows], offsets[-1])).max(initial=0))
 
-        shards, on_cpu = self.shards, towers.device.type != "cuda"
+        shards, on_cpu = self.shards, towers.device.type != "cuda" and self.kernels != "triton"
         rows = shards.left.count, shards.right.count
         widths = towers.layer_widths() if shards.single and self.left.kind == self.right.kind == "ids" else None
         graphed = 0
-        if widths is not None and not on_cpu:
+        if widths is not None and towers.device.type == "cuda":
             layers = sum(count * sum(width) for count, width in zip(rows, widths, strict=True))
             graphed = 4 * len(theta) + 5 * len(self.pairs) + layers
         return Footprint(
             len(theta), rows, sizes.columns, sizes.row_bytes, len(self.pairs), most_pairs, sum(kept), item,
             sizes.factor_bytes + 2 * item * len(theta) * sizes.autodiff, on_cpu,
-            0 if shards.single else shards.right.total, sizes.least_block, graphed,
+            0 if shards.single else shards.right.total, sizes.least_block, graphed, sizes.kept_bytes,
+            (sizes.viewed[0] and not towers.share_parameters, sizes.viewed[1]), kept[0],
+            self.pair_precision == "bfloat16" and not on_cpu, *self._orders(most_pairs, on_cpu),
+            towers.device.type == "cuda", sizes.feature_bytes,
         )  # fmt: skip
 
+    def _orders(self, most_pairs: Callable[[int], int], on_cpu: bool) -> tuple[Orders, Callable[[int], Orders]]:
+        """What the orders of visits take on a GPU: of all pairs, and of blocks of so many left rows."""
+        if on_cpu:
+            return Orders(), lambda rows: Orders()
+        left = layout.row_order(self.pairs.row_counts)
+        right = layout.column_order(self.pairs.column_counts, self.pairs.shape[0])
+
+        def of_blocks(rows: int) -> Orders:
+            return Orders(*layout.block_order(self.pairs.column_counts, self.pairs.shape[0], rows, most_pairs(rows)))
+
+        return Orders(left.pieces + right.pieces, max(left.lines, right.lines)), of_blocks
+
     def _check_memory(self, towers: Towers, needs: Footprint) -> None:
-        """Refuse a budget that cannot be kept in one process on a CPU, or towers that its memory cannot hold."""
-        if not needs.on_cpu or not self.shards.single:
+        """Refuse a budget that cannot be kept in one process, or towers that the memory cannot hold."""
+        if not self.shards.single or self.streamed is not None:
             return
         least, smaller = readable(needs.least), "a smaller dim or smaller hidden layers take less"
         if self.memory_budget is not None:
@@ -366,6 +381,8 @@ class Problem:
 def _check_labels(loss: Loss, labels: NDArray[Any], pairs: Pairs) -> None:
     check.finite("pairs", labels)
     if loss.labels is not None:
+        if len(labels) and labels.min() == labels.max() and labels[0] in loss.labels:  # plain implicit feedback
+            return
         wrong = ~np.isin(labels, loss.labels)
         if wrong.any():
             e = int(np.argmax(wrong))

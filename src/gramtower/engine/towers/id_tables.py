@@ -18,7 +18,7 @@ from gramtower.engine.towers.stack import steps
 from gramtower.runtime.threads import parallel_for
 
 _BLOCK = 1 << 15  # rows drawn at a time; a multiple of 16, see draw_rows_
-_MANY = 1 << 22  # numbers of a table beyond which threads draw its blocks
+_MANY = 1 << 26  # numbers of a table beyond which threads draw its blocks: a thread takes half a second
 
 
 @torch.no_grad()
@@ -34,16 +34,7 @@ def draw_rows_(table: Tensor, features: Features, std: float, generator: torch.G
     first, total = (0, len(table)) if whole else (features.first, features.total)
     stop = first + len(table)
     if total * table.shape[1] > _MANY:
-        seed = int(torch.randint(2**31, (1,), generator=generator))
-
-        def work(start: int, end: int) -> None:
-            own = torch.Generator().manual_seed((seed + start // _BLOCK) % 2**32)
-            block = table.new_empty(end - start, table.shape[1]).normal_(std=std, generator=own)
-            a, b = max(start, first), min(end, stop)
-            table[a - first : b - first] = block[a - start : b - start]
-
-        begin = first // _BLOCK * _BLOCK
-        parallel_for(work, [*range(begin, stop, _BLOCK), min(total, -(-stop // _BLOCK) * _BLOCK)])
+        _draw_blocks_(table, first, total, std, generator)
         return
     if total == len(table):
         nn.init.normal_(table, std=std, generator=generator)
@@ -56,6 +47,27 @@ def draw_rows_(table: Tensor, features: Features, std: float, generator: torch.G
         if a < b:
             table[a - first : b - first] = block[a - start : b - start]
         start = end
+
+
+def _draw_blocks_(table: Tensor, first: int, total: int, std: float, generator: torch.Generator) -> None:
+    """Rows of a large table, block by block, each from a generator of its own whose seed the given one draws."""
+    stop = first + len(table)
+    seeds = torch.randint(2**62, (-(-total // _BLOCK),), generator=generator).tolist()
+
+    @torch.no_grad()
+    def draw(number: int, end: int) -> None:
+        for block in range(number, end):
+            start, rows = block * _BLOCK, min(_BLOCK, total - block * _BLOCK)
+            own = torch.Generator().manual_seed(seeds[block])
+            a, b = max(start, first), min(start + rows, stop)
+            if b - a == rows:
+                table[a - first : b - first].normal_(std=std, generator=own)
+            else:  # a part of the block is another process's
+                drawn = table.new_empty(rows, table.shape[1]).normal_(std=std, generator=own)
+                table[a - first : b - first] = drawn[a - start : b - start]
+
+    if first < stop:
+        parallel_for(draw, list(range(first // _BLOCK, -(-stop // _BLOCK) + 1)))
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ for recomputation. Rows never depend on how they are cut into blocks. Checked by
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -86,6 +86,8 @@ class Linearization:
         self._check_output = check_output
         self._kept: list[list[Any]] = []
         self._outputs: Tensor | None = None
+        if self.viewed_table is not None:
+            self.plan = plan = replace(plan, rows=max(1, self.rows))
         if plan.outputs:
             self._outputs = self._forward_all()
 
@@ -134,9 +136,24 @@ class Linearization:
         if not self.plan.keep:
             self.work.add(self.side, "forwards", self._share)
 
+    @property
+    def viewed_table(self) -> str | None:
+        """Name of the table whose rows are the outputs, in order; None if outputs are computed.
+
+        Outputs are then views of θ, and their change one of the direction.
+        """
+        return self.steps[0].viewed_table(self.features) if len(self.steps) == 1 else None
+
     @torch.no_grad()
     def jvp(self, tangent: Named, out: Tensor | None = None) -> Tensor:
-        """The change of all outputs along a direction of this tower's parameters: rows × k, in ``out`` if given."""
+        """The change of all outputs along a direction of this tower's parameters: rows × k, in ``out`` if given.
+
+        With a :attr:`viewed_table` that is trained it is a view of ``tangent``.
+        """
+        table = self.viewed_table
+        if table is not None and table in tangent:
+            self.work.add(self.side, "jvps", self._share)
+            return self._own_rows(tangent[table])
         out = torch.empty_like(self.outputs) if out is None else out
         for start, stop, saved in self.saved_blocks():
             self.jvp_block(saved, tangent, out[start:stop])
@@ -157,6 +174,8 @@ class Linearization:
     @property
     def fusable_table(self) -> str | None:
         """Name of the table whose gradient the kernels can write fused with ``initial`` (no separate add), or None."""
+        if self.viewed_table is not None:
+            return self.viewed_table
         if len(self.steps) > 1 and self.steps[1].fuses_initial(self.values):
             return self.steps[0].fusable_table(self.features)
         return None
@@ -168,9 +187,15 @@ class Linearization:
         """Add Σ_i (∂y_i/∂θ)ᵀ cotangent_i to ``out``, tensor by tensor.
 
         With ``initial`` the tensor :attr:`fusable_table` of ``out`` is written, not added to: its part and
-        initial[0] · initial[1]. Without ``flush`` the sums for biases stay deferred: the caller calls ``start_vjp``
-        first and ``flush_bias_sums`` last, once for many ranges of rows.
+        initial[0] · initial[1]; for a :attr:`viewed_table` the cotangent may be that tensor's rows themselves. Without
+        ``flush`` the sums for biases stay deferred: the caller calls ``start_vjp`` first and ``flush_bias_sums`` last,
+        once for many ranges of rows.
         """
+        if initial is not None and self.viewed_table is not None:
+            rows, scale = self._own_rows(out[self.viewed_table]), initial[1]
+            torch.add(cotangent, self._own_rows(initial[0]), alpha=scale, out=rows)
+            self.work.add(self.side, "vjps", self._share)
+            return
         if flush:
             self.start_vjp()
         for start, stop, saved in self.saved_blocks():
@@ -202,6 +227,10 @@ class Linearization:
                 steps[0].vjp_bias(lines, values, out)
                 return
             g = steps[index].vjp(saved[index], g, values, out, index > 0)
+
+    def _own_rows(self, table: Tensor) -> Tensor:
+        """This tower's range of a table's rows."""
+        return table[self._first : self._first + self.rows]
 
     def precompute(self) -> None:
         """Compute now what the first jvp or vjp would compute from the saved activations."""

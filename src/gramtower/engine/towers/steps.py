@@ -224,6 +224,10 @@ class Op:
         """As a first step: its table, if ``table_rows`` of all blocks are all rows of it, each once and in order."""
         return None
 
+    def viewed_table(self, features: Features) -> str | None:
+        """As the only step: its table, if the table's rows are the outputs, each once and in order."""
+        return None
+
     def table_rows(self, saved: Any, tensors: Named) -> Tensor:
         """The rows of ``fusable_table`` that a block looks up."""
         raise NotImplementedError

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from gramtower import _checks as check
 from gramtower.data.features import Features, SparseBlock
 from gramtower.distributed.shards import Shards
-from gramtower.engine.kernels import Kernels, select
+from gramtower.engine.kernels import Kernels, layout, select
 from gramtower.engine.towers.analytic import InputAffine
 from gramtower.engine.towers.id_tables import join
 from gramtower.engine.towers.linearization import Linearization, Work
@@ -43,6 +44,12 @@ class _Prepared:
     values: Values
     columns: int
     row_bytes: int  # of its activations
+    trained: frozenset[str]
+
+    @property
+    def viewed(self) -> bool:
+        """Whether outputs are the rows of a trained table."""
+        return len(self.steps) == 1 and self.steps[0].viewed_table(self.features) in self.trained
 
     @property
     def least_block(self) -> int:
@@ -62,6 +69,9 @@ class Sizes:
     Attributes:
         factor_bytes: of the preconditioner's factors with what is needed to invert them.
         autodiff: whether a module is differentiated by autodiff, which allocates gradients.
+        kept_bytes: of row_bytes, what is kept as long as a point.
+        viewed: whether each side's outputs are views of θ, which take nothing.
+        feature_bytes: of features on a GPU, and of what passes over sparse ones take in blocks of so many rows.
     """
 
     columns: int
@@ -69,6 +79,9 @@ class Sizes:
     least_block: tuple[int, int]
     factor_bytes: int
     autodiff: bool
+    kept_bytes: tuple[int, int]
+    viewed: tuple[bool, bool]
+    feature_bytes: Callable[[int], int]
 
 
 class TwoSided(Protocol):
@@ -263,10 +276,18 @@ class Towers:
     def sizes(self, parameters: Parameters, left: Features, right: Features, kernels: Kernels) -> Sizes:
         """Columns of the towers and bytes that an entity's activations take on each side."""
         f, g = self._prepare(parameters, left, right, kernels, self._scratch)
-        peaks = [round(side.row_bytes * max(op.workspace_factor for op in side.steps)) for side in (f, g)]
+        viewed = f.viewed, g.viewed
+        kept = [0 if side.viewed else side.row_bytes for side in (f, g)]
+        peaks = [round(kept[i] * max(op.workspace_factor for op in side.steps)) for i, side in enumerate((f, g))]
         autodiff = not all(op.analytic for side in (f, g) for op in side.steps)
         factors = sum(_factor_bytes(side.steps, side.features.kind, side.values) for side in (f, g))
-        return Sizes(f.columns, (peaks[0], peaks[1]), (f.least_block, g.least_block), factors, autodiff)
+        least = f.least_block, g.least_block
+        by_side = [_feature_bytes(side) for side in (f, g)]
+
+        def given(rows: int) -> int:
+            return sum(size(rows) for size in by_side)
+
+        return Sizes(f.columns, (peaks[0], peaks[1]), least, factors, autodiff, (kept[0], kept[1]), viewed, given)
 
     def _prepare(
         self, parameters: Parameters, left: Features, right: Features, kernels: Kernels, scratch: dict[str, Scratch]
@@ -287,7 +308,8 @@ class Towers:
         refuse_unfit(side, module)
         codes = features.kind == "dense" and not features.arrays[0].is_floating_point()
         ops = self._steps(side, features.kind, 0 if features.kind == "ids" else features.width, codes)
-        return _Prepared(side, features, ops, values, *self._probe(side, module, ops, features, values))
+        columns, row_bytes = self._probe(side, module, ops, features, values)
+        return _Prepared(side, features, ops, values, columns, row_bytes, frozenset(self._names[side]))
 
     def _steps(self, side: str, kind: str, width: int, codes: bool) -> list[Op]:
         """The steps of one side's module, made again when a part of it or its mode was exchanged."""
@@ -386,6 +408,25 @@ def _check_shape(side: str, y: Tensor, rows: int, width: int | None) -> None:
     if y.dim() != 2 or y.shape[0] != rows or (width is not None and y.shape[1] != width):
         columns = "k" if width is None else width
         check.fail(f"{side} tower", f"an output of shape {tuple(y.shape)} for {rows} rows", f"({rows}, {columns})")
+
+
+def _feature_bytes(side: _Prepared) -> Callable[[int], int]:
+    """Features as a GPU reads them: dense rows; of sparse ones columns and values, their orders, and lines of sums."""
+    features, item = side.features, side.values.dtype.itemsize
+    if features.kind != "sparse":
+        return lambda rows: 0 if features.kind == "ids" else item * features.entries
+    offsets, columns, _ = features.arrays
+    counts = torch.bincount(columns, minlength=features.width)
+    width = side.steps[0].layer_width(side.values.tensors) or side.columns
+    bounds = offsets.cpu().numpy()
+
+    def size(rows: int) -> int:
+        most = int(np.diff(np.append(bounds[:-1:rows], bounds[-1])).max(initial=0))
+        pieces, lines = layout.block_order(counts, features.rows, rows, most)
+        pieces = min(pieces, 2 * features.entries + features.rows)
+        return (16 + item) * features.entries + 16 * features.rows + layout.PIECE_BYTES * pieces + lines * width * item
+
+    return size
 
 
 def _factor_bytes(ops: list[Op], kind: str, values: Values) -> int:

@@ -1,0 +1,276 @@
+"""How far one machine goes: set-up, a Gauss-Newton product, iterations of newton-kron, and memory against its plan.
+
+    python benchmarks/bench_scale.py --size 10Mx1M [--memory-budget 40GB]       one GPU
+    python benchmarks/bench_scale.py --size 2Mx200k --device cpu --dim 64       two cores and 24 GB
+    python benchmarks/bench_scale.py --size 2Mx200k --columns                   ways to pass over columns, on a GPU
+
+Linear towers over ids. Pairs are random with skewed counts, made on the device. Printed are the seconds of every step
+of the set-up (problem: the pairs' checks on the host; towers: first weights, and their copy to the device; orders: by
+rows and by columns; the first value and gradient), then medians of a value, a gradient, a G·d and a preconditioner,
+then the iterations of a training run by secant steps and by conjugate gradient. After each, the peak of the memory
+since the one before: of a GPU what torch allocated, of a CPU the growth of the resident set over what pairs and towers
+take, which is what a budget bounds there. The last lines hold the peaks of training against the plan.
+
+Bounds (one H200, 10Mx1M): set-up without the problem's checks <= 10 s, G·d <= 0.15 s, training <= 60 GB; with
+--memory-budget 40GB at most twice the time. 2Mx200k: G·d <= 36 ms. Writes
+benchmarks/results/scale-<size>-<device>.json.
+
+--columns times one pass over columns (right_sum) in each of the orders of engine/kernels/layout.py, with the lines of
+their partial results, and the pass over rows beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import random_pairs, write_result
+
+import gramtower as gt
+from gramtower.data.pairs import Pairs
+from gramtower.engine.kernels import layout, select
+
+SIZES = {
+    "tiny": (20_000, 2_000, 300_000),
+    "200kx20k": (200_000, 20_000, 10_000_000),
+    "2Mx200k": (2_000_000, 200_000, 100_000_000),
+    "10Mx1M": (10_000_000, 1_000_000, 300_000_000),
+}
+
+
+class Meter:
+    """Seconds and peaks of memory, step by step.
+
+    Attributes:
+        steps: by name, in order.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.steps = device, dict[str, dict[str, float]]()
+        self.base = 0  # of the resident set of a CPU, before anything that a budget counts
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Time a step and watch the memory during it."""
+        self._reset()
+        start = time.perf_counter()
+        yield
+        self._wait()
+        seconds, peak = time.perf_counter() - start, self._peak()
+        self.steps[name] = {"seconds": seconds, "peak_bytes": peak}
+        print(f"  {name:34s} {seconds:9.3f} s   peak {peak / 1e9:7.2f} GB", flush=True)
+
+    def medians(self, name: str, function: Callable[[], Any], repeats: int) -> None:
+        """The median of some calls after a first one, and the peak over all of them."""
+        self._reset()
+        times = []
+        for _ in range(repeats + 1):
+            start = time.perf_counter()
+            function()
+            self._wait()
+            times.append(time.perf_counter() - start)
+        seconds, peak = statistics.median(times[1:]), self._peak()
+        self.steps[name] = {"seconds": seconds, "first_seconds": times[0], "peak_bytes": peak}
+        print(f"  {name:34s} {1e3 * seconds:9.2f} ms  peak {peak / 1e9:7.2f} GB", flush=True)
+
+    def rebase(self) -> None:
+        """What is resident now does not count."""
+        gc.collect()
+        self.base = _status("VmRSS") if self.device.type == "cpu" else 0
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _reset(self) -> None:
+        gc.collect()
+        self._wait()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def _peak(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return max(0, _status("VmHWM") - self.base)
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    m, n, count = SIZES[arguments.size]
+    device = torch.device(arguments.device)
+    meter = Meter(device)
+    print(f"{arguments.size}: {m:,} x {n:,}, {count:,} pairs, dimension {arguments.dim}, on {device}", flush=True)
+    with meter.step("kernels, compiled"):
+        small = gt.Problem(random_pairs(3000, 2000, 60_000, device), precision=arguments.precision)
+        small.graphs = False
+        gt.minimize(small, gt.mlp_towers(small, (), arguments.dim).to(device), max_iterations=2)
+        del small
+    with meter.step("pairs"):
+        pairs = random_pairs(m, n, count, device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    options = {"precision": arguments.precision, "pair_precision": arguments.pair_precision}
+    with meter.step("problem"):
+        problem = gt.Problem(pairs, omega=2.0**-8, l2=1.0, memory_budget=arguments.memory_budget, **options)
+    del pairs
+    with meter.step("towers, drawn"):
+        towers = gt.mlp_towers(problem, (), arguments.dim)
+    with meter.step("towers, to the device"):
+        towers = towers.to(device)
+    meter.rebase()
+    with meter.step("plan"):
+        plan = problem.plan(towers)
+    print(f"  {plan!r}", flush=True)
+    if plan.streamed is None:
+        with meter.step("pairs, to the device"):
+            resident = problem.resident_pairs(towers)
+        for name, order in _orders(device).items():
+            with meter.step(name):
+                order(resident.pairs)
+        del resident
+    with meter.step("first value"):
+        _ = problem.at(towers).value
+    with meter.step("first gradient"):
+        problem.at(towers).gradient()
+    parts(problem, towers, meter, arguments.repeats)
+    counted = ("towers, drawn", "towers, to the device", "plan", "pairs, to the device", "order by rows",
+               "order by columns", "first value", "first gradient")  # fmt: skip
+    setup = sum(meter.steps[name]["seconds"] for name in counted if name in meter.steps)
+    print(f"  set-up {setup:.2f} s, and {meter.steps['problem']['seconds']:.2f} s for the problem's checks", flush=True)
+    result = {
+        "size": [m, n, count], "dim": arguments.dim, "device": str(device), "memory_budget": arguments.memory_budget,
+        "plan": repr(plan), "planned_bytes": plan.bytes, "setup_seconds": setup, **options,
+    }  # fmt: skip
+    result["training"] = [train(problem, towers, meter, arguments.iterations, secant) for secant in (True, False)]
+    if device.type == "cpu":
+        result["most_resident_bytes"] = max(step["peak_bytes"] for step in meter.steps.values()) + meter.base
+    return result | {"steps": meter.steps}
+
+
+def _orders(device: torch.device) -> dict[str, Callable[[Any], Any]]:
+    if device.type == "cuda":
+        return {"order by rows": layout.left_order, "order by columns": layout.right_order}
+    return {
+        "order by rows": lambda pairs: pairs.segments,
+        "order by columns": lambda pairs: pairs.by_column.segments,
+    }
+
+
+def parts(problem: gt.Problem, towers: gt.Towers, meter: Meter, repeats: int) -> None:
+    """Medians of what an iteration is made of."""
+    meter.medians("value", lambda: problem.at(towers).value, repeats)
+    point = problem.at(towers)
+    g = point.gradient()
+    meter.medians("gradient", point.gradient, repeats)
+    G, out = point.gauss_newton(), g.empty()
+    meter.medians("G·d", lambda: G.product(g, out), repeats)
+    meter.medians("preconditioner", point.preconditioner, repeats)
+    M = point.preconditioner()
+    meter.medians("preconditioner applied", lambda: M.product(g, out), repeats)
+
+
+def train(problem: gt.Problem, towers: gt.Towers, meter: Meter, iterations: int, secant: bool) -> dict[str, Any]:
+    """Some iterations of newton-kron from where the towers are; they move on."""
+    name = "secant steps" if secant else "conjugate gradient"
+    options = {} if secant else {"memory": 0}
+    with meter.step(f"training by {name}"):
+        ran = gt.minimize(problem, towers, max_iterations=iterations, **options)
+    seconds = [b.seconds - a.seconds for a, b in pairwise(ran.history)]
+    steps = [record.cg_steps for record in ran.history[1:]]
+    peak, plan = meter.steps[f"training by {name}"]["peak_bytes"], problem.plan(towers)
+    del ran.parameters
+    print(f"    iterations {[round(s, 3) for s in seconds]} s, {steps} conjugate gradient steps")
+    print(
+        f"    peak {peak / 1e9:.2f} GB, planned {plan.bytes / 1e9:.2f} GB ({peak / plan.bytes:.2f}), budget "
+        f"{plan.budget / 1e9:.2f} GB ({peak / plan.budget:.2f})",
+        flush=True,
+    )
+    return {
+        "by": name, "seconds": seconds, "cg_steps": steps, "values": [record.value for record in ran.history],
+        "peak_bytes": peak, "planned_bytes": plan.bytes, "budget_bytes": plan.budget,
+    }  # fmt: skip
+
+
+ORDERS: dict[str, dict[str, int]] = {
+    "as chosen": {},
+    "one launch a block": {"DENSE": 0, "LINES": 0},
+    "one launch a block of 16,384 rows": {"DENSE": 0, "LINES": 0, "ROW_BLOCK": 1 << 14},
+    "one launch a block of 65,536 rows": {"DENSE": 0, "LINES": 0, "ROW_BLOCK": 1 << 16},
+    "no blocks": {"DENSE": 1 << 40},
+    "no blocks, pieces of 512": {"DENSE": 1 << 40, "PLENTY": 1 << 40},
+    "one launch, lines": {"DENSE": 0, "LINES": 1 << 40},
+}
+
+
+def columns(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of a pass over columns in each order."""
+    m, n, count = SIZES[arguments.size]
+    device, kernels = torch.device("cuda"), select(torch.device("cuda"))
+    pattern = random_pairs(m, n, count, device)
+    offsets, found = (torch.from_numpy(array).to(device) for array in (pattern.indptr, pattern.indices))
+    offsets, found = offsets.long(), found.int()
+    del pattern
+    P, Q = (torch.randn(rows, arguments.dim, device=device) for rows in (m, n))
+    x, V, U = torch.randn(count, device=device), torch.zeros_like(Q), torch.zeros_like(P)
+    result: dict[str, Any] = {}
+    for name, settings in ORDERS.items():
+        usual = {key: getattr(layout, key) for key in settings}
+        for key, value in settings.items():
+            setattr(layout, key, value)
+        pairs = Pairs((m, n), offsets, found)
+        sizes = layout.column_order(torch.bincount(found, minlength=n), m)
+        if sizes.lines * arguments.dim * 4 < 16e9:
+            meter = Meter(device)
+            with meter.step(f"{name}: order"):
+                order = layout.right_order(pairs)
+            meter.medians(name, lambda pairs=pairs: kernels.right_sum(pairs, x, P, V), arguments.repeats)
+            result[name] = meter.steps | {"pieces": len(order), "lines": order.partial_lines}
+            print(f"    {len(order):,} pieces, {order.partial_lines:,} lines, {len(order.launches) - 1} launches")
+            del order
+        for key, value in usual.items():
+            setattr(layout, key, value)
+    meter = Meter(device)
+    pairs = Pairs((m, n), offsets, found)
+    meter.medians("left_sum", lambda: kernels.left_sum(pairs, x, Q, U), arguments.repeats)
+    c, H, W = torch.rand(count, device=device), torch.randn_like(Q), torch.randn_like(P)
+    meter.medians("curvature_left", lambda: kernels.curvature_left(pairs, c, P, W, Q, H, U), arguments.repeats)
+    return {"size": [m, n, count], "dim": arguments.dim, "orders": result, "rows": meter.steps}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="tiny", choices=list(SIZES))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--precision", default="tf32")
+    parser.add_argument("--pair-precision", default="float32")
+    parser.add_argument("--memory-budget")
+    parser.add_argument("--iterations", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--columns", action="store_true", help="time the ways to pass over columns alone")
+    parser.add_argument("--result", help="name of the result file")
+    arguments = parser.parse_args()
+    if arguments.columns:
+        print(write_result(arguments.result or f"scale-{arguments.size}-columns", columns(arguments)))
+        return
+    budget = "" if arguments.memory_budget is None else f"-{arguments.memory_budget}"
+    name = arguments.result or f"scale-{arguments.size}-{torch.device(arguments.device).type}{budget}"
+    print(write_result(name, measure(arguments)))
+
+
+if __name__ == "__main__":
+    main()
