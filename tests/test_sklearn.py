@@ -262,7 +262,7 @@ def test_the_repr_is_scikit_learns(changed):
     assert repr(gt.TwoTower(**changed)) == repr(TwoTower(**changed))
 
 
-def test_the_repr_of_a_fitted_model_is_its_settings_and_its_text_says_what_it_knows():
+def test_the_repr_of_a_fitted_model_is_its_settings_and_what_it_knows():
     fitted = small().fit(grouped())
-    assert repr(fitted) == repr(small())
-    assert str(fitted).startswith(repr(small()) + ": 30 left entities by id")
+    assert repr(fitted).startswith(repr(small()) + ": 30 left entities by id")
+    assert str(fitted) == repr(fitted)

@@ -75,7 +75,7 @@ def test_the_estimator_takes_them_and_its_file_keeps_them(tmp_path):
     assert not np.allclose(named.embed(), plain.embed(), atol=1e-3)
     named.save(tmp_path / "named")
     given.save(tmp_path / "given")
-    assert repr(given).startswith("TwoTower(dim=3, hidden=(4,), left_weights=array([")
+    assert "left_weights=array([" in repr(given)
     assert gt.load(tmp_path / "named").left_weights == "degree^0.5"
     for side, array in arrays.items():
         assert np.array_equal(getattr(gt.load(tmp_path / "given"), side), array)

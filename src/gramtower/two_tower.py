@@ -382,14 +382,15 @@ class TwoTower(ModelSettings):
     message_ = _Learned(lambda fitted: fitted.message)
     best_metric_ = _Learned(lambda fitted: fitted.best_metric)
 
-    def __str__(self) -> str:
-        """The settings and, once fitted, sizes and what each tower sees."""
-        return f"{self!r}: {self.fitted_}" if hasattr(self, "fitted_") else repr(self)
+    def __repr__(self) -> str:
+        """The settings as scikit-learn prints them and, once fitted, sizes and what each tower sees, how scaled."""
+        settings = super().__repr__()
+        return f"{settings}: {self.fitted_}" if hasattr(self, "fitted_") else settings
 
     def _repr_html_(self) -> str:
         """A card for notebooks: the settings and, once fitted, what was learned."""
         learned = self.fitted_.html_facts() if hasattr(self, "fitted_") else html.note("not fitted yet")
-        return html.card(type(self).__name__, html.note(repr(self)), learned)
+        return html.card(type(self).__name__, html.note(super().__repr__()), learned)
 
     def __sklearn_is_fitted__(self) -> bool:
         """For scikit-learn's ``check_is_fitted``."""
