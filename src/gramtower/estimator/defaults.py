@@ -11,7 +11,9 @@
     normalised      no                   see default_normalize         no
 
 So unobserved pairs weigh four times (twice) as much in all as observed ones. What an entity's own vector could learn by
-heart is held back by the penalty μ on embeddings: 0.0065 · clamp(d / 0.011, 1, 2) · max(1, √(k/1024)), d = |O| / mn.
+heart is held back by the penalty μ on embeddings: 0.0065 · max(1, √(k/1024)), times clamp(d / 0.011, 1, 2), where d is
+|O| / mn, or clamp((m/n)^0.4, 1, 3) if that is more: where many left entities choose among few right ones, each says
+little.
 What networks could is held back by λ, in proportion to the pairs of an entity of the smaller side. With ids alone k is
 the nearest power of two, at least 64, at most 256 on a CPU and 2048 on a GPU; it is halved while training would take
 more than half of the memory that is there: ten vectors of (m + n) k numbers.
@@ -39,6 +41,7 @@ _FEW_PAIRS = 32  # of an entity of the smaller side
 _WIDTHS, _ROWS_PER_UNIT = {"cpu": (64, 1024, 24), "cuda": (64, 2048, 30)}, 4  # widths; bits of a first layer's size
 Layers = tuple[tuple[int, ...], tuple[int, ...]]  # widths of hidden layers, left and right
 _PENALTY, _DENSE, _MOST, _LARGE = 0.0065, 0.011, 2.0, 1024
+_RATIO_POWER, _MOST_BY_RATIO = 0.4, 3.0
 _LEAST_DIM, _MOST_DIM = 64, {"cpu": 256, "cuda": 2048}
 _VECTORS, _ALL_RIGHT = 10, 5  # vectors of the size of P and Q in training (on a CPU 8.5 were measured), and of Q alone
 
@@ -120,11 +123,13 @@ def default_l2(shape: tuple[int, int], observed: int, seen: str, described: tupl
 
 
 def default_embedding_l2(shape: tuple[int, int], observed: int, dim: int, seen: str) -> float:
-    """μ: almost none for features alone; otherwise from the share of pairs that were observed, and from k."""
+    """μ: almost none for features alone; otherwise from the share of pairs that were observed, from m/n and from k."""
     if seen == FEATURES:
         return _FEATURE_PENALTY
     density = observed / max(1, shape[0] * shape[1])
-    return _PENALTY * min(_MOST, max(1.0, density / _DENSE)) * max(1.0, math.sqrt(dim / _LARGE))
+    ratio = (shape[0] / max(1, shape[1])) ** _RATIO_POWER
+    factor = max(1.0, min(_MOST, density / _DENSE), min(_MOST_BY_RATIO, ratio))
+    return _PENALTY * factor * max(1.0, math.sqrt(dim / _LARGE))
 
 
 def default_right_weights(seen: str) -> str:
