@@ -127,7 +127,7 @@ def default_embedding_l2(shape: tuple[int, int], observed: int, dim: int, seen: 
     if seen == FEATURES:
         return _FEATURE_PENALTY
     density = observed / max(1, shape[0] * shape[1])
-    ratio = (shape[0] / max(1, shape[1])) ** _RATIO_POWER
+    ratio = math.pow(shape[0] / max(1, shape[1]), _RATIO_POWER)
     factor = max(1.0, min(_MOST, density / _DENSE), min(_MOST_BY_RATIO, ratio))
     return _PENALTY * factor * max(1.0, math.sqrt(dim / _LARGE))
 
