@@ -11,7 +11,8 @@ from gramtower.data.splits import held_out_users
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import SINGLE
 from gramtower.distributed.shards import Rows
-from gramtower.estimator.inputs import Inputs, training_inputs, training_parts
+from gramtower.estimator.inputs import Inputs
+from gramtower.estimator.training_inputs import training_inputs, training_parts
 
 pytest.importorskip("polars", reason="feature tables need polars")
 

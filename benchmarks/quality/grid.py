@@ -39,7 +39,7 @@ from data import FILES, inner_split, load, omega_of_share
 import gramtower as gt
 from gramtower.distributed.group import SINGLE
 from gramtower.distributed.shards import Rows
-from gramtower.estimator.inputs import training_inputs, training_parts
+from gramtower.estimator.training_inputs import training_inputs, training_parts
 from gramtower.metrics import evaluate_embeddings
 from gramtower.tuning.space import rescaled_penalty
 from gramtower.tuning.trial import chosen_features

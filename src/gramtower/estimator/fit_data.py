@@ -30,8 +30,9 @@ from gramtower.distributed.group import SINGLE, Group, current_group
 from gramtower.distributed.shards import Rows, Shards, entity_costs, row_work, spread, unsharded
 from gramtower.estimator import defaults
 from gramtower.estimator.columns import Columns
-from gramtower.estimator.inputs import Ids, Inputs, feature_width, training_inputs, training_parts
+from gramtower.estimator.inputs import Ids, Inputs
 from gramtower.estimator.settings import ModelSettings
+from gramtower.estimator.training_inputs import feature_width, training_inputs, training_parts
 from gramtower.metrics.definitions import to_maximise
 
 Numbered = tuple[int | None, int | None]  # see Interactions.numbered

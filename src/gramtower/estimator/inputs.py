@@ -14,7 +14,6 @@ Cost: O(entries). Checked by tests/test_inputs.py.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,12 +29,10 @@ from gramtower._schema import build
 from gramtower.data.lookup import index_of, join
 from gramtower.data.matrices import checked
 from gramtower.data.tables import FeatureTable
-from gramtower.distributed.group import Group
-from gramtower.distributed.shards import Rows
-from gramtower.estimator.scaling import Scaling, dense_scaling, sparse_scaling
+from gramtower.estimator.scaling import Scaling
 
 Ids = tuple[NDArray[Any] | None, NDArray[Any] | None]  # of a side, and of the other one
-_NAMES = ("id", "history")
+NAMES = ("id", "history")
 _GIVEN = ("table", "sparse", "dense")  # parts that the caller describes new entities by
 
 
@@ -166,7 +163,7 @@ class Inputs:
                 made.append(history_features(sp.csr_matrix(history[:, : part.width])))
             else:
                 made.append(sp.csr_matrix((rows, part.width), dtype=np.float32))
-        return _beside(made)
+        return beside(made)
 
     def columns_in(self, old: Inputs, ids: Ids, old_ids: Ids) -> list[tuple[slice, slice, NDArray[np.int64]]]:
         """For each part its columns here and in ``old``, and for each column its place in the old part, or −1.
@@ -179,8 +176,8 @@ class Inputs:
         found, start, old_start = [], 0, 0
         for part, before in zip(self.parts, old.parts, strict=True):
             keys: tuple[Any, Any] = (None, None)
-            if part.kind in _NAMES:
-                place = _NAMES.index(part.kind)
+            if part.kind in NAMES:
+                place = NAMES.index(part.kind)
                 keys = (old_ids[place], ids[place])
             elif part.table is not None and before.table is not None:
                 keys = (np.array(before.table.feature_names), np.array(part.table.feature_names))
@@ -217,7 +214,7 @@ class Inputs:
         parts = []
         for one in plain:
             form = build("inputs", _Form, one)
-            kind = check.choice("inputs.kind", form.kind, (*_NAMES, *_GIVEN))
+            kind = check.choice("inputs.kind", form.kind, (*NAMES, *_GIVEN))
             if (kind == "table") != (form.table is not None):
                 check.fail("inputs", f"{kind} with {type(form.table).__name__}", "a table for the kind table alone")
             table = None if form.table is None else FeatureTable.encoder_from_json(json.dumps(form.table))
@@ -227,7 +224,7 @@ class Inputs:
             if not 0 < form.factor < np.inf or (form.factor != 1 and kind != "id"):
                 check.fail("inputs.factor", form.factor, "a positive number for ids, 1 for others")
             parts.append(Part(kind, form.width, table, scaling, form.factor))
-        kinds = [part.kind for part in parts if part.kind in _NAMES]
+        kinds = [part.kind for part in parts if part.kind in NAMES]
         if not parts or len(set(kinds)) < len(kinds):
             check.fail("inputs", " + ".join(kinds) or "nothing", "parts, id and history once each")
         return cls(tuple(parts))
@@ -279,97 +276,7 @@ def history_features(matrix: sp.csr_matrix) -> sp.csr_matrix:
     return sp.csr_matrix((values, matrix.indices, matrix.indptr), shape=matrix.shape)
 
 
-def feature_width(given: Any, rows: int, right: int) -> int:
-    """Number of features that the tower of a side of ``rows`` entities sees; 0 for ids alone.
-
-    What is no feature at all counts as none here, and is refused by :func:`training_parts`.
-    """
-    total, described = 0, False
-    for part in given if isinstance(given, (list, tuple)) else [given]:
-        if part is None or isinstance(part, str):
-            history = part == "history"
-            described = described or history
-            total += right if history else rows
-        else:
-            described = True
-            shape: Any = getattr(part, "shape", ())
-            total += part.width if isinstance(part, FeatureTable) else int(shape[1]) if len(shape) == 2 else 1
-    return total if described else 0
-
-
-def training_parts(
-    side: str, given: Any, ids: NDArray[Any] | None, matrix: sp.csr_matrix, place: Rows | None = None
-) -> list[tuple[Part, Any]]:
-    """The parts of one side's inputs, each with its features of the training data as they came.
-
-    Args:
-        side: "left" or "right".
-        given: what the caller said: None for ids, one part, or a sequence of parts.
-        ids: ids of the side's entities, None for row numbers.
-        matrix: the training pairs, one row for each entity of the side.
-        place: over several processes, which of all entities of the side are this process's; ids, rows of features and,
-            on the left, of the matrix are theirs.
-    """
-    place = place or Rows((0, matrix.shape[0]))
-    wanted = list(given) if isinstance(given, (list, tuple)) else ["id" if given is None else given]
-    if not wanted:
-        check.fail(f"{side}_features", repr(given), "at least one part; None for ids alone")
-    read = [_training_part(side, one, ids, matrix, place) for one in wanted]
-    named = [part.kind for part, _ in read if part.kind in _NAMES]
-    if len(set(named)) < len(named):
-        check.fail(f"{side}_features", " + ".join(named), "id and history once each")
-    if len(read) == 1 and read[0][0].factor != 1:
-        check.fail(f"{side}_features", repr(wanted[0]), "other parts beside it, or 'id'")
-    return read
-
-
-def training_inputs(
-    side: str, parts: list[tuple[Part, Any]], place: Rows, group: Group, scale: bool
-) -> tuple[Inputs, Any]:
-    """The inputs of one side, and its features as :class:`~gramtower.Problem` takes them, scaled if asked to be.
-
-    All processes must call it together.
-    """
-    name, made = f"{side}_features", []
-    for part, rows in parts:
-        if scale and part.kind == "dense":
-            part = replace(part, scaling=dense_scaling(name, group, rows, place.total))
-        elif scale and part.kind in ("sparse", "table"):
-            apart = None if part.table is None else part.table.columns_apart
-            part = replace(part, scaling=sparse_scaling(name, group, sp.csr_matrix(rows), place.total, apart))
-        made.append((part, rows if part.scaling is None else part.scaling(name, rows)))
-    several = len(made) > 1
-    features = [_own_columns(place, part.factor) if several and rows is None else rows for part, rows in made]
-    return Inputs(tuple(part for part, _ in made)), _beside(features)
-
-
-def _training_part(
-    side: str, one: Any, ids: NDArray[Any] | None, matrix: sp.csr_matrix, place: Rows
-) -> tuple[Part, Any]:
-    rows = place.count
-    if isinstance(one, str):
-        names = _NAMES if side == "left" else _NAMES[:1]
-        name, times, factor = one.partition("*")
-        if times and name == "id":
-            return Part("id", place.total, factor=_factor(f"{side}_features", one, factor)), None
-        if check.choice(f"{side}_features", one, names) == "id":
-            return Part("id", place.total), None
-        return Part("history", matrix.shape[1]), history_features(matrix)
-    if isinstance(one, FeatureTable):
-        encoded = one.encode(range(place.first, place.stop) if ids is None else ids)
-        return Part("table", encoded.shape[1], FeatureTable.encoder_from_json(one.to_json())), encoded
-    if not _is_matrix(one) or len(one.shape) != 2 or one.shape[0] != rows:
-        shape = f" of shape {tuple(one.shape)}" if hasattr(one, "shape") else ""
-        expected = f'scipy.sparse, numpy or torch with {rows} rows, a FeatureTable, "id", "history", or a list of these'
-        check.fail(f"{side}_features", type(one).__name__ + shape, expected)
-    if not one.shape[1]:
-        check.fail(f"{side}_features", f"a matrix of shape {tuple(one.shape)}", "at least one column")
-    one = checked(f"{side}_features", one) if sp.issparse(one) else one
-    check.finite(f"{side}_features", one.data if sp.issparse(one) else check.as_float_array(f"{side}_features", one))
-    return Part("sparse" if sp.issparse(one) else "dense", int(one.shape[1])), one
-
-
-def _is_matrix(value: Any) -> bool:
+def is_matrix(value: Any) -> bool:
     """Whether a value has rows of numbers: scipy.sparse, torch, numpy or what numpy makes an array of."""
     return hasattr(value, "shape") and (sp.issparse(value) or hasattr(value, "__array__"))
 
@@ -388,7 +295,7 @@ def _new_part(side: str, part: Part, rows: Any) -> Any:
 
 def new_matrix(name: str, part: Part, rows: Any) -> Any:
     """Rows of a matrix for new entities: checked, sparse or numpy."""
-    if not _is_matrix(rows) or len(rows.shape) != 2 or rows.shape[1] != part.width:
+    if not is_matrix(rows) or len(rows.shape) != 2 or rows.shape[1] != part.width:
         shape = f" of shape {tuple(rows.shape)}" if hasattr(rows, "shape") else ""
         check.fail(name, type(rows).__name__ + shape, f"{part.width} columns, as in training")
     return checked(name, rows) if sp.issparse(rows) else check.as_float_array(name, rows)
@@ -402,28 +309,12 @@ def _missing(side: str, part: Part, rows: int) -> sp.csr_matrix:
     return sp.vstack([row] * rows, format="csr")
 
 
-def _factor(name: str, given: str, text: str) -> float:
-    try:
-        factor = float(text)
-    except ValueError:
-        factor = math.nan
-    if not 0 < factor < math.inf:
-        check.fail(name, repr(given), "'id' or, with a positive number, such as 'id*0.1'")
-    return factor
-
-
-def _beside(features: Sequence[Any]) -> Any:
+def beside(features: Sequence[Any]) -> Any:
     """One part as it is; several as one sparse matrix."""
     if len(features) == 1:
         return features[0]
     parts = [one if sp.issparse(one) else _as_sparse(one) for one in features]
     return sp.csr_matrix(sp.hstack(parts, format="csr"), dtype=np.float32)
-
-
-def _own_columns(place: Rows, factor: float) -> sp.csr_matrix:
-    """A column for each entity of the side, with the factor in each own row."""
-    entries = np.full(place.count, factor, np.float32), np.arange(place.first, place.stop), np.arange(place.count + 1)
-    return sp.csr_matrix(entries, shape=(place.count, place.total))
 
 
 def _as_sparse(dense: Any) -> sp.csr_matrix:

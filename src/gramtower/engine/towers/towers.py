@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from gramtower import _checks as check
 from gramtower.data.features import Features, SparseBlock
 from gramtower.distributed.shards import Shards
-from gramtower.engine.kernels import Kernels, layout, select
-from gramtower.engine.towers.analytic import InputAffine
+from gramtower.engine.kernels import Kernels, select
 from gramtower.engine.towers.id_tables import join
 from gramtower.engine.towers.linearization import Linearization, Work
 from gramtower.engine.towers.parameters import Layout, Parameters, as_parameters
+from gramtower.engine.towers.sizes import Sizes, factor_bytes, feature_bytes
 from gramtower.engine.towers.sparse import FIRST_LAYER
 from gramtower.engine.towers.stack import is_stack, opaque, refuse_unfit, steps
 from gramtower.engine.towers.steps import Named, Op, Scratch, Values, materialise
@@ -60,28 +59,6 @@ class _Prepared:
             _check_shape(self.side, y, rows, self.columns)
 
         return Linearization(self.side, self.steps, self.features, self.values, plan, work, check_output)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Columns of both towers, bytes of an entity's activations and the least sensible block on each side.
-
-    Attributes:
-        factor_bytes: of the preconditioner's factors with what is needed to invert them.
-        autodiff: whether a module is differentiated by autodiff, which allocates gradients.
-        kept_bytes: of row_bytes, what is kept as long as a point.
-        viewed: whether each side's outputs are views of θ, which take nothing.
-        feature_bytes: of features on a GPU, and of what passes over sparse ones take in blocks of so many rows.
-    """
-
-    columns: int
-    row_bytes: tuple[int, int]
-    least_block: tuple[int, int]
-    factor_bytes: int
-    autodiff: bool
-    kept_bytes: tuple[int, int]
-    viewed: tuple[bool, bool]
-    feature_bytes: Callable[[int], int]
 
 
 class TwoSided(Protocol):
@@ -280,9 +257,9 @@ class Towers:
         kept = [0 if side.viewed else side.row_bytes for side in (f, g)]
         peaks = [round(kept[i] * max(op.workspace_factor for op in side.steps)) for i, side in enumerate((f, g))]
         autodiff = not all(op.analytic for side in (f, g) for op in side.steps)
-        factors = sum(_factor_bytes(side.steps, side.features.kind, side.values) for side in (f, g))
+        factors = sum(factor_bytes(side.steps, side.features.kind, side.values) for side in (f, g))
         least = f.least_block, g.least_block
-        by_side = [_feature_bytes(side) for side in (f, g)]
+        by_side = [feature_bytes(side.features, side.steps, side.values, side.columns) for side in (f, g)]
 
         def given(rows: int) -> int:
             return sum(size(rows) for size in by_side)
@@ -408,39 +385,6 @@ def _check_shape(side: str, y: Tensor, rows: int, width: int | None) -> None:
     if y.dim() != 2 or y.shape[0] != rows or (width is not None and y.shape[1] != width):
         columns = "k" if width is None else width
         check.fail(f"{side} tower", f"an output of shape {tuple(y.shape)} for {rows} rows", f"({rows}, {columns})")
-
-
-def _feature_bytes(side: _Prepared) -> Callable[[int], int]:
-    """Features as a GPU reads them: dense rows; of sparse ones columns and values, their orders, and lines of sums."""
-    features, item = side.features, side.values.dtype.itemsize
-    if features.kind != "sparse":
-        return lambda rows: 0 if features.kind == "ids" else item * features.entries
-    offsets, columns, _ = features.arrays
-    counts = torch.bincount(columns, minlength=features.width)
-    width = side.steps[0].layer_width(side.values.tensors) or side.columns
-    bounds = offsets.cpu().numpy()
-
-    def size(rows: int) -> int:
-        most = int(np.diff(np.append(bounds[:-1:rows], bounds[-1])).max(initial=0))
-        pieces, lines = layout.block_order(counts, features.rows, rows, most)
-        pieces = min(pieces, 2 * features.entries + features.rows)
-        return (16 + item) * features.entries + 16 * features.rows + layout.PIECE_BYTES * pieces + lines * width * item
-
-    return size
-
-
-def _factor_bytes(ops: list[Op], kind: str, values: Values) -> int:
-    """A and S of each layer in float64, damped, factorised and inverted."""
-    sides: list[int] = []
-    first = ops[0].parts
-    inputs = {id(op) for op in first if len(first) == 1 or isinstance(op, InputAffine)}
-    for part in (part for op in ops for part in op.parts):
-        shapes = [values.tensors[name].shape for name in part.parameters if name in values.tensors]
-        for shape in (shape for shape in shapes if len(shape) == 2):
-            table = kind != "dense" and id(part) in inputs
-            sides += [min(shape)] if table else list(shape)  # of a table A is a diagonal
-    sides += [op.live_columns for op in ops]
-    return 8 * 4 * sum(side * side for side in sides)
 
 
 def clone(towers: Towers) -> Towers:
