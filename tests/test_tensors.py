@@ -40,6 +40,15 @@ def test_what_was_written_comes_back(tmp_path):
     assert file.read("large", 5, 5).shape == (0, 4)
 
 
+def test_names_may_share_memory(tmp_path):
+    whole = torch.arange(6.0)
+    given = {"parameters": whole, "best": whole, "half": whole[:3], "table": whole.view(2, 3), "none": whole[:0]}
+    write(tmp_path / "a", "test", 1, {}, given)
+    file = TensorFile(tmp_path / "a", "test", 1)
+    for name, tensor in given.items():
+        assert torch.equal(file.read(name), tensor)
+
+
 def test_a_flipped_bit_anywhere_is_noticed(tmp_path):
     whole = written(tmp_path / "a").read_bytes()
     rng = random.Random(0)

@@ -42,7 +42,7 @@ def write(path: Path, kind: str, version: int, header: Mapping[str, Any], tensor
     from safetensors.torch import save_file
 
     text = np.frombuffer(json.dumps(header, ensure_ascii=False).encode(), dtype=np.uint8)
-    stored = {name: _alone(tensor) for name, tensor in tensors.items()} | {_HEADER: torch.from_numpy(text.copy())}
+    stored = _apart(tensors) | {_HEADER: torch.from_numpy(text.copy())}
     sums = {name: [checksum(chunk) for chunk in _chunks(tensor)] for name, tensor in stored.items()}
     content = {name: [_NAMES[tensor.dtype], list(tensor.shape), sums[name]] for name, tensor in stored.items()}
     facts = {"kind": kind, "version": str(version), "checksums": json.dumps(sums)}
@@ -153,10 +153,18 @@ def _chunks(tensor: Tensor) -> list[NDArray[np.uint8]]:
     return [data[start : start + CHUNK] for start in range(0, len(data), CHUNK)]
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU in memory that it shares with no other, as safetensors asks."""
-    plain = tensor.detach().cpu().contiguous()
-    return plain if plain.untyped_storage().nbytes() == plain.numel() * plain.element_size() else plain.clone()
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU, each in memory that it shares with no other, as safetensors asks."""
+    found: dict[str, Tensor] = {}
+    places: set[int] = set()
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        storage = plain.untyped_storage()
+        if storage.data_ptr() in places or storage.nbytes() != plain.numel() * plain.element_size():
+            plain = plain.clone()
+        places.add(plain.untyped_storage().data_ptr())
+        found[name] = plain
+    return found
 
 
 def _seal(kind: str, version: int, content: Mapping[str, Any]) -> str:
