@@ -70,7 +70,7 @@ def test_tables_are_drawn_as_one_process_would(rows):
 
 def test_large_tables_are_the_same_for_any_number_of_processes_and_threads(monkeypatch):
     monkeypatch.setattr(id_tables, "_MANY", 1000)
-    monkeypatch.setattr(id_tables, "_BLOCK", 64)
+    monkeypatch.setattr(id_tables, "_SHARE", 64 * 5)
     total, width, before = 1000, 5, torch.get_num_threads()
     features = gt.Problem(shared_fits.planted_pairs(40, 30, 100)).left
     drawn, later = [], []

@@ -18,7 +18,8 @@ from gramtower.engine.towers.stack import steps
 from gramtower.runtime.threads import parallel_for
 
 _BLOCK = 1 << 15  # rows drawn at a time; a multiple of 16, see draw_rows_
-_MANY = 1 << 26  # numbers of a table beyond which threads draw its blocks: a thread takes half a second
+_MANY = 1 << 23  # numbers of a table beyond which threads draw its blocks: a thread takes a tenth of a second
+_SHARE = 1 << 21  # numbers of such a block
 
 
 @torch.no_grad()
@@ -51,13 +52,13 @@ def draw_rows_(table: Tensor, features: Features, std: float, generator: torch.G
 
 def _draw_blocks_(table: Tensor, first: int, total: int, std: float, generator: torch.Generator) -> None:
     """Rows of a large table, block by block, each from a generator of its own whose seed the given one draws."""
-    stop = first + len(table)
-    seeds = torch.randint(2**62, (-(-total // _BLOCK),), generator=generator).tolist()
+    stop, height = first + len(table), max(16, _SHARE // table.shape[1] // 16 * 16)
+    seeds = torch.randint(2**62, (-(-total // height),), generator=generator).tolist()
 
     @torch.no_grad()
     def draw(number: int, end: int) -> None:
         for block in range(number, end):
-            start, rows = block * _BLOCK, min(_BLOCK, total - block * _BLOCK)
+            start, rows = block * height, min(height, total - block * height)
             own = torch.Generator().manual_seed(seeds[block])
             a, b = max(start, first), min(start + rows, stop)
             if b - a == rows:
@@ -67,7 +68,7 @@ def _draw_blocks_(table: Tensor, first: int, total: int, std: float, generator: 
                 table[a - first : b - first] = drawn[a - start : b - start]
 
     if first < stop:
-        parallel_for(draw, list(range(first // _BLOCK, -(-stop // _BLOCK) + 1)))
+        parallel_for(draw, list(range(first // height, -(-stop // height) + 1)))
 
 
 @torch.no_grad()
