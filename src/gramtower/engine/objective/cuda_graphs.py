@@ -138,11 +138,12 @@ class _Slot:
         self._stream = SideStream(torch.cuda.Stream(parameters.vector.device))  # type: ignore[no-untyped-call]
         self._theta, self._direction = parameters.clone(), parameters.clone()
         self._gradient, self._product = parameters.empty(), parameters.empty()
-        work = self._try_out(evaluate)
-        pool = torch.cuda.graph_pool_handle()
-        self._replay_value = _Recording(work, pool, lambda: self._evaluate(evaluate))
-        self._replay_gradient = _Recording(work, pool, lambda: self.evaluation.gradient(out=self._gradient))
-        self._replay_product = _Recording(work, pool, lambda: self._multiply(self.evaluation))
+        self._fresh = lambda: self._on_own_stream(evaluate(self._theta))
+        work = self._try_out(lambda at: at.gradient(out=self._gradient))
+        self._pool = torch.cuda.graph_pool_handle()
+        self._replay_value = _Recording(work, self._pool, self._evaluate)
+        self._replay_gradient = _Recording(work, self._pool, lambda: self.evaluation.gradient(out=self._gradient))
+        self._replay_product: _Recording | None = None  # not every method asks for one
 
     def load(self, parameters: Parameters) -> None:
         """Evaluate at other parameters."""
@@ -157,30 +158,34 @@ class _Slot:
     def product(self, d: Parameters, damping: float, out: Parameters) -> Parameters:
         """(G + damping·I) d at the θ that was loaded, written over ``out``."""
         self._direction.vector.copy_(d.vector)
+        if self._replay_product is None:
+            work = self._try_out(self._multiply)
+            self._replay_product = _Recording(work, self._pool, lambda: self._multiply(self.evaluation))
         self._replay_product()
         torch.add(self._product.vector, self._direction.vector, alpha=damping, out=out.vector)
         return out
 
-    def _try_out(self, evaluate: Evaluate) -> Work:
-        """Compile kernels and make what is made once, outside of the recording; not counted."""
+    def _on_own_stream(self, evaluation: Evaluation) -> Evaluation:
+        evaluation.stream = self._stream
+        return evaluation
+
+    def _try_out(self, action: Callable[[Evaluation], object]) -> Work:
+        """Compile kernels and make what is made once, outside of the recording and of its memory; not counted."""
         stream = _waiting_stream()
         with torch.cuda.stream(stream):
-            evaluation = evaluate(self._theta)
-            evaluation.stream = self._stream
+            evaluation = self._fresh()
             work = evaluation.work
             before = work.copy()
             before.left_forwards -= 1
             before.right_forwards -= 1
             _ = evaluation.sums
-            evaluation.gradient(out=self._gradient)
-            self._multiply(evaluation)
+            action(evaluation)
         torch.cuda.current_stream().wait_stream(stream)
         work.reset(before)
         return work
 
-    def _evaluate(self, evaluate: Evaluate) -> None:
-        self.evaluation = evaluate(self._theta)
-        self.evaluation.stream = self._stream
+    def _evaluate(self) -> None:
+        self.evaluation = self._fresh()
         _ = self.evaluation.sums
         for tower in (self.evaluation.left.tower, self.evaluation.right):
             tower.precompute()  # here, as a product or a preconditioner may come before a gradient
