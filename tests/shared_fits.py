@@ -154,6 +154,7 @@ def product_bytes(folder):
 HALVES = {
     "gd-diag": ("ids", {}),
     "newton-kron": ("ids", {}),
+    "newton-kron-linear": ("ids", {}),
     "sogram-diag": ("mixed", dict(ratio=0.1, steps=4)),
 }
 
@@ -163,10 +164,16 @@ def half(folder, iterations, path, cut="even"):
     values = {}
     for name, (features, options) in HALVES.items():
         problem = problem_of(group(), features, cut)
-        towers = towers_of(problem, features, torch.float64)
+        linear = name.endswith("-linear")  # for more iterations: its preconditioner is kept once the value hardly falls
+        if linear:
+            towers = gt.mlp_towers(problem, hidden=(), dim=4, dtype=torch.float64)
+        else:
+            towers = towers_of(problem, features, torch.float64)
+        most = int(iterations) * (5 if linear else 1)
         checkpoint = f"{path}/{name}.safetensors"
         common = dict(seed=3, checkpoint=checkpoint, checkpoint_every=2, validation=lambda point: -point.value)
-        result = gt.minimize(problem, towers, name, max_iterations=int(iterations), **common, **options)
+        method = name.removesuffix("-linear")
+        result = gt.minimize(problem, towers, method, max_iterations=most, **common, **options)
         values[name] = [record.value for record in result.history]
     return values
 

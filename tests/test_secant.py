@@ -181,6 +181,34 @@ def test_a_memory_budget_without_room_for_pairs_is_kept():
     assert 0 < kept[1] <= kept[2] == gt.NewtonKron().memory
 
 
+def test_the_preconditioner_is_kept_until_the_value_fell_by_two_percent_or_damping_grew(monkeypatch):
+    problem, towers = linear()
+    made = []
+    make = gt.Point.preconditioner
+
+    def counted(self, kind="kronecker", damping=0.0):
+        made.append((self.value, damping))
+        return make(self, kind, damping)
+
+    monkeypatch.setattr(gt.Point, "preconditioner", counted)
+    result = gt.minimize(problem, towers, max_iterations=40)
+    assert len(made) < len(result.history) / 2
+    for (before, less), (after, more) in itertools.pairwise(made):
+        assert after < 0.98 * before or more > less
+    start = made[0][0]
+    for record in result.history[:-1]:  # where each iteration began
+        start = next((value for value, _ in made if value == record.value), start)
+        assert record.value >= 0.98 * start
+
+
+def test_a_kept_preconditioner_keeps_no_parameters_alive():
+    problem, towers = linear()
+    point = problem.at(towers)
+    M = point.preconditioner("kronecker", 0.1)
+    assert M.shape == (towers.size, towers.size)
+    assert M.like.vector.untyped_storage().nbytes() < 100
+
+
 @pytest.mark.parametrize("stop", [1, 3, 5, 8])
 def test_a_resumed_run_equals_an_uninterrupted_one(stop, tmp_path):
     problem, towers = linear(dtype=torch.float32)

@@ -7,7 +7,8 @@ conjugate gradient step and knows the true curvature along the last steps:
 
     s = −H ∇L,   H the inverse of limited-memory BFGS (bfgs.py) over γM in the place of a multiple of the identity
 
-M ≈ (G + damping)⁻¹ is the Kronecker preconditioner, made anew at every point. γ is ½ without pairs, as both sides then
+M ≈ (G + damping)⁻¹ is the Kronecker preconditioner. It is made anew where L has fallen by 2% since it was made, or where
+the damping grew: in between it hardly changes, and what does change the pairs tell. γ is ½ without pairs, as both sides then
 answer for the same residuals, and 1 until a full step is refused: M of sparse features can be too long by far. From
 then on it is sᵀy / yᵀMy of the last step s and gradient change y. Where a step met less than a fifth of the curvature
 that H expected, y is moved toward H⁻¹s until it has a fifth (Powell, 1978); H⁻¹s = −δ∇L is known from the step before,
@@ -17,12 +18,17 @@ of the −½ sᵀ∇L promised.
 The first iterations move one side at a time, s = −M∇L on the left, then on the right, as alternating least squares
 does: from small random embeddings both sides together start next to a saddle, and each alone at a convex problem.
 
-Cost of an iteration: a value, a gradient, M built once and applied once or twice, four passes over θ for each pair
-kept. Not in the paper. Checked by tests/test_secant.py; timed by benchmarks/bench_solvers.py.
+Cost of an iteration: a value, a gradient, M built at most once and applied once or twice, four passes over θ for each
+pair kept. Not in the paper. Checked by tests/test_secant.py; timed by benchmarks/bench_solvers.py.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gramtower.engine.objective.kronecker import Kronecker
 from gramtower.engine.objective.operators import LinearOperator
 from gramtower.engine.objective.point import Point
 from gramtower.engine.towers.parameters import Parameters
@@ -32,6 +38,17 @@ from gramtower.optim.parts import Direction, DirectionResult, State, StepResult
 
 _FIRST = 0.5  # γ while there are no pairs: both sides answer for the same residuals
 _LEAST_BEND = 0.2  # of the curvature that was expected along a step
+_FALL = 0.02  # share of L by which it has fallen when M is made anew
+
+
+@dataclass
+class _Made:
+    """A preconditioner with its damping, the value of L where it was made, and what it is made of."""
+
+    damping: float
+    value: float
+    state: dict[str, Tensor]
+    M: Kronecker | None = None  # none yet in a run that was resumed
 
 
 class KroneckerSecant(Direction):
@@ -48,12 +65,13 @@ class KroneckerSecant(Direction):
         self.iterations, self.rescaled = 0, False
         self.pairs: list[Pair] = []  # oldest first
         self.last: tuple[Pair, float] | None = None  # step and gradient where it began, and δ
+        self.made: _Made | None = None  # M, and where it was made
         self._gradient: Parameters | None = None  # of the iteration under way
 
     def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
         """−H∇L, or −M∇L on one side."""
         assert point is not None
-        M = point.preconditioner("kronecker", self.damping.value)
+        M = self._preconditioner(point)
         if self.iterations < self.alternating:
             s = M.product(gradient)
             still = "right" if self.iterations % 2 == 0 else "left"
@@ -66,6 +84,19 @@ class KroneckerSecant(Direction):
         self._gradient = gradient
         slope = gradient.dot(s)
         return DirectionResult(s, 0, 0.5 * slope, self.damping.value, slope)
+
+    def _preconditioner(self, point: Point) -> Kronecker:
+        """M, as it was made or anew."""
+        made, damping = self.made, self.damping.value
+        if made is None or damping > made.damping or point.value < made.value - _FALL * abs(made.value):
+            self.made = None  # not two of them at a time
+            M = point.preconditioner("kronecker", damping)
+            self.made = _Made(damping, point.value, M.state(), M)
+            return M
+        if made.M is None:  # the same towers give it its form; the numbers are those that were stored
+            made.M = point.preconditioner("kronecker", made.damping).load(made.state)
+            made.state = made.M.state()
+        return made.M
 
     def _scaled(self, M: LinearOperator, q: Parameters) -> Parameters:
         """γ M q."""
@@ -116,14 +147,17 @@ class KroneckerSecant(Direction):
         return self.damping.retry()
 
     def state(self) -> State:
-        """Damping, pairs and the last step."""
+        """Damping, pairs, the last step and the preconditioner."""
         found: State = {"damping": self.damping.value, "iterations": self.iterations, "rescaled": self.rescaled}
-        found["size"] = 0.0
+        found |= {"size": 0.0, "made_damping": 0.0, "made_value": 0.0}
         for i, pair in enumerate(self.pairs):
             found |= {f"step{i}": pair.s, f"change{i}": pair.y}
         if self.last is not None:
             pair, size = self.last
             found |= {"last_step": pair.s, "last_gradient": pair.y, "size": size}
+        if self.made is not None:
+            found |= {"made_damping": self.made.damping, "made_value": self.made.value}
+            found |= {f"made_{name}": tensor for name, tensor in self.made.state.items()}
         return found
 
     def restore(self, state: State) -> None:
@@ -134,3 +168,7 @@ class KroneckerSecant(Direction):
         self.last = None
         if "last_step" in state:
             self.last = Pair(state["last_step"], state["last_gradient"]), state["size"]
+        self.made = None
+        factors = {k.removeprefix("made_"): x for k, x in state.items() if k.startswith("made_") and isinstance(x, Tensor)}
+        if factors:
+            self.made = _Made(state["made_damping"], state["made_value"], factors)

@@ -29,7 +29,7 @@ from gramtower.training.fingerprint import global_shapes
 from gramtower.training.result import Record
 from gramtower.training.stored_history import StoredHistory, history_path, read_stored
 
-_KIND = ("gramtower-checkpoint", 3)
+_KIND = ("gramtower-checkpoint", 4)
 
 
 @dataclass
@@ -68,7 +68,8 @@ def write_checkpoint(
 ) -> None:
     """Save a run; what is at ``path`` is replaced in one step, and ``log``, its file of records, appended to.
 
-    ``like`` gives the layout of this process's vectors: parameters, and what of the method's state has their length.
+    ``like`` gives the layout of this process's vectors: parameters, and what of the method's state has their length. A
+    tensor of the state whose name ends in ``rows_left`` or ``rows_right`` has one entry for each local entity.
     """
     tensors, values = split_state({"method": saved.method})
     tensors["parameters"] = saved.parameters
@@ -79,6 +80,8 @@ def write_checkpoint(
     for key, tensor in tensors.items():
         if tensor.shape != like.vector.shape:
             stored[key] = tensor
+            if (side := _side_of(key)) is not None and shards.group.size > 1:
+                rows[key] = side
             continue
         for name, part in Parameters(like.layout, tensor).items():
             stored[f"{key}|{name}"] = part
@@ -214,6 +217,11 @@ def _tables(layout: Layout, shards: Shards) -> frozenset[str]:
     return layout.owned if shards.group.size > 1 else frozenset()
 
 
+def _side_of(key: str) -> str | None:
+    """The side whose entities a tensor of the method's state has one entry for each of."""
+    return next((side for side in ("left", "right") if key.endswith(f"rows_{side}")), None)
+
+
 def _read_tensors(file: shards_file.Reader, like: Parameters, shards: Shards) -> dict[str, Tensor]:
     """The stored tensors, those of the parameters' layout put together to vectors."""
     sides = {"left": shards.left, "right": shards.right}
@@ -226,10 +234,11 @@ def _read_tensors(file: shards_file.Reader, like: Parameters, shards: Shards) ->
         if file.dtypes[stored] not in kinds or (name and list(shape) != shapes.get(name)):
             raise ValueError(f"got {stored} of shape {shape} and {file.dtypes[stored]}")
         if not name:
-            tensors[key] = file.read(stored)
+            side = _side_of(key)
+            tensors[key] = file.read(stored, None if side is None else sides[side])
             continue
-        side = sides["left" if name.startswith("left.") else "right"]
-        part = file.read(stored, side if file.spread(stored) or name in like.layout.owned else None)
+        local = sides["left" if name.startswith("left.") else "right"]
+        part = file.read(stored, local if file.spread(stored) or name in like.layout.owned else None)
         vectors.setdefault(key, {})[name] = part
     for key, parts in vectors.items():
         if key in tensors or set(parts) != set(like.layout.shapes):

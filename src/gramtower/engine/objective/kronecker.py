@@ -42,7 +42,7 @@ class Kronecker(LinearOperator):
     def __init__(
         self, like: Parameters, blocks: list[_Block], diagonal: dict[str, Tensor], executor: Executor = EAGER
     ) -> None:
-        super().__init__(like)
+        super().__init__(like.blank())  # it may outlive the point by many iterations
         self._blocks, self._diagonal, self.executor = blocks, diagonal, executor
 
     @torch.no_grad()
@@ -62,6 +62,19 @@ class Kronecker(LinearOperator):
         """What it is made of, always in the same order."""
         return [t for block in self._blocks for t in (block.A, block.S)] + list(self._diagonal.values())
 
+    def state(self) -> dict[str, Tensor]:
+        """What it is made of, by name; names that end in ``rows_left`` or ``rows_right`` have one entry an entity."""
+        found = {f"diagonal{i}": tensor for i, tensor in enumerate(self._diagonal.values())}
+        for i, block in enumerate(self._blocks):
+            found |= {f"A{i}" + ("" if block.side is None else f"_rows_{block.side}"): block.A, f"S{i}": block.S}
+        return found
+
+    def load(self, state: dict[str, Tensor]) -> Kronecker:
+        """Take over the ``state`` of another that was made of the same towers."""
+        for name, own in self.state().items():
+            own.copy_(state[name])
+        return self
+
     def copy(self) -> Kronecker:
         """The same in memory of its own."""
         blocks = [copy.copy(block) for block in self._blocks]
@@ -71,10 +84,15 @@ class Kronecker(LinearOperator):
 
 
 class _Block:
-    """The inverse of one damped A ⊗ S, for a weight and the bias that A covers."""
+    """The inverse of one damped A ⊗ S, for a weight and the bias that A covers.
+
+    Attributes:
+        side: whose entities the numbers of A belong to, if they do.
+    """
 
     def __init__(self, weight: str, bias: str | None, inputs_first: bool, A: Tensor, S: Tensor) -> None:
         self.weight, self.bias, self.inputs_first, self.A, self.S = weight, bias, inputs_first, A, S
+        self.side: str | None = None
 
     def apply(self, r: Parameters, out: Parameters) -> None:
         R, result = r[self.weight], out[self.weight]
@@ -103,6 +121,7 @@ def kronecker(at: Evaluation, damping: float, executor: Executor = EAGER, seed: 
     merged: dict[str, list[Factor]] = {}
     squares: dict[str, Tensor] = {}
     extra: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    tables: dict[str, str] = {}  # weights with one row for each entity of a side
     for index, (side, tower) in enumerate((("left", at.left.tower), ("right", at.right))):
         H, weight = _output_curvature(at, index, moments)
         names = towers.local_names(side)
@@ -118,6 +137,8 @@ def kronecker(at: Evaluation, damping: float, executor: Executor = EAGER, seed: 
                 factor.mean,
             )
             merged.setdefault(renamed.weight, []).append(renamed)
+            if tower.features.kind == "ids" and len(factor.A) == tower.rows:
+                tables[renamed.weight] = side
         _collect(factors, names, extra)
         for name, square in factors.diagonals.items():
             squares[names[name]] = squares[names[name]] + square if names[name] in squares else square
@@ -134,6 +155,8 @@ def kronecker(at: Evaluation, damping: float, executor: Executor = EAGER, seed: 
         for name, tensor in at.parameters.items()
         if name not in covered
     }
+    for block in blocks:
+        block.side = tables.get(block.weight) if block.A.dim() == 1 else None
     return Kronecker(at.parameters, blocks, diagonal, executor)
 
 

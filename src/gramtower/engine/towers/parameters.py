@@ -107,6 +107,10 @@ class Parameters:
         """Uninitialised parameters of this layout."""
         return Parameters(self.layout, torch.empty_like(self.vector))
 
+    def blank(self) -> Parameters:
+        """The same layout, dtype and device over one number: for whoever holds them and does not want the values."""
+        return Parameters(self.layout, self.vector.new_zeros(1).expand(len(self)))
+
     def zeros(self) -> Parameters:
         """Zeros of this layout."""
         return Parameters(self.layout, torch.zeros_like(self.vector))
