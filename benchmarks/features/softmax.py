@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("sets", help="names, separated by commas: " + ", ".join(NAMES))
     parser.add_argument("--seconds", type=float, default=60.0, help="for each set")
     parser.add_argument("--trials", type=int, default=30, help="for each set, at most")
+    parser.add_argument("--first", type=int, default=0, help="leave out so many of them, which are in the log already")
     parser.add_argument("--out", type=Path, default=Path("softmax.jsonl"))
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--split", type=int, default=2)
@@ -124,8 +125,10 @@ def main() -> None:
         end, trials = time.perf_counter() + given.seconds, 0
         while time.perf_counter() < end and trials < given.trials:
             s, began = draw(rng), time.perf_counter()
-            done = train(one, s, device, trials)
             trials += 1
+            if trials <= given.first:
+                continue
+            done = train(one, s, device, trials - 1)
             with given.out.open("a") as log:
                 seconds = round(time.perf_counter() - began, 2)
                 line = {"set": name, "split": given.split, "setting": s, "seconds": seconds, "metrics": done}

@@ -7,13 +7,13 @@ conjugate gradient step and knows the true curvature along the last steps:
 
     s = −H ∇L,   H the inverse of limited-memory BFGS (bfgs.py) over γM in the place of a multiple of the identity
 
-M ≈ (G + damping)⁻¹ is the Kronecker preconditioner. It is made anew where L has fallen by 2% since it was made, or where
-the damping grew: in between it hardly changes, and what does change the pairs tell. γ is ½ without pairs, as both sides then
-answer for the same residuals, and 1 until a full step is refused: M of sparse features can be too long by far. From
-then on it is sᵀy / yᵀMy of the last step s and gradient change y. Where a step met less than a fifth of the curvature
-that H expected, y is moved toward H⁻¹s until it has a fifth (Powell, 1978); H⁻¹s = −δ∇L is known from the step before,
-so that every pair is of use. Damping starts at none and grows where the decrease at the full step is under a quarter
-of the −½ sᵀ∇L promised.
+M ≈ (G + damping)⁻¹ is the Kronecker preconditioner, made anew where L has fallen by 2% since it was made, or where
+damping grew: in between it hardly changes, and pairs tell what does. γ is ½ without pairs, as both sides then answer
+for the same residuals, and 1 until a full step is refused: M of sparse features can be too long by far. From then on it
+is sᵀy / yᵀMy of the last step s and gradient change y. Where a step met less than a fifth of the curvature that H
+expected, y is moved toward H⁻¹s until it has a fifth (Powell, 1978); H⁻¹s = −δ∇L is known from the step before, so that
+every pair is of use. Damping starts at none and grows where the decrease at the full step is under a quarter of the
+−½ sᵀ∇L promised.
 
 The first iterations move one side at a time, s = −M∇L on the left, then on the right, as alternating least squares
 does: from small random embeddings both sides together start next to a saddle, and each alone at a convex problem.
@@ -169,6 +169,7 @@ class KroneckerSecant(Direction):
         if "last_step" in state:
             self.last = Pair(state["last_step"], state["last_gradient"]), state["size"]
         self.made = None
-        factors = {k.removeprefix("made_"): x for k, x in state.items() if k.startswith("made_") and isinstance(x, Tensor)}
+        stored = {key: x for key, x in state.items() if key.startswith("made_") and isinstance(x, Tensor)}
+        factors = {key.removeprefix("made_"): x for key, x in stored.items()}
         if factors:
             self.made = _Made(state["made_damping"], state["made_value"], factors)

@@ -138,7 +138,7 @@ class _Slot:
         self._stream = SideStream(torch.cuda.Stream(parameters.vector.device))  # type: ignore[no-untyped-call]
         self._theta, self._direction = parameters.clone(), parameters.clone()
         self._gradient, self._product = parameters.empty(), parameters.empty()
-        self._fresh = lambda: self._on_own_stream(evaluate(self._theta))
+        self._make = evaluate
         work = self._try_out(lambda at: at.gradient(out=self._gradient))
         self._pool = torch.cuda.graph_pool_handle()
         self._replay_value = _Recording(work, self._pool, self._evaluate)
@@ -165,7 +165,8 @@ class _Slot:
         torch.add(self._product.vector, self._direction.vector, alpha=damping, out=out.vector)
         return out
 
-    def _on_own_stream(self, evaluation: Evaluation) -> Evaluation:
+    def _fresh(self) -> Evaluation:
+        evaluation = self._make(self._theta)
         evaluation.stream = self._stream
         return evaluation
 
