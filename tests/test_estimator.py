@@ -323,7 +323,9 @@ def test_defaults_scale_with_the_data():
     assert not defaults.default_normalize(size, 33_000, (True, True))
     assert not defaults.default_normalize(size, 1000, (True, False))
     sparse, dense = (defaults.default_embedding_l2(size, n, 64, "ids") for n in (1000, 100_000))
-    assert defaults.default_embedding_l2(size, 100_000, 64, "features") < sparse
+    few, some, many = (defaults.default_embedding_l2(size, n, 64, "features") for n in (1000, 50_000, 900_000))
+    assert few < some < many < sparse  # the more pairs an entity has, the more can be learned by heart
+    assert defaults.default_embedding_l2((100, 10_000), 50_000, 64, "features") == some
     assert defaults.default_embedding_l2(size, 100_000, 64, "ids and features") == dense
     assert sparse < dense <= 2 * sparse
     assert defaults.default_embedding_l2(size, 500_000, 1024, "ids") == dense

@@ -1,6 +1,7 @@
 """`gt.TwoTower()` as it comes on the sets with features: new entities, and known ones, beside linear towers.
 
     python benchmarks/features/defaults.py [--sets eurlex,…] [--splits 1,2]     results/features_defaults.json
+    python benchmarks/features/defaults.py --vary '[{"embedding_l2": 0.005}]' --log log.jsonl     defaults changed singly
 
 P@1/3/5 for documents and labels; MAP@5 and Recall@20 for the others. Settings were chosen on split 0 and 1 of
 search.py; split 2 was seen by no choice.
@@ -9,6 +10,7 @@ search.py; split 2 was seen by no choice.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
@@ -45,6 +47,17 @@ def ranked(one: FeatureSet, options: dict[str, Any], beside: bool) -> dict[str, 
     return {**metrics(P, Q, dense(one.truth).to(device), seen), "seconds": round(seconds, 2)}
 
 
+def vary(given: argparse.Namespace) -> None:
+    """New entities by the defaults with some of them changed, a line for each."""
+    for name in given.sets.split(","):
+        for split in map(int, given.splits.split(",")):
+            one = load(name, split, data=given.data)
+            for options in given.vary:
+                line = {"set": name, "split": split, "options": options, "metrics": ranked(one, options, False)}
+                with given.log.open("a") as log:
+                    log.write(json.dumps(line) + "\n")
+
+
 def main() -> None:
     """Fit, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -52,7 +65,12 @@ def main() -> None:
     parser.add_argument("--splits", default="2")
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--no-warm", action="store_true", help="leave out the pairs of known entities")
+    parser.add_argument("--vary", type=json.loads, help="a list of arguments of TwoTower: new entities with each alone")
+    parser.add_argument("--log", type=Path, default=Path("defaults.jsonl"), help="where the results of --vary go")
     given = parser.parse_args()
+    if given.vary is not None:
+        vary(given)
+        return
     found: dict[str, Any] = {}
     for name in given.sets.split(","):
         for split in map(int, given.splits.split(",")):

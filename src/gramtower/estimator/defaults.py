@@ -6,7 +6,7 @@
     ω               4 |O| / (mn − |O|)   2 |O| / (mn − |O|)            as for ids, at most 4
     b               degree^0.1           degree^0.5                    degree^0.3
     λ               2⁻⁵                  0.03 |O| / min(m, n) and more as for features
-    μ               0.0065 and more      0.0005                        as for ids
+    μ               0.0065 and more      0.0005 to 0.006, see below    as for ids
     iterations      20                   12, normalised 20             12
     normalised      no                   see default_normalize         no
 
@@ -14,9 +14,10 @@ So unobserved pairs weigh four times (twice) as much in all as observed ones. Wh
 heart is held back by the penalty μ on embeddings: 0.0065 · max(1, √(k/1024)), times clamp(d / 0.011, 1, 2), where d is
 |O| / mn, or clamp((m/n)^0.4, 1, 3) if that is more: where many left entities choose among few right ones, each says
 little.
-What networks could is held back by λ, in proportion to the pairs of an entity of the smaller side. With ids alone k is
-the nearest power of two, at least 64, at most 256 on a CPU and 2048 on a GPU; it is halved while training would take
-more than half of the memory that is there: ten vectors of (m + n) k numbers.
+What networks could is held back by λ, in proportion to the pairs of an entity of the smaller side, and by a μ of
+8·10⁻⁵ |O| / √(mn): the more pairs an entity has, the more of them its embedding could learn by heart.
+With ids alone k is the nearest power of two, at least 64, at most 256 on a CPU and 2048 on a GPU; it is halved while
+training would take more than half of the memory that is there: ten vectors of (m + n) k numbers.
 
 The figures behind them are in docs/choosing.md. Checked by tests/test_estimator.py.
 """
@@ -36,7 +37,8 @@ IDS, FEATURES, BOTH = "ids", "features", "ids and features"  # what towers see, 
 _SHARE = {IDS: 4.0, FEATURES: 2.0, BOTH: 4.0}
 _WEIGHTS = {IDS: "degree^0.1", FEATURES: "degree^0.5", BOTH: "degree^0.3"}
 _ITERATIONS, _NORMALISED_ITERATIONS = {IDS: 20, FEATURES: 12, BOTH: 12}, 20
-_L2, _L2_PER_PAIR, _MOST_L2, _FEATURE_PENALTY = 2.0**-5, 0.03, 2.0, 5e-4
+_L2, _L2_PER_PAIR, _MOST_L2 = 2.0**-5, 0.03, 2.0
+_LEAST_PENALTY, _PENALTY_PER_PAIR, _MOST_PENALTY = 5e-4, 8e-5, 6e-3  # of embeddings made of features
 _FEW_PAIRS = 32  # of an entity of the smaller side
 _WIDTHS, _ROWS_PER_UNIT = {"cpu": (64, 1024, 24), "cuda": (64, 2048, 30)}, 4  # widths; bits of a first layer's size
 Layers = tuple[tuple[int, ...], tuple[int, ...]]  # widths of hidden layers, left and right
@@ -123,9 +125,10 @@ def default_l2(shape: tuple[int, int], observed: int, seen: str, described: tupl
 
 
 def default_embedding_l2(shape: tuple[int, int], observed: int, dim: int, seen: str) -> float:
-    """μ: almost none for features alone; otherwise from the share of pairs that were observed, from m/n and from k."""
+    """μ: for features alone from the pairs of an entity; otherwise from the share of pairs observed, m/n and k."""
     if seen == FEATURES:
-        return _FEATURE_PENALTY
+        per_entity = observed / math.sqrt(max(1, shape[0] * shape[1]))
+        return min(_MOST_PENALTY, max(_LEAST_PENALTY, _PENALTY_PER_PAIR * per_entity))
     density = observed / max(1, shape[0] * shape[1])
     ratio = math.pow(shape[0] / max(1, shape[1]), _RATIO_POWER)
     factor = max(1.0, min(_MOST, density / _DENSE), min(_MOST_BY_RATIO, ratio))
