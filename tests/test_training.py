@@ -225,6 +225,19 @@ def test_divergence_keeps_the_last_good_point_and_names_the_term():
     problem, towers = planted(torch.float32)
     result = gt.minimize(problem, towers, "sampling", max_iterations=50, ratio=0.5, step_size=10.0, steps=1)
     assert result.reason is gt.Reason.NON_FINITE
+@pytest.mark.parametrize(("scores", "best", "metric"), [
+    ([0.2, 0.5, 0.5, 0.1], 1, 0.5),
+    ([math.nan, 0.1, math.nan, 0.3], 3, 0.3),
+    ([math.nan] * 4, 3, None),
+])  # fmt: skip
+def test_of_equal_metrics_the_first_is_kept_with_its_value_and_nan_is_never_the_best(scores, best, metric):
+    problem, towers = planted()
+    given = iter(scores)
+    result = gt.minimize(problem, towers, max_iterations=3, validation=lambda point: next(given))
+    assert result.best_metric == metric
+    assert result.value == result.history[best].value == problem.at(towers).value
+
+
     assert math.isfinite(problem.at(towers).value)
     assert "term" in result.message or "gradient" in result.message
 
@@ -284,3 +297,4 @@ def test_bad_arguments_are_refused(options, message):
     problem, towers = planted()
     with pytest.raises(ValueError, match=message):
         gt.minimize(problem, towers, **options)
+        (dict(checkpoint_seconds=-1.0), r"checkpoint_seconds: got -1\.0"),

@@ -12,6 +12,7 @@ Checked by tests/test_training.py and tests/test_checkpoint.py.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -79,10 +80,10 @@ def minimize(
         callbacks: called with each record and point; one that returns True stops the run. See
             gramtower/training/callbacks.py for those that come with the library, and for what else they are told.
         tolerance: stops when ‖∇L‖ ≤ tolerance · ‖∇L‖ at the start (exact-gradient methods).
-        validation: a metric of a point, larger is better; the best point is what the towers are left with. Over
-            several processes every one calls it, and the first one's answer counts.
+        validation: a metric of a point, larger is better and NaN never; the best point, of equals the first, is what
+            the towers are left with. Over several processes every one calls it, and the first one's answer counts.
         validate_at: which iterations are validated; None is all of them.
-        patience: stops when the metric has not improved for this many iterations; None never stops so.
+        patience: stops when the metric has not improved for this many validations; None never stops so.
         history: path of a JSONL file with one record an iteration.
         checkpoint: path of a checkpoint; if the file exists, the run it holds is continued. It must be of the same
             problem, towers, method, metric and seed; limits may differ. Rows go in the same blocks as before, and
@@ -108,7 +109,8 @@ def minimize(
     limits = _Limits(max_iterations, time_limit, tolerance, patience if validation is not None else None)
     if patience is not None and validation is None:
         check.fail("patience", patience, "a validation metric to be patient about: give validation as well")
-    spacing = check.count("checkpoint_every", checkpoint_every), check.number("checkpoint_seconds", checkpoint_seconds)
+    seconds = check.number("checkpoint_seconds", checkpoint_seconds, minimum=0.0)
+    spacing = check.count("checkpoint_every", checkpoint_every), seconds
     group = problem.shards.group
     log = Log((max_iterations, time_limit)) if check.flag("verbose", verbose) and group.rank == 0 else None
     records = History(None if group.rank > 0 else written)
@@ -333,7 +335,7 @@ class _Run:
         parameters, value = reached.point.parameters, reached.point.value
         if reached.best is not None:
             parameters = reached.best
-            value = next(r.value for r in reversed(records.records) if r.metric == reached.best_metric)
+            value = next(r.value for r in records.records if r.metric == reached.best_metric)  # the first of equals
         self.towers.bind(parameters)
         return Result(reason, message, records.records, parameters, value, reached.best_metric)
 
@@ -357,7 +359,7 @@ class _Run:
         if self.validation is None or (self.validate_at is not None and not self.validate_at(now.iteration)):
             return now, None
         metric = self._first(float(self.validation(now.point)))
-        if now.best_metric is None or metric > now.best_metric:
+        if not math.isnan(metric) and (now.best_metric is None or metric > now.best_metric):
             return replace(now, best_metric=metric, best=now.point.parameters, waited=0), metric
         return replace(now, waited=now.waited + 1), metric
 
