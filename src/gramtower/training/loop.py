@@ -36,6 +36,7 @@ from gramtower.runtime.memory import explained
 from gramtower.training.callbacks import Callback, Started, Watchers
 from gramtower.training.checkpoint import Saved, as_parameters_like, read_checkpoint, restore, write_checkpoint
 from gramtower.training.fingerprint import fingerprint
+from gramtower.training.limits import Limits
 from gramtower.training.lock import locked
 from gramtower.training.log import Log
 from gramtower.training.result import History, Reason, Record, Result
@@ -106,7 +107,7 @@ def minimize(
     path = None if checkpoint is None else check.path("checkpoint", checkpoint)
     written = None if history is None else check.path("history", history)
     run = _Run(problem, towers, as_solver(optimizer, options), seed, validation, validate_at)
-    limits = _Limits(max_iterations, time_limit, tolerance, patience if validation is not None else None)
+    limits = Limits(max_iterations, time_limit, tolerance, patience if validation is not None else None)
     if patience is not None and validation is None:
         check.fail("patience", patience, "a validation metric to be patient about: give validation as well")
     seconds = check.number("checkpoint_seconds", checkpoint_seconds, minimum=0.0)
@@ -135,25 +136,6 @@ def minimize(
         finally:
             with suppress(torch.OutOfMemoryError):  # views of the last point serve as well
                 towers.unbind()
-
-
-class _Limits:
-    """The stopping rules that the caller sets."""
-
-    def __init__(self, max_iterations: int, time_limit: float | None, tolerance: float, patience: int | None) -> None:
-        self.max_iterations = check.count("max_iterations", max_iterations, minimum=0)
-        self.time_limit = None if time_limit is None else check.number("time_limit", time_limit, minimum=0.0)
-        self.tolerance = check.number("tolerance", tolerance, minimum=0.0)
-        self.patience = None if patience is None else check.count("patience", patience)
-
-    def reached(self, by: _Reached) -> tuple[Reason, str] | None:
-        if self.patience is not None and by.waited >= self.patience:
-            return Reason.EARLY_STOP, Reason.EARLY_STOP.value.format(patience=self.patience)
-        if by.iteration >= self.max_iterations:
-            return Reason.MAX_ITERATIONS, Reason.MAX_ITERATIONS.value
-        if self.time_limit is not None and by.seconds >= self.time_limit:
-            return Reason.TIME_LIMIT, Reason.TIME_LIMIT.value
-        return None
 
 
 @dataclass(frozen=True)
@@ -198,7 +180,7 @@ class _Run:
         self.marks: dict[str, str] = {}
         self.stored: StoredHistory | None = None
 
-    def agree(self, path: Path | None, limits: _Limits) -> None:
+    def agree(self, path: Path | None, limits: Limits) -> None:
         """Refuse processes of one run that were given different things, before anything is computed."""
         if self.group.size == 1:
             return
@@ -219,7 +201,7 @@ class _Run:
         metric = {} if self.validation is None else {"metric": getattr(self.validation, "metric", "validation")}
         return {"optimizer": optimizer, **options, "seed": seed} | objective | sizes | metric
 
-    def begin(self, path: Path | None, limits: _Limits, records: History) -> None:
+    def begin(self, path: Path | None, limits: Limits, records: History) -> None:
         """Evaluate the start, or resume from a checkpoint."""
         problem, towers = self.problem, self.towers
         towers.join(problem.shards, problem.left, problem.right)
@@ -264,7 +246,7 @@ class _Run:
 
     def loop(
         self,
-        limits: _Limits,
+        limits: Limits,
         records: History,
         callbacks: Watchers,
         log: Log | None,
@@ -275,7 +257,7 @@ class _Run:
         if bad := self.reached.point.terms.non_finite():
             return Reason.NON_FINITE, Reason.NON_FINITE.value.format(what="at the start, the term " + ", ".join(bad))
         try:
-            while (stop := limits.reached(self.reached)) is None:
+            while (stop := limits.reached(self.reached.iteration, self.reached.seconds, self.reached.waited)) is None:
                 result = self._iterate()
                 if (stop := self._failed(result)) is not None:
                     break
