@@ -8,6 +8,7 @@ import math
 from itertools import count
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -200,6 +201,13 @@ def test_early_stopping_restores_the_best_point():
     assert len(result.history) == 6
     assert result.best_metric == 0.9
     assert torch.equal(towers.parameters().vector, kept[2])
+@pytest.mark.parametrize(("answer", "stops"), [(np.bool_(True), True), (np.bool_(False), False), (1, False)])
+def test_the_answers_of_callbacks_may_be_of_numpy_and_other_values_do_not_stop(answer, stops):
+    problem, towers = planted()
+    result = gt.minimize(problem, towers, max_iterations=2, callbacks=[lambda record, point: answer])
+    assert (result.reason is gt.Reason.CALLBACK) == stops
+
+
     assert result.value == result.history[2].value == problem.at(towers).value
 
 
