@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from test_engine import compare, relative
 from torch import nn
 
 import gramtower as gt
+from gramtower.data.features import as_features
 from gramtower.data.synthetic import planted_pairs
 from gramtower.engine.kernels import activations, reference
 from gramtower.engine.objective import plan as plan_module
@@ -74,6 +78,16 @@ def test_a_hook_that_changes_the_output_of_a_bare_layer_is_heard():
     left = nn.Linear(3, 4)
     left.register_forward_hook(lambda module, inputs, y: 2 * y)
     assert_exact(left, nn.Embedding(5, 4), X)
+
+
+def test_features_that_were_embedded_are_not_kept():
+    towers = gt.Towers(nn.Linear(3, 2), nn.Embedding(9, 2))
+    features = as_features("left", X, len(X))
+    gone = weakref.ref(features)
+    assert torch.allclose(towers.embed("left", features), towers.left(torch.tensor(X, dtype=torch.float32)))
+    del features
+    gc.collect()
+    assert gone() is None
 
 
 def test_stacks_of_known_layers_are_written_out():
@@ -234,6 +248,14 @@ def test_a_clone_has_tensors_of_its_own_and_keeps_sharing():
     assert copied.left is copied.right
     copied.load(copied.parameters() * 0)
     assert float(module.weight.detach().abs().sum()) > 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda towers: pickle.loads(pickle.dumps(towers))])
+def test_towers_that_were_evaluated_can_be_copied_and_sent_to_other_processes(copied):
+    problem = gt.Problem(PAIRS, omega=0.5)
+    towers = gt.mlp_towers(problem, hidden=(4,), dim=3)
+    value = problem.at(towers).value
+    assert problem.at(copied(towers)).value == value
 
 
 def test_a_flat_vector_is_loaded_like_parameters():

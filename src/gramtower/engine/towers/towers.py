@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from gramtower.runtime.memory import BlockPlan
 
 _LARGEST_FEATURE = {torch.float32: 1e15, torch.float64: 1e150}  # the squares of 10⁸ rows add up within the dtype
 _PROBE = 3  # rows probed before the first evaluation
+_Probes = WeakKeyDictionary[Features, dict[tuple[str, str], tuple[int, int]]]  # by side and steps: columns, row_bytes
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Towers:
             check.fail("towers", ", ".join(given), "all parameters float32, or all float64, on one device")
         ((self.dtype, self.device),) = kinds
         self._layout = Layout.of({name: tuple(p.shape) for name, p in self._trainable.items()})
-        self._probes: dict[tuple[str, int, str], tuple[Features, int, int]] = {}
+        self._probes: _Probes = WeakKeyDictionary()
         self._traced: dict[str, tuple[Any, list[Op]]] = {}
         self._tried: dict[str, list[Op]] = {}
         shared: Scratch = {}
@@ -126,7 +128,10 @@ class Towers:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or another process needs: steps are made anew."""
-        return {**vars(self), "_traced": {}, "_tried": {}}
+        return {name: value for name, value in vars(self).items() if name != "_probes"} | {"_traced": {}, "_tried": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _probes=WeakKeyDictionary())
 
     def to(self, target: torch.device | torch.dtype | str) -> Towers:
         """Towers of the same modules, moved to a device or cast to a dtype in place, as nn.Module.to does."""
@@ -309,11 +314,12 @@ class Towers:
     ) -> tuple[int, int]:
         """Columns of the tower and activation bytes per row, from a few rows; refuses what cannot be a tower.
 
-        Done once for a module and a set of features; the rows probed are not counted as work.
+        Done once for a module and a set of features, as long as that lives; the rows probed are not counted as work.
         """
         features = features.parent or features
-        key = (side, id(features), repr([(type(op).__name__, op.label) for op in ops]))
-        if key not in self._probes:
+        known = self._probes.setdefault(features, {})
+        key = (side, repr([(type(op).__name__, op.label) for op in ops]))
+        if key not in known:
             _check_magnitude(side, features, self.dtype)
             ops[0].check_features(side, features)
             rows = min(_PROBE, features.rows)  # a process without rows tries none
@@ -333,12 +339,8 @@ class Towers:
                         check.fail(f"{side} tower", given_class, "a module that can be traced, over several processes")
                     ops[:] = [opaque(module)]  # called as it is from now on
                     return self._probe(side, module, ops, features, values)
-            self._probes[key] = (
-                features,
-                int(y.shape[1]),
-                size,
-            )  # holds the features, so that the id stays theirs
-        return self._probes[key][1:]
+            known[key] = int(y.shape[1]), size
+        return known[key]
 
 
 def _check_magnitude(side: str, features: Features, dtype: torch.dtype) -> None:
