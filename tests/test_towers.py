@@ -80,6 +80,19 @@ def test_a_hook_that_changes_the_output_of_a_bare_layer_is_heard():
     assert_exact(left, nn.Embedding(5, 4), X)
 
 
+@pytest.mark.parametrize("kind", ["forward", "forward_pre"])
+def test_a_hook_that_comes_after_the_first_evaluation_is_heard(kind):
+    case = make_case(tower="elu")
+    before = case.problem.at(case.towers).P.clone()
+    double = {"forward": lambda module, inputs, y: 2 * y, "forward_pre": lambda module, inputs: (2 * inputs[0],)}
+    hook = getattr(case.towers.left[-1], f"register_{kind}_hook")(double[kind])
+    hooked = case.problem.at(case.towers).P
+    assert torch.allclose(hooked, case.towers.left(torch.arange(5)), rtol=1e-12)
+    assert not torch.allclose(hooked, before)
+    hook.remove()
+    assert torch.equal(case.problem.at(case.towers).P, before)
+
+
 def test_features_that_were_embedded_are_not_kept():
     towers = gt.Towers(nn.Linear(3, 2), nn.Embedding(9, 2))
     features = as_features("left", X, len(X))

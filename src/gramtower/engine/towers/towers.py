@@ -25,7 +25,7 @@ from gramtower.engine.towers.linearization import Linearization, Work
 from gramtower.engine.towers.parameters import Layout, Parameters, as_parameters
 from gramtower.engine.towers.sizes import Sizes, factor_bytes, feature_bytes
 from gramtower.engine.towers.sparse import FIRST_LAYER
-from gramtower.engine.towers.stack import is_stack, opaque, refuse_unfit, steps
+from gramtower.engine.towers.stack import is_hooked, is_stack, opaque, refuse_unfit, steps
 from gramtower.engine.towers.steps import Named, Op, Scratch, Values, materialise
 from gramtower.engine.towers.trials import differ, same_mode, try_module
 from gramtower.runtime.memory import BlockPlan
@@ -224,7 +224,7 @@ class Towers:
         modules = [part for side in (self.left, self.right) for part in side.modules()]
         tensors = (p for part in modules for p in part._parameters.values())
         frozen = tuple(p.data_ptr() for p in tensors if p is not None and not p.requires_grad)
-        return tuple((id(part), part.training) for part in modules), frozen
+        return tuple(map(_mode, modules)), frozen
 
     def layer_widths(self) -> tuple[list[int], list[int]] | None:
         """Output widths of both towers' layers over ids, 0 for other steps; None if some step is not analytic."""
@@ -294,9 +294,9 @@ class Towers:
         return _Prepared(side, features, ops, values, columns, row_bytes, frozenset(self._names[side]))
 
     def _steps(self, side: str, kind: str, width: int, codes: bool) -> list[Op]:
-        """The steps of one side's module, made again when a part of it or its mode was exchanged."""
+        """The steps of one side's module, made again when a part of it, its mode or its hooks were exchanged."""
         module = self.left if side == "left" else self.right
-        parts = tuple((id(part), part.training, bool(part._forward_hooks)) for part in module.modules())
+        parts = tuple(map(_mode, module.modules()))
         state = (kind, width, codes, parts, tuple((id(p), p.requires_grad) for p in module.parameters()))
         if side not in self._traced or self._traced[side][0] != state:
             self._traced[side] = (state, steps(module, kind, width, codes))
@@ -341,6 +341,11 @@ class Towers:
                     return self._probe(side, module, ops, features, values)
             known[key] = int(y.shape[1]), size
         return known[key]
+
+
+def _mode(part: nn.Module) -> tuple[int, bool, bool]:
+    """Which module it is, and what else its steps depend on."""
+    return id(part), part.training, is_hooked(part)
 
 
 def _check_magnitude(side: str, features: Features, dtype: torch.dtype) -> None:
