@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gramtower.data.features import Block, IdBlock, SparseBlock
+from gramtower.engine.towers.calls import call_with
 from gramtower.engine.towers.sparse import SparseRows
 from gramtower.engine.towers.steps import Values
 
@@ -112,7 +113,7 @@ def _run(module: nn.Module, block: Block, values: Values) -> _Calls:
         hooks.append(part.register_forward_hook(partial(_leave, calls.inside)))
     try:
         with torch.enable_grad(), calls:
-            calls.result = torch.func.functional_call(module, tensors, (x,))
+            calls.result = call_with(module, tensors, x)
     finally:
         for hook in hooks:
             hook.remove()
