@@ -93,6 +93,20 @@ def test_a_hook_that_comes_after_the_first_evaluation_is_heard(kind):
     assert torch.equal(case.problem.at(case.towers).P, before)
 
 
+@pytest.mark.parametrize("change", [
+    lambda left: left.__setitem__(4, nn.Linear(4, 3)),
+    lambda left: left[4].requires_grad_(False),
+    lambda left: left.append(nn.Linear(3, 3)),
+])  # fmt: skip
+def test_parameters_exchanged_or_frozen_after_the_towers_were_made_are_refused(change):
+    case = make_case(tower="elu", dtype=torch.float32)
+    case.problem.at(case.towers)
+    change(case.towers.left)
+    with pytest.raises(ValueError, match=r"^left tower: got [45]\.(bias|weight) exchanged, .* or a new gramtower"):
+        case.problem.at(case.towers)
+    assert case.problem.at(gt.Towers(case.towers.left, case.towers.right)).value > 0
+
+
 def test_features_that_were_embedded_are_not_kept():
     towers = gt.Towers(nn.Linear(3, 2), nn.Embedding(9, 2))
     features = as_features("left", X, len(X))

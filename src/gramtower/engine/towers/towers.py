@@ -27,10 +27,9 @@ from gramtower.engine.towers.sizes import Sizes, factor_bytes, feature_bytes
 from gramtower.engine.towers.sparse import FIRST_LAYER
 from gramtower.engine.towers.stack import is_hooked, is_stack, opaque, refuse_unfit, steps
 from gramtower.engine.towers.steps import Named, Op, Scratch, Values, materialise
-from gramtower.engine.towers.trials import differ, same_mode, try_module
+from gramtower.engine.towers.trials import check_magnitude, differ, same_mode, try_module
 from gramtower.runtime.memory import BlockPlan
 
-_LARGEST_FEATURE = {torch.float32: 1e15, torch.float64: 1e150}  # the squares of 10⁸ rows add up within the dtype
 _PROBE = 3  # rows probed before the first evaluation
 _Probes = WeakKeyDictionary[Features, dict[tuple[str, str], tuple[int, int]]]  # by side and steps: columns, row_bytes
 
@@ -277,7 +276,9 @@ class Towers:
         """Both towers' steps, tensors and sizes; refuses what cannot be a tower."""
         prepared: list[_Prepared] = []
         for side, module, features in (("left", self.left, left), ("right", self.right, right)):
-            frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
+            present = dict(module.named_parameters())
+            self._check_trainable(side, present)
+            frozen = {n: p.detach() for n, p in present.items() if not p.requires_grad}
             tensors = {**frozen, **self.local_tensors(side, parameters)}
             values = Values(tensors, kernels, self.dtype, self.device, scratch=scratch.setdefault(side, {}))
             prepared.append(self._prepare_side(side, module, features, values))
@@ -285,6 +286,15 @@ class Towers:
         if f.columns != g.columns:
             check.fail("towers", f"{f.columns} columns left and {g.columns} right", "the same number of columns")
         return f, g
+
+    def _check_trainable(self, side: str, present: Mapping[str, nn.Parameter]) -> None:
+        """Refuse a module whose trainable parameters are not those that θ was made of."""
+        here = {local: id(p) for local, p in present.items() if p.requires_grad}
+        made = {local: id(self._trainable[name]) for local, name in self._names[side].items()}
+        if here != made:
+            first = min(dict(here.items() ^ made.items()))
+            given = f"{first} exchanged, added, taken out, frozen or thawed since the towers were made"
+            check.fail(f"{side} tower", given, "the same trainable parameters, or a new gramtower.Towers")
 
     def _prepare_side(self, side: str, module: nn.Module, features: Features, values: Values) -> _Prepared:
         refuse_unfit(side, module)
@@ -320,7 +330,7 @@ class Towers:
         known = self._probes.setdefault(features, {})
         key = (side, repr([(type(op).__name__, op.label) for op in ops]))
         if key not in known:
-            _check_magnitude(side, features, self.dtype)
+            check_magnitude(side, features, self.dtype)
             ops[0].check_features(side, features)
             rows = min(_PROBE, features.rows)  # a process without rows tries none
             with same_mode(side, module):
@@ -346,24 +356,6 @@ class Towers:
 def _mode(part: nn.Module) -> tuple[int, bool, bool]:
     """Which module it is, and what else its steps depend on."""
     return id(part), part.training, is_hooked(part)
-
-
-def _check_magnitude(side: str, features: Features, dtype: torch.dtype) -> None:
-    """Refuse features whose sums of squares over many rows are beyond the dtype."""
-    if not features.arrays or not (numbers := features.arrays[-1]).numel() or not numbers.is_floating_point():
-        return
-    most = _LARGEST_FEATURE[dtype]
-    if float(torch.stack(numbers.aminmax()).abs().max()) > most:
-        place = int(numbers.abs().argmax())
-        if features.kind == "sparse":
-            offsets, columns, _ = features.arrays
-            row, column = int(torch.searchsorted(offsets, place, right=True)) - 1, int(columns[place])
-        else:
-            row, column = divmod(place, features.width)
-        given = f"{float(numbers.reshape(-1)[place]):g} at row {row}, column {column}"
-        kind = str(dtype).removeprefix("torch.")
-        expected = f"numbers of at most {most:g} with towers in {kind}: divide the column by its largest number"
-        check.fail(f"{side} features", given, expected)
 
 
 def _try_rows(side: str, ops: list[Op], features: Features, values: Values, rows: int) -> tuple[Tensor, int]:
