@@ -60,6 +60,7 @@ def test_damping_added_to_G_is_that_of_the_point(operators):
     wanted = point.gauss_newton(0.7) @ d
     assert torch.equal(((point.gauss_newton(0.2) + 0.5) @ d).vector, wanted.vector)
 
+    assert torch.equal(((point.gauss_newton(0.2) + np.float32(0.5)) @ d).vector, wanted.vector)
 
 def test_scipy_solves_with_them(operators):
     G, M, dense, _, g = operators
@@ -85,3 +86,5 @@ def test_operators_over_other_parameters_are_refused(operators):
     other = make_case(m=5, n=4, tower="linear")
     with pytest.raises(ValueError, match=r"^operator: got one over other parameters"):
         operators[0] + other.problem.at(other.towers).gauss_newton()
+    with pytest.raises(ValueError, match=r"^operator: got one over other parameters"):
+        operators[0] @ other.problem.at(other.towers).gauss_newton()
