@@ -158,9 +158,7 @@ class Problem:
 
         The result keeps a copy of the parameters: later changes of the modules do not reach it.
         """
-        if not isinstance(towers, Towers):
-            check.fail("towers", type(towers).__name__, "a gramtower.Towers")
-        towers.join(self.shards, self.left, self.right)
+        self._join(towers)
         present = towers.parameters()
         if parameters is not None:
             present.vector.copy_(as_parameters("parameters", parameters, present).vector)
@@ -173,8 +171,13 @@ class Problem:
         Raises:
             ValueError: if a budget cannot be kept, or if the memory cannot hold what training takes.
         """
-        towers.join(self.shards, self.left, self.right)
+        self._join(towers)
         return self._planned(towers, towers.parameters())
+
+    def _join(self, towers: Towers) -> None:
+        if not isinstance(towers, Towers):
+            check.fail("towers", type(towers).__name__, "a gramtower.Towers")
+        towers.join(self.shards, self.left, self.right)
 
     def _evaluate(self, towers: Towers, theta: Parameters) -> Point:
         """The point at ``theta``, which it keeps without a copy."""
@@ -238,6 +241,7 @@ class Problem:
 
     def least_budget(self, towers: Towers) -> int:
         """The smallest memory budget that training these towers in one process can keep to, in bytes."""
+        self._join(towers)
         return self._footprint(towers, towers.parameters()).least
 
     def _footprint(self, towers: Towers, theta: Parameters) -> Footprint:
