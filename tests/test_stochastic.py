@@ -7,6 +7,7 @@ import itertools
 import math
 
 import pytest
+import scipy.sparse as sp
 import torch
 
 import gramtower as gt
@@ -190,3 +191,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one_also_where_a_step_was_halved(
         resumed = run(5, path)
         assert trajectory(resumed) == trajectory(whole)
         assert torch.equal(resumed.parameters.vector, whole.parameters.vector)
+
+
+@pytest.mark.parametrize("name", ["sogram", "sogram-diag"])
+def test_subsets_of_no_pairs_are_refused_by_name(name):
+    problem = gt.Problem(sp.csr_matrix((4, 3)), omega=0.1)
+    towers = gt.mlp_towers(problem, hidden=(), dim=2)
+    with pytest.raises(ValueError, match="pairs: got no observed pair, expected at least one"):
+        gt.minimize(problem, towers, name, max_iterations=1)
