@@ -169,7 +169,7 @@ def test_a_long_iteration_is_a_second_of_work_but_not_less_than_its_value(name):
         problem = gt.Problem(planted_pairs(2000, 1500, observed))
         towers = gt.mlp_towers(problem, hidden=(64,), dim=32)
         source = as_solver(name, {"ratio": 0.001}).method(0).source
-        sizes[observed] = most_steps(source, problem, towers)
+        sizes[observed] = most_steps(source, problem, towers.parameters().layout)
         assert 1 <= sizes[observed] <= 1000
         assert sizes[observed] * stochastic._LAUNCH <= 2 * max(stochastic._SECOND, observed * 1000)
     assert sizes[2_000] < 1000  # a thousand steps would be longer than a second
