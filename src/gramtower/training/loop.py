@@ -326,7 +326,8 @@ class _Run:
         if result.point is None:
             if result.gradient_norm < float("inf"):
                 dtype = str(self.towers.dtype).removeprefix("torch.")
-                return Reason.NO_DECREASE, Reason.NO_DECREASE.value.format(dtype=dtype)
+                further = "" if dtype == "float64" else "; towers.to(torch.float64) can go further"
+                return Reason.NO_DECREASE, Reason.NO_DECREASE.value.format(dtype=dtype, further=further)
             return Reason.NON_FINITE, Reason.NON_FINITE.value.format(what="the gradient")
         if bad := result.point.terms.non_finite():
             return Reason.NON_FINITE, Reason.NON_FINITE.value.format(what="the term " + ", ".join(bad))

@@ -21,8 +21,8 @@ class Reason(Enum):
     TIME_LIMIT = "time_limit was reached; the objective may still fall, raise it to go on"
     TOLERANCE = "the gradient norm fell below tolerance times its first value: a stationary point"
     NO_DECREASE = (
-        "the objective no longer decreases measurably in {dtype}: (a) this is a minimum to within rounding, which is "
-        "the usual case; or (b) towers in float64 (towers.left.double(), towers.right.double()) can go further"
+        "the objective no longer decreases measurably in {dtype}: most often this is a minimum to within rounding"
+        "{further}"
     )
     NON_FINITE = (
         "{what} became NaN or infinite; the last good point was kept. Likely causes: a step size that is too large, "
