@@ -20,14 +20,14 @@ WORTH_CALLING = 1 << 16  # scores; with fewer, handing them to threads takes lon
 
 def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Columns (int64) and scores of the k best of each row; k at most the number of columns."""
-    if compiled(scores.device, scores.numel(), k):
+    if use_compiled(scores.device, scores.numel(), k):
         from gramtower.retrieval import long_lists
 
         return long_lists.best(scores, k)
     return best_torch(scores, k)
 
 
-def compiled(device: torch.device, scores: int, k: int = 0, least: int = _WORTH_LOADING) -> bool:
+def use_compiled(device: torch.device, scores: int, k: int = 0, least: int = _WORTH_LOADING) -> bool:
     """Whether compiled passes (scan.py, long_lists.py) are there, and worth it for so many scores and lists of k.
 
     ``least`` is for callers that have them loaded anyhow: from how many scores on they are asked.
