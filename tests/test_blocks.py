@@ -186,8 +186,13 @@ def test_blocks_see_views_of_the_left_rows_constants():
     evaluation.left.visit(look, evaluation.right_rows)
 
 
-def test_a_problem_is_gone_when_nobody_holds_it():
-    case = swept()
+@pytest.mark.parametrize("kernels", ["numba", "triton"])
+def test_a_problem_is_gone_when_nobody_holds_it(kernels):
+    if kernels == "triton":
+        pytest.importorskip("triton", reason="triton is not installed")
+        if torch.cuda.is_available():
+            pytest.skip("the interpreter runs where there is no GPU")
+    case = swept(kernels=kernels)
     case.problem.at(case.towers).gradient()
     gone = weakref.ref(case.problem)
     del case

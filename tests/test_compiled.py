@@ -11,6 +11,7 @@ import warnings
 import numpy as np
 import pytest
 
+from gramtower.runtime import code_files
 from gramtower.runtime import compiled as module
 from gramtower.runtime.code_files import CodeFiles
 from gramtower.runtime.compiled import compiled
@@ -120,18 +121,34 @@ def test_a_file_under_another_ones_name_is_not_used(folder):
         assert compiled()(twice)(2**62 - 1) == 2**63 - 2  # a float would have lost the last place
 
 
+def defined(path, **names):
+    """The function in a file of its name."""
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    return names[path.stem]
+
+
 def test_processes_that_save_at_once_do_not_mix_their_files(folder):
-    source = folder / "source.py"
-    source.write_text("1")
-    one, other = (CodeFiles(str(folder), "f", str(source)) for _ in range(2))
+    (folder / "f.py").write_text("def f():\n    return 1\n")
+    one, other = (CodeFiles(str(folder), "f", defined(folder / "f.py")) for _ in range(2))
     assert one.load("integers") is None
     assert other.load("floats") is None
     one.save("integers", 1)
     other.save("floats", 2)
     assert (other.load("integers"), one.load("floats")) == (1, 2)
-    changed = folder / "changed.py"
-    changed.write_text("2")
-    assert CodeFiles(str(folder), "f", str(changed)).load("integers") is None  # the same size, other content
+    (folder / "changed").mkdir()
+    (folder / "changed" / "f.py").write_text("def f():\n    return 2\n")  # the same size, other content
+    assert CodeFiles(str(folder), "f", defined(folder / "changed" / "f.py")).load("integers") is None
+
+
+def test_code_is_compiled_anew_when_a_function_that_it_calls_was_changed_in_another_file(folder):
+    (folder / "outer.py").write_text("def outer(x):\n    return inner(x)\n")
+    results = []
+    for factor in (2, 3):
+        code_files._content.cache_clear()  # as in another process
+        (folder / "inner.py").write_text(f"def inner(x):\n    return {factor} * x\n")
+        inner = compiled(inline="always")(defined(folder / "inner.py"))
+        results.append(compiled()(defined(folder / "outer.py", inner=inner))(5))
+    assert results == [10, 15]
 
 
 def test_the_cache_can_be_turned_off(folder, monkeypatch):

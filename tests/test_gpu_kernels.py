@@ -374,3 +374,10 @@ def test_a_loss_added_to_the_library_by_name_works_with_the_kernels_that_do_not_
         gradient = point.gradient()
         results.append(torch.cat([gradient.to_vector(), (point.gauss_newton() @ gradient).to_vector()]))
     assert torch.allclose(*results, rtol=1e-9)
+
+
+def test_a_process_without_rows_adds_nothing():
+    pairs = from_sparse("pairs", sp.csr_matrix((0, 3)), least_rows=0)[0].to(DEVICE)
+    x, A, out = there(torch.empty(0), torch.empty(0, 5), torch.ones(3, 5))
+    gpu.right_sum(pairs, x, A, out)
+    assert bool((out == 1).all())

@@ -6,6 +6,7 @@ import math
 
 import dense
 import pytest
+import scipy.sparse as sp
 import torch
 from cases import make_case
 from test_engine import compare
@@ -67,11 +68,24 @@ def test_known_values():
 
 
 def test_names_and_own_losses():
-    own = gt.Loss(value=lambda y, s: s, first=lambda y, s: s, second=lambda y, s: s)
+    own = gt.Loss(value=lambda y, s: s, first=lambda y, s: 0 * s + 1, second=lambda y, s: 0 * s)
     assert as_loss(own) is own
     assert as_loss("squared").name == "squared"
     with pytest.raises(ValueError, match="loss: got 'cosine', expected one of 'logistic', 'squared', 'squared_hinge'"):
         as_loss("cosine")
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"value": lambda y, s: (s - y).square().mean()}, r"loss\.value: got shape \(\) for 10 pairs, expected a"),
+    ({"first": lambda y, s: (s - y)[:1]}, r"loss\.first: got shape \(1,\) for 10 pairs"),
+    ({"second": lambda y, s: 1.0}, r"loss\.second: got float for 10 pairs"),
+    ({"second": lambda y, s: s - y}, r"loss\.second: got -3 at label 1 and score -2, expected numbers >= 0"),
+])  # fmt: skip
+def test_losses_of_another_shape_and_such_that_are_not_convex_are_refused(wrong, message):
+    square = LOSSES["squared"]
+    functions = {"value": square.value, "first": square.first, "second": square.second} | wrong
+    with pytest.raises(ValueError, match=message):
+        gt.Problem(sp.eye(3, format="csr"), loss=gt.Loss(**functions))
 
 
 @pytest.mark.parametrize("kernels", ["reference", "numba", "triton"])

@@ -18,6 +18,7 @@ from gramtower._checks import memory_size
 from gramtower.data.synthetic import planted_pairs
 from gramtower.engine.objective import plan
 from gramtower.engine.objective.plan import Footprint, Streamed, plan_blocks
+from gramtower.runtime import host
 from gramtower.runtime.memory import BlockPlan, default_budget
 from gramtower.runtime.resident import ResidentPeak
 
@@ -47,6 +48,21 @@ def test_bad_sizes_are_refused_by_name(value):
 
 def test_the_default_is_a_share_of_what_is_free():
     assert 2**20 < default_budget(CPU) < 2**50
+
+
+@pytest.mark.parametrize(("line", "root"), [("0::/jobs/7/step", "v2"), ("4:cpu,memory:/jobs/7/step", "v1")])
+def test_the_limit_of_a_batch_job_is_that_of_its_control_group_or_one_around_it(line, root, monkeypatch, tmp_path):
+    (tmp_path / "own").write_text(f"9:pids:/elsewhere\n{line}\n")
+    monkeypatch.setattr(host, "_OWN_GROUPS", str(tmp_path / "own"))
+    monkeypatch.setattr(host, "_CONTAINER", (str(tmp_path / "v2" / "limit"), str(tmp_path / "v1" / "limit")))
+    whole = host.memory_size()
+    (tmp_path / root / "jobs" / "7" / "step").mkdir(parents=True)
+    (tmp_path / root / "jobs" / "7" / "step" / "limit").write_text("max\n")
+    assert host.memory_size() == whole
+    (tmp_path / root / "jobs" / "limit").write_text("123456789\n")
+    assert host.memory_size() == 123456789
+    (tmp_path / root / "jobs" / "7" / "limit").write_text("23456789\n")
+    assert host.memory_size() == 23456789
 
 
 def blocks(activations, rows, least_block=(1, 1)):

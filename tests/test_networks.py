@@ -439,3 +439,35 @@ def test_sparse_features_are_indexed_by_columns_only(index):
 def test_a_field_of_another_width_is_refused():
     with pytest.raises(ValueError, match="1 columns of sparse features met a layer for 3"):
         gt.Problem(PAIRS, sp.csr_matrix(X)).at(gt.Towers(Fields(2, 3), nn.Embedding(5, 3)))
+
+
+class Twice(nn.Module):
+    """A layer and kept statistics under two names each."""
+
+    def __init__(self, rows, branches):
+        super().__init__()
+        self.table, self.branches = nn.Embedding(rows, 3), branches
+        self.one = self.two = nn.Linear(3, 3)
+        self.norm = self.again = nn.BatchNorm1d(3).eval()
+
+    def forward(self, x):
+        h = self.norm(self.one(self.table(x)))
+        if self.branches and h.sum() > 1e9:  # cannot be traced
+            return h
+        return self.again(self.two(torch.tanh(h)))
+
+
+@pytest.mark.parametrize("how", ["traced", "called", "hooked"])
+def test_a_layer_of_two_names_stays_in_its_module_and_is_trained(how):
+    torch.manual_seed(6)
+    left, right = (Twice(rows, how == "called") for rows in (6, 5))
+    if how == "hooked":
+        left.register_forward_hook(lambda *_: None)
+    before = {**dict(left.named_parameters()), **dict(left.named_buffers())}
+    problem, towers = gt.Problem(PAIRS, omega=0.5, l2=0.1), gt.Towers(left, right)
+    result = gt.minimize(problem, towers, max_iterations=3)
+    after = {**dict(left.named_parameters()), **dict(left.named_buffers())}
+    assert {name: id(tensor) for name, tensor in after.items()} == {name: id(t) for name, t in before.items()}
+    assert torch.equal(left.one.weight, result.parameters["left.one.weight"])
+    assert torch.allclose(left(torch.arange(6)), problem.at(towers).P, atol=1e-6)
+    assert_exact(left, right)

@@ -10,6 +10,7 @@ from cases import make_case
 from test_engine import relative
 
 import gramtower as gt
+from gramtower.engine.objective.cuda_graphs import _GraphedApply
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,7 @@ def test_damping_added_to_G_is_that_of_the_point(operators):
     d = point.gradient()
     wanted = point.gauss_newton(0.7) @ d
     assert torch.equal(((point.gauss_newton(0.2) + 0.5) @ d).vector, wanted.vector)
+    assert torch.equal(((point.gauss_newton(0.2) + np.float32(0.5)) @ d).vector, wanted.vector)
 
 
 def test_scipy_solves_with_them(operators):
@@ -85,3 +87,26 @@ def test_operators_over_other_parameters_are_refused(operators):
     other = make_case(m=5, n=4, tower="linear")
     with pytest.raises(ValueError, match=r"^operator: got one over other parameters"):
         operators[0] + other.problem.at(other.towers).gauss_newton()
+    with pytest.raises(ValueError, match=r"^operator: got one over other parameters"):
+        operators[0] @ other.problem.at(other.towers).gauss_newton()
+
+
+class Recorded(_GraphedApply):
+    """Records as a GPU does, for any device: what is replayed works on the memory of what was recorded."""
+
+    def _record(self, M, r):
+        held, self._r, self._out = M.copy(), r.clone(), r.empty()
+        self._replay = lambda: held.compute(self._r, self._out)
+        return held
+
+
+def test_a_preconditioner_with_other_factors_than_the_recorded_one_is_recorded_anew():
+    case = make_case(tower="elu")
+    point = case.problem.at(case.towers)
+    r, graphed = point.gradient(), Recorded()
+    some, fewer = point.preconditioner(damping=0.1), point.preconditioner(damping=0.3)
+    fewer._blocks = [block for block in fewer._blocks if block.weight != "left.2.weight"]
+    for name in ("left.2.weight", "left.2.bias"):  # as if their factors were not finite
+        fewer._diagonal[name] = torch.full_like(r[name], 0.5)
+    for M in (some, fewer, some):
+        assert torch.equal(graphed.apply(M, r, r.empty()).vector, M.compute(r, r.zeros()).vector)

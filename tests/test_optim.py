@@ -83,6 +83,13 @@ def test_newton_kron_goes_lower_than_the_papers_newton_for_the_same_products():
     assert ends["newton-kron"].value < ends["newton"].value
 
 
+@pytest.mark.parametrize("most", [1, 2])
+def test_newton_kron_never_makes_more_steps_than_the_most_allowed(most):
+    problem, towers = planted()
+    history = gt.minimize(problem, towers, gt.NewtonKron(cg_max_steps=most), max_iterations=4).history
+    assert {record.cg_steps for record in history[1:]} == {most}
+
+
 def test_sogram_with_alpha_one_is_the_plain_two_subset_method():
     problem, towers = planted()
     theta = towers.parameters()

@@ -35,6 +35,24 @@ def test_what_was_set_before_is_put_back_even_after_an_error(before, precision, 
     assert matmul.allow_tf32 == before
 
 
+@pytest.mark.parametrize("before", ["none", "ieee", "tf32"])
+@pytest.mark.parametrize("precision", ["float32", "tf32"])
+def test_the_newer_setting_of_torch_is_followed_and_put_back_as_well(before, precision, matmul):
+    if not hasattr(matmul, "fp32_precision"):
+        pytest.skip("torch 2.9 and newer have torch.backends.cuda.matmul.fp32_precision")
+    case = make_case()
+    default = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = before
+        with products_in(precision):
+            assert (matmul.fp32_precision == "tf32") == (precision == "tf32")
+            assert case.problem.at(case.towers).value > 0
+            assert (matmul.fp32_precision == "tf32") == (precision == "tf32")
+        assert matmul.fp32_precision == before
+    finally:
+        matmul.fp32_precision = default
+
+
 def test_unknown_precisions_are_refused_with_the_choices():
     pairs = planted_pairs(5, 4, 6)
     with pytest.raises(ValueError, match="precision: got 'half', expected one of 'float32', 'tf32'"):

@@ -185,6 +185,8 @@ def test_a_table_needs_a_row_for_each_id(table, message):
         ),
         (lambda: gt.Towers(nn.Linear(2, 2).half(), nn.Linear(2, 2).half()), r"^towers: got torch.float16 on cpu, exp"),
         (lambda: gt.Problem(pairs()).at(nn.Linear(2, 2)), r"^towers: got Linear, expected a gramtower.Towers"),
+        (lambda: gt.Problem(pairs()).plan(nn.Linear(2, 2)), r"^towers: got Linear, expected a gramtower.Towers"),
+        (lambda: gt.Problem(pairs()).least_budget(3), r"^towers: got int, expected a gramtower.Towers"),
     ],
 )
 def test_towers_are_checked_when_they_are_made(make, message):

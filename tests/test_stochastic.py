@@ -7,6 +7,7 @@ import itertools
 import math
 
 import pytest
+import scipy.sparse as sp
 import torch
 
 import gramtower as gt
@@ -168,7 +169,7 @@ def test_a_long_iteration_is_a_second_of_work_but_not_less_than_its_value(name):
         problem = gt.Problem(planted_pairs(2000, 1500, observed))
         towers = gt.mlp_towers(problem, hidden=(64,), dim=32)
         source = as_solver(name, {"ratio": 0.001}).method(0).source
-        sizes[observed] = most_steps(source, problem, towers)
+        sizes[observed] = most_steps(source, problem, towers.parameters().layout)
         assert 1 <= sizes[observed] <= 1000
         assert sizes[observed] * stochastic._LAUNCH <= 2 * max(stochastic._SECOND, observed * 1000)
     assert sizes[2_000] < 1000  # a thousand steps would be longer than a second
@@ -190,3 +191,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one_also_where_a_step_was_halved(
         resumed = run(5, path)
         assert trajectory(resumed) == trajectory(whole)
         assert torch.equal(resumed.parameters.vector, whole.parameters.vector)
+
+
+@pytest.mark.parametrize("name", ["sogram", "sogram-diag"])
+def test_subsets_of_no_pairs_are_refused_by_name(name):
+    problem = gt.Problem(sp.csr_matrix((4, 3)), omega=0.1)
+    towers = gt.mlp_towers(problem, hidden=(), dim=2)
+    with pytest.raises(ValueError, match="pairs: got no observed pair, expected at least one"):
+        gt.minimize(problem, towers, name, max_iterations=1)

@@ -197,6 +197,7 @@ def test_places_that_nothing_can_fill_are_empty(way):
         assert (found == -1).all()
         assert (values == -np.inf).all()
     assert top_k(P[:0], Q, 2)[0].shape == (0, 2)
+    assert select.best_torch(torch.empty(0, 9), 2)[0].shape == (0, 2)
 
 
 def test_every_stored_pair_is_excluded_whatever_its_value_and_order(way):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from test_engine import compare, relative
 from torch import nn
 
 import gramtower as gt
+from gramtower.data.features import as_features
 from gramtower.data.synthetic import planted_pairs
 from gramtower.engine.kernels import activations, reference
 from gramtower.engine.objective import plan as plan_module
@@ -74,6 +78,43 @@ def test_a_hook_that_changes_the_output_of_a_bare_layer_is_heard():
     left = nn.Linear(3, 4)
     left.register_forward_hook(lambda module, inputs, y: 2 * y)
     assert_exact(left, nn.Embedding(5, 4), X)
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre"])
+def test_a_hook_that_comes_after_the_first_evaluation_is_heard(kind):
+    case = make_case(tower="elu")
+    before = case.problem.at(case.towers).P.clone()
+    double = {"forward": lambda module, inputs, y: 2 * y, "forward_pre": lambda module, inputs: (2 * inputs[0],)}
+    hook = getattr(case.towers.left[-1], f"register_{kind}_hook")(double[kind])
+    hooked = case.problem.at(case.towers).P
+    assert torch.allclose(hooked, case.towers.left(torch.arange(5)), rtol=1e-12)
+    assert not torch.allclose(hooked, before)
+    hook.remove()
+    assert torch.equal(case.problem.at(case.towers).P, before)
+
+
+@pytest.mark.parametrize("change", [
+    lambda left: left.__setitem__(4, nn.Linear(4, 3)),
+    lambda left: left[4].requires_grad_(False),
+    lambda left: left.append(nn.Linear(3, 3)),
+])  # fmt: skip
+def test_parameters_exchanged_or_frozen_after_the_towers_were_made_are_refused(change):
+    case = make_case(tower="elu", dtype=torch.float32)
+    case.problem.at(case.towers)
+    change(case.towers.left)
+    with pytest.raises(ValueError, match=r"^left tower: got [45]\.(bias|weight) exchanged, .* or a new gramtower"):
+        case.problem.at(case.towers)
+    assert case.problem.at(gt.Towers(case.towers.left, case.towers.right)).value > 0
+
+
+def test_features_that_were_embedded_are_not_kept():
+    towers = gt.Towers(nn.Linear(3, 2), nn.Embedding(9, 2))
+    features = as_features("left", X, len(X))
+    gone = weakref.ref(features)
+    assert torch.allclose(towers.embed("left", features), towers.left(torch.tensor(X, dtype=torch.float32)))
+    del features
+    gc.collect()
+    assert gone() is None
 
 
 def test_stacks_of_known_layers_are_written_out():
@@ -234,6 +275,14 @@ def test_a_clone_has_tensors_of_its_own_and_keeps_sharing():
     assert copied.left is copied.right
     copied.load(copied.parameters() * 0)
     assert float(module.weight.detach().abs().sum()) > 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda towers: pickle.loads(pickle.dumps(towers))])
+def test_towers_that_were_evaluated_can_be_copied_and_sent_to_other_processes(copied):
+    problem = gt.Problem(PAIRS, omega=0.5)
+    towers = gt.mlp_towers(problem, hidden=(4,), dim=3)
+    value = problem.at(towers).value
+    assert problem.at(copied(towers)).value == value
 
 
 def test_a_flat_vector_is_loaded_like_parameters():

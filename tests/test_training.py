@@ -8,6 +8,7 @@ import math
 from itertools import count
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -111,7 +112,8 @@ def test_rounding_level_ends_the_run_with_help(dtype, bound):
     problem, towers = convex(dtype)
     result = gt.minimize(problem, towers, max_iterations=500, tolerance=0.0)
     assert result.reason is gt.Reason.NO_DECREASE
-    assert str(dtype).removeprefix("torch.") in result.message
+    assert f"measurably in {str(dtype).removeprefix('torch.')}" in result.message
+    assert ("towers.to(torch.float64) can go further" in result.message) == (dtype == torch.float32)
     assert problem.at(towers).gradient().norm() < bound * result.history[1].gradient_norm
 
 
@@ -173,6 +175,20 @@ def test_an_unfinished_last_line_of_a_history_is_ignored(tmp_path):
     assert gt.read_history(path) == result.history[:-1]
 
 
+@pytest.mark.parametrize(("damage", "message"), [
+    (lambda line: line[:-20], r"line 2: got .*, expected an object"),
+    (lambda line: line.replace('"step"', '"steps"'), r"line 2: got a field 'steps'"),
+])  # fmt: skip
+def test_a_history_that_is_damaged_before_its_end_is_refused_by_line(damage, message, tmp_path):
+    problem, towers = planted()
+    path = tmp_path / "history.jsonl"
+    gt.minimize(problem, towers, "gd", max_iterations=2, history=path)
+    first, second, third = path.read_text().splitlines()
+    path.write_text("\n".join([first, damage(second), third]) + "\n")
+    with pytest.raises(ValueError, match=message):
+        gt.read_history(path)
+
+
 def test_a_callback_that_returns_true_stops_the_run():
     problem, towers = planted()
     seen = []
@@ -184,6 +200,13 @@ def test_a_callback_that_returns_true_stops_the_run():
     result = gt.minimize(problem, towers, callbacks=[watch])
     assert result.reason is gt.Reason.CALLBACK
     assert seen == [(1, True), (2, True)]
+
+
+@pytest.mark.parametrize(("answer", "stops"), [(np.bool_(True), True), (np.bool_(False), False), (1, False)])
+def test_the_answers_of_callbacks_may_be_of_numpy_and_other_values_do_not_stop(answer, stops):
+    problem, towers = planted()
+    result = gt.minimize(problem, towers, max_iterations=2, callbacks=[lambda record, point: answer])
+    assert (result.reason is gt.Reason.CALLBACK) == stops
 
 
 def test_early_stopping_restores_the_best_point():
@@ -201,6 +224,19 @@ def test_early_stopping_restores_the_best_point():
     assert result.best_metric == 0.9
     assert torch.equal(towers.parameters().vector, kept[2])
     assert result.value == result.history[2].value == problem.at(towers).value
+
+
+@pytest.mark.parametrize(("scores", "best", "metric"), [
+    ([0.2, 0.5, 0.5, 0.1], 1, 0.5),
+    ([math.nan, 0.1, math.nan, 0.3], 3, 0.3),
+    ([math.nan] * 4, 3, None),
+])  # fmt: skip
+def test_of_equal_metrics_the_first_is_kept_with_its_value_and_nan_is_never_the_best(scores, best, metric):
+    problem, towers = planted()
+    given = iter(scores)
+    result = gt.minimize(problem, towers, max_iterations=3, validation=lambda point: next(given))
+    assert result.best_metric == metric
+    assert result.value == result.history[best].value == problem.at(towers).value
 
 
 def test_patience_without_validation_is_refused():
@@ -278,6 +314,7 @@ def test_verbose_writes_to_standard_error(capsys):
         (dict(tolerance=-1.0), r"tolerance: got -1\.0"),
         (dict(seed=-1), "seed: got -1"),
         (dict(checkpoint_every=0), "checkpoint_every: got 0"),
+        (dict(checkpoint_seconds=-1.0), r"checkpoint_seconds: got -1\.0"),
     ],
 )
 def test_bad_arguments_are_refused(options, message):

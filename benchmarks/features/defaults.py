@@ -1,7 +1,7 @@
 """`gt.TwoTower()` as it comes on the sets with features: new entities, and known ones, beside linear towers.
 
     python benchmarks/features/defaults.py [--sets eurlex,…] [--splits 1,2]     results/features_defaults.json
-    python benchmarks/features/defaults.py --vary '[{"embedding_l2": 0.005}]' --log log.jsonl     defaults changed singly
+    python benchmarks/features/defaults.py --vary '[{"embedding_l2": 0.005}]' --log log.jsonl    defaults changed singly
 
 P@1/3/5 for documents and labels; MAP@5 and Recall@20 for the others. Settings were chosen on split 0 and 1 of
 search.py; split 2 was seen by no choice.

@@ -157,7 +157,7 @@ def _named(history: list[Record], first: list[Record]) -> dict[str, list[Record]
 def _records(path: Path) -> list[Record]:
     try:
         return read_history(path) if path.exists() else []
-    except TypeError as error:  # JSON, but not a record
+    except ValueError as error:
         raise ValueError(f"folder: {path} is not a history: {error}") from error
 
 

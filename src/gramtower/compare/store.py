@@ -125,7 +125,7 @@ def _history(folder: Path, name: str) -> list[Record]:
     path = history_path(folder, name)
     try:
         return read_history(path)
-    except TypeError as error:  # JSON, but not a record
+    except ValueError as error:
         raise ValueError(f"folder: {path} is not a history: {error}") from error
 
 

@@ -100,6 +100,8 @@ class Subsets(Source):
     def gradient(self, problem: Problem, towers: Towers, parameters: Parameters) -> Parameters:
         """Draw Ô₁ and Ô₂, move the running Gramians toward those of Ô₂, take the gradient on Ô₁."""
         total = problem.observed
+        if not total:
+            check.fail("pairs", "no observed pair", "at least one, for a method that draws subsets of them")
         first, second = self._draw(total, towers.device), self._draw(total, towers.device)
         fresh = subset_gramians(problem, towers, parameters, second)
         self.running = (self.running or fresh.zeros()).toward(fresh, self.alpha)

@@ -171,7 +171,11 @@ class NewtonKron(Solver):
     def method(self, seed: int) -> Method:
         """Preconditioned Newton, from a full step on."""
         newton = KroneckerNewton(
-            self._damping(self.damping), self.cg_steps, self.cg_max_steps, self.cg_tolerance, self.cg_progress
+            self._damping(self.damping),
+            min(self.cg_steps, self.cg_max_steps),
+            self.cg_max_steps,
+            self.cg_tolerance,
+            self.cg_progress,
         )
         secant = KroneckerSecant(self._damping(0.0), self.memory, self.alternating)
         return Descent(KroneckerDirection(newton, secant), Backtracking(self.sufficient_decrease, double_every=0))

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
-from gramtower.engine.towers.parameters import Parameters
+from gramtower.engine.towers.parameters import Layout, Parameters
 from gramtower.engine.towers.towers import Towers
 from gramtower.optim.line_search import trustworthy
 from gramtower.optim.methods import IterationResult, Method
@@ -67,7 +67,8 @@ class Sampled(Method):
 
     def iterate(self, problem: Problem, towers: Towers, point: Point) -> IterationResult:
         """Several steps and, without a given δ, the value where they led."""
-        steps = self.steps or min(_FIRST << min(self.iterations, 40), most_steps(self.source, problem, towers))
+        most = most_steps(self.source, problem, point.parameters.layout)
+        steps = self.steps or min(_FIRST << min(self.iterations, 40), most)
         if self.step_size is None:
             return self._begin(problem, towers, point, steps)
         if not self.given:
@@ -183,11 +184,10 @@ def searched(look: Callable[[float], _Trial], size: float, start: float) -> _Tri
     return best
 
 
-def most_steps(source: Source, problem: Problem, towers: Towers) -> int:
+def most_steps(source: Source, problem: Problem, layout: Layout) -> int:
     """Steps of a long iteration: a pass over the data, or a second, but as much work as the value that ends it."""
     (m, n), observed = problem.shape, problem.observed
     tables = weights = dim = 0
-    layout = towers.parameters().layout
     for name, shape in layout.shapes.items():
         count, width = n if name.startswith("right.") else m, math.prod(shape[1:])
         if name in layout.owned or shape[:1] == (count,):

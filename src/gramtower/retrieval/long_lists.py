@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gramtower.retrieval.scan import ShortLists, tasks
+from gramtower.retrieval.scan import ShortLists, leave_out, tasks
 from gramtower.runtime.compiled import compiled
 from gramtower.runtime.threads import parallel_for
 
@@ -145,13 +145,7 @@ def _add(scores, offset, k, columns, values, counts, bounds, places, ends, exclu
     first, last = np.searchsorted(denied, offset), np.searchsorted(denied, offset + width)
     for i in range(scores.shape[0]):
         row, c, v = scores[i], columns[i], values[i]
-        for e in range(first, last):
-            row[denied[e] - offset] = -np.inf
-        e = places[i]
-        while e < ends[i] and excluded[e] < offset + width:
-            row[excluded[e] - offset] = -np.inf
-            e += 1
-        places[i] = e
+        places[i] = leave_out(row, offset, places[i], ends[i], excluded, denied[first:last])
         count, bound = counts[i], bounds[i]
         for start in range(0, vectorised, _TOGETHER):
             part, any_above = row[start : start + _TOGETHER], np.uint8(0)

@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gramtower.retrieval.select import compiled
+from gramtower.retrieval.select import use_compiled
 
 
 def above(scores: Tensor, relevant: sp.csr_matrix, start: int, stop: int) -> NDArray[np.float64]:
     """One count for each relevant pair of rows start:stop, whose scores are given."""
-    if compiled(scores.device, scores.numel()):
+    if use_compiled(scores.device, scores.numel()):
         from gramtower.retrieval import scan
 
         offsets = relevant.indptr[start : stop + 1].astype(np.int64)

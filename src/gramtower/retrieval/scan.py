@@ -64,6 +64,17 @@ def _enter(c, v, s, j):  # type: ignore[no-untyped-def]  # pragma: no cover
     v[p], c[p] = s, j
 
 
+@compiled(inline="always")
+def leave_out(row, offset, place, end, excluded, denied):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Make −inf of a row's scores at ``denied`` and at excluded[place:end], up to its last column; the place after."""
+    for j in denied:
+        row[j - offset] = -np.inf
+    while place < end and excluded[place] < offset + row.shape[0]:
+        row[excluded[place] - offset] = -np.inf
+        place += 1
+    return place
+
+
 @compiled(nogil=True)
 def _update_lists(scores, offset, columns, values, places, ends, excluded, denied):  # type: ignore[no-untyped-def]  # pragma: no cover
     """See ShortLists.add."""
@@ -72,13 +83,7 @@ def _update_lists(scores, offset, columns, values, places, ends, excluded, denie
     first, last = np.searchsorted(denied, offset), np.searchsorted(denied, offset + width)
     for i in range(scores.shape[0]):
         row, c, v = scores[i], columns[i], values[i]
-        for e in range(first, last):
-            row[denied[e] - offset] = -np.inf
-        e = places[i]
-        while e < ends[i] and excluded[e] < offset + width:
-            row[excluded[e] - offset] = -np.inf
-            e += 1
-        places[i] = e
+        places[i] = leave_out(row, offset, places[i], ends[i], excluded, denied[first:last])
         for start in range(0, vectorised, _TOGETHER):
             least, any_above = v[k - 1], np.uint8(0)
             for l in range(start, start + _TOGETHER):

@@ -6,11 +6,12 @@ finite score fills hold column −1 and score −inf. Cost: one pass over the bl
 
 from __future__ import annotations
 
-import importlib.util
 import math
 
 import torch
 from torch import Tensor
+
+from gramtower.runtime import host
 
 _MOST_KEPT = 512  # compiled passes sort the best by insertion, which pays for lists that are not long
 _WORTH_LOADING = 1 << 20  # scores; with fewer, loading compiled code takes longer than it saves
@@ -19,20 +20,20 @@ WORTH_CALLING = 1 << 16  # scores; with fewer, handing them to threads takes lon
 
 def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Columns (int64) and scores of the k best of each row; k at most the number of columns."""
-    if compiled(scores.device, scores.numel(), k):
+    if use_compiled(scores.device, scores.numel(), k):
         from gramtower.retrieval import long_lists
 
         return long_lists.best(scores, k)
     return best_torch(scores, k)
 
 
-def compiled(device: torch.device, scores: int, k: int = 0, least: int = _WORTH_LOADING) -> bool:
+def use_compiled(device: torch.device, scores: int, k: int = 0, least: int = _WORTH_LOADING) -> bool:
     """Whether compiled passes (scan.py, long_lists.py) are there, and worth it for so many scores and lists of k.
 
     ``least`` is for callers that have them loaded anyhow: from how many scores on they are asked.
     """
     worth = device.type == "cpu" and scores >= least and k <= _MOST_KEPT
-    return worth and importlib.util.find_spec("numba") is not None
+    return worth and host.has_numba()
 
 
 def best_torch(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -48,7 +49,7 @@ def best_torch(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
             tied |= outside == values[:, k - 1]
         tied &= values[:, k - 1] > -torch.inf
         values, columns = values[:, :k], columns[:, :k]
-        again, size = tied.nonzero()[:, 0], -(-len(scores) // 16)
+        again, size = tied.nonzero()[:, 0], max(1, -(-len(scores) // 16))
         for start in range(0, len(again), size):  # torch chose among equals; here the smaller column is chosen
             rows = again[start : start + size]
             ordered = scores[rows].sort(stable=True, dim=1, descending=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gramtower import _checks as check
 from gramtower.retrieval.scores import score_blocks
-from gramtower.retrieval.select import WORTH_CALLING, best, compiled
+from gramtower.retrieval.select import WORTH_CALLING, best, use_compiled
 from gramtower.runtime.threads import pool
 
 _ROWS = 512  # of a tile; with fewer, products are slower
@@ -52,7 +52,7 @@ def best_lists(
         First row, row after the last, their columns and their scores.
     """
     count = len(P) if rows is None else len(rows)
-    if compiled(P.device, count * len(Q), k, **({"least": WORTH_CALLING} if loaded else {})):
+    if use_compiled(P.device, count * len(Q), k, **({"least": WORTH_CALLING} if loaded else {})):
         yield from _tiled(P, Q, k, exclude, deny, rows, block_bytes)
         return
     never = None if deny is None else torch.from_numpy(deny).to(Q.device)

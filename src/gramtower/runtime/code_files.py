@@ -1,10 +1,11 @@
 """Files of compiled code that another process may write, cut short or damage at any moment.
 
 One file holds one function compiled for one signature and one processor. Its name is a digest of what it is of: the
-signature, the processor, the content of the source file, the versions of numba and Python. No index says which file is
-which, so that processes that compile at the same time cannot mix them up: numba's own files are numbered, two processes
-may give one number to two signatures, and a third then calls the wrong code. Files are written beside and renamed,
-and begin with a digest of their content; one that was cut or changed is not used, and is written anew.
+signature, the processor, the content of the source files of the function and of all that it calls, which are compiled
+into it, the versions of numba and Python. No index says which file is which, so that processes that compile at the same
+time cannot mix them up: numba's own files are numbered, two processes may give one number to two signatures, and a
+third then calls the wrong code. Files are written beside and renamed, and begin with a digest of their content; one
+that was cut or changed is not used, and is written anew.
 
 What is read is unpickled by numba's own rules: the folder must be one that only its user can write. Checked by
 tests/test_compiled.py.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import platform
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -38,15 +40,16 @@ class CodeFiles:
     Args:
         folder: where they are.
         base: how their names begin.
-        source: the file in which the function is written.
+        function: the plain function that is compiled.
     """
 
-    def __init__(self, folder: str, base: str, source: str) -> None:
-        self.folder, self.base, self.source = Path(folder), base, source
+    def __init__(self, folder: str, base: str, function: Callable[..., Any]) -> None:
+        self.folder, self.base, self.function = Path(folder), base, function
 
     def path(self, key: Any) -> Path:
         """The file for a signature and processor."""
-        of = repr((key, _content(self.source), numba.__version__, platform.python_version()))
+        contents = [_content(source) for source in sources(self.function)]
+        of = repr((key, contents, numba.__version__, platform.python_version()))
         return self.folder / f"{self.base}.{hashlib.sha256(of.encode()).hexdigest()[:32]}{ENDING}"
 
     def load(self, key: Any) -> Any:
@@ -74,6 +77,18 @@ class CodeFiles:
 
     def flush(self) -> None:
         """Nothing: names depend on content, so that nothing goes stale."""
+
+
+def sources(function: Callable[..., Any]) -> list[str]:
+    """The files of a function and of the compiled functions that it calls by a global name, and so on."""
+    found, waiting = {function}, [function]
+    while waiting:
+        one: Any = waiting.pop()
+        called = (getattr(one.__globals__.get(name), "py_func", None) for name in one.__code__.co_names)
+        new = {other for other in called if other is not None} - found
+        found |= new
+        waiting += new
+    return sorted({one.__code__.co_filename for one in found})
 
 
 @lru_cache

@@ -46,8 +46,7 @@ def _with_cache(made: Any) -> Any:
         _warn_once("no folder for compiled code can be written")
         return made
     cache = made._cache
-    source = made.py_func.__code__.co_filename
-    cache._cache_file = CodeFiles(cache.cache_path, cache._impl.filename_base, source)
+    cache._cache_file = CodeFiles(cache.cache_path, cache._impl.filename_base, made.py_func)
     for name in ("load_overload", "save_overload"):
         setattr(cache, name, _tolerant(getattr(cache, name), cache.cache_path))
     return made

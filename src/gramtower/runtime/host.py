@@ -1,4 +1,7 @@
-"""What the host has: its memory, or what a container may have of it; numba. Checked by tests/test_memory.py."""
+"""What the host has: its memory, or what a container or a batch job may have of it; numba.
+
+Checked by tests/test_memory.py.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,32 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 _SMALL = 1 << 18  # bytes; the system keeps count of mappings, and allows some ten thousand
-_CONTAINER = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_CONTAINER = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of cgroups, version 2 and 1
+_OWN_GROUPS = "/proc/self/cgroup"  # lines of number:controllers:group; version 2 has no controllers there
 
 
 def memory_size() -> int:
-    """Bytes of the host, whoever uses them now; in a container at most its limit."""
+    """Bytes of the host, whoever uses them now; in a container or a batch job at most its limit."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in _CONTAINER:
+    for path in _limit_files():
         try:
-            limits.append(int(Path(path).read_text()))
+            limits.append(int(path.read_text()))
         except (OSError, ValueError):  # no such control, or "max"
             continue
     return min(limits)
+
+
+def _limit_files() -> list[Path]:
+    """Where limits of this process may stand: of the outermost control group, its own, and those between."""
+    files = [Path(path) for path in _CONTAINER]
+    with contextlib.suppress(OSError):  # a system without control groups
+        for line in Path(_OWN_GROUPS).read_text().splitlines():
+            controllers, group = line.split(":", 2)[1:]
+            if not controllers or "memory" in controllers.split(","):
+                root = Path(_CONTAINER[1 if controllers else 0])
+                inner = Path(group.lstrip("/"))
+                files += [root.parent / folder / root.name for folder in (inner, *inner.parents)]
+    return files
 
 
 def own_pages(size: int, dtype: DTypeLike) -> NDArray[Any]:

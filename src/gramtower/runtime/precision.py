@@ -21,10 +21,23 @@ PAIR_PRECISIONS = ("float32", "bfloat16")
 @contextmanager
 def products_in(precision: str) -> Iterator[None]:
     """Matrix products inside the block use that precision."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_tf32
-    matmul.allow_tf32 = precision == "tf32"
+    matmul, wanted = torch.backends.cuda.matmul, precision == "tf32"
+    named = getattr(matmul, "fp32_precision", None)  # since torch 2.9: "tf32", "ieee", or "none", which is "ieee"
+    try:
+        allowed = matmul.allow_tf32
+    except RuntimeError:  # the caller has set fp32_precision; torch refuses to mix the two
+        allowed = None
+    if wanted == (named == "tf32" if allowed is None else allowed):
+        yield
+        return
+    if allowed is None:
+        matmul.fp32_precision = "tf32" if wanted else "ieee"
+    else:
+        matmul.allow_tf32 = wanted
     try:
         yield
     finally:
-        matmul.allow_tf32 = before
+        if allowed is not None:
+            matmul.allow_tf32 = allowed
+        if named is not None:  # setting allow_tf32 makes "none" into "ieee"
+            matmul.fp32_precision = named

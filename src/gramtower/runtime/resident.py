@@ -6,11 +6,12 @@ no answer rather than a guess. Checked by tests/test_memory.py.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import re
 from contextlib import suppress
 from pathlib import Path
+
+from gramtower.runtime.host import return_memory
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -24,8 +25,7 @@ class ResidentPeak:
 
     def __init__(self) -> None:
         gc.collect()
-        with suppress(OSError, AttributeError):  # of glibc: freed memory goes back to the system
-            ctypes.CDLL(None).malloc_trim(0)
+        return_memory()
         self.start: int | None = None
         with suppress(OSError):
             _RESET.write_text("5")  # the largest size becomes the present one

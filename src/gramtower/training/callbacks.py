@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from gramtower import _checks as check
 from gramtower._optional import need
 from gramtower.engine.objective.point import Point
@@ -64,7 +66,8 @@ class Watchers:
 
     def __call__(self, record: Record, point: Point) -> int:
         """After an iteration: how many ask to stop."""
-        return sum(answer is True for answer in [one(record, point) for one in self.callbacks])
+        answers = [one(record, point) for one in self.callbacks]
+        return sum(isinstance(answer, (bool, np.bool_)) and bool(answer) for answer in answers)
 
     def end(self, result: Result) -> None:
         """After the last iteration. All are told, even if one fails."""

@@ -3,8 +3,8 @@
 A run that is killed at any moment leaves either the old checkpoint or the new one. Nothing is unpickled. The header
 holds a fingerprint of the run (fingerprint.py); another run's file, or a damaged one, is refused. Records are in a file
 beside it (stored_history.py). Parameters are stored tensor by tensor, rows of tables by whoever holds them
-(shards_file.py), so that a run can go on with another number of processes. Checked by tests/test_checkpoint.py and
-tests/test_distributed_fit.py.
+(distributed/shard_files.py), so that a run can go on with another number of processes. Checked by
+tests/test_checkpoint.py and tests/test_distributed_fit.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gramtower._schema import build
-from gramtower.distributed import shard_files as shards_file
+from gramtower.distributed import shard_files
 from gramtower.distributed.shards import Shards
 from gramtower.engine.towers.linearization import Work
 from gramtower.engine.towers.parameters import Layout, Parameters
@@ -101,7 +101,7 @@ def write_checkpoint(
         "first_norm": saved.first_norm,
         "history": log.mark,
     }
-    shards_file.write(path, _KIND, header, stored, rows, shards)
+    shard_files.write(path, _KIND, header, stored, rows, shards)
 
 
 def read_checkpoint(
@@ -114,7 +114,7 @@ def read_checkpoint(
     """
     with shards.group.together():
         with _refusing(path):
-            file = shards_file.Reader(path, _KIND, device)
+            file = shard_files.Reader(path, _KIND, device)
             header = build("header", _Header, file.header)
         _refuse_another_run(path, header.fingerprint, marks)
         with _refusing(path):
@@ -135,7 +135,7 @@ def read_checkpoint(
 
 def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint with all files that belong to it."""
-    shards_file.remove(path)
+    shard_files.remove(path)
     history_path(path).unlink(missing_ok=True)
 
 
@@ -222,7 +222,7 @@ def _side_of(key: str) -> str | None:
     return next((side for side in ("left", "right") if key.endswith(f"rows_{side}")), None)
 
 
-def _read_tensors(file: shards_file.Reader, like: Parameters, shards: Shards) -> dict[str, Tensor]:
+def _read_tensors(file: shard_files.Reader, like: Parameters, shards: Shards) -> dict[str, Tensor]:
     """The stored tensors, those of the parameters' layout put together to vectors."""
     sides = {"left": shards.left, "right": shards.right}
     tensors: dict[str, Tensor] = {}

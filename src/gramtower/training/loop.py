@@ -12,6 +12,7 @@ Checked by tests/test_training.py and tests/test_checkpoint.py.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -35,6 +36,7 @@ from gramtower.runtime.memory import explained
 from gramtower.training.callbacks import Callback, Started, Watchers
 from gramtower.training.checkpoint import Saved, as_parameters_like, read_checkpoint, restore, write_checkpoint
 from gramtower.training.fingerprint import fingerprint
+from gramtower.training.limits import Limits
 from gramtower.training.lock import locked
 from gramtower.training.log import Log
 from gramtower.training.result import History, Reason, Record, Result
@@ -79,10 +81,10 @@ def minimize(
         callbacks: called with each record and point; one that returns True stops the run. See
             gramtower/training/callbacks.py for those that come with the library, and for what else they are told.
         tolerance: stops when ‖∇L‖ ≤ tolerance · ‖∇L‖ at the start (exact-gradient methods).
-        validation: a metric of a point, larger is better; the best point is what the towers are left with. Over
-            several processes every one calls it, and the first one's answer counts.
+        validation: a metric of a point, larger is better and NaN never; the best point, of equals the first, is what
+            the towers are left with. Over several processes every one calls it, and the first one's answer counts.
         validate_at: which iterations are validated; None is all of them.
-        patience: stops when the metric has not improved for this many iterations; None never stops so.
+        patience: stops when the metric has not improved for this many validations; None never stops so.
         history: path of a JSONL file with one record an iteration.
         checkpoint: path of a checkpoint; if the file exists, the run it holds is continued. It must be of the same
             problem, towers, method, metric and seed; limits may differ. Rows go in the same blocks as before, and
@@ -105,10 +107,11 @@ def minimize(
     path = None if checkpoint is None else check.path("checkpoint", checkpoint)
     written = None if history is None else check.path("history", history)
     run = _Run(problem, towers, as_solver(optimizer, options), seed, validation, validate_at)
-    limits = _Limits(max_iterations, time_limit, tolerance, patience if validation is not None else None)
+    limits = Limits(max_iterations, time_limit, tolerance, patience if validation is not None else None)
     if patience is not None and validation is None:
         check.fail("patience", patience, "a validation metric to be patient about: give validation as well")
-    spacing = check.count("checkpoint_every", checkpoint_every), check.number("checkpoint_seconds", checkpoint_seconds)
+    seconds = check.number("checkpoint_seconds", checkpoint_seconds, minimum=0.0)
+    spacing = check.count("checkpoint_every", checkpoint_every), seconds
     group = problem.shards.group
     log = Log((max_iterations, time_limit)) if check.flag("verbose", verbose) and group.rank == 0 else None
     records = History(None if group.rank > 0 else written)
@@ -133,25 +136,6 @@ def minimize(
         finally:
             with suppress(torch.OutOfMemoryError):  # views of the last point serve as well
                 towers.unbind()
-
-
-class _Limits:
-    """The stopping rules that the caller sets."""
-
-    def __init__(self, max_iterations: int, time_limit: float | None, tolerance: float, patience: int | None) -> None:
-        self.max_iterations = check.count("max_iterations", max_iterations, minimum=0)
-        self.time_limit = None if time_limit is None else check.number("time_limit", time_limit, minimum=0.0)
-        self.tolerance = check.number("tolerance", tolerance, minimum=0.0)
-        self.patience = None if patience is None else check.count("patience", patience)
-
-    def reached(self, by: _Reached) -> tuple[Reason, str] | None:
-        if self.patience is not None and by.waited >= self.patience:
-            return Reason.EARLY_STOP, Reason.EARLY_STOP.value.format(patience=self.patience)
-        if by.iteration >= self.max_iterations:
-            return Reason.MAX_ITERATIONS, Reason.MAX_ITERATIONS.value
-        if self.time_limit is not None and by.seconds >= self.time_limit:
-            return Reason.TIME_LIMIT, Reason.TIME_LIMIT.value
-        return None
 
 
 @dataclass(frozen=True)
@@ -196,7 +180,7 @@ class _Run:
         self.marks: dict[str, str] = {}
         self.stored: StoredHistory | None = None
 
-    def agree(self, path: Path | None, limits: _Limits) -> None:
+    def agree(self, path: Path | None, limits: Limits) -> None:
         """Refuse processes of one run that were given different things, before anything is computed."""
         if self.group.size == 1:
             return
@@ -217,7 +201,7 @@ class _Run:
         metric = {} if self.validation is None else {"metric": getattr(self.validation, "metric", "validation")}
         return {"optimizer": optimizer, **options, "seed": seed} | objective | sizes | metric
 
-    def begin(self, path: Path | None, limits: _Limits, records: History) -> None:
+    def begin(self, path: Path | None, limits: Limits, records: History) -> None:
         """Evaluate the start, or resume from a checkpoint."""
         problem, towers = self.problem, self.towers
         towers.join(problem.shards, problem.left, problem.right)
@@ -262,7 +246,7 @@ class _Run:
 
     def loop(
         self,
-        limits: _Limits,
+        limits: Limits,
         records: History,
         callbacks: Watchers,
         log: Log | None,
@@ -273,7 +257,7 @@ class _Run:
         if bad := self.reached.point.terms.non_finite():
             return Reason.NON_FINITE, Reason.NON_FINITE.value.format(what="at the start, the term " + ", ".join(bad))
         try:
-            while (stop := limits.reached(self.reached)) is None:
+            while (stop := limits.reached(self.reached.iteration, self.reached.seconds, self.reached.waited)) is None:
                 result = self._iterate()
                 if (stop := self._failed(result)) is not None:
                     break
@@ -333,7 +317,7 @@ class _Run:
         parameters, value = reached.point.parameters, reached.point.value
         if reached.best is not None:
             parameters = reached.best
-            value = next(r.value for r in reversed(records.records) if r.metric == reached.best_metric)
+            value = next(r.value for r in records.records if r.metric == reached.best_metric)  # the first of equals
         self.towers.bind(parameters)
         return Result(reason, message, records.records, parameters, value, reached.best_metric)
 
@@ -342,7 +326,8 @@ class _Run:
         if result.point is None:
             if result.gradient_norm < float("inf"):
                 dtype = str(self.towers.dtype).removeprefix("torch.")
-                return Reason.NO_DECREASE, Reason.NO_DECREASE.value.format(dtype=dtype)
+                further = "" if dtype == "float64" else "; towers.to(torch.float64) can go further"
+                return Reason.NO_DECREASE, Reason.NO_DECREASE.value.format(dtype=dtype, further=further)
             return Reason.NON_FINITE, Reason.NON_FINITE.value.format(what="the gradient")
         if bad := result.point.terms.non_finite():
             return Reason.NON_FINITE, Reason.NON_FINITE.value.format(what="the term " + ", ".join(bad))
@@ -357,7 +342,7 @@ class _Run:
         if self.validation is None or (self.validate_at is not None and not self.validate_at(now.iteration)):
             return now, None
         metric = self._first(float(self.validation(now.point)))
-        if now.best_metric is None or metric > now.best_metric:
+        if not math.isnan(metric) and (now.best_metric is None or metric > now.best_metric):
             return replace(now, best_metric=metric, best=now.point.parameters, waited=0), metric
         return replace(now, waited=now.waited + 1), metric
 

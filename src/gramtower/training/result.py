@@ -6,11 +6,11 @@ import json
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from gramtower import _checks as check
 from gramtower import _html as html
 from gramtower._files import write_text
+from gramtower._schema import build
 from gramtower.engine.towers.parameters import Parameters
 
 
@@ -21,8 +21,8 @@ class Reason(Enum):
     TIME_LIMIT = "time_limit was reached; the objective may still fall, raise it to go on"
     TOLERANCE = "the gradient norm fell below tolerance times its first value: a stationary point"
     NO_DECREASE = (
-        "the objective no longer decreases measurably in {dtype}: (a) this is a minimum to within rounding, which is "
-        "the usual case; or (b) towers in float64 (towers.left.double(), towers.right.double()) can go further"
+        "the objective no longer decreases measurably in {dtype}: most often this is a minimum to within rounding"
+        "{further}"
     )
     NON_FINITE = (
         "{what} became NaN or infinite; the last good point was kept. Likely causes: a step size that is too large, "
@@ -143,12 +143,18 @@ def read_history(path: str | Path) -> list[Record]:
     """Read the records of a training run from its JSONL file.
 
     An unfinished last line, left by a kill, is ignored.
+
+    Raises:
+        ValueError: naming the line, if any other is not a record.
     """
     records: list[Record] = []
-    for line in check.path("path", path).read_text().splitlines():
+    lines = check.path("path", path).read_text().splitlines()
+    for number, line in enumerate(lines, 1):
         try:
-            values: dict[str, Any] = json.loads(line)
+            values = json.loads(line)
         except json.JSONDecodeError:
-            break
-        records.append(Record(**values))
+            if number == len(lines):
+                break
+            values = line
+        records.append(build(f"{path}, line {number}", Record, values))
     return records

@@ -153,7 +153,7 @@ def right_order(pairs: Pairs) -> Pieces:
         sizes = column_order(torch.bincount(pairs.columns, minlength=n), m)  # pairs would keep their column_counts
         entries = torch.empty(len(pairs), dtype=torch.int32 if len(pairs) < 2**31 else torch.int64, device=pairs.device)
         rows = torch.empty(len(pairs), dtype=torch.int32, device=pairs.device)
-        starts = torch.arange(0, m, sizes.height, device=pairs.device)
+        starts = torch.arange(0, max(1, m), sizes.height, device=pairs.device)  # a process may hold no rows at all
         bounds = [*pairs.offsets[starts].tolist(), len(pairs)]
         runs = [_sort(pairs, first, last, entries, rows) for first, last in pairwise(bounds)]
         _right[pairs] = _cut(runs, len(pairs), entries, rows, sizes.together)

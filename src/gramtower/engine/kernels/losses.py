@@ -100,12 +100,29 @@ LOSSES = {
 
 
 def as_loss(loss: str | Loss) -> Loss:
-    """A loss by name, or a custom one."""
+    """A loss by name, or a custom one, whose functions are tried on a few labels and scores."""
     if isinstance(loss, Loss):
+        _check_functions(loss)
         return loss
     if not isinstance(loss, str) or loss not in LOSSES:
         check.fail("loss", repr(loss), "one of " + ", ".join(map(repr, LOSSES)) + ", or a gramtower.Loss")
     return LOSSES[loss]
+
+
+def _check_functions(loss: Loss) -> None:
+    """Refuse functions that do not give one number for each pair, or a negative curvature."""
+    labels = torch.tensor(loss.labels or (0.0, 1.0), dtype=torch.float64)
+    scores = torch.tensor([-2.0, -0.3, 0.0, 0.7, 3.0], dtype=torch.float64)
+    y, s = labels.repeat_interleave(len(scores)), scores.repeat(len(labels))
+    for name in ("value", "first", "second"):
+        found = getattr(loss, name)(y, s)
+        if not isinstance(found, Tensor) or found.shape != s.shape:
+            given = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            check.fail(f"loss.{name}", f"{given} for {len(s)} pairs", "a tensor with one number for each pair")
+        if name == "second" and bool((found < 0).any()):
+            e = int(found.argmin())
+            given = f"{float(found[e]):g} at label {float(y[e]):g} and score {float(s[e]):g}"
+            check.fail("loss.second", given, "numbers >= 0: the loss must be convex in the score")
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gramtower.engine.objective.evaluation import Evaluation
 from gramtower.engine.objective.executor import Damped, Executor, Factored
@@ -106,10 +107,11 @@ class _GraphedApply(Executor):
 
     def apply(self, M: Factored, r: Parameters, out: Parameters) -> Parameters:
         """M r, written over ``out``."""
-        if self._held is None:
-            self._held = self._record(M, r)
-        if self._holds is None or self._holds() is not M:
-            torch._foreach_copy_(self._held.tensors(), M.tensors())
+        if self._held is None or self._holds is None or self._holds() is not M:
+            given = M.tensors()
+            if self._held is None or _shapes(self._held.tensors()) != _shapes(given):  # factors not finite are left out
+                self._held = self._record(M, r)
+            torch._foreach_copy_(self._held.tensors(), given)
             self._holds = weakref.ref(M)
         self._r.vector.copy_(r.vector)
         self._replay()
@@ -125,6 +127,10 @@ class _GraphedApply(Executor):
         pool = torch.cuda.graph_pool_handle()
         self._replay = _Recording(Work(), pool, lambda: held.compute(self._r, self._out))
         return held
+
+
+def _shapes(tensors: list[Tensor]) -> list[torch.Size]:
+    return [tensor.shape for tensor in tensors]
 
 
 class _Slot:

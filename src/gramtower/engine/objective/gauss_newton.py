@@ -37,9 +37,10 @@ class GaussNewton(LinearOperator):
 
     def __add__(self, other: Any) -> LinearOperator:
         """A number is added to the damping, which costs nothing."""
-        if isinstance(other, LinearOperator) or self.damping + check.number("operator", other) < 0:
+        if isinstance(other, LinearOperator):
             return super().__add__(other)
-        return GaussNewton(self.at, self.damping + other, self.executor)
+        damping = self.damping + check.number("operator", other)
+        return super().__add__(other) if damping < 0 else GaussNewton(self.at, damping, self.executor)
 
     __radd__ = __add__
 

@@ -44,7 +44,7 @@ class LinearOperator:
     def __matmul__(self, d: Any) -> Any:
         """The product with Parameters, a flat vector or a matrix of columns, of the same kind; or a composition."""
         if isinstance(d, LinearOperator):
-            return Composed(self, d)
+            return Composed(self, _as_operator(d, self.like))
         if isinstance(d, Parameters):
             return self.product(as_parameters("d", d, self.like))
         if not isinstance(d, (np.ndarray, torch.Tensor)):

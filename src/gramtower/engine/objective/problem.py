@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower import _checks as check
-from gramtower.data.features import Features, as_features
+from gramtower.data.features import as_features
 from gramtower.data.interactions import Interactions
 from gramtower.data.pairs import Pairs, from_sparse
 from gramtower.distributed.shards import Shards, unsharded
@@ -158,9 +158,7 @@ class Problem:
 
         The result keeps a copy of the parameters: later changes of the modules do not reach it.
         """
-        if not isinstance(towers, Towers):
-            check.fail("towers", type(towers).__name__, "a gramtower.Towers")
-        towers.join(self.shards, self.left, self.right)
+        self._join(towers)
         present = towers.parameters()
         if parameters is not None:
             present.vector.copy_(as_parameters("parameters", parameters, present).vector)
@@ -173,8 +171,13 @@ class Problem:
         Raises:
             ValueError: if a budget cannot be kept, or if the memory cannot hold what training takes.
         """
-        towers.join(self.shards, self.left, self.right)
+        self._join(towers)
         return self._planned(towers, towers.parameters())
+
+    def _join(self, towers: Towers) -> None:
+        if not isinstance(towers, Towers):
+            check.fail("towers", type(towers).__name__, "a gramtower.Towers")
+        towers.join(self.shards, self.left, self.right)
 
     def _evaluate(self, towers: Towers, theta: Parameters) -> Point:
         """The point at ``theta``, which it keeps without a copy."""
@@ -238,6 +241,7 @@ class Problem:
 
     def least_budget(self, towers: Towers) -> int:
         """The smallest memory budget that training these towers in one process can keep to, in bytes."""
+        self._join(towers)
         return self._footprint(towers, towers.parameters()).least
 
     def _footprint(self, towers: Towers, theta: Parameters) -> Footprint:
@@ -275,11 +279,12 @@ class Problem:
         """What the orders of visits take on a GPU: of all pairs, and of blocks of so many left rows."""
         if on_cpu:
             return Orders(), lambda rows: Orders()
-        left = layout.row_order(self.pairs.row_counts)
-        right = layout.column_order(self.pairs.column_counts, self.pairs.shape[0])
+        pairs = self.pairs
+        left = layout.row_order(pairs.row_counts)
+        right = layout.column_order(pairs.column_counts, pairs.shape[0])
 
-        def of_blocks(rows: int) -> Orders:
-            return Orders(*layout.block_order(self.pairs.column_counts, self.pairs.shape[0], rows, most_pairs(rows)))
+        def of_blocks(rows: int) -> Orders:  # kept by the plan, and so by the problem: of the pairs alone, no cycle
+            return Orders(*layout.block_order(pairs.column_counts, pairs.shape[0], rows, most_pairs(rows)))
 
         return Orders(left.pieces + right.pieces, max(left.lines, right.lines)), of_blocks
 
@@ -330,10 +335,6 @@ class Problem:
         """``|O_:,j|`` for each right entity held here, over the pairs of all processes."""
         return self.pairs.column_counts if self._column_counts is None else self._column_counts
 
-    @property
-    def _sides(self) -> tuple[tuple[Features, NDArray[Any] | None], ...]:
-        return (self.left, self._weights[0]), (self.right, self._weights[1])
-
     def _place_rows(self) -> tuple[int, int, Tensor | None]:
         """Pairs of all processes, those of the processes before this one, and the right entities' numbers of pairs."""
         group, rows = self.shards.group, (self.shards.left, self.shards.right)
@@ -350,7 +351,8 @@ class Problem:
         """μ (|O_i| + ω Σ_j b_j)^ν for left entities, and likewise for right ones."""
         if self.embedding_l2 == 0.0:
             return None, None
-        local = (float(side.rows if w is None else w.sum()) for side, w in self._sides)
+        sides = zip((self.left, self.right), self._weights, strict=True)
+        local = (float(side.rows if w is None else w.sum()) for side, w in sides)
         sums = self.shards.group.totals(*local)[::-1]  # Σ_j b_j for left entities, Σ_i a_i for right ones
         counts = (self.pairs.row_counts.numpy(), self.column_counts.numpy())
         with np.errstate(divide="ignore", over="ignore"):  # refused by name below

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gramtower.data.features import Features, IdBlock, SparseBlock
 from gramtower.distributed.group import Group
+from gramtower.engine.towers.calls import call_with
 from gramtower.engine.towers.joins import Blocks, Join
 from gramtower.engine.towers.layer_factors import column_squares, outer, root
 from gramtower.engine.towers.layers import InputLinear
@@ -97,7 +98,7 @@ class Opaque(Join):
         hooks = [part.register_forward_hook(_recorder(name, calls)) for name, part in self._layers.items()]
         try:
             with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the one attention that has a second derivative
-                y = torch.func.functional_call(self.module, leaves, tuple(x))
+                y = call_with(self.module, leaves, *x)
         finally:
             for hook in hooks:
                 hook.remove()

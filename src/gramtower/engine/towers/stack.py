@@ -145,7 +145,9 @@ def is_stack(module: nn.Module) -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return any(
-        part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
-        for part in module.modules()
-    )
+    return any(map(is_hooked, module.modules()))
+
+
+def is_hooked(part: nn.Module) -> bool:
+    """Whether a module itself carries hooks; those of modules inside do not count."""
+    return bool(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks)

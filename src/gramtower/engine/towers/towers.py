@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +25,13 @@ from gramtower.engine.towers.linearization import Linearization, Work
 from gramtower.engine.towers.parameters import Layout, Parameters, as_parameters
 from gramtower.engine.towers.sizes import Sizes, factor_bytes, feature_bytes
 from gramtower.engine.towers.sparse import FIRST_LAYER
-from gramtower.engine.towers.stack import is_stack, opaque, refuse_unfit, steps
+from gramtower.engine.towers.stack import is_hooked, is_stack, opaque, refuse_unfit, steps
 from gramtower.engine.towers.steps import Named, Op, Scratch, Values, materialise
-from gramtower.engine.towers.trials import differ, same_mode, try_module
+from gramtower.engine.towers.trials import check_magnitude, differ, same_mode, try_module
 from gramtower.runtime.memory import BlockPlan
 
-_LARGEST_FEATURE = {torch.float32: 1e15, torch.float64: 1e150}  # the squares of 10⁸ rows add up within the dtype
 _PROBE = 3  # rows probed before the first evaluation
+_Probes = WeakKeyDictionary[Features, dict[tuple[str, str], tuple[int, int]]]  # by side and steps: columns, row_bytes
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class Towers:
             check.fail("towers", ", ".join(given), "all parameters float32, or all float64, on one device")
         ((self.dtype, self.device),) = kinds
         self._layout = Layout.of({name: tuple(p.shape) for name, p in self._trainable.items()})
-        self._probes: dict[tuple[str, int, str], tuple[Features, int, int]] = {}
+        self._probes: _Probes = WeakKeyDictionary()
         self._traced: dict[str, tuple[Any, list[Op]]] = {}
         self._tried: dict[str, list[Op]] = {}
         shared: Scratch = {}
@@ -126,7 +127,10 @@ class Towers:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or another process needs: steps are made anew."""
-        return {**vars(self), "_traced": {}, "_tried": {}}
+        return {name: value for name, value in vars(self).items() if name != "_probes"} | {"_traced": {}, "_tried": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _probes=WeakKeyDictionary())
 
     def to(self, target: torch.device | torch.dtype | str) -> Towers:
         """Towers of the same modules, moved to a device or cast to a dtype in place, as nn.Module.to does."""
@@ -219,7 +223,7 @@ class Towers:
         modules = [part for side in (self.left, self.right) for part in side.modules()]
         tensors = (p for part in modules for p in part._parameters.values())
         frozen = tuple(p.data_ptr() for p in tensors if p is not None and not p.requires_grad)
-        return tuple((id(part), part.training) for part in modules), frozen
+        return tuple(map(_mode, modules)), frozen
 
     def layer_widths(self) -> tuple[list[int], list[int]] | None:
         """Output widths of both towers' layers over ids, 0 for other steps; None if some step is not analytic."""
@@ -272,7 +276,9 @@ class Towers:
         """Both towers' steps, tensors and sizes; refuses what cannot be a tower."""
         prepared: list[_Prepared] = []
         for side, module, features in (("left", self.left, left), ("right", self.right, right)):
-            frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
+            present = dict(module.named_parameters())
+            self._check_trainable(side, present)
+            frozen = {n: p.detach() for n, p in present.items() if not p.requires_grad}
             tensors = {**frozen, **self.local_tensors(side, parameters)}
             values = Values(tensors, kernels, self.dtype, self.device, scratch=scratch.setdefault(side, {}))
             prepared.append(self._prepare_side(side, module, features, values))
@@ -280,6 +286,15 @@ class Towers:
         if f.columns != g.columns:
             check.fail("towers", f"{f.columns} columns left and {g.columns} right", "the same number of columns")
         return f, g
+
+    def _check_trainable(self, side: str, present: Mapping[str, nn.Parameter]) -> None:
+        """Refuse a module whose trainable parameters are not those that θ was made of."""
+        here = {local: id(p) for local, p in present.items() if p.requires_grad}
+        made = {local: id(self._trainable[name]) for local, name in self._names[side].items()}
+        if here != made:
+            first = min(dict(here.items() ^ made.items()))
+            given = f"{first} exchanged, added, taken out, frozen or thawed since the towers were made"
+            check.fail(f"{side} tower", given, "the same trainable parameters, or a new gramtower.Towers")
 
     def _prepare_side(self, side: str, module: nn.Module, features: Features, values: Values) -> _Prepared:
         refuse_unfit(side, module)
@@ -289,9 +304,9 @@ class Towers:
         return _Prepared(side, features, ops, values, columns, row_bytes, frozenset(self._names[side]))
 
     def _steps(self, side: str, kind: str, width: int, codes: bool) -> list[Op]:
-        """The steps of one side's module, made again when a part of it or its mode was exchanged."""
+        """The steps of one side's module, made again when a part of it, its mode or its hooks were exchanged."""
         module = self.left if side == "left" else self.right
-        parts = tuple((id(part), part.training, bool(part._forward_hooks)) for part in module.modules())
+        parts = tuple(map(_mode, module.modules()))
         state = (kind, width, codes, parts, tuple((id(p), p.requires_grad) for p in module.parameters()))
         if side not in self._traced or self._traced[side][0] != state:
             self._traced[side] = (state, steps(module, kind, width, codes))
@@ -309,12 +324,13 @@ class Towers:
     ) -> tuple[int, int]:
         """Columns of the tower and activation bytes per row, from a few rows; refuses what cannot be a tower.
 
-        Done once for a module and a set of features; the rows probed are not counted as work.
+        Done once for a module and a set of features, as long as that lives; the rows probed are not counted as work.
         """
         features = features.parent or features
-        key = (side, id(features), repr([(type(op).__name__, op.label) for op in ops]))
-        if key not in self._probes:
-            _check_magnitude(side, features, self.dtype)
+        known = self._probes.setdefault(features, {})
+        key = (side, repr([(type(op).__name__, op.label) for op in ops]))
+        if key not in known:
+            check_magnitude(side, features, self.dtype)
             ops[0].check_features(side, features)
             rows = min(_PROBE, features.rows)  # a process without rows tries none
             with same_mode(side, module):
@@ -333,30 +349,13 @@ class Towers:
                         check.fail(f"{side} tower", given_class, "a module that can be traced, over several processes")
                     ops[:] = [opaque(module)]  # called as it is from now on
                     return self._probe(side, module, ops, features, values)
-            self._probes[key] = (
-                features,
-                int(y.shape[1]),
-                size,
-            )  # holds the features, so that the id stays theirs
-        return self._probes[key][1:]
+            known[key] = int(y.shape[1]), size
+        return known[key]
 
 
-def _check_magnitude(side: str, features: Features, dtype: torch.dtype) -> None:
-    """Refuse features whose sums of squares over many rows are beyond the dtype."""
-    if not features.arrays or not (numbers := features.arrays[-1]).numel() or not numbers.is_floating_point():
-        return
-    most = _LARGEST_FEATURE[dtype]
-    if float(torch.stack(numbers.aminmax()).abs().max()) > most:
-        place = int(numbers.abs().argmax())
-        if features.kind == "sparse":
-            offsets, columns, _ = features.arrays
-            row, column = int(torch.searchsorted(offsets, place, right=True)) - 1, int(columns[place])
-        else:
-            row, column = divmod(place, features.width)
-        given = f"{float(numbers.reshape(-1)[place]):g} at row {row}, column {column}"
-        kind = str(dtype).removeprefix("torch.")
-        expected = f"numbers of at most {most:g} with towers in {kind}: divide the column by its largest number"
-        check.fail(f"{side} features", given, expected)
+def _mode(part: nn.Module) -> tuple[int, bool, bool]:
+    """Which module it is, and what else its steps depend on."""
+    return id(part), part.training, is_hooked(part)
 
 
 def _try_rows(side: str, ops: list[Op], features: Features, values: Values, rows: int) -> tuple[Tensor, int]:

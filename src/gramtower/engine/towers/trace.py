@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from gramtower.engine.towers.analytic import Affine, InputAffine
+from gramtower.engine.towers.calls import call_with
 from gramtower.engine.towers.functions import Functions
 from gramtower.engine.towers.graph import Graph, Node
 from gramtower.engine.towers.joins import Columns
@@ -127,7 +128,7 @@ class _Shapes(fx.Interpreter):
 
 
 class _Ran(nn.Module):
-    """So that torch.func.functional_call reaches the parameters of what is run."""
+    """So that ``call_with`` reaches the parameters of what is run."""
 
     def __init__(self, graph: fx.GraphModule, run: fx.Interpreter) -> None:
         super().__init__()
@@ -175,7 +176,7 @@ class _Builder:
         run = _Shapes(self.graph, self.recognise)
         with torch.no_grad():
             x = self.inputs.example(floats[0] if floats else torch.get_default_dtype())
-            torch.func.functional_call(_Ran(self.graph, run), meta, (x,))
+            call_with(_Ran(self.graph, run), meta, x)
         return run.found
 
     def _parameters(self) -> dict[fx.Node, tuple[str, torch.Size]]:

@@ -1,8 +1,9 @@
 """A few rows through a module as it is, before it becomes a tower: refuses what the objective cannot use, by name.
 
 An objective over all pairs with exact derivatives needs a module that gives the same result each time, maps every row
-by itself, keeps its mode, and has a derivative. The torch functions that ``forward`` calls are recorded, so that the
-message names the step that fails. Checked by tests/test_towers.py and tests/test_networks.py.
+by itself, keeps its mode, and has a derivative; and features whose squares the dtype can hold. The torch functions that
+``forward`` calls are recorded, so that the message names the step that fails. Checked by tests/test_towers.py and
+tests/test_networks.py.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gramtower.data.features import Block, IdBlock, SparseBlock
+from gramtower import _checks as check
+from gramtower.data.features import Block, Features, IdBlock, SparseBlock
+from gramtower.engine.towers.calls import call_with
 from gramtower.engine.towers.sparse import SparseRows
 from gramtower.engine.towers.steps import Values
+
+_LARGEST_FEATURE = {torch.float32: 1e15, torch.float64: 1e150}  # the squares of 10⁸ rows add up within the dtype
 
 
 def try_module(side: str, module: nn.Module, rows: Block, row: Block, values: Values) -> tuple[Any, Any]:
@@ -49,6 +54,24 @@ def try_module(side: str, module: nn.Module, rows: Block, row: Block, values: Va
                 f"{stops[-1]}; expected a result that can be differentiated (not argmax, detach, no_grad or integers)"
             )
     return first.result, alone.result
+
+
+def check_magnitude(side: str, features: Features, dtype: torch.dtype) -> None:
+    """Refuse features whose sums of squares over many rows are beyond the dtype."""
+    if not features.arrays or not (numbers := features.arrays[-1]).numel() or not numbers.is_floating_point():
+        return
+    most = _LARGEST_FEATURE[dtype]
+    if float(torch.stack(numbers.aminmax()).abs().max()) > most:
+        place = int(numbers.abs().argmax())
+        if features.kind == "sparse":
+            offsets, columns, _ = features.arrays
+            row, column = int(torch.searchsorted(offsets, place, right=True)) - 1, int(columns[place])
+        else:
+            row, column = divmod(place, features.width)
+        given = f"{float(numbers.reshape(-1)[place]):g} at row {row}, column {column}"
+        kind = str(dtype).removeprefix("torch.")
+        expected = f"numbers of at most {most:g} with towers in {kind}: divide the column by its largest number"
+        check.fail(f"{side} features", given, expected)
 
 
 @contextmanager
@@ -112,7 +135,7 @@ def _run(module: nn.Module, block: Block, values: Values) -> _Calls:
         hooks.append(part.register_forward_hook(partial(_leave, calls.inside)))
     try:
         with torch.enable_grad(), calls:
-            calls.result = torch.func.functional_call(module, tensors, (x,))
+            calls.result = call_with(module, tensors, x)
     finally:
         for hook in hooks:
             hook.remove()
