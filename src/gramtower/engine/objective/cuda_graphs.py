@@ -28,6 +28,7 @@ from gramtower.engine.towers.parameters import Parameters
 from gramtower.runtime.streams import SideStream
 
 _SLOTS = 3
+_FEW = 4  # tensors of a preconditioner, as two tables have, that are applied as soon as a graph of them is launched
 
 Evaluate = Callable[[Parameters], Evaluation]
 
@@ -107,6 +108,8 @@ class _GraphedApply(Executor):
 
     def apply(self, M: Factored, r: Parameters, out: Parameters) -> Parameters:
         """M r, written over ``out``."""
+        if len(M.tensors()) <= _FEW:
+            return M.compute(r, out)
         if self._held is None or self._holds is None or self._holds() is not M:
             given = M.tensors()
             if self._held is None or _shapes(self._held.tensors()) != _shapes(given):  # factors not finite are left out

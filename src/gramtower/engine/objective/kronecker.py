@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -122,8 +122,10 @@ def kronecker(at: Evaluation, damping: float, executor: Executor = EAGER, seed: 
     squares: dict[str, Tensor] = {}
     extra: dict[str, list[tuple[Tensor, Tensor]]] = {}
     tables: dict[str, str] = {}  # weights with one row for each entity of a side
+    curvatures, weights = zip(*(_output_curvature(at, index, moments) for index in (0, 1)), strict=True)
+    curvatures = _semidefinite(curvatures)
     for index, (side, tower) in enumerate((("left", at.left.tower), ("right", at.right))):
-        H, weight = _output_curvature(at, index, moments)
+        H, weight = curvatures[index], weights[index]
         names = towers.local_names(side)
         owned = {own for own, name in names.items() if name in at.parameters.layout.owned}
         factors = tower_factors(tower, H, weight, set(names), _DRAWS, seed + index, c.shards.group, owned)
@@ -177,21 +179,25 @@ def _output_curvature(at: Evaluation, side: int, moments: Moments) -> tuple[Tens
     trace = own_trace.double() + gramian.trace() * (1.0 if weight is None else weight.double())
     if penalty is not None:
         mean_penalty = group.sum_(penalty.sum(dtype=torch.float64)) / rows
-        H = H + mean_penalty * torch.eye(k, dtype=torch.float64, device=H.device)
+        H.diagonal().add_(mean_penalty)
         trace = trace + k * penalty.double()
     trace = trace.clamp_min(0)
     mean = group.sum_(trace.sum()) / rows
     share = torch.where(mean > 0, trace / mean, torch.ones_like(trace))
-    return _semidefinite(H), share.to(at.Q.dtype)
+    return H, share.to(at.Q.dtype)
 
 
-def _semidefinite(H: Tensor) -> Tensor:
-    """H with its eigenvalues clamped at 0. Most often it has no negative ones, which Cholesky finds out sooner."""
-    slack = 1e-10 * H.diagonal().abs().mean() * torch.eye(len(H), dtype=H.dtype, device=H.device)
-    if int(torch.linalg.cholesky_ex(H + slack).info) == 0:
-        return H
-    values, vectors = clamped_spectrum(H)
-    return torch.as_tensor((vectors * values) @ vectors.t())
+def _semidefinite(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Matrices of one size, eigenvalues clamped at 0; most often none is negative, as Cholesky finds out soon."""
+    batch = torch.stack(list(matrices))
+    diagonal = batch.diagonal(dim1=-2, dim2=-1)
+    diagonal.add_(1e-10 * diagonal.abs().mean(-1, keepdim=True))
+    found = list(matrices)
+    for i, failed in enumerate(torch.linalg.cholesky_ex(batch).info.tolist()):
+        if failed:
+            values, vectors = clamped_spectrum(found[i])
+            found[i] = (vectors * values) @ vectors.t()
+    return found
 
 
 def _merge(parts: list[Factor]) -> Factor:
@@ -225,7 +231,9 @@ class _Inverses:
 
     def ask(self, matrix: Tensor, shift: Tensor | float) -> int:
         """Ask for (matrix + shift·I)⁻¹; the number under which it will be found."""
-        self._asked.append(matrix + shift * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device))
+        damped = matrix.clone()
+        damped.diagonal().add_(shift)
+        self._asked.append(damped)
         return len(self._asked) - 1
 
     def __getitem__(self, number: int) -> Tensor:
