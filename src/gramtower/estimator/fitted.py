@@ -322,15 +322,18 @@ class FittedModel(Entities):
     ) -> NDArray[np.float32]:
         """Embeddings of entities by id, or of new ones by what the towers see; all of a side when nothing is given.
 
-        Features and histories of new entities are those of :meth:`recommend`.
+        Features and histories of new entities are those of :meth:`recommend`; they are of one side, whatever ``side``
+        says, and take the place of ``ids``.
         """
-        if left_features is not None or histories is not None:
+        new_left = left_features is not None or histories is not None
+        if new_left and right_features is not None:
+            check.fail("left_features, right_features", "features of both sides", "those of one")
+        if new_left or right_features is not None:
+            if ids is not None:
+                check.fail("ids", "ids beside features or histories", "None: these describe entities of their own")
             history = None if histories is None else history_matrix(self.right, histories)
-            towers = self.known_towers("embed new entities")
-            return np.asarray(embedded(self.left, towers, left_features, history).numpy())
-        if right_features is not None:
-            towers = self.known_towers("embed new entities")
-            return np.asarray(embedded(self.right, towers, right_features, None).numpy())
+            this, features = (self.left, left_features) if new_left else (self.right, right_features)
+            return np.asarray(embedded(this, self.known_towers("embed new entities"), features, history).numpy())
         this = self.side(side)
         if ids is None:
             return np.asarray(this.embeddings.numpy().copy())
