@@ -19,6 +19,7 @@ from gramtower.data.matrices import checked
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import Group
 from gramtower.distributed.shards import Rows
+from gramtower.estimator.columns import is_frame
 from gramtower.estimator.inputs import NAMES, Inputs, Part, beside, history_features, is_matrix
 from gramtower.estimator.scaling import dense_scaling, sparse_scaling
 
@@ -102,6 +103,9 @@ def _training_part(
     if isinstance(one, FeatureTable):
         encoded = one.encode(range(place.first, place.stop) if ids is None else ids)
         return Part("table", encoded.shape[1], FeatureTable.encoder_from_json(one.to_json())), encoded
+    if is_frame(one):  # numpy would take its rows for those of the entities, whatever their order
+        expected = 'a FeatureTable, which is joined by id: FeatureTable.inferred(frame, id="…")'
+        check.fail(f"{side}_features", f"a {type(one).__name__}", expected)
     if not is_matrix(one) or len(one.shape) != 2 or one.shape[0] != rows:
         shape = f" of shape {tuple(one.shape)}" if hasattr(one, "shape") else ""
         expected = f'scipy.sparse, numpy or torch with {rows} rows, a FeatureTable, "id", "history", or a list of these'
