@@ -12,6 +12,7 @@ Cost: O(entries) and a pass of the new rows through their tower. Checked by test
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,7 +56,7 @@ class Described:
         keys = self.ids[rows].tolist()
         found = dict(zip(keys, rows.tolist(), strict=True))
         if len(found) < len(keys):
-            twice = next(key for key in keys if keys.count(key) > 1)
+            twice = next(key for key, count in Counter(keys).items() if count > 1)
             check.fail(name, f"id {twice!r} in several rows", "each id in one row")
         return found
 
