@@ -95,8 +95,9 @@ class Interactions:
             given = f"shape {self.matrix.shape} with {len(self.left_ids)} and {len(self.right_ids)} ids"
             check.fail("matrix", given, "one row for each left id and one column for each right id")
         for name in ("left_ids", "right_ids"):
-            if getattr(self, name).dtype not in (np.int64, object):
-                object.__setattr__(self, name, as_ids(name, getattr(self, name)))
+            ids = getattr(self, name)
+            if not isinstance(ids, np.ndarray) or ids.dtype not in (np.int64, object):
+                object.__setattr__(self, name, as_ids(name, ids))
         for name, values in (("times", self.times), ("weights", self.weights)):
             if values is not None and len(values) != self.matrix.nnz:
                 check.fail(name, f"{len(values)} values", f"{self.matrix.nnz}, one for each pair")
