@@ -313,6 +313,7 @@ def test_entities_without_pairs_are_dropped_with_the_pairs_as_they_were():
 
 def test_ids_of_the_constructor_may_be_lists_and_must_be_distinct():
     pairs = Interactions(sp.csr_matrix(np.eye(2, dtype=np.float32)), ["a", "b"], (3, 4))
-    assert pairs.left_ids.tolist() == ["a", "b"] and pairs.right_ids.dtype == np.int64
+    assert pairs.left_ids.tolist() == ["a", "b"]
+    assert pairs.right_ids.dtype == np.int64
     with pytest.raises(ValueError, match="left_ids: got 'a' twice, expected distinct ids"):
         Interactions(sp.csr_matrix(np.eye(2, dtype=np.float32)), ["a", "a"], [1, 2])
