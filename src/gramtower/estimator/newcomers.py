@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,7 +61,7 @@ class Described:
             check.fail(name, f"id {twice!r} in several rows", "each id in one row")
         return found
 
-    def rows_in(self, index: dict[Any, int]) -> NDArray[np.int64]:
+    def rows_in(self, index: Mapping[Any, int]) -> NDArray[np.int64]:
         """The row of each id in an index, −1 where it has none; all −1 without ids."""
         if self.ids is None:
             return np.full(self.count, -1, dtype=np.int64)
