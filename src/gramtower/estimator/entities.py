@@ -26,6 +26,8 @@ from gramtower.estimator.inputs import Ids
 from gramtower.estimator.newcomers import described, extended
 from gramtower.estimator.side import Side, history_matrix
 
+CANDIDATES = ("all", "trained")  # right entities to choose from: all that are known, or those of the training data
+
 
 @dataclass(frozen=True, eq=False)
 class Entities:
