@@ -317,3 +317,9 @@ def test_ids_of_the_constructor_may_be_lists_and_must_be_distinct():
     assert pairs.right_ids.dtype == np.int64
     with pytest.raises(ValueError, match="left_ids: got 'a' twice, expected distinct ids"):
         Interactions(sp.csr_matrix(np.eye(2, dtype=np.float32)), ["a", "a"], [1, 2])
+
+
+def test_a_text_that_is_no_date_is_named():
+    text = b"user,item,when\n1,2,2020-01-01\n3,4,yesterday\n"
+    with pytest.raises(ValueError, match="time: got 'yesterday' in column 'when', expected numbers, or dates such as"):
+        Interactions.from_csv(text, "user", "item", time="when")
