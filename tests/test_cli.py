@@ -304,7 +304,10 @@ def test_a_report_on_a_fit_says_its_end_and_leaves_its_summary(pairs, tmp_path, 
     assert "which holds a fit" in refusal(capsys, "compare", *tokens[1:])
 
 
-@pytest.mark.parametrize("command", ["fit", "tune", "compare", "benchmark", "convert", "partition", "split", "demo"])
+@pytest.mark.parametrize(
+    "command",
+    ["fit", "tune", "compare", "benchmark", "cross-validate", "convert", "partition", "split", "demo"],
+)
 def test_every_command_ends_with_130_after_ctrl_c(command, pairs, tmp_path, capsys, monkeypatch):
     from gramtower.engine.objective.problem import Problem
 
@@ -421,11 +424,17 @@ def test_every_error_is_said_in_words_of_this_library(fitted, capsys, monkeypatc
 def test_paths_that_cannot_be_used_are_named(fitted, pairs, tmp_path, capsys):
     fit = ("fit", pairs / "train.csv", *COLUMNS, *SMALL, "--out")
     os.mkfifo(tmp_path / "pipe")
-    assert "pipe: exists already, and is not a folder" in refusal(capsys, *fit, tmp_path / "pipe")
+    assert "pipe, expected a folder" in refusal(capsys, *fit, tmp_path / "pipe")
     long = refusal(capsys, *fit, "x" * 5000)
     assert "the name is too long" in long
     assert len(long) < 1100
-    assert "is a file, not a folder" in refusal(capsys, *fit, pairs / "train.csv" / "x")
+    for command in ("fit", "tune", "compare", "benchmark", "partition"):  # before DATA, which takes long to read
+        said = refusal(capsys, command, tmp_path / "none.csv", *COLUMNS, "--out", pairs / "train.csv" / "x")
+        assert "train.csv is a file, expected a folder" in said
+    for flags in (("--test", "none.csv"), ("--test", pairs / "test.csv", "--exclude", "none.csv")):
+        assert f"{flags[-2]}: no such file or folder: none.csv" in refusal(capsys, "evaluate", fitted, *flags)
+    said = refusal(capsys, "fit", pairs / "train.csv", *COLUMNS, "--validation", "none.csv", "--out", tmp_path / "out")
+    assert "--validation: no such file or folder: none.csv" in said
     assert "is a folder, expected a file" in refusal(capsys, *fit, tmp_path, "--config", tmp_path)
     convert = ("convert", pairs / "train.csv", *COLUMNS, "--out")
     (tmp_path / "there.csv").mkdir()

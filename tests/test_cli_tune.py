@@ -93,8 +93,8 @@ def test_feature_tables_are_searched_and_written_down(pairs, tmp_path, capsys):
     ("more", "message"),
     [
         (["--metric", "recal@20"], "metrics: got 'recal@20'"),
-        (["--validation", "0"], "validation: got 0.0"),
-        (["--validation", "1.0"], "validation: got 1.0"),
+        (["--validation", "0"], "--validation: got 0, expected a share"),
+        (["--validation", "1.0"], "--validation: got 1.0"),
         (["--trials", "0"], "trials: got 0"),
         (["--space", "missing.toml"], "missing.toml"),
     ],

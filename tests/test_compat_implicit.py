@@ -234,3 +234,14 @@ def test_signatures_match_implicit():
     assert list(ours)[: len(theirs)] == list(theirs)
     for name in theirs.keys() - {"regularization", "use_gpu"}:  # by the data, and by the machine, here
         assert ours[name].default == theirs[name].default, name
+
+
+def test_lists_of_two_towers_copy_no_factors():
+    model = TwoTower(factors=4, iterations=1)
+    with pytest.raises(ValueError, match="model: not fitted yet; call fit first"):
+        model.recommend(0, None, filter_already_liked_items=False)
+    model.fit(checkerboard(), show_progress=False)
+    for side in ("left", "right"):
+        assert np.shares_memory(model._factors(side), model.model.fitted_.side(side).embeddings.numpy())
+    model.user_factors[:] = 0  # what a caller gets is a copy
+    assert model.user_factors.any()

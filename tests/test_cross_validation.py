@@ -226,3 +226,24 @@ def test_bad_flags_are_refused(flags, text, table, capsys):
 
     assert run(["cross-validate", str(table), *FLAGS, "--quiet", *flags]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_the_validation_and_not_the_fit_of_one_fold(monkeypatch):
+    from gramtower.optim.methods import Descent
+
+    begun = []
+
+    def interrupted(self, *arguments):
+        begun.append(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Descent, "iterate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gt.cross_validate(small(), sample(), folds=3)
+    assert len(begun) == 1
+
+
+def test_splits_of_other_pairs_are_refused_where_rows_of_features_are_asked_for():
+    pairs, others = sample(), gt.Interactions.from_arrays([f"x{i}" for i in range(20)], range(20))
+    with pytest.raises(ValueError, match="folds: got a split with 'x"):
+        gt.cross_validate(small(), pairs, folds=folds(others, 2), left_features=np.ones((pairs.shape[0], 2)))

@@ -462,6 +462,8 @@ def test_an_interrupted_fit_goes_on_from_its_checkpoint(tmp_path):
         (lambda m: m.evaluate(checkerboard()), "a matrix without ids"),
         (lambda m: small().recommend([1]), "not fitted yet"),
         (lambda m: small().fit([[1, 0]]), "pairs: got list"),
+        (lambda m: small().fit("pairs.csv"), "pairs: got str, expected gramtower.Interactions, .*from_csv, a table"),
+        (lambda m: small().tune(checkerboard(), refit="no"), "refit: got 'no', expected True or False"),
         (lambda m: small(device="tpu").fit(checkerboard()), "device: got 'tpu'"),
         (lambda m: small().fit(checkerboard(), left_features="past"), "left_features: got 'past'"),
     ],

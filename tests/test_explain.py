@@ -225,3 +225,14 @@ def test_what_cannot_be_explained_is_refused_with_what_is_needed():
     with pytest.raises(ValueError, match="histories"):
         ids.explain(right="i1", histories=[["i1"]])
     assert Explainer(history, history.fitted_).explain("u1", "i1") == history.explain("u1", "i1")
+
+
+def test_an_id_with_a_smaller_entry_adds_what_its_tower_makes_of_it():
+    for side, own in (("left", "u3"), ("right", "i5")):
+        rows = np.eye(len(DATA.left_ids if side == "left" else DATA.right_ids), 3) + 0.5
+        model = gt.TwoTower(hidden=(6,), **OPTIONS).fit(DATA, **{f"{side}_features": ["id*0.25", rows]})
+        place = (model.left_ if side == "left" else model.right_).rows([own])[0]
+        found = model.explain("u3", "i5", side=side, **{f"{side}_features": rows[place : place + 1]})
+        assert found.score == pytest.approx(float(model.score(["u3"], ["i5"])[0]), abs=1e-5)
+        assert total(found) == pytest.approx(found.score, abs=1e-12)
+        assert [one.name for one in found.contributions if one.kind == "id"] == [own]

@@ -58,6 +58,14 @@ def test_a_network_takes_features_as_they_come(everything):
     np.testing.assert_allclose(right(features), wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_ids_with_a_smaller_entry_are_given_as_1_too():
+    model = gt.TwoTower(**OPTIONS).fit(PAIRS, left_features=["id*0.25", AMOUNTS])
+    network = network_of(model.towers_.left, model.left_.inputs)
+    columns, values = as_columns(sp.hstack([sp.identity(len(PAIRS.left_ids)), AMOUNTS], format="csr"))
+    found = network(torch.from_numpy(columns), torch.from_numpy(values))
+    np.testing.assert_allclose(found, model.embed(side="left"), rtol=1e-5, atol=1e-6)
+
+
 def test_new_entities_go_through_a_network_as_through_the_model(everything):
     model = gt.TwoTower(**OPTIONS).fit(PAIRS, left_features="history")
     network = network_of(model.towers_.left, model.left_.inputs)

@@ -155,6 +155,16 @@ def test_a_warm_start_carries_features_over_by_name(parts):
         assert np.array_equal(kept["left.0.weight"][-3:], old["left.0.weight"][-3:])  # even, odd, size
 
 
+def nothing():
+    """A table of the left entities in which every list is missing."""
+    return FeatureTable({"user": [f"u{i}" for i in range(SIZE)], "x": [None] * SIZE}, id="user", lists=["x"])
+
+
+def numbers():
+    """As many rows as there are left entities, in another order, with their ids among the columns."""
+    return pytest.importorskip("polars").DataFrame({"user": range(SIZE)[::-1], "size": range(SIZE)})
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -163,6 +173,15 @@ def test_a_warm_start_carries_features_over_by_name(parts):
         (lambda m: small().fit(pairs(), left_features=[3]), "left_features: got int, expected scipy.sparse"),
         (lambda m: small().fit(pairs(), left_features=np.ones((3, 2))), r"got ndarray of shape \(3, 2\)"),
         (lambda m: small().fit(pairs(), right_features="history"), "right_features: got 'history'"),
+        (lambda m: small().fit(pairs(), right_features="items.csv"), "expected 'id', or a FeatureTable, which takes"),
+        (
+            lambda m: small().fit(pairs(), left_features=["id", table(name="item")]),
+            "none of them with the id of a left",
+        ),
+        (lambda m: small().fit(pairs(), left_features=nothing()), "a table without a value in x"),
+        (lambda m: small().fit(pairs(), left_features=numbers()), "left_features: got a DataFrame, expected a"),
+        (lambda m: m.embed(["u1"], left_features=frame([1])), "ids: got ids beside features or histories, expected"),
+        (lambda m: m.embed(histories=[["i1"]], right_features=frame([1])), "got features of both sides, expected"),
         (lambda m: m.embed(left_features={"size": [1.0]}), "got 'group', expected one of the columns present: size"),
         (lambda m: m.recommend(left_features=frame([1, 2]), histories=[["i1"]]), "1 and 2 rows"),
         (lambda m: m.recommend("u1", left_features=frame([1])), "left: got ids, and features"),

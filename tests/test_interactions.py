@@ -309,3 +309,17 @@ def test_entities_without_pairs_are_dropped_with_the_pairs_as_they_were():
     assert whole.subset([]).without_empty().shape == (0, 0)
     middle = whole.subset([0, 3]).without_empty()  # rows and columns between others go
     assert (middle.left_ids.tolist(), middle.matrix.toarray().tolist()) == (["a", "c"], [[5], [2]])
+
+
+def test_ids_of_the_constructor_may_be_lists_and_must_be_distinct():
+    pairs = Interactions(sp.csr_matrix(np.eye(2, dtype=np.float32)), ["a", "b"], (3, 4))
+    assert pairs.left_ids.tolist() == ["a", "b"]
+    assert pairs.right_ids.dtype == np.int64
+    with pytest.raises(ValueError, match="left_ids: got 'a' twice, expected distinct ids"):
+        Interactions(sp.csr_matrix(np.eye(2, dtype=np.float32)), ["a", "a"], [1, 2])
+
+
+def test_a_text_that_is_no_date_is_named():
+    text = b"user,item,when\n1,2,2020-01-01\n3,4,yesterday\n"
+    with pytest.raises(ValueError, match="time: got 'yesterday' in column 'when', expected numbers, or dates such as"):
+        Interactions.from_csv(text, "user", "item", time="when")

@@ -248,3 +248,11 @@ def test_ids_of_new_entities_are_of_the_type_of_the_others():
 def test_what_cannot_be_added_is_refused_by_name(model, call, message):
     with pytest.raises(ValueError, match=message):
         call(model)
+
+
+def test_an_id_in_two_rows_of_a_large_table_is_found_at_once():
+    numbers = [*range(ITEMS), *range(1000, 41_000), 40_999]  # a count for each id would look at 1.6 billion
+    with pytest.raises(
+        ValueError, match="right_features: got id 'i40999' in several rows, expected each id in one row"
+    ):
+        fitted(max_iterations=0).add(right_features=items(numbers))

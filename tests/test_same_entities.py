@@ -45,6 +45,16 @@ def test_links_between_nodes_are_told_from_users_and_films(name):
     assert nodes.subset(np.arange(len(nodes)) % 2 == 0).one_set
 
 
+def test_sides_of_different_sizes_are_told_alike_and_no_index_is_kept():
+    for right in (range(120), range(90)):  # some nodes are linked to by no other
+        matrix, both = graph(120)[:, list(right)], ([f"n{i}" for i in range(120)], [f"n{i}" for i in right])
+        wide, tall = Interactions.from_matrix(matrix.T, *both[::-1]), Interactions.from_matrix(matrix, *both)
+        assert wide.one_set
+        assert tall.one_set
+        assert not {name for name in vars(tall) if "index" in name}
+    assert not Interactions.from_matrix(ratings(120)[:, :90], range(120), range(90)).one_set
+
+
 def test_few_pairs_say_nothing():
     few = Interactions.from_arrays(["a", "b", "c"], ["b", "c", "a"])
     assert not few.one_set

@@ -47,6 +47,17 @@ def test_a_batch_of_unlike_queries_is_answered_as_one_by_one(snapshot):
         np.testing.assert_allclose(scores, values[:, :k], rtol=1e-5)
 
 
+def test_what_described_entities_with_known_ids_have_seen_is_left_out():
+    snapshot = Snapshot(source("table", table=False))
+    features = {"user": ["a/b", "nobody", None], "age": [21.0, 30.0, 40.0], "city": ["Lima", None, "Oslo"]}
+    for options in ({}, {"histories": [["i1"], ["i2"], []]}, {"exclude_seen": False}):
+        found, _ = snapshot.recommend([snapshot.query(ITEMS, left_features=features, **options)])[0]
+        ids, _ = model("table").recommend(k=ITEMS, left_features=features, **options)
+        np.testing.assert_array_equal(np.where(found >= 0, snapshot.right.ids[found], None), ids)
+    with pytest.raises(Refused, match="ids that are text or whole numbers"):
+        snapshot.query(3, left_features={"user": [1.5], "age": [21.0], "city": ["Lima"]})
+
+
 def test_lists_leave_out_what_each_row_excludes_as_the_sorted_scores_do():
     generator = torch.Generator().manual_seed(0)
     P, Q = torch.randn(7, 5, generator=generator), torch.randn(31, 5, generator=generator)

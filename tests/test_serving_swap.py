@@ -102,3 +102,21 @@ def test_requests_go_on_while_models_are_swapped(path):
 def test_two_models_of_one_name_are_refused():
     with pytest.raises(ValueError, match="a name of its own"), client(source("plain", False), source("plain", False)):
         pass
+
+
+def test_no_memory_for_a_second_model_is_no_end_of_the_watch(path, monkeypatch):
+    models, said = served(path)
+    before = models.get()
+    shutil.copy(folder() / "plain.gramtower", path)
+
+    def fails(source):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("gramtower.serving.models.Snapshot", fails)
+        assert models.reload(changed_only=True) == []
+    assert models.get() is before
+    assert "RuntimeError: DefaultCPUAllocator" in models.refused["one"]
+    assert "the old one serves on" in said[-1]
+    assert models.reload() == ["one"]
+    assert not models.refused

@@ -155,6 +155,21 @@ def test_a_log_of_another_search_is_refused(tmp_path):
         small().tune(data(), **options, metric="map@5")
     with pytest.raises(ValueError, match="a search with other pairs"):
         small().tune(planted_pairs(m=61, n=40, observed=700), **options)
+    rows = np.random.default_rng(0).normal(size=(data().shape[1], 3))
+    with pytest.raises(ValueError, match="a search with other right features: ids"):
+        small().tune(data(), **options, right_features=rows)
+
+
+def test_a_log_of_other_labels_or_rows_of_features_is_refused(tmp_path):
+    options = dict(trials=1, space={"omega": True}, refit=False, storage=tmp_path / "log.journal")
+    rows, pairs = np.random.default_rng(0).normal(size=(data().shape[1], 3)), data()
+    model = small(loss="squared")
+    model.tune(pairs, **options, right_features=rows)
+    model.tune(pairs, **options, right_features=rows)  # goes on
+    with pytest.raises(ValueError, match="a search with other right features: 40 × 3"):
+        model.tune(pairs, **options, right_features=rows[::-1].copy())
+    with pytest.raises(ValueError, match="a search with other labels"):
+        model.tune(2 * pairs, **options, right_features=rows)
 
 
 def test_refitting_leaves_a_model_of_all_pairs_with_the_settings():

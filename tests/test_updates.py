@@ -9,11 +9,13 @@ import pytest
 import scipy.sparse as sp
 
 import gramtower as gt
+from gramtower.cli import folder
 from gramtower.cli.app import run
 from gramtower.data.interactions import Interactions
 from gramtower.data.synthetic import planted_pairs
 from gramtower.data.tables import FeatureTable
 from gramtower.data.union import union
+from gramtower.training.lock import locked
 
 OPTIONS = dict(dim=8, hidden=(), max_iterations=12, device="cpu", omega=0.05)
 
@@ -186,9 +188,34 @@ def test_the_shell_updates_a_run(tmp_path, capsys):
     assert run(command) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["new_left"], facts["new_right"], facts["added_pairs"]) == (10, 5, len(more))
-    for folder in (out, tmp_path / "next"):
-        loaded = gt.load(folder / "model.gramtower")
+    for there in (out, tmp_path / "next"):
+        loaded = gt.load(there / "model.gramtower")
         assert known(loaded) == as_set(whole())
         assert np.array_equal(loaded.embed(), expected.embed())
         assert loaded.max_iterations == 12
+    records = gt.read_history(out / "history.jsonl")
+    assert [record.iteration for record in records] == [0, 1, 2]  # of the model that is there, as the summary is
+    assert run(["report", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "finished"
     assert run(["update", str(out), str(tmp_path / "none.csv")]) == 2
+    assert "MORE: no such file or folder" in capsys.readouterr().err
+    with locked(out):  # of another update, whose pairs this one would not know
+        assert run(command) == 2
+    assert "is being written by another run" in capsys.readouterr().err
+
+
+def test_an_update_reads_the_model_when_no_other_can_write_it(tmp_path, monkeypatch, capsys):
+    old, more = cut(whole())
+    gt.TwoTower(**OPTIONS).fit(old).save(tmp_path / "model.gramtower")
+    (tmp_path / "more.csv").write_text("user,item\n" + "".join(f"{u},{i}\n" for u, i in sorted(as_set(more))))
+    read = folder.open_model
+
+    def reading(path):
+        with pytest.raises(ValueError, match="is being written by another run"), locked(path, name="out"):
+            pass
+        return read(path)
+
+    monkeypatch.setattr(folder, "open_model", reading)
+    flags = ["--left", "user", "--right", "item", "--quiet"]
+    assert run(["update", str(tmp_path), str(tmp_path / "more.csv"), *flags]) == 0
+    assert known(gt.load(tmp_path / "model.gramtower")) == as_set(whole())

@@ -29,7 +29,6 @@ from gramtower._files import replacing
 CHUNK = 1 << 20  # bytes that one checksum covers
 _ROWS, _HEADER = 128, "header"
 _TYPES = {"F64": torch.float64, "F32": torch.float32, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8}
-Shape = tuple[int, ...]
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 

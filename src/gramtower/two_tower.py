@@ -277,7 +277,7 @@ class TwoTower(ModelSettings):
         Returns:
             The search: trials, importances, and ``config()``, a config file for ``gramtower fit``.
         """
-        features = left_features, right_features
+        features, refit = (left_features, right_features), check.flag("refit", refit)
         columns = Columns(left, right, value, weight, time, threshold)
         pairs, validation = columns.read("pairs", pairs), columns.read_also("validation", validation)
         found = tune(

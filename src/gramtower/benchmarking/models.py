@@ -37,8 +37,8 @@ from gramtower.data.lookup import index_of, join
 from gramtower.estimator.fit import iterations, make_problem
 from gramtower.estimator.fit_data import prepare_data
 from gramtower.estimator.settings import ModelSettings
+from gramtower.evaluation.cross_validation import fit_copy
 from gramtower.optim.solvers import as_solver
-from gramtower.training.result import Reason
 from gramtower.two_tower import TwoTower
 
 BASELINES: dict[str, Callable[[], Any]] = {"popularity": Popularity, "item-knn": ItemKNN, "ease": EASE, "als": ALS}
@@ -149,11 +149,8 @@ class OfEstimator:
 
     def fit(self, cut: Cut, seed: int) -> None:
         """See Candidate."""
-        params = {name: copy.deepcopy(value) for name, value in self.model.get_params().items()}
-        self.model = type(self.model)(**params | {name: seed for name in _SEEDS if name in params})
-        self.model.fit(cut.train, **self.arguments)
-        if getattr(self.model, "reason_", None) is Reason.INTERRUPTED:
-            raise KeyboardInterrupt
+        seeds = {name: seed for name in _SEEDS if name in self.model.get_params()}
+        self.model = fit_copy(self.model, cut.train, self.arguments, **seeds)
 
     def lists(self, cut: Cut, k: int) -> Lists:
         """See Candidate."""

@@ -21,10 +21,10 @@ from gramtower.benchmarking.runner import benchmark as run_benchmark
 from gramtower.benchmarking.text import notes_of, table_of
 from gramtower.cli.config import Settings, merge_flags, read_config
 from gramtower.cli.features import tower_features
-from gramtower.cli.folder import CONFIG, HISTORY
+from gramtower.cli.folder import CONFIG, HISTORY, for_writing
 from gramtower.cli.options import Common, DataOptions, FeatureOptions, refuse_candidates
 from gramtower.cli.output import note, print_json, print_table
-from gramtower.cli.reading import read_pairs, validation_of
+from gramtower.cli.reading import read_pairs, share_or_pairs, validation_of
 from gramtower.compare.store import MANIFEST as COMPARISON
 from gramtower.data.interactions import Interactions
 from gramtower.metrics.definitions import DEFAULT
@@ -77,8 +77,7 @@ def benchmark(
         tokens: The command line itself.
     """
     common = common or Common()
-    if out is None or out.is_file():
-        check.fail("out", out, "a folder")
+    out = for_writing(out)
     for name in (HISTORY, COMPARISON):
         if (out / name).exists():
             check.fail("out", f"{out}, which holds {name}", "a folder of its own for a benchmark")
@@ -97,7 +96,7 @@ def benchmark(
     if names is not None and (unknown := [name for name in names if name not in BUILT_IN]):
         check.fail("models", repr(unknown[0]), f"names of {', '.join(BUILT_IN)}, or none; --config adds your own")
     pairs = read_pairs(Path(source), settings.data)
-    held_out = _test(test, settings.data)
+    held_out = share_or_pairs("--test", test, settings.data)
     if not common.quiet:
         note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities, {seeds} seeds")
     given = _features(settings, pairs, common.quiet)
@@ -171,16 +170,6 @@ def _data_of(flags: DataOptions, configs: dict[str, Settings]) -> DataOptions:
                 expected = f"{key} = {base.get(key)!r} as for the others, or a flag: all models read the same pairs"
                 check.fail("--config", f"{key} = {value!r} in [data] of {name}", expected)
     return replace(DataOptions(), **base | {"validation": None})
-
-
-def _test(text: str, options: DataOptions) -> float | Interactions:
-    try:
-        share = float(text)
-    except ValueError:
-        return read_pairs(Path(text), options)
-    if not 0 < share < 1:
-        check.fail("test", text, "a share between 0 and 1 (both excluded), or a file")
-    return share
 
 
 def _features(settings: Settings, pairs: Interactions, quiet: bool) -> dict[str, Any]:

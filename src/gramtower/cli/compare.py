@@ -17,7 +17,7 @@ from cyclopts import Parameter
 from gramtower import _checks as check
 from gramtower._files import plain
 from gramtower.cli.config import nearest
-from gramtower.cli.folder import HISTORY
+from gramtower.cli.folder import HISTORY, for_writing
 from gramtower.cli.options import (
     Common,
     DataOptions,
@@ -84,8 +84,7 @@ def compare(
     common = common or Common()
     refuse_refit(train)
     refuse_candidates(features)
-    if out is None or out.is_file():
-        check.fail("out", out, "a folder")
+    out = for_writing(out)
     asked = None if optimizers is None else _names(optimizers)
     setup = make_setup(path, config, synthetic, (data, model, train, features))
     names = list(setup.methods) if asked is None else asked

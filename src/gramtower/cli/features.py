@@ -104,10 +104,11 @@ def new_rows(
     found = id_series("id", frame[table.id])
     ids = found.cast(frames.polars().String).fill_null(NO_ID).to_list()
     if chosen is not None:
-        unknown = [name for name in chosen if name not in set(ids)]
+        places = {name: row for row, name in reversed(list(enumerate(ids)))}  # of an id in several rows the first
+        unknown = [name for name in chosen if name not in places]
         if unknown:
             check.fail(f"--{side}", unknown[0], f"ids of column {table.id!r} of {path}")
-        frame = frame[[ids.index(name) for name in chosen]]
+        frame = frame[[places[name] for name in chosen]]
         ids = chosen
     this = model.left_ if side == "left" else model.right_
     known = 0 if this.ids is None else int((join(as_objects(ids), index_of(this.ids)) >= 0).sum())

@@ -83,8 +83,7 @@ def fit(
         settings.data.path = str(path)
     if settings.data.path is None:
         check.fail("DATA", "nothing", "a file of pairs, as an argument or as path below [data] of the config")
-    if out is None or out.is_file():
-        check.fail("out", out, "a folder")
+    out = folder.for_writing(out)
     if (out / MANIFEST).exists():
         check.fail("out", f"{out}, which holds a comparison", "a folder of its own for a fit")
     with joined(settings.train.device) as group:

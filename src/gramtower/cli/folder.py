@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from gramtower import _checks as check
 from gramtower.cli.config import Settings, read_config
 from gramtower.two_tower import TwoTower, load
 
 MODEL, CONFIG, HISTORY, SUMMARY = "model.gramtower", "config.toml", "history.jsonl", "summary.json"
 CHECKPOINT = "checkpoint.safetensors"
+
+
+def for_writing(out: Path | None) -> Path:
+    """The folder that a command is to write, there or not; one that cannot be is refused before anything is read.
+
+    Raises:
+        ValueError: if it, or what it would be in, is a file, or may not be written.
+    """
+    if out is None:
+        check.fail("out", "nothing", "a folder")
+    there = next(one for one in (out.absolute(), *out.absolute().parents) if one.exists())
+    if not there.is_dir():
+        check.fail("out", out if there == out.absolute() else f"{out}, where {there} is a file", "a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        check.fail("out", f"{out}, with no permission to write in {there}", "a folder that can be written")
+    return out
 
 
 def is_model(path: Path) -> bool:

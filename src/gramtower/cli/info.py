@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import scipy.sparse as sp
 
 from gramtower.cli.config import merge_flags
@@ -16,9 +15,8 @@ from gramtower.cli.output import print_facts, print_json, print_table
 from gramtower.cli.reading import read_pairs
 from gramtower.data.interactions import Interactions
 from gramtower.data.partition import is_partition, read_manifest, read_part
+from gramtower.reports.measures import QUANTILES, degree_quantiles
 from gramtower.two_tower import TwoTower
-
-QUANTILES = {"least": 0.0, "quarter": 0.25, "median": 0.5, "three quarters": 0.75, "most": 1.0}
 
 
 def info(
@@ -38,7 +36,7 @@ def info(
     elif is_partition(path):
         part = read_part(path)
         found = {"kind": "partition", "parts": len(read_manifest(path).parts), **_counts(part.matrix)}
-        found |= {"validation_pairs": part.held_out_pairs, "pairs_per_entity": _degrees(part.matrix)}
+        found |= {"validation_pairs": part.held_out_pairs, "pairs_per_entity": degree_quantiles(part.matrix)}
     else:
         found = describe_pairs(read_pairs(path, merge_flags(config, data).data))
     if common.json:
@@ -70,7 +68,7 @@ def describe_model(model: TwoTower) -> dict[str, Any]:
         "objective": last.value,
         **traffic_facts(last),
         "stopped": model.message_,
-        "pairs_per_entity": _degrees(model.trained_),
+        "pairs_per_entity": degree_quantiles(model.trained_),
         "settings": {k: v for k, v in model.get_params().items() if k not in left_out and v is not None},
     }
 
@@ -89,7 +87,7 @@ def describe_pairs(pairs: Interactions) -> dict[str, Any]:
         "least_label": float(labels.min()) if len(labels) else None,
         "largest_label": float(labels.max()) if len(labels) else None,
         **times,
-        "pairs_per_entity": _degrees(pairs.matrix),
+        "pairs_per_entity": degree_quantiles(pairs.matrix),
         "report": dict(pairs.report),
     }
 
@@ -97,18 +95,6 @@ def describe_pairs(pairs: Interactions) -> dict[str, Any]:
 def _counts(matrix: sp.csr_matrix) -> dict[str, Any]:
     m, n = matrix.shape
     return {"left": m, "right": n, "pairs": int(matrix.nnz), "density": matrix.nnz / max(1, m * n)}
-
-
-def _degrees(matrix: sp.csr_matrix) -> dict[str, dict[str, float]]:
-    degrees = {
-        "left": np.diff(matrix.indptr),
-        "right": np.bincount(matrix.indices, minlength=matrix.shape[1]),
-    }
-    return {
-        side: {name: float(np.quantile(counts, at)) if len(counts) else 0.0 for name, at in QUANTILES.items()}
-        | {"none": int((counts == 0).sum())}
-        for side, counts in degrees.items()
-    }
 
 
 def _example(ids: Any) -> Any:

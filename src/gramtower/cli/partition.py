@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from gramtower import _checks as check
 from gramtower.cli.config import merge_flags
+from gramtower.cli.folder import for_writing
 from gramtower.cli.options import Common, DataOptions
 from gramtower.cli.output import print_facts, print_json
 from gramtower.cli.reading import held_out_of, read_pairs
@@ -43,8 +44,7 @@ def partition(
         common: Output.
     """
     common = common or Common()
-    if out is None or (out.exists() and not out.is_dir()):
-        check.fail("out", out, "a folder")
+    out = for_writing(out)
     check.count("parts", parts, most=MOST_PARTS)
     options = merge_flags(config, data).data
     pairs, held_out = held_out_of(read_pairs(path, options, not common.quiet), options, seed)

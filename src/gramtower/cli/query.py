@@ -66,7 +66,7 @@ def evaluate(
     common = common or Common()
     names = tuple(name.strip() for name in metrics.split(",") if name.strip())
     model, settings = open_model(run)
-    pairs = read_pairs(test, options_of_test(settings, test, data))
+    pairs = read_pairs(test, options_of_test(settings, test, data), name="--test")
     new: dict[str, Any] = {}
     if left_features is not None:
         new["left_features"] = described_rows(model, left_features, pairs.left_ids, common.quiet)
@@ -74,7 +74,7 @@ def evaluate(
         new["right_features"] = right_rows(model, right_features, common.quiet)
     for name, path in (("histories", histories), ("exclude", exclude)):
         if path is not None:
-            new[name] = read_pairs(path, options_of_test(settings, path, data))
+            new[name] = read_pairs(path, options_of_test(settings, path, data), name=f"--{name}")
     found = model.evaluate(pairs, names, exclude_seen=exclude_seen, by=by, candidates=candidates, **new)
     counts: dict[str, Any] = {"pairs": len(pairs), "pairs_left_out": found.pairs_left_out}
     counts |= {"left_out": found.left_out, "exclude_seen": exclude_seen}
@@ -143,7 +143,7 @@ def recommend(
     options: dict[str, Any] = {"exclude_seen": not include_seen, "candidates": candidates}
     options |= {"deny": keys_of(model, "right", deny), "allow": keys_of(model, "right", allow)}
     if exclude is not None:
-        options["exclude"] = read_pairs(exclude, options_of_test(settings, exclude, None))
+        options["exclude"] = read_pairs(exclude, options_of_test(settings, exclude, None), name="--exclude")
     if right_features is not None:
         options["right_features"] = right_rows(model, right_features, common.quiet)
     if every and out is not None:

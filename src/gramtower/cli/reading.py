@@ -38,37 +38,38 @@ if TYPE_CHECKING:
 _EVERY = 5.0  # seconds between lines about progress
 
 
-def read_pairs(path: Path, options: DataOptions, loud: bool = False) -> Interactions:
+def read_pairs(path: Path, options: DataOptions, loud: bool = False, name: str = "DATA") -> Interactions:
     """The pairs of a file or folder.
 
     Args:
         path: the file or folder.
         options: how it is read.
         loud: whether to say how far the reading of a folder of parts is.
+        name: the argument that named it, for errors.
 
     Raises:
         ValueError: if the format cannot be told, or an option does not go with it.
     """
-    pairs = _read_pairs(path, options, loud)
+    pairs = _read_pairs(path, options, loud, name)
     return pairs if options.same_entities is None else replace(pairs, same_entities=options.same_entities)
 
 
-def _read_pairs(path: Path, options: DataOptions, loud: bool) -> Interactions:
+def _read_pairs(path: Path, options: DataOptions, loud: bool, name: str) -> Interactions:
     if not path.exists():
-        raise FileNotFoundError(f"DATA: no such file or folder: {path}")
+        raise FileNotFoundError(f"{name}: no such file or folder: {path}")
     if is_partition(path):
         made = f"{path}, a folder that gramtower partition made"
-        check.fail("DATA", made, "a file or folder of pairs; only fit and info read such a folder")
-    kind = guess_format(path) if options.format is None else check.choice("format", options.format, FORMATS)
+        check.fail(name, made, "a file or folder of pairs; only fit and info read such a folder")
+    kind = guess_format(path, name) if options.format is None else check.choice("format", options.format, FORMATS)
     if options.threshold is not None and options.value is None and kind in ("csv", "parquet", "edges"):
         check.fail("threshold", options.threshold, "--value as well: the column that it applies to")
     if kind in ("csv", "parquet"):
         return _read_table(path, kind, options, loud)
     if kind == "edges":
         return _read_edges(path, options)
-    for name in ("left", "right", "value", "weight", "time"):
-        if (column := getattr(options, name)) is not None:
-            check.fail(f"--{name}", repr(column), f"nothing: the format {kind} has its own columns")
+    for role in ("left", "right", "value", "weight", "time"):
+        if (column := getattr(options, role)) is not None:
+            check.fail(f"--{role}", repr(column), f"nothing: the format {kind} has its own columns")
     given: dict[str, Any] = {} if options.threshold is None else {"threshold": options.threshold}
     if (kind in ("lists", "mediawiki") or kind in _FOLDERS) and given:
         check.fail("threshold", options.threshold, f"nothing: {kind} have no values")
@@ -83,22 +84,22 @@ def _read_pairs(path: Path, options: DataOptions, loud: bool) -> Interactions:
     return netflix(path, **given) if kind == "netflix" else readers.movielens(path, **given)
 
 
-def guess_format(path: Path) -> str:
+def guess_format(path: Path, name: str = "DATA") -> str:
     """The format by the path's ending; a folder, zip or tar by its files, MovieLens if they are of no other set."""
     suffix = suffix_of(path)
     if is_parts(path):
         return "parquet"
     if is_netflix(path) or is_mediawiki(path):
         return "netflix" if is_netflix(path) else "mediawiki"
-    for name, (_, patterns) in _FOLDERS.items():
+    for kind, (_, patterns) in _FOLDERS.items():
         if holds(path, *patterns):
-            return name
+            return kind
     if path.is_dir() or (suffix == ".zip" and zipfile.is_zipfile(path)) or suffix == ".dat":
         return "movielens"
     known = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet"}
     if suffix not in known:
         expected = ".csv, .tsv, .parquet (also .gz, .xz, .zst), a folder of .parquet, MovieLens or Netflix, or --format"
-        check.fail("DATA", path, f"{expected} with one of {', '.join(FORMATS)}")
+        check.fail(name, path, f"{expected} with one of {', '.join(FORMATS)}")
     return known[suffix]
 
 
@@ -122,15 +123,17 @@ def held_out_of(pairs: Interactions, options: DataOptions, seed: int) -> tuple[I
 
 def validation_of(options: DataOptions) -> float | Interactions | None:
     """What ``--validation`` says: a share, the pairs of a file, or nothing."""
-    text = options.validation
-    if text is None:
-        return None
+    return None if options.validation is None else share_or_pairs("--validation", options.validation, options)
+
+
+def share_or_pairs(name: str, text: str, options: DataOptions) -> float | Interactions:
+    """What a flag says that takes a share of the pairs, or a file of others."""
     try:
         share = float(text)
     except ValueError:
-        return read_pairs(Path(text), options)
+        return read_pairs(Path(text), options, name=name)
     if not 0 < share < 1:
-        check.fail("validation", text, "a share between 0 and 1 (both excluded), or a file")
+        check.fail(name, text, "a share between 0 and 1 (both excluded), or a file")
     return share
 
 

@@ -173,7 +173,7 @@ def _held_out(model: TwoTower, settings: Settings, asked: Asked) -> tuple[tuple[
     """Pairs to measure in the model's rows and what to call them, and how many were left out."""
     fitted = model.fitted_
     if asked.test is not None:
-        pairs = read_pairs(asked.test, options_of_test(settings, asked.test, None))
+        pairs = read_pairs(asked.test, options_of_test(settings, asked.test, None), name="--test")
         found = fitted.aligned("test", pairs)
         if not found.pairs.nnz:
             check.fail("test", f"{found.total:,} pairs, none of them with two known ids", "pairs of the model's ids")

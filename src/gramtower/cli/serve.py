@@ -159,7 +159,7 @@ def _settings(run: Path) -> Settings:
 
 
 def _test_pairs(run: Path, test: Path) -> Interactions:
-    return read_pairs(test, options_of_test(_settings(run), test, None))
+    return read_pairs(test, options_of_test(_settings(run), test, None), name="--test")
 
 
 def _table(side: str, path: Path, id: str | None, title: str | None, run: Path) -> TableSource:

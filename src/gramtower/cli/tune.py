@@ -12,9 +12,10 @@ from gramtower import _checks as check
 from gramtower.cli.config import merge_flags
 from gramtower.cli.features import tower_features
 from gramtower.cli.fit import features_table
+from gramtower.cli.folder import for_writing
 from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions, refuse_refit
 from gramtower.cli.output import note, print_facts, print_json
-from gramtower.cli.reading import read_pairs
+from gramtower.cli.reading import read_pairs, validation_of
 from gramtower.estimator.settings import ModelSettings
 from gramtower.training.lock import locked
 from gramtower.tuning.report import CONFIG, TABLE, Search
@@ -22,6 +23,7 @@ from gramtower.tuning.search import tune as search
 from gramtower.tuning.space import read_space
 
 STORAGE = "search.journal"
+_HELD_OUT = 0.1
 
 
 def tune(
@@ -69,14 +71,13 @@ def tune(
         settings.data.path = str(path)
     if settings.data.path is None:
         check.fail("DATA", "nothing", "a file of pairs, as an argument or as path below [data] of the config")
-    if out is None or out.is_file():
-        check.fail("out", out, "a folder")
+    out = for_writing(out)
     wanted = None if space is None else read_space(space)
     limit, settings.train.time_limit = settings.train.time_limit, None
     estimator = ModelSettings(**settings.estimator_arguments())
     metric = settings.train.metric or "recall@20"
     pairs = read_pairs(Path(settings.data.path), settings.data)
-    validation = _validation(settings.data)
+    validation = validation_of(settings.data)
     if not common.quiet:
         note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities")
     out.mkdir(parents=True, exist_ok=True)
@@ -96,7 +97,8 @@ def tune(
     with locked(out, name="out"):
         try:
             found = search(
-                estimator, pairs, trials=trials, time_limit=limit, metric=metric, validation=validation, space=wanted,
+                estimator, pairs, trials=trials, time_limit=limit, metric=metric,
+                validation=_HELD_OUT if validation is None else validation, space=wanted,
                 storage=storage, seed=estimator.seed, features=(left, right), progress=progress,
             )  # fmt: skip
         except KeyboardInterrupt:
@@ -115,16 +117,6 @@ def tune(
         kept = f"{len(found.trials)} trials were kept in {storage}, and the same command goes on after them"
         raise KeyboardInterrupt(kept)
     return 0
-
-
-def _validation(options: DataOptions) -> Any:
-    """The share of each user's pairs, or the pairs of a file."""
-    if options.validation is None:
-        return 0.1
-    try:
-        return float(options.validation)
-    except ValueError:
-        return read_pairs(Path(options.validation), options)
 
 
 def _line(found: Search) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -20,7 +20,7 @@ from gramtower.cli.reading import read_pairs
 from gramtower.compare.machine import environment
 from gramtower.estimator.update import ITERATIONS, grown_pairs
 from gramtower.training.lock import locked
-from gramtower.training.result import Reason
+from gramtower.training.result import History, Reason
 
 
 def update(
@@ -54,36 +54,52 @@ def update(
     """
     common = common or Common()
     refuse_candidates(features)
-    model, settings = folder.open_model(run)
     if data is not None and data.validation is not None:
         check.fail("--validation", data.validation, "nothing: an update runs --iterations")
-    settings.data = merged(settings.data, data)
-    settings.features = merged(settings.features, features)
+    folder.model_file(run)  # which says if there is none
     out = out or (run if run.is_dir() else None)
-    if out is None or out.is_file():
+    if out is None:
         check.fail("out", out, "a folder, as RUN is a file")
-    more = read_pairs(path, settings.data)
-    pairs = grown_pairs(model.fitted_, more)
-    before = len(model.left_), len(model.right_), model.fitted_.observed().nnz
-    if not common.quiet:
-        note(f"{len(more):,} pairs for {before[2]:,} known ones; {pairs.shape[0] - before[0]:,} new left entities and "
-             f"{pairs.shape[1] - before[1]:,} right ones")  # fmt: skip
-    seen, matched = tower_features(settings, pairs, common.quiet)
-    out.mkdir(parents=True, exist_ok=True)
-    with locked(out, name="out"):
-        model.set_params(verbose=not common.quiet).update(more, **seen, iterations=iterations)
-        if model.reason_ is Reason.INTERRUPTED:
-            raise KeyboardInterrupt
-        model.save(out / folder.MODEL)
-        write_config(out / folder.CONFIG, used(settings, model), "what this run used; gramtower fit --config reads it")
-        facts = summary(model, pairs, None)
-        facts |= {"new_left": len(model.left_) - before[0], "new_right": len(model.right_) - before[1]}
-        facts |= {"added_pairs": len(pairs) - before[2], "model": str(out / folder.MODEL)}
-        facts |= {"features": matched} if matched else {}
-        write_json(out / folder.SUMMARY, facts | {"environment": environment()})
+    folder.for_writing(out).mkdir(parents=True, exist_ok=True)
+    with locked(out, name="out"):  # before the model is read: of two updates at a time neither loses the other's pairs
+        facts = _update(run, path, out, iterations, data, features, common)
     if common.json:
         print_json(facts)
     else:
         named = ("objective", "iterations", "added_pairs", "new_left", "new_right", "pairs", "model")
         print_facts({name.replace("_", " "): facts[name] for name in named})
     return 0
+
+
+def _update(
+    run: Path,
+    path: Path,
+    out: Path,
+    iterations: int,
+    data: DataOptions | None,
+    features: FeatureOptions | None,
+    common: Common,
+) -> dict[str, Any]:
+    """From the model of one folder and more pairs to the folder of a new model; returns what summary.json has."""
+    model, settings = folder.open_model(run)
+    settings.data = merged(settings.data, data)
+    settings.features = merged(settings.features, features)
+    more = read_pairs(path, settings.data, name="MORE")
+    pairs = grown_pairs(model.fitted_, more)
+    before = len(model.left_), len(model.right_), model.fitted_.observed().nnz
+    if not common.quiet:
+        note(f"{len(more):,} pairs for {before[2]:,} known ones; {pairs.shape[0] - before[0]:,} new left entities and "
+             f"{pairs.shape[1] - before[1]:,} right ones")  # fmt: skip
+    seen, matched = tower_features(settings, pairs, common.quiet)
+    model.set_params(verbose=not common.quiet).update(more, **seen, iterations=iterations)
+    if model.reason_ is Reason.INTERRUPTED:
+        raise KeyboardInterrupt
+    model.save(out / folder.MODEL)
+    write_config(out / folder.CONFIG, used(settings, model), "what this run used; gramtower fit --config reads it")
+    History(out / folder.HISTORY).begin(model.history_)
+    facts = summary(model, pairs, None)
+    facts |= {"new_left": len(model.left_) - before[0], "new_right": len(model.right_) - before[1]}
+    facts |= {"added_pairs": len(pairs) - before[2], "model": str(out / folder.MODEL)}
+    facts |= {"features": matched} if matched else {}
+    write_json(out / folder.SUMMARY, facts | {"environment": environment()})
+    return facts

@@ -377,6 +377,16 @@ def numbers(name: str, column: Series) -> Series:
     return result
 
 
+def _no_date(texts: Series) -> str:
+    """The first text that is no date, or not written as the others are; the first of all if none is."""
+    pl = polars()
+    try:
+        wrong = texts.filter(texts.str.to_datetime(strict=False).is_null())
+    except pl.exceptions.PolarsError:
+        wrong = texts
+    return str((wrong if len(wrong) else texts)[0])
+
+
 def seconds(name: str, column: Series) -> Series:
     """Float64 times: numbers as they are, dates and times as seconds since 1970 (UTC unless they have a zone)."""
     pl = polars()
@@ -387,7 +397,8 @@ def seconds(name: str, column: Series) -> Series:
             try:
                 column = column.str.to_datetime()
             except pl.exceptions.PolarsError:
-                check.fail(name, f"{sample[0]!r} … in column {column.name!r}", "numbers, or dates such as 2020-01-31")
+                given = f"{_no_date(sample)!r} in column {column.name!r}"
+                check.fail(name, given, "numbers, or dates such as 2020-01-31, written alike in all rows")
     if column.dtype in (pl.Date, pl.Datetime):
         return column.cast(pl.Datetime("us")).cast(pl.Int64).cast(pl.Float64) / 1e6
     return numbers(name, column)

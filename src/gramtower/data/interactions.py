@@ -24,8 +24,9 @@ from gramtower.data import frames
 from gramtower.data.assembly import Rule, assemble
 from gramtower.data.frames import Choice, Column
 from gramtower.data.ids import Key, as_ids, code_series, code_values, id_series
-from gramtower.data.lookup import index_of, join, rows_of
-from gramtower.data.matrices import canonical, checked
+from gramtower.data.lookup import index_of, rows_of
+from gramtower.data.matrices import canonical, checked, entry_mask
+from gramtower.data.one_set import are_one_set
 from gramtower.data.sources import PathLike, existing, reading
 from gramtower.data.times import moments
 
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from gramtower.data.part_reading import ReadingProgress
 
 _SHOWN = 5  # pairs in a notebook
-_EXPECTED = 20  # pairs of an id with itself in data of two different sets; then a tenth or less has odds of 10⁻⁶
-_ROWS = 1 << 16  # left rows that are looked at together
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +94,9 @@ class Interactions:
             given = f"shape {self.matrix.shape} with {len(self.left_ids)} and {len(self.right_ids)} ids"
             check.fail("matrix", given, "one row for each left id and one column for each right id")
         for name in ("left_ids", "right_ids"):
-            if getattr(self, name).dtype not in (np.int64, object):
-                object.__setattr__(self, name, as_ids(name, getattr(self, name)))
+            ids = getattr(self, name)
+            if not isinstance(ids, np.ndarray) or ids.dtype not in (np.int64, object):
+                object.__setattr__(self, name, as_ids(name, ids))
         for name, values in (("times", self.times), ("weights", self.weights)):
             if values is not None and len(values) != self.matrix.nnz:
                 check.fail(name, f"{len(values)} values", f"{self.matrix.nnz}, one for each pair")
@@ -308,32 +308,10 @@ class Interactions:
 
     @cached_property
     def one_set(self) -> bool:
-        """Whether both sides are one set of entities: as given, otherwise told from ids and pairs.
-
-        They are if at least half of the smaller side's ids are on the other side too and, if these were ids of
-        different things, such as users and films that are both numbered from 1, at least twenty pairs would be expected
-        to have the same id twice, of which there are not a tenth.
-        """
+        """Whether both sides are one set of entities: as given, otherwise told from ids and pairs (data/one_set.py)."""
         if self.same_entities is not None:
             return bool(self.same_entities)
-        rows = join(self.right_ids, self._left_index)  # the same entity on the left
-        columns = np.flatnonzero(rows >= 0)
-        if 2 * len(columns) < max(1, min(self.shape)):
-            return False
-        matrix = self.matrix
-        left, right = np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
-        chances = left[rows[columns]].astype(np.float64) * right[columns] / max(1, matrix.nnz)
-        expected = float(np.minimum(chances, 1.0).sum())
-        if expected < _EXPECTED:
-            return False
-        found = sum(self._with_itself(rows, start, start + _ROWS) for start in range(0, len(left), _ROWS))
-        return found <= 0.1 * expected
-
-    def _with_itself(self, same: NDArray[np.int64], first: int, last: int) -> int:
-        """How many pairs of some rows are of an entity with itself; ``same`` is the row of each column's entity."""
-        offsets, columns = self.matrix.indptr[first : last + 1], self.matrix.indices
-        rows = np.repeat(np.arange(first, first + len(offsets) - 1), np.diff(offsets))
-        return int((same[columns[offsets[0] : offsets[-1]]] == rows).sum())
+        return are_one_set(self.matrix, self.left_ids, self.right_ids)
 
     @cached_property
     def _left_index(self) -> dict[Key, int]:
@@ -357,19 +335,7 @@ class Interactions:
         Args:
             entries: a mask over the stored entries (``matrix.data``), or their places without repetition.
         """
-        chosen = check.as_array("entries", entries, "a mask, or places of entries")
-        if chosen.dtype == bool and chosen.shape != (len(self),):
-            check.fail("entries", f"a mask of shape {chosen.shape}", f"shape ({len(self)},), one for each pair")
-        if chosen.dtype != bool:
-            places = chosen.astype(np.int64) if chosen.size == 0 else chosen
-            if places.dtype.kind not in "iu" or places.ndim != 1:
-                check.fail("entries", f"{places.dtype} of shape {places.shape}", "a mask, or places of entries")
-            if places.size and not 0 <= places.min() <= places.max() < len(self):
-                check.fail("entries", f"places {places.min()} to {places.max()}", f"places from 0 to {len(self) - 1}")
-            chosen = np.zeros(len(self), dtype=bool)
-            chosen[places] = True
-            if int(chosen.sum()) != len(places):
-                check.fail("entries", f"{len(places)} places, some of them twice", "each place once")
+        chosen = entry_mask("entries", entries, len(self))
         old = self.matrix
         before = np.concatenate([[0], np.cumsum(chosen)])
         offsets = before[old.indptr].astype(old.indptr.dtype)

@@ -64,6 +64,24 @@ def pattern(name: str, columns: NDArray[Any], offsets: NDArray[Any], shape: tupl
         check.fail(name, "columns out of order or twice in a row", "columns that increase within each row")
 
 
+def entry_mask(name: str, given: Any, total: int) -> NDArray[np.bool_]:
+    """A mask over the stored entries of a matrix: one that is given, or of places without repetition."""
+    chosen = check.as_array(name, given, "a mask, or places of entries")
+    if chosen.dtype == bool and chosen.shape != (total,):
+        check.fail(name, f"a mask of shape {chosen.shape}", f"shape ({total},), one for each pair")
+    if chosen.dtype != bool:
+        places = chosen.astype(np.int64) if chosen.size == 0 else chosen
+        if places.dtype.kind not in "iu" or places.ndim != 1:
+            check.fail(name, f"{places.dtype} of shape {places.shape}", "a mask, or places of entries")
+        if places.size and not 0 <= places.min() <= places.max() < total:
+            check.fail(name, f"places {places.min()} to {places.max()}", f"places from 0 to {total - 1}")
+        chosen = np.zeros(total, dtype=bool)
+        chosen[places] = True
+        if int(chosen.sum()) != len(places):
+            check.fail(name, f"{len(places)} places, some of them twice", "each place once")
+    return chosen
+
+
 def union(first: sp.csr_matrix, *others: sp.csr_matrix) -> sp.csr_matrix:
     """The pattern of the stored entries of matrices of one shape, as ones."""
     found = _ones(first)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
@@ -24,6 +25,8 @@ from gramtower.estimator.fit_data import Aligned, Numbered, align, given_pairs, 
 from gramtower.estimator.inputs import Ids
 from gramtower.estimator.newcomers import described, extended
 from gramtower.estimator.side import Side, history_matrix
+
+CANDIDATES = ("all", "trained")  # right entities to choose from: all that are known, or those of the training data
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,12 +193,21 @@ class Entities:
         """The row of each left id."""
         return index_of(np.arange(len(self.left)) if self.left.ids is None else self.left.ids)
 
-    def seen_by_described(self, features: Any, history: sp.csr_matrix | None) -> sp.csr_matrix | None:
-        """What left entities that a call describes have seen: their history, and the pairs of those that are known."""
+    def seen_by_described(
+        self, features: Any, history: sp.csr_matrix | None, index: Mapping[Any, int] | None = None
+    ) -> sp.csr_matrix | None:
+        """What left entities that a call describes have seen: their history, and the pairs of those that are known.
+
+        Args:
+            features: what describes them.
+            history: their right entities, row by row.
+            index: the row of each left id, where the caller has one already.
+        """
         what = None if features is None else described(self.left, features)
         if what is None or what.ids is None:
             return history
-        own = sp.csr_matrix(selection(what.rows_in(self.left_index()), len(self.left)) @ self.seen)
+        rows = what.rows_in(self.left_index() if index is None else index)
+        own = sp.csr_matrix(selection(rows, len(self.left)) @ self.seen)
         return own if history is None else union(own, history)
 
     def called(self, features: Any, count: int) -> list[Any]:

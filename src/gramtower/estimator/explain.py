@@ -200,7 +200,7 @@ class Explainer:
             start = 0
             for part in inputs.parts:
                 if part.kind == "id":
-                    one = (np.ones(1, np.float32), (np.zeros(1, np.int64), np.array([start + own])))
+                    one = (np.full(1, part.factor, np.float32), (np.zeros(1, np.int64), np.array([start + own])))
                     x = sp.csr_matrix(x + sp.csr_matrix(one, shape=x.shape))
                 start += part.width
         return x

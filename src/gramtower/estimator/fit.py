@@ -24,8 +24,9 @@ from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.mlp import mlp_towers
 from gramtower.engine.towers.towers import Towers
 from gramtower.estimator import defaults
+from gramtower.estimator.entities import CANDIDATES
 from gramtower.estimator.fit_data import FitData, hold_out, own_pairs, prepare_data, rejoined
-from gramtower.estimator.fitted import CANDIDATES, FittedModel, pattern_of
+from gramtower.estimator.fitted import FittedModel, pattern_of
 from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.side import Side
 from gramtower.estimator.warm_start import carry_over, refuse_increment

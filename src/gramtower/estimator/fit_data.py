@@ -176,7 +176,8 @@ def matrix_and_ids(pairs: Any, name: str = "pairs") -> tuple[sp.csr_matrix, Ids]
         return pairs.matrix, (pairs.left_ids, pairs.right_ids)
     if sp.issparse(pairs):
         return sp.csr_matrix(checked(name, pairs)), (None, None)
-    check.fail(name, type(pairs).__name__, "gramtower.Interactions or a scipy.sparse matrix")
+    expected = "gramtower.Interactions, such as those of Interactions.from_csv, a table, or a scipy.sparse matrix"
+    check.fail(name, type(pairs).__name__, expected)
 
 
 def hold_out(pairs: Any, share: object, seed: int) -> tuple[Any, Any]:

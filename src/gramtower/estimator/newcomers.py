@@ -12,6 +12,8 @@ Cost: O(entries) and a pass of the new rows through their tower. Checked by test
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,11 +57,11 @@ class Described:
         keys = self.ids[rows].tolist()
         found = dict(zip(keys, rows.tolist(), strict=True))
         if len(found) < len(keys):
-            twice = next(key for key in keys if keys.count(key) > 1)
+            twice = next(key for key, count in Counter(keys).items() if count > 1)
             check.fail(name, f"id {twice!r} in several rows", "each id in one row")
         return found
 
-    def rows_in(self, index: dict[Any, int]) -> NDArray[np.int64]:
+    def rows_in(self, index: Mapping[Any, int]) -> NDArray[np.int64]:
         """The row of each id in an index, −1 where it has none; all −1 without ids."""
         if self.ids is None:
             return np.full(self.count, -1, dtype=np.int64)

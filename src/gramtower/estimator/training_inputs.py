@@ -19,6 +19,7 @@ from gramtower.data.matrices import checked
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import Group
 from gramtower.distributed.shards import Rows
+from gramtower.estimator.columns import is_frame
 from gramtower.estimator.inputs import NAMES, Inputs, Part, beside, history_features, is_matrix
 from gramtower.estimator.scaling import dense_scaling, sparse_scaling
 
@@ -96,12 +97,25 @@ def _training_part(
         name, times, factor = one.partition("*")
         if times and name == "id":
             return Part("id", place.total, factor=_factor(f"{side}_features", one, factor)), None
-        if check.choice(f"{side}_features", one, names) == "id":
+        if one not in names:
+            known = " or ".join(map(repr, names))
+            check.fail(f"{side}_features", repr(one), f"{known}, or a FeatureTable, which takes the path of a file")
+        if one == "id":
             return Part("id", place.total), None
         return Part("history", matrix.shape[1]), history_features(matrix)
     if isinstance(one, FeatureTable):
         encoded = one.encode(range(place.first, place.stop) if ids is None else ids)
+        if rows == place.total and one.report["ids_without_features"] == rows:  # of several processes none knows all
+            example = repr(0 if ids is None else ids.tolist()[0])
+            given = f"a table of {len(one):,} rows, none of them with the id of a {side} entity"
+            check.fail(f"{side}_features", given, f"ids such as {example} in column {one.id!r}")
+        if not encoded.shape[1]:
+            given = f"a table without a value in {', '.join(one.columns)}"
+            check.fail(f"{side}_features", given, "at least one column with values")
         return Part("table", encoded.shape[1], FeatureTable.encoder_from_json(one.to_json())), encoded
+    if is_frame(one):  # numpy would take its rows for those of the entities, whatever their order
+        expected = 'a FeatureTable, which is joined by id: FeatureTable.inferred(frame, id="…")'
+        check.fail(f"{side}_features", f"a {type(one).__name__}", expected)
     if not is_matrix(one) or len(one.shape) != 2 or one.shape[0] != rows:
         shape = f" of shape {tuple(one.shape)}" if hasattr(one, "shape") else ""
         expected = f'scipy.sparse, numpy or torch with {rows} rows, a FeatureTable, "id", "history", or a list of these'

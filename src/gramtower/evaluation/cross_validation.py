@@ -21,13 +21,14 @@ from gramtower import _checks as check
 from gramtower import _html as html
 from gramtower.data.frames import Column
 from gramtower.data.interactions import Interactions
-from gramtower.data.lookup import index_of
+from gramtower.data.lookup import index_of, join
 from gramtower.data.splits import Split
 from gramtower.data.splits import folds as cut
 from gramtower.distributed.group import current_group
 from gramtower.estimator.columns import Columns
 from gramtower.evaluation.intervals import Interval, bootstrap_interval, t_interval
 from gramtower.metrics.definitions import DEFAULT, parse
+from gramtower.training.result import Reason
 
 _SHOWN = 10  # folds whose values a repr lists
 
@@ -146,8 +147,7 @@ def cross_validate(
             if given is not None:
                 ids = getattr(known, f"{side}_ids"), getattr(split.train, f"{side}_ids")
                 features[f"{side}_features"] = _of_rows(f"{side}_features", given, *ids)
-        fitted = type(model)(**{name: copy.deepcopy(value) for name, value in model.get_params().items()})
-        fitted.fit(split.train, **features)
+        fitted = fit_copy(model, split.train, features)
         shown = {} if split.history is None else {"histories": split.history}
         scores = fitted.evaluate(split.test, names, **shown)
         found.append(scores)
@@ -161,6 +161,20 @@ def cross_validate(
         {name: t_interval(each) for name, each in values.items()},
         _user_intervals(names, users, seed) if len(users) == len(found) else {},
     )
+
+
+def fit_copy(model: Any, pairs: Any, arguments: Mapping[str, Any], **changes: Any) -> Any:
+    """A new model with the parameters of another one, some of them changed, fitted.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C, which a fit takes for its end, and which is to end everything around it.
+    """
+    params = {name: copy.deepcopy(value) for name, value in model.get_params().items()}
+    made = type(model)(**params | changes)
+    made.fit(pairs, **arguments)
+    if getattr(made, "reason_", None) is Reason.INTERRUPTED:
+        raise KeyboardInterrupt
+    return made
 
 
 def _check_model(model: Any) -> None:
@@ -195,8 +209,9 @@ def _of_rows(name: str, features: Any, known: NDArray[Any], asked: NDArray[Any])
         return features
     if features.shape[0] != len(known):
         check.fail(name, f"{features.shape[0]} rows", f"{len(known)}, one for each entity of pairs")
-    index = index_of(known)
-    rows = np.asarray([index[key] for key in asked.tolist()], dtype=np.int64)
+    rows = join(asked, index_of(known))
+    if (rows < 0).any():
+        check.fail("folds", f"a split with {asked[rows < 0].tolist()[0]!r}, which is not in pairs", "splits of pairs")
     matrix = features.tocsr() if sp.issparse(features) else features
     return matrix[torch.from_numpy(rows)] if isinstance(matrix, torch.Tensor) else matrix[rows]
 

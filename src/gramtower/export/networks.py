@@ -101,7 +101,7 @@ class _Columns(nn.Module):
         self.groups = 0
         for part in parts:
             scaling, one = part.scaling, np.ones(part.width)
-            factor.append(one if scaling is None else scaling.factor)
+            factor.append(part.factor * one if scaling is None else scaling.factor)
             dense = scaling is not None and scaling.shift is not None
             shift.append(0 * one if scaling is None or scaling.shift is None else scaling.shift)
             limit.append(one * (MOST_DEVIATIONS / math.sqrt(part.width) if dense else np.inf))

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any
 
-import numpy as np
 import scipy.sparse as sp
 
 from gramtower._files import plain
@@ -20,7 +19,7 @@ from gramtower.estimator.side import Side
 from gramtower.metrics.definitions import DEFAULT
 from gramtower.pages.figures import as_svg, degree_figure, run_figure
 from gramtower.pages.html import document, facts, number, picture, table
-from gramtower.reports.measures import QUANTILES, Group, degrees, examples, groups_of
+from gramtower.reports.measures import QUANTILES, Group, degree_quantiles, degrees, examples, groups_of
 from gramtower.training.result import Record
 
 _ENDS = {"INTERRUPTED": "unfinished", "NON_FINITE": "diverged"}  # reasons that are no proper end
@@ -149,11 +148,9 @@ def _data(model: FittedModel) -> tuple[list[str], dict[str, Any]]:
     found = ["<h2>Data</h2>", f"<p>{escape(text)}.</p>"]
     with suppress(ImportError):  # said of the curves
         found.append(picture(as_svg(degree_figure(counts)), "Entities by their number of training pairs"))
-    rows = []
-    for side, each in counts.items():
-        values = {name: float(np.quantile(each, at)) if len(each) else 0.0 for name, at in QUANTILES.items()}
-        rows.append([side, *(number(value) for value in values.values()), number(int((each == 0).sum()))])
-        numbers[f"pairs_per_{side}"] = values | {"none": int((each == 0).sum())}
+    quantiles = degree_quantiles(model.trained)
+    rows = [[side, *(number(value) for value in values.values())] for side, values in quantiles.items()]
+    numbers |= {f"pairs_per_{side}": values for side, values in quantiles.items()}
     return [*found, table(["pairs per entity", *QUANTILES, "without any"], rows)], numbers
 
 

@@ -72,6 +72,15 @@ def degrees(matrix: sp.csr_matrix) -> dict[str, NDArray[np.int64]]:
     return {"left": np.diff(matrix.indptr).astype(np.int64), "right": right.astype(np.int64)}
 
 
+def degree_quantiles(matrix: sp.csr_matrix) -> dict[str, dict[str, float]]:
+    """Quantiles of the pairs that entities have, and how many have none, by side."""
+    return {
+        side: {name: float(np.quantile(counts, at)) if len(counts) else 0.0 for name, at in QUANTILES.items()}
+        | {"none": int((counts == 0).sum())}
+        for side, counts in degrees(matrix).items()
+    }
+
+
 def validation_pairs(fitted: FittedModel) -> sp.csr_matrix | None:
     """The validation pairs that a model keeps, None if there are none that can be told from others.
 

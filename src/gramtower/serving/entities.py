@@ -35,6 +35,9 @@ class Entities:
         embeddings: rows × dim.
         degrees: observed pairs of each.
         table: columns to show and to filter by.
+
+    Attributes:
+        index: the row of each id; None where rows are known by number.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class Entities:
         table: EntityTable | None = None,
     ) -> None:
         self.side, self.ids, self.embeddings, self.degrees, self.table = side, ids, embeddings, degrees, table
-        self._index = None if ids is None else RowIndex(ids)
+        self.index = None if ids is None else RowIndex(ids)
         self.text = ids is not None and ids.dtype.kind != "i"
 
     def __len__(self) -> int:
@@ -54,8 +57,8 @@ class Entities:
 
     def row(self, key: Key) -> int:
         """The row of an id, −1 if it is unknown."""
-        if self._index is not None:
-            return self._index.row(key)
+        if self.index is not None:
+            return self.index.row(key)
         return key if isinstance(key, int) and 0 <= key < len(self) else -1
 
     def rows(self, keys: Sequence[Key]) -> NDArray[np.int64]:
@@ -77,12 +80,12 @@ class Entities:
 
     def near(self, key: Key) -> list[Key]:
         """Known ids like an unknown one: the same in the other type, or a few edits away."""
-        if self.ids is None or self._index is None:
+        if self.ids is None or self.index is None:
             return []
         other: Key = str(key) if isinstance(key, int) else as_known([key], self.ids)[0]
-        if other in self._index:
+        if other in self.index:
             return [other]
-        return list(check.near(key, self._index)) if self.text and isinstance(key, str) else []  # type: ignore[arg-type]
+        return list(check.near(key, self.index)) if self.text and isinstance(key, str) else []  # type: ignore[arg-type]
 
     def _unknown(self, unknown: Sequence[Key]) -> Refused:
         near = {str(key)[:200]: self.near(key) for key in unknown[:_NAMED]}

@@ -65,8 +65,9 @@ class Models:
                 self._tried[name] = stamp
                 try:
                     self._snapshots[name] = self._loaded(old.source)
-                except (ValueError, OSError, ImportError) as error:
-                    self.refused[name] = " ".join(str(error).split())
+                except Exception as error:  # whatever is wrong with it, and also if there is no memory for two
+                    kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
+                    self.refused[name] = kind + " ".join(str(error).split())
                     self._metrics.swap("refused")
                     self._say(f"model {name!r}: the new file is refused, the old one serves on: {self.refused[name]}")
                     continue

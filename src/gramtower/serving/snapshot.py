@@ -159,8 +159,9 @@ class Snapshot:
             matrix = None if histories is None else self._histories(histories)
             embeddings = self.embed_new("left", left_features, matrix)
             excluded = [none] * len(embeddings)
-            if exclude_seen and matrix is not None:
-                excluded = [matrix.indices[a:b] for a, b in zip(matrix.indptr[:-1], matrix.indptr[1:], strict=True)]
+            seen = self._seen_by_described(left_features, matrix) if exclude_seen else None
+            if seen is not None:
+                excluded = [seen.indices[a:b] for a, b in zip(seen.indptr[:-1], seen.indptr[1:], strict=True)]
         among, key = self._among(allow, wanted)
         if deny:
             denied = np.unique(self.right.rows(deny))
@@ -289,6 +290,14 @@ class Snapshot:
         if among is None:
             return None, None
         return among, (None if allow is None else tuple(allow), json.dumps(wanted or None, sort_keys=True))
+
+    def _seen_by_described(self, features: Any, histories: sp.csr_matrix | None) -> sp.csr_matrix | None:
+        """What entities that a request describes have seen: their histories, and their pairs where they have ids."""
+        try:
+            seen = self.model.fitted_.seen_by_described(features, histories, self.left.index)
+        except ValueError as error:
+            raise Refused(422, " ".join(str(error).split())[:500]) from error
+        return None if seen is None else seen.sorted_indices()
 
     def _histories(self, histories: Sequence[Sequence[Key]]) -> sp.csr_matrix:
         columns = [np.unique(self.right.rows(history)) for history in histories]

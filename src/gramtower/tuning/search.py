@@ -20,9 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
 
 from gramtower import _checks as check
 from gramtower.distributed.group import current_group
+from gramtower.estimator.fit_data import FitData, prepare_data
 from gramtower.estimator.settings import ModelSettings
 from gramtower.metrics.definitions import to_maximise
 from gramtower.training.lock import locked
@@ -63,13 +66,15 @@ def tune(
     if model.towers is not None:
         check.fail("towers", "towers of your own", "a model with dim and hidden layers to choose")
     parts = make_parts(pairs, validation, features, seed, model.device)
-    start = start_values(model, parts)
+    data = prepare_data(model, parts.train, *features)
+    start, learned = start_values(model, parts, data), _learned_from(data)
+    del data
     chosen = make_space(model, start, space, parts)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="gramtower-tune-") as scratch:
         solutions = Solutions(Path(scratch) if storage is None else Path(str(storage) + ".weights"), _WARM_BYTES)
         with locked(solutions.folder, name="storage"), _told_as_interrupts():
-            log = studies.open_study(storage, _identity(parts, chosen, metric, seed, model), seed)
+            log = studies.open_study(storage, _identity(parts, chosen, metric, seed, model) | learned, seed)
             run = _Run(model, parts, start, chosen, metric, log, solutions, limit, began)
             run.search(count, progress)
             found = run.confirm()
@@ -116,9 +121,9 @@ def make_space(
 
 
 def _identity(parts: Parts, space: Space, metric: str, seed: int, model: ModelSettings) -> dict[str, Any]:
-    """What must be the same for a stored search to be continued."""
-    marks = [zlib.crc32(np.ascontiguousarray(x).tobytes()) for x in (parts.matrix.indptr, parts.matrix.indices)]
-    held = [zlib.crc32(np.ascontiguousarray(x).tobytes()) for x in (parts.held_out.indptr, parts.held_out.indices)]
+    """What must be the same for a stored search to be continued, beside what :func:`_learned_from` says."""
+    marks = _marks(parts.matrix.indptr, parts.matrix.indices)
+    held = _marks(parts.held_out.indptr, parts.held_out.indices)
     fixed = {k: v for k, v in model.get_params().items() if k not in ("device", "verbose", "memory_budget", "metric")}
     return {
         "pairs": f"{parts.matrix.shape[0]} × {parts.matrix.shape[1]}, {parts.matrix.nnz} pairs, {marks}",
@@ -128,6 +133,28 @@ def _identity(parts: Parts, space: Space, metric: str, seed: int, model: ModelSe
         "seed": seed,
         "model": {name: str(value) for name, value in fixed.items()},
     }
+
+
+def _learned_from(data: FitData) -> dict[str, Any]:
+    """Labels, weights and features of a fit, by checksums."""
+    weights = "none" if data.weights is None else str(_marks(data.weights))
+    return {
+        "labels": str(_marks(data.matrix.data)),
+        "weights": weights,
+        "left features": _features_mark(data.features[0]),
+        "right features": _features_mark(data.features[1]),
+    }
+
+
+def _features_mark(rows: Any) -> str:
+    if rows is None:
+        return "ids"
+    arrays = (rows.indptr, rows.indices, rows.data) if sp.issparse(rows) else (np.asarray(rows),)
+    return f"{rows.shape[0]} × {rows.shape[1]}, {_marks(*arrays)}"
+
+
+def _marks(*arrays: NDArray[Any]) -> list[int]:
+    return [zlib.crc32(np.ascontiguousarray(array).tobytes()) for array in arrays]
 
 
 @dataclass

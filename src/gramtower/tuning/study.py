@@ -50,7 +50,7 @@ def open_study(storage: str | Path | None, identity: dict[str, Any], seed: int) 
         study.set_user_attr("identity", plain)
     else:
         for name, value in plain.items():
-            if known.get(name) != value:
+            if known.get(name, value) != value:  # logs of earlier versions say less
                 check.fail(
                     "storage", f"{storage}, a search with other {name}: {known.get(name)}", f"{value}, or another file"
                 )

@@ -18,7 +18,7 @@ from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.weights import degree_power
 from gramtower.estimator import defaults
 from gramtower.estimator.fit import RankingValidator, iterations, make_problem, make_towers, right_weights
-from gramtower.estimator.fit_data import aligned, hold_out, matrix_and_ids, prepare_data
+from gramtower.estimator.fit_data import FitData, aligned, hold_out, matrix_and_ids, prepare_data
 from gramtower.estimator.settings import ModelSettings
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Record
@@ -101,10 +101,15 @@ def make_parts(pairs: Any, validation: Any, features: tuple[Any, Any], seed: int
     return Parts(train, inner, kept, len(users), len(shown), features)
 
 
-def start_values(model: ModelSettings, parts: Parts) -> dict[str, Value]:
-    """The settings that a model has without tuning, by the names of the search space."""
+def start_values(model: ModelSettings, parts: Parts, data: FitData) -> dict[str, Value]:
+    """The settings that a model has without tuning, by the names of the search space.
+
+    Args:
+        model: the model.
+        parts: what trials learn from.
+        data: the same with the features handed to tune, as a fit takes it.
+    """
     given_features = any(features is not None for features in parts.features)
-    data = prepare_data(model, parts.train, *parts.features)
     problem = make_problem(model, data)
     return {
         "omega": problem.omega,

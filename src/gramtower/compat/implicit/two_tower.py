@@ -145,10 +145,14 @@ class TwoTower(Recommender):
         return made
 
     def _factors(self, side: str) -> NDArray[Any]:
-        return self.model.embed(side=side)
+        """The model's own memory, which is not to be changed: a copy of all of it would be made for each list."""
+        if not hasattr(self.model, "fitted_"):
+            raise ValueError("model: not fitted yet; call fit first")
+        return np.asarray(self.model.fitted_.side(side).embeddings.numpy())
 
     def _directions(self, side: str) -> NDArray[Any]:
-        return self.model.embed(side=side) * self.model.has_direction(side)[:, None]
+        directed = self.model.has_direction(side)
+        return self._factors(side) if directed.all() else self._factors(side) * directed[:, None]
 
     def _moved(self, use_gpu: bool) -> TwoTower:
         made = super()._moved(use_gpu)
