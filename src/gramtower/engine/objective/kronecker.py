@@ -123,9 +123,9 @@ def kronecker(at: Evaluation, damping: float, executor: Executor = EAGER, seed: 
     extra: dict[str, list[tuple[Tensor, Tensor]]] = {}
     tables: dict[str, str] = {}  # weights with one row for each entity of a side
     curvatures, weights = zip(*(_output_curvature(at, index, moments) for index in (0, 1)), strict=True)
-    curvatures = _semidefinite(curvatures)
+    definite = _semidefinite(curvatures)
     for index, (side, tower) in enumerate((("left", at.left.tower), ("right", at.right))):
-        H, weight = curvatures[index], weights[index]
+        H, weight = definite[index], weights[index]
         names = towers.local_names(side)
         owned = {own for own, name in names.items() if name in at.parameters.layout.owned}
         factors = tower_factors(tower, H, weight, set(names), _DRAWS, seed + index, c.shards.group, owned)
