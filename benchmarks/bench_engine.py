@@ -103,10 +103,10 @@ def product() -> None:
     ratio = median_ratio(times, "product", "floor")
     print(f"G·d {1e3 * whole:.1f} ms, its tower matrix products {1e3 * floor:.1f} ms: ratio {ratio:.2f} (<= 1.8)")
 
-    kernels, pairs = select(torch.device("cpu")), problem.resident_pairs(towers).pairs
-    P, Q = point.P, point.Q
+    kernels, resident = select(torch.device("cpu")), problem.resident_pairs(towers)
+    pairs, P, Q = resident.pairs, point.P, point.Q
     W, H = torch.randn_like(P), torch.randn_like(Q)
-    c, total = point.observed.curvatures, torch.zeros_like(P)
+    c, total = kernels.losses(pairs, P, Q, resident.terms).curvatures, torch.zeros_like(P)
     pattern = torch.sparse_csr_tensor(pairs.offsets.int(), pairs.columns, torch.ones_like(c), pairs.shape)
 
     def torch_way() -> torch.Tensor:

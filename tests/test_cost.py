@@ -155,8 +155,9 @@ def test_nothing_of_all_pairs_or_dense_features_is_ever_made(kind, autodiff, ker
         point = problem.at(towers)
         assert np.isfinite(point.value)
         point.gauss_newton() @ point.gradient()
-    # θ has 27,500 + 2,500 numbers or so; all pairs would be 7,500,000, dense features 6,000,000 and 5,000,000.
-    assert len(point.parameters) * 0.5 < largest.elements < 60_000
+    # θ has 27,500 + 2,500 numbers or so, the reference gathers 5 for each of 12,000 entries of features; all pairs
+    # would be 7,500,000, dense features 6,000,000 and 5,000,000.
+    assert len(point.parameters) * 0.5 < largest.elements <= 60_000
 
 
 def test_the_watch_sees_what_it_should_and_inside_backward_too():

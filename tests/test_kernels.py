@@ -100,6 +100,27 @@ def test_tiles_do_not_change_results(pattern, monkeypatch):
     assert_same(run(cpu, pairs, operands), run_dense(pairs, operands), torch.float64)
 
 
+@pytest.mark.parametrize("pattern", ["all", "long row", "long column"])
+def test_tasks_do_not_change_the_bits(pattern, monkeypatch, threads):
+    pairs = make_pairs(pattern)
+    operands = make_operands(pairs, 7, torch.float32)
+    threads(2)
+    few = run(cpu, pairs, operands)
+    bounds = []
+    parallel_for = thread_pool.parallel_for
+    monkeypatch.setattr(thread_pool, "parallel_for", lambda work, cuts: (bounds.append(cuts), parallel_for(work, cuts)))
+    monkeypatch.setattr(cpu, "_TASK", 16)
+    monkeypatch.setattr(cpu, "_REUSE", 0)
+    many = run(cpu, pairs, operands)
+    assert max(map(len, bounds)) > 2  # tasks and one
+    assert all(torch.equal(few[name], many[name]) for name in many)
+    bounds.clear()
+    threads(1)
+    monkeypatch.setattr(cpu, "_REUSE", len(pairs))  # no second task is worth reading all rows again
+    run(cpu, pairs, operands)
+    assert not bounds
+
+
 def test_blocks_of_the_reference_do_not_change_results(monkeypatch):
     pairs = make_pairs("holes")
     operands = make_operands(pairs, 7, torch.float64)

@@ -3,7 +3,8 @@
 Rows come cut into pieces of bounded length (data.pairs.Segments), so that several threads share a popular item: the
 first piece of a row adds to the result, later ones to a line of ``carry`` that is added afterwards, in order. A task
 is a run of pieces. Within a task the columns are visited tile by tile, a tile being as many gathered rows as stay in a
-core's second-level cache; pairs are taken four at a time, so that a row's vectors are read once for four products.
+core's second-level cache; pairs are taken four at a time, so that a row's vectors are read once for four products. Each
+task reads all gathered rows from memory once, and so has several pairs for each of them where there are enough.
 
 Tasks run on plain threads, as many as ``torch.get_num_threads()``, without the GIL. Numba's own thread pools are left
 alone: their workers keep spinning after a call and would compete with torch's for the same cores.
@@ -34,6 +35,7 @@ SLOPES_FROM_OUTPUTS = False  # a stored slope is one multiplication, cheaper tha
 GATHERS_BFLOAT16 = False
 _TILE_BYTES = 1 << 19  # half of a usual second-level cache
 _TASK = 1 << 15  # pairs in a task, or fewer when there would be too few tasks for the threads
+_REUSE = 16  # pairs in a task for each row that they may gather, likewise: of 2, half the time is spent reading rows
 _SHARE = 1 << 12  # but not fewer than these: waking a thread takes as long
 _RUN = 1 << 20  # elements of a dot product summed in one run
 _FLAGS = {"reassoc", "contract", "nsz", "arcp"}  # sums may be reordered; NaN and infinity keep their meaning
@@ -44,7 +46,7 @@ def dots(pairs: Pairs, A: Tensor, B: Tensor) -> Tensor:
     x = torch.empty(len(pairs), dtype=A.dtype)
     s = pairs.segments
     tile = _tile(s, B, 1)
-    _run_tasks(_dots, s, tile, s.rows, s.starts, _np(pairs.columns), _np(A), _np(B), x.numpy())
+    _run_tasks(_dots, s, len(B), tile, s.rows, s.starts, _np(pairs.columns), _np(A), _np(B), x.numpy())
     return x
 
 
@@ -65,7 +67,7 @@ def curvature_left(pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: 
     s, result = pairs.segments, _out(out)
     carry = np.zeros((s.continued, Q.shape[1]), dtype=result.dtype)
     _run_tasks(
-        _curvature_left, s, _tile(s, Q, 2), s.rows, s.starts, s.lines, _np(pairs.columns), _np(c),
+        _curvature_left, s, len(Q), _tile(s, Q, 2), s.rows, s.starts, s.lines, _np(pairs.columns), _np(c),
         _np(P), _np(W), _np(Q), _np(H), z.numpy(), result, carry,
     )  # fmt: skip
     _add_carry(s, result, carry)
@@ -112,15 +114,20 @@ def _sum_into(s: Segments, others: Tensor, x: Tensor, position: NDArray[Any] | N
     result = _out(out)
     carry = np.zeros((s.continued, B.shape[1]), dtype=result.dtype)
     _run_tasks(
-        _row_sum, s, _tile(s, B, 1), s.rows, s.starts, s.lines, _np(others), _np(x), position, _np(B), result, carry
-    )
+        _row_sum, s, len(B), _tile(s, B, 1), s.rows, s.starts, s.lines, _np(others), _np(x), position, _np(B),
+        result, carry,
+    )  # fmt: skip
     _add_carry(s, result, carry)
 
 
-def _run_tasks(kernel: Callable[..., None], s: Segments, *arguments: Any) -> None:
-    """Run ``kernel(first piece, last piece, *arguments)`` over all pieces, task by task, on all threads."""
+def _run_tasks(kernel: Callable[..., None], s: Segments, gathered: int, *arguments: Any) -> None:
+    """Run ``kernel(first piece, last piece, *arguments)`` over all pieces, task by task, on all threads.
+
+    ``gathered`` is how many rows a task may gather from.
+    """
     pieces, entries, count = len(s.rows), int(s.starts[-1]), torch.get_num_threads()
-    tasks = max(1, min(pieces, max(entries // _TASK, min(4 * count, entries // _SHARE) if count > 1 else 1)))
+    size = max(_TASK, _REUSE * gathered)
+    tasks = max(1, min(pieces, max(entries // size, min(4 * count, entries // _SHARE) if count > 1 else 1)))
     if tasks == 1:
         kernel(0, pieces, *arguments)
         return

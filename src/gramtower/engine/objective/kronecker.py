@@ -245,10 +245,12 @@ class _Inverses:
         for size in {len(matrix) for matrix in self._asked}:
             numbers = [i for i, matrix in enumerate(self._asked) if len(matrix) == size]
             batch = torch.stack([self._asked[i] for i in numbers])
-            factors, failed = torch.linalg.cholesky_ex(batch)
-            eye = torch.eye(size, dtype=batch.dtype, device=batch.device)
-            inverses = torch.cholesky_inverse(torch.where((failed > 0)[:, None, None], eye, factors))
-            for i in failed.nonzero()[:, 0].tolist():  # rounding made a semidefinite matrix indefinite
+            factors, info = torch.linalg.cholesky_ex(batch)
+            failed = info.nonzero()[:, 0].tolist()  # rounding made a semidefinite matrix indefinite
+            for i in failed:
+                factors[i] = torch.eye(size, dtype=batch.dtype, device=batch.device)
+            inverses = torch.cholesky_inverse(factors)
+            for i in failed:
                 values, vectors = clamped_spectrum(batch[i])
                 inverses[i] = (vectors / values.clamp_min(float(values.max().clamp_min(_TINY)) * 1e-15)) @ vectors.mT
             found.update(zip(numbers, inverses.to(dtype), strict=True))

@@ -46,7 +46,7 @@ _ENTITY = 136  # bytes of an entity while the preconditioner is made
 _SAMPLE = 1 << 12  # rows, at most, that its factors are estimated from
 _SMALL = 1 << 16  # bytes of whatever does not grow
 _IN_FLIGHT = 2  # blocks of pairs on the device at a time, one of them on the way
-_CPU_BLOCK, _GPU_BLOCK = 2048, 3 << 15  # rows that a tower works on; on a CPU a block's activations stay in cache
+_CPU_BLOCK, _GPU_BLOCK = 1 << 13, 3 << 15  # rows that a tower works on; each block goes through a first layer's matrix
 _GRAPHED = 1 << 30  # bytes of parameters, activations and pairs above which launches no longer matter
 
 

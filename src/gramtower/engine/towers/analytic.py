@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -46,22 +48,29 @@ class InputAffine(Op):
 
     def forward(self, x: Block, values: Values, out: Tensor | None = None) -> tuple[Tensor | Shifted, Block]:
         """XW + b; for ids without a bias, a view of W."""
-        weight = values.tensors[self.weight]
+        weight, bias = values.tensors[self.weight], None if self.bias is None else values.tensors[self.bias]
+        if isinstance(x, SparseBlock):
+            matrix = weight if self.inputs_first else values.transpose(self.weight)
+            return self._sparse(x, matrix, bias, values, weight.new_empty(x.shape[0], matrix.shape[1])), x
         if isinstance(x, Tensor):
             x = x.to(weight.dtype)
-        y = self._product(x, weight, values, True)
-        return (y if self.bias is None else Shifted(y, values.tensors[self.bias])), x
+        y = self._product(x, weight)
+        return (y if bias is None else Shifted(y, bias)), x
 
     def jvp(
         self, saved: Block, dx: Tensor | Shifted | None, values: Values, tangent: Named, out: Tensor | None = None
-    ) -> Shifted:
+    ) -> Tensor | Shifted:
         """X dW + db."""
-        if self.weight in tangent:
-            dy = self._product(saved, tangent[self.weight], values, False)
-        else:
+        bias = None if self.bias is None else tangent.get(self.bias)
+        if self.weight not in tangent:
             rows = len(saved) if isinstance(saved, IdBlock) else saved.shape[0]
-            dy = values.tensors[self.weight].new_zeros(rows, self.layer_width(values.tensors))
-        return Shifted(dy, None if self.bias is None else tangent.get(self.bias))
+            return Shifted(values.tensors[self.weight].new_zeros(rows, self.layer_width(values.tensors)), bias)
+        matrix = tangent[self.weight]
+        if isinstance(saved, SparseBlock):
+            matrix = matrix if self.inputs_first else matrix.t().contiguous()
+            place = values.workspace(matrix, matrix.shape[1], saved.shape[0]) if out is None else out
+            return self._sparse(saved, matrix, bias, values, place)
+        return Shifted(self._product(saved, matrix), bias)
 
     def vjp(self, saved: Block, g: Tensor | Summed, values: Values, out: Named, need_input: bool) -> None:
         """XᵀG and the column sums of G."""
@@ -86,16 +95,17 @@ class InputAffine(Op):
             if not self.inputs_first:
                 total += target.t()
 
-    def _product(self, x: Block, matrix: Tensor, values: Values, is_weight: bool) -> Tensor:
+    def _product(self, x: Tensor | IdBlock, matrix: Tensor) -> Tensor:
         if isinstance(x, IdBlock):
             return matrix[x.start : x.stop] if x.rows is None else matrix[x.rows]
-        if isinstance(x, Tensor):
-            return x @ (matrix if self.inputs_first else matrix.t())
-        if not self.inputs_first:
-            matrix = values.transpose(self.weight) if is_weight else matrix.t().contiguous()
-        y = matrix.new_zeros(x.shape[0], matrix.shape[1])
-        values.kernels.left_sum(x.pattern, x.values, matrix, y)
-        return y
+        return x @ (matrix if self.inputs_first else matrix.t())
+
+    @staticmethod
+    def _sparse(x: SparseBlock, matrix: Tensor, bias: Tensor | None, values: Values, out: Tensor) -> Tensor:
+        """X times a matrix of inputs × outputs, added to the bias in ``out``: one pass less than adding it later."""
+        out = out.zero_() if bias is None else out.copy_(bias.expand_as(out))
+        values.kernels.left_sum(x.pattern, x.values, matrix, out)
+        return out
 
     def fusable_table(self, features: Features) -> str | None:
         """See Op: ids in order, with a row for each."""
@@ -231,14 +241,14 @@ class Affine(Op):
 
 
 class _Slopes:
-    """What an activation keeps: φ′ stored, made from the input z when first asked for; or the output y it follows from.
+    """What an activation keeps: φ′ stored, made when it is first asked for; or the output y that it follows from.
 
     Attributes:
         y: the output, if φ′ is computed from it wherever it is needed.
     """
 
-    def __init__(self, activation: Activation, z: Tensor | None, y: Tensor | None) -> None:
-        self.activation, self.y, self._z = activation, y, z
+    def __init__(self, activation: Activation, make: Callable[[], Tensor] | None, y: Tensor | None) -> None:
+        self.activation, self.y, self._make = activation, y, make
         self._slope: Tensor | None = None
 
     def of(self, rows: slice) -> Tensor:
@@ -249,8 +259,8 @@ class _Slopes:
     def stored(self) -> Tensor:
         """φ′ of all rows, in memory."""
         if self._slope is None:
-            assert self._z is not None
-            self._slope, self._z = self.activation.slope_at(self._z), None
+            assert self._make is not None
+            self._slope, self._make = self._make(), None
         return self._slope
 
 
@@ -264,7 +274,10 @@ class Elementwise(Op):
         """φ(x)."""
         if not self._keeps_output(values):
             z = materialise(x)
-            return self.activation.function(z), _Slopes(self.activation, z, None)
+            y = self.activation.function(z)
+            from_output = self.activation.slope_from_output  # without autodiff, and without keeping z
+            make = partial(self.activation.slope, y) if from_output else partial(self.activation.slope_at, z)
+            return y, _Slopes(self.activation, make, None)
         if isinstance(x, Shifted) and x.bias is not None:
             y = values.kernels.activate(x.tensor, x.bias, self.activation)
         else:

@@ -88,19 +88,20 @@ class Values:
             self.transposed[name] = self.tensors[name].t().contiguous()
         return self.transposed[name]
 
-    def workspace(self, source: Tensor, columns: int) -> Tensor:
-        """A rows × columns buffer for a step's result, in other memory than ``source``.
+    def workspace(self, source: Tensor, columns: int, rows: int | None = None) -> Tensor:
+        """A rows × columns buffer for a step's result, in other memory than ``source``, whose rows it has if not told.
 
         The same buffer serves all blocks and products: a step's result is read by the next step only, so two buffers
         per width are enough.
         """
-        buffer = self._buffer(0, source, columns)
+        rows = source.shape[0] if rows is None else rows
+        buffer = self._buffer(0, source, rows, columns)
         if buffer.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
-            buffer = self._buffer(1, source, columns)
+            buffer = self._buffer(1, source, rows, columns)
         return buffer
 
-    def _buffer(self, index: int, source: Tensor, columns: int) -> Tensor:
-        key, rows = (index, columns), source.shape[0]
+    def _buffer(self, index: int, source: Tensor, rows: int, columns: int) -> Tensor:
+        key = (index, columns)
         if key not in self.scratch or self.scratch[key].shape[0] < rows:
             self.scratch[key] = source.new_empty(rows, columns)
         return self.scratch[key][:rows]
