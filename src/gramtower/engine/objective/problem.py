@@ -23,7 +23,7 @@ from torch import Tensor
 from gramtower import _checks as check
 from gramtower.data.features import Features, as_features
 from gramtower.data.interactions import Interactions
-from gramtower.data.pairs import Pairs, from_sparse
+from gramtower.data.pairs import Pairs, from_sparse, sorting_bytes
 from gramtower.distributed.shards import Shards, unsharded
 from gramtower.engine.kernels import BACKENDS, layout, select
 from gramtower.engine.kernels.losses import Loss, as_loss
@@ -264,7 +264,7 @@ class Problem:
             graphed = 4 * len(theta) + 5 * len(self.pairs) + layers
         return Footprint(
             len(theta), rows, sizes.columns, sizes.row_bytes, len(self.pairs), most_pairs, sum(kept), item,
-            sizes.factor_bytes + 2 * item * len(theta) * sizes.autodiff, on_cpu,
+            sizes.factor_bytes + 2 * item * len(theta) * sizes.autodiff, on_cpu, sorting_bytes(len(self.pairs)),
             0 if shards.single else shards.right.total, sizes.least_block, graphed, sizes.kept_bytes,
             (sizes.viewed[0] and not towers.share_parameters, sizes.viewed[1]), kept[0],
             self.pair_precision == "bfloat16" and not on_cpu, *self._orders(most_pairs, on_cpu),
