@@ -167,12 +167,12 @@ def test_conjugate_gradient_where_towers_are_not_linear_or_not_both_free():
 
 
 def test_a_memory_budget_without_room_for_pairs_is_kept():
-    problem, towers = linear()
+    problem, towers = linear(dim=64)
     pair = 2 * 8 * towers.size
     least = problem.least_budget(towers)
     kept = []
     for spare in (0, 2 * pair, 100 * pair):
-        tight = linear(memory_budget=least + spare)[0]
+        tight = linear(dim=64, memory_budget=least + spare)[0]
         direction = gt.NewtonKron().method(0).direction
         point = tight.at(towers)
         direction.find(point.gradient(), point)
@@ -182,12 +182,12 @@ def test_a_memory_budget_without_room_for_pairs_is_kept():
 
 
 def test_without_room_for_a_pair_one_side_moves_at_a_time_and_then_conjugate_gradient(tmp_path):
-    roomy, towers = linear(dtype=torch.float32)
+    roomy, towers = linear(dim=64, dtype=torch.float32)
     budget = roomy.least_budget(towers)
     free = gt.minimize(roomy, clone(towers), max_iterations=6)
 
     def tight(start, **options):
-        return gt.minimize(linear(dtype=torch.float32, memory_budget=budget)[0], clone(start), **options)
+        return gt.minimize(linear(dim=64, dtype=torch.float32, memory_budget=budget)[0], clone(start), **options)
 
     whole = tight(towers, max_iterations=6)
     assert [record.cg_steps > 0 for record in whole.history[1:]] == [False] * 4 + [True] * 2

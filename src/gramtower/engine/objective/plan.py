@@ -46,6 +46,7 @@ _ORDERS = 12  # bytes of a pair: its column, its row and its place in the order 
 _FEWEST = 256  # rows of a block on a CPU: with fewer, towers run many times slower
 _COLUMN = 4  # of them its column, which is part of the data on a CPU
 _SEGMENTS = 24  # bytes of an entity on a CPU: the pieces that its pairs are cut into
+_HEAP = 1 << 24  # bytes, a fifth at most, that the C library keeps of small arrays that were freed on a CPU
 _LOSS = 6  # numbers for each pair of a chunk whose loss is computed on a CPU
 _ENTITY = 136  # bytes of an entity while the preconditioner is made
 _SAMPLE = 1 << 12  # rows, at most, that its factors are estimated from
@@ -187,7 +188,9 @@ class Footprint:
 
     def moments(self, kept: int) -> dict[str, int]:
         """The moments that may take most, with everything resident and so much kept of activations."""
-        return self._cpu_moments(kept) if self.on_cpu else self._gpu_moments(kept)
+        if not self.on_cpu:
+            return self._gpu_moments(kept)
+        return {name: size + min(_HEAP, size // 5) for name, size in self._cpu_moments(kept).items()}
 
     def secant_moments(self, kept: int) -> dict[str, int]:
         """The same of secant steps, without their pairs."""

@@ -40,6 +40,7 @@ from gramtower.engine.towers.linearization import Work
 from gramtower.engine.towers.parameters import Parameters, as_parameters
 from gramtower.engine.towers.steps import Scratch
 from gramtower.engine.towers.towers import Towers
+from gramtower.runtime import host
 from gramtower.runtime.memory import default_budget, explained, free_memory, readable
 from gramtower.runtime.precision import PAIR_PRECISIONS, PRECISIONS, products_in
 
@@ -181,6 +182,8 @@ class Problem:
     def _evaluate(self, towers: Towers, theta: Parameters) -> Point:
         """The point at ``theta``, which it keeps without a copy."""
         plan = self._planned(towers, theta)
+        if self.memory_budget is not None and towers.device.type == "cpu":
+            host.return_memory()  # the C library keeps what was freed in arrays of up to 32 MB, beyond the budget
         graphs = self._graphs(towers).acquire(theta) if plan.graphs else None
 
         def at(parameters: Parameters) -> Point:
