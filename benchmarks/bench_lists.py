@@ -6,7 +6,8 @@ Timed by turns, medians of the ratios within each round:
     products   the scores of everyone and nothing else, in blocks of whole rows into one buffer
     tiles      the same in the tiles that lists are made of, each thread for itself (CPU only)
     lists      products and ranking, lists handed out in memory
-    file       `recommend_all`: lists to a Parquet file, ids and the join of its parts included
+    file       `recommend_all`: lists to a Parquet file, ids and the join of its parts included; left out, with a line
+               that says so, where polars is not installed, and the memory of the host with it
 
 The floor of a round is the faster of the two products. Bounds: lists and file at most 1.3 times the floor on two
 cores, and lists at most 2 times the products on a GPU, where the file, which the host writes, stands beside it.
@@ -18,6 +19,7 @@ where the best columns come first. Writes benchmarks/results/lists_<device>.json
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -42,6 +44,8 @@ from gramtower.retrieval.scores import rows_in_block
 from gramtower.retrieval.tiles import tile_shape
 from gramtower.retrieval.topk import Ranking, ranking
 from gramtower.runtime.threads import pool
+
+WRITES = importlib.util.find_spec("polars") is not None
 
 
 def made(left: int, right: int, dim: int, seen: int) -> tuple[Entities, Ranking]:
@@ -113,13 +117,16 @@ def times_of(options: argparse.Namespace) -> dict[str, Any]:
         ways: dict[str, Callable[[], Any]] = {"products": lambda: products(P, Q)}
         if device.type == "cpu":
             ways["tiles"] = lambda: tile_products(P, Q)
-        ways |= {"lists": lists, "file": lambda: write_lists(entities, ranked, path, options.k, device, False, None)}
+        ways["lists"] = lists
+        if WRITES:
+            ways["file"] = lambda: write_lists(entities, ranked, path, options.k, device, False, None)
         times = measured(ways, options.repeats)
-        size = path.stat().st_size
+        size = path.stat().st_size if WRITES else None
     for kind in times:
         floors = [times[kind][name] for name in ("products", "tiles") if name in ways]
         times[kind]["floor"] = [min(several) for several in zip(*floors, strict=True)]
-    ratios = {kind: {name: median_ratio(times[kind], name, "floor") for name in ("lists", "file")} for kind in times}
+    listed = [name for name in ("lists", "file") if name in ways]
+    ratios = {kind: {name: median_ratio(times[kind], name, "floor") for name in listed} for kind in times}
     seconds = {kind: {name: statistics.median(found) for name, found in times[kind].items()} for kind in times}
     bounds = {"lists": 1.3, "file": 1.3} if device.type == "cpu" else {"lists": 2.0}
     for kind in times:
@@ -129,7 +136,8 @@ def times_of(options: argparse.Namespace) -> dict[str, Any]:
             print(f"  {name} over the floor: {ratio:.2f}{bound}")
     if device.type == "cuda":
         print(f"peak memory of the GPU: {torch.cuda.max_memory_allocated() / 1e6:.0f} MB")
-    print(f"the file: {size / 1e6:.1f} MB")
+    if size is not None:
+        print(f"the file: {size / 1e6:.1f} MB")
     return {"seconds": seconds, "ratios": ratios, "times": times, "file_bytes": size}
 
 
@@ -166,10 +174,14 @@ def main() -> None:
         return
     sizes = {name: getattr(options, name) for name in ("left", "right", "dim", "k", "seen")}
     print(f"{sizes} on {options.device}, {torch.get_num_threads()} threads")
+    if not WRITES:
+        print("file, and the memory of the host: left out, as polars, which writes Parquet files, is not installed")
     found = times_of(options)
-    again = subprocess.run([sys.executable, *sys.argv, "--memory-child"], check=True, capture_output=True, text=True)
-    found["extra_bytes"] = json.loads(again.stdout.splitlines()[-1])
-    print(f"peak memory of the host beyond the model: {found['extra_bytes'] / 1e6:.0f} MB")
+    if WRITES:
+        child = [sys.executable, *sys.argv, "--memory-child"]
+        again = subprocess.run(child, check=True, capture_output=True, text=True)
+        found["extra_bytes"] = json.loads(again.stdout.splitlines()[-1])
+        print(f"peak memory of the host beyond the model: {found['extra_bytes'] / 1e6:.0f} MB")
     if all(parser.get_default(name) == size for name, size in sizes.items()):
         print(write_result(f"lists_{options.device}", {"sizes": sizes, **found}))
 

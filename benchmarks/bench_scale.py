@@ -7,9 +7,10 @@
 Linear towers over ids. Pairs are random with skewed counts, made on the device. Printed are the seconds of every step
 of the set-up (problem: the pairs' checks on the host; towers: first weights, and their copy to the device; orders: by
 rows and by columns; the first value and gradient), then medians of a value, a gradient, a G·d and a preconditioner,
-then the iterations of a training run by secant steps and by conjugate gradient. After each, the peak of the memory
-since the one before: of a GPU what torch allocated, of a CPU the growth of the resident set over what pairs and towers
-take, which is what a budget bounds there. The last lines hold the peaks of training against the plan.
+then the iterations of a training run by secant steps (with the pairs that the budget has room for; the first five
+iterations remember none) and by conjugate gradient. After each, the peak of the memory since the one before: of a GPU
+what torch allocated, of a CPU the growth of the resident set over what pairs and towers take, which is what a budget
+bounds there. The last lines hold the peaks of training against the plan.
 
 Bounds (one H200, 10Mx1M): set-up without the problem's checks <= 10 s, G·d <= 0.15 s, training <= 60 GB; with
 --memory-budget 40GB at most twice the time. 2Mx200k: G·d <= 36 ms. Writes
@@ -56,6 +57,7 @@ class Meter:
     def __init__(self, device: torch.device) -> None:
         self.device, self.steps = device, dict[str, dict[str, float]]()
         self.base = 0  # of the resident set of a CPU, before anything that a budget counts
+        self.most = 0  # of the resident set, whatever is in it
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
@@ -101,7 +103,9 @@ class Meter:
     def _peak(self) -> int:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated()
-        return max(0, _status("VmHWM") - self.base)
+        resident = _status("VmHWM")
+        self.most = max(self.most, resident)
+        return max(0, resident - self.base)
 
 
 def _status(key: str) -> int:
@@ -155,9 +159,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "size": [m, n, count], "dim": arguments.dim, "device": str(device), "memory_budget": arguments.memory_budget,
         "plan": repr(plan), "planned_bytes": plan.bytes, "setup_seconds": setup, **options,
     }  # fmt: skip
-    result["training"] = [train(problem, towers, meter, arguments.iterations, secant) for secant in (True, False)]
+    ways = {"both": (True, False), "secant": (True,), "cg": (False,)}[arguments.by]
+    result["training"] = [train(problem, towers, meter, arguments.iterations, secant) for secant in ways]
     if device.type == "cpu":
-        result["most_resident_bytes"] = max(step["peak_bytes"] for step in meter.steps.values()) + meter.base
+        result["most_resident_bytes"] = meter.most
     return result | {"steps": meter.steps}
 
 
@@ -192,8 +197,11 @@ def train(problem: gt.Problem, towers: gt.Towers, meter: Meter, iterations: int,
     seconds = [b.seconds - a.seconds for a, b in pairwise(ran.history)]
     steps = [record.cg_steps for record in ran.history[1:]]
     peak, plan = meter.steps[f"training by {name}"]["peak_bytes"], problem.plan(towers)
+    room = plan.spare_bytes // (2 * plan.needs.theta) if secant else 0
+    held = max(0, min(room, gt.NewtonKron().memory, iterations - gt.NewtonKron().alternating - 1))
     del ran.parameters
     print(f"    iterations {[round(s, 3) for s in seconds]} s, {steps} conjugate gradient steps")
+    print(f"    at most {held} pairs remembered at a time, room for {room}")
     print(
         f"    peak {peak / 1e9:.2f} GB, planned {plan.bytes / 1e9:.2f} GB ({peak / plan.bytes:.2f}), budget "
         f"{plan.budget / 1e9:.2f} GB ({peak / plan.budget:.2f})",
@@ -201,7 +209,7 @@ def train(problem: gt.Problem, towers: gt.Towers, meter: Meter, iterations: int,
     )
     return {
         "by": name, "seconds": seconds, "cg_steps": steps, "values": [record.value for record in ran.history],
-        "peak_bytes": peak, "planned_bytes": plan.bytes, "budget_bytes": plan.budget,
+        "peak_bytes": peak, "planned_bytes": plan.bytes, "budget_bytes": plan.budget, "room": room, "held": held,
     }  # fmt: skip
 
 
@@ -260,6 +268,7 @@ def main() -> None:
     parser.add_argument("--pair-precision", default="float32")
     parser.add_argument("--memory-budget")
     parser.add_argument("--iterations", type=int, default=3)
+    parser.add_argument("--by", choices=["both", "secant", "cg"], default="both", help="training runs")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--columns", action="store_true", help="time the ways to pass over columns alone")
     parser.add_argument("--result", help="name of the result file")

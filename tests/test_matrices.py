@@ -14,7 +14,7 @@ import gramtower as gt
 from gramtower.compat.implicit import AlternatingLeastSquares
 from gramtower.compat.implicit import TwoTower as Implicit
 from gramtower.data import matrices
-from gramtower.data.matrices import canonical, checked, pattern
+from gramtower.data.matrices import canonical, checked, extremes, pattern
 from gramtower.metrics import evaluate_embeddings, ranking_metrics
 from gramtower.retrieval.topk import top_k
 
@@ -114,6 +114,15 @@ def test_what_a_matrix_says_of_its_own_order_is_not_believed():
     matrix = sp.csr_matrix((np.ones(3), [2, 0, 0], [0, 3]), shape=(1, 4))
     matrix.has_sorted_indices = matrix.has_canonical_format = True
     assert canonical("R", matrix).indices.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 1 << 20])
+def test_extremes_are_those_of_the_whole(chunk, monkeypatch):
+    monkeypatch.setattr(matrices, "_CHUNK", chunk)
+    array = np.random.default_rng(3).normal(size=101).astype(np.float32)
+    assert extremes(array) == (array.min(), array.max())
+    array[57] = np.nan
+    assert np.isnan(extremes(array)).all()
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 1 << 20])

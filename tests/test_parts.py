@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gramtower.data import part_stream, parts
+from gramtower.data import part_stream, part_worker, parts
 from gramtower.data.interactions import Interactions
 from gramtower.data.left_out import LeftOutWarning
 from gramtower.runtime import host
@@ -92,6 +92,33 @@ def test_ids_of_every_kind_and_any_number_of_workers_give_the_same(tmp_path, mon
             same(Interactions.from_parquet(folder, 0, 1), expected)
     finally:
         torch.set_num_threads(before)
+
+
+def test_text_goes_from_worker_to_reader_as_it_is_unless_it_is_long_or_missing(monkeypatch):
+    column = pl.Series(["ü", "", "bc", "ü"])
+    codes, text, lengths = part_worker._arrays(column, plain=True)
+    assert (len(codes), bytes(text).decode(), lengths.tolist()) == (0, "übcü", [2, 0, 2, 2])
+    coded = [0, 1, 2, 0], "übc", [2, 0, 2]
+    gap = pl.Series(["ü", "", "bc", "ü", None])
+    for series, plain, longest in ((column, False, 100), (column, True, 5), (gap, True, 100)):
+        monkeypatch.setattr(part_worker, "_LONG", longest)
+        codes, text, lengths = part_worker._arrays(series, plain)
+        assert (codes[:4].tolist(), bytes(text).decode(), lengths.tolist()) == coded
+        assert codes[4:].tolist() == [2**32 - 1] * (len(series) - 4)
+
+
+def test_ids_too_long_to_be_sent_as_they_are_give_the_same(tmp_path):
+    frame = table(rows=300).with_columns(pl.col("user") + "x" * 200_000)  # 60 MB of text, in three parts
+    folder = write(tmp_path / "parts", frame, cuts=(0, 200, 290))
+    same(Interactions.from_parquet(folder, "user", "item"), Interactions.from_frame(frame, "user", "item"))
+
+
+def test_a_column_may_be_an_id_and_a_number_at_once(tmp_path):
+    frame = table().with_columns(pl.col("rating").cast(pl.Int64).cast(pl.String).alias("stars"))
+    form = {"value": "stars", "threshold": 4}
+    read = Interactions.from_parquet(write(tmp_path / "parts", frame), "user", "stars", **form)
+    same(read, Interactions.from_frame(frame, "user", "stars", **form))
+    assert sorted(read.right_ids) == ["4", "5"]
 
 
 def test_progress_ends_with_all_rows_and_parts(tmp_path):

@@ -167,12 +167,12 @@ def test_conjugate_gradient_where_towers_are_not_linear_or_not_both_free():
 
 
 def test_a_memory_budget_without_room_for_pairs_is_kept():
-    problem, towers = linear()
-    pair = 2 * 8 * towers.size  # and as much beside the pairs: of one that is replaced, and the last gradient
+    problem, towers = linear(dim=64)
+    pair = 2 * 8 * towers.size
     least = problem.least_budget(towers)
     kept = []
     for spare in (0, 2 * pair, 100 * pair):
-        tight = linear(memory_budget=least + spare)[0]
+        tight = linear(dim=64, memory_budget=least + spare)[0]
         direction = gt.NewtonKron().method(0).direction
         point = tight.at(towers)
         direction.find(point.gradient(), point)
@@ -207,6 +207,42 @@ def test_a_kept_preconditioner_keeps_no_parameters_alive():
     M = point.preconditioner("kronecker", 0.1)
     assert M.shape == (towers.size, towers.size)
     assert M.like.vector.untyped_storage().nbytes() < 100
+
+
+def test_without_room_for_a_pair_one_side_moves_at_a_time_and_then_conjugate_gradient(tmp_path):
+    roomy, towers = linear(dim=64, dtype=torch.float32)
+    budget = roomy.least_budget(towers)
+    free = gt.minimize(roomy, clone(towers), max_iterations=6)
+
+    def tight(start, **options):
+        return gt.minimize(linear(dim=64, dtype=torch.float32, memory_budget=budget)[0], clone(start), **options)
+
+    whole = tight(towers, max_iterations=6)
+    assert [record.cg_steps > 0 for record in whole.history[1:]] == [False] * 4 + [True] * 2
+    assert [record.value for record in whole.history[:5]] == [record.value for record in free.history[:5]]
+    assert whole.value < tight(towers, max_iterations=6, memory=0).value
+    for stop in (2, 5):
+        path = {"checkpoint": tmp_path / f"run{stop}", "checkpoint_every": 1}
+        tight(towers, max_iterations=stop, **path)
+        assert torch.equal(tight(towers, max_iterations=6, **path).parameters.vector, whole.parameters.vector)
+
+
+def test_a_step_that_is_taken_makes_room_for_the_pair_that_follows():
+    problem, towers = linear()
+    point = problem.at(towers)
+    direction = KroneckerSecant(Damping(1.0, 2.5, 0.5), memory=2, alternating=1)
+    held = []
+    for size in (1.0, 0.5, 1.0, 1.0, 1.0):
+        found = direction.find(point.gradient(), point)
+        step = found.s.vector.clone()
+        point = point.along(found.s)(size)
+        direction.learn(found, StepResult(point, size, 1, 1.0))
+        held.append(
+            len({v.data_ptr() for v in direction.state().values() if torch.is_tensor(v) and len(v) == len(step)})
+        )
+        if direction.last is not None:
+            assert torch.equal(direction.last[0].s, size * step)
+    assert held == [0, 2, 4, 4, 4]  # vectors: the last step with its gradient, and all pairs but one
 
 
 @pytest.mark.parametrize("stop", [1, 3, 5, 8])

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
+import torch
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
@@ -68,7 +69,8 @@ def group(
     right = _compact(right, bounds, sizes)
     found = {name: _compact(numbers.pop(name), bounds, sizes) for name in list(numbers)}
     values = found.pop("value", None)
-    data = np.ones(len(right), np.float32) if values is None else values.astype(np.float32, copy=False)
+    # torch writes ones with all threads
+    data = torch.ones(len(right)).numpy() if values is None else values.astype(np.float32, copy=False)
     index = np.int32 if max(len(right), *shape) < 2**31 - 1 else np.int64
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(index)
     matrix = sp.csr_matrix((data, right.astype(index, copy=False), offsets), shape=shape)

@@ -27,6 +27,7 @@ from gramtower.runtime.compiled import compiled
 SHARDS = 16
 _BITS = 4  # of a hash say which shard
 _LEAST = 1 << 10  # slots
+_AHEAD = 32  # texts whose places are looked up at a time
 _NEVER = np.iinfo(np.int64).max
 
 
@@ -230,10 +231,30 @@ def _rehash(hashes, slots, new_hashes, new_slots):  # type: ignore[no-untyped-de
 
 
 @compiled(nogil=True)
+def _touch(mine, given, hashes, slots, mask, found, first, ends, text, touched):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Read what the search for some texts will read, in loops whose reads do not wait for each other.
+
+    The search itself waits for memory at every step, as it goes on from what it reads.
+    """
+    for q in range(len(mine)):
+        s = np.int64((given[mine[q]] >> np.uint64(_BITS)) & mask)
+        found[q] = slots[s] if hashes[s] == given[mine[q]] else -1
+    total = 0
+    for q in range(len(mine)):
+        if found[q] >= 0:
+            end = ends[found[q]]
+            total += first[found[q]] + (text[end - 1] if end > 0 else 0)
+    touched[0] = total  # without a result the reads would be left out
+
+
+@compiled(nogil=True)
 def _add_texts(mine, given, data, bounds, places, hashes, slots, first, ends, text, count, used, shard, marks):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Find or enter texts; returns how many ids and bytes the shard has then."""
-    mask = np.uint64(len(slots) - 1)
-    for k in mine:
+    mask, known_before, touched = np.uint64(len(slots) - 1), np.empty(_AHEAD, np.int32), np.zeros(1, np.int64)
+    for p in range(len(mine)):
+        if p % _AHEAD == 0:
+            _touch(mine[p : p + _AHEAD], given, hashes, slots, mask, known_before, first, ends, text, touched)
+        k = mine[p]
         h, begin, size = given[k], bounds[k], bounds[k + 1] - bounds[k]
         s = np.int64((h >> np.uint64(_BITS)) & mask)
         while True:

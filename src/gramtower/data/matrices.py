@@ -110,19 +110,33 @@ def _ones(matrix: sp.csr_matrix) -> sp.csr_matrix:
     return sp.csr_matrix((ones, matrix.indices, matrix.indptr), shape=matrix.shape)
 
 
+def extremes(array: NDArray[Any]) -> tuple[Any, Any]:
+    """The least and the largest number of an array that is not empty, NaN where there is one; by all threads."""
+    cuts = [*range(0, len(array), _CHUNK), len(array)]
+    lows, highs = np.empty(len(cuts) - 1, array.dtype), np.empty(len(cuts) - 1, array.dtype)
+
+    def work(first: int, last: int) -> None:
+        part = array[first:last]
+        lows[first // _CHUNK], highs[first // _CHUNK] = part.min(), part.max()
+
+    parallel_for(work, cuts)
+    return lows.min(), highs.max()
+
+
 def rows_increase(offsets: NDArray[Any], columns: NDArray[Any]) -> bool:
     """Whether columns strictly increase within every row: sorted and free of duplicates."""
 
     def rise(first: int, last: int) -> bool:
         rising = columns[first + 1 : last + 1] > columns[first:last]
-        starts = offsets[np.searchsorted(offsets, first, "right") : np.searchsorted(offsets, last, "right")]
+        ends = np.array([first, last], offsets.dtype)  # of another type, the search would convert all offsets
+        starts = offsets[slice(*np.searchsorted(offsets, ends, "right"))]
         rising[starts - first - 1] = True  # a new row may start lower
         return bool(rising.all())
 
-    return _everywhere(rise, len(columns) - 1)
+    return everywhere(rise, len(columns) - 1)
 
 
-def _everywhere(test: Callable[[int, int], bool], total: int) -> bool:
+def everywhere(test: Callable[[int, int], bool], total: int) -> bool:
     """Whether a test holds for all places from 0 to ``total``, which threads look at chunk by chunk."""
     failed: list[int] = []
 
@@ -192,7 +206,7 @@ def _offsets(name: str, offsets: NDArray[Any], rows: int, stored: int) -> None:
 
 
 def _indices(name: str, indices: NDArray[Any], size: int, kind: str) -> None:
-    if not _everywhere(lambda a, b: indices[a:b].min() >= 0 and indices[a:b].max() < size, len(indices)):
+    if not everywhere(lambda a, b: indices[a:b].min() >= 0 and indices[a:b].max() < size, len(indices)):
         at = int(np.argmax((indices < 0) | (indices >= size)))
         check.fail(name, f"{kind} such as {indices[at]} (entry {at})", f"{kind} from 0 to {size - 1}")
 
@@ -201,5 +215,5 @@ def _values(name: str, data: NDArray[Any]) -> None:
     if data.dtype.kind not in "biuf":
         check.fail(name, f"dtype {data.dtype}", "an array of real numbers")
     flat = data.reshape(-1)
-    if data.dtype.kind == "f" and not _everywhere(lambda a, b: bool(np.isfinite(flat[a:b]).all()), len(flat)):
+    if data.dtype.kind == "f" and not everywhere(lambda a, b: bool(np.isfinite(flat[a:b]).all()), len(flat)):
         check.finite(name, flat)  # says where

@@ -120,7 +120,7 @@ class Pairs:
     @cached_property
     def by_column(self) -> Columns:
         """The column-order view; made on first use in O(|O|) by a counting sort, of many pairs on all cores."""
-        if len(self) >= _MANY and host.has_numba():
+        if _compiled(len(self)):
             from gramtower.data.transposition import by_column  # compiled by numba, not worth it for few pairs
 
             arrays = by_column(self.offsets.cpu().numpy(), self.columns.cpu().numpy(), self.shape[1])
@@ -209,6 +209,15 @@ class Pairs:
                 here.offsets.to(device), here.rows.to(device), here.position.to(device)
             )
         return moved
+
+
+def sorting_bytes(count: int) -> int:
+    """Bytes of a pair that the order by columns of so many takes while it is made, besides the result."""
+    return 6 if _compiled(count) else 20
+
+
+def _compiled(count: int) -> bool:
+    return count >= _MANY and host.has_numba()
 
 
 def from_sparse(name: str, matrix: Any, least_rows: int = 1) -> tuple[Pairs, NDArray[Any]]:

@@ -97,7 +97,10 @@ def read_folder(
                 read.pop("value", None)
             collected = _Collected(parts, described, read, rule, progress)
             present = [name for name, _, _ in described[0].columns]
-            workers.read(described, [x for x in read.values() if x in present] or present[:1], collected.take)
+            others = {name for argument, name in read.items() if argument in _OTHERS}
+            plain = [name for name in (read["left"], read["right"]) if name not in others]
+            wanted = [name for name in read.values() if name in present] or present[:1]
+            workers.read(described, wanted, plain, collected.take)
         check_unchanged(folder, parts)
         return collected.fields(), names[0], names[1]
 
@@ -239,6 +242,8 @@ def _marks(
         check.fail(side, given, "an id in every row of a folder of parts; leave such rows out when they are written")
     turn = place >> _WITHIN
     if cells.text is not None and cells.lengths is not None:
+        if table.text and not len(cells.values):
+            return table.add_texts(cells.text, cells.lengths, _places(kept, place), turn)
         if table.text:
             found = first_rows(cells.values, kept, len(cells.lengths), place)
             marks: NDArray[np.int32] = table.add_texts(cells.text, cells.lengths, found, turn)[cells.values]
@@ -246,7 +251,12 @@ def _marks(
         whole = np.full(len(kept), int(bytes(cells.text)), np.int64)  # the key of a folder, which is a whole number
     else:
         whole, _ = integers(side, cells.values)
-    return table.add_numbers(whole, np.where(kept, np.arange(place, place + len(kept)), -1), turn)
+    return table.add_numbers(whole, _places(kept, place), turn)
+
+
+def _places(kept: NDArray[np.bool_], place: int) -> NDArray[np.int64]:
+    """Of rows from ``place`` on; -1 for those that are not kept."""
+    return np.where(kept, np.arange(place, place + len(kept)), -1)
 
 
 def _numbers(name: str, column: str, cells: Cells) -> NDArray[np.float64]:

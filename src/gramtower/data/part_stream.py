@@ -44,12 +44,12 @@ class Described:
 
 @dataclass(frozen=True)
 class Cells:
-    """A column of a piece: numbers, or codes of distinct texts.
+    """A column of a piece: numbers, texts, or codes of distinct texts.
 
     Attributes:
         missing: how many cells are empty.
-        values: numbers, NaN where missing; of text the code of each row.
-        text: UTF-8 of the distinct texts in order of appearance; None for numbers.
+        values: numbers, NaN where missing; of distinct texts the code of each row; of plain text empty.
+        text: UTF-8 of the texts, row by row or the distinct ones in order of appearance; None for numbers.
         lengths: of these in bytes.
     """
 
@@ -57,6 +57,11 @@ class Cells:
     values: NDArray[Any]
     text: NDArray[np.uint8] | None = None
     lengths: NDArray[np.uint32] | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        return len(self.values) if self.lengths is None or len(self.values) else len(self.lengths)
 
 
 class _Worker:
@@ -160,6 +165,7 @@ class Workers:
         self,
         described: Sequence[Described],
         columns: Sequence[str],
+        plain: Sequence[str],
         handle: Callable[[int, int, int, dict[str, Cells]], None],
     ) -> None:
         """Read some columns of all parts.
@@ -167,6 +173,7 @@ class Workers:
         Args:
             described: the parts.
             columns: names of the columns.
+            plain: those of which text is wanted as it is, without codes, where it is all there and not long.
             handle: called in any of several threads with the number of a part, a row of it, how many rows follow, and
                 their columns.
         """
@@ -175,13 +182,16 @@ class Workers:
         def work(worker: _Worker, number: int) -> None:
             path, rows = self.parts[number].path, described[number].rows
             kinds = {name: kind for name, _, kind in described[number].columns}
-            worker.ask({"read": str(path.absolute()), "columns": names, "rows": rows, "step": step})
+            worker.ask(
+                {"read": str(path.absolute()), "columns": names, "plain": list(plain), "rows": rows, "step": step}
+            )
             for _ in range(0, rows, step):
                 head, arrays = worker.answer(path)
                 cells = dict(_cells(names, kinds, head["missing"], arrays))
-                if any(len(cell.values) != head["rows"] for cell in cells.values()):
+                if any(cell.rows != head["rows"] for cell in cells.values()):
                     check.fail("path", f"{path}, whose columns differ in length", "a Parquet file")
                 handle(number, head["start"], head["rows"], cells)
+                del arrays, cells  # before the next piece comes
 
         self._run(work)
 

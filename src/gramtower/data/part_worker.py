@@ -4,12 +4,13 @@ It runs apart because polars ends the whole process ("memory allocation of … b
 reader loses a worker then, and names the part. Nothing of the library is imported here, so that a worker starts in a
 tenth of a second and holds little memory. Requests are lines of JSON on standard input:
 
-    {"describe": PATH}                                   → one frame: columns with their types, number of rows
-    {"read": PATH, "columns": […], "rows": n, "step": s} → a frame for each s rows
+    {"describe": PATH}                                                 → one frame: columns with types, number of rows
+    {"read": PATH, "columns": […], "plain": […], "rows": n, "step": s} → a frame for each s rows
 
-A frame is the length of a JSON object, the object, and the bytes of the arrays it lists. Text comes as the distinct
-texts of the piece in order of appearance (one block of UTF-8, and their lengths) and a code for each row. Run by
-data/part_stream.py; checked by tests/test_parts.py.
+A frame is the length of a JSON object, the object, and the bytes of the arrays it lists. Text of the columns that are
+asked for plain comes as it is, row after row: one block of UTF-8, and lengths. Other text, and plain text that is long
+or missing in some rows, comes as the distinct texts of the piece in order of appearance and a code for each row, which
+takes several times the time and memory. Run by data/part_stream.py; checked by tests/test_parts.py.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import json
 import os
 import sys
 from typing import Any
+
+_LONG = 1 << 25  # bytes of a piece's plain text
 
 
 def main() -> None:
@@ -36,6 +39,7 @@ def main() -> None:
             frames = [_describe(request["describe"])] if "describe" in request else _pieces(request)
             for answer, arrays in frames:
                 _send(channel, answer, arrays)
+                del arrays  # before the next piece is decoded
         except BaseException as error:  # a panic of polars is no Exception
             _send(channel, {"reason": " ".join(str(error).split())[:200] or type(error).__name__}, [])
 
@@ -87,23 +91,27 @@ def _pieces(request: dict[str, Any]) -> Any:
         for name in names:
             column = table.drop_in_place(name)
             missing[name] = column.null_count()
-            arrays += _arrays(column)
+            arrays += _arrays(column, name in request["plain"])
+            del column
         yield {"start": start, "rows": min(request["step"], request["rows"] - start), "missing": missing}, arrays
+        arrays.clear()
 
 
-def _arrays(column: Any) -> list[Any]:
-    """Text: codes, bytes and lengths. Others: one array of numbers; a missing one is NaN, or the type float64."""
+def _arrays(column: Any, plain: bool) -> list[Any]:
+    """Text: codes, if any, bytes and lengths. Others: numbers; a missing one is NaN, or the type float64."""
     import numpy as np
     import polars as pl
 
     kind = _kind(column.dtype)
     if kind == "text":
-        text = column.cast(pl.String)
-        distinct = text.unique(maintain_order=True).drop_nulls()
-        codes = text.cast(pl.Enum(distinct)).to_physical().cast(pl.UInt32)
-        codes = codes.fill_null(2**32 - 1) if codes.null_count() else codes
-        joined = np.frombuffer((distinct.str.join("").item() or "").encode(), np.uint8)
-        return [codes.to_numpy(), joined, distinct.str.len_bytes().cast(pl.UInt32).to_numpy()]
+        text, codes = column.cast(pl.String), np.empty(0, np.uint32)
+        if not plain or text.null_count() or text.str.len_bytes().cast(pl.Int64).sum() > _LONG:
+            distinct = text.unique(maintain_order=True).drop_nulls()
+            found = text.cast(pl.Enum(distinct)).to_physical().cast(pl.UInt32)
+            codes = (found.fill_null(2**32 - 1) if found.null_count() else found).to_numpy()
+            text = distinct
+        joined = np.frombuffer((text.str.join("").item() or "").encode(), np.uint8)
+        return [codes, joined, text.str.len_bytes().cast(pl.UInt32).to_numpy()]
     if kind == "time":  # as data/frames.py: seconds
         column = column.cast(pl.Datetime("us")).cast(pl.Int64).cast(pl.Float64) / 1e6
     if kind == "integer" and not column.null_count():

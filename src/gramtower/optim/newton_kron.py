@@ -6,7 +6,8 @@ direction out in closed form, so that a handful of steps suffices. Levenberg-Mar
 preconditioner: it grows when the real decrease at the full step falls short of the quadratic model's promise, and
 shrinks when they agree.
 
-Where both towers are linear in their parameters and there is memory for it, secant.py takes its place.
+Where both towers are linear in their parameters, secant.py takes its place: with as many pairs as there is memory for,
+and with memory for none in the first iterations, which move one side at a time and need no more than these here.
 
 Checked by tests/test_optim.py; timed by `make reproduce` and benchmarks/bench_als.py.
 """
@@ -89,29 +90,31 @@ class KroneckerDirection(Direction):
 
     Args:
         newton: by conjugate gradient.
-        secant: by secants; it keeps as many pairs as there is memory for.
+        secant: by secants; it keeps as many pairs as there is memory for. Without memory for one it does the first
+            iterations alone, in which one side moves at a time.
     """
 
     def __init__(self, newton: KroneckerNewton, secant: KroneckerSecant) -> None:
         self.newton, self.secant = newton, secant
-        self.memory: int | None = None  # pairs that secant keeps; none where it is not taken
+        self.memory: int | None = None  # pairs that secant keeps; none where it is not taken after these iterations
+        self.alternates = False  # whether it is taken for them
 
     @property
     def _chosen(self) -> KroneckerNewton | KroneckerSecant:
-        return self.secant if self.memory else self.newton
+        one_side = self.alternates and self.secant.iterations < self.secant.alternating
+        return self.secant if self.memory or one_side else self.newton
 
     def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
         """By the one that suits the towers."""
         assert point is not None
         if self.memory is None:
-            self.memory = self._room(point)
+            self.alternates = point.bilinear and self.secant.memory > 0
+            self.memory = self._room(point) if self.alternates else 0
         self.secant.memory = self.memory
         return self._chosen.find(gradient, point)
 
     def _room(self, point: Point) -> int:
-        """Pairs that there is memory for, in the process that has the least of it; none if towers are not linear."""
-        if not point.bilinear or not self.secant.memory:
-            return 0
+        """Pairs that there is memory for, in the process that has the least of it."""
         theta = point.parameters.vector
         own = point.spare_bytes // (2 * theta.element_size() * max(1, len(theta)))
         return min(self.secant.memory, *(int(pairs) for pairs in point.parameters.layout.group.gather_json(int(own))))
@@ -133,3 +136,4 @@ class KroneckerDirection(Direction):
         self.memory = state["memory"]
         self.newton.restore(state["newton"])
         self.secant.restore(state["secant"])
+        self.alternates = self.secant.iterations > 0

@@ -19,7 +19,9 @@ The first iterations move one side at a time, s = −M∇L on the left, then on 
 does: from small random embeddings both sides together start next to a saddle, and each alone at a convex problem.
 
 Cost of an iteration: a value, a gradient, M built at most once and applied once or twice, four passes over θ for each
-pair kept. Not in the paper. Checked by tests/test_secant.py; timed by benchmarks/bench_solvers.py.
+pair kept. Memory: of θ's size, two vectors for each pair kept and five more while a step is tried: θ, the gradient, the
+last one, the step, and the next θ; three in all while one side moves at a time. Not in the paper. Checked by
+tests/test_secant.py; timed by benchmarks/bench_solvers.py.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ class KroneckerSecant(Direction):
             self._remember(gradient)
             s = inverse_product(gradient, self.pairs, lambda q: self._scaled(M, q))
         s.scale_(-1.0)
-        self._gradient = gradient
+        self._gradient = gradient if self.iterations >= self.alternating else None  # the next pair is made of it
         slope = gradient.dot(s)
         return DirectionResult(s, 0, 0.5 * slope, self.damping.value, slope)
 
@@ -130,12 +132,13 @@ class KroneckerSecant(Direction):
         gradient, self._gradient = self._gradient, None
         if direction.model is not None and direction.model < 0:
             self.damping.learn(step.first_decrease, direction.model)
-        if step.point is None or gradient is None:
+        if step.point is None:
             return
-        if self.iterations >= self.alternating:
-            s = direction.s.vector if step.size == 1.0 else direction.s.vector * step.size
-            self.last = Pair(s, gradient.vector), step.size
+        if gradient is not None:
+            s = direction.s if step.size == 1.0 else direction.s.scale_(step.size)  # nobody needs it any more
+            self.last = Pair(s.vector, gradient.vector), step.size
             self.rescaled = self.rescaled or (bool(self.pairs) and step.size < 1.0)
+            self.pairs = self.pairs[max(0, len(self.pairs) + 1 - self.memory) :]  # room for the pair that follows
         self.iterations += 1
 
     def retry(self) -> bool:

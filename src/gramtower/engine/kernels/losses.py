@@ -27,7 +27,7 @@ from gramtower import _checks as check
 from gramtower.data.pairs import Pairs
 
 Function = Callable[[Tensor, Tensor], Tensor]
-_CHUNK = 1 << 22  # pairs whose loss is computed at a time
+LOSS_CHUNK = 1 << 22  # pairs whose loss is computed at a time
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class Scored:
         return c
 
     def _parts(self) -> list[slice]:
-        return [slice(start, start + _CHUNK) for start in range(0, len(self.scores), _CHUNK)]
+        return [slice(start, start + LOSS_CHUNK) for start in range(0, len(self.scores), LOSS_CHUNK)]
 
     def _loss(self, function: Function, part: slice) -> Tensor:
         """A loss function on some pairs, times the weights of those pairs."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower import _checks as check
+from gramtower.data.matrices import extremes
 from gramtower.data.pairs import Pairs
 from gramtower.distributed.shards import Shards
 from gramtower.engine.kernels import select
@@ -35,6 +36,7 @@ class ProblemData(Protocol):
     loss: Loss
     imputed: Imputed
     pair_weights: NDArray[np.float64] | None
+    label_range: tuple[Any, Any]
     omega: float
     l2: float
     embedding_l2: float
@@ -198,7 +200,7 @@ def make_pair_constants(
     loss_weight = None if problem.pair_weights is None else problem.pair_weights[where]
     terms = LossTerms(
         problem.loss,
-        _labels(problem.labels[where], dtype, device),
+        _labels(problem.labels[where], problem.label_range, dtype, device),
         problem.omega,
         imputed,
         weight,
@@ -218,8 +220,15 @@ def _check_range(problem: ProblemData, dtype: torch.dtype) -> None:
         ("embedding_l2 and frequency_power", left), ("embedding_l2 and frequency_power", right),
     ):  # fmt: skip
         for part in value if isinstance(value, tuple) else (value,):
-            if part is not None:
+            if part is not None and not _all_fit(part, dtype):
                 check.fits(name, part, dtype)
+
+
+def _all_fit(values: Any, dtype: torch.dtype) -> bool:
+    """Whether an array of numbers fits, found by all threads; False for anything else, which is looked at closer."""
+    if not isinstance(values, np.ndarray) or values.ndim != 1 or not len(values):
+        return False
+    return max(abs(float(extreme)) for extreme in extremes(values)) <= torch.finfo(dtype).max
 
 
 def _rows(tensor: Tensor | None, rows: slice) -> Tensor | None:
@@ -234,8 +243,8 @@ def _tensor(array: NDArray[Any] | None, dtype: torch.dtype, device: torch.device
     return None if array is None else torch.tensor(array, dtype=dtype, device=device)
 
 
-def _labels(array: NDArray[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _labels(array: NDArray[Any], bounds: tuple[Any, Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """R on O; one number expanded to all where they are equal, as for plain implicit feedback."""
-    if len(array) and (array == array[0]).all():
+    if len(array) and bounds[0] == bounds[1]:
         return torch.tensor([array[0]], dtype=dtype, device=device).expand(len(array))
-    return torch.tensor(array, dtype=dtype, device=device)
+    return torch.from_numpy(array).to(device, dtype)  # nobody writes to either

@@ -1,6 +1,6 @@
 """The one planner of memory: what training takes, and how evaluations stay within the memory budget.
 
-Counted is what training by newton-kron needs at its most, on a GPU as the largest of these moments:
+Counted is what training by newton-kron needs at its most, the largest of these moments:
 
     solving        θ and the four vectors of conjugate gradient, slopes, curvatures and products of the pairs, outputs
                    and directions of both sides, partial lines of the passes over pairs (kernels/layout.py)
@@ -9,10 +9,12 @@ Counted is what training by newton-kron needs at its most, on a GPU as the large
     sorting        θ, the gradient, and a part of the pairs while it is sorted by columns
 
 each with the pairs, the orders in which they are visited, activations, and features in the form that towers read them.
-Embeddings that are rows of a table (linear towers over ids) are views of θ and take nothing. Secant steps keep two more
-vectors of θ's size and two for each pair they remember, as many as the budget leaves room for (``Plan.spare_bytes``).
-On a CPU, where the towers hold θ already, the count of θ stands for the best one of early stopping, and features are
-not counted. Over several processes each counts the rows and pairs that it holds, and outputs of all right rows. What is
+Embeddings that are rows of a table (linear towers over ids) are views of θ and take nothing. Secant steps hold two
+vectors of θ's size for each pair they remember, as many pairs as the budget leaves room for (``Plan.spare_bytes``), and
+two more than conjugate gradient in the line search: the gradient and the last one.
+On a CPU, where the towers hold θ already, the count of θ stands for the best one of early stopping; features and the
+columns of the pairs are not counted, and a point holds scores, from which slopes and curvatures are made when asked
+for. Over several processes each counts the rows and pairs that it holds, and outputs of all right rows. What is
 kept follows from that, in this order:
 
     resident, kept         everything at once, activations kept between forward, jvp and vjp
@@ -34,14 +36,18 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gramtower.engine.kernels import layout
+from gramtower.engine.kernels.losses import LOSS_CHUNK
 from gramtower.runtime.memory import BlockPlan, readable
 
 _LARGEST, _SMALLEST = 1 << 16, 1 << 10  # rows of a block: small ones are launches more than work
 _VECTORS = 5  # of θ's size: θ itself, the solution, the residual, the direction and its product
-_SECANT = 2  # more of them for secant steps besides their pairs: of a pair that is replaced, and the last gradient
+_SEARCH, _SECANT = 3, 2  # of them in a line search: θ, the step, the next θ; more of them for secant steps
 _ORDERS = 12  # bytes of a pair: its column, its row and its place in the order by columns
 _FEWEST = 256  # rows of a block on a CPU: with fewer, towers run many times slower
-_UNSORTED = 20  # more of it on a CPU, while it is sorted by columns
+_COLUMN = 4  # of them its column, which is part of the data on a CPU
+_SEGMENTS = 24  # bytes of an entity on a CPU: the pieces that its pairs are cut into
+_HEAP = 1 << 24  # bytes, a fifth at most, that the C library keeps of small arrays that were freed on a CPU
+_LOSS = 6  # numbers for each pair of a chunk whose loss is computed on a CPU
 _ENTITY = 136  # bytes of an entity while the preconditioner is made
 _SAMPLE = 1 << 12  # rows, at most, that its factors are estimated from
 _SMALL = 1 << 16  # bytes of whatever does not grow
@@ -78,6 +84,7 @@ class Footprint:
         item: bytes of a number.
         extra: bytes of the preconditioner's factors, and of gradients that autodiff makes.
         on_cpu: whether pairs are sorted, and losses computed, in plain passes.
+        sorting: bytes of a pair while pairs are sorted by columns in such passes, besides the result.
         all_right: right entities of all processes; 0 for those held here.
         least_block: smallest sensible block of rows on each side.
         graph_numbers: numbers that a CUDA graph would hold; 0 where there is nothing to gain from one.
@@ -101,6 +108,7 @@ class Footprint:
     item: int
     extra: int = 0
     on_cpu: bool = False
+    sorting: int = 20
     all_right: int = 0
     least_block: tuple[int, int] = (1, 1)
     graph_numbers: int = 0
@@ -176,14 +184,37 @@ class Footprint:
     @property
     def resident(self) -> int:
         """All but activations, with everything resident."""
-        if self.on_cpu:
-            passes = self.pairs * (_UNSORTED + 3 * self.item)
-            left = self.item * 3 * self.pairs + self.matrices(self.rows[0])
-            return self.vectors + self.stored_pairs + left + passes + self.extra
         return max(self.moments(0).values())
 
     def moments(self, kept: int) -> dict[str, int]:
-        """The moments that may take most on a GPU, with everything resident and so much kept of activations."""
+        """The moments that may take most, with everything resident and so much kept of activations."""
+        if not self.on_cpu:
+            return self._gpu_moments(kept)
+        return {name: size + min(_HEAP, size // 5) for name, size in self._cpu_moments(kept).items()}
+
+    def secant_moments(self, kept: int) -> dict[str, int]:
+        """The same of secant steps, without their pairs."""
+        m = self.moments(kept)
+        return {
+            "line search": m["line search"] + _SECANT * self.theta,
+            "gradient": m["solving"] - (_VECTORS - 2) * self.theta - self.item * self.pairs,
+            "factors": m["factors"],
+        }
+
+    def _cpu_moments(self, kept: int) -> dict[str, int]:
+        theta, number = self.theta, self.item * self.pairs
+        base = self.stored_pairs - _COLUMN * self.pairs + self.entities + self.extra + _SEGMENTS * sum(self.rows)
+        base += _LOSS * self.item * min(self.pairs, LOSS_CHUNK)
+        point = number + self.outputs + kept  # scores, embeddings, activations
+        working = self.right + self.matrices(self.rows[0]) - self.outputs  # W, U, H, V
+        return {
+            "solving": base + point + working + _VECTORS * theta + 2 * number,
+            "line search": base + 2 * point + _SEARCH * theta,
+            "factors": base + point + 2 * theta + number + self.factors(max(self.rows)),
+            "sorting": base + point + working + 2 * theta + number + self.sorting * self.pairs,
+        }
+
+    def _gpu_moments(self, kept: int) -> dict[str, int]:
         theta, number = self.theta, self.item * self.pairs
         base = self.stored_pairs + layout.PIECE_BYTES * self.orders.pieces + 8 * self.rows[0]
         base += self.entities + self.extra + self.features(_GPU_BLOCK)
@@ -193,7 +224,7 @@ class Footprint:
         sort = layout.SORT_BYTES * min(self.pairs, layout.SORTED) + layout.CUT_BYTES * self.orders.pieces
         return {
             "solving": base + point + working + _VECTORS * theta + number + max(lines, gramian),
-            "line search": base + 2 * point + 3 * theta + gramian,
+            "line search": base + 2 * point + _SEARCH * theta + gramian,
             "factors": base + point + 2 * theta + self.factors(max(self.rows)),
             "sorting": base + point + working + 2 * theta + sort,
         }
@@ -272,18 +303,15 @@ class Plan:
         n = self.needs
         if self.streamed is not None:
             return n.streamed(self.streamed.rows, self.streamed.pinned)
-        if n.on_cpu:
-            return n.resident + self._working
         return max(n.moments(self._kept).values()) + self._working - self._kept
 
     @cached_property
     def spare_bytes(self) -> int:
         """What the budget leaves for the pairs of vectors that secant steps remember."""
-        n, more = self.needs, _SECANT * self.needs.theta
-        if self.streamed is not None or n.on_cpu:
-            return max(0, self.budget - self.bytes - more)
-        others = self._working - self._kept + (_VECTORS - 3) * n.theta + more
-        return max(0, self.budget - max(self.bytes, n.moments(self._kept)["line search"] + others))
+        if self.streamed is not None:  # points hold nothing of the pairs, and a search as many vectors as a solution
+            return max(0, self.budget - self.bytes)
+        needed = max(self.needs.secant_moments(self._kept).values()) + self._working - self._kept
+        return max(0, self.budget - needed)
 
     @property
     def _working(self) -> int:
@@ -339,7 +367,7 @@ def make_plan(
         streamed = plan_streaming(budget, needs)
     if activations is None:
         activations = budget - needs.resident if budget > needs.resident else budget // 8
-        if not needs.on_cpu and budget > needs.resident:  # two points hold them during a line search
+        if budget > needs.resident:  # two points hold them during a line search
             activations = min(activations, (budget - needs.moments(0)["line search"]) // 2)
     if streamed is not None:
         blocks = BlockPlan(streamed.rows, keep=False, outputs=False), BlockPlan(streamed.rows, keep=False)

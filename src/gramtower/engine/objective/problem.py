@@ -23,7 +23,8 @@ from torch import Tensor
 from gramtower import _checks as check
 from gramtower.data.features import as_features
 from gramtower.data.interactions import Interactions
-from gramtower.data.pairs import Pairs, from_sparse
+from gramtower.data.matrices import everywhere, extremes
+from gramtower.data.pairs import Pairs, from_sparse, sorting_bytes
 from gramtower.distributed.shards import Shards, unsharded
 from gramtower.engine.kernels import BACKENDS, layout, select
 from gramtower.engine.kernels.losses import Loss, as_loss
@@ -39,6 +40,7 @@ from gramtower.engine.towers.linearization import Work
 from gramtower.engine.towers.parameters import Parameters, as_parameters
 from gramtower.engine.towers.steps import Scratch
 from gramtower.engine.towers.towers import Towers
+from gramtower.runtime import host
 from gramtower.runtime.memory import default_budget, explained, free_memory, readable
 from gramtower.runtime.precision import PAIR_PRECISIONS, PRECISIONS, products_in
 
@@ -114,7 +116,8 @@ class Problem:
         if self.pairs.shape != (m, self.shards.right.total):
             check.fail("pairs", f"shape {self.pairs.shape}", f"shape {(m, self.shards.right.total)}, as shards says")
         self.loss = as_loss(loss)
-        _check_labels(self.loss, self._labels, self.pairs)
+        self.label_range = extremes(self._labels) if len(self._labels) else (0.0, 0.0)
+        _check_labels(self.loss, self._labels, self.label_range, self.pairs)
         self.left, self.right = as_features("left", left, m), as_features("right", right, n)
         self.omega = check.number("omega", omega, minimum=0.0)
         self.l2 = check.number("l2", l2, minimum=0.0)
@@ -125,7 +128,7 @@ class Problem:
             entity_weights("left_weights", left_weights, self.pairs.row_counts.numpy(), group),
             entity_weights("right_weights", right_weights, self.column_counts.numpy(), group),
         )
-        self.pair_weights = check.weights("pair_weights", pair_weights, len(self.pairs))
+        self.pair_weights = _pair_weights(pair_weights, len(self.pairs))
         self.embedding_l2 = check.number("embedding_l2", embedding_l2, minimum=0.0)
         self.frequency_power = check.number("frequency_power", frequency_power)
         self._penalty = self._penalties()
@@ -182,6 +185,8 @@ class Problem:
     def _evaluate(self, towers: Towers, theta: Parameters) -> Point:
         """The point at ``theta``, which it keeps without a copy."""
         plan = self._planned(towers, theta)
+        if self.memory_budget is not None and towers.device.type == "cpu":
+            host.return_memory()  # the C library keeps what was freed in arrays of up to 32 MB, beyond the budget
         graphs = self._graphs(towers).acquire(theta) if plan.graphs else None
 
         def at(parameters: Parameters) -> Point:
@@ -247,12 +252,12 @@ class Problem:
     def _footprint(self, towers: Towers, theta: Parameters) -> Footprint:
         """What there is to plan."""
         sizes = towers.sizes(theta, self.left, self.right, select(towers.device, self.kernels))
-        labels, item = self._labels, torch.finfo(towers.dtype).bits // 8
+        (low, high), item = self.label_range, torch.finfo(towers.dtype).bits // 8
         kept = (
             any(weight is not None for weight in self._weights),
             self.pair_weights is not None,
             self.imputed.factors is not None,
-            bool(len(labels)) and bool((labels != labels[0]).any()),  # equal labels are stored once
+            bool(low != high),  # equal labels are stored once
         )
         offsets = self.pairs.offsets.cpu().numpy()
 
@@ -268,7 +273,7 @@ class Problem:
             graphed = 4 * len(theta) + 5 * len(self.pairs) + layers
         return Footprint(
             len(theta), rows, sizes.columns, sizes.row_bytes, len(self.pairs), most_pairs, sum(kept), item,
-            sizes.factor_bytes + 2 * item * len(theta) * sizes.autodiff, on_cpu,
+            sizes.factor_bytes + 2 * item * len(theta) * sizes.autodiff, on_cpu, sorting_bytes(len(self.pairs)),
             0 if shards.single else shards.right.total, sizes.least_block, graphed, sizes.kept_bytes,
             (sizes.viewed[0] and not towers.share_parameters, sizes.viewed[1]), kept[0],
             self.pair_precision == "bfloat16" and not on_cpu, *self._orders(most_pairs, on_cpu),
@@ -380,10 +385,25 @@ class Problem:
         return self.planned_budget
 
 
-def _check_labels(loss: Loss, labels: NDArray[Any], pairs: Pairs) -> None:
-    check.finite("pairs", labels)
-    if loss.labels is not None:
-        if len(labels) and labels.min() == labels.max() and labels[0] in loss.labels:  # plain implicit feedback
+def _pair_weights(value: Any, count: int) -> NDArray[Any] | None:
+    """check.weights, by all threads where there is nothing wrong."""
+    array = None if value is None else check.as_float_array("pair_weights", value)
+    if array is not None and array.shape == (count,) and count:
+        low, high = extremes(array)
+        if low >= 0 and np.isfinite(high):
+            return array
+    return check.weights("pair_weights", array, count)
+
+
+def _check_labels(loss: Loss, labels: NDArray[Any], bounds: tuple[Any, Any], pairs: Pairs) -> None:
+    low, high = bounds
+    if not (np.isfinite(low) and np.isfinite(high)):
+        check.finite("pairs", labels)
+    if loss.labels is not None and len(labels):
+        known = loss.labels
+        if low == high and low in known:  # plain implicit feedback
+            return
+        if everywhere(lambda a, b: bool(np.isin(labels[a:b], known).all()), len(labels)):
             return
         wrong = ~np.isin(labels, loss.labels)
         if wrong.any():
