@@ -30,7 +30,15 @@ from gramtower.training.result import Reason
 from gramtower.tuning import study as studies
 from gramtower.tuning.report import Search, Tried, pick
 from gramtower.tuning.space import NAMES, Choices, Space, Value, as_space, default_space, describe, first_settings
-from gramtower.tuning.trial import Outcome, Parts, make_parts, model_arguments, run_trial, start_values
+from gramtower.tuning.trial import (
+    Outcome,
+    Parts,
+    make_parts,
+    make_parts_of_entities,
+    model_arguments,
+    run_trial,
+    start_values,
+)
 from gramtower.tuning.warm import Solutions
 
 #: Arguments of the model that a name of the space stands for, where they differ.
@@ -51,6 +59,7 @@ def tune(
     storage: str | Path | None,
     seed: int,
     features: tuple[Any, Any],
+    validation_side: str | None = None,
     progress: Callable[[Search], None] | None = None,
 ) -> Search:
     """See :meth:`gramtower.TwoTower.tune`, which fits afterwards; ``progress`` is told of each trial."""
@@ -62,7 +71,10 @@ def tune(
     check.seed(seed)
     if model.towers is not None:
         check.fail("towers", "towers of your own", "a model with dim and hidden layers to choose")
-    parts = make_parts(pairs, validation, features, seed, model.device)
+    if validation_side is None:
+        parts = make_parts(pairs, validation, features, seed, model.device)
+    else:
+        parts = make_parts_of_entities(model, pairs, validation, validation_side, features, seed)
     start = start_values(model, parts)
     chosen = make_space(model, start, space, parts)
     began = time.perf_counter()
@@ -101,7 +113,7 @@ def make_space(
     """What is searched: what was asked for, or everything that the model was not given explicitly."""
     labels = not np.isin(parts.matrix.data, (-1.0, 1.0)).all()
     with_features = any(features is not None for features in parts.features)
-    whole = default_space(start, labels=labels, given_features=with_features)
+    whole = default_space(start, labels=labels, given_features=with_features, unseen=parts.unseen is not None)
     if given is not None:
         return as_space(given, whole)
     default = ModelSettings().get_params()
@@ -119,10 +131,12 @@ def _identity(parts: Parts, space: Space, metric: str, seed: int, model: ModelSe
     """What must be the same for a stored search to be continued."""
     marks = [zlib.crc32(np.ascontiguousarray(x).tobytes()) for x in (parts.matrix.indptr, parts.matrix.indices)]
     held = [zlib.crc32(np.ascontiguousarray(x).tobytes()) for x in (parts.held_out.indptr, parts.held_out.indices)]
+    unseen = parts.unseen
+    entities = "" if unseen is None else f"{unseen.count} {unseen.side} entities, "
     fixed = {k: v for k, v in model.get_params().items() if k not in ("device", "verbose", "memory_budget", "metric")}
     return {
         "pairs": f"{parts.matrix.shape[0]} × {parts.matrix.shape[1]}, {parts.matrix.nnz} pairs, {marks}",
-        "validation": f"{parts.held_out.nnz} pairs, {held}",
+        "validation": f"{entities}{parts.held_out.nnz} pairs, {held}",
         "space": describe(space),
         "metric": metric,
         "seed": seed,
@@ -177,7 +191,7 @@ class _Run:
         if not tried:
             raise KeyboardInterrupt
         best = pick([t for t in tried if t.started_cold or not cold_only])
-        arguments = model_arguments(best.settings, self.model, self.parts.matrix, self.start)
+        arguments, unseen = model_arguments(best.settings, self.model, self.parts.matrix, self.start), self.parts.unseen
         return Search(
             metric=self.metric,
             trials=tried,
@@ -192,6 +206,7 @@ class _Run:
                 "pairs": int(self.parts.matrix.nnz),
                 "validation_users": self.parts.users,
                 "ranked_users": self.parts.shown,
+                **({} if unseen is None else {f"held_out_{unseen.side}": unseen.count}),
             },
             seconds=time.perf_counter() - self.began,
             base={k: v for k, v in self.model.get_params().items() if k not in ("towers", "verbose")},
