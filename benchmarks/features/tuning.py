@@ -3,7 +3,7 @@
     python benchmarks/features/tuning.py ml1m,eurlex --minutes 10     results/features_tuning_<set>.json, one for each
 
 Both are scored on the new entities of the split, which tuning does not see: of the others of that side it holds out a
-tenth (``validation_side``) and goes by precision@5 for documents and labels, by map@5 for the others. Scores
+fifth (``validation_side``) and goes by precision@5 for documents and labels, by map@5 for the others. Scores
 are those of defaults.py. Split 2 was seen by no choice of defaults. Runs without polars; sets may run at the same time,
 in processes of their own. With ``--threads 2 --device cpu`` it is what two cores find.
 """
@@ -28,7 +28,7 @@ from common import write_result
 ONE_SET = ("facebook",)  # links within one set of entities: those that are held out are on neither side
 
 
-def tuned(name: str, one: FeatureSet, minutes: float, device: str, trials: int) -> dict[str, Any]:
+def tuned(name: str, one: FeatureSet, minutes: float, share: float, device: str, trials: int) -> dict[str, Any]:
     """Scores of the defaults and of what a search finds, with its trials."""
     began = time.perf_counter()
     given = given_features(one)
@@ -39,8 +39,9 @@ def tuned(name: str, one: FeatureSet, minutes: float, device: str, trials: int) 
     metric = "precision@5" if name in ("eurlex", "delicious") else "map@5"
     model, began = gt.TwoTower(device=device), time.perf_counter()
     search = model.tune(
-        pairs, trials=trials, time_limit=60 * minutes, metric=metric, validation_side=one.side, **given, refit=False
-    )
+        pairs, trials=trials, time_limit=60 * minutes, metric=metric, validation=share, validation_side=one.side,
+        **given, refit=False,
+    )  # fmt: skip
     seconds = time.perf_counter() - began
     model.set_params(**search.arguments).fit(one.train, **given)
     fitted = time.perf_counter() - began - seconds
@@ -49,7 +50,7 @@ def tuned(name: str, one: FeatureSet, minutes: float, device: str, trials: int) 
     print(search.markdown(), flush=True)
     trained = [trial.seconds for trial in search.trials]
     return {
-        "set": name, "minutes": minutes, "device": device, "metric": metric, "held_out": search.data,
+        "set": name, "minutes": minutes, "share": share, "device": device, "metric": metric, "held_out": search.data,
         "defaults": defaults, "tuned": found, "trials": len(search.trials),
         "given_up": sum(trial.pruned for trial in search.trials),
         "warm": sum(trial.warm_from is not None for trial in search.trials),
@@ -58,7 +59,7 @@ def tuned(name: str, one: FeatureSet, minutes: float, device: str, trials: int) 
         "settings": search.best.settings, "arguments": search.arguments, "importance": search.importance,
         "log": [
             {"settings": t.settings, "value": t.value, "iterations": len(t.curve) - 1, "seconds": t.seconds,
-             "note": t.note} for t in search.trials
+             "note": t.note, "curve": [round(x, 5) for x in t.curve]} for t in search.trials
         ],
     }  # fmt: skip
 
@@ -68,6 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("sets", nargs="?", default=",".join(NAMES), help="names, separated by commas")
     parser.add_argument("--minutes", type=float, default=10.0, help="of each search")
+    parser.add_argument("--share", type=float, default=0.2, help="of the side's entities, held out of trials")
     parser.add_argument("--trials", type=int, default=100_000, help="at most")
     parser.add_argument("--split", type=int, default=2, help="seed of the new entities")
     parser.add_argument("--data", type=Path, default=DATA)
@@ -79,7 +81,7 @@ def main() -> None:
         torch.set_num_threads(given.threads)
     for name in given.sets.split(","):
         one = load(name, given.split, data=given.data)
-        found = tuned(name, one, given.minutes, given.device, given.trials)
+        found = tuned(name, one, given.minutes, given.share, given.device, given.trials)
         write_result(f"features_tuning_{name}", {"split": given.split, **found}, given.out)
 
 

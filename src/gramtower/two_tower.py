@@ -268,8 +268,9 @@ class TwoTower(ModelSettings):
                 share of that side's entities with pairs that is held out with all of them. Trials learn from the other
                 entities alone. At each look the features of the held-out ones go through the present towers; with
                 "left" the known right entities are ranked for them, with "right" they are ranked among themselves for
-                the known left ones. That side needs a table or a matrix of features. Where both sides are one set,
-                held-out entities are on neither side of what trials learn from.
+                the known left ones. A trial runs to its end and counts with the mean of its last points. That side
+                needs a table or a matrix of features. Where both sides are one set, held-out entities are on neither
+                side of what trials learn from.
             space: names and what to search for each; see gramtower/tuning/space.py and docs/tuning.md.
             storage: a file that keeps the log, so that a search can be stopped and continued: SQLite if it ends in .db,
                 otherwise a journal.

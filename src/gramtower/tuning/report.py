@@ -40,7 +40,8 @@ class Tried:
     Attributes:
         number: trials are numbered as they end, from 0.
         settings: by the names of the search space, fixed ones too.
-        value: the metric that counts: the best on the way for a cold start, the last for a warm one.
+        value: the metric that counts: the best on the way for a cold start, the last for a warm one; the mean of the
+            last ones where entities were held out.
         iteration: where it was reached.
         curve: metric at the start and after each iteration.
         seconds: of training.

@@ -217,7 +217,9 @@ class _Run:
         trial = self.log.ask(self.space)
         settings = {**self.fixed, **trial.settings}
         finished = self.log.tried(self.fixed)
-        near = self.solutions.nearest(settings, [(t.number, t.settings) for t in finished])
+        near = None
+        if self.parts.unseen is None:  # otherwise the iterations of two trials would add up to what learns by heart
+            near = self.solutions.nearest(settings, [(t.number, t.settings) for t in finished])
         best = pick(finished).value if finished else None
         try:
             outcome = self._train(settings, near, best, trial.report)
@@ -235,7 +237,9 @@ class _Run:
         self.interrupted = outcome.reason is Reason.INTERRUPTED
         if self.interrupted or (outcome.late and finished):
             return  # the log keeps it as running; a resumed search takes it up again
-        if not outcome.pruned:  # before it is told: trials after it start from it, also after a kill
+        if (
+            not outcome.pruned and self.parts.unseen is None
+        ):  # before it is told: trials after it start from it, also after a kill
             self.solutions.keep(trial.number, outcome.parameters)
         trial.tell(outcome, near)
         self._drop()

@@ -63,16 +63,17 @@ class Outcome:
     late: bool
     warm: bool
     parameters: Tensor
+    rough: bool = False
 
     @property
     def value(self) -> float:
         """The metric that counts for it."""
-        return curves.outcome(self.curve, self.warm)[0]
+        return curves.outcome(self.curve, self.warm, self.rough)[0]
 
     @property
     def iteration(self) -> int:
         """The iteration it was reached at."""
-        return curves.outcome(self.curve, self.warm)[1]
+        return curves.outcome(self.curve, self.warm, self.rough)[1]
 
 
 def make_parts(pairs: Any, validation: Any, features: tuple[Any, Any], seed: int, device: str) -> Parts:
@@ -203,6 +204,8 @@ def run_trial(
 ) -> Outcome:
     """Train until the metric stops improving, settles (warm starts), or cannot reach the best any more.
 
+    On entities that training has not seen it is trained to the end, unless it settles or cannot reach the best.
+
     Args:
         model: the trial's settings as a model's; ``metric`` is what is looked at.
         settings: the same by the names of the search space.
@@ -222,6 +225,7 @@ def run_trial(
     most = iterations(model, data)
     last: Tensor | None = None
     pruned = late = False
+    rough = parts.unseen is not None
 
     def look(point: Point) -> float:
         curve.append(measure(point))
@@ -232,14 +236,14 @@ def run_trial(
         nonlocal pruned, late, last
         last = point.parameters.vector
         late = deadline is not None and time.perf_counter() >= deadline
-        pruned = curves.hopeless(curve, most - record.iteration, best, warm is not None)
+        pruned = curves.hopeless(curve, most - record.iteration, best, warm is not None, rough)
         return late or pruned or (warm is not None and curves.settled(curve))
 
     result = minimize(
         problem, towers, model.optimizer, most, model.time_limit, model.seed, [watch],
-        validation=look, patience=model.patience if warm is None else None,
+        validation=look, patience=None if warm is not None or rough else model.patience,
         **model.solver_options(),
     )  # fmt: skip
-    best_or_last = result.parameters.vector if warm is None or last is None else last
+    best_or_last = result.parameters.vector if last is None or (warm is None and not rough) else last
     seconds = result.history[-1].seconds
-    return Outcome(curve, seconds, result.reason, pruned, late, warm is not None, best_or_last)
+    return Outcome(curve, seconds, result.reason, pruned, late, warm is not None, best_or_last, rough)
