@@ -94,7 +94,7 @@ def test_settings_are_chosen_by_entities_that_were_never_seen(pairs, tmp_path, c
     (tmp_path / "space.toml").write_text("[space]\nl2 = true\ndim = [2, 4]\n")
     out, fitted = tmp_path / "tuned", tmp_path / "run"
     base = [pairs / "pairs.csv", *COLUMNS, "--left-features", tmp_path / "users.csv", "--left-column",
-            "parity=categorical", "--validation", "0.2", "--validation-side", "left", "--max-iterations", "3",
+            "parity=categorical", "--validation", "0.2", "--validation-side", "left", "--max-iterations", "8",
             "--device", "cpu", "--quiet", "--json"]  # fmt: skip
     options = ["--space", tmp_path / "space.toml", "--out", out, "--trials", "2", "--metric", "precision@5"]
     assert run(["tune", *map(str, (*base, *options))]) == 0

@@ -15,6 +15,7 @@ from gramtower.estimator.fit_data import prepare_data
 from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.unseen import hold_out_entities
 from gramtower.metrics import evaluate_embeddings
+from gramtower.tuning.report import pick
 
 SHAPE = (80, 50)
 
@@ -86,6 +87,9 @@ def test_trials_are_ranked_on_entities_they_have_not_seen(side):
     assert first.value == pytest.approx(np.mean(last), abs=1e-5)
     assert first.iteration == 4  # an early point that is best by chance does not count
     assert {trial.warm_from for trial in found.trials} == {None}
+    for number in range(1, 4):  # l2 twice as large and half of it, another dim: each a change of the best so far
+        before, now = pick(found.trials[:number]).settings, found.trials[number].settings
+        assert now["l2"] != before["l2"] if number < 3 else now == {**before, "dim": 6}
     assert found.best.value >= first.value
     plain = recomputed(data(), SIDES[side], side, "ndcg@5", **found.arguments)
     assert found.best.curve[-1] == pytest.approx(plain, abs=1e-5)

@@ -167,7 +167,8 @@ class _Run:
 
     def search(self, trials: int, progress: Callable[[Search], None] | None) -> None:
         """Run trials until there are enough of them or time is up."""
-        self.log.begin(first_settings(self.space, self.start))
+        unseen = self.parts.unseen is not None  # trials are few and cold: each may add to what was found before
+        self.log.begin(first_settings(self.space, self.start), from_best=unseen)
         self._drop()  # what a kill left to be dropped
         while self.log.ended() < trials and not self._late() and not self.interrupted:
             self._trial()
@@ -237,9 +238,7 @@ class _Run:
         self.interrupted = outcome.reason is Reason.INTERRUPTED
         if self.interrupted or (outcome.late and finished):
             return  # the log keeps it as running; a resumed search takes it up again
-        if (
-            not outcome.pruned and self.parts.unseen is None
-        ):  # before it is told: trials after it start from it, also after a kill
+        if not outcome.pruned and self.parts.unseen is None:  # before it is told, so that a kill loses none
             self.solutions.keep(trial.number, outcome.parameters)
         trial.tell(outcome, near)
         self._drop()
