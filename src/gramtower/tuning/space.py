@@ -34,7 +34,7 @@ LISTS = ("imputed", "dim", "hidden", "activation", "normalize", "loss", "feature
 NAMES = (*RANGES, *LISTS)
 #: The order of first changes where there are features.
 FEATURES_FIRST = (
-    "l2", "hidden", "imputed", "right_power", "normalize", "omega", "dim", "penalty", "left_power", "frequency_power",
+    "l2", "imputed", "hidden", "right_power", "normalize", "omega", "dim", "penalty", "left_power", "frequency_power",
     "activation", "loss", "features",
 )  # fmt: skip
 
@@ -181,14 +181,22 @@ def first_settings(space: Space, start: Mapping[str, Value]) -> list[dict[str, V
 
     The defaults are good on most data, and a space of ten names is too wide to find the neighbourhood of a good point
     by chance: these trials say which way to go from it. With features, where time may end them early, what moved the
-    metric most in benchmarks/features/logs/one-by-one.jsonl comes first.
+    metric most in benchmarks/features/logs/one-by-one.jsonl comes first, and what makes towers larger last.
     """
     centre = {name: space[name].nearest(start[name]) for name in searched(space)}
     names = list(centre)
     if start["features"] == "given":
         names.sort(key=FEATURES_FIRST.index)
     changes = [{**centre, name: value} for name in names for value in space[name].beside(centre[name])]
+    if start["features"] == "given":
+        changes.sort(key=lambda change: _size(change) > _size(centre))
     return [centre, *changes]
+
+
+def _size(settings: Mapping[str, Value]) -> tuple[int, int]:
+    """The widest hidden layer and the dimension; 0 where they are not searched."""
+    sides = check_hidden(parse_hidden(str(settings["hidden"]))) if "hidden" in settings else ((), ())
+    return max((*sides[0], *sides[1]), default=0), int(settings.get("dim", 0))
 
 
 def describe(space: Space) -> dict[str, Any]:
