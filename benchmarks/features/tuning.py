@@ -3,9 +3,10 @@
     python benchmarks/features/tuning.py ml1m,eurlex --minutes 10     results/features_tuning_<set>.json, one for each
 
 Both are scored on the new entities of the split, which tuning does not see: of the others of that side it holds out a
-fifth (``validation_side``) and goes by precision@5 for documents and labels, by map@5 for the others. Scores
-are those of defaults.py. Split 2 was seen by no choice of defaults. Runs without polars; sets may run at the same time,
-in processes of their own. With ``--threads 2 --device cpu`` it is what two cores find.
+fifth (``validation_side``) and goes by precision@5 for documents and labels, by map@5 for the others. Scores are those
+of defaults.py. Split 2 was seen by no choice of defaults. How trials count, and in which order they come, was changed
+after looking at split 2 of ml1m: take another split for a figure of that set. Runs without polars; sets may run at the
+same time, in processes of their own. With ``--threads 2 --device cpu`` it is what two cores find.
 """
 
 from __future__ import annotations
