@@ -89,9 +89,31 @@ def test_feature_tables_are_searched_and_written_down(pairs, tmp_path, capsys):
     assert load(fitted / "model.gramtower").right_.inputs.kind == "id + table"
 
 
+def test_settings_are_chosen_by_entities_that_were_never_seen(pairs, tmp_path, capsys):
+    (tmp_path / "users.csv").write_text("user,parity\n" + "".join(f"{u:03d},{u % 2}\n" for u in range(40)))
+    (tmp_path / "space.toml").write_text("[space]\nl2 = true\ndim = [2, 4]\n")
+    out, fitted = tmp_path / "tuned", tmp_path / "run"
+    base = [pairs / "pairs.csv", *COLUMNS, "--left-features", tmp_path / "users.csv", "--left-column",
+            "parity=categorical", "--validation", "0.2", "--validation-side", "left", "--max-iterations", "8",
+            "--device", "cpu", "--quiet", "--json"]  # fmt: skip
+    options = ["--space", tmp_path / "space.toml", "--out", out, "--trials", "2", "--metric", "precision@5"]
+    assert run(["tune", *map(str, (*base, *options))]) == 0
+    assert json.loads(capsys.readouterr().out)["value"] > 0.5
+    assert json.loads((out / "report.json").read_text())["data"]["held_out_left"] == 8
+    assert "validation-side" not in (out / "config.toml").read_text()
+    assert run(["fit", *map(str, (*base, "--out", fitted, "--refit", "--metric", "precision@5"))]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["left"] == 40
+    assert found["validation_pairs"] > 0
+    assert found["metric_value"] > 0.5
+    assert tomllib.loads((fitted / "config.toml").read_text())["train"]["validation-side"] == "left"
+    assert len(load(fitted / "model.gramtower").left_) == 40
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        (["--validation-side", "left"], "validation_side: got 'left' with left_features of id"),
         (["--metric", "recal@20"], "metrics: got 'recal@20'"),
         (["--validation", "0"], "--validation: got 0, expected a share"),
         (["--validation", "1.0"], "--validation: got 1.0"),
@@ -117,6 +139,6 @@ def test_an_empty_space_is_refused(pairs, tmp_path, capsys):
 def test_every_argument_of_the_model_has_a_table():
     """The report sorts arguments into [model] and [train] without the command line; this is the command line's view."""
     model, train = ({f.name for f in fields(table)} for table in (ModelOptions, TrainOptions))
-    assert {*TRAIN, *SKIPPED} == train - {"option", "refit"} | {"optimizer_options"}
+    assert {*TRAIN, *SKIPPED} == train - {"option", "refit", "validation_side"} | {"optimizer_options"}
     arguments = set(TwoTower().get_params()) - {"towers", "verbose", "optimizer_options"}
     assert arguments - train == model - {"history"}

@@ -9,6 +9,7 @@ import scipy.sparse as sp
 import gramtower as gt
 from gramtower._widths import parse_hidden
 from gramtower.tuning.space import (
+    FEATURES_FIRST,
     NAMES,
     Choices,
     Range,
@@ -63,6 +64,18 @@ def test_a_search_begins_at_the_start_and_one_step_from_it():
     assert sorted(changed) == [[n] for n in ("dim", "dim", "left_power", "omega", "omega", "right_power")]
     assert {other["omega"] for other in others} == {0.01, 0.02, 0.005}
     assert [other["right_power"] for other in others if other["right_power"]] == [0.1]
+
+
+def test_with_features_the_first_changes_are_those_that_matter_most():
+    start = {**START, "features": "given", "hidden": "64"}
+    space = default_space(start, labels=False, given_features=True, unseen=True)
+    assert set(FEATURES_FIRST) == set(NAMES)
+    assert space["features"] == Choices(("given",))
+    assert space["activation"].values == ("relu", "gelu", "elu")
+    first, *others = first_settings(space, start)
+    changed = [next(name for name in first if other[name] != first[name]) for other in others]
+    assert list(dict.fromkeys(changed)) == [name for name in FEATURES_FIRST if name != "features"]
+    assert (others[-2]["hidden"], others[-1]["dim"]) == ("128", 128)  # what costs most
 
 
 def test_the_space_has_whatever_the_model_starts_with():

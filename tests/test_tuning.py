@@ -365,11 +365,17 @@ def test_curves_that_cannot_reach_the_best_are_hopeless():
     assert curves.hopeless([0.2, 0.19, 0.18, 0.17], 10, 0.25, warm=True)
     assert not curves.hopeless([0.2, 0.19, 0.18, 0.17], 10, 0.1, warm=True)
     assert not curves.hopeless(rising, 0, None, warm=False)
+    falling = [0.0, 0.1, 0.31, 0.2, 0.18, 0.17, 0.16, 0.15]
+    assert not curves.hopeless(falling, 5, 0.3, warm=False)  # it has been above the best
+    assert curves.hopeless(falling, 5, 0.3, warm=False, rough=True)  # what counts is its end
+    assert not curves.hopeless(falling, 5, 0.165, warm=False, rough=True)  # the best of its last three
 
 
 def test_what_counts_is_the_best_of_a_cold_curve_and_the_end_of_a_warm_one():
     assert curves.outcome([0.1, 0.3, 0.2], warm=False) == (0.3, 1)
     assert curves.outcome([0.1, 0.3, 0.2], warm=True) == (0.2, 2)
+    assert curves.outcome([0.1, 0.9, 0.2, 0.3, 0.4], warm=False, rough=True) == (pytest.approx(0.3), 4)
+    assert curves.outcome([0.1, 0.3], warm=True, rough=True) == (0.3, 1)
     assert curves.settled([0.1, 0.2, 0.2, 0.2, 0.2])
     assert not curves.settled([0.1, 0.2, 0.2, 0.2])
     assert not curves.settled([0.1, 0.2, 0.21, 0.22, 0.23])

@@ -31,11 +31,21 @@ MODELS: dict[str, dict[str, Any]] = {"two towers": {}, "linear": {"hidden": ()}}
 def ranked(one: FeatureSet, options: dict[str, Any], beside: bool) -> dict[str, Any]:
     """Metrics and seconds of one model."""
     began = time.perf_counter()
-    given = {f"{side}_features": rows for side, rows in (("left", one.left), ("right", one.right)) if rows is not None}
+    given = given_features(one)
     if beside:
         given = {name: ["id", rows] for name, rows in given.items()}
     model = gt.TwoTower(**options).fit(one.train, **given)
     seconds = time.perf_counter() - began
+    return {**scores(model, one), "seconds": round(seconds, 2)}
+
+
+def given_features(one: FeatureSet) -> dict[str, Any]:
+    """What ``fit`` is given of a set beside its pairs."""
+    return {f"{side}_features": rows for side, rows in (("left", one.left), ("right", one.right)) if rows is not None}
+
+
+def scores(model: gt.TwoTower, one: FeatureSet) -> dict[str, float]:
+    """Metrics of a model on what is asked about a set."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     P, Q = (torch.from_numpy(model.embed(side=side)).to(device) for side in ("left", "right"))
     seen = None
@@ -44,7 +54,7 @@ def ranked(one: FeatureSet, options: dict[str, Any], beside: bool) -> dict[str, 
     else:
         new = torch.from_numpy(model.embed(**{f"{one.side}_features": one.new})).to(device)
         P, Q = (new, Q) if one.side == "left" else (P, new)
-    return {**metrics(P, Q, dense(one.truth).to(device), seen), "seconds": round(seconds, 2)}
+    return metrics(P, Q, dense(one.truth).to(device), seen)
 
 
 def vary(given: argparse.Namespace) -> None:

@@ -130,6 +130,7 @@ class TwoTower(ModelSettings):
         refit: bool = False,
         callbacks: Iterable[Callback] = (),
         candidates: str = "trained",
+        validation_side: str | None = None,
         left: Column | None = None,
         right: Column | None = None,
         value: Column | None = None,
@@ -168,6 +169,9 @@ class TwoTower(ModelSettings):
             candidates: "trained" knows the entities that have pairs; "all" also keeps those that stand in a
                 FeatureTable without any. Nothing is learned from them: their features embed them, and they are
                 recommended and asked about like the others, as after :meth:`add`.
+            validation_side: "left" or "right": ``validation``, a share, is then of that side's entities, which are held
+                out with all their pairs, drawn with the model's seed, to stop by how entities that were never seen
+                fare; see :meth:`tune`. They are not in the model, unless ``refit`` fits all pairs afterwards.
             left: of a table, the column of left ids, by name or by position from 0. Ids keep their type. A table of
                 validation pairs has the same columns.
             right: the column of right ids.
@@ -181,7 +185,7 @@ class TwoTower(ModelSettings):
         self.fitted_ = fit(
             self, columns.read("pairs", pairs), left_features, right_features,
             columns.read_also("validation", validation), previous, checkpoint, history,
-            refit=refit, callbacks=callbacks, candidates=candidates,
+            refit=refit, callbacks=callbacks, candidates=candidates, validation_side=validation_side,
         )  # fmt: skip
         return self
 
@@ -234,6 +238,7 @@ class TwoTower(ModelSettings):
         time_limit: float | None = None,
         metric: str = "recall@20",
         validation: Any = 0.1,
+        validation_side: str | None = None,
         space: Mapping[str, Any] | None = None,
         storage: str | Path | None = None,
         seed: int = 0,
@@ -259,6 +264,13 @@ class TwoTower(ModelSettings):
             time_limit: seconds for the whole search, without the last fit.
             metric: what to maximise.
             validation: the share of each user's pairs to rank, drawn with ``seed``, or pairs held out by yourself.
+            validation_side: "left" or "right" to choose by entities that were never seen: ``validation`` is then the
+                share of that side's entities with pairs that is held out with all of them. Trials learn from the other
+                entities alone. At each look the features of the held-out ones go through the present towers; with
+                "left" the known right entities are ranked for them, with "right" they are ranked among themselves for
+                the known left ones. A trial runs to its end and counts with the mean of its last points. That side
+                needs a table or a matrix of features. Where both sides are one set, held-out entities are on neither
+                side of what trials learn from.
             space: names and what to search for each; see gramtower/tuning/space.py and docs/tuning.md.
             storage: a file that keeps the log, so that a search can be stopped and continued: SQLite if it ends in .db,
                 otherwise a journal.
@@ -282,7 +294,7 @@ class TwoTower(ModelSettings):
         pairs, validation = columns.read("pairs", pairs), columns.read_also("validation", validation)
         found = tune(
             self.with_changes(), pairs, trials=trials, time_limit=time_limit, metric=metric, validation=validation,
-            space=space, storage=storage, seed=seed, features=features,
+            space=space, storage=storage, seed=seed, features=features, validation_side=validation_side,
         )  # fmt: skip
         if refit and not found.interrupted:
             self.set_params(**found.arguments).fit(pairs, *chosen_features({"features": found.features}, features))

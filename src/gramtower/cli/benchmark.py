@@ -188,4 +188,6 @@ def _model(settings: Settings, data: DataOptions, pairs: Interactions, quiet: bo
         arguments["validation"] = validation
     if settings.train.refit:
         arguments["refit"] = True
+    if settings.train.validation_side is not None:
+        arguments["validation_side"] = settings.train.validation_side
     return TwoTower(**settings.estimator_arguments()), arguments

@@ -26,6 +26,7 @@ from gramtower.cli.options import (
     TrainOptions,
     refuse_candidates,
     refuse_refit,
+    refuse_validation_side,
 )
 from gramtower.cli.output import note, print_json, print_table
 from gramtower.cli.setup import make_setup
@@ -83,6 +84,7 @@ def compare(
     """
     common = common or Common()
     refuse_refit(train)
+    refuse_validation_side(train)
     refuse_candidates(features)
     out = for_writing(out)
     asked = None if optimizers is None else _names(optimizers)

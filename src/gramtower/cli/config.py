@@ -24,7 +24,7 @@ TABLES: dict[str, type] = {
     "model": ModelOptions,
     "train": TrainOptions,
 }
-_NOT_THE_MODEL = ("history", "refit")  # options of [model] and [train] that the estimator's fit takes
+_NOT_THE_MODEL = ("history", "refit", "validation_side")  # of [model] and [train], for the estimator's fit
 _Table = TypeVar("_Table", DataOptions, FeatureOptions, ModelOptions, TrainOptions)
 
 

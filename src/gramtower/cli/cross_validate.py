@@ -22,6 +22,7 @@ from gramtower.cli.options import (
     TrainOptions,
     refuse_candidates,
     refuse_refit,
+    refuse_validation_side,
 )
 from gramtower.cli.output import note, print_json, print_table, shown
 from gramtower.cli.reading import read_pairs
@@ -64,6 +65,7 @@ def cross_validate(
     """
     common = common or Common()
     refuse_refit(train)
+    refuse_validation_side(train)
     refuse_candidates(features)
     settings = merge_flags(config, data, model, train, features)
     source = settings.data.path if path is None else str(path)

@@ -18,7 +18,7 @@ from gramtower.cli.features import tower_features
 from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions
 from gramtower.cli.output import note, print_facts, print_json
 from gramtower.cli.processes import joined
-from gramtower.cli.reading import held_out_of, read_pairs
+from gramtower.cli.reading import held_out_of, read_pairs, validation_of
 from gramtower.compare.machine import environment
 from gramtower.compare.store import MANIFEST
 from gramtower.data.interactions import Interactions
@@ -27,6 +27,7 @@ from gramtower.data.partition import Shard, is_partition, read_part
 from gramtower.distributed.group import Group
 from gramtower.estimator.fit import refit_checkpoint
 from gramtower.estimator.fit_data import known_pairs
+from gramtower.estimator.unseen import unseen_pairs
 from gramtower.training.checkpoint import remove_checkpoint
 from gramtower.training.lock import locked
 from gramtower.training.result import Reason, Record
@@ -94,20 +95,29 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
     """Fit in this process, which may be one of several: the first one writes and prints."""
     loud, source = not common.quiet and group.rank == 0, Path(settings.data.path or "")
     estimator = TwoTower(**settings.estimator_arguments(), verbose=not common.quiet)
+    side = settings.train.validation_side
     observed: Interactions | Shard
+    held_out: float | Interactions | None
     left_out: dict[str, int] = {}
     if is_partition(source):
         if settings.data.validation is not None:
             check.fail("validation", settings.data.validation, "nothing: gramtower partition chooses held-out pairs")
+        if side is not None:
+            check.fail("validation_side", side, "nothing: gramtower partition chooses held-out pairs")
         part = read_part(source, group)
         observed, held_out, validation_pairs = part, None, part.held_out_pairs
     else:
         with group.together():
             pairs = read_pairs(source, settings.data, loud)
-            observed, held_out = held_out_of(pairs, settings.data, estimator.seed)
-        validation_pairs = None if held_out is None else known_pairs((pairs.left_ids, pairs.right_ids), held_out)
-        left_out = {"rows_left_out": rows_left_out(pairs.report)}
-        if held_out is not None and validation_pairs is not None:
+            if side is None:
+                observed, held_out = held_out_of(pairs, settings.data, estimator.seed)
+            else:
+                observed, held_out = pairs, validation_of(settings.data)
+        left_out, validation_pairs = {"rows_left_out": rows_left_out(pairs.report)}, None
+        if side is not None and isinstance(held_out, float):
+            validation_pairs = unseen_pairs(pairs, held_out, side, estimator.seed)
+        elif isinstance(held_out, Interactions):
+            validation_pairs = known_pairs((pairs.left_ids, pairs.right_ids), held_out)
             left_out["validation_pairs_left_out"] = len(held_out) - validation_pairs
         if loud and group.size > 1:
             note(f"each of {group.size} processes reads all of {source}; gramtower partition makes a folder of parts")
@@ -133,6 +143,7 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
             estimator.fit(
                 observed, **seen, validation=held_out, refit=bool(settings.train.refit), checkpoint=checkpoint,
                 history=out / folder.HISTORY, candidates=settings.features.candidates or "trained",
+                validation_side=side,
             )  # fmt: skip
         except KeyboardInterrupt:
             kept = f"{checkpoint} is whole, and the same command goes on from it" if checkpoint.exists() else ""
@@ -155,6 +166,7 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
 def used(settings: Settings, estimator: TwoTower) -> dict[str, dict[str, Any]]:
     """The tables of the config file with every value that was in force, defaults included."""
     params = estimator.get_params() | {"option": estimator.optimizer_options, "history": settings.model.history}
+    params |= {"validation_side": settings.train.validation_side}
     params |= {"refit": settings.train.refit, "dim": estimator.dim_, "hidden": config_hidden(estimator.hidden_)}
     params |= {"normalize": estimator.normalize_}
     tables = {

@@ -150,6 +150,13 @@ class TrainOptions:
         bool | None,
         Parameter(help="With --validation: then fit all pairs for as many iterations as were best.", negative=()),
     ] = None
+    validation_side: Annotated[
+        str | None,
+        Parameter(
+            help="left or right: --validation, a share, is of that side's entities, held out with all their pairs, to "
+            "go by entities that were never seen. The side needs a table of features."
+        ),
+    ] = None
     metric: Annotated[str | None, _flag("metric", "Validation metric, such as recall@20.")] = None
     device: Annotated[str | None, _flag("device", "auto, cpu or cuda.")] = None
     precision: Annotated[str | None, _flag("precision", "Of matrix products on a GPU: tf32 or float32.")] = None
@@ -181,6 +188,12 @@ def refuse_refit(train: TrainOptions | None) -> None:
     """Refuse ``--refit`` in commands other than fit."""
     if train is not None and train.refit:
         check.fail("--refit", True, "nothing: only fit takes it")
+
+
+def refuse_validation_side(train: TrainOptions | None) -> None:
+    """Refuse ``--validation-side`` in commands other than fit and tune."""
+    if train is not None and train.validation_side is not None:
+        check.fail("--validation-side", train.validation_side, "nothing: only fit and tune take it")
 
 
 def refuse_candidates(features: FeatureOptions | None) -> None:

@@ -49,7 +49,8 @@ def tune(
 
     Here --time-limit is for the whole search, --metric is what is maximised [default: recall@20], --validation is the
     share of each user's pairs to rank [default: 0.1] or a file, and --max-iterations and --patience are those of a
-    trial.
+    trial. With --validation-side left (or right) it is the share of that side's entities that trials do not see: their
+    features alone say how they are ranked.
 
     Args:
         path: Pairs, as for fit.
@@ -100,6 +101,7 @@ def tune(
                 estimator, pairs, trials=trials, time_limit=limit, metric=metric,
                 validation=_HELD_OUT if validation is None else validation, space=wanted,
                 storage=storage, seed=estimator.seed, features=(left, right), progress=progress,
+                validation_side=settings.train.validation_side,
             )  # fmt: skip
         except KeyboardInterrupt:
             text = f"trials that ended are in {storage}, and the same command goes on after them"

@@ -29,8 +29,10 @@ from gramtower.estimator.fit_data import FitData, hold_out, own_pairs, prepare_d
 from gramtower.estimator.fitted import FittedModel, pattern_of
 from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.side import Side
+from gramtower.estimator.unseen import Unseen, UnseenValidator, hold_out_entities
 from gramtower.estimator.warm_start import carry_over, refuse_increment
 from gramtower.metrics import evaluate_embeddings
+from gramtower.metrics.definitions import to_maximise
 from gramtower.runtime.threads import one_thread
 from gramtower.training.callbacks import Callback
 from gramtower.training.fingerprint import sparse_digest
@@ -53,6 +55,7 @@ def fit(
     refit: bool = False,
     callbacks: Iterable[Callback] = (),
     candidates: str = "trained",
+    validation_side: str | None = None,
 ) -> FittedModel:
     """Learn from observed pairs, starting from a previous model if there is one; see TwoTower.fit."""
     features, watchers = (left_features, right_features), check.functions("callbacks", callbacks)
@@ -60,21 +63,25 @@ def fit(
         described = {"left": tables_of("left", left_features), "right": tables_of("right", right_features)}
         found = fit(
             settings, pairs, left_features, right_features, validation, previous, checkpoint, history,
-            refit=refit, callbacks=watchers,
+            refit=refit, callbacks=watchers, validation_side=validation_side,
         )  # fmt: skip
         return found.with_added(described["left"], described["right"])
-    train, held_out = pairs, validation
-    if isinstance(validation, Real):
+    train, held_out, unseen, known = pairs, validation, None, features
+    if validation_side is not None:
+        seed = check.seed(settings.seed)
+        unseen = hold_out_entities(settings, pairs, features, validation, validation_side, seed)
+        train, held_out, known = unseen.train, None, unseen.features
+    elif isinstance(validation, Real):
         train, held_out = hold_out(pairs, validation, check.seed(settings.seed))
     if not check.flag("refit", refit):
-        return _fit(settings, train, features, held_out, previous, checkpoint, history, watchers)
+        return _fit(settings, train, known, held_out, previous, checkpoint, history, watchers, unseen)
     if isinstance(pairs, Shard):
         check.fail("refit", True, "False: a partition has its held-out pairs in files of their own")
     if validation is None:
         check.fail("refit", True, "validation as well: a share such as 0.1, or pairs, to find the number of iterations")
     everything = rejoined(pairs, validation) if train is pairs else pairs
     first_history = None if history is None else validated_history(check.path("history", history))
-    found = _fit(settings, train, features, held_out, previous, checkpoint, first_history, watchers)
+    found = _fit(settings, train, known, held_out, previous, checkpoint, first_history, watchers, unseen)
     if found.reason is Reason.INTERRUPTED:
         return found
     count = best_iteration(found)
@@ -130,6 +137,7 @@ def _fit(
     checkpoint: str | Path | None,
     history: str | Path | None,
     callbacks: list[Callback],
+    unseen: Unseen | None = None,
 ) -> FittedModel:
     """One fit, from the arguments to the model."""
     options = settings.solver_options()
@@ -141,10 +149,11 @@ def _fit(
     with one_thread(_is_tiny(settings, data)):
         problem = make_problem(settings, data)
         towers = make_towers(settings, data, problem, previous)
+        measure = make_validation(settings, data, unseen)
         result = minimize(
             problem, towers, settings.optimizer, iterations(settings, data), settings.time_limit, settings.seed,
-            callbacks, validation=make_validation(settings, data),
-            patience=None if data.held_out is None else settings.patience, checkpoint=checkpoint, history=history,
+            callbacks, validation=measure, patience=None if measure is None else settings.patience,
+            checkpoint=checkpoint, history=history,
             verbose=settings.verbose, **options,
         )  # fmt: skip
         point = problem.at(towers)
@@ -229,8 +238,13 @@ def make_towers(
     return towers.to(data.device)
 
 
-def make_validation(settings: ModelSettings, data: FitData) -> RankingValidator | None:
-    """The metric of a point on held-out pairs, None without them."""
+def make_validation(
+    settings: ModelSettings, data: FitData, unseen: Unseen | None = None
+) -> RankingValidator | UnseenValidator | None:
+    """The metric of a point on held-out pairs, or on entities that were held out of the data; None without them."""
+    if unseen is not None:
+        to_maximise(settings.metric)
+        return unseen.validator(settings.metric, data)
     return None if data.held_out is None else RankingValidator(settings.metric, data.held_out, data.matrix)
 
 

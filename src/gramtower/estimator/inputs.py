@@ -152,7 +152,23 @@ class Inputs:
         if len(counts) != 1:
             given_rows = " and ".join(map(str, sorted(counts)))
             check.fail(f"{side}_features, histories", f"{given_rows} rows", "as many rows in each")
-        rows = counts.pop()
+        return self._side_by_side(side, encoded, history, counts.pop())
+
+    def encoded(self, side: str, rows: Sequence[Any]) -> Any:
+        """Features of entities that were not there in training, from the rows of each given part before scaling.
+
+        Args:
+            side: "left" or "right", for errors.
+            rows: of each part in :attr:`given`: of a table as it encodes them, of a matrix as they are.
+        """
+        name = f"{side}_features"
+        scaled = [
+            one if part.scaling is None else part.scaling(name, one) for part, one in zip(self.given, rows, strict=True)
+        ]
+        return self._side_by_side(side, scaled, None, scaled[0].shape[0])
+
+    def _side_by_side(self, side: str, encoded: Sequence[Any], history: sp.csr_matrix | None, rows: int) -> Any:
+        """All parts of new entities: those given, None for missing ones, histories, and ids that are none."""
         made: list[Any] = []
         rest = iter(encoded)
         for part in self.parts:

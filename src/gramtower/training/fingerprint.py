@@ -58,7 +58,7 @@ def fingerprint(
     layout = towers.parameters().layout
     return {
         "pairs": json.dumps(problem.shape) + pairs.text(group),
-        "features": "".join(_features_text(side, group) for side in (problem.left, problem.right)),
+        "features": "".join(features_text(side, group) for side in (problem.left, problem.right)),
         "objective": json.dumps(numbers) + "".join(digest.text(group) for digest in weights),
         "loss": " ".join([loss.name, *map(_name, (loss.value, loss.first, loss.second))]),
         "precision": problem.precision,
@@ -149,7 +149,7 @@ def sparse_digest(offsets: Any, columns: Any, values: Any, first: int, width: in
     return digest
 
 
-def _features_text(features: Features, group: Group) -> str:
+def features_text(features: Features, group: Group) -> str:
     """Kind, size and content of one side's features, whichever process holds which rows."""
     arrays = [array.numpy() for array in features.arrays]
     if features.kind == "sparse":

@@ -40,7 +40,8 @@ class Tried:
     Attributes:
         number: trials are numbered as they end, from 0.
         settings: by the names of the search space, fixed ones too.
-        value: the metric that counts: the best on the way for a cold start, the last for a warm one.
+        value: the metric that counts: the best on the way for a cold start, the last for a warm one; the mean of the
+            last ones where entities were held out.
         iteration: where it was reached.
         curve: metric at the start and after each iteration.
         seconds: of training.
@@ -191,11 +192,16 @@ class Search:
         """The report for people."""
         best = self.best
         names = list(best.settings)
+        held = "".join(
+            f"; {self.data[f'held_out_{side}']:,} {side} entities were held out with all their pairs"
+            for side in ("left", "right")
+            if f"held_out_{side}" in self.data
+        )
         lines = [
             "# Tuning",
             "",
             f"{len(self.trials)} trials in {self.seconds:.0f} s; {self.metric} of {self.data['ranked_users']:,} users "
-            f"on a validation part of the {self.data['left']:,} × {self.data['right']:,} training data. Best: "
+            f"on a validation part of the {self.data['left']:,} × {self.data['right']:,} training data{held}. Best: "
             f"{best.value:.4f} (trial {best.number}, iteration {best.iteration}); at the defaults: "
             f"{self.trials[0].value:.4f} (trial 0).",
             "",

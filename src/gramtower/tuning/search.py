@@ -33,7 +33,15 @@ from gramtower.training.result import Reason
 from gramtower.tuning import study as studies
 from gramtower.tuning.report import Search, Tried, pick
 from gramtower.tuning.space import NAMES, Choices, Space, Value, as_space, default_space, describe, first_settings
-from gramtower.tuning.trial import Outcome, Parts, make_parts, model_arguments, run_trial, start_values
+from gramtower.tuning.trial import (
+    Outcome,
+    Parts,
+    make_parts,
+    make_parts_of_entities,
+    model_arguments,
+    run_trial,
+    start_values,
+)
 from gramtower.tuning.warm import Solutions
 
 #: Arguments of the model that a name of the space stands for, where they differ.
@@ -54,6 +62,7 @@ def tune(
     storage: str | Path | None,
     seed: int,
     features: tuple[Any, Any],
+    validation_side: str | None = None,
     progress: Callable[[Search], None] | None = None,
 ) -> Search:
     """See :meth:`gramtower.TwoTower.tune`, which fits afterwards; ``progress`` is told of each trial."""
@@ -65,8 +74,11 @@ def tune(
     check.seed(seed)
     if model.towers is not None:
         check.fail("towers", "towers of your own", "a model with dim and hidden layers to choose")
-    parts = make_parts(pairs, validation, features, seed, model.device)
-    data = prepare_data(model, parts.train, *features)
+    if validation_side is None:
+        parts = make_parts(pairs, validation, features, seed, model.device)
+    else:
+        parts = make_parts_of_entities(model, pairs, validation, validation_side, features, seed)
+    data = prepare_data(model, parts.train, *parts.features)
     start, learned = start_values(model, parts, data), _learned_from(data)
     del data
     chosen = make_space(model, start, space, parts)
@@ -106,7 +118,7 @@ def make_space(
     """What is searched: what was asked for, or everything that the model was not given explicitly."""
     labels = not np.isin(parts.matrix.data, (-1.0, 1.0)).all()
     with_features = any(features is not None for features in parts.features)
-    whole = default_space(start, labels=labels, given_features=with_features)
+    whole = default_space(start, labels=labels, given_features=with_features, unseen=parts.unseen is not None)
     if given is not None:
         return as_space(given, whole)
     default = ModelSettings().get_params()
@@ -124,10 +136,12 @@ def _identity(parts: Parts, space: Space, metric: str, seed: int, model: ModelSe
     """What must be the same for a stored search to be continued, beside what :func:`_learned_from` says."""
     marks = _marks(parts.matrix.indptr, parts.matrix.indices)
     held = _marks(parts.held_out.indptr, parts.held_out.indices)
+    unseen = parts.unseen
+    entities = "" if unseen is None else f"{unseen.count} {unseen.side} entities, "
     fixed = {k: v for k, v in model.get_params().items() if k not in ("device", "verbose", "memory_budget", "metric")}
     return {
         "pairs": f"{parts.matrix.shape[0]} × {parts.matrix.shape[1]}, {parts.matrix.nnz} pairs, {marks}",
-        "validation": f"{parts.held_out.nnz} pairs, {held}",
+        "validation": f"{entities}{parts.held_out.nnz} pairs, {held}",
         "space": describe(space),
         "metric": metric,
         "seed": seed,
@@ -180,7 +194,8 @@ class _Run:
 
     def search(self, trials: int, progress: Callable[[Search], None] | None) -> None:
         """Run trials until there are enough of them or time is up."""
-        self.log.begin(first_settings(self.space, self.start))
+        unseen = self.parts.unseen is not None  # trials are few and cold: each may add to what was found before
+        self.log.begin(first_settings(self.space, self.start), from_best=unseen)
         self._drop()  # what a kill left to be dropped
         while self.log.ended() < trials and not self._late() and not self.interrupted:
             self._trial()
@@ -204,7 +219,7 @@ class _Run:
         if not tried:
             raise KeyboardInterrupt
         best = pick([t for t in tried if t.started_cold or not cold_only])
-        arguments = model_arguments(best.settings, self.model, self.parts.matrix, self.start)
+        arguments, unseen = model_arguments(best.settings, self.model, self.parts.matrix, self.start), self.parts.unseen
         return Search(
             metric=self.metric,
             trials=tried,
@@ -219,6 +234,7 @@ class _Run:
                 "pairs": int(self.parts.matrix.nnz),
                 "validation_users": self.parts.users,
                 "ranked_users": self.parts.shown,
+                **({} if unseen is None else {f"held_out_{unseen.side}": unseen.count}),
             },
             seconds=time.perf_counter() - self.began,
             base={k: v for k, v in self.model.get_params().items() if k not in ("towers", "verbose")},
@@ -229,7 +245,9 @@ class _Run:
         trial = self.log.ask(self.space)
         settings = {**self.fixed, **trial.settings}
         finished = self.log.tried(self.fixed)
-        near = self.solutions.nearest(settings, [(t.number, t.settings) for t in finished])
+        near = None
+        if self.parts.unseen is None:  # otherwise the iterations of two trials would add up to what learns by heart
+            near = self.solutions.nearest(settings, [(t.number, t.settings) for t in finished])
         best = pick(finished).value if finished else None
         try:
             outcome = self._train(settings, near, best, trial.report)
@@ -247,7 +265,7 @@ class _Run:
         self.interrupted = outcome.reason is Reason.INTERRUPTED
         if self.interrupted or (outcome.late and finished):
             return  # the log keeps it as running; a resumed search takes it up again
-        if not outcome.pruned:  # before it is told: trials after it start from it, also after a kill
+        if not outcome.pruned and self.parts.unseen is None:  # before it is told, so that a kill loses none
             self.solutions.keep(trial.number, outcome.parameters)
         trial.tell(outcome, near)
         self._drop()

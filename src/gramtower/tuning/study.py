@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from gramtower import _checks as check
 from gramtower._optional import need
-from gramtower.tuning.report import Tried
+from gramtower.tuning.report import Tried, pick
 from gramtower.tuning.space import Range, Space, Value, searched
 
 if TYPE_CHECKING:
@@ -104,15 +104,20 @@ class Log:
     def __init__(self, study: optuna.Study, seed: int) -> None:
         self.study, self.seed = study, seed
         self.first: list[dict[str, Value]] = []
+        self.from_best = False
 
-    def begin(self, first: Sequence[dict[str, Value]]) -> None:
+    def begin(self, first: Sequence[dict[str, Value]], from_best: bool = False) -> None:
         """Set the settings to be tried first, and forget trials that a stopped run left unfinished.
 
         Those come again by themselves: what is tried next depends on the trials that ended alone.
+
+        Args:
+            first: settings; those after the first of them each change something of it.
+            from_best: make these changes to the best settings so far instead.
         """
         from optuna.trial import TrialState
 
-        self.first = list(first)
+        self.first, self.from_best = list(first), from_best
         for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             self.study.tell(trial.number, state=TrialState.FAIL)
 
@@ -129,7 +134,7 @@ class Log:
             )
             waiting = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
             if number < len(self.first) and not waiting:  # one may be left by a kill just after this
-                self.study.enqueue_trial(self.first[number])
+                self.study.enqueue_trial(self._first(number))
             trial = self.study.ask()
             settings: dict[str, Value] = {}
             for name in searched(space):
@@ -140,6 +145,13 @@ class Log:
                     value: Any = trial.suggest_categorical(name, part.values)
                     settings[name] = value
         return Trial(self, trial, settings, number)
+
+    def _first(self, number: int) -> dict[str, Value]:
+        """The settings to be tried as trial ``number``, one of the first."""
+        given, start, tried = self.first[number], self.first[0], self.tried({}) if self.from_best else []
+        if not tried:
+            return given
+        return {**pick(tried).settings, **{name: value for name, value in given.items() if value != start[name]}}
 
     def ended(self) -> int:
         """How many trials ended, with a value or with an error."""

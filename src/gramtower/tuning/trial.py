@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -20,6 +20,7 @@ from gramtower.estimator import defaults
 from gramtower.estimator.fit import RankingValidator, iterations, make_problem, make_towers, right_weights
 from gramtower.estimator.fit_data import FitData, aligned, hold_out, matrix_and_ids, prepare_data
 from gramtower.estimator.settings import ModelSettings
+from gramtower.estimator.unseen import Unseen, UnseenValidator, hold_out_entities
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Record
 from gramtower.tuning import curve as curves
@@ -38,7 +39,8 @@ class Parts:
         held_out: what they are ranked on: at most as many users as can be ranked often.
         users: users with validation pairs.
         shown: those of them that trials are ranked on.
-        features: features handed to tune, left and right.
+        features: features handed to tune, left and right, of the entities of ``train``.
+        unseen: where entities were held out with all their pairs, these; ``held_out`` is then in its rows and columns.
     """
 
     train: Any
@@ -47,6 +49,7 @@ class Parts:
     users: int
     shown: int
     features: tuple[Any, Any]
+    unseen: Unseen | None = None
 
 
 @dataclass
@@ -60,16 +63,17 @@ class Outcome:
     late: bool
     warm: bool
     parameters: Tensor
+    rough: bool = False
 
     @property
     def value(self) -> float:
         """The metric that counts for it."""
-        return curves.outcome(self.curve, self.warm)[0]
+        return curves.outcome(self.curve, self.warm, self.rough)[0]
 
     @property
     def iteration(self) -> int:
         """The iteration it was reached at."""
-        return curves.outcome(self.curve, self.warm)[1]
+        return curves.outcome(self.curve, self.warm, self.rough)[1]
 
 
 def make_parts(pairs: Any, validation: Any, features: tuple[Any, Any], seed: int, device: str) -> Parts:
@@ -91,14 +95,30 @@ def make_parts(pairs: Any, validation: Any, features: tuple[Any, Any], seed: int
             name = repr(lost[0].item() if ids[0] is None else ids[0][lost[:1]].tolist()[0])
             given = f"{len(lost)} users without a training pair, such as {name}"
             check.fail("validation", given, "users with pairs to learn from; or a share, which keeps one for each")
+    kept, users, shown = _ranked_often(held_out, seed, device)
+    return Parts(train, inner, kept, users, shown, features)
+
+
+def make_parts_of_entities(
+    model: ModelSettings, pairs: Any, share: Any, side: str, features: tuple[Any, Any], seed: int
+) -> Parts:
+    """Hold out a share of the entities of a side with all their pairs; see estimator/unseen.py."""
+    unseen = hold_out_entities(model, pairs, features, share, side, seed)
+    kept, users, shown = _ranked_often(unseen.truth, seed, model.device)
+    unseen = replace(unseen, truth=kept)
+    return Parts(unseen.train, unseen.train.matrix, kept, users, shown, unseen.features, unseen)
+
+
+def _ranked_often(held_out: sp.csr_matrix, seed: int, device: str) -> tuple[sp.csr_matrix, int, int]:
+    """The pairs of as many users as can be ranked often, drawn with the seed; how many users had pairs, and have."""
     users = np.flatnonzero(np.diff(held_out.indptr))
-    most = max(1, _SCORES[defaults.pick_device(device).type] // matrix.shape[1])
+    most = max(1, _SCORES[defaults.pick_device(device).type] // held_out.shape[1])
     shown = np.random.default_rng(seed).permutation(users)[:most]
-    keep = np.zeros(matrix.shape[0])
+    keep = np.zeros(held_out.shape[0])
     keep[shown] = 1.0
     kept = sp.csr_matrix(sp.diags(keep) @ held_out)
     kept.eliminate_zeros()
-    return Parts(train, inner, kept, len(users), len(shown), features)
+    return kept, len(users), len(shown)
 
 
 def start_values(model: ModelSettings, parts: Parts, data: FitData) -> dict[str, Value]:
@@ -170,6 +190,13 @@ def chosen_features(settings: dict[str, Value], given: tuple[Any, Any]) -> tuple
     return given if choice == "given" else (known[str(choice)], None)
 
 
+def _validator(metric: str, parts: Parts, data: FitData) -> RankingValidator | UnseenValidator:
+    """What a trial is ranked by."""
+    if parts.unseen is not None:
+        return parts.unseen.validator(metric, data)
+    return RankingValidator(metric, parts.held_out, data.matrix)
+
+
 def run_trial(
     model: ModelSettings,
     settings: dict[str, Value],
@@ -181,6 +208,8 @@ def run_trial(
     deadline: float | None,
 ) -> Outcome:
     """Train until the metric stops improving, settles (warm starts), or cannot reach the best any more.
+
+    On entities that training has not seen it is trained to the end, unless it settles or cannot reach the best.
 
     Args:
         model: the trial's settings as a model's; ``metric`` is what is looked at.
@@ -196,11 +225,12 @@ def run_trial(
     towers = make_towers(model, data, problem)
     if warm is not None:
         towers.load(warm)
-    measure = RankingValidator(model.metric, parts.held_out, data.matrix)
+    measure = _validator(model.metric, parts, data)
     curve: list[float] = []
     most = iterations(model, data)
     last: Tensor | None = None
     pruned = late = False
+    rough = parts.unseen is not None
 
     def look(point: Point) -> float:
         curve.append(measure(point))
@@ -211,14 +241,14 @@ def run_trial(
         nonlocal pruned, late, last
         last = point.parameters.vector
         late = deadline is not None and time.perf_counter() >= deadline
-        pruned = curves.hopeless(curve, most - record.iteration, best, warm is not None)
+        pruned = curves.hopeless(curve, most - record.iteration, best, warm is not None, rough)
         return late or pruned or (warm is not None and curves.settled(curve))
 
     result = minimize(
         problem, towers, model.optimizer, most, model.time_limit, model.seed, [watch],
-        validation=look, patience=model.patience if warm is None else None,
+        validation=look, patience=None if warm is not None or rough else model.patience,
         **model.solver_options(),
     )  # fmt: skip
-    best_or_last = result.parameters.vector if warm is None or last is None else last
+    best_or_last = result.parameters.vector if last is None or (warm is None and not rough) else last
     seconds = result.history[-1].seconds
-    return Outcome(curve, seconds, result.reason, pruned, late, warm is not None, best_or_last)
+    return Outcome(curve, seconds, result.reason, pruned, late, warm is not None, best_or_last, rough)

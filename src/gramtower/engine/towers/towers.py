@@ -312,10 +312,18 @@ class Towers:
             self._traced[side] = (state, steps(module, kind, width, codes))
         return self._traced[side][1]
 
-    def embed(self, side: str, features: Features) -> Tensor:
-        """Embeddings of any entities with the present parameters, in row blocks; nothing is kept for derivatives."""
+    def embed(self, side: str, features: Features, parameters: Parameters | None = None) -> Tensor:
+        """Embeddings of any entities, in row blocks; nothing is kept for derivatives.
+
+        Args:
+            side: "left" or "right".
+            features: of the entities, as wide as those of training.
+            parameters: θ; the present ones unless given.
+        """
         module = self.left if side == "left" else self.right
         tensors: Named = {name: p.detach() for name, p in module.named_parameters()}
+        if parameters is not None:
+            tensors |= self.local_tensors(side, parameters)
         values = Values(tensors, select(self.device), self.dtype, self.device)
         return self._prepare_side(side, module, features, values).linearize(BlockPlan(4096, False), Work()).outputs
 
