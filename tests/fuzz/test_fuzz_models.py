@@ -26,6 +26,7 @@ from gramtower._tensors import TensorFile
 from gramtower.data.partition import read_part, write_partition
 from gramtower.data.tables import FeatureTable
 from gramtower.estimator.model_file import KIND
+from gramtower.training import checkpoint
 
 pytestmark = pytest.mark.usefixtures("without_waiting_for_the_disk")
 USERS, ITEMS = [f"u{i}" for i in range(12)], [f"i{j}" for j in range(9)]
@@ -210,7 +211,7 @@ def test_mutated_checkpoints(tmp_path):
         optimizer, whole, expected = rng.choice(files)
         for name, content in whole.items():
             (tmp_path / name).write_bytes(content)
-        sealed = spoilt(path, ("gramtower-checkpoint", 3), rng, whole[path.name])
+        sealed = spoilt(path, checkpoint._KIND, rng, whole[path.name])
         values = refused_by_name(fuzz, path, lambda optimizer=optimizer: run(path, optimizer, 4))
         if values is not None:
             assert not sealed or values == expected, f"input {fuzz.number}: a silent change"
