@@ -6,6 +6,7 @@ steps with another end. Checked by tests/test_estimator.py and, over several pro
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -85,6 +86,9 @@ def fit(
     if found.reason is Reason.INTERRUPTED:
         return found
     count = best_iteration(found)
+    if count == 0 and previous is None:  # nobody wants the numbers that were drawn
+        warnings.warn("no iteration ranks the validation part better than the start did; one is made", stacklevel=3)
+        count = 1
     again = None if checkpoint is None else refit_checkpoint(check.path("checkpoint", checkpoint))
     final = _fit(
         settings.with_changes(max_iterations=count), everything, features, None, previous, again, history, watchers
