@@ -17,7 +17,8 @@ import gramtower as gt
 from gramtower._checks import memory_size
 from gramtower.data.synthetic import planted_pairs
 from gramtower.engine.objective import plan
-from gramtower.engine.objective.plan import Footprint, Streamed, plan_blocks
+from gramtower.engine.objective.footprint import Footprint
+from gramtower.engine.objective.plan import Streamed, plan_blocks
 from gramtower.runtime import host
 from gramtower.runtime.memory import BlockPlan, default_budget
 from gramtower.runtime.resident import ResidentPeak

@@ -23,8 +23,8 @@ from torch import Tensor
 from gramtower import _checks as check
 from gramtower.data.features import as_features
 from gramtower.data.interactions import Interactions
-from gramtower.data.matrices import everywhere, extremes
-from gramtower.data.pairs import Pairs, from_sparse, sorting_bytes
+from gramtower.data.matrices import extremes
+from gramtower.data.pairs import from_sparse, sorting_bytes
 from gramtower.distributed.shards import Shards, unsharded
 from gramtower.engine.kernels import BACKENDS, layout, select
 from gramtower.engine.kernels.losses import Loss, as_loss
@@ -32,8 +32,10 @@ from gramtower.engine.objective.blocks import LeftRows, PairBlocks
 from gramtower.engine.objective.constants import Constants, PairConstants, make_constants, make_pair_constants
 from gramtower.engine.objective.cuda_graphs import GraphPool
 from gramtower.engine.objective.evaluation import Evaluation
+from gramtower.engine.objective.footprint import Footprint, Orders
 from gramtower.engine.objective.imputation import as_imputed
-from gramtower.engine.objective.plan import Footprint, Orders, Plan, Streamed, make_plan
+from gramtower.engine.objective.pair_checks import check_labels, checked_weights
+from gramtower.engine.objective.plan import Plan, Streamed, make_plan
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.weights import entity_weights
 from gramtower.engine.towers.linearization import Work
@@ -117,7 +119,7 @@ class Problem:
             check.fail("pairs", f"shape {self.pairs.shape}", f"shape {(m, self.shards.right.total)}, as shards says")
         self.loss = as_loss(loss)
         self.label_range = extremes(self._labels) if len(self._labels) else (0.0, 0.0)
-        _check_labels(self.loss, self._labels, self.label_range, self.pairs)
+        check_labels(self.loss, self._labels, self.label_range, self.pairs)
         self.left, self.right = as_features("left", left, m), as_features("right", right, n)
         self.omega = check.number("omega", omega, minimum=0.0)
         self.l2 = check.number("l2", l2, minimum=0.0)
@@ -128,7 +130,7 @@ class Problem:
             entity_weights("left_weights", left_weights, self.pairs.row_counts.numpy(), group),
             entity_weights("right_weights", right_weights, self.column_counts.numpy(), group),
         )
-        self.pair_weights = _pair_weights(pair_weights, len(self.pairs))
+        self.pair_weights = checked_weights(pair_weights, len(self.pairs))
         self.embedding_l2 = check.number("embedding_l2", embedding_l2, minimum=0.0)
         self.frequency_power = check.number("frequency_power", frequency_power)
         self._penalty = self._penalties()
@@ -383,36 +385,3 @@ class Problem:
             sharing = self.shards.group.local_size if towers.device.type == "cpu" else 1
             self.planned_budget = default_budget(towers.device) // sharing
         return self.planned_budget
-
-
-def _pair_weights(value: Any, count: int) -> NDArray[Any] | None:
-    """check.weights, by all threads where there is nothing wrong."""
-    array = None if value is None else check.as_float_array("pair_weights", value)
-    if array is not None and array.shape == (count,) and count:
-        low, high = extremes(array)
-        if low >= 0 and np.isfinite(high):
-            return array
-    return check.weights("pair_weights", array, count)
-
-
-def _check_labels(loss: Loss, labels: NDArray[Any], bounds: tuple[Any, Any], pairs: Pairs) -> None:
-    low, high = bounds
-    if not (np.isfinite(low) and np.isfinite(high)):
-        check.finite("pairs", labels)
-    if loss.labels is not None and len(labels):
-        known = loss.labels
-        if low == high and low in known:  # plain implicit feedback
-            return
-        if everywhere(lambda a, b: bool(np.isin(labels[a:b], known).all()), len(labels)):
-            return
-        wrong = ~np.isin(labels, loss.labels)
-        if wrong.any():
-            e = int(np.argmax(wrong))
-            i = int(pairs.rows[e])
-            allowed = " or ".join(f"{x:+g}" for x in loss.labels)
-            check.fail(
-                "pairs",
-                f"label {labels[e]:g} at row {i}, column {int(pairs.columns[e])} ({int(wrong.sum())} such labels)",
-                f"labels {allowed} for the {loss.name} loss: (matrix > 0) for counts, pairs read with a threshold for "
-                'ratings, or loss="squared", which takes any label',
-            )

@@ -1,0 +1,249 @@
+"""What training takes of memory, counted before anything is allocated; plan.py says how to stay within a budget.
+
+Counted is what training by newton-kron needs at its most, the largest of these moments:
+
+    solving        θ and the four vectors of conjugate gradient, slopes, curvatures and products of the pairs, outputs
+                   and directions of both sides, partial lines of the passes over pairs (kernels/layout.py)
+    line search    θ, the step and the next θ, and two evaluations: of the point left and of the point tried
+    factors        θ, the gradient, and what the preconditioner is made of: some numbers for each entity
+    sorting        θ, the gradient, and a part of the pairs while it is sorted by columns
+
+each with the pairs, the orders in which they are visited, activations, and features in the form that towers read them.
+Embeddings that are rows of a table (linear towers over ids) are views of θ and take nothing. Secant steps hold two
+vectors of θ's size for each pair they remember, as many pairs as the budget leaves room for (``Plan.spare_bytes``), and
+two more than conjugate gradient in the line search: the gradient and the last one.
+On a CPU, where the towers hold θ already, the count of θ stands for the best one of early stopping; features and the
+columns of the pairs are not counted, and a point holds scores, from which slopes and curvatures are made when asked
+for. Over several processes each counts the rows and pairs that it holds, and outputs of all right rows.
+
+Checked by tests/test_plan.py (planned against allocated bytes) and tests/test_memory.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gramtower.engine.kernels import layout
+from gramtower.engine.kernels.losses import LOSS_CHUNK
+
+LARGEST, SMALLEST = 1 << 16, 1 << 10  # rows of a block: small ones are launches more than work
+GPU_BLOCK = 3 << 15  # rows that a tower works on there
+_VECTORS = 5  # of θ's size: θ itself, the solution, the residual, the direction and its product
+_SEARCH, _SECANT = 3, 2  # of them in a line search: θ, the step, the next θ; more of them for secant steps
+_ORDERS = 12  # bytes of a pair: its column, its row and its place in the order by columns
+_FEWEST = 256  # rows of a block on a CPU: with fewer, towers run many times slower
+_COLUMN = 4  # of them its column, which is part of the data on a CPU
+_SEGMENTS = 24  # bytes of an entity on a CPU: the pieces that its pairs are cut into
+_HEAP = 1 << 24  # bytes, a fifth at most, that the C library keeps of small arrays that were freed on a CPU
+_LOSS = 6  # numbers for each pair of a chunk whose loss is computed on a CPU
+_ENTITY = 136  # bytes of an entity while the preconditioner is made
+_SAMPLE = 1 << 12  # rows, at most, that its factors are estimated from
+_SMALL = 1 << 16  # bytes of whatever does not grow
+_IN_FLIGHT = 2  # blocks of pairs on the device at a time, one of them on the way
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What the orders of visits take on a GPU, besides the pairs' own numbers.
+
+    Attributes:
+        pieces: of rows and columns, in all.
+        lines: of a partial result, at most at a time.
+    """
+
+    pieces: int = 0
+    lines: int = 0
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Sizes that the memory of an evaluation follows from.
+
+    Attributes:
+        parameters: numbers in θ.
+        rows: entities held here on each side.
+        columns: k.
+        row_bytes: bytes of an entity's activations on each side, with buffers for their changes.
+        pairs: |O|.
+        most_pairs: the most pairs in a block of so many left rows.
+        per_pair: numbers kept for each pair besides its place, such as weights.
+        item: bytes of a number.
+        extra: bytes of the preconditioner's factors, and of gradients that autodiff makes.
+        on_cpu: whether pairs are sorted, and losses computed, in plain passes.
+        sorting: bytes of a pair while pairs are sorted by columns in such passes, besides the result.
+        all_right: right entities of all processes; 0 for those held here.
+        least_block: smallest sensible block of rows on each side.
+        graph_numbers: numbers that a CUDA graph would hold; 0 where there is nothing to gain from one.
+        kept_bytes: of row_bytes, what is kept as long as a point; None for all of it.
+        viewed: whether the outputs of each side are views of θ.
+        weighted: whether entities have weights.
+        bfloat16: whether embeddings are gathered in bfloat16.
+        orders: of all pairs.
+        block_orders: of blocks of so many left rows: pieces of all of them, lines of one.
+        can_pin: whether pairs can come from pinned host memory.
+        features: bytes of features, for towers that work in blocks of so many rows.
+    """
+
+    parameters: int
+    rows: tuple[int, int]
+    columns: int
+    row_bytes: tuple[int, int]
+    pairs: int
+    most_pairs: Callable[[int], int]
+    per_pair: int
+    item: int
+    extra: int = 0
+    on_cpu: bool = False
+    sorting: int = 20
+    all_right: int = 0
+    least_block: tuple[int, int] = (1, 1)
+    graph_numbers: int = 0
+    kept_bytes: tuple[int, int] | None = None
+    viewed: tuple[bool, bool] = (False, False)
+    weighted: bool = False
+    bfloat16: bool = False
+    orders: Orders = Orders()
+    block_orders: Callable[[int], Orders] = lambda rows: Orders()
+    can_pin: bool = True
+    features: Callable[[int], int] = lambda rows: 0
+
+    @property
+    def theta(self) -> int:
+        """Bytes of θ."""
+        return self.item * self.parameters
+
+    @property
+    def right(self) -> int:
+        """The right side's outputs, direction and results."""
+        rows = self.all_right or self.rows[1]
+        matrices = 2 if self.viewed[1] and not self.all_right else 5
+        gathered = 4 * rows * self.columns if self.bfloat16 else 0
+        return self.item * matrices * rows * self.columns + gathered
+
+    @property
+    def outputs(self) -> int:
+        """P and Q."""
+        computed = (0 if viewed else rows for viewed, rows in zip(self.viewed, self.rows, strict=True))
+        return self.item * self.columns * sum(computed)
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of θ's size, and the right side's matrices."""
+        return _VECTORS * self.theta + self.right
+
+    @property
+    def stored_pairs(self) -> int:
+        """The pairs, their orders and their weights."""
+        place = 4 if self.pairs >= 2**31 else 0  # more of it
+        return self.pairs * (_ORDERS + place + self.item * self.per_pair)
+
+    @property
+    def entities(self) -> int:
+        """Weights and penalties of both sides' entities, a preconditioner's diagonal, and matrices of k × k."""
+        return 3 * self.item * sum(self.rows) + _SMALL + 16 * 8 * self.columns**2
+
+    def matrices(self, rows: int) -> int:
+        """P, W and U of so many left rows."""
+        each = self.item * (0 if self.viewed[0] else 3) + (2 if self.bfloat16 else 0)
+        return each * rows * self.columns
+
+    def lines(self, lines: int) -> int:
+        """Lines of a partial result."""
+        return self.item * self.columns * lines
+
+    def gramian(self, rows: int) -> int:
+        """Buffers of a Gramian of so many rows on a GPU (gramians.py)."""
+        k, most = self.columns, 1 << 24
+        weighted = min(rows * k, 4 * most) if self.weighted else 0
+        return 0 if self.on_cpu else self.item * (min(rows * k * k // 2048, most) + weighted)
+
+    def factors(self, rows: int) -> int:
+        """What the preconditioner is made of, with weighted Gramians of so many rows at a time."""
+        sample = min(_SAMPLE, max(self.rows)) * max(self.row_bytes)
+        return _ENTITY * sum(self.rows) + sample + self.item * min(rows * self.columns, 1 << 26)
+
+    def kept(self, rows: tuple[int, int]) -> int:
+        """What a point keeps of the activations of so many rows of each side."""
+        each = self.row_bytes if self.kept_bytes is None else self.kept_bytes
+        return sum(count * size for count, size in zip(rows, each, strict=True))
+
+    @property
+    def resident(self) -> int:
+        """All but activations, with everything resident."""
+        return max(self.moments(0).values())
+
+    def moments(self, kept: int) -> dict[str, int]:
+        """The moments that may take most, with everything resident and so much kept of activations."""
+        if not self.on_cpu:
+            return self._gpu_moments(kept)
+        return {name: size + min(_HEAP, size // 5) for name, size in self._cpu_moments(kept).items()}
+
+    def secant_moments(self, kept: int) -> dict[str, int]:
+        """The same of secant steps, without their pairs."""
+        m = self.moments(kept)
+        return {
+            "line search": m["line search"] + _SECANT * self.theta,
+            "gradient": m["solving"] - (_VECTORS - 2) * self.theta - self.item * self.pairs,
+            "factors": m["factors"],
+        }
+
+    def _cpu_moments(self, kept: int) -> dict[str, int]:
+        theta, number = self.theta, self.item * self.pairs
+        base = self.stored_pairs - _COLUMN * self.pairs + self.entities + self.extra + _SEGMENTS * sum(self.rows)
+        base += _LOSS * self.item * min(self.pairs, LOSS_CHUNK)
+        point = number + self.outputs + kept  # scores, embeddings, activations
+        working = self.right + self.matrices(self.rows[0]) - self.outputs  # W, U, H, V
+        return {
+            "solving": base + point + working + _VECTORS * theta + 2 * number,
+            "line search": base + 2 * point + _SEARCH * theta,
+            "factors": base + point + 2 * theta + number + self.factors(max(self.rows)),
+            "sorting": base + point + working + 2 * theta + number + self.sorting * self.pairs,
+        }
+
+    def _gpu_moments(self, kept: int) -> dict[str, int]:
+        theta, number = self.theta, self.item * self.pairs
+        base = self.stored_pairs + layout.PIECE_BYTES * self.orders.pieces + 8 * self.rows[0]
+        base += self.entities + self.extra + self.features(GPU_BLOCK)
+        point = 2 * number + self.outputs + kept  # slopes, curvatures, embeddings, activations
+        working = self.right + self.matrices(self.rows[0]) - self.outputs  # W, U, H, V
+        gramian, lines = self.gramian(max(self.rows)), self.lines(self.orders.lines)
+        sort = layout.SORT_BYTES * min(self.pairs, layout.SORTED) + layout.CUT_BYTES * self.orders.pieces
+        return {
+            "solving": base + point + working + _VECTORS * theta + number + max(lines, gramian),
+            "line search": base + 2 * point + _SEARCH * theta + gramian,
+            "factors": base + point + 2 * theta + self.factors(max(self.rows)),
+            "sorting": base + point + working + 2 * theta + sort,
+        }
+
+    @property
+    def least(self) -> int:
+        """The smallest budget that is kept: activations recomputed, in the smallest blocks; on a GPU streamed."""
+        if self.on_cpu or self.all_right:
+            return self.resident + 3 * max(
+                min(_FEWEST, n) * size for n, size in zip(self.rows, self.row_bytes, strict=True)
+            )
+        rows = max(SMALLEST, self.least_block[0])
+        ways = [self.streamed(rows, pinned) for pinned in ((False, True) if self.can_pin else (False,))]
+        return min(self.resident + self.recomputed, *ways)
+
+    @property
+    def recomputed(self) -> int:
+        """Activations of blocks of rows that are large enough to be worth recomputing."""
+        return 3 * min(16 * SMALLEST, max(self.rows)) * max(self.row_bytes)
+
+    def block(self, rows: int, pinned: bool) -> int:
+        """A block of left rows: activations and buffers for their changes, P, W, U, and its pairs' values."""
+        orders = _ORDERS - (4 if self.rows[1] <= LARGEST else 2)  # rows, and few columns, in 16 bits
+        pair = 3 * self.item + (_IN_FLIGHT * (orders + self.item * self.per_pair) if pinned else 0)
+        lines = self.lines(self.block_orders(rows).lines)
+        activations = rows * max(self.row_bytes) + self.matrices(rows)
+        return int(activations + pair * self.most_pairs(rows) + max(lines, self.gramian(rows)))
+
+    def streamed(self, rows: int, pinned: bool) -> int:
+        """What training takes with left rows in blocks of so many."""
+        stored = 0 if pinned else self.stored_pairs
+        base = stored + layout.PIECE_BYTES * self.block_orders(rows).pieces + 8 * self.rows[0] + self.entities
+        base += self.extra + self.features(rows) + self.right + self.block(rows, pinned)
+        sort = layout.SORT_BYTES * min(self.most_pairs(rows), layout.SORTED)
+        return base + max(_VECTORS * self.theta, 2 * self.theta + max(self.factors(rows), sort))
