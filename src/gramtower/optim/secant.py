@@ -73,13 +73,11 @@ class KroneckerSecant(Direction):
     def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
         """−H∇L, or −M∇L on one side."""
         assert point is not None
-        M = self._preconditioner(point)
         if self.iterations < self.alternating:
-            s = M.product(gradient)
-            still = "right" if self.iterations % 2 == 0 else "left"
-            for name in point.evaluation.towers.local_names(still).values():
-                s[name].zero_()
+            side = "left" if self.iterations % 2 == 0 else "right"
+            s = point.preconditioner("kronecker", self.damping.value, side).product(gradient)
         else:
+            M = self._preconditioner(point)
             self._remember(gradient)
             s = inverse_product(gradient, self.pairs, lambda q: self._scaled(M, q))
         s.scale_(-1.0)

@@ -44,6 +44,7 @@ class GraphPool:
         self._evaluate = evaluate
         self._free: list[_Slot] = []
         self.made = 0
+        self._work: Work | None = None
         self._apply = _GraphedApply()
 
     def acquire(self, parameters: Parameters) -> GraphExecutor | None:
@@ -52,7 +53,8 @@ class GraphPool:
             slot = self._free.pop()
         elif self.made < _SLOTS:
             self.made += 1
-            slot = _Slot(self._evaluate, parameters)
+            slot = _Slot(self._evaluate, parameters, self._work)
+            self._work = slot.work
         else:
             return None
         slot.load(parameters)
@@ -139,19 +141,25 @@ def _shapes(tensors: list[Tensor]) -> list[torch.Size]:
 class _Slot:
     """One evaluation over fixed memory.
 
+    Args:
+        evaluate: the problem at parameters, kernel by kernel.
+        parameters: some.
+        work: what another slot counts; None for the first, which compiles the kernels that all of them use.
+
     Attributes:
+        work: counts what is done.
         evaluation: at the θ that was loaded last.
     """
 
-    def __init__(self, evaluate: Evaluate, parameters: Parameters) -> None:
+    def __init__(self, evaluate: Evaluate, parameters: Parameters, work: Work | None) -> None:
         self._stream = SideStream(torch.cuda.Stream(parameters.vector.device))  # type: ignore[no-untyped-call]
         self._theta, self._direction = parameters.clone(), parameters.clone()
         self._gradient, self._product = parameters.empty(), parameters.empty()
         self._make = evaluate
-        work = self._try_out(lambda at: at.gradient(out=self._gradient))
+        self.work = self._try_out(lambda at: at.gradient(out=self._gradient)) if work is None else work
         self._pool = torch.cuda.graph_pool_handle()
-        self._replay_value = _Recording(work, self._pool, self._evaluate)
-        self._replay_gradient = _Recording(work, self._pool, lambda: self.evaluation.gradient(out=self._gradient))
+        self._replay_value = _Recording(self.work, self._pool, self._evaluate)
+        self._replay_gradient = _Recording(self.work, self._pool, lambda: self.evaluation.gradient(out=self._gradient))
         self._replay_product: _Recording | None = None  # not every method asks for one
 
     def load(self, parameters: Parameters) -> None:

@@ -14,7 +14,7 @@ tests/dense.py in tests/test_engine.py; passes are counted in tests/test_cost.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -42,11 +42,12 @@ class Moments:
 
     Attributes:
         sums: for each left entity Σ_j ∂²ℓ⁺_ij (1, ‖q_j‖²), and likewise for each right one.
-        squares: Pᵀ diag(c) P with c_i = Σ_j ∂²ℓ⁺_ij, and Qᵀ diag(c) Q with c_j = Σ_i ∂²ℓ⁺_ij, in float64.
+        squares: Pᵀ diag(c) P with c_i = Σ_j ∂²ℓ⁺_ij, which the right side needs, and Qᵀ diag(c) Q with c_j =
+            Σ_i ∂²ℓ⁺_ij, which the left side needs, in float64; None where they were not asked for.
     """
 
     sums: tuple[Tensor, Tensor]
-    squares: tuple[Tensor, Tensor]
+    squares: tuple[Tensor | None, Tensor | None]
 
 
 class Evaluation:
@@ -263,12 +264,12 @@ class Evaluation:
         return None if name in self.towers.local_names(other).values() else name
 
     @torch.no_grad()
-    def curvature_moments(self) -> Moments:
-        """What the preconditioner needs of the observed pairs. Two passes over O with two columns."""
+    def curvature_moments(self, sides: Collection[int] = (0, 1)) -> Moments:
+        """What the preconditioner of some sides needs of the observed pairs. Two passes over O with two columns."""
         c, Q = self.constants, self.Q
-        each_Q, k = pair_moments(self.right_rows), Q.shape[1]
+        each_Q = pair_moments(self.right_rows)
         left, right = Q.new_zeros(c.shards.left.count, 2), Q.new_zeros(len(Q), 2)
-        square = torch.zeros(k, k, dtype=torch.float64, device=Q.device)
+        P_squares: list[Tensor] = []
 
         def add(block: LeftBlock) -> None:
             P, curvatures = block.P, block.observed.curvatures
@@ -276,8 +277,11 @@ class Evaluation:
             block.left_sum(curvatures, each_Q, sums)
             each_P = pair_moments(P)
             c.shards.add_right_sum(right, lambda total: block.right_sum(curvatures, each_P, total)).wait()
-            square.add_(gram(P, P, sums[:, 0]))
+            if 1 in sides:
+                part = gram(P, P, sums[:, 0])
+                P_squares[:] = [P_squares[0].add_(part) if P_squares else part]
 
         self._visit(add)
-        P_square, Q_square = c.shards.group.sum_all(square, gram(Q, Q, right[:, 0]))
-        return Moments((left, right), (P_square, Q_square))
+        squares = P_squares + ([gram(Q, Q, right[:, 0])] if 0 in sides else [])
+        found = iter(c.shards.group.sum_all(*squares))
+        return Moments((left, right), (next(found) if 1 in sides else None, next(found) if 0 in sides else None))

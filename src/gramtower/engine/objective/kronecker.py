@@ -10,7 +10,9 @@ A / mean diag S, the inverse applied is (A + π√λ′ I)⁻¹ ⊗ (S + √λ�
 
 Whatever the scale of the data there is a preconditioner: a matrix that Cholesky cannot factorise is inverted by its
 clamped eigenvalues, or by its diagonal if these are not found (factors.clamped_spectrum); a layer whose factors are not
-finite gets 1/λ′.
+finite gets 1/λ′. A GPU is waited for once, to hear of such matrices.
+
+For one side alone M is zero on the other side's parameters, and what only they need is left out.
 
 Cost of building: O((m+n) width²) and a few factorisations of layer width; of applying: one product of each parameter
 matrix with factors of its width. Not in the paper. Checked by tests/test_kronecker.py.
@@ -20,17 +22,20 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from gramtower.engine.objective.evaluation import Evaluation, Moments
 from gramtower.engine.objective.executor import EAGER, Executor
+from gramtower.engine.objective.inverses import Inverses
 from gramtower.engine.objective.operators import LinearOperator
 from gramtower.engine.towers.factors import tower_factors
 from gramtower.engine.towers.layer_factors import Factor, Factors, clamped_spectrum
 from gramtower.engine.towers.parameters import Parameters
+
+SIDES = ("left", "right")
 
 _DRAWS = 4
 _TINY = 1e-12
@@ -40,10 +45,15 @@ class Kronecker(LinearOperator):
     """M ≈ (G + damping·I)⁻¹: symmetric, positive definite, applied block by block. Made by Point.preconditioner."""
 
     def __init__(
-        self, like: Parameters, blocks: list[_Block], diagonal: dict[str, Tensor], executor: Executor = EAGER
+        self,
+        like: Parameters,
+        blocks: list[_Block],
+        diagonal: dict[str, Tensor],
+        still: Collection[str] = (),
+        executor: Executor = EAGER,
     ) -> None:
         super().__init__(like.blank())  # it may outlive the point by many iterations
-        self._blocks, self._diagonal, self.executor = blocks, diagonal, executor
+        self._blocks, self._diagonal, self._still, self.executor = blocks, diagonal, still, executor
 
     @torch.no_grad()
     def product(self, d: Parameters, out: Parameters | None = None) -> Parameters:
@@ -56,6 +66,8 @@ class Kronecker(LinearOperator):
             block.apply(d, out)
         for name, inverse in self._diagonal.items():
             torch.mul(d[name], inverse, out=out[name])
+        for name in self._still:
+            out[name].zero_()
         return out
 
     def tensors(self) -> list[Tensor]:
@@ -80,7 +92,7 @@ class Kronecker(LinearOperator):
         blocks = [copy.copy(block) for block in self._blocks]
         for block in blocks:
             block.A, block.S = block.A.clone(), block.S.clone()
-        return Kronecker(self.like, blocks, {name: t.clone() for name, t in self._diagonal.items()})
+        return Kronecker(self.like, blocks, {name: t.clone() for name, t in self._diagonal.items()}, self._still)
 
 
 class _Block:
@@ -113,22 +125,26 @@ class _Block:
 
 
 @torch.no_grad()
-def kronecker(at: Evaluation, damping: float, executor: Executor = EAGER, seed: int = 0) -> Kronecker:
-    """Build the preconditioner at a point."""
+def kronecker(
+    at: Evaluation, damping: float, side: str | None = None, executor: Executor = EAGER, seed: int = 0
+) -> Kronecker:
+    """Build the preconditioner at a point; with ``side``, that of its parameters alone."""
     c, towers = at.constants, at.towers
-    moments = at.curvature_moments()
+    numbers = [number for number, name in enumerate(SIDES) if side in (None, name)]
+    moments = at.curvature_moments(numbers)
     shift = max(c.l2 + damping, _TINY)
     merged: dict[str, list[Factor]] = {}
     squares: dict[str, Tensor] = {}
     extra: dict[str, list[tuple[Tensor, Tensor]]] = {}
     tables: dict[str, str] = {}  # weights with one row for each entity of a side
-    curvatures, weights = zip(*(_output_curvature(at, index, moments) for index in (0, 1)), strict=True)
-    definite = _semidefinite(curvatures)
-    for index, (side, tower) in enumerate((("left", at.left.tower), ("right", at.right))):
-        H, weight = definite[index], weights[index]
-        names = towers.local_names(side)
+    sides = [(number, (at.left.tower, at.right)[number]) for number in numbers]
+    curvatures, weights = zip(*(_output_curvature(at, number, moments) for number in numbers), strict=True)
+    if any(len(tower.steps) > 1 for _, tower in sides):  # the inverse of a table's S is found if it is not definite
+        curvatures = tuple(_semidefinite(curvatures))
+    for (number, tower), H, weight in zip(sides, curvatures, weights, strict=True):
+        names = towers.local_names(SIDES[number])
         owned = {own for own, name in names.items() if name in at.parameters.layout.owned}
-        factors = tower_factors(tower, H, weight, set(names), _DRAWS, seed + index, c.shards.group, owned)
+        factors = tower_factors(tower, H, weight, set(names), _DRAWS, seed + number, c.shards.group, owned)
         for factor in factors.layers:
             renamed = Factor(
                 names[factor.weight],
@@ -140,26 +156,27 @@ def kronecker(at: Evaluation, damping: float, executor: Executor = EAGER, seed: 
             )
             merged.setdefault(renamed.weight, []).append(renamed)
             if tower.features.kind == "ids" and len(factor.A) == tower.rows:
-                tables[renamed.weight] = side
+                tables[renamed.weight] = SIDES[number]
         _collect(factors, names, extra)
         for name, square in factors.diagonals.items():
             squares[names[name]] = squares[names[name]] + square if names[name] in squares else square
     dtype = at.Q.dtype
-    inverses = _Inverses()
-    pending = [_invert(factor, shift, inverses) for factor in _usable([_merge(parts) for parts in merged.values()])]
+    inverses = Inverses()
+    pending = [_invert(_merge(parts), shift, inverses) for parts in merged.values()]
     biases = {name: inverses.ask(_bias_curvature(parts), shift) for name, parts in extra.items()}
     inverses.solve(dtype)
-    blocks = [block() for block in pending]
-    blocks += [_BiasBlock(name, inverses[number]) for name, number in biases.items()]
+    blocks = [block for make in pending if (block := make()) is not None]
+    blocks += [_BiasBlock(name, S) for name, number in biases.items() if (S := inverses[number]) is not None]
     covered = {name for block in blocks for name in (block.weight, block.bias)}
+    moved = {name for number in numbers for name in towers.local_names(SIDES[number]).values()}
     diagonal = {
-        name: (1 / (shift + squares.get(name, torch.zeros_like(tensor)))).to(dtype)
-        for name, tensor in at.parameters.items()
-        if name not in covered
+        name: (1 / (shift + squares.get(name, torch.zeros_like(at.parameters[name])))).to(dtype)
+        for name in at.parameters
+        if name in moved and name not in covered
     }
     for block in blocks:
         block.side = tables.get(block.weight) if block.A.dim() == 1 else None
-    return Kronecker(at.parameters, blocks, diagonal, executor)
+    return Kronecker(at.parameters, blocks, diagonal, [name for name in at.parameters if name not in moved], executor)
 
 
 def _collect(factors: Factors, names: dict[str, str], extra: dict[str, list[tuple[Tensor, Tensor]]]) -> None:
@@ -171,19 +188,20 @@ def _output_curvature(at: Evaluation, side: int, moments: Moments) -> tuple[Tens
     """H of one side, and each entity's share of it: r_i = tr H_i / mean tr H."""
     c = at.constants
     group, rows, k = c.shards.group, (c.shards.left, c.shards.right)[side].total, at.Q.shape[1]
-    own_trace = moments.sums[side][:, 1]  # Σ_j ∂²ℓ⁺_ij ‖q_j‖²
-    own, gramian = (c.left, c.right)[side], c.omega * at.gramians[0][1 - side]
-    weight, penalty = own.weight, own.penalty
-    mean_weight = 1.0 if weight is None else group.sum_(weight.sum(dtype=torch.float64)) / rows
-    H = mean_weight * gramian + moments.squares[1 - side] / rows
-    trace = own_trace.double() + gramian.trace() * (1.0 if weight is None else weight.double())
-    if penalty is not None:
-        mean_penalty = group.sum_(penalty.sum(dtype=torch.float64)) / rows
-        H.diagonal().add_(mean_penalty)
-        trace = trace + k * penalty.double()
-    trace = trace.clamp_min(0)
-    mean = group.sum_(trace.sum()) / rows
-    share = torch.where(mean > 0, trace / mean, torch.ones_like(trace))
+    own, gramian, square = (c.left, c.right)[side], at.gramians[0][1 - side], moments.squares[1 - side]
+    assert square is not None
+    trace = moments.sums[side][:, 1].double()  # Σ_j ∂²ℓ⁺_ij ‖q_j‖²
+    if own.weight is None:
+        H = torch.add(square / rows, gramian, alpha=c.omega)
+        trace += c.omega * gramian.trace()
+    else:
+        H = torch.addcmul(square / rows, gramian, group.sum_(own.weight.sum(dtype=torch.float64)), value=c.omega / rows)
+        trace.addcmul_(own.weight.double(), gramian.trace(), value=c.omega)
+    if own.penalty is not None:
+        H.diagonal().add_(group.sum_(own.penalty.sum(dtype=torch.float64)) / rows)
+        trace.add_(own.penalty, alpha=k)
+    mean = group.sum_(trace.clamp_min_(0).sum()) / rows
+    share = torch.where(mean > 0, trace / mean, 1.0)
     return H, share.to(at.Q.dtype)
 
 
@@ -212,62 +230,25 @@ def _merge(parts: list[Factor]) -> Factor:
     return Factor(first.weight, first.bias, first.inputs_first, A, S)
 
 
-def _usable(factors: list[Factor]) -> list[Factor]:
-    """Factors without those that are not finite: numbers whose squares are beyond the dtype."""
-    finite = [torch.isfinite(f.A).all() & torch.isfinite(f.S).all() for f in factors]
-    return [f for f, ok in zip(factors, torch.stack(finite).tolist(), strict=True) if ok] if factors else []
-
-
 def _diagonal(A: Tensor) -> Tensor:
     return A if A.dim() == 1 else A.diagonal()
 
 
-class _Inverses:
-    """Inverses of many small symmetric matrices, made size by size: a GPU does a batch in the time of one."""
-
-    def __init__(self) -> None:
-        self._asked: list[Tensor] = []
-        self._found: list[Tensor] = []
-
-    def ask(self, matrix: Tensor, shift: Tensor | float) -> int:
-        """Ask for (matrix + shift·I)⁻¹; the number under which it will be found."""
-        damped = matrix.clone()
-        damped.diagonal().add_(shift)
-        self._asked.append(damped)
-        return len(self._asked) - 1
-
-    def __getitem__(self, number: int) -> Tensor:
-        return self._found[number]
-
-    def solve(self, dtype: torch.dtype) -> None:
-        """All of them by Cholesky in float64."""
-        found: dict[int, Tensor] = {}
-        for size in {len(matrix) for matrix in self._asked}:
-            numbers = [i for i, matrix in enumerate(self._asked) if len(matrix) == size]
-            batch = torch.stack([self._asked[i] for i in numbers])
-            factors, info = torch.linalg.cholesky_ex(batch)
-            failed = info.nonzero()[:, 0].tolist()  # rounding made a semidefinite matrix indefinite
-            for i in failed:
-                factors[i] = torch.eye(size, dtype=batch.dtype, device=batch.device)
-            inverses = torch.cholesky_inverse(factors)
-            for i in failed:
-                values, vectors = clamped_spectrum(batch[i])
-                inverses[i] = (vectors / values.clamp_min(float(values.max().clamp_min(_TINY)) * 1e-15)) @ vectors.mT
-            found.update(zip(numbers, inverses.to(dtype), strict=True))
-        self._found = [found[i] for i in range(len(self._asked))]
-
-
-def _invert(f: Factor, shift: float, inverses: _Inverses) -> Callable[[], _Block]:
-    """Ask for the damped inverse of A ⊗ S; the block, once the inverses are there."""
+def _invert(f: Factor, shift: float, inverses: Inverses) -> Callable[[], _Block | None]:
+    """Ask for the damped inverse of A ⊗ S; the block once the inverses are there, None if A or S is not finite."""
     mean = _diagonal(f.A).mean() if f.mean is None else f.mean
     pi = (mean.clamp_min(_TINY) / f.S.diagonal().mean().clamp_min(_TINY)).sqrt()
     root = math.sqrt(shift)
-    S = inverses.ask(f.S, root / pi)
-    if f.A.dim() == 1:
-        diagonal = 1 / (f.A + pi * root)
-        return lambda: _Block(f.weight, f.bias, f.inputs_first, diagonal.to(inverses[S].dtype), inverses[S])
-    A = inverses.ask(f.A, pi * root)
-    return lambda: _Block(f.weight, f.bias, f.inputs_first, inverses[A], inverses[S])
+    S = inverses.ask(f.S, root / pi, f.A)
+    A = 1 / (f.A + pi * root) if f.A.dim() == 1 else inverses.ask(f.A, pi * root, f.S)
+
+    def block() -> _Block | None:
+        left, right = A if isinstance(A, Tensor) else inverses[A], inverses[S]
+        if left is None or right is None:
+            return None
+        return _Block(f.weight, f.bias, f.inputs_first, left.to(right.dtype), right)
+
+    return block
 
 
 def _bias_curvature(parts: list[tuple[Tensor, Tensor]]) -> Tensor:

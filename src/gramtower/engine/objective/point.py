@@ -18,7 +18,7 @@ from gramtower import _checks as check
 from gramtower.engine.objective.evaluation import Evaluation
 from gramtower.engine.objective.executor import EAGER, Executor
 from gramtower.engine.objective.gauss_newton import GaussNewton
-from gramtower.engine.objective.kronecker import Kronecker, kronecker
+from gramtower.engine.objective.kronecker import SIDES, Kronecker, kronecker
 from gramtower.engine.towers.linearization import Work
 from gramtower.engine.towers.parameters import Parameters, as_parameters
 
@@ -131,10 +131,18 @@ class Point:
         """G of eq:general_G as a linear operator; ``G @ d`` by eq:final_Gd. ``damping`` is added to λ in G alone."""
         return GaussNewton(self.evaluation, check.number("damping", damping, minimum=0.0), self.executor)
 
-    def preconditioner(self, kind: str = "kronecker", damping: float = 0.0) -> Kronecker:
-        """M with M @ r ≈ (G + damping·I)⁻¹ r, made of Kronecker factors of the all-pairs curvature."""
+    def preconditioner(self, kind: str = "kronecker", damping: float = 0.0, side: str | None = None) -> Kronecker:
+        """M with M @ r ≈ (G + damping·I)⁻¹ r, made of Kronecker factors of the all-pairs curvature.
+
+        With ``side``, "left" or "right", that of this side's parameters while the other's do not move: M is zero there.
+        """
         check.choice("kind", kind, ("kronecker",))
-        return kronecker(self.evaluation, check.number("damping", damping, minimum=0.0), self.executor.unbound)
+        if side is not None:
+            check.choice("side", side, SIDES)
+            if self.evaluation.towers.share_parameters:
+                check.fail("side", repr(side), "None, as the towers share parameters")
+        damping = check.number("damping", damping, minimum=0.0)
+        return kronecker(self.evaluation, damping, side, self.executor.unbound)
 
     def along(self, direction: Parameters) -> Callable[[float], Point]:
         """The problem along a line: ``point.along(d)(δ)`` is the point at θ + δ d."""

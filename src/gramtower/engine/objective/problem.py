@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -282,13 +283,17 @@ class Problem:
             towers.device.type == "cuda", sizes.feature_bytes,
         )  # fmt: skip
 
+    @cached_property
+    def _order_sizes(self) -> tuple[layout.OrderSizes, layout.OrderSizes]:
+        """Of the pairs alone: all towers have the same."""
+        pairs = self.pairs
+        return layout.row_order(pairs.row_counts), layout.column_order(pairs.column_counts, pairs.shape[0])
+
     def _orders(self, most_pairs: Callable[[int], int], on_cpu: bool) -> tuple[Orders, Callable[[int], Orders]]:
         """What the orders of visits take on a GPU: of all pairs, and of blocks of so many left rows."""
         if on_cpu:
             return Orders(), lambda rows: Orders()
-        pairs = self.pairs
-        left = layout.row_order(pairs.row_counts)
-        right = layout.column_order(pairs.column_counts, pairs.shape[0])
+        pairs, (left, right) = self.pairs, self._order_sizes
 
         def of_blocks(rows: int) -> Orders:  # kept by the plan, and so by the problem: of the pairs alone, no cycle
             return Orders(*layout.block_order(pairs.column_counts, pairs.shape[0], rows, most_pairs(rows)))
