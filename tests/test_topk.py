@@ -243,3 +243,15 @@ def test_bad_arguments_are_refused_by_name(arguments, text):
     good = dict(P=torch.ones(3, 5), Q=torch.ones(4, 5), k=2)
     with pytest.raises(ValueError, match=text):
         top_k(**{**good, **arguments})
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="lists of a GPU need one")
+@pytest.mark.parametrize(("n", "k"), [(40, 7), (40, 40), (3000, 5)])
+def test_lists_of_a_gpu_are_those_of_a_cpu_through_ties_exclusions_and_blocks(n, k):
+    P, Q = whole_numbers(50, n)
+    exclude = sp.random(50, n, 0.2, format="csr", random_state=0)
+    expected = top_k(P, Q, k, exclude=exclude, deny=[3, 5])
+    for rows in (2, 20, 100):  # two blocks at a time
+        found = top_k(P.cuda(), Q.cuda(), k, exclude=exclude, deny=[3, 5], block_bytes=rows * 4 * n)
+        np.testing.assert_array_equal(found[0], expected[0])
+        np.testing.assert_array_equal(found[1], expected[1])

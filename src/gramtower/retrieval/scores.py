@@ -1,6 +1,7 @@
 """Scores p_iᵀq_j of many left entities against all right ones, a block of rows at a time.
 
-One buffer of at most ``block_bytes`` (or one row) is used again for every block, so nothing of m·n elements is made.
+One buffer of at most ``block_bytes`` (or one row) is used again for every block, or several by turns, so nothing of m·n
+elements is made.
 Pairs that must not be ranked are −inf. Cost: the product, 2·rows·n·k operations, and one write for each excluded pair.
 Checked by tests/test_topk.py.
 """
@@ -55,6 +56,7 @@ def score_blocks(
     deny: Tensor | None = None,
     rows: NDArray[np.int64] | None = None,
     block_bytes: int | str | None = None,
+    buffers: int = 1,
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Blocks of scores, in order of rows.
 
@@ -64,36 +66,42 @@ def score_blocks(
         exclude: rows × n (the rows that are scored); its stored entries become −inf.
         deny: columns that become −inf for everyone.
         rows: which rows of P to score; None for all.
-        block_bytes: most bytes of a block; None for 64 MB on a CPU and 1 GB on a GPU.
+        block_bytes: most bytes of scores held at once; None for 64 MB on a CPU and 1 GB on a GPU.
+        buffers: used by turns.
 
     Yields:
-        First row, row after the last, and their scores; the next block overwrites them.
+        First row, row after the last, and their scores; the block that follows ``buffers - 1`` others overwrites them.
     """
     count, n = len(P) if rows is None else len(rows), len(Q)
-    size = rows_in_block(n, count, P.device, block_bytes)
-    buffer = torch.empty((size, n), dtype=torch.float32, device=P.device)
+    size = rows_in_block(n, count, P.device, block_bytes, buffers)
+    held = [
+        torch.empty((size, n), dtype=torch.float32, device=P.device) for _ in range(min(buffers, -(-count // size)))
+    ]
     across = Q.t()
-    for start in range(0, count, size):
+    for number, start in enumerate(range(0, count, size)):
         stop = min(start + size, count)
-        scores = buffer[: stop - start]
+        scores = held[number % buffers][: stop - start]
         part = P[start:stop] if rows is None else P[torch.from_numpy(rows[start:stop]).to(P.device)]
+        places = None if exclude is None else _places(exclude, start, stop, P.device)
         torch.mm(part, across, out=scores)
-        if exclude is not None:
-            _mask(scores, exclude, start, stop)
+        if places is not None:
+            scores.view(-1).index_fill_(0, places, -torch.inf)
         if deny is not None:
             scores.index_fill_(1, deny, -torch.inf)
         yield start, stop, scores
 
 
-def rows_in_block(n: int, rows: int, device: torch.device, block_bytes: int | str | None = None) -> int:
-    """How many rows of n scores make a block."""
+def rows_in_block(
+    n: int, rows: int, device: torch.device, block_bytes: int | str | None = None, buffers: int = 1
+) -> int:
+    """How many rows of n scores make a block, of which there are so many at a time."""
     given = _DEFAULT_BYTES.get(device.type, _DEFAULT_BYTES["cpu"]) if block_bytes is None else block_bytes
-    return max(1, min(rows, check.memory_size("block_bytes", given) // (4 * max(1, n))))
+    return max(1, min(rows, check.memory_size("block_bytes", given) // (4 * buffers * max(1, n))))
 
 
-def _mask(scores: Tensor, exclude: sp.csr_matrix, start: int, stop: int) -> None:
-    """Write −inf at the stored entries of rows start:stop."""
+def _places(exclude: sp.csr_matrix, start: int, stop: int, device: torch.device) -> Tensor:
+    """Where the stored entries of rows start:stop are in a block of scores; a GPU is not waited for."""
     bounds = exclude.indptr[start : stop + 1]
     columns = exclude.indices[bounds[0] : bounds[-1]].astype(np.int64)
-    places = columns + np.repeat(np.arange(stop - start) * scores.shape[1], np.diff(bounds))
-    scores.view(-1).index_fill_(0, torch.from_numpy(places).to(scores.device), -torch.inf)
+    places = torch.from_numpy(columns + np.repeat(np.arange(stop - start) * exclude.shape[1], np.diff(bounds)))
+    return places if device.type == "cpu" else places.pin_memory().to(device, non_blocking=True)

@@ -7,6 +7,7 @@ finite score fills hold column −1 and score −inf. Cost: one pass over the bl
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,44 +39,84 @@ def use_compiled(device: torch.device, scores: int, k: int = 0, least: int = _WO
 
 def best_torch(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """See best; in plain torch, for any device."""
+    columns, values, tied = best_but_for_ties(scores, k)
+    return settle_ties(scores, columns, values, tied.nonzero()[:, 0])
+
+
+def best_but_for_ties(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Columns and scores as best gives them, and the rows where other columns may have the k-th score too.
+
+    A GPU is not waited for; settle_ties must look at these rows again.
+    """
     n = scores.shape[1]
-    kept, places, outside = _in_best_groups(scores, k) or (scores, None, None)
-    values, columns = torch.topk(kept, min(k + 1, n), dim=1)
-    if places is not None:
-        columns = places.gather(1, columns)
+    groups = _BestGroups.of(scores, k)
+    values, columns = torch.topk(scores if groups is None else groups.scores, min(k + 1, n), dim=1)
+    if groups is not None:
+        columns = groups.columns(columns)
+    tied = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
     if k < n:
         tied = values[:, k] == values[:, k - 1]
-        if outside is not None:
-            tied |= outside == values[:, k - 1]
+        if groups is not None:
+            tied |= groups.least == values[:, k - 1]
         tied &= values[:, k - 1] > -torch.inf
         values, columns = values[:, :k], columns[:, :k]
-        again, size = tied.nonzero()[:, 0], max(1, -(-len(scores) // 16))
-        for start in range(0, len(again), size):  # torch chose among equals; here the smaller column is chosen
-            rows = again[start : start + size]
-            ordered = scores[rows].sort(stable=True, dim=1, descending=True)
-            values[rows], columns[rows] = ordered.values[:, :k], ordered.indices[:, :k]
     by_column = columns.sort(1)
     by_score = values.gather(1, by_column.indices).sort(stable=True, dim=1, descending=True)
     columns = by_column.values.gather(1, by_score.indices)
-    return columns.masked_fill_(by_score.values == -torch.inf, -1), by_score.values
+    return columns.masked_fill_(by_score.values == -torch.inf, -1), by_score.values, tied
 
 
-def _in_best_groups(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The scores among which each row's k best are, their columns, and the highest that may be elsewhere.
+def settle_ties(scores: Tensor, columns: Tensor, values: Tensor, again: Tensor) -> tuple[Tensor, Tensor]:
+    """Choose the smaller columns in the rows ``again``, where torch chose among equals; in place, on any device."""
+    k, size = columns.shape[1], max(1, -(-len(scores) // 16))
+    for start in range(0, len(again), size):
+        rows = again[start : start + size]
+        ordered = scores[rows.to(scores.device)].sort(stable=True, dim=1, descending=True)
+        best = ordered.values[:, :k]
+        chosen = ordered.indices[:, :k].masked_fill_(best == -torch.inf, -1)
+        values[rows], columns[rows] = best.to(values.device), chosen.to(columns.device)
+    return columns, values
 
-    Columns are taken in groups of about √(n / k). The k + 1 groups with the highest maxima hold the k best, up to
-    scores that equal the least of these maxima; every other group is below it or equal. So all scores are read once,
-    for the maxima, where torch.topk reads them several times. None where the groups would be few.
+
+class _BestGroups(NamedTuple):
+    """The scores among which each row's k best are.
+
+    Columns are taken in groups of about √(n / k), those of a group equally far apart: a GPU then reads whole lines for
+    the maxima. The k + 1 groups with the highest maxima hold the k best, up to scores that equal the least of these
+    maxima; every other group is below it or equal. So all scores are read once, where torch.topk reads them several
+    times.
+
+    Attributes:
+        scores: of the best groups, first columns first, and of the columns that no group has.
+        groups: rows × (k + 1), which groups.
+        step: how far apart the columns of a group are.
+        size: columns of a group.
+        least: of the maxima, the highest that a score elsewhere may be.
     """
-    n = scores.shape[1]
-    size = 1 << max(3, round(math.log2(n / (k + 1)) / 2))
-    groups = n // size
-    if groups < 4 * (k + 1):
-        return None
-    grouped = scores[:, : groups * size].view(len(scores), groups, size)
-    highest = torch.topk(grouped.amax(2), k + 1, dim=1)
-    inside = highest.indices[:, :, None].expand(-1, -1, size)
-    columns = inside * size + torch.arange(size, device=scores.device)
-    rest = torch.arange(groups * size, n, device=scores.device).expand(len(scores), -1)
-    kept = torch.cat([grouped.gather(1, inside).flatten(1), scores[:, groups * size :]], 1)
-    return kept, torch.cat([columns.flatten(1), rest], 1), highest.values[:, k]
+
+    scores: Tensor
+    groups: Tensor
+    step: int
+    size: int
+    least: Tensor
+
+    @classmethod
+    def of(cls, scores: Tensor, k: int) -> _BestGroups | None:
+        """None where the groups would be few."""
+        n = scores.shape[1]
+        size = 1 << max(3, round(math.log2(n / (k + 1)) / 2))
+        step = n // size
+        if step < 4 * (k + 1):
+            return None
+        grouped = scores[:, : step * size].view(len(scores), size, step)
+        highest = torch.topk(grouped.amax(1), k + 1, dim=1)
+        inside = grouped.gather(2, highest.indices[:, None, :].expand(-1, size, -1)).flatten(1)
+        kept = torch.cat([inside, scores[:, step * size :]], 1) if step * size < n else inside
+        return cls(kept, highest.indices, step, size, highest.values[:, k])
+
+    def columns(self, places: Tensor) -> Tensor:
+        """The columns of ``scores`` as columns of the whole."""
+        count = self.groups.shape[1]
+        number = places // count  # of the column in its group
+        grouped = number * self.step + self.groups.gather(1, places % count)
+        return torch.where(number < self.size, grouped, places + self.size * (self.step - count))

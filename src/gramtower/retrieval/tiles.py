@@ -3,7 +3,8 @@
 On a CPU each thread takes some rows, multiplies them with a few columns at a time, and merges the scores into
 its rows' lists while they are in its cache, so that scores never go to memory and back. Of few rows each thread takes
 all, and some of the columns: every row of Q is then read once. Elsewhere, for long lists and for little work, blocks of
-full rows. Cost: the score products and one pass over the scores.
+full rows; a GPU is given the next block before the lists of the last one are fetched. Cost: the score products and one
+pass over the scores.
 Checked by tests/test_topk.py against sorted dense scores; timed by benchmarks/bench_evaluation.py.
 """
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from gramtower import _checks as check
 from gramtower.retrieval.scores import score_blocks
-from gramtower.retrieval.select import WORTH_CALLING, best, use_compiled
+from gramtower.retrieval.select import WORTH_CALLING, best, best_but_for_ties, settle_ties, use_compiled
 from gramtower.runtime.threads import pool
 
 _ROWS = 512  # of a tile; with fewer, products are slower
@@ -56,9 +57,32 @@ def best_lists(
         yield from _tiled(P, Q, k, exclude, deny, rows, block_bytes)
         return
     never = None if deny is None else torch.from_numpy(deny).to(Q.device)
-    for start, stop, scores in score_blocks(P, Q, exclude, never, rows, block_bytes):
-        columns, values = best(scores, k)
-        yield start, stop, columns.cpu().numpy(), values.cpu().numpy()
+    if not P.is_cuda:
+        for start, stop, scores in score_blocks(P, Q, exclude, never, rows, block_bytes):
+            columns, values = best(scores, k)
+            yield start, stop, columns.numpy(), values.numpy()
+        return
+    before: Callable[[], Lists] | None = None
+    for start, stop, scores in score_blocks(P, Q, exclude, never, rows, block_bytes, buffers=2):
+        fetch = _launched(start, stop, scores, k)
+        if before is not None:
+            yield before()
+        before = fetch
+    if before is not None:
+        yield before()
+
+
+def _launched(start: int, stop: int, scores: Tensor, k: int) -> Callable[[], Lists]:
+    """Start to rank a block on a GPU; what waits for its lists, to be called before the block is overwritten."""
+    columns, values, tied = (found.to("cpu", non_blocking=True) for found in best_but_for_ties(scores, k))
+    done = torch.cuda.current_stream(scores.device).record_event()
+
+    def fetch() -> Lists:
+        done.synchronize()
+        settle_ties(scores, columns, values, tied.nonzero()[:, 0])
+        return start, stop, columns.numpy(), values.numpy()
+
+    return fetch
 
 
 def _tiled(
