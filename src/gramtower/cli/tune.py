@@ -21,6 +21,7 @@ from gramtower.training.lock import locked
 from gramtower.tuning.report import CONFIG, TABLE, Search
 from gramtower.tuning.search import tune as search
 from gramtower.tuning.space import read_space
+from gramtower.tuning.tried import pick
 
 STORAGE = "search.journal"
 _HELD_OUT = 0.1
@@ -108,8 +109,8 @@ def tune(
             raise KeyboardInterrupt(text) from None
     facts: dict[str, Any] = {
         "metric": metric, "value": found.best.value, "trial": found.best.number, "trials": len(found.trials),
-        "at the defaults": found.trials[0].value, "seconds": found.seconds, "config": str(out / CONFIG),
-        "report": str(out / TABLE),
+        "at the defaults": found.trials[0].value, "verdict": found.verdict, "seconds": found.seconds,
+        "config": str(out / CONFIG), "report": str(out / TABLE),
     }  # fmt: skip
     if common.json:
         print_json(facts | {"arguments": found.arguments, "features": found.features, "importance": found.importance})
@@ -123,7 +124,7 @@ def tune(
 
 def _line(found: Search) -> str:
     """One line about the last trial."""
-    last, best = found.trials[-1], found.best
+    last, best = found.trials[-1], pick(found.trials)
     how = f"warm from {last.warm_from}" if last.warm_from is not None else "cold"
     end = "given up" if last.pruned else f"{len(last.curve) - 1} iterations"
     return (
