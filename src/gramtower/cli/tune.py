@@ -46,7 +46,8 @@ def tune(
 
     Searched is everything that no flag or config sets: weight of unobserved pairs, penalties, weights by degree,
     imputed label, dimension, hidden layers, loss and features; or what --space names. The first trial is at the
-    defaults. The same command goes on where a search stopped, and with more --trials where it ended.
+    defaults, which stay unless another is better by more than one standard error. The same command goes on where a
+    search stopped, and with more --trials where it ended.
 
     Here --time-limit is for the whole search, --metric is what is maximised [default: recall@20], --validation is the
     share of each user's pairs to rank [default: 0.1] or a file, and --max-iterations and --patience are those of a
