@@ -9,8 +9,10 @@ the others, which are judged by MAP@5 and Recall@20. Scores are those of default
 defaults. Where the defaults stay, the tuned model is theirs, and is not fitted again.
 
 Every step is printed when it is done, as is each trial, and results/features_tuning_<set>.json is written anew after
-each, so that a run may be killed at any time: "state" says how far it came. The last line printed is the result without
-the trials, as JSON. Runs without polars; sets may run at the same time, in processes of their own.
+each, so that a run may be killed at any time: "state" says how far it came, and ``--finish`` fits and scores what had
+been found by then. ``--within`` cuts the search so that both fits end in time. The last line printed is the result
+without the trials, as JSON. Runs without polars; sets may run at the same time, in processes of their own (with
+OPENBLAS_NUM_THREADS and MKL_NUM_THREADS set as ``--threads``, where there are many cores).
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from common import write_result
 
 ONE_SET = ("facebook",)  # links within one set of entities: those that are held out are on neither side
 LABELS = ("eurlex", "delicious")
+FILE = "features_tuning_{}"
 _LAST_FIT = 1.3  # times the seconds of the first fit that are kept back for the last one, with --within
 
 
@@ -83,7 +86,7 @@ class Progress:
 
     def save(self) -> None:
         """Write the file."""
-        write_result(f"features_tuning_{self.name}", self.known, self.out)
+        write_result(FILE.format(self.name), self.known, self.out)
 
 
 def run(name: str, one: FeatureSet, given: argparse.Namespace) -> dict[str, Any]:
@@ -104,11 +107,31 @@ def run(name: str, one: FeatureSet, given: argparse.Namespace) -> dict[str, Any]
         storage=None, seed=0, features=(one.left, one.right), validation_side=one.side, progress=told.trial,
     )  # fmt: skip
     told.step("search ended", search_seconds=round(search.seconds, 1))
-    if search.arguments:
-        tuned = gt.TwoTower(device=given.device, **search.arguments).fit(one.train, **features)
+    return last_fit(told, one, given.device)
+
+
+def finish(name: str, one: FeatureSet, given: argparse.Namespace) -> dict[str, Any]:
+    """What a run that was killed had found, fitted and scored."""
+    told = Progress(name, given)
+    folder = given.out or Path(__file__).resolve().parents[1] / "results"
+    told.known = json.loads((folder / f"{FILE.format(name)}.json").read_text())
+    del told.known["environment"]
+    if "arguments" not in told.known or told.known["split"] != given.split:
+        raise SystemExit(f"{name}: no trial of split {given.split} had ended; run it without --finish")
+    told.began -= told.known["total_seconds"]
+    return last_fit(told, one, given.device)
+
+
+def last_fit(told: Progress, one: FeatureSet, device: str) -> dict[str, Any]:
+    """Score the settings that were found."""
+    arguments = dict(told.known["arguments"])
+    if arguments:
+        if "hidden" in arguments:  # from JSON
+            arguments["hidden"] = tuple(tuple(x) if isinstance(x, (list, tuple)) else x for x in arguments["hidden"])
+        tuned = gt.TwoTower(device=device, **arguments).fit(one.train, **given_features(one))
         told.step("tuned model fitted", tuned=scores(tuned, one))
     else:
-        told.step("defaults stay", tuned=defaults)
+        told.step("defaults stay", tuned=told.known["defaults"])
     return told.known
 
 
@@ -118,6 +141,7 @@ def main() -> None:
     parser.add_argument("sets", nargs="?", default=",".join(NAMES), help="names, separated by commas")
     parser.add_argument("--minutes", type=float, default=10.0, help="of each search")
     parser.add_argument("--within", type=float, help="minutes of everything: searches are cut so that the fits fit in")
+    parser.add_argument("--finish", action="store_true", help="fit and score what a run that was killed had found")
     parser.add_argument("--metric", help="of the search [default: ndcg@5 for labels, ndcg@20 for others]")
     parser.add_argument("--share", type=float, default=0.2, help="of the side's entities, held out of trials")
     parser.add_argument("--trials", type=int, default=100_000, help="at most")
@@ -130,7 +154,7 @@ def main() -> None:
     if given.threads is not None:
         torch.set_num_threads(given.threads)
     for name in given.sets.split(","):
-        known = run(name, load(name, given.split, data=given.data), given)
+        known = (finish if given.finish else run)(name, load(name, given.split, data=given.data), given)
         print(json.dumps({key: value for key, value in known.items() if key not in ("log", "importance")}), flush=True)
 
 

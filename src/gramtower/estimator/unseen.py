@@ -103,8 +103,8 @@ class UnseenValidator:
         """The metric without each part of the held-out entities, dealt with a seed.
 
         Those of the right side are left out of the rankings, so that users are ranked once for each part; users
-        whose only pairs are with them do not count then. Empty for a metric of left entities together, not of single
-        ones, and where all pairs are with one part.
+        whose only pairs are with them do not count then, and the metric is 0 where none is left. Empty for a metric of
+        held-out left entities together, not of single ones.
         """
         P, Q = self._embeddings(point)
         if self.side == "left":
@@ -114,10 +114,8 @@ class UnseenValidator:
         found = []
         for part in range(int(parts.max()) + 1):
             kept = np.flatnonzero(parts != part)
-            truth = sp.csr_matrix(columns[:, kept])
-            if not (truth.data > 0).any():
-                return []
-            found.append(float(self._scores(P, Q[torch.from_numpy(kept).to(Q.device)], truth)[self.metric]))
+            rows, truth = Q[torch.from_numpy(kept).to(Q.device)], sp.csr_matrix(columns[:, kept])
+            found.append(float(self._scores(P, rows, truth)[self.metric]) if (truth.data > 0).any() else 0.0)
         return found
 
     def _embeddings(self, point: Point) -> tuple[Tensor, Tensor]:

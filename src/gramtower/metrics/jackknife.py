@@ -28,12 +28,12 @@ def deal(count: int, seed: int, parts: int = PARTS) -> NDArray[np.int64]:
 
 
 def means_without(values: NDArray[np.float64], parts: NDArray[np.int64]) -> list[float]:
-    """The mean of the values without those of each part in turn; NaN is no value."""
+    """The mean of the values without those of each part in turn, 0 where none is left; NaN is no value."""
     known = np.isfinite(values)
     values, of, count = values[known], parts[known], int(parts.max(initial=-1)) + 1
     sums, sizes = np.bincount(of, values, minlength=count), np.bincount(of, minlength=count)
     left = len(values) - sizes
-    found = np.divide(values.sum() - sums, left, out=np.full(count, np.nan), where=left > 0)
+    found = np.divide(values.sum() - sums, left, out=np.zeros(count), where=left > 0)
     return [float(value) for value in found]
 
 
@@ -41,9 +41,7 @@ def standard_error(one: Sequence[float], other: Sequence[float]) -> float:
     """Of the difference of two metrics, from what each is without each part; infinite for fewer than two parts."""
     if len(one) != len(other):
         raise ValueError(f"other: got {len(other)} parts, expected {len(one)}")
-    differences = np.subtract(one, other)
-    differences = differences[np.isfinite(differences)]
-    count = len(differences)
+    differences, count = np.subtract(one, other), len(one)
     if count < 2:
         return math.inf
     return float(np.sqrt((count - 1) / count * np.square(differences - differences.mean()).sum()))
