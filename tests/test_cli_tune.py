@@ -52,6 +52,7 @@ def test_a_tuned_config_goes_into_fit(pairs, tmp_path, capsys):
     assert config["model"].get("omega") == found["arguments"].get("omega")
     assert "the defaults" in found["verdict"]
     assert found["verdict"] == json.loads((out / "report.json").read_text())["verdict"]
+    assert found["verdict"] in (out / "config.toml").read_text()
     assert "validation" not in config["data"]
     fitted = tmp_path / "run"
     assert run(["fit", "--config", str(out / "config.toml"), "--out", str(fitted), "--quiet"]) == 0

@@ -108,6 +108,7 @@ class Search:
         comment = (
             f"found by tuning: {self.metric} {self.best.value:.4f} on the validation part, trial {self.best.number}"
         )
+        comment += f"; {self.verdict}" if self.verdict else ""
         settings = self.base | self.arguments
         arrays = [name for name in WEIGHTS if not isinstance(settings.get(name), (str, type(None)))]
         if arrays:
