@@ -48,13 +48,17 @@ def test_a_tuned_config_goes_into_fit(pairs, tmp_path, capsys):
     assert found["value"] >= found["at the defaults"]
     assert {"config.toml", "report.md", "report.json", "search.journal"} <= {path.name for path in out.iterdir()}
     config = tomllib.loads((out / "config.toml").read_text())
-    assert config["model"]["omega"] == found["arguments"]["omega"]
+    assert config["model"]["dim"] == found["arguments"]["dim"]
+    assert config["model"].get("omega") == found["arguments"].get("omega")
+    assert "the defaults" in found["verdict"]
+    assert found["verdict"] == json.loads((out / "report.json").read_text())["verdict"]
+    assert found["verdict"] in (out / "config.toml").read_text()
     assert "validation" not in config["data"]
     fitted = tmp_path / "run"
     assert run(["fit", "--config", str(out / "config.toml"), "--out", str(fitted), "--quiet"]) == 0
     used = tomllib.loads((fitted / "config.toml").read_text())
-    for name in ("omega", "dim", "hidden", "left-weights"):
-        assert used["model"].get(name) == config["model"].get(name)
+    for name in config["model"].keys() - {"history"}:  # what is not there is left to the rules of the defaults
+        assert used["model"][name] == config["model"][name]
     assert used["train"]["max-iterations"] == config["train"]["max-iterations"]
 
 

@@ -15,7 +15,8 @@ import gramtower as gt
 from gramtower import _html as html
 from gramtower.data.splits import held_out_users, random_pairs
 from gramtower.training.bars import in_notebook
-from gramtower.tuning.report import Search, Tried
+from gramtower.tuning.report import Search
+from gramtower.tuning.tried import Tried
 
 NASTY = "<script>alert('x')</script>&\"'<img src=http://a.b/c>"
 VOID = {"img", "br"}

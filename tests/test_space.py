@@ -16,6 +16,7 @@ from gramtower.tuning.space import (
     as_space,
     default_space,
     first_settings,
+    larger,
     read_space,
     rescaled_penalty,
     searched,
@@ -75,7 +76,17 @@ def test_with_features_the_first_changes_are_those_that_matter_most():
     first, *others = first_settings(space, start)
     changed = [next(name for name in first if other[name] != first[name]) for other in others]
     assert list(dict.fromkeys(changed)) == [name for name in FEATURES_FIRST if name != "features"]
-    assert (others[-2]["hidden"], others[-1]["dim"]) == ("128", 128)  # what costs most
+    assert [other["hidden"] for other in others[-3:]] == ["64,64", "128", "64"]  # what costs most
+    assert others[-1]["dim"] == 128
+
+
+def test_towers_are_larger_by_units_or_outputs():
+    start = {"hidden": "64/none", "dim": 32}
+    for more in ({"hidden": "128/none"}, {"hidden": "64,64/none"}, {"dim": 64}, {"hidden": "none", "dim": 64}):
+        assert larger({**start, **more}, start)
+    for less in ({}, {"hidden": "32/none"}, {"hidden": "none"}, {"dim": 16}):
+        assert not larger({**start, **less}, start)
+    assert not larger({"l2": 2.0}, {"l2": 1.0})
 
 
 def test_the_space_has_whatever_the_model_starts_with():

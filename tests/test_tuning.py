@@ -14,10 +14,12 @@ import scipy.sparse as sp
 
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
+from gramtower.estimator.fit_data import prepare_data
+from gramtower.metrics.jackknife import deal
 from gramtower.training.lock import locked
 from gramtower.tuning import curve as curves
-from gramtower.tuning.report import Tried, pick
-from gramtower.tuning.trial import make_parts
+from gramtower.tuning.trial import changed_arguments, make_parts, start_values
+from gramtower.tuning.tried import judge, pick
 from gramtower.tuning.warm import Solutions, distance
 
 pytest.importorskip("optuna", reason="tuning needs optuna")
@@ -52,11 +54,14 @@ def test_the_first_trial_is_at_the_defaults(search):
 def test_the_best_is_at_least_the_default_and_is_what_the_arguments_say(search):
     assert search.best.value >= search.trials[0].value
     assert len(search.trials) == 12
-    assert search.arguments["omega"] == search.best.settings["omega"]
-    assert search.arguments["dim"] == search.best.settings["dim"]
+    start = search.trials[0].settings
+    changed = {name for name, value in search.best.settings.items() if value != start[name] or name == "dim"}
+    assert changed - {"penalty"} == set(search.arguments) - {"max_iterations", "embedding_l2"}
+    assert all(search.arguments[name] == search.best.settings[name] for name in changed - {"penalty"})
+    assert ("penalty" in changed) == ("embedding_l2" in search.arguments)
     assert search.arguments["max_iterations"] == max(1, search.best.iteration)
     parts = make_parts(data(), 0.1, (None, None), 0, "cpu")
-    again = small(**{**search.arguments, "max_iterations": search.arguments["max_iterations"]}).fit(parts.train)
+    again = small(**search.arguments).fit(parts.train)
     found = again.evaluate(parts.held_out, metrics=("ndcg@10",))["ndcg@10"]
     assert found == pytest.approx(search.best.value, abs=1e-5)
 
@@ -83,18 +88,14 @@ def test_an_interrupted_trial_is_tried_again(moment, search, tmp_path, monkeypat
     options = dict(metric="ndcg@10", space=SPACE, storage=tmp_path / "log.journal")
     real, looks = trial.RankingValidator, []
 
-    def impatient(*arguments):
-        measure = real(*arguments)
-
-        def look(point):
+    class Impatient(real):
+        def __call__(self, point):
             looks.append(point)
             if len(looks) == moment:
                 raise KeyboardInterrupt
-            return measure(point)
+            return super().__call__(point)
 
-        return look
-
-    monkeypatch.setattr(trial, "RankingValidator", impatient)
+    monkeypatch.setattr(trial, "RankingValidator", Impatient)
     model = small()
     stopped = model.tune(data(), trials=12, **options)
     assert 0 < len(stopped.trials) < 12
@@ -176,9 +177,48 @@ def test_refitting_leaves_a_model_of_all_pairs_with_the_settings():
     pairs = data()
     model = small()
     found = model.tune(pairs, trials=3, space=SPACE)
-    assert model.omega == found.arguments["omega"]
+    assert {"dim", "max_iterations"} <= set(found.arguments)
+    assert model.get_params() == small(**found.arguments).get_params()
     assert model.seen_.nnz == pairs.nnz
     assert model.recommend([0], k=3)[0].shape == (1, 3)
+
+
+def test_defaults_that_stay_are_left_to_their_rules():
+    """They go by the size of the data, and all pairs are more than the part that trials learn from."""
+    model = small(frequency_power=0.5)
+    found = model.tune(data(), trials=1, space={"omega": True, "penalty": True, "right_power": True, "loss": True})
+    assert set(found.arguments) == {"max_iterations"}
+    assert found.verdict == "the defaults stay: no trial was better"
+    plain = small(frequency_power=0.5, max_iterations=found.best.iteration).fit(data())
+    assert model.omega_ == plain.omega_
+    assert np.array_equal(model.embed(side="left"), plain.embed(side="left"))
+
+
+@pytest.mark.parametrize("metric", ["ndcg@10", "coverage@5"])
+def test_only_what_is_better_beyond_noise_replaces_the_defaults(metric, search):
+    if metric != search.metric:
+        search = small().tune(data(), trials=4, metric=metric, space=SPACE, refit=False)
+    first, best = search.trials[0], pick(search.trials)
+    assert bool(first.without) == (metric == "ndcg@10")  # coverage is of no single user
+    cold = [t for t in search.trials if t.started_cold]
+    assert (search.winner, search.verdict) == (judge(cold).winner.number, judge(cold).text)
+    assert search.verdict[0].upper() + search.verdict[1:] + "." in search.markdown()
+    assert f"| {best.number} | {best.value:.4f} |" in search.markdown()  # whoever wants it finds it
+    for t in search.trials:
+        assert t.pruned or bool(t.without) == (bool(first.without) and (t is first or t.value > first.value))
+
+
+def test_the_metric_without_each_part_of_the_users_is_that_of_the_others(search):
+    parts = make_parts(data(), 0.1, (None, None), 0, "cpu")
+    first = search.trials[0]
+    model = small(dim=2, max_iterations=first.iteration).fit(parts.train)
+    users = np.flatnonzero(np.diff(parts.held_out.indptr))
+    of = deal(len(users), 0)
+    for part, without in enumerate(first.without):
+        kept = sp.diags(np.isin(np.arange(60), users[of != part]).astype(np.float32)) @ parts.held_out
+        kept.eliminate_zeros()
+        assert model.evaluate(kept, metrics=("ndcg@10",))["ndcg@10"] == pytest.approx(without, abs=1e-5)
+    assert len(first.without) == 20
 
 
 def test_what_the_model_was_given_is_not_searched():
@@ -208,9 +248,11 @@ def test_weights_that_are_arrays_are_not_in_the_config_which_says_so():
 
 
 def test_a_penalty_that_is_not_searched_is_that_of_the_models_size():
-    space = {"frequency_power": [0.9, 1.1]}
-    small_one, large = (small(dim=dim).tune(data(), trials=1, space=space, refit=False) for dim in (2, 2048))
-    assert large.arguments["embedding_l2"] == pytest.approx(2**0.5 * small_one.arguments["embedding_l2"])
+    parts, found = make_parts(data(), 0.1, (None, None), 0, "cpu"), []
+    for model in (small(dim=2), small(dim=2048)):
+        start = start_values(model, parts, prepare_data(model, parts.train, None, None))
+        found.append(changed_arguments({"frequency_power": 0.9}, model, parts.matrix, start)["embedding_l2"])
+    assert found[1] == pytest.approx(2**0.5 * found[0])
 
 
 def test_the_time_limit_ends_a_search():
@@ -224,13 +266,14 @@ def test_a_trial_that_the_time_limit_cuts_is_tried_again(search, tmp_path, monke
 
     real, looks = trial.RankingValidator, []
 
-    def counting(*arguments):
-        measure = real(*arguments)
-        return lambda point: looks.append(point) or measure(point)
+    class Counting(real):
+        def __call__(self, point):
+            looks.append(point)
+            return super().__call__(point)
 
     clock = SimpleNamespace(perf_counter=lambda: 0.0 if len(looks) < 20 else 100.0)  # time is up at the 20th look
     with monkeypatch.context() as patched:
-        patched.setattr(trial, "RankingValidator", counting)
+        patched.setattr(trial, "RankingValidator", Counting)
         patched.setattr(trial, "time", clock)
         patched.setattr(searching, "time", clock)
         options = dict(metric="ndcg@10", space=SPACE, refit=False, storage=tmp_path / "log.journal")
@@ -239,6 +282,52 @@ def test_a_trial_that_the_time_limit_cuts_is_tried_again(search, tmp_path, monke
     assert 0 < len(stopped.trials) < 12
     resumed = small().tune(data(), trials=12, **options)
     assert settings_and_values(resumed) == settings_and_values(search)
+
+
+class Clock:
+    """A clock that moves on by one second with each look at the validation part."""
+
+    def __init__(self, monkeypatch):
+        from gramtower.tuning import search as searching
+        from gramtower.tuning import trial
+
+        clock, real, self.now = self, trial.RankingValidator, 0.0
+
+        class Slow(real):
+            def __call__(self, point):
+                clock.now += 1.0
+                return super().__call__(point)
+
+        monkeypatch.setattr(trial, "RankingValidator", Slow)
+        for module in (trial, searching):
+            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+
+def test_the_defaults_are_trained_in_full_whatever_the_limit(monkeypatch):
+    clock = Clock(monkeypatch)
+    found = small(patience=None).tune(data(), trials=9, time_limit=3.0, space=SPACE, refit=False)
+    assert [len(t.curve) - 1 for t in found.trials] == [6]
+    assert clock.now == 7.0
+
+
+@pytest.mark.parametrize("limit", [30.0, 45.0, 60.0])
+def test_a_winner_is_confirmed_within_the_limit(limit, monkeypatch):
+    clock = Clock(monkeypatch)
+    found = small(dim=4).tune(data(), trials=99, time_limit=limit, space={"penalty": [0.01, 0.5]}, refit=False)
+    assert any(t.warm_from is not None for t in found.trials)
+    assert found.best.started_cold
+    assert limit - 7 <= clock.now <= limit + 1  # whoever is late is left after the iteration
+
+
+def test_larger_towers_are_tried_only_while_there_is_time(monkeypatch):
+    clock = Clock(monkeypatch)
+    options = dict(trials=12, metric="ndcg@10", space={"dim": [2, 4], "l2": True}, refit=False)
+    short = small(dim=2).tune(data(), time_limit=7 * 12.5, **options)
+    assert {t.settings["dim"] for t in short.trials} == {2}
+    assert len(short.trials) == 12
+    assert len({t.settings["l2"] for t in short.trials}) > 8  # other choices were made
+    clock.now = 0.0
+    assert {t.settings["dim"] for t in small(dim=2).tune(data(), **options).trials} == {2, 4}
 
 
 @pytest.mark.parametrize(("choice", "kind"), [("history", "history"), ("ids+history", "id + history")])
@@ -270,7 +359,8 @@ def test_reports_hold_every_trial_and_a_config(search, tmp_path):
     assert sum(search.importance.values()) == pytest.approx(1.0)
     config = tomllib.loads((tmp_path / "config.toml").read_text())
     assert config["data"]["path"] == "pairs.csv"
-    assert config["model"]["omega"] == search.arguments["omega"]
+    assert config["model"]["dim"] == search.arguments["dim"] == search.best.settings["dim"]
+    assert config["model"].get("omega") == search.arguments.get("omega")
     assert config["model"]["hidden"] == []
     assert config["train"]["max-iterations"] == search.arguments["max_iterations"]
 
@@ -403,14 +493,6 @@ def test_the_worst_solutions_are_dropped_first(tmp_path):
         solutions.keep(number, _vector(1000))
         solutions.drop({n: values[n] for n in range(number + 1)})
     assert sorted(path.stem for path in tmp_path.iterdir()) == ["0", "2"]
-
-
-def test_pruned_trials_win_only_among_their_like():
-    def tried(number, value, pruned):
-        return Tried(number, {}, value, 1, [value], 0.0, pruned, None, "")
-
-    assert pick([tried(0, 0.1, False), tried(1, 0.9, True), tried(2, 0.1, False)]).number == 0
-    assert pick([tried(0, 0.1, True), tried(1, 0.9, True)]).number == 1
 
 
 def test_without_optuna_the_error_says_what_to_install(monkeypatch):

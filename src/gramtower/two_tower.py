@@ -255,13 +255,15 @@ class TwoTower(ModelSettings):
         """Choose settings by how well they rank a validation part of the pairs, then fit all pairs with them.
 
         Searched is what this model was not given explicitly, or what ``space`` names. Trials stop early, are given up
-        when their curve cannot reach the best, and start from a finished neighbour's solution where there is one. The
-        same seed gives the same search. Needs optuna: ``pip install "gramtower[tune]"``.
+        when their curve cannot reach the best, and start from a finished neighbour's solution where there is one. This
+        model's own settings stay unless a trial is better than they by more than one standard error over the validation
+        entities. The same seed gives the same search. Needs optuna: ``pip install "gramtower[tune]"``.
 
         Args:
             pairs: as for ``fit``.
             trials: how many settings to try; the first are this model's own.
-            time_limit: seconds for the whole search, without the last fit.
+            time_limit: seconds for the whole search, without the last fit. The first trial runs to its end whatever
+                the limit.
             metric: what to maximise.
             validation: the share of each user's pairs to rank, drawn with ``seed``, or pairs held out by yourself.
             validation_side: "left" or "right" to choose by entities that were never seen: ``validation`` is then the
@@ -278,7 +280,7 @@ class TwoTower(ModelSettings):
             left_features: as for ``fit``.
             right_features: as for ``fit``.
             refit: whether this model takes the settings that were found and is fitted on all pairs; not after Ctrl-C,
-                which ends a search with what it has found.
+                which ends a search with what it has found. Settings that were not changed stay as they are.
             left: of a table, the column of left ids, as for ``fit``.
             right: the column of right ids.
             value: the column of values.
@@ -287,7 +289,8 @@ class TwoTower(ModelSettings):
             threshold: smallest value that makes a pair, labelled 1.
 
         Returns:
-            The search: trials, importances, and ``config()``, a config file for ``gramtower fit``.
+            The search: trials, which of them won and why, importances, and ``config()``, a config file for
+            ``gramtower fit``.
         """
         features, refit = (left_features, right_features), check.flag("refit", refit)
         columns = Columns(left, right, value, weight, time, threshold)

@@ -21,6 +21,7 @@ from gramtower.training.lock import locked
 from gramtower.tuning.report import CONFIG, TABLE, Search
 from gramtower.tuning.search import tune as search
 from gramtower.tuning.space import read_space
+from gramtower.tuning.tried import pick
 
 STORAGE = "search.journal"
 _HELD_OUT = 0.1
@@ -45,7 +46,8 @@ def tune(
 
     Searched is everything that no flag or config sets: weight of unobserved pairs, penalties, weights by degree,
     imputed label, dimension, hidden layers, loss and features; or what --space names. The first trial is at the
-    defaults. The same command goes on where a search stopped, and with more --trials where it ended.
+    defaults, which stay unless another is better by more than one standard error. The same command goes on where a
+    search stopped, and with more --trials where it ended.
 
     Here --time-limit is for the whole search, --metric is what is maximised [default: recall@20], --validation is the
     share of each user's pairs to rank [default: 0.1] or a file, and --max-iterations and --patience are those of a
@@ -108,8 +110,8 @@ def tune(
             raise KeyboardInterrupt(text) from None
     facts: dict[str, Any] = {
         "metric": metric, "value": found.best.value, "trial": found.best.number, "trials": len(found.trials),
-        "at the defaults": found.trials[0].value, "seconds": found.seconds, "config": str(out / CONFIG),
-        "report": str(out / TABLE),
+        "at the defaults": found.trials[0].value, "verdict": found.verdict, "seconds": found.seconds,
+        "config": str(out / CONFIG), "report": str(out / TABLE),
     }  # fmt: skip
     if common.json:
         print_json(facts | {"arguments": found.arguments, "features": found.features, "importance": found.importance})
@@ -123,7 +125,7 @@ def tune(
 
 def _line(found: Search) -> str:
     """One line about the last trial."""
-    last, best = found.trials[-1], found.best
+    last, best = found.trials[-1], pick(found.trials)
     how = f"warm from {last.warm_from}" if last.warm_from is not None else "cold"
     end = "given up" if last.pruned else f"{len(last.curve) - 1} iterations"
     return (

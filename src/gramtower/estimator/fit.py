@@ -32,8 +32,9 @@ from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.side import Side
 from gramtower.estimator.unseen import Unseen, UnseenValidator, hold_out_entities
 from gramtower.estimator.warm_start import carry_over, refuse_increment
-from gramtower.metrics import evaluate_embeddings
+from gramtower.metrics import Scores, evaluate_embeddings
 from gramtower.metrics.definitions import to_maximise
+from gramtower.metrics.jackknife import deal, means_without
 from gramtower.runtime.threads import one_thread
 from gramtower.training.callbacks import Callback
 from gramtower.training.fingerprint import sparse_digest
@@ -265,11 +266,18 @@ class RankingValidator:
 
     def __call__(self, point: Point) -> float:
         """The metric at a point."""
+        return float(self._scores(point)[self.metric])
+
+    def without(self, point: Point, seed: int) -> list[float]:
+        """The metric without each part of the users, dealt with a seed; empty for one that is of no single users."""
+        values = self._scores(point).per_user.get(self.metric)
+        return [] if values is None else means_without(values, deal(len(values), seed))
+
+    def _scores(self, point: Point) -> Scores:
         processes = point.evaluation.constants.shards.group
-        found = evaluate_embeddings(
+        return evaluate_embeddings(
             point.P, point.right_rows, self.held_out, train=self.train, metrics=(self.metric,), processes=processes
         )
-        return float(found[self.metric])
 
     def marks(self, shards: Shards) -> dict[str, str]:
         """What is measured, and on what, for a checkpoint's fingerprint."""

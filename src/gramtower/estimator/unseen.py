@@ -25,6 +25,7 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from gramtower import _checks as check
 from gramtower.data.features import Features, as_features
@@ -40,7 +41,8 @@ from gramtower.engine.objective.point import Point
 from gramtower.estimator.fit_data import FitData, known_pairs, matrix_and_ids
 from gramtower.estimator.inputs import is_matrix
 from gramtower.estimator.settings import ModelSettings
-from gramtower.metrics import evaluate_embeddings
+from gramtower.metrics import Scores, evaluate_embeddings
+from gramtower.metrics.jackknife import deal, means_without
 from gramtower.training.fingerprint import features_text, sparse_digest
 
 SIDES = ("left", "right")
@@ -95,11 +97,34 @@ class UnseenValidator:
 
     def __call__(self, point: Point) -> float:
         """The metric at a point."""
+        return float(self._scores(*self._embeddings(point), self.truth)[self.metric])
+
+    def without(self, point: Point, seed: int) -> list[float]:
+        """The metric without each part of the held-out entities, dealt with a seed.
+
+        Those of the right side are left out of the rankings, so that users are ranked once for each part; users
+        whose only pairs are with them do not count then, and the metric is 0 where none is left. Empty for a metric of
+        held-out left entities together, not of single ones.
+        """
+        P, Q = self._embeddings(point)
+        if self.side == "left":
+            values = self._scores(P, Q, self.truth).per_user.get(self.metric)
+            return [] if values is None else means_without(values, deal(len(values), seed))
+        parts, columns = deal(self.truth.shape[1], seed), sp.csc_matrix(self.truth)
+        found = []
+        for part in range(int(parts.max()) + 1):
+            kept = np.flatnonzero(parts != part)
+            rows, truth = Q[torch.from_numpy(kept).to(Q.device)], sp.csr_matrix(columns[:, kept])
+            found.append(float(self._scores(P, rows, truth)[self.metric]) if (truth.data > 0).any() else 0.0)
+        return found
+
+    def _embeddings(self, point: Point) -> tuple[Tensor, Tensor]:
         new = point.evaluation.towers.embed(self.side, self.rows, point.parameters)
-        P, Q = (new, point.right_rows) if self.side == "left" else (point.P, new)
-        known = self.train if self.side == "left" else sp.csr_matrix(self.truth.shape, dtype=np.float32)
-        found = evaluate_embeddings(P, Q, self.truth, metrics=(self.metric,), popularity=known)
-        return float(found[self.metric])
+        return (new, point.right_rows) if self.side == "left" else (point.P, new)
+
+    def _scores(self, P: Tensor, Q: Tensor, truth: sp.csr_matrix) -> Scores:
+        known = self.train if self.side == "left" else sp.csr_matrix(truth.shape, dtype=np.float32)
+        return evaluate_embeddings(P, Q, truth, metrics=(self.metric,), popularity=known)
 
     def marks(self, shards: Shards) -> dict[str, str]:
         """What is measured, and on what, for a checkpoint's fingerprint."""

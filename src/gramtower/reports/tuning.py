@@ -32,8 +32,9 @@ def tuning_page(search: Search, title: str) -> tuple[str, dict[str, Any], list[s
     )
     result = (
         f"{metric} {best.value:.4f} by trial {best.number}, iteration {best.iteration}; {at_defaults.value:.4f} at the "
-        f"start (trial 0). {len(search.trials):,} trials in {search.seconds:.0f} s."
+        f"start (trial 0). {len(search.trials):,} trials in {search.seconds:.0f} s"
     )
+    result += f"; {search.verdict}." if search.verdict else "."
     body = [f"<p><strong>{escape(result)}</strong></p>", f"<p>{escape(sizes)}</p>"]
     if search.interrupted:
         body.append('<p class="warn">The search was interrupted; the same command goes on.</p>')
@@ -52,7 +53,7 @@ def tuning_page(search: Search, title: str) -> tuple[str, dict[str, Any], list[s
         "kind": "tuning", "title": title, "metric": metric, "value": best.value, "trial": best.number,
         "trials": len(search.trials), "at_defaults": at_defaults.value, "seconds": search.seconds,
         "importance": search.importance, "arguments": search.arguments, "data": {**data, "density": density},
-        "interrupted": search.interrupted,
+        "interrupted": search.interrupted, "verdict": search.verdict,
     }  # fmt: skip
     return document(f"Tuning: {title}", body), plain(content), problems
 

@@ -6,8 +6,7 @@ Checked by tests/test_tuning.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +17,10 @@ from gramtower._toml import config_text
 from gramtower._widths import config_hidden
 from gramtower.pages.figures import search_figure
 from gramtower.tuning.space import Value
+from gramtower.tuning.tried import Tried
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from gramtower.tuning.trial import Outcome
 
 CONFIG, REPORT, TABLE = "config.toml", "report.json", "report.md"
 #: Arguments that belong to the table [train] of a config file; the others of a model belong to [model].
@@ -33,83 +31,24 @@ _LISTED = 5  # trials in a notebook
 WEIGHTS = ("left_weights", "right_weights")
 
 
-@dataclass(frozen=True)
-class Tried:
-    """One trial.
-
-    Attributes:
-        number: trials are numbered as they end, from 0.
-        settings: by the names of the search space, fixed ones too.
-        value: the metric that counts: the best on the way for a cold start, the last for a warm one; the mean of the
-            last ones where entities were held out.
-        iteration: where it was reached.
-        curve: metric at the start and after each iteration.
-        seconds: of training.
-        pruned: whether it was given up on the way.
-        warm_from: the trial whose solution it started from, or None for a cold start.
-        reason: why it stopped.
-        confirmed: for a winner that started warm, its value then; ``value`` is that of the cold start after it.
-    """
-
-    number: int
-    settings: dict[str, Value]
-    value: float
-    iteration: int
-    curve: list[float]
-    seconds: float
-    pruned: bool
-    warm_from: int | None
-    reason: str
-    confirmed: float | None = None
-
-    @property
-    def started_cold(self) -> bool:
-        """Whether its value is that of a cold start."""
-        return self.warm_from is None or self.confirmed is not None
-
-    @property
-    def note(self) -> str:
-        """How it started, and whether it was given up or trained again, for people."""
-        notes = [f"warm from {self.warm_from}"] if self.warm_from is not None else []
-        notes += ["given up"] if self.pruned else []
-        notes += [f"confirmed cold; {self.confirmed:.4f} warm"] if self.confirmed is not None else []
-        return ", ".join(notes)
-
-    @classmethod
-    def of(cls, number: int, settings: dict[str, Value], outcome: Outcome, warm_from: int | None) -> Tried:
-        """A record from how a trial ended."""
-        return cls(
-            number, settings, outcome.value, outcome.iteration, outcome.curve, outcome.seconds, outcome.pruned,
-            warm_from, outcome.reason.name,
-        )  # fmt: skip
-
-    def again(self, outcome: Outcome) -> Tried:
-        """The record of the same settings trained from a cold start."""
-        cold = Tried.of(self.number, self.settings, outcome, self.warm_from)
-        return replace(cold, confirmed=self.value, pruned=False)
-
-
-def pick(trials: Sequence[Tried]) -> Tried:
-    """The best trial; the earliest of equals. One that was given up wins only where all were."""
-    return max(trials, key=lambda t: (not t.pruned, t.value, -t.number))
-
-
 @dataclass
 class Search:
-    """What a search for settings found: its trials, and the best of them.
+    """What a search for settings found: its trials, and the one that won.
 
     Attributes:
         metric: what was maximised.
         trials: all of them, in order.
-        winner: number of the best trial.
+        winner: number of the trial that won: the best that is better than the defaults beyond noise, or theirs.
         importance: share of the metric's variation that each choice explains (PED-ANOVA), largest first.
-        arguments: what was found, as arguments of :class:`gramtower.TwoTower`.
+        arguments: what was found, as arguments of :class:`gramtower.TwoTower`: those that differ from the defaults,
+            which go by the size of the data.
         features: what the towers see: "ids", "history", "ids+history" or "given".
         space: what was searched.
         data: sizes.
         seconds: wall time of this call.
         base: the model's own arguments.
         interrupted: whether Ctrl-C ended it.
+        verdict: whether a trial replaces the defaults, and by how much it is better, in a sentence.
     """
 
     metric: str
@@ -123,6 +62,7 @@ class Search:
     seconds: float
     base: dict[str, Any] = field(default_factory=dict)
     interrupted: bool = False
+    verdict: str = ""
 
     @property
     def best(self) -> Tried:
@@ -168,6 +108,7 @@ class Search:
         comment = (
             f"found by tuning: {self.metric} {self.best.value:.4f} on the validation part, trial {self.best.number}"
         )
+        comment += f"; {self.verdict}" if self.verdict else ""
         settings = self.base | self.arguments
         arrays = [name for name in WEIGHTS if not isinstance(settings.get(name), (str, type(None)))]
         if arrays:
@@ -201,9 +142,10 @@ class Search:
             "# Tuning",
             "",
             f"{len(self.trials)} trials in {self.seconds:.0f} s; {self.metric} of {self.data['ranked_users']:,} users "
-            f"on a validation part of the {self.data['left']:,} × {self.data['right']:,} training data{held}. Best: "
+            f"on a validation part of the {self.data['left']:,} × {self.data['right']:,} training data{held}. Found: "
             f"{best.value:.4f} (trial {best.number}, iteration {best.iteration}); at the defaults: "
             f"{self.trials[0].value:.4f} (trial 0).",
+            *(["", f"{self.verdict[0].upper()}{self.verdict[1:]}."] if self.verdict else []),
             "",
             "| choice | searched | found | importance |",
             "| --- | --- | --- | --- |",
@@ -236,7 +178,7 @@ class Search:
             title,
             html.table(("choice", "searched", "found", "importance"), found),
             html.table(("trial", self.metric, *names, "iteration"), rows),
-            html.note(ended),
+            html.note(f"{ended}; {self.verdict}" if self.verdict else ended),
         )
 
     def write(self, folder: str | Path, given: dict[str, dict[str, Any]] | None = None) -> None:

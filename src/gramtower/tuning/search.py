@@ -3,7 +3,12 @@
 The loop: ask for settings (the first are the defaults), start from the nearest finished neighbour's solution or cold,
 train with an eye on the curve, tell. Proposals depend on the seed and on the finished trials alone, so a search with
 one worker is the same each time, and a resumed one goes on as if it had not stopped. What won after a warm start is
-trained again from a cold one, which is what a user of the result will do.
+trained again from a cold one, which is what a user of the result will do. The defaults are trained in full, and stay
+unless a trial is better beyond noise (tried.py).
+
+A time limit counts everything from the first split to the last confirmation, for which the time of a trial is kept back
+where trials start warm. Only the first trial runs to its end whatever the limit. Larger towers than its are tried only
+while there is time for many trials.
 Checked by tests/test_tuning.py; benchmarks/bench_tuning.py has the time it takes on ml1m.
 """
 
@@ -31,23 +36,26 @@ from gramtower.metrics.definitions import to_maximise
 from gramtower.training.lock import locked
 from gramtower.training.result import Reason
 from gramtower.tuning import study as studies
-from gramtower.tuning.report import Search, Tried, pick
+from gramtower.tuning.report import Search
 from gramtower.tuning.space import NAMES, Choices, Space, Value, as_space, default_space, describe, first_settings
 from gramtower.tuning.trial import (
     Outcome,
     Parts,
+    changed_arguments,
     make_parts,
     make_parts_of_entities,
     model_arguments,
     run_trial,
     start_values,
 )
+from gramtower.tuning.tried import Tried, judge, pick
 from gramtower.tuning.warm import Solutions
 
 #: Arguments of the model that a name of the space stands for, where they differ.
 _ARGUMENT = {"penalty": "embedding_l2", "left_power": "left_weights", "right_power": "right_weights"}
 _CONFIRM = 3  # winners of warm starts that are trained again from a cold one, at most
 _WARM_BYTES = 2 * 10**9
+_ROOM = 12  # times the first trial's seconds, which must be left for larger towers to be tried
 
 
 def tune(
@@ -72,6 +80,7 @@ def tune(
     limit = None if time_limit is None else check.number("time_limit", time_limit, above=0.0)
     to_maximise(metric)
     check.seed(seed)
+    began = time.perf_counter()
     if model.towers is not None:
         check.fail("towers", "towers of your own", "a model with dim and hidden layers to choose")
     if validation_side is None:
@@ -82,12 +91,11 @@ def tune(
     start, learned = start_values(model, parts, data), _learned_from(data)
     del data
     chosen = make_space(model, start, space, parts)
-    began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="gramtower-tune-") as scratch:
         solutions = Solutions(Path(scratch) if storage is None else Path(str(storage) + ".weights"), _WARM_BYTES)
         with locked(solutions.folder, name="storage"), _told_as_interrupts():
             log = studies.open_study(storage, _identity(parts, chosen, metric, seed, model) | learned, seed)
-            run = _Run(model, parts, start, chosen, metric, log, solutions, limit, began)
+            run = _Run(model, parts, start, chosen, metric, seed, log, solutions, limit, began)
             run.search(count, progress)
             found = run.confirm()
     if progress is not None:
@@ -180,11 +188,13 @@ class _Run:
     start: Mapping[str, Value]
     space: Space
     metric: str
+    seed: int
     log: studies.Log
     solutions: Solutions
     limit: float | None
     began: float
     interrupted: bool = False
+    first_seconds: float = 0.0  # of the first trial, looks included
 
     @cached_property
     def fixed(self) -> dict[str, Value]:
@@ -197,19 +207,27 @@ class _Run:
         unseen = self.parts.unseen is not None  # trials are few and cold: each may add to what was found before
         self.log.begin(first_settings(self.space, self.start), from_best=unseen)
         self._drop()  # what a kill left to be dropped
-        while self.log.ended() < trials and not self._late() and not self.interrupted:
+        self.first_seconds = next((t.seconds for t in self.log.tried(self.fixed)), 0.0)
+        while self.log.ended() < trials and not self._late(self._kept_back()) and not self.interrupted:
             self._trial()
             if progress is not None and not self.interrupted:
                 progress(self.result())
 
     def confirm(self) -> Search:
-        """The result; its winner started cold, or did so again where it had started warm."""
+        """The result; its winner started cold, or did so again, in time, where it had started warm."""
         confirmed: dict[int, Tried] = {}
-        while not self.interrupted:
+        while not self.interrupted and len(confirmed) < _CONFIRM and not self._late():
             best = self.result(confirmed).best
-            if best.started_cold or len(confirmed) == _CONFIRM:
+            if best.started_cold:
                 break
-            outcome = self._train(best.settings, None, None, lambda iteration, value: None, confirming=True)
+            try:
+                outcome = self._train(best.settings, None, None, lambda iteration, value: None, confirming=True)
+            except KeyboardInterrupt:
+                self.interrupted = True
+                break
+            self.interrupted = outcome.reason is Reason.INTERRUPTED
+            if outcome.late or self.interrupted:
+                break
             confirmed[best.number] = best.again(outcome)
         return self.result(confirmed, cold_only=True)
 
@@ -218,14 +236,17 @@ class _Run:
         tried = [(confirmed or {}).get(t.number, t) for t in self.log.tried(self.fixed)]
         if not tried:
             raise KeyboardInterrupt
-        best = pick([t for t in tried if t.started_cold or not cold_only])
-        arguments, unseen = model_arguments(best.settings, self.model, self.parts.matrix, self.start), self.parts.unseen
+        verdict, unseen = judge([t for t in tried if t.started_cold or not cold_only]), self.parts.unseen
+        best = verdict.winner
+        arguments = changed_arguments(best.settings, self.model, self.parts.matrix, self.start)
+        if unseen is None:  # otherwise a trial has the iterations that a fit has by itself
+            arguments["max_iterations"] = max(1, best.iteration)
         return Search(
             metric=self.metric,
             trials=tried,
             winner=best.number,
             importance=self.log.importance(tried),
-            arguments={**arguments, "max_iterations": max(1, best.iteration)},
+            arguments=arguments,
             features=str(best.settings.get("features", "given")),
             space={name: str(part) for name, part in self.space.items()},
             data={
@@ -239,16 +260,18 @@ class _Run:
             seconds=time.perf_counter() - self.began,
             base={k: v for k, v in self.model.get_params().items() if k not in ("towers", "verbose")},
             interrupted=self.interrupted,
+            verdict=verdict.text,
         )
 
     def _trial(self) -> None:
-        trial = self.log.ask(self.space)
+        trial = self.log.ask(self.space, larger=self._larger_affordable())
         settings = {**self.fixed, **trial.settings}
         finished = self.log.tried(self.fixed)
         near = None
         if self.parts.unseen is None:  # otherwise the iterations of two trials would add up to what learns by heart
             near = self.solutions.nearest(settings, [(t.number, t.settings) for t in finished])
         best = pick(finished).value if finished else None
+        asked = time.perf_counter()
         try:
             outcome = self._train(settings, near, best, trial.report)
         except KeyboardInterrupt:
@@ -268,6 +291,8 @@ class _Run:
         if not outcome.pruned and self.parts.unseen is None:  # before it is told, so that a kill loses none
             self.solutions.keep(trial.number, outcome.parameters)
         trial.tell(outcome, near)
+        if not finished:
+            self.first_seconds = time.perf_counter() - asked
         self._drop()
 
     def _drop(self) -> None:
@@ -283,10 +308,22 @@ class _Run:
     ) -> Outcome:
         arguments = model_arguments(settings, self.model, self.parts.matrix, self.start)
         model = self.model.with_changes(**{**arguments, "metric": self.metric})
+        first = next((t.value for t in self.log.tried(self.fixed)), None)
+        deadline = None  # the defaults are trained in full
+        if self.limit is not None and first is not None:
+            deadline = self.began + self.limit - (0.0 if confirming else self._kept_back())
         return run_trial(
             model, settings, self.parts, warm=None if near is None else self.solutions.load(near),
-            best=best, report=report, deadline=None if self.limit is None or confirming else self.began + self.limit,
+            first=first, best=best, report=report, deadline=deadline, seed=self.seed,
         )  # fmt: skip
 
-    def _late(self) -> bool:
-        return self.limit is not None and time.perf_counter() - self.began >= self.limit
+    def _kept_back(self) -> float:
+        """Seconds to confirm a winner that started warm."""
+        return self.first_seconds if self.parts.unseen is None else 0.0
+
+    def _larger_affordable(self) -> bool:
+        """Whether towers larger than the first trial's may be tried: they take up to three times as long."""
+        return self.limit is None or not self._late(_ROOM * self.first_seconds)
+
+    def _late(self, kept_back: float = 0.0) -> bool:
+        return self.limit is not None and time.perf_counter() - self.began >= self.limit - kept_back

@@ -32,6 +32,7 @@ LOGARITHMIC = ("omega", "l2", "penalty")
 RANGES = (*LOGARITHMIC, "frequency_power", "left_power", "right_power")
 LISTS = ("imputed", "dim", "hidden", "activation", "normalize", "loss", "features")
 NAMES = (*RANGES, *LISTS)
+SIZES = ("hidden", "dim")
 #: The order of first changes where there are features.
 FEATURES_FIRST = (
     "l2", "imputed", "hidden", "right_power", "normalize", "omega", "dim", "penalty", "left_power", "frequency_power",
@@ -189,14 +190,19 @@ def first_settings(space: Space, start: Mapping[str, Value]) -> list[dict[str, V
         names.sort(key=FEATURES_FIRST.index)
     changes = [{**centre, name: value} for name in names for value in space[name].beside(centre[name])]
     if start["features"] == "given":
-        changes.sort(key=lambda change: _size(change) > _size(centre))
+        changes.sort(key=lambda change: larger(change, centre))
     return [centre, *changes]
 
 
+def larger(settings: Mapping[str, Value], start: Mapping[str, Value]) -> bool:
+    """Whether towers have more units in their hidden layers, or more outputs, than at the start."""
+    return any(size > before for size, before in zip(_size(settings), _size(start), strict=True))
+
+
 def _size(settings: Mapping[str, Value]) -> tuple[int, int]:
-    """The widest hidden layer and the dimension; 0 where they are not searched."""
+    """Units of all hidden layers, and the dimension; 0 where they are not searched."""
     sides = check_hidden(parse_hidden(str(settings["hidden"]))) if "hidden" in settings else ((), ())
-    return max((*sides[0], *sides[1]), default=0), int(settings.get("dim", 0))
+    return sum((*sides[0], *sides[1])), int(settings.get("dim", 0))
 
 
 def describe(space: Space) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from gramtower import _checks as check
 from gramtower._optional import need
-from gramtower.tuning.report import Tried, pick
-from gramtower.tuning.space import Range, Space, Value, searched
+from gramtower.tuning.space import SIZES, Range, Space, Value, searched
+from gramtower.tuning.space import larger as is_larger
+from gramtower.tuning.tried import Tried, pick
 
 if TYPE_CHECKING:
     import optuna
@@ -121,8 +122,13 @@ class Log:
         for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             self.study.tell(trial.number, state=TrialState.FAIL)
 
-    def ask(self, space: Space) -> Trial:
-        """The next settings to try. The proposal depends on the seed and on the trials that ended alone."""
+    def ask(self, space: Space, larger: bool = True) -> Trial:
+        """The next settings to try. The proposal depends on the seed and on the trials that ended alone.
+
+        Args:
+            space: what is searched.
+            larger: whether towers may be larger than at the start. If not, what is proposed gets those of the start.
+        """
         from optuna.samplers import TPESampler
         from optuna.trial import TrialState
 
@@ -134,17 +140,28 @@ class Log:
             )
             waiting = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
             if number < len(self.first) and not waiting:  # one may be left by a kill just after this
-                self.study.enqueue_trial(self._first(number))
-            trial = self.study.ask()
-            settings: dict[str, Value] = {}
-            for name in searched(space):
-                part = space[name]
-                if isinstance(part, Range):
-                    settings[name] = trial.suggest_float(name, part.low, part.high, log=part.log)
-                else:
-                    value: Any = trial.suggest_categorical(name, part.values)
-                    settings[name] = value
+                first = self._first(number)
+                if larger or not is_larger(first, self.first[0]):  # those that are come last of all
+                    self.study.enqueue_trial(first)
+            trial, settings = self._propose(space)
+            if not larger and is_larger(settings, self.first[0]):
+                self.study.tell(trial, state=TrialState.FAIL)  # it was no trial, and counts as none
+                self.study.enqueue_trial({**settings, **{n: self.first[0][n] for n in SIZES if n in settings}})
+                trial, settings = self._propose(space)
         return Trial(self, trial, settings, number)
+
+    def _propose(self, space: Space) -> tuple[optuna.Trial, dict[str, Value]]:
+        """What waits to be tried, or what optuna proposes."""
+        trial = self.study.ask()
+        settings: dict[str, Value] = {}
+        for name in searched(space):
+            part = space[name]
+            if isinstance(part, Range):
+                settings[name] = trial.suggest_float(name, part.low, part.high, log=part.log)
+            else:
+                value: Any = trial.suggest_categorical(name, part.values)
+                settings[name] = value
+        return trial, settings
 
     def _first(self, number: int) -> dict[str, Value]:
         """The settings to be tried as trial ``number``, one of the first."""

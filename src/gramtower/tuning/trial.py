@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
@@ -64,6 +64,7 @@ class Outcome:
     warm: bool
     parameters: Tensor
     rough: bool = False
+    without: list[float] = field(default_factory=list)
 
     @property
     def value(self) -> float:
@@ -134,7 +135,7 @@ def start_values(model: ModelSettings, parts: Parts, data: FitData) -> dict[str,
     return {
         "omega": problem.omega,
         "l2": problem.l2,
-        "penalty": problem.embedding_l2,
+        "penalty": problem.embedding_l2 / rescaled_penalty(1.0, model.frequency_power, data.matrix, problem.omega),
         "frequency_power": model.frequency_power,
         "left_power": weights_power("left_weights", model.left_weights),
         "right_power": weights_power("right_weights", right_weights(model, data)),
@@ -183,6 +184,25 @@ def model_arguments(
     return arguments
 
 
+def changed_arguments(
+    settings: dict[str, Value], model: ModelSettings, matrix: sp.csr_matrix, start: Mapping[str, Value]
+) -> dict[str, Any]:
+    """:func:`model_arguments` without those that are as they were at the start.
+
+    Defaults go by the size of the data, and all pairs are more than the part that trials learn from: what was not
+    changed is left to their rules.
+    """
+    same = {name for name, value in settings.items() if value == start[name]}
+    arguments = model_arguments(settings, model, matrix, start)
+    for side in ("left", "right"):  # an array is no power, and is not left to itself
+        if f"{side}_power" in same and isinstance(getattr(model, f"{side}_weights"), (str, type(None))):
+            same.add(f"{side}_weights")
+    changed = settings.keys() - same
+    if not {"penalty", "frequency_power"} & changed and ("omega" not in changed or model.frequency_power == 1):
+        same.add("embedding_l2")
+    return {name: value for name, value in arguments.items() if name not in same}
+
+
 def chosen_features(settings: dict[str, Value], given: tuple[Any, Any]) -> tuple[Any, Any]:
     """What the towers see."""
     known = {"ids": None, "history": "history", "ids+history": ["id", "history"]}
@@ -203,9 +223,11 @@ def run_trial(
     parts: Parts,
     *,
     warm: Tensor | None,
+    first: float | None = None,
     best: float | None,
     report: Callable[[int, float], None],
     deadline: float | None,
+    seed: int = 0,
 ) -> Outcome:
     """Train until the metric stops improving, settles (warm starts), or cannot reach the best any more.
 
@@ -216,9 +238,11 @@ def run_trial(
         settings: the same by the names of the search space.
         parts: what to learn from and be ranked on.
         warm: parameters to start from, or None.
+        first: metric of the first trial; one that is better is compared with it by entities, and so is the first.
         best: metric of the best trial so far.
         report: told each iteration and its metric.
         deadline: the moment, by ``time.perf_counter``, after which it stops.
+        seed: of the parts that entities are dealt to for that.
     """
     data = prepare_data(model, parts.train, *chosen_features(settings, parts.features))
     problem = make_problem(model, data)
@@ -251,4 +275,9 @@ def run_trial(
     )  # fmt: skip
     best_or_last = result.parameters.vector if last is None or (warm is None and not rough) else last
     seconds = result.history[-1].seconds
-    return Outcome(curve, seconds, result.reason, pruned, late, warm is not None, best_or_last, rough)
+    outcome = Outcome(curve, seconds, result.reason, pruned, late, warm is not None, best_or_last, rough)
+    ended = not (pruned or late or result.reason is Reason.INTERRUPTED)
+    if ended and (first is None or outcome.value > first):
+        towers.load(best_or_last)
+        outcome.without = measure.without(problem.at(towers), seed)
+    return outcome

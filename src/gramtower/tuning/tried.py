@@ -1,0 +1,136 @@
+"""The record of a trial, and which trial wins.
+
+A trial replaces the defaults where it is better beyond what the choice of validation entities explains: its gain, the
+difference of both metrics, must exceed one standard error of that difference (gramtower/metrics/jackknife.py), paired
+over the entities that both were measured on. Held-out entities are what varies where some were held out, users where
+pairs were. Of the trials that pass, the best wins; if none does, the defaults stay. Checked by tests/test_tried.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from gramtower.metrics.jackknife import standard_error
+from gramtower.tuning.space import Value
+
+if TYPE_CHECKING:
+    from gramtower.tuning.trial import Outcome
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One trial.
+
+    Attributes:
+        number: trials are numbered as they end, from 0.
+        settings: by the names of the search space, fixed ones too.
+        value: the metric that counts: the best on the way for a cold start, the last for a warm one; the mean of the
+            last ones where entities were held out.
+        iteration: where it was reached.
+        curve: metric at the start and after each iteration.
+        seconds: of training.
+        pruned: whether it was given up on the way.
+        warm_from: the trial whose solution it started from, or None for a cold start.
+        reason: why it stopped.
+        confirmed: for a winner that started warm, its value then; ``value`` is that of the cold start after it.
+        without: the metric at its end without each part of the validation entities, for the defaults and for what
+            was better than they; empty for a metric that is of no single entities.
+    """
+
+    number: int
+    settings: dict[str, Value]
+    value: float
+    iteration: int
+    curve: list[float]
+    seconds: float
+    pruned: bool
+    warm_from: int | None
+    reason: str
+    confirmed: float | None = None
+    without: list[float] = field(default_factory=list)
+
+    @property
+    def started_cold(self) -> bool:
+        """Whether its value is that of a cold start."""
+        return self.warm_from is None or self.confirmed is not None
+
+    @property
+    def note(self) -> str:
+        """How it started, and whether it was given up or trained again, for people."""
+        notes = [f"warm from {self.warm_from}"] if self.warm_from is not None else []
+        notes += ["given up"] if self.pruned else []
+        notes += [f"confirmed cold; {self.confirmed:.4f} warm"] if self.confirmed is not None else []
+        return ", ".join(notes)
+
+    @classmethod
+    def of(cls, number: int, settings: dict[str, Value], outcome: Outcome, warm_from: int | None) -> Tried:
+        """A record from how a trial ended."""
+        return cls(
+            number, settings, outcome.value, outcome.iteration, outcome.curve, outcome.seconds, outcome.pruned,
+            warm_from, outcome.reason.name, without=outcome.without,
+        )  # fmt: skip
+
+    def again(self, outcome: Outcome) -> Tried:
+        """The record of the same settings trained from a cold start."""
+        cold = Tried.of(self.number, self.settings, outcome, self.warm_from)
+        return replace(cold, confirmed=self.value, pruned=False)
+
+
+def pick(trials: Sequence[Tried]) -> Tried:
+    """The trial with the largest metric; the earliest of equals. One that was given up only where all were."""
+    return max(trials, key=_rank)
+
+
+def _rank(trial: Tried) -> tuple[bool, float, int]:
+    return not trial.pruned, trial.value, -trial.number
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which trial wins, and why.
+
+    Attributes:
+        winner: the trial.
+        text: a sentence that says what it was compared with, and how that came out.
+    """
+
+    winner: Tried
+    text: str
+
+
+def judge(trials: Sequence[Tried]) -> Verdict:
+    """The best trial that is better than the defaults, trial 0, beyond noise; the defaults if there is none."""
+    first, best = trials[0], pick(trials)
+    if first.number != 0:
+        return Verdict(best, f"trial {best.number} is the best; the defaults failed, and are not compared with it")
+    if best is first:
+        return Verdict(first, "the defaults stay: no trial was better")
+    if not first.without:
+        text = f"trial {best.number} replaces the defaults: it gains {_gain(best, first)}, not compared by entities"
+        return Verdict(best, text)
+    better = [t for t in trials if t.value - first.value > _error(t, first) and not t.pruned]
+    if not better:
+        return Verdict(first, f"the defaults stay: the best trial, {best.number}, gains {_gain(best, first)}")
+    winner = pick(better)
+    text = f"trial {winner.number} replaces the defaults: it gains {_gain(winner, first)}"
+    if winner is not best:
+        text += f" (the best, trial {best.number}, {_gain(best, first)})"
+    return Verdict(winner, text)
+
+
+def _error(trial: Tried, first: Tried) -> float:
+    """The standard error of a trial's gain; infinite where it is not known."""
+    return standard_error(trial.without, first.without) if trial.without else float("inf")
+
+
+def _gain(trial: Tried, first: Tried) -> str:
+    """A gain with its standard error, as a share of what the defaults have."""
+    gain, error = trial.value - first.value, _error(trial, first)
+    if first.value > 0:
+        gain, error, unit, digits = 100 * gain / first.value, 100 * error / first.value, " %", 1
+    else:
+        unit, digits = "", 4
+    known = f" ± {error:.{digits}f}{unit}" if error < float("inf") else ""
+    return f"{gain:.{digits}f}{unit}{known}"
