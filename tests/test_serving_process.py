@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import io
 import json
 import os
 import re
@@ -22,10 +24,13 @@ import pytest
 from serving_cases import folder, listening
 
 from gramtower.cli.app import run
+from gramtower.cli.output import note
 from gramtower.serving import server
 from gramtower.serving.limits import Limits
+from gramtower.serving.models import Models
 from gramtower.serving.patience import PatientProtocol
 from gramtower.serving.server import _watch, bound, is_loopback
+from gramtower.serving.snapshot import Source
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
 
@@ -60,12 +65,7 @@ def test_a_server_lives_through_damage_takes_up_a_new_model_and_ends(tmp_path):
     try:
         base = line(process, r"serving at (http://127\.0\.0\.1:\d+)/")[1]
         token = {"authorization": "Bearer s3cret"}
-        for _ in range(100):
-            try:
-                assert ask(base, "/ready")["status"] == "ready"
-                break
-            except urllib.error.URLError:
-                time.sleep(0.1)
+        assert ask(base, "/ready")["status"] == "ready"
         with pytest.raises(urllib.error.HTTPError, match="401"):
             ask(base, "/models")
         assert len(ask(base, "/recommend", {"left": ["日本 😀"], "k": 3}, token)["answers"][0]["results"]) == 3
@@ -110,6 +110,43 @@ def test_a_hangup_while_models_are_loaded_does_not_end_the_server(monkeypatch):
         assert heard == ["before"]
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_server_takes_connections_and_the_newest_model_when_it_says_so(tmp_path, monkeypatch):
+    path, lines = tmp_path / "model.gramtower", []
+    shutil.copy(folder() / "history.gramtower", path)
+    with bound("127.0.0.1", 0) as listening:
+
+        class Slow(Models):
+            def __init__(self, *given):
+                super().__init__(*given)
+                shutil.copy(folder() / "plain.gramtower", path)  # a SIGHUP that came with it was not heard
+
+        def ready():
+            socket.create_connection(listening.getsockname(), 5).close()
+            lines.append("ready")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        monkeypatch.setattr(server, "Models", Slow)
+        before = signal.signal(signal.SIGTERM, lambda *_: lines.append("ended"))
+        try:
+            server.serve_at(listening, [Source("default", path)], server.Options(port=0), lines.append, ready)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            gc.unfreeze()
+    assert [re.search("loaded|ready|ended", line)[0] for line in lines] == ["loaded", "loaded", "ready", "ended"]
+
+
+def test_a_line_is_written_in_one_piece(monkeypatch):
+    written = []
+
+    class Unbuffered(io.StringIO):
+        def write(self, text):
+            written.append(text)
+
+    monkeypatch.setattr(sys, "stderr", Unbuffered())
+    note("worker 1: loaded")
+    assert written == ["worker 1: loaded\n"]  # else lines of several processes run into one another
 
 
 def test_a_port_in_use_is_said_before_anything_is_loaded(capsys):
@@ -195,6 +232,17 @@ def test_loopback_is_told_from_other_addresses():
     assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org")] == [False] * 4
 
 
+def spawned(process):
+    """The workers of a server."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            parent = re.search(r"^PPid:\s*(\d+)", (entry / "status").read_text(), re.MULTILINE)[1]
+            if int(parent) == process.pid and b"spawn_main" in (entry / "cmdline").read_bytes():
+                found.add(int(entry.name))
+    return found
+
+
 def test_workers_share_a_port_a_new_model_and_an_end(tmp_path):
     path = tmp_path / "model.gramtower"
     shutil.copy(folder() / "history.gramtower", path)
@@ -218,13 +266,17 @@ def test_workers_share_a_port_a_new_model_and_an_end(tmp_path):
         while new < 8 and time.monotonic() < end:  # each says so just before it takes the model up
             new = new + 1 if len(ask(base, "/embed", {"ids": ["a/b"]})["embeddings"][0]) == 5 else 0
         assert new == 8
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        if children.exists():
-            names = {int(one): Path(f"/proc/{one}/cmdline").read_bytes() for one in children.read_text().split()}
-            spawned = [one for one, name in names.items() if b"spawn_main" in name]
-            os.kill(spawned[0], signal.SIGKILL)
+        if Path("/proc/self/status").exists():
+            before = spawned(process)
+            assert len(before) == 2
+            os.kill(before.pop(), signal.SIGKILL)
             number = line(process, r"worker (\d) ended with exit code -9")[1]
-            line(process, rf"worker {number}: model .* loaded in", 180)
+            end = time.monotonic() + 60
+            while spawned(process) == before and time.monotonic() < end:
+                time.sleep(0.01)
+            process.send_signal(signal.SIGHUP)  # while the new one starts: it reads its model, then again
+            loaded = [line(process, r"worker (\d): model .* loaded in", 180)[1] for _ in range(3)]
+            assert loaded.count(number) == 2
         assert ask(base, "/ready")["status"] == "ready"
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
