@@ -14,6 +14,7 @@ import scipy.sparse as sp
 
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
+from gramtower.estimator import defaults
 from gramtower.training.lock import locked
 from gramtower.tuning import curve as curves
 from gramtower.tuning.report import Tried, pick
@@ -207,9 +208,10 @@ def test_weights_that_are_arrays_are_not_in_the_config_which_says_so():
     assert tomllib.loads(search.config())["model"]["right-weights"] == "degree^0"
 
 
-def test_a_penalty_that_is_not_searched_is_that_of_the_models_size():
+def test_a_penalty_that_is_not_searched_is_that_of_the_models_size(monkeypatch):
+    monkeypatch.setattr(defaults, "_LARGE", 4)  # dimensions from which on it grows
     space = {"frequency_power": [0.9, 1.1]}
-    small_one, large = (small(dim=dim).tune(data(), trials=1, space=space, refit=False) for dim in (2, 2048))
+    small_one, large = (small(dim=dim).tune(data(), trials=1, space=space, refit=False) for dim in (2, 8))
     assert large.arguments["embedding_l2"] == pytest.approx(2**0.5 * small_one.arguments["embedding_l2"])
 
 
