@@ -210,7 +210,7 @@ def test_a_memory_budget_that_is_given_counts_in_a_resumed_run(tmp_path):
         problem, towers = planted(memory_budget=given)
         before = problem.memory_budget
         gt.minimize(problem, towers, max_iterations=3 + len(seen), checkpoint=tmp_path / "run",
-                    callbacks=[lambda *_, problem=problem: seen.append(problem.planned_budget)])  # fmt: skip
+                    callbacks=[lambda *_, problem=problem: seen.append(*problem.planned_budgets.values())])  # fmt: skip
         assert seen[-1] == expected
         assert problem.memory_budget == before
 
