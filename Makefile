@@ -16,6 +16,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+EXTRAS ?= dev# what is installed to work on it; .ci/run has more
 DOCS_READY := .venv/.docs-ready
 ML1M ?= ml-1m
 RUNS ?= runs
@@ -28,8 +29,11 @@ FUZZ_SEED ?= $(shell date +%s)
 KILLS ?= 100
 CRASH_SEED ?= 0
 
+# Many tests start processes, each of which would compile all sources anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-oldest test-pythons resolves fuzz crash implicit-tests dist docs docs-check docs-links lint types \
-  reproduce clean
+  types-library types-docs reproduce clean
 
 demo: $(READY)
 	$(BIN)/gramtower demo
@@ -95,8 +99,12 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(READY)
+types: types-library types-docs
+
+types-library: $(READY)
 	$(BIN)/mypy
+
+types-docs: $(READY)
 	$(BIN)/python tests/snippet_types.py
 
 # Runs that were interrupted go on, runs that ended are not repeated. A method that fails is in its report.
@@ -114,7 +122,7 @@ reproduce: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
 	touch $(READY)
 
 $(DOCS_READY): $(READY)

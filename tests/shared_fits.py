@@ -10,7 +10,8 @@ from torch import nn
 
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
-from gramtower.distributed.group import current_group
+from gramtower.distributed import watch
+from gramtower.distributed.group import SINGLE, current_group
 from gramtower.distributed.shards import Rows, Shards
 from gramtower.engine.towers import stack
 from gramtower.estimator.fit_data import local_pairs, spread_pairs
@@ -124,15 +125,20 @@ def trajectory(name, cut):
     method, options, features, dtype = (FITS | MORE)[name]
     problem = problem_of(group(), features, cut)
     towers = towers_of(problem, features, dtype)
-    result = gt.minimize(problem, towers, method, max_iterations=4, seed=3, **options)
+    result = gt.minimize(problem, towers, method, max_iterations=3, seed=3, **options)
     return [record.value for record in result.history]
 
 
-def trajectories(folder, cut, *more):
-    return {name: trajectory(name, cut) for name in (FITS | MORE if more else FITS)}
+def trajectories(folder, cut, which="all"):
+    fits = {"all": FITS | MORE, "methods": FITS, "float64": METHODS}[which]
+    return {name: trajectory(name, cut) for name in fits}
 
 
-def product_bytes(folder):
+def trajectories_and_bytes(folder, cut):
+    return {"trajectories": trajectories(folder, cut), "bytes": product_bytes()}
+
+
+def product_bytes():
     """Bytes of one G·d as counted, and the sizes in the formula of docs/scale.md."""
     found = []
     for cut in ("even", "uneven"):
@@ -176,6 +182,11 @@ def half(folder, iterations, path, cut="even"):
         result = gt.minimize(problem, towers, method, max_iterations=most, **common, **options)
         values[name] = [record.value for record in result.history]
     return values
+
+
+def halves(folder, iterations, *runs):
+    """The same of several folders: path, cut, path, cut and so on."""
+    return [half(folder, iterations, path, cut) for path, cut in zip(runs[::2], runs[1::2], strict=True)]
 
 
 def interactions(user="u{:02d}".format):
@@ -263,5 +274,11 @@ def misbehave(folder, how):
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(600)
 
-    problem = problem_of(group())
-    gt.minimize(problem, towers_of(problem, "ids", torch.float64), "gd", max_iterations=50, callbacks=[callback])
+    def fit(processes, **options):
+        problem = problem_of(processes)
+        gt.minimize(problem, towers_of(problem, "ids", torch.float64), "gd", **options)
+
+    fit(SINGLE, max_iterations=1)  # compiles, for which nobody has to wait
+    torch.distributed.barrier()
+    watch._BEAT = 1.0
+    fit(group(), max_iterations=50, callbacks=[callback])

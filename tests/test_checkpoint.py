@@ -53,30 +53,37 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name, tmp_path):
 SCRIPT = """
     import sys, gramtower as gt
     from gramtower.data.synthetic import planted_pairs
-    problem = gt.Problem(planted_pairs(50, 40, 300, groups=4, seed=1), omega=2**-3, l2=0.5)
-    towers = gt.mlp_towers(problem, hidden=(6,), dim=4)
-    show = lambda record, point: print(record.iteration, record.value.hex(), flush=True)
-    gt.minimize(problem, towers, sys.argv[1], max_iterations=int(sys.argv[3]), checkpoint=sys.argv[2],
-                checkpoint_every=1, callbacks=[show], **eval(sys.argv[4]))
+    for name, path, options in eval(sys.argv[1]):
+        problem = gt.Problem(planted_pairs(50, 40, 300, groups=4, seed=1), omega=2**-3, l2=0.5)
+        towers = gt.mlp_towers(problem, hidden=(6,), dim=4)
+        show = lambda record, point: print(name, record.iteration, record.value.hex(), flush=True)
+        gt.minimize(problem, towers, name, max_iterations=25, checkpoint=path, checkpoint_every=1, callbacks=[show],
+                    **options)
 """
 
 
-@pytest.mark.parametrize("name", ["newton-kron", "sogram-diag"])
-def test_a_run_killed_at_any_moment_resumes(name, tmp_path):
-    problem, towers = planted()
-    whole = gt.minimize(problem, towers, name, max_iterations=25, **options_of(name))
-    path = tmp_path / "run.safetensors"
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), name, str(path), "25", repr(options_of(name))]
-    seen: dict[int, float] = {}
-    for stop_after in (3, 4, None):  # two kills, then to the end
+def test_runs_killed_at_any_moment_resume(tmp_path):
+    names = ["newton-kron", "sogram-diag"]
+    expected = {}
+    for name in names:
+        problem, towers = planted()
+        whole = gt.minimize(problem, towers, name, max_iterations=25, **options_of(name))
+        expected |= {(name, record.iteration): record.value for record in whole.history[1:]}
+    runs = [(name, str(tmp_path / f"{name}.safetensors"), options_of(name)) for name in names]
+    seen: dict[tuple[str, int], float] = {}
+    kills = [("newton-kron", 3), ("newton-kron", 4), ("sogram-diag", 5), None]  # one twice, the next, then to the end
+    for kill in kills:
+        iterations = dict.fromkeys(names, 0)
+        command = [sys.executable, "-c", textwrap.dedent(SCRIPT), repr(runs)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            for count, text in enumerate(process.stdout, 1):
-                iteration, value = text.split()
-                seen[int(iteration)] = float.fromhex(value)
-                if count == stop_after:
+            for text in process.stdout:
+                name, iteration, value = text.split()
+                seen[name, int(iteration)] = float.fromhex(value)
+                iterations[name] += 1
+                if (name, iterations[name]) == kill:
                     os.kill(process.pid, signal.SIGKILL)
                     break
-    expected = {record.iteration: record.value for record in whole.history[1:]}
+        assert process.returncode == (0 if kill is None else -signal.SIGKILL)
     assert seen == expected
 
 
@@ -203,7 +210,7 @@ def test_a_memory_budget_that_is_given_counts_in_a_resumed_run(tmp_path):
         problem, towers = planted(memory_budget=given)
         before = problem.memory_budget
         gt.minimize(problem, towers, max_iterations=3 + len(seen), checkpoint=tmp_path / "run",
-                    callbacks=[lambda *_, problem=problem: seen.append(problem.planned_budget)])  # fmt: skip
+                    callbacks=[lambda *_, problem=problem: seen.append(*problem.planned_budgets.values())])  # fmt: skip
         assert seen[-1] == expected
         assert problem.memory_budget == before
 

@@ -21,6 +21,7 @@ pytest.importorskip("polars", reason="the command line reads tables with polars"
 
 import gramtower as gt
 from gramtower.cli.app import run
+from gramtower.compare import build as building
 from gramtower.compare import runner as contest
 from gramtower.compare.runner import measured_at
 from gramtower.data.synthetic import planted_pairs
@@ -45,6 +46,12 @@ def pairs(tmp_path_factory):
     path = tmp_path_factory.mktemp("pairs") / "toy pairs.csv"
     path.write_text("user,item\n" + "".join(f"{u},{i}\n" for u, i in zip(users, items, strict=True)))
     return path
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """No figures, where they are not what is looked at: drawing takes longer than all the rest."""
+    monkeypatch.setattr(building, "draw", lambda comparison: None)
 
 
 def command(pairs, out, *more):
@@ -127,6 +134,7 @@ def test_a_comparison_in_which_every_method_diverges_still_has_its_report(pairs,
     assert (tmp_path / "report.html").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_only_the_methods_that_have_not_ended_run(pairs, tmp_path, capsys, monkeypatch):
     started = []
     minimize = contest.minimize
@@ -144,6 +152,7 @@ def test_only_the_methods_that_have_not_ended_run(pairs, tmp_path, capsys, monke
     assert not (tmp_path / "newton.jsonl").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_folder_of_another_comparison_is_refused_by_what_differs(pairs, tmp_path, capsys):
     run(command(pairs, tmp_path, "--optimizers", "gd,sogram", "--max-iterations", "1", *SAMPLED))
     assert "settings" in refusal(capsys, command(pairs, tmp_path, "--optimizers", "gd", "--max-iterations", "2"))
@@ -190,6 +199,7 @@ def test_a_killed_comparison_goes_on_and_ends_with_the_same_figure(pairs, tmp_pa
     assert not (tmp_path / "cut/sogram.safetensors").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_what_goes_wrong_is_reported_and_the_rest_runs(pairs, tmp_path, capsys, monkeypatch):
     def broken(self, seed):
         raise RuntimeError("out of\nluck")
@@ -214,6 +224,7 @@ def test_what_goes_wrong_is_reported_and_the_rest_runs(pairs, tmp_path, capsys, 
     assert "newtn unknown" in printed
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_iteration_longer_than_the_limit_is_said(pairs, tmp_path, capsys, monkeypatch):
     iterate, looks, slow = Sampled.iterate, count(), []
     clock = SimpleNamespace(perf_counter=lambda: 0.01 * next(looks) + 0.6 * len(slow))
@@ -228,6 +239,7 @@ def test_an_iteration_longer_than_the_limit_is_said(pairs, tmp_path, capsys, mon
     assert "longer than the time limit of 0.5 s" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_interrupted_comparison_says_so_and_goes_on(pairs, tmp_path, capsys, monkeypatch):
     method = contest.minimize
 
@@ -249,6 +261,7 @@ def test_an_interrupted_comparison_says_so_and_goes_on(pairs, tmp_path, capsys, 
     assert found["gd"]["iterations"] == 5
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_two_comparisons_do_not_write_one_folder(pairs, tmp_path, capsys):
     tokens = command(pairs, tmp_path, "--optimizers", "gd", "--max-iterations", "1")
     answer(capsys, tokens)
@@ -281,6 +294,7 @@ step-size = 1e-6
 """
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_experiment_says_what_runs_and_flags_win(pairs, tmp_path, capsys):
     (tmp_path / "small.toml").write_text(EXPERIMENT)
     tokens = ["compare", pairs, "--config", tmp_path / "small.toml", "--quiet", "--out", tmp_path / "out"]
@@ -309,6 +323,7 @@ def test_generated_pairs_are_marked_wherever_they_appear(tmp_path, capsys):
     assert "experiment" in refusal(capsys, ["compare", "--synthetic", "--out", tmp_path / "out"])
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_feature_tables_reach_the_towers(pairs, tmp_path, capsys):
     lines = [f"{i},{'even' if i % 2 == 0 else 'odd'}" for i in range(30)]
     (tmp_path / "items.csv").write_text("item,kind\n" + "\n".join(lines) + "\n")

@@ -18,12 +18,23 @@ from gramtower.engine.towers.id_tables import draw_rows_
 
 @pytest.fixture(scope="module")
 def alone():
-    return shared_fits.trajectories(None, "even", "more")
+    return shared_fits.trajectories(None, "even")
 
 
-@pytest.mark.parametrize(("size", "cut", "more"), [(2, "even", ()), (3, "uneven", ("more",)), (4, "uneven", ())])
-def test_many_processes_take_the_steps_of_one(size, cut, more, alone, tmp_path):
-    many = run_group("shared_fits:trajectories", size, tmp_path, cut, *more)
+@pytest.mark.parametrize(("size", "cut", "which"), [(2, "even", "methods"), (4, "uneven", "float64")])
+def test_many_processes_take_the_steps_of_one(size, cut, which, alone, tmp_path):
+    assert_alike(run_group("shared_fits:trajectories", size, tmp_path, cut, which), alone)
+
+
+def test_three_processes_do_so_in_all_of_the_library_and_send_the_bytes_of_the_formula(alone, tmp_path):
+    many = run_group("shared_fits:trajectories_and_bytes", 3, tmp_path, "uneven")
+    assert_alike([one["trajectories"] for one in many], alone)
+    assert set(many[0]["trajectories"]) == set(alone)
+    for one in many:
+        assert_bytes(one["bytes"], 3)
+
+
+def assert_alike(many, alone):
     assert all(one == many[0] for one in many)  # the same numbers, to the bit, in every process
     for name, values in many[0].items():
         tolerance = 1e-3 if "float32" in name else 1e-9  # iterations amplify rounding
@@ -96,16 +107,16 @@ def test_large_tables_are_the_same_for_any_number_of_processes_and_threads(monke
     assert len(drawn[0].unique()) > 0.99 * drawn[0].numel()  # no block is drawn twice
 
 
-def test_bytes_of_a_product_are_those_of_the_formula(tmp_path):
-    size = 3
-    for rank, found in enumerate(run_group("shared_fits:product_bytes", size, tmp_path)):
-        for case in found:
-            n, k, s = case["n"], case["k"], case["s"]
-            expected = {
-                "gather": (size - 1) * case["largest"] * k * s,
-                "scatter": (n - case["own"]) * k * s,
-                "reduce": sum(2 * (size - 1) * part // size for part in (k * k * 8, k * k * 8, case["shared"] * s)),
-            }
-            assert case["counted"] == {kind: count for kind, count in expected.items() if count}, rank
-            assert case["said"] == sum(expected.values())
-            assert case["shared"] == 2 * (6 + 6 * 4 + 4)  # bias, second layer and its bias of two towers
+def assert_bytes(found, size):
+    """Those of a product are as docs/scale.md says."""
+    for case in found:
+        n, k, s = case["n"], case["k"], case["s"]
+        expected = {
+            "gather": (size - 1) * case["largest"] * k * s,
+            "scatter": (n - case["own"]) * k * s,
+            "reduce": sum(2 * (size - 1) * part // size for part in (k * k * 8, k * k * 8, case["shared"] * s)),
+        }
+        assert case["counted"] == {kind: count for kind, count in expected.items() if count}
+        assert case["said"] == sum(expected.values())
+        assert case["shared"] == 2 * (6 + 6 * 4 + 4)  # bias, second layer and its bias of two towers
+    assert len(found) == 2

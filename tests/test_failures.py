@@ -34,7 +34,7 @@ def test_processes_that_were_given_different_things_are_named(tmp_path):
 
 @pytest.mark.parametrize(("how", "what"), [("die", "is gone"), ("hang", "is hung: it lives but has begun")])
 def test_a_process_that_dies_or_hangs_is_named_by_the_others(how, what, tmp_path):
-    started = start_group("shared_fits:misbehave", 2, tmp_path, how, env={"TEST_TIMEOUT": "8"})
+    started = start_group("shared_fits:misbehave", 2, tmp_path, how, env={"TEST_TIMEOUT": "4"})
     try:
         errors = started[0].communicate(timeout=300)[1]
     finally:

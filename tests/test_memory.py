@@ -20,7 +20,7 @@ from gramtower.engine.objective import plan
 from gramtower.engine.objective.footprint import Footprint
 from gramtower.engine.objective.plan import Streamed, plan_blocks
 from gramtower.runtime import host
-from gramtower.runtime.memory import BlockPlan, default_budget
+from gramtower.runtime.memory import BlockPlan, default_budget, free_memory
 from gramtower.runtime.resident import ResidentPeak
 
 CPU = torch.device("cpu")
@@ -66,8 +66,34 @@ def test_the_limit_of_a_batch_job_is_that_of_its_control_group_or_one_around_it(
     assert host.memory_size() == 23456789
 
 
+@pytest.mark.parametrize(
+    ("line", "names", "cache"),
+    [
+        ("0::/job", ("memory.max", "memory.current"), "inactive_file"),
+        ("4:memory:/job", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_inactive_file"),
+    ],
+)
+def test_what_a_container_has_used_is_not_free(line, names, cache, monkeypatch, tmp_path):
+    (tmp_path / "own").write_text(f"{line}\n")
+    monkeypatch.setattr(host, "_OWN_GROUPS", str(tmp_path / "own"))
+    monkeypatch.setattr(host, "_CONTAINER", (str(tmp_path / "memory.max"), str(tmp_path / "memory.limit_in_bytes")))
+    (tmp_path / "job").mkdir()
+    limit, used = (tmp_path / "job" / name for name in names)
+    limit.write_text("100000000\n")
+    assert free_memory(CPU) == 100_000_000
+    used.write_text("70000000\n")
+    assert free_memory(CPU) == 30_000_000
+    (tmp_path / "job" / "memory.stat").write_text(f"anon 3\n{cache} 50000000\n")  # files, which can be given up
+    assert free_memory(CPU) == 80_000_000
+    used.write_text("170000000\n")
+    assert free_memory(CPU) == 0
+
+
 def blocks(activations, rows, least_block=(1, 1)):
-    needs = Footprint(10, rows, 4, (100, 100), 5, lambda rows: 5, 0, 4, on_cpu=True, least_block=least_block)
+    needs = Footprint(
+        parameters=10, rows=rows, columns=4, row_bytes=(100, 100), pairs=5, most_pairs=lambda rows: 5, per_pair=0,
+        item=4, on_cpu=True, least_block=least_block,
+    )  # fmt: skip
     return plan_blocks(activations, rows, needs)
 
 

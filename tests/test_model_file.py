@@ -55,6 +55,22 @@ def test_a_copy_written_anew_is_the_same_model(saved, tmp_path):
     assert repr(one) == repr(two)
 
 
+class Own(gt.GradientDescent):
+    """A method of the user's own."""
+
+
+def test_a_solver_is_saved_by_its_name_and_options(tmp_path):
+    model = fitted(optimizer=gt.Newton(cg_max_steps=7))
+    model.save(tmp_path / "m")
+    loaded = gt.load(tmp_path / "m")
+    assert (loaded.optimizer, loaded.optimizer_options["cg_max_steps"]) == ("newton", 7)
+    again = fitted(optimizer=loaded.optimizer, optimizer_options=loaded.optimizer_options)
+    assert [r.value for r in again.history_] == [r.value for r in model.history_]
+    with pytest.raises(ValueError, match=r"^optimizer: got a Own, expected a value that a file can hold"):
+        fitted(optimizer=Own()).save(tmp_path / "own")
+    assert not (tmp_path / "own").exists()
+
+
 HUGE = 10**9
 
 

@@ -10,13 +10,23 @@ import torch
 from cases import make_case
 
 import gramtower as gt
-from gramtower.engine.towers.parameters import Layout, as_parameters
+from gramtower.engine.towers.parameters import Layout, as_parameters, side_of
 
 LAYOUT = Layout.of({"left.weight": (2, 3), "left.bias": (3,), "right.scale": ()})
 
 
 def make(*numbers, dtype=torch.float64):
     return gt.Parameters(LAYOUT, torch.tensor(numbers or range(10), dtype=dtype))
+
+
+def test_the_tower_of_a_tensor_is_told_from_its_name():
+    towers = make_case(tower="branching").towers
+    counts = {side: sum(p.numel() for p in getattr(towers, side).parameters()) for side in ("left", "right")}
+    found = dict.fromkeys(counts, 0)
+    for name, tensor in towers.parameters().items():
+        found[side_of(name)] += tensor.numel()
+    assert found == counts
+    assert side_of("leftover.weight") == "right"
 
 
 def test_tensors_are_views_in_the_order_given():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 import gramtower as gt
+from gramtower.engine.objective import problem as problems
 from gramtower.engine.towers.linearization import Work
 
 M, N = 4, 3
@@ -275,14 +278,23 @@ def test_the_memory_budget_stays_as_it_was_given(tmp_path):
     towers = gt.mlp_towers(problem, (), 2)
     gt.minimize(problem, towers, max_iterations=1, checkpoint=tmp_path / "run")
     assert problem.memory_budget is None
-    planned = problem.planned_budget
+    planned = problem.planned_budgets[towers.device]
     assert planned > 2**20
     resumed = gt.Problem(sp.eye(4, format="csr"))
     gt.minimize(resumed, gt.mlp_towers(resumed, (), 2), max_iterations=2, checkpoint=tmp_path / "run")
-    assert (resumed.memory_budget, resumed.planned_budget) == (None, planned)  # the same blocks as before
+    assert resumed.memory_budget is None
+    assert resumed.planned_budgets == {towers.device: planned}  # the same blocks as before
     given = gt.Problem(sp.eye(4, format="csr"), memory_budget="1GB")
     gt.minimize(given, gt.mlp_towers(given, (), 2), max_iterations=3, checkpoint=tmp_path / "run")
-    assert given.memory_budget == given.planned_budget == 10**9
+    assert given.memory_budget == given.planned_budgets[towers.device] == 10**9
+
+
+def test_each_device_has_a_budget_of_its_own(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    monkeypatch.setattr(problems, "default_budget", {cpu: 10**9, gpu: 10**10}.get)
+    problem = gt.Problem(sp.eye(4, format="csr"))
+    for device, expected in ((cpu, 10**9), (gpu, 10**10), (cpu, 10**9)):
+        assert problem._budget(SimpleNamespace(device=device)) == expected
 
 
 @pytest.mark.parametrize(

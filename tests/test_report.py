@@ -48,6 +48,17 @@ def write(folder, runs, **about):
 
 @pytest.fixture
 def folder(tmp_path):
+    return written(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The same with all that is made of it, and what could not be made."""
+    folder = written(tmp_path_factory.mktemp("built"))
+    return folder, build(folder)[1]
+
+
+def written(folder):
     methods = {
         "gd": {"status": "finished", "message": "time_limit was reached"},
         "sogram": {"status": "diverged", "message": "ended above <its> start & far", "options": {"ratio": 0.02}},
@@ -55,12 +66,11 @@ def folder(tmp_path):
         "newtn": {"status": "unknown", "message": "no such method"},
     }
     data = {"left": 30, "right": 20, "pairs": 100, "validation_pairs": 11, "path": "a/b.csv"}
-    write(
-        tmp_path, {"gd": SLOW, "sogram": LOST, "newton-kron": FAST}, title="toy <&>", metric="map@5", data=data,
+    return write(
+        folder, {"gd": SLOW, "sogram": LOST, "newton-kron": FAST}, title="toy <&>", metric="map@5", data=data,
         settings={"limits": {"time_limit": 30.0}}, commands=["gramtower compare 'a b.csv'"],
         environment={"processor": "X"}, methods=methods,
     )  # fmt: skip
-    return tmp_path
 
 
 def test_the_verdict_names_the_first_within_a_hundredth_and_its_lead(tmp_path):
@@ -139,9 +149,8 @@ class Elements(HTMLParser):
             self.scripts[self.tags[-1][1].get("id", "")] = data
 
 
-def test_the_page_needs_nothing_but_itself_and_embeds_the_histories(folder):
-    build(folder)
-    text = (folder / "report.html").read_text()
+def test_the_page_needs_nothing_but_itself_and_embeds_the_histories(built):
+    text = (built[0] / "report.html").read_text()
     elements = Elements(text)
     loading = [(tag, a) for tag, a in elements.tags if {"src", "href", "data", "poster", "srcset", "action"} & set(a)]
     assert loading == []
@@ -160,9 +169,8 @@ def test_the_page_needs_nothing_but_itself_and_embeds_the_histories(folder):
     assert policy.startswith("default-src 'none'")
 
 
-def test_the_page_names_every_method_and_hides_no_trouble(folder):
-    build(folder)
-    text = (folder / "report.html").read_text()
+def test_the_page_names_every_method_and_hides_no_trouble(built):
+    text = (built[0] / "report.html").read_text()
     for name, status in (("gd", "finished"), ("sogram", "diverged"), ("newton-kron", "finished"), ("newtn", "unknown")):
         assert re.search(rf"<th scope=row>{name}</th>.*?<td>{status}</td>", text)
     assert "ended above &lt;its&gt; start &amp; far" in text
@@ -183,8 +191,8 @@ def test_a_synthetic_comparison_is_marked_everywhere(folder):
     assert "SYNTHETIC DATA" in (folder / "passes.svg").read_text()
 
 
-def test_figures_are_there_twice_and_name_the_methods(folder):
-    _, problems = build(folder)
+def test_figures_are_there_twice_and_name_the_methods(built):
+    folder, problems = built
     assert problems == []
     for name in ("time", "passes"):
         assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
@@ -201,12 +209,9 @@ def test_without_matplotlib_the_rest_is_made_and_that_is_said(folder, monkeypatc
     assert not (folder / "time.png").exists()
 
 
-def test_a_rebuilt_report_is_the_same_file_for_file(folder):
-    build(folder)
+def test_a_rebuilt_report_is_the_same_file_for_file(built, folder):
     made = ["report.html", "summary.json", "time.svg", "passes.svg", "time.png"]
-    before = {name: (folder / name).read_bytes() for name in made}
-    for name in made:
-        (folder / name).unlink()
+    before = {name: (built[0] / name).read_bytes() for name in made}
     build(folder)
     assert {name: (folder / name).read_bytes() for name in made} == before
 
@@ -246,7 +251,7 @@ def test_a_method_without_metric_or_records_leaves_a_report(tmp_path):
 
 
 def test_long_histories_stay_below_the_size(tmp_path):
-    n = 30_000
+    n = 3 * POINTS
     long = history([i * 1e-3 + 0.123456789 for i in range(n)], [1e6 / (i + 1) + 0.1 for i in range(n)], [0.2] * n)
     names = ["gd", "gd-diag", "newton", "sogram", "sogram-diag", "sampling", "sampling-diag", "newton-kron", "lbfgs"]
     write(tmp_path, dict.fromkeys(names[:1], long))
@@ -274,16 +279,15 @@ def test_records_survive_the_folder(folder):
 
 @pytest.mark.skipif(not BROWSER.exists(), reason="needs /usr/bin/chromium, which CI does not have")
 @pytest.mark.parametrize("width", [390, 1400])
-def test_in_a_browser_the_page_draws_reads_and_fits(folder, width):
+def test_in_a_browser_the_page_draws_reads_and_fits(built, width):
     api = pytest.importorskip("playwright.sync_api", reason="needs playwright, which CI does not have")
-    build(folder)
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=str(BROWSER), args=["--headless", "--no-sandbox"])
         context = browser.new_context(viewport={"width": width, "height": 900}, offline=True)
         tab, complaints = context.new_page(), []
         tab.on("pageerror", lambda error: complaints.append(str(error)))
         tab.on("console", lambda message: complaints.append(message.text))
-        tab.goto(f"file://{folder / 'report.html'}")
+        tab.goto(f"file://{built[0] / 'report.html'}")
         paths = tab.locator(".chart path[data-method]")
         paths.first.wait_for(state="attached")
         assert paths.count() == 5  # three objectives, two metrics

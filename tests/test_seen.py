@@ -9,6 +9,7 @@ import pytest
 import scipy.sparse as sp
 
 import gramtower as gt
+from gramtower.data import frames
 from gramtower.data.left_out import LeftOutWarning
 from gramtower.data.splits import random_pairs
 from gramtower.data.tables import FeatureTable
@@ -107,6 +108,29 @@ def test_given_pairs_are_left_out_of_lists_and_metrics(parts, tmp_path):
     expected = evaluate_embeddings(P, Q, first.matrix, train=known, metrics=METRICS, popularity=train.matrix)
     assert dict(model.evaluate(first, METRICS, exclude=second)) == pytest.approx(dict(expected))
     assert model.evaluate(test, METRICS, exclude=second).left_out["seen"] == len(second)
+
+
+def test_pairs_of_others_to_leave_out_change_nothing(parts):
+    _, _, test, model = parts
+    others = gt.Interactions.from_arrays(["a"], ["b"])
+    expected = model.recommend("u1", k=5)[0].tolist()
+    with pytest.warns(LeftOutWarning, match=r"1 of 1 pairs of exclude are left out .*'a'"):
+        assert model.recommend("u1", k=5, exclude=others)[0].tolist() == expected
+    with pytest.warns(LeftOutWarning, match="pairs of exclude"):
+        assert model.evaluate(test, METRICS, exclude=others) == model.evaluate(test, METRICS)
+
+
+def test_a_file_of_new_entities_is_read_once(parts, tmp_path, monkeypatch):
+    train, _, _, _ = parts
+    users = {"user": [f"u{i}" for i in range(60)], "group": [str(i % 3) for i in range(60)]}
+    model = small().fit(train, left_features=FeatureTable(users, categorical=["group"]))
+    (tmp_path / "new.csv").write_text("user,group\nx,0\nu1,1\n")
+    excluded = gt.Interactions.from_arrays(["x", "y"], ["i1", "i1"])
+    real, read = frames.read_frame, []
+    monkeypatch.setattr(frames, "read_frame", lambda name, path: read.append(name) or real(name, path))
+    found = model.recommend(left_features=tmp_path / "new.csv", exclude=excluded, as_frame=True)
+    assert read == ["left_features"]
+    assert set(found["left"]) == {"x", "u1"}
 
 
 def test_pairs_to_leave_out_of_new_entities(parts):
@@ -228,10 +252,6 @@ def test_only_some_left_entities_may_be_described(parts):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda m, p: m.recommend("u1", exclude=gt.Interactions.from_arrays(["a"], ["b"])),
-            "exclude: got 1 pairs, none",
-        ),
         (lambda m, p: m.recommend("u1", exclude=sp.eye(60, 45)), "exclude: got a matrix without ids"),
         (lambda m, p: m.recommend("u1", exclude={"user": ["u1"]}), "exclude: got a table of 1 columns"),
         (lambda m, p: m.recommend("u1", exclude=3), "exclude: got int"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import shutil
 import weakref
@@ -10,8 +11,12 @@ import pytest
 from serving_cases import Client, client, folder, model, service, source
 
 from gramtower._tensors import write
+from gramtower.cli.app import run
+from gramtower.data import frames
+from gramtower.serving import server
 from gramtower.serving.metrics import Metrics
 from gramtower.serving.models import Models
+from gramtower.serving.snapshot import Source, TableSource
 
 
 @pytest.fixture
@@ -36,6 +41,26 @@ def test_a_new_file_is_taken_up_and_the_old_model_goes(path):
     del before
     gc.collect()
     assert old() is None
+
+
+def test_a_table_that_changes_is_taken_up(path, tmp_path):
+    table = shutil.copy(folder() / "items.csv", tmp_path / "items.csv")
+    read = functools.partial(frames.read_frame, "--right-table", table)
+    tables = {"right": TableSource("--right-table", read, "item")}
+    models = Models([Source("one", path, tables=tables, files=(table,))], Metrics())
+    assert models.reload(changed_only=True) == []
+    table.write_text(table.read_text().replace("Thing 1,", "Another thing,"))
+    assert models.reload(changed_only=True) == ["one"]
+    right = models.get().right
+    assert right.table.titles()[right.rows(["i1"])[0]] == "Another thing, naïve"
+
+
+def test_the_files_of_a_command_are_those_that_are_watched(path, tmp_path, monkeypatch):
+    taken = []
+    monkeypatch.setattr(server, "serve", lambda sources, *_: taken.extend(sources))
+    items = folder() / "items.csv"
+    assert run(["serve", str(path), "--right-table", str(items), "--right-id", "item", "--watch"]) == 0
+    assert taken[0].files == (items,)
 
 
 @pytest.mark.parametrize("damage", ["garbage", "empty", "cut", "flipped", "gone", "folder"])

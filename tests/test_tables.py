@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gramtower.data.encoders import grams
-from gramtower.data.inference import infer_kind
+from gramtower.data.inference import infer_kinds
 from gramtower.data.tables import FeatureTable
 
 pl = pytest.importorskip("polars", reason="reading tables needs polars")
@@ -150,7 +150,8 @@ KINDS = {
 def test_kinds_are_told_from_the_content(column):
     cells, kind = KINDS[column]
     repeated = cells * 2 if column == "plan" else cells
-    assert infer_kind(pl.Series(column, repeated, strict=False), "|") == kind
+    table = pl.DataFrame([pl.Series("id", range(len(repeated))), pl.Series(column, repeated, strict=False)])
+    assert infer_kinds(table, "id", {}, "|") == {column: kind}
 
 
 @pytest.mark.parametrize("ending", ["frame", ".csv", ".tsv", ".csv.gz", ".parquet"])

@@ -79,6 +79,9 @@ def cross_validate(
     estimator = TwoTower(**settings.estimator_arguments(), verbose=not common.quiet)
     pairs = read_pairs(Path(source), settings.data)
     if not common.quiet:
+        if settings.data.validation is not None:
+            unused = f"[data] validation {settings.data.validation} of the config is not used"
+            note(f"{unused}: the folds are what is held out")
         note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities, {folds} folds")
     seen, _ = tower_features(settings, pairs, common.quiet)
     found = validate(estimator, pairs, folds, names, **seen, seed=estimator.seed)

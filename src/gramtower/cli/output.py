@@ -90,8 +90,9 @@ def shown(value: object) -> str:
 
 
 def note(text: str) -> None:
-    """A line about progress, on standard error."""
-    print(text, file=sys.stderr, flush=True)
+    """A line about progress, on standard error, in one piece: several processes may write there."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:

@@ -96,12 +96,13 @@ def serve(
         if path is not None
     }
     held_out = None if test is None else partial(_test_pairs, run, test)
-    sources = [Source("default", model_file(run), index, mapped, tables, held_out)]
+    files = tuple(path for path in (left_table, right_table, test) if path is not None)
+    sources = [Source("default", model_file(run), index, mapped, tables, held_out, files)]
     for text in model or []:
         name, equals, path = text.partition("=")
         if not name or not equals or not path:
             check.fail("--model", repr(text), "NAME=RUN")
-        sources.append(Source(name, model_file(Path(path)), index, mapped, tables, held_out))
+        sources.append(Source(name, model_file(Path(path)), index, mapped, tables, held_out, files))
     limits = Limits(
         k=check.count("--max-k", max_k),
         ids=check.count("--max-ids", max_ids),

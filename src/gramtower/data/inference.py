@@ -41,11 +41,6 @@ def _told(present: Sequence[str], given: Mapping[str, str], found: Iterator[str]
     return [given[name] if name in given else next(found) for name in present]
 
 
-def infer_kind(column: Series, separator: str) -> str:
-    """The kind of one column."""
-    return _kinds([column], separator)[0]
-
-
 def _kinds(columns: Sequence[Series], separator: str) -> list[str]:
     """The kinds of columns of one length, all at a time: tables may have very many."""
     kinds = [_by_type(column) for column in columns]

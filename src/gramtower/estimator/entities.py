@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 from gramtower import _checks as check
 from gramtower.data.interactions import Interactions
+from gramtower.data.left_out import warn_of_pairs
 from gramtower.data.lookup import index_of
 from gramtower.data.matrices import canonical, resized, union
 from gramtower.distributed.shards import Shards
 from gramtower.engine.towers.towers import Towers
-from gramtower.estimator.fit_data import Aligned, Numbered, align, given_pairs, refuse_strangers
+from gramtower.estimator.fit_data import Aligned, Numbered, align, given_pairs
 from gramtower.estimator.inputs import Ids
 from gramtower.estimator.newcomers import described, extended
 from gramtower.estimator.side import Side, history_matrix
@@ -162,10 +163,10 @@ class Entities:
         return replace(found, pairs=found.pairs[rows.first : rows.stop])
 
     def excluded(self, exclude: Any) -> sp.csr_matrix:
-        """Pairs to leave out, in the model's rows."""
+        """Pairs to leave out, in the model's rows; those of others change nothing, with a warning if all are such."""
         found = self.aligned("exclude", given_pairs("exclude", exclude))
-        if self.shards.single:
-            refuse_strangers("exclude", found, self.ids)
+        if self.shards.single and found.example is not None and not found.pairs.nnz:
+            warn_of_pairs("exclude", found.total, found.total, found.example[0])
         return found.pairs
 
     def excluded_of_new(self, exclude: Any, features: Any, count: int) -> sp.csr_matrix:

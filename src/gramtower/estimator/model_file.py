@@ -21,7 +21,7 @@ import itertools
 import math
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,13 @@ from gramtower.distributed.shards import unsharded
 from gramtower.engine.kernels.activations import ACTIVATIONS
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.mlp import mlp_shapes, undrawn_towers
+from gramtower.engine.towers.parameters import side_of
 from gramtower.engine.towers.towers import Towers
 from gramtower.estimator.fitted import FittedModel, pattern_of
 from gramtower.estimator.inputs import Inputs
 from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.side import Side
+from gramtower.optim.solvers import SOLVERS, Solver
 from gramtower.training.result import Reason, Record
 
 KIND = ("gramtower-model", 7)
@@ -112,7 +114,7 @@ def write_model(path: Path, settings: ModelSettings, fitted: FittedModel) -> Non
         rows |= {name: "left" for name in counted if name in tensors}
         rows |= {name: "left ragged" for name in ("left_text", "seen_columns", "further_columns") if name in tensors}
         for name in parameters.layout.owned:
-            rows[f"parameters|{name}"] = "left" if name.startswith("left.") else "right"
+            rows[f"parameters|{name}"] = side_of(name)
         if "right" in tensors:
             rows["right"] = "right"
             tensors["right"] = tensors["right"][shards.right.first : shards.right.stop]
@@ -167,6 +169,9 @@ def _header(settings: ModelSettings, fitted: FittedModel) -> tuple[Header, dict[
     """The header, and those of the settings that are arrays."""
     params: dict[str, Any] = {}
     arrays: dict[str, Tensor] = {}
+    solver: Any = settings.optimizer
+    if isinstance(solver, Solver) and SOLVERS.get(solver.name) is type(solver):  # a class of the user's own is no data
+        settings = settings.with_changes(optimizer=solver.name, optimizer_options=asdict(solver))
     for name, kind in _PARAMS.items():
         value = getattr(settings, name)
         if name in _ARRAYS and value is not None and not isinstance(value, str):

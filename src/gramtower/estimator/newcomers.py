@@ -103,6 +103,20 @@ def described(side: Side, features: Any) -> Described:
     return Described(parts, ids, missing, counts[0])
 
 
+def read_once(side: Side, features: Any) -> Any:
+    """What was given for entities of a side with its files read, for several uses."""
+    if features is None:
+        return None
+    listed = side.inputs.listed(side.name, features)
+    read = [
+        _frame(f"{side.name}_features", rows)
+        if part.table is not None and isinstance(rows, (str, os.PathLike))
+        else rows
+        for part, rows in zip(side.inputs.given, listed, strict=True)
+    ]
+    return read if len(read) > 1 else read[0]
+
+
 def embedded(side: Side, towers: Towers, features: Any, history: sp.csr_matrix | None) -> Tensor:
     """New entities through their tower."""
     rows = side.inputs.new(side.name, features, history)

@@ -21,7 +21,7 @@ from gramtower.data.matrices import union
 from gramtower.estimator.defaults import pick_device
 from gramtower.estimator.entities import CANDIDATES, Entities
 from gramtower.estimator.listing import write_lists
-from gramtower.estimator.newcomers import embedded
+from gramtower.estimator.newcomers import embedded, read_once
 from gramtower.estimator.side import history_matrix, normalised
 from gramtower.retrieval.topk import ranking, top_k
 
@@ -89,6 +89,7 @@ class RankedLists(Entities):
             check.fail("left", given, "ids of left entities; or, for new ones, left_features, histories or both")
         here = self.grown("right", right_features)[0]
         if new:
+            left_features = read_once(self.left, left_features)
             seen = None if histories is None else history_matrix(here.right, histories)
             P = embedded(self.left, self.known_towers("embed new entities"), left_features, seen)
             asked = self.called(left_features, len(P)) if as_frame else []

@@ -9,6 +9,7 @@ import numpy as np
 
 from gramtower import _checks as check
 from gramtower.data.lookup import index_of, join
+from gramtower.engine.towers.parameters import side_of
 from gramtower.engine.towers.towers import Towers
 from gramtower.estimator.fit_data import FitData
 from gramtower.estimator.fitted import FittedModel
@@ -22,7 +23,7 @@ def carry_over(fitted: FittedModel, towers: Towers, data: FitData) -> None:
         if name not in before.layout.shapes:
             check.fail("warm_start", f"towers with a new parameter {name}", "the same architecture as before")
         old = before[name].cpu()
-        index = 0 if name.startswith("left.") else 1
+        index = ("left", "right").index(side_of(name))
         known, new = sides[index].inputs, inputs[index]
         if name.endswith(".0.weight") and (len(old), len(fresh)) == (known.width, new.width):
             turned = (ids, (sides[0].ids, sides[1].ids))  # of this side, and of the other

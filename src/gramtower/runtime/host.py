@@ -19,6 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 
 _SMALL = 1 << 18  # bytes; the system keeps count of mappings, and allows some ten thousand
 _CONTAINER = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of cgroups, version 2 and 1
+_USED = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
 _OWN_GROUPS = "/proc/self/cgroup"  # lines of number:controllers:group; version 2 has no controllers there
 
 
@@ -31,6 +32,35 @@ def memory_size() -> int:
         except (OSError, ValueError):  # no such control, or "max"
             continue
     return min(limits)
+
+
+def memory_left() -> int | None:
+    """Bytes that a container or a batch job may still take; None without a limit.
+
+    Its files that are in memory, and were not used lately, count as free: the system gives them up for others.
+    """
+    left = []
+    for path in _limit_files():
+        with contextlib.suppress(OSError, ValueError):
+            limit = int(path.read_text())
+            used = _number(path.with_name(_USED.get(path.name, path.name + "-used")))
+            left.append(max(0, min(limit, limit - used + _inactive_files(path.with_name("memory.stat")))))
+    return min(left, default=None)
+
+
+def _number(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _inactive_files(path: Path) -> int:
+    """Of a memory.stat; version 1 counts those of inner groups apart."""
+    with contextlib.suppress(OSError, ValueError):
+        found = dict(line.split() for line in path.read_text().splitlines())
+        return int(found.get("total_inactive_file", found.get("inactive_file", 0)))
+    return 0
 
 
 def _limit_files() -> list[Path]:

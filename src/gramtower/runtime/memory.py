@@ -31,7 +31,7 @@ def default_budget(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can be had now; of a host at most what a container may have of it."""
+    """Bytes that can be had now; of a host at most what a container may still have of it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
@@ -39,7 +39,8 @@ def free_memory(device: torch.device) -> int:
             free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return total_memory(device) // 2
-    return min(free, total_memory(device))
+    left = host.memory_left()
+    return free if left is None else min(free, left)
 
 
 def readable(size: int) -> str:

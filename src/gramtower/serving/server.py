@@ -119,7 +119,7 @@ def serve_at(
         timeout_graceful_shutdown=_GRACE, h11_max_incomplete_event_size=64 * 1024, ws="none", http=PatientProtocol,
     )  # fmt: skip
     try:
-        asyncio.run(_main(uvicorn.Server(config), listening, models, options.watch, ready))
+        asyncio.run(_main(_Server(config, ready), listening, models, options.watch))
     finally:
         service.batcher.close()
 
@@ -177,13 +177,20 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-async def _main(
-    server: uvicorn.Server,
-    listening: socket.socket,
-    models: Models,
-    watch: float | None,
-    ready: Callable[[], None] = lambda: None,
-) -> None:
+class _Server(uvicorn.Server):
+    """One that says when it takes connections."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+
+async def _main(server: uvicorn.Server, listening: socket.socket, models: Models, watch: float | None) -> None:
     loop = asyncio.get_running_loop()
     reloads: set[asyncio.Future[list[str]]] = set()
 
@@ -194,8 +201,8 @@ async def _main(
 
     if hasattr(signal, "SIGHUP"):
         loop.add_signal_handler(signal.SIGHUP, again)
+        await asyncio.to_thread(models.reload, True)  # what was replaced while it was read, before signals were heard
     watching = None if watch is None else asyncio.create_task(_watch(models, watch))
-    ready()
     try:
         await server.serve([listening])
     finally:

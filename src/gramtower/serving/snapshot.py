@@ -67,6 +67,7 @@ class Source:
         mapped: see the module.
         tables: by side.
         test: reads held-out pairs to show metrics on.
+        files: that tables and held-out pairs are read from; when one changes, all is read again.
     """
 
     name: str
@@ -75,11 +76,12 @@ class Source:
     mapped: bool = False
     tables: Mapping[str, TableSource] | None = None
     test: Callable[[], Interactions] | None = None
+    files: Sequence[Path] = ()
 
     def stamp(self) -> tuple[Any, ...]:
-        """What changes when the model or its index is written anew."""
+        """What changes when the model, its index, or a file beside them is written anew."""
         found: list[Any] = []
-        for path in (self.path, path_beside(self.path)):
+        for path in (self.path, path_beside(self.path), *self.files):
             try:
                 state = path.stat()
                 found.append((state.st_ino, state.st_size, state.st_mtime_ns))

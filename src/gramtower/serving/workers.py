@@ -1,19 +1,20 @@
 """Several server processes at one address, which share the pages of mapped model files.
 
-The parent holds the socket and computes nothing: it starts the workers, hands SIGHUP on to them, ends them on SIGTERM
-and SIGINT once their requests are answered, and starts one anew that died while it served. One that cannot start ends
-all. A worker whose parent is gone ends by itself. Checked by tests/test_serving_process.py.
+The parent holds the socket and computes nothing: it starts the workers, hands SIGHUP on to them once they serve, ends
+them on SIGTERM and SIGINT once their requests are answered, and starts one anew that died while it served. One that
+cannot start ends all. A worker whose parent is gone ends by itself. Checked by tests/test_serving_process.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -35,6 +36,8 @@ Serve = Callable[..., None]
 class _Worker:
     process: BaseProcess
     ready: Event
+    reload: bool = False  # SIGHUP has come, and was not handed on yet
+    due: float | None = None  # when it is started again, after it died
 
 
 def run_workers(
@@ -61,7 +64,6 @@ def run_workers(
     mapped = [replace(source, mapped=True) for source in sources]
     share = max(1, torch.get_num_threads() // options.workers)
     context = multiprocessing.get_context("spawn")
-    stopping = threading.Event()
     workers: dict[int, _Worker] = {}
 
     def start(number: int) -> None:
@@ -71,44 +73,79 @@ def run_workers(
         process.start()
         workers[number] = _Worker(process, ready)
 
-    def tell(number: int) -> None:
-        for worker in workers.values():
-            if worker.process.pid is not None and worker.process.is_alive():
-                os.kill(worker.process.pid, number)
-
-    def on_stop(number: int, frame: Any) -> None:
-        stopping.set()
-        tell(signal.SIGTERM)
-
-    before = {number: signal.signal(number, on_stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda number, frame: tell(signal.SIGHUP))
-    try:
-        for number in range(1, options.workers + 1):
-            start(number)
-        announced = False
-        while not stopping.is_set():
-            ended = [number for number, worker in workers.items() if not worker.process.is_alive()]
-            for number in ended:
-                if not workers[number].ready.is_set():
-                    given = f"worker {number}, which ended with exit code {workers[number].process.exitcode}"
-                    check.fail("workers", given, "models that can be served; what it said above is why")
-                say(f"worker {number} ended with exit code {workers[number].process.exitcode}; it is started again")
-                time.sleep(_AGAIN)
+    with _signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as received:
+        try:
+            for number in range(1, options.workers + 1):
                 start(number)
-            if not announced and all(worker.ready.is_set() for worker in workers.values()):
-                announced = True
-                announce()
-            wait([worker.process.sentinel for worker in workers.values()], 0.1 if not announced else 1.0)
-    finally:
-        tell(signal.SIGTERM)
-        end = time.monotonic() + _GRACE
-        for worker in workers.values():
-            worker.process.join(max(0.0, end - time.monotonic()))
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+            announced = False
+            while not (asked := _read(received)) & {signal.SIGTERM, signal.SIGINT}:
+                for number, worker in workers.items():
+                    worker.reload |= signal.SIGHUP in asked
+                    if worker.due is not None:
+                        if time.monotonic() >= worker.due:
+                            start(number)
+                    elif not worker.process.is_alive():
+                        worker.due = _restart(number, worker, say)
+                    elif worker.reload and worker.ready.is_set():  # a signal would end one that starts
+                        worker.reload = False
+                        _send(worker, signal.SIGHUP)
+                serving = all(worker.ready.is_set() and worker.due is None for worker in workers.values())
+                if serving and not announced:
+                    announced = True
+                    announce()
+                alive = [worker.process.sentinel for worker in workers.values() if worker.due is None]
+                wait([received, *alive], 1.0 if serving else 0.1)
+        finally:
+            for worker in workers.values():
+                _send(worker, signal.SIGTERM)
+            end = time.monotonic() + _GRACE
+            for worker in workers.values():
+                worker.process.join(max(0.0, end - time.monotonic()))
+                if worker.process.is_alive():
+                    worker.process.kill()
+                    worker.process.join()
+
+
+def _restart(number: int, worker: _Worker, say: Callable[[str], None]) -> float:
+    """When a worker that ended is started again."""
+    code = worker.process.exitcode
+    if not worker.ready.is_set():
+        given = f"worker {number}, which ended with exit code {code}"
+        check.fail("workers", given, "models that can be served; what it said above is why")
+    say(f"worker {number} ended with exit code {code}; it is started again")
+    return time.monotonic() + _AGAIN
+
+
+@contextlib.contextmanager
+def _signals(*numbers: int) -> Iterator[socket.socket]:
+    """Signals as bytes of a socket: they wake the loop, and are acted on between its steps, never within one."""
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        reader.setblocking(False)
+        writer.setblocking(False)
+
+        def note(number: int, frame: Any) -> None:
+            with contextlib.suppress(BlockingIOError):  # full of signals that were not acted on yet
+                writer.send(bytes([number]))
+
+        before = {number: signal.signal(number, note) for number in numbers}
+        try:
+            yield reader
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _read(received: socket.socket) -> set[int]:
+    try:
+        return set(received.recv(4096))
+    except BlockingIOError:
+        return set()
+
+
+def _send(worker: _Worker, number: int) -> None:
+    if worker.process.pid is not None and worker.process.is_alive():
+        os.kill(worker.process.pid, number)
 
 
 def _work(

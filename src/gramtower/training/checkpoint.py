@@ -23,7 +23,7 @@ from gramtower._schema import build
 from gramtower.distributed import shard_files
 from gramtower.distributed.shards import Shards
 from gramtower.engine.towers.linearization import Work
-from gramtower.engine.towers.parameters import Layout, Parameters
+from gramtower.engine.towers.parameters import Layout, Parameters, side_of
 from gramtower.optim.parts import State, Stateful, join_state, split_state
 from gramtower.training.fingerprint import global_shapes
 from gramtower.training.result import Record
@@ -86,7 +86,7 @@ def write_checkpoint(
         for name, part in Parameters(like.layout, tensor).items():
             stored[f"{key}|{name}"] = part
             if name in _tables(like.layout, shards):
-                rows[f"{key}|{name}"] = "left" if name.startswith("left.") else "right"
+                rows[f"{key}|{name}"] = side_of(name)
     with shards.group.together():
         if shards.group.rank == 0:
             log.append(saved.history)
@@ -237,7 +237,7 @@ def _read_tensors(file: shard_files.Reader, like: Parameters, shards: Shards) ->
             side = _side_of(key)
             tensors[key] = file.read(stored, None if side is None else sides[side])
             continue
-        local = sides["left" if name.startswith("left.") else "right"]
+        local = sides[side_of(name)]
         part = file.read(stored, local if file.spread(stored) or name in like.layout.owned else None)
         vectors.setdefault(key, {})[name] = part
     for key, parts in vectors.items():

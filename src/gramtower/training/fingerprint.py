@@ -19,7 +19,7 @@ from gramtower.distributed.agreement import Digest
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.distributed.shards import Rows, Shards
 from gramtower.engine.objective.problem import Problem
-from gramtower.engine.towers.parameters import Layout
+from gramtower.engine.towers.parameters import Layout, side_of
 from gramtower.engine.towers.towers import Towers
 from gramtower.runtime import host
 from gramtower.runtime.threads import parallel_for
@@ -165,5 +165,5 @@ def global_shapes(layout: Layout, shards: Shards) -> dict[str, list[int]]:
     """Shapes of the tensors of all processes together."""
     shapes = {name: list(shape) for name, shape in layout.shapes.items()}
     for name in layout.owned:
-        shapes[name][0] = (shards.left if name.startswith("left.") else shards.right).total
+        shapes[name][0] = (shards.left if side_of(name) == "left" else shards.right).total
     return shapes

@@ -226,7 +226,8 @@ class _Run:
         """Resume from a checkpoint."""
         problem, like = self.problem, self.towers.parameters()
         saved, self.stored = read_checkpoint(path, self.marks, like, problem.shards, self.towers.device)
-        problem.planned_budget = saved.memory_budget or None  # the same blocks and rounding, unless one is given
+        if saved.memory_budget:  # the same blocks and rounding, unless one is given
+            problem.planned_budgets[self.towers.device] = saved.memory_budget
         point = problem.at(self.towers, as_parameters_like(saved.parameters, like))
         self.towers.bind(point.parameters)
         last = saved.history[-1]
@@ -375,7 +376,7 @@ class _Run:
             reached.method,
             reached.seconds,
             dict(vars(reached.work)),
-            self.problem.planned_budget or 0,
+            self.problem.planned_budgets.get(self.towers.device, 0),
             records.records,
             None if reached.best is None else reached.best.vector,
             reached.best_metric,

@@ -56,7 +56,7 @@ class Orders:
     lines: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Footprint:
     """Sizes that the memory of an evaluation follows from.
 

@@ -136,7 +136,7 @@ class Problem:
         self.frequency_power = check.number("frequency_power", frequency_power)
         self._penalty = self._penalties()
         self.memory_budget = None if memory_budget is None else check.memory_size("memory_budget", memory_budget)
-        self.planned_budget: int | None = None  # what evaluations were planned with; a resumed run sets it
+        self.planned_budgets: dict[torch.device, int] = {}  # by device, what evaluations there were planned with
         self.kernels = check.choice("kernels", kernels, BACKENDS)
         self.precision = check.choice("precision", precision, PRECISIONS)
         self.pair_precision = check.choice("pair_precision", pair_precision, PAIR_PRECISIONS)
@@ -274,14 +274,31 @@ class Problem:
         if widths is not None and towers.device.type == "cuda":
             layers = sum(count * sum(width) for count, width in zip(rows, widths, strict=True))
             graphed = 4 * len(theta) + 5 * len(self.pairs) + layers
+        orders, block_orders = self._orders(most_pairs, on_cpu)
         return Footprint(
-            len(theta), rows, sizes.columns, sizes.row_bytes, len(self.pairs), most_pairs, sum(kept), item,
-            sizes.factor_bytes + 2 * item * len(theta) * sizes.autodiff, on_cpu, sorting_bytes(len(self.pairs)),
-            0 if shards.single else shards.right.total, sizes.least_block, graphed, sizes.kept_bytes,
-            (sizes.viewed[0] and not towers.share_parameters, sizes.viewed[1]), kept[0],
-            self.pair_precision == "bfloat16" and not on_cpu, *self._orders(most_pairs, on_cpu),
-            towers.device.type == "cuda", sizes.feature_bytes,
-        )  # fmt: skip
+            parameters=len(theta),
+            rows=rows,
+            columns=sizes.columns,
+            row_bytes=sizes.row_bytes,
+            pairs=len(self.pairs),
+            most_pairs=most_pairs,
+            per_pair=sum(kept),
+            item=item,
+            extra=sizes.factor_bytes + 2 * item * len(theta) * sizes.autodiff,
+            on_cpu=on_cpu,
+            sorting=sorting_bytes(len(self.pairs)),
+            all_right=0 if shards.single else shards.right.total,
+            least_block=sizes.least_block,
+            graph_numbers=graphed,
+            kept_bytes=sizes.kept_bytes,
+            viewed=(sizes.viewed[0] and not towers.share_parameters, sizes.viewed[1]),
+            weighted=kept[0],
+            bfloat16=self.pair_precision == "bfloat16" and not on_cpu,
+            orders=orders,
+            block_orders=block_orders,
+            can_pin=towers.device.type == "cuda",
+            features=sizes.feature_bytes,
+        )
 
     @cached_property
     def _order_sizes(self) -> tuple[layout.OrderSizes, layout.OrderSizes]:
@@ -385,8 +402,8 @@ class Problem:
     def _budget(self, towers: Towers) -> int:
         """The budget given, or a share of what is free, looked up once: all evaluations run in the same blocks."""
         if self.memory_budget is not None:
-            self.planned_budget = self.memory_budget
-        elif self.planned_budget is None:
+            self.planned_budgets[towers.device] = self.memory_budget
+        elif towers.device not in self.planned_budgets:
             sharing = self.shards.group.local_size if towers.device.type == "cpu" else 1
-            self.planned_budget = default_budget(towers.device) // sharing
-        return self.planned_budget
+            self.planned_budgets[towers.device] = default_budget(towers.device) // sharing
+        return self.planned_budgets[towers.device]

@@ -19,6 +19,11 @@ from gramtower.distributed.group import SINGLE, Group
 from gramtower.engine.kernels import select
 
 
+def side_of(name: str) -> str:
+    """The tower, "left" or "right", that a tensor of θ is of; one that both have is called after the left."""
+    return "left" if name.startswith("left.") else "right"
+
+
 @dataclass(frozen=True)
 class Layout:
     """Names, shapes and places of the tensors within the flat vector.
