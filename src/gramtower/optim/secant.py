@@ -16,7 +16,8 @@ every pair is of use. Damping starts at none and grows where the decrease at the
 −½ sᵀ∇L promised.
 
 The first iterations move one side at a time, s = −M∇L on the left, then on the right, as alternating least squares
-does: from small random embeddings both sides together start next to a saddle, and each alone at a convex problem.
+does: from small random embeddings both sides together start next to a saddle, and each alone at a convex problem. A
+side that starts at zero moves first: beside it the other one would be drawn to zero too, which is the saddle.
 
 Cost of an iteration: a value, a gradient, M built at most once and applied once or twice, four passes over θ for each
 pair kept. Memory: of θ's size, two vectors for each pair kept and five more while a step is tried: θ, the gradient, the
@@ -76,8 +77,7 @@ class KroneckerSecant(Direction):
         M = self._preconditioner(point)
         if self.iterations < self.alternating:
             s = M.product(gradient)
-            still = "right" if self.iterations % 2 == 0 else "left"
-            for name in point.evaluation.towers.local_names(still).values():
+            for name in point.evaluation.towers.local_names(self._still(point)).values():
                 s[name].zero_()
         else:
             self._remember(gradient)
@@ -86,6 +86,13 @@ class KroneckerSecant(Direction):
         self._gradient = gradient if self.iterations >= self.alternating else None  # the next pair is made of it
         slope = gradient.dot(s)
         return DirectionResult(s, 0, 0.5 * slope, self.damping.value, slope)
+
+    def _still(self, point: Point) -> str:
+        """The side that stays: by turns, unless it is all zeros, where only λ tells the other one where to go."""
+        side = 1 - self.iterations % 2
+        if not bool(point.evaluation.gramians[0][side].any()):
+            side = 1 - side
+        return ("left", "right")[side]
 
     def _preconditioner(self, point: Point) -> Kronecker:
         """M, as it was made or anew."""
