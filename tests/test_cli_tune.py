@@ -114,7 +114,7 @@ def test_settings_are_chosen_by_entities_that_were_never_seen(pairs, tmp_path, c
     ("more", "message"),
     [
         (["--validation-side", "left"], "validation_side: got 'left' with left_features of id"),
-        (["--metric", "recal@20"], "metrics: got 'recal@20'"),
+        (["--metric", "recal@20"], "metric: got 'recal@20'"),
         (["--validation", "0"], "--validation: got 0, expected a share"),
         (["--validation", "1.0"], "--validation: got 1.0"),
         (["--trials", "0"], "trials: got 0"),
