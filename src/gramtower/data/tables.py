@@ -225,13 +225,13 @@ class FeatureTable:
             check.fail("ids", f"{unused} rows of features without an id", "an id for every row (strict=True)")
         return rows
 
-    def encode_frame(self, frame: Any) -> sp.csr_matrix:
+    def encode_frame(self, frame: Any, name: str = "frame") -> sp.csr_matrix:
         """Features of new entities, one row for each row of a table with the same columns (ids are not needed).
 
         Unseen categories count as missing and unseen list elements are left out; ``report["unseen_values"]`` says how
-        many there were, by column.
+        many there were, by column. ``name`` is what errors call the table.
         """
-        choices: list[Choice] = [("frame", column) for column in self.columns]
+        choices: list[Choice] = [(name, frames.Needed(column)) for column in self.columns]
         numeric = sum(isinstance(encoder, Numeric) for encoder in self.encoders)
         with _named(frame):
             columns = _read(frame, choices[numeric:], choices[:numeric])
