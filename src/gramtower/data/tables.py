@@ -154,6 +154,10 @@ class FeatureTable:
     def __len__(self) -> int:
         return 0 if self._row is None else len(self._row)
 
+    def __repr__(self) -> str:
+        kinds = ", ".join(f"{column} {kind}" for column, kind in self.kinds.items())
+        return f"FeatureTable({len(self):,} rows by {self.id!r}, {self.width:,} features: {kinds})"
+
     @property
     def source(self) -> Any:
         """The frame or path that the table was made from."""
