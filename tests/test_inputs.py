@@ -182,7 +182,10 @@ def numbers():
         (lambda m: small().fit(pairs(), left_features=numbers()), "left_features: got a DataFrame, expected a"),
         (lambda m: m.embed(["u1"], left_features=frame([1])), "ids: got ids beside features or histories, expected"),
         (lambda m: m.embed(histories=[["i1"]], right_features=frame([1])), "got features of both sides, expected"),
-        (lambda m: m.embed(left_features={"size": [1.0]}), "left_features: got a table of size, expected the column 'group'"),
+        (
+            lambda m: m.embed(left_features={"size": [1.0]}),
+            "left_features: got a table of size, expected the column 'group'",
+        ),
         (lambda m: m.recommend(left_features=frame([1, 2]), histories=[["i1"]]), "1 and 2 rows"),
         (lambda m: m.recommend("u1", left_features=frame([1])), "left: got ids, and features"),
         (lambda m: m.recommend(histories=sp.eye(2, 3)), r"histories: got shape \(2, 3\), expected 24 columns"),
