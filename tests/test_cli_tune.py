@@ -39,6 +39,13 @@ def command(pairs, out, *more):
     return [str(token) for token in (*base, *small, *more)]
 
 
+def test_each_trial_is_told_once(pairs, tmp_path, capsys):
+    tokens = [token for token in command(pairs, tmp_path / "tuned", "--trials", "2") if token != "--quiet"]
+    assert run(tokens) == 0
+    lines = [line.split()[1] for line in capsys.readouterr().err.splitlines() if line.startswith("trial ")]
+    assert lines == ["0", "1"]
+
+
 def test_a_tuned_config_goes_into_fit(pairs, tmp_path, capsys):
     out = tmp_path / "tuned"
     assert run(command(pairs, out, "--trials", "6", "--metric", "recall@10", "--json")) == 0
