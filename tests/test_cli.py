@@ -489,6 +489,44 @@ def test_help_states_rules_and_units():
     assert "Exit codes" in done.stdout
 
 
+def test_the_help_of_every_option_is_whole(capsys):
+    assert run(["fit", "--help"]) == 0
+    assert "edges (user item, without a header); without it, told from DATA." in " ".join(
+        capsys.readouterr().out.replace("│", " ").split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "name"),
+    [(["fit", "pairs.csv"], "--out"), (["recommend"], "RUN"), (["fit", "pairs.csv", "--out"], "--out")],
+)
+def test_a_missing_argument_is_named(tokens, name, capsys):
+    assert run(tokens) == 2
+    command = tokens[0]
+    expected = f"error: {name}: got nothing, expected a value; gramtower {command} --help says of what kind"
+    assert capsys.readouterr().err.strip() == expected
+
+
+def test_a_csv_file_without_a_header_is_read_by_positions(tmp_path, capsys):
+    path = tmp_path / "pairs.csv"
+    path.write_text("ann,tea\nbob,tea\nann,milk\n")
+    assert run(["info", str(path)]) == 2
+    assert "of a file without a header, --format edges takes positions" in capsys.readouterr().err
+    assert run(["info", str(path), "--format", "edges", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pairs"] == 3
+
+
+def test_the_summary_is_of_the_first_of_equally_good_points(tmp_path):
+    path, out = tmp_path / "pairs.csv", tmp_path / "run"
+    path.write_text("user,item\n" + "".join(f"u{i % 7},i{i % 5}\n" for i in range(35)))
+    flags = ["--validation", "0.4", "--metric", "recall@20", "--patience", "3", "--quiet"]  # all five are listed
+    assert run(["fit", str(path), "--left", "user", "--right", "item", "--out", str(out), *flags]) == 0
+    found = json.loads((out / "summary.json").read_text())
+    records = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
+    assert [record["metric"] for record in records] == [1.0] * 4
+    assert (found["iteration"], found["objective"]) == (0, records[0]["value"])
+
+
 def test_fit_help_states_the_stopping_rules(capsys):
     assert run(["fit", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())

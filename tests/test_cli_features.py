@@ -237,7 +237,7 @@ def test_bad_features_are_one_line(files, fitted, tmp_path, capsys):
         capsys, "fit", files / "train.csv", *COLUMNS, "--no-right-identity", "--out", out
     )
     (tmp_path / "few.csv").write_text("user,parity\n95,odd\n")
-    assert "columns present: user, parity" in refusal(
+    assert "got a table of user, parity, expected the column 'code'" in refusal(
         capsys, "recommend", fitted, "--left-features", tmp_path / "few.csv"
     )
     assert "97" in refusal(capsys, "recommend", fitted, "--left-features", files / "new.csv", "--left", "97")

@@ -39,6 +39,13 @@ def command(pairs, out, *more):
     return [str(token) for token in (*base, *small, *more)]
 
 
+def test_each_trial_is_told_once(pairs, tmp_path, capsys):
+    tokens = [token for token in command(pairs, tmp_path / "tuned", "--trials", "2") if token != "--quiet"]
+    assert run(tokens) == 0
+    lines = [line.split()[1] for line in capsys.readouterr().err.splitlines() if line.startswith("trial ")]
+    assert lines == ["0", "1"]
+
+
 def test_a_tuned_config_goes_into_fit(pairs, tmp_path, capsys):
     out = tmp_path / "tuned"
     assert run(command(pairs, out, "--trials", "6", "--metric", "recall@10", "--json")) == 0
@@ -118,7 +125,7 @@ def test_settings_are_chosen_by_entities_that_were_never_seen(pairs, tmp_path, c
     ("more", "message"),
     [
         (["--validation-side", "left"], "validation_side: got 'left' with left_features of id"),
-        (["--metric", "recal@20"], "metrics: got 'recal@20'"),
+        (["--metric", "recal@20"], "metric: got 'recal@20'"),
         (["--validation", "0"], "--validation: got 0, expected a share"),
         (["--validation", "1.0"], "--validation: got 1.0"),
         (["--trials", "0"], "trials: got 0"),

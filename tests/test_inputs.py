@@ -182,12 +182,18 @@ def numbers():
         (lambda m: small().fit(pairs(), left_features=numbers()), "left_features: got a DataFrame, expected a"),
         (lambda m: m.embed(["u1"], left_features=frame([1])), "ids: got ids beside features or histories, expected"),
         (lambda m: m.embed(histories=[["i1"]], right_features=frame([1])), "got features of both sides, expected"),
-        (lambda m: m.embed(left_features={"size": [1.0]}), "got 'group', expected one of the columns present: size"),
+        (
+            lambda m: m.embed(left_features={"size": [1.0]}),
+            "left_features: got a table of size, expected the column 'group'",
+        ),
         (lambda m: m.recommend(left_features=frame([1, 2]), histories=[["i1"]]), "1 and 2 rows"),
         (lambda m: m.recommend("u1", left_features=frame([1])), "left: got ids, and features"),
         (lambda m: m.recommend(histories=sp.eye(2, 3)), r"histories: got shape \(2, 3\), expected 24 columns"),
         (lambda m: m.embed(right_features=np.ones((1, 2))), "this one knows right ids only"),
-        (lambda m: m.fit(pairs(), left_features="history", warm_start=True), "expected 'history . table' as before"),
+        (
+            lambda m: m.fit(pairs(), left_features="history", warm_start=True),
+            "left_features: got 'history', expected 'history . table' as before",
+        ),
     ],
 )
 def test_bad_features_are_refused(model, call, message):
@@ -250,7 +256,7 @@ def test_ids_beside_features_may_have_a_smaller_entry_and_so_a_larger_penalty(tm
     assert np.array_equal(
         loaded.embed(right_features=frame([3], "item")), model.embed(right_features=frame([3], "item"))
     )
-    with pytest.raises(ValueError, match=r"warm_start: got features 'id \+ table', expected 'id\*0.25 \+ table'"):
+    with pytest.raises(ValueError, match=r"right_features: got 'id \+ table', expected 'id\*0.25 \+ table'"):
         loaded.fit(pairs(), right_features=["id", table(name="item")], warm_start=True)
     ids = small(max_iterations=3).fit(pairs(), left_features=["id*0.5", "history"])
     ids.update(gt.Interactions.from_arrays(["u1"], ["i2"]))

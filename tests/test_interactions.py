@@ -6,6 +6,7 @@ import bz2
 import gzip
 import io
 import lzma
+import warnings
 
 import numpy as np
 import pytest
@@ -323,3 +324,16 @@ def test_a_text_that_is_no_date_is_named():
     text = b"user,item,when\n1,2,2020-01-01\n3,4,yesterday\n"
     with pytest.raises(ValueError, match="time: got 'yesterday' in column 'when', expected numbers, or dates such as"):
         Interactions.from_csv(text, "user", "item", time="when")
+
+
+@pytest.mark.parametrize("lines", ["a,x\nb,y\na,y\nb,x\n", "1,7\n2,8\n1,8\n2,7\n"])
+def test_a_first_line_of_ids_that_is_taken_for_names_is_told(tmp_path, lines):
+    path = tmp_path / "pairs.csv"
+    path.write_text(lines)
+    with pytest.warns(LeftOutWarning, match="the first line is left out: .* header=False reads it as a pair"):
+        assert len(Interactions.from_csv(path, 0, 1)) == 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(Interactions.from_csv(path, 0, 1, header=False)) == 4
+        path.write_text("user,item\n" + lines)
+        assert len(Interactions.from_csv(path, 0, 1)) == 4

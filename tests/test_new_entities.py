@@ -256,3 +256,15 @@ def test_an_id_in_two_rows_of_a_large_table_is_found_at_once():
         ValueError, match="right_features: got id 'i40999' in several rows, expected each id in one row"
     ):
         fitted(max_iterations=0).add(right_features=items(numbers))
+
+
+def test_a_column_that_rows_of_new_entities_lack_is_named(model, tmp_path):
+    expected = "left_features: got a table of user, expected the column 'group' as well, as in training"
+    with pytest.raises(ValueError, match=expected):
+        model.recommend(left_features={"user": ["u99"]})
+    path = tmp_path / "users.csv"
+    path.write_text("user,age\nu99,3\n")
+    with pytest.raises(
+        ValueError, match=r"left_features: got a table of user, age, expected the column 'group'.*users"
+    ):
+        model.recommend(left_features=path)

@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import wheel
 
 import gramtower
 from gramtower._optional import EXTRAS, install_line, missing, need
@@ -135,3 +136,8 @@ def test_no_module_imports_an_optional_package_past_the_helper(path):
     known = {*EXTRAS, "starlette", "mlflow", "tensorboard", "wandb", "pandas", "sklearn", "IPython", "implicit"}
     allowed = GUARDED.get(name, set()) | GUARDED.get(name.split("/")[0], set())
     assert set(runtime_imports(ast.parse(path.read_text()))) & known <= allowed
+
+
+@pytest.mark.parametrize("extra", ["plots", "ann"])
+def test_the_program_that_tries_an_extra_of_the_wheel_runs_where_it_is_installed(extra):
+    exec(wheel.EXTRAS[extra][0], {})

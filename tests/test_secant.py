@@ -76,6 +76,18 @@ def test_one_side_moves_at_a_time_at_first():
     assert moved == [{"left"}, {"right"}, {"left"}, {"left", "right"}]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_side_that_starts_at_zero_moves_first(side, dtype):
+    problem, towers = linear(embedding_l2=0.0, dtype=dtype)
+    nn.init.zeros_(next(getattr(towers, side).parameters()))
+    start = problem.at(towers)
+    result = gt.minimize(problem, towers, max_iterations=12)
+    assert start.evaluation.gramians[0][0 if side == "left" else 1].norm() == 0
+    assert len(result.history) == 13
+    assert result.value < 0.6 * start.value
+
+
 def test_without_pairs_the_direction_is_half_the_preconditioned_gradient():
     problem, towers = linear()
     point = problem.at(towers)

@@ -203,3 +203,9 @@ def test_wide_tables_take_linear_time(tmp_path):
     path.write_text("user," + ",".join(f"c{k}" for k in range(5000)) + "\nu" + ",1" * 5000 + "\nv" + ",2" * 5000 + "\n")
     assert FeatureTable.inferred(path).encode(["u", "v"]).shape == (2, 5000)
     assert time.monotonic() - start < 30  # a dozen calls of polars for each column took more
+
+
+def test_a_table_says_what_it_holds():
+    table = FeatureTable(FRAME, numeric=["age"], lists=["genres"])
+    assert repr(table) == "FeatureTable(3 rows by 'user', 4 features: age numeric, genres list)"
+    assert repr(FeatureTable.encoder_from_json(table.to_json())).startswith("FeatureTable(0 rows by 'user', 4 features")

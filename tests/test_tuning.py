@@ -399,7 +399,7 @@ def test_a_failing_setting_is_left_out_and_failing_defaults_are_an_error(monkeyp
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(metric="recal@20"), "metrics: got 'recal@20'"),
+        (dict(metric="recal@20"), "metric: got 'recal@20'"),
         (dict(metric=("recall@20", "map@5")), "metric: got"),
         (dict(trials=0), "trials: got 0"),
         (dict(time_limit=0.0), "time_limit: got 0.0"),

@@ -252,3 +252,14 @@ def test_metrics_of_popularity_count_the_training_pairs():
         data(), right_features=words(50), validation=0.25, validation_side="right"
     )
     assert json.dumps(right.best_metric_)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_frame_is_refused_rather_than_taken_for_rows_in_the_order_of_entities(side):
+    pd = pytest.importorskip("pandas")
+    features = {"left_features": words(SHAPE[0]), "right_features": words(SHAPE[1], 1)}
+    name = f"{side}_features"
+    features[name] = pd.DataFrame(features[name].toarray())
+    message = f"{name}: got a DataFrame, expected a FeatureTable, which is joined by id"
+    with pytest.raises(ValueError, match=message):
+        small().fit(data(), **features, validation=0.25, validation_side="left")

@@ -4,7 +4,8 @@
 
 Checked are what a user meets: the package imports, learns, answers and is typed; without an extra, what needs it fails
 with the line that installs it; with that very extra it works. Extras are installed one after the other, so that each is
-first missing. hnsw comes as source and is left out where there is no C++ compiler; gpu brings triton alone.
+first missing; the demo is run once those of the README are there. hnsw comes as source and is left out where there is
+no C++ compiler; gpu brings triton alone.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ PAIRS = (
     "import numpy as np, gramtower as gt\npairs = gt.Interactions.from_arrays(np.arange(60) % 10, np.arange(60) % 7)\n"
 )
 TUNE = "gt.TwoTower(dim=4, max_iterations=2, device='cpu').tune(pairs, trials=1, validation=0.2, metric='recall@3')"
-DRAW = "from gramtower.compare import figures; figures.need('matplotlib.figure', 'drawing').Figure()"
+DRAW = "from gramtower.pages import figures; figures.new_figure(4, 3)"
 MAIN = "import sys; sys.argv[1:] = {!r}; from gramtower.cli import main; main()"
 NOWHERE = "256.256.256.256"  # a host that no server can listen on
 #: extra → the program that needs it, and what it says without; in an order in which each is missing at first.
@@ -99,6 +100,9 @@ def main() -> None:
             status, output = run(python, folder, program)
             expected = line not in output and (NOWHERE in output if extra == "serve" else status == 0)
             check(expected, f"with {extra}: it works", output)
+        if {"io", "plots", "cli"} <= set(wanted):
+            status, output = run(python, folder, MAIN.format(["demo"]))
+            check(status == 0 and "two towers" in output, "the demo runs", output)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, MissingArgumentError
 
 from gramtower import _checks as check
 from gramtower.cli.errors import explain as error_text
@@ -121,7 +121,7 @@ def _run(tokens: Sequence[str]) -> int:
     except CycloptsError as error:
         if debug:
             traceback.print_exception(error)
-        return _say(str(error), 2)
+        return _say(_usage_text(error), 2)
     except Exception as error:
         return _error(error, debug)
     threads = getattr(bound.arguments.get("common"), "threads", None)
@@ -145,6 +145,15 @@ def _run(tokens: Sequence[str]) -> int:
         return end.code if isinstance(end.code, int) else 1
     except Exception as error:
         return _error(error, debug)
+
+
+def _usage_text(error: CycloptsError) -> str:
+    """What is wrong with a command line, in this library's words where an argument is missing."""
+    if not isinstance(error, MissingArgumentError) or error.argument is None or not error.command_chain:
+        return str(error)
+    command = " ".join(error.command_chain)
+    name = error.keyword or error.argument.name
+    return f"{name}: got nothing, expected a value; gramtower {command} --help says of what kind"
 
 
 def _is_text(token: str) -> bool:

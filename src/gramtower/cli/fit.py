@@ -187,7 +187,7 @@ def features_table(options: FeatureOptions) -> dict[str, Any]:
 def summary(estimator: TwoTower, observed: Interactions | Shard, held_out: int | None) -> dict[str, Any]:
     """The end of a run in numbers, at the point that was kept."""
     history, best = estimator.history_, estimator.best_metric_
-    kept = next((r for r in reversed(history) if best is not None and r.metric == best), history[-1])
+    kept = next((r for r in history if best is not None and r.metric == best), history[-1])  # the first of equals
     return {
         "optimizer": estimator.optimizer,
         "objective": kept.value,

@@ -48,11 +48,15 @@ class DataOptions:
     "Column of weights of the pairs' losses."
     time: str | None = None
     "Column of times, used by split and info."
-    format: str | None = None
-    "csv, parquet, movielens, netflix, mediawiki, citeulike, musae, wikispeedia, lists (user item ...), edges (user "
-    "item); without it, told from DATA."
+    format: Annotated[
+        str | None,
+        Parameter(
+            help="csv, parquet, movielens, netflix, mediawiki, citeulike, musae, wikispeedia, lists (user item ...), "
+            "edges (user item, without a header); without it, told from DATA."
+        ),
+    ] = None
     separator: str | None = None
-    "Between fields of csv, edges and lists, such as ; or tab; without it a comma (.tsv: a tab), or spaces and tabs."
+    "Between fields of csv, edges and lists, such as ; or tab; without it a comma (.csv), a tab (.tsv), or any spaces."
     same_entities: bool | None = None
     "Both sides are one set, so that none is recommended to itself [default: told from ids and pairs]."
     validation: str | None = None

@@ -140,7 +140,9 @@ def share_or_pairs(name: str, text: str, options: DataOptions) -> float | Intera
 def _read_table(path: Path, kind: str, options: DataOptions, loud: bool) -> Interactions:
     for name in ("left", "right"):
         if getattr(options, name) is None:
-            check.fail(f"--{name}", "nothing", f"the name of the column with {name} ids")
+            expected = f"the name of the column with {name} ids"
+            hint = "" if kind == "parquet" else "; of a file without a header, --format edges takes positions"
+            check.fail(f"--{name}", "nothing", expected + hint)
     arguments = _arguments(options)
     if kind == "parquet":
         if options.separator is not None:
@@ -167,13 +169,13 @@ class _Notes:
 
 
 def _read_edges(path: Path, options: DataOptions) -> Interactions:
-    """Lines of fields between spaces or tabs; columns are positions from 0."""
+    """Lines of fields between spaces or tabs, of a .csv file between commas; columns are positions from 0."""
     given = {name: getattr(options, name) for name in ("left", "right", "value", "weight", "time")}
     for name, column in given.items():
         if column is not None and not column.isdecimal():
             check.fail(f"--{name}", repr(column), "a position from 0: edges have no column names")
     places = {name: int(column) for name, column in given.items() if column is not None}
-    separator = _separator(options) or ("\t" if suffix_of(path) == ".tsv" else None)
+    separator = _separator(options) or {".tsv": "\t", ".csv": ","}.get(suffix_of(path))
     return readers.edge_list(path, separator=separator, **(_arguments(options) | places))
 
 

@@ -91,10 +91,14 @@ def tune(
         "features": features_table(settings.features) | {"history": settings.model.history},
     }
 
+    told = 0
+
     def progress(found: Search) -> None:
+        nonlocal told
         found.write(out, tables)
-        if not common.quiet:
+        if not common.quiet and len(found.trials) > told:  # not again of the last one when the search ends
             note(_line(found))
+        told = len(found.trials)
 
     storage = storage or out / STORAGE
     with locked(out, name="out"):

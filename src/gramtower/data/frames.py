@@ -98,8 +98,16 @@ def _source(path: Path, encoding: str) -> Path | bytes:
     return path.absolute()  # polars would take a ~ at the beginning for the home folder
 
 
+class Needed(str):
+    """A column that nobody chose by name here: something made before needs it."""
+
+    __slots__ = ()
+
+
 def pick(name: str, column: Column, present: Sequence[str]) -> str:
     """The name of a column chosen by name or by position; the error lists the columns there are."""
+    if isinstance(column, Needed) and column not in present:
+        check.fail(name, f"a table of {', '.join(present)}", f"the column {str(column)!r} as well, as in training")
     if isinstance(column, int) and not isinstance(column, bool):
         if not 0 <= column < len(present):
             check.fail(name, column, f"a position below {len(present)}; columns present: {', '.join(present)}")

@@ -24,6 +24,7 @@ from gramtower.data import frames
 from gramtower.data.assembly import Rule, assemble
 from gramtower.data.frames import Choice, Column
 from gramtower.data.ids import Key, as_ids, code_series, code_values, id_series
+from gramtower.data.left_out import warn_of_header
 from gramtower.data.lookup import index_of, rows_of
 from gramtower.data.matrices import canonical, checked, entry_mask
 from gramtower.data.one_set import are_one_set
@@ -137,7 +138,8 @@ class Interactions:
             labels: whether values are the labels; see the class.
             duplicates: how rows of the same pair are merged; see the class.
             separator: one character between fields.
-            header: whether the first line names the columns.
+            header: whether the first line names the columns. There is a warning where columns are chosen by position
+                and the names are ids of other lines too.
             quote: quoting character, None for none.
             comment: lines that start with this are left out.
             encoding: of the text; any name Python knows.
@@ -149,7 +151,10 @@ class Interactions:
         form: dict[str, Any] = {"separator": separator, "header": header, "quote": quote, "comment": comment}
         with reading("text" if isinstance(source, bytes) else source):
             columns = frames.read_csv(source, texts, others, encoding=encoding, **form)
-            return cls._from_columns(columns, others, rule, same_entities)
+            found = cls._from_columns(columns, others, rule, same_entities)
+        if header and not isinstance(left, str) and not isinstance(right, str):
+            warn_of_header((found.left_name, found.right_name), (found.left_ids, found.right_ids))
+        return found
 
     @classmethod
     def from_parquet(

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from typing import Any
+
+from numpy.typing import NDArray
 
 _REASONS = {"rows_without_id": "without an id", "rows_without_number": "without a value, weight or time"}
 _SHARE = 0.01  # of the rows; more are worth a warning
@@ -32,6 +35,19 @@ def warn_of_pairs(name: str, lost: int, total: int, example: object) -> None:
     """Warn if more than a hundredth of pairs have an id that is not known."""
     if lost > _SHARE * total:
         _warn(f"pairs of {name}", lost, total, f"an id is not in the training data, such as {example!r}")
+
+
+def warn_of_header(names: tuple[str, str], ids: tuple[NDArray[Any], NDArray[Any]]) -> None:
+    """Warn if the names of both columns are ids as well: they are a pair then, of a file without a header."""
+    if all(map(_is_id, names, ids)):
+        text = f"the first line is left out: {names[0]!r} and {names[1]!r}, taken for names of columns, are ids too"
+        warnings.warn(f"{text}; header=False reads it as a pair", LeftOutWarning, stacklevel=3)
+
+
+def _is_id(name: str, ids: NDArray[Any]) -> bool:
+    if ids.dtype == object:
+        return bool((ids == name).any())
+    return name.isdecimal() and bool((ids == int(name)).any())
 
 
 def _warn(what: str, lost: int, total: int, why: str) -> None:

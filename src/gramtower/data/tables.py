@@ -154,6 +154,10 @@ class FeatureTable:
     def __len__(self) -> int:
         return 0 if self._row is None else len(self._row)
 
+    def __repr__(self) -> str:
+        kinds = ", ".join(f"{column} {kind}" for column, kind in self.kinds.items())
+        return f"FeatureTable({len(self):,} rows by {self.id!r}, {self.width:,} features: {kinds})"
+
     @property
     def source(self) -> Any:
         """The frame or path that the table was made from."""
@@ -225,13 +229,13 @@ class FeatureTable:
             check.fail("ids", f"{unused} rows of features without an id", "an id for every row (strict=True)")
         return rows
 
-    def encode_frame(self, frame: Any) -> sp.csr_matrix:
+    def encode_frame(self, frame: Any, name: str = "frame") -> sp.csr_matrix:
         """Features of new entities, one row for each row of a table with the same columns (ids are not needed).
 
         Unseen categories count as missing and unseen list elements are left out; ``report["unseen_values"]`` says how
-        many there were, by column.
+        many there were, by column. ``name`` is what errors call the table.
         """
-        choices: list[Choice] = [("frame", column) for column in self.columns]
+        choices: list[Choice] = [(name, frames.Needed(column)) for column in self.columns]
         numeric = sum(isinstance(encoder, Numeric) for encoder in self.encoders)
         with _named(frame):
             columns = _read(frame, choices[numeric:], choices[:numeric])

@@ -181,14 +181,17 @@ class Inputs:
                 made.append(sp.csr_matrix((rows, part.width), dtype=np.float32))
         return beside(made)
 
-    def columns_in(self, old: Inputs, ids: Ids, old_ids: Ids) -> list[tuple[slice, slice, NDArray[np.int64]]]:
+    def columns_in(
+        self, side: str, old: Inputs, ids: Ids, old_ids: Ids
+    ) -> list[tuple[slice, slice, NDArray[np.int64]]]:
         """For each part its columns here and in ``old``, and for each column its place in the old part, or −1.
 
-        Ids and history are matched by id, tables by the names of their features, matrices by place.
+        Ids and history are matched by id, tables by the names of their features, matrices by place. ``side`` is for
+        errors.
         """
         names = [" + ".join(part.name for part in inputs.parts) for inputs in (self, old)]
         if names[0] != names[1]:
-            check.fail("warm_start", f"features {names[0]!r}", f"{names[1]!r} as before")
+            check.fail(f"{side}_features", repr(names[0]), f"{names[1]!r} as before")
         found, start, old_start = [], 0, 0
         for part, before in zip(self.parts, old.parts, strict=True):
             keys: tuple[Any, Any] = (None, None)
@@ -198,7 +201,7 @@ class Inputs:
             elif part.table is not None and before.table is not None:
                 keys = (np.array(before.table.feature_names), np.array(part.table.feature_names))
             elif part.width != before.width:
-                check.fail("warm_start", f"{part.width} features", f"{before.width}, as before")
+                check.fail(f"{side}_features", f"{part.width} columns", f"{before.width}, as before")
             here, there = slice(start, start + part.width), slice(old_start, old_start + before.width)
             if keys[0] is None or keys[1] is None:
                 numbers = np.arange(part.width)
@@ -303,7 +306,7 @@ def _new_part(side: str, part: Part, rows: Any) -> Any:
         return None
     name = f"{side}_features"
     if part.table is not None:
-        encoded = part.table.encode_frame(rows.source if isinstance(rows, FeatureTable) else rows)
+        encoded = part.table.encode_frame(rows.source if isinstance(rows, FeatureTable) else rows, name)
         return encoded if part.scaling is None else part.scaling(name, encoded)
     rows = new_matrix(name, part, rows)
     return rows if part.scaling is None else part.scaling(name, rows)

@@ -113,9 +113,7 @@ def _training_part(
             given = f"a table without a value in {', '.join(one.columns)}"
             check.fail(f"{side}_features", given, "at least one column with values")
         return Part("table", encoded.shape[1], FeatureTable.encoder_from_json(one.to_json())), encoded
-    if is_frame(one):  # numpy would take its rows for those of the entities, whatever their order
-        expected = 'a FeatureTable, which is joined by id: FeatureTable.inferred(frame, id="…")'
-        check.fail(f"{side}_features", f"a {type(one).__name__}", expected)
+    refuse_frame(side, one)
     if not is_matrix(one) or len(one.shape) != 2 or one.shape[0] != rows:
         shape = f" of shape {tuple(one.shape)}" if hasattr(one, "shape") else ""
         expected = f'scipy.sparse, numpy or torch with {rows} rows, a FeatureTable, "id", "history", or a list of these'
@@ -125,6 +123,13 @@ def _training_part(
     one = checked(f"{side}_features", one) if sp.issparse(one) else one
     check.finite(f"{side}_features", one.data if sp.issparse(one) else check.as_float_array(f"{side}_features", one))
     return Part("sparse" if sp.issparse(one) else "dense", int(one.shape[1])), one
+
+
+def refuse_frame(side: str, one: Any) -> None:
+    """Refuse a frame: numpy would take its rows for those of the entities, whatever their order."""
+    if is_frame(one):
+        expected = 'a FeatureTable, which is joined by id: FeatureTable.inferred(frame, id="…")'
+        check.fail(f"{side}_features", f"a {type(one).__name__}", expected)
 
 
 def _factor(name: str, given: str, text: str) -> float:

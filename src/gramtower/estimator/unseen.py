@@ -41,6 +41,7 @@ from gramtower.engine.objective.point import Point
 from gramtower.estimator.fit_data import FitData, known_pairs, matrix_and_ids
 from gramtower.estimator.inputs import is_matrix
 from gramtower.estimator.settings import ModelSettings
+from gramtower.estimator.training_inputs import refuse_frame
 from gramtower.metrics import Scores, evaluate_embeddings
 from gramtower.metrics.jackknife import deal, means_without
 from gramtower.training.fingerprint import features_text, sparse_digest
@@ -154,14 +155,17 @@ def hold_out_entities(
     name = check.choice("validation_side", side, SIDES)
     axis = SIDES.index(name)
     _refuse_others(settings, pairs, features[axis], share, name)
+    for own, given in zip(SIDES, features, strict=True):
+        for part in _listed(given):
+            refuse_frame(own, part)
     matrix, _ = matrix_and_ids(pairs)
     whole = pairs if isinstance(pairs, Interactions) else Interactions.from_matrix(matrix, same_entities=False)
     train, test = split_entities(whole, share, name, seed)
     kept = [join(new, index_of(old)) for new, old in zip(_ids(train), _ids(whole), strict=True)]
     new = join(_ids(test)[axis], index_of(_ids(whole)[axis]))
     inner = [_cut(s, given, own, rows) for s, given, own, rows in zip(SIDES, features, _ids(whole), kept, strict=True)]
-    parts = features[axis] if isinstance(features[axis], (list, tuple)) else [features[axis]]
-    described = [_rows(name, part, _ids(whole)[axis], new) for part in parts if not isinstance(part, str)]
+    parts = [part for part in _listed(features[axis]) if not isinstance(part, str)]
+    described = [_rows(name, part, _ids(whole)[axis], new) for part in parts]
     return Unseen(name, train, (inner[0], inner[1]), described, _truth(test, train, axis, share))
 
 
@@ -208,7 +212,7 @@ def _refuse_others(settings: ModelSettings, pairs: Any, features: Any, share: ob
         check.fail("validation", "None" if share is None else type(share).__name__, expected)
     if check.number("validation", share, above=0.0) >= 1:
         check.fail("validation", share, f"a share of the {side} entities, above 0 and below 1")
-    parts = features if isinstance(features, (list, tuple)) else [features]
+    parts = _listed(features)
     if all(part is None or isinstance(part, str) for part in parts):
         seen = " + ".join("id" if part is None else str(part) for part in parts) or "nothing"
         given = f"{side!r} with {side}_features of {seen}"
@@ -216,6 +220,11 @@ def _refuse_others(settings: ModelSettings, pairs: Any, features: Any, share: ob
     for name in ("left_weights", "right_weights"):
         if not isinstance(getattr(settings, name), (str, type(None))):
             check.fail("validation_side", f"{side!r} with {name} as an array", "weights by name, such as 'degree^0.5'")
+
+
+def _listed(features: Any) -> list[Any]:
+    """The parts of one side's features."""
+    return list(features) if isinstance(features, (list, tuple)) else [features]
 
 
 def _ids(pairs: Interactions) -> tuple[NDArray[Any], NDArray[Any]]:

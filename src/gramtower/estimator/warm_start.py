@@ -23,11 +23,12 @@ def carry_over(fitted: FittedModel, towers: Towers, data: FitData) -> None:
         if name not in before.layout.shapes:
             check.fail("warm_start", f"towers with a new parameter {name}", "the same architecture as before")
         old = before[name].cpu()
-        index = ("left", "right").index(side_of(name))
+        side = side_of(name)
+        index = ("left", "right").index(side)
         known, new = sides[index].inputs, inputs[index]
         if name.endswith(".0.weight") and (len(old), len(fresh)) == (known.width, new.width):
             turned = (ids, (sides[0].ids, sides[1].ids))  # of this side, and of the other
-            for here, there, places in new.columns_in(known, *((t[index], t[1 - index]) for t in turned)):
+            for here, there, places in new.columns_in(side, known, *((t[index], t[1 - index]) for t in turned)):
                 rows, part = fresh[here], old[there]
                 rows.mul_(0.1).add_(part.mean(0))
                 rows[places >= 0] = part[places[places >= 0]]

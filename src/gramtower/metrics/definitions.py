@@ -168,16 +168,16 @@ def to_maximise(name: object) -> str:
     """A metric whose largest value is the best, for early stopping and searches; others are refused by name."""
     if not isinstance(name, str):
         check.fail("metric", repr(name), "one metric, such as 'recall@20'")
-    (metric,) = parse(name)
+    (metric,) = parse(name, "metric")
     if metric.kind in LOWER_IS_BETTER:
         check.fail("metric", repr(name), "a metric that is better the higher it is, such as 'recall@20'")
     return name
 
 
-def parse(metrics: str | Sequence[str]) -> list[Metric]:
+def parse(metrics: str | Sequence[str], argument: str = "metrics") -> list[Metric]:
     """Metrics from names such as ``"recall@20"``; unknown ones are refused with the list of those there are."""
     parsed = []
-    for name in [metrics] if isinstance(metrics, str) else check.listed("metrics", metrics, "names"):
+    for name in [metrics] if isinstance(metrics, str) else check.listed(argument, metrics, "names"):
         match = re.fullmatch(r"([a-z_]+)@([1-9][0-9]*)", name) if isinstance(name, str) else None
         kind = _ALIASES.get(match[1], match[1]) if match else None
         if isinstance(name, str) and name in OF_RANKINGS:
@@ -185,10 +185,10 @@ def parse(metrics: str | Sequence[str]) -> list[Metric]:
         elif match and kind in _NAMES:
             least, k = _SHORTEST.get(kind, 1), int(match[2])
             if k < least:
-                check.fail("metrics", repr(name), f"{kind}@{least} or more: a list of {k} has no pairs of items")
+                check.fail(argument, repr(name), f"{kind}@{least} or more: a list of {k} has no pairs of items")
             parsed.append(Metric(name, kind, k))
         else:
-            check.fail("metrics", repr(name), "names such as 'recall@20', of " + ", ".join(KNOWN))
+            check.fail(argument, repr(name), "names such as 'recall@20', of " + ", ".join(KNOWN))
     if not parsed:
-        check.fail("metrics", "none", "at least one of " + ", ".join(KNOWN))
+        check.fail(argument, "none", "at least one of " + ", ".join(KNOWN))
     return parsed

@@ -16,7 +16,8 @@ every pair is of use. Damping starts at none and grows where the decrease at the
 −½ sᵀ∇L promised.
 
 The first iterations move one side at a time, s = −M∇L on the left, then on the right, as alternating least squares
-does: from small random embeddings both sides together start next to a saddle, and each alone at a convex problem.
+does: from small random embeddings both sides together start next to a saddle, and each alone at a convex problem. A
+side that starts at zero moves first: beside it the other one would be drawn to zero too, which is the saddle.
 
 Cost of an iteration: a value, a gradient, M built at most once and applied once or twice, four passes over θ for each
 pair kept. Memory: of θ's size, two vectors for each pair kept and five more while a step is tried: θ, the gradient, the
@@ -74,8 +75,8 @@ class KroneckerSecant(Direction):
         """−H∇L, or −M∇L on one side."""
         assert point is not None
         if self.iterations < self.alternating:
-            side = "left" if self.iterations % 2 == 0 else "right"
-            s = point.preconditioner("kronecker", self.damping.value, side).product(gradient)
+            M = point.preconditioner("kronecker", self.damping.value, self._moved(point))
+            s = M.product(gradient)
         else:
             M = self._preconditioner(point)
             self._remember(gradient)
@@ -84,6 +85,13 @@ class KroneckerSecant(Direction):
         self._gradient = gradient if self.iterations >= self.alternating else None  # the next pair is made of it
         slope = gradient.dot(s)
         return DirectionResult(s, 0, 0.5 * slope, self.damping.value, slope)
+
+    def _moved(self, point: Point) -> str:
+        """The side that moves: by turns, unless the other is all zeros, where only λ would say where to go."""
+        side = self.iterations % 2
+        if not bool(point.evaluation.gramians[0][1 - side].any()):
+            side = 1 - side
+        return ("left", "right")[side]
 
     def _preconditioner(self, point: Point) -> Kronecker:
         """M, as it was made or anew."""
