@@ -125,7 +125,7 @@ def trajectory(name, cut):
     method, options, features, dtype = (FITS | MORE)[name]
     problem = problem_of(group(), features, cut)
     towers = towers_of(problem, features, dtype)
-    result = gt.minimize(problem, towers, method, max_iterations=3, seed=3, **options)
+    result = gt.minimize(problem, towers, method, max_iterations=4, seed=3, **options)
     return [record.value for record in result.history]
 
 
