@@ -89,7 +89,7 @@ def tune(
         parts = make_parts_of_entities(model, pairs, validation, validation_side, features, seed)
 
     def others() -> Parts:
-        return make_parts_of_entities(model, pairs, validation, str(validation_side), features, seed + 1)
+        return make_parts_of_entities(model, pairs, validation, str(validation_side), features, _other(seed))
 
     data = prepare_data(model, parts.train, *parts.features)
     start, learned = start_values(model, parts, data), _learned_from(data)
@@ -105,6 +105,11 @@ def tune(
     if progress is not None:
         progress(found)
     return found
+
+
+def _other(seed: int) -> int:
+    """The seed of the second part and start."""
+    return (seed + 1) % 2**63
 
 
 @contextmanager
@@ -284,10 +289,10 @@ class _Run:
         if self.second is None or self._late():
             return None
         arguments = model_arguments(tried.settings, self.model, self.parts.matrix, self.start)
-        model = self.model.with_changes(**{**arguments, "metric": self.metric, "seed": self.model.seed + 1})
+        model = self.model.with_changes(**{**arguments, "metric": self.metric, "seed": _other(self.model.seed)})
         outcome = run_trial(
             model, tried.settings, self.second, warm=None, first=first, best=first,
-            report=lambda iteration, value: None, seed=self.seed + 1,
+            report=lambda iteration, value: None, seed=_other(self.seed),
             deadline=None if self.limit is None else self.began + self.limit,
         )  # fmt: skip
         self.interrupted = outcome.reason is Reason.INTERRUPTED
