@@ -41,6 +41,13 @@ def test_what_was_given_up_or_not_compared_replaces_nothing():
     assert verdict.text == "the defaults stay: the best trial, 2, gains 20.0 %"
 
 
+def test_trials_that_were_refused_do_not_win():
+    trials = [tried(0, 0.5), tried(1, 0.52, spread=0.01), tried(2, 0.55, spread=0.01)]
+    assert judge(trials).winner.number == 2
+    assert judge(trials, [2]).winner.number == 1
+    assert judge(trials, [2, 1]).winner.number == 0
+
+
 def test_the_defaults_stay_where_nothing_is_better():
     assert judge([tried(0, 0.5), tried(1, 0.5), tried(2, 0.1)]).text == "the defaults stay: no trial was better"
     assert judge([tried(0, 0.5)]).winner.number == 0

@@ -16,7 +16,7 @@ from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.unseen import hold_out_entities
 from gramtower.metrics import evaluate_embeddings
 from gramtower.metrics.jackknife import deal
-from gramtower.tuning.tried import pick
+from gramtower.tuning.tried import Gain, gain, pick
 
 SHAPE = (80, 50)
 
@@ -57,9 +57,9 @@ def recomputed_without(pairs, features, side, metric):
     return found
 
 
-def unseen_rows(pairs, features, side, **options):
+def unseen_rows(pairs, features, side, draw=0, **options):
     """Embeddings of both sides, one of them of entities that the model has not seen, and the pairs between them."""
-    split = held_out(gt.Interactions.from_matrix(pairs, same_entities=False), side, 0.25, seed=0)
+    split = held_out(gt.Interactions.from_matrix(pairs, same_entities=False), side, 0.25, seed=draw)
     kept = {"left": split.train.left_ids, "right": split.train.right_ids}
     inner = {f"{name}_features": rows[kept[name]] for name, rows in features.items()}
     model = small(**options).fit(split.train.matrix, **inner)
@@ -125,6 +125,56 @@ def test_trials_are_ranked_on_entities_they_have_not_seen(side):
     count = found.data[f"held_out_{side}"]
     assert count == round(0.25 * SHAPE[("left", "right").index(side)])
     assert f"{count} {side} entities were held out with all their pairs" in found.markdown()
+
+
+def from_a_bad_start():
+    """A search whose first trial learns next to nothing, so that others are better whoever is held out."""
+    model = small(l2=500.0)
+    options = dict(trials=6, metric="ndcg@5", validation=0.25, validation_side="left", left_features=words(80))
+    return model, model.tune(data(), **options, space={"l2": [0.05, 500.0], "right_power": True})
+
+
+def test_what_wins_is_confirmed_on_other_entities_from_another_start(monkeypatch):
+    pytest.importorskip("optuna", reason="tuning needs optuna")
+    from gramtower.tuning import search as searching
+
+    real, again = searching._Run._once_more, []
+
+    def recorded(run, tried, first):
+        again.append((tried, real(run, tried, first)))
+        return again[-1][1]
+
+    monkeypatch.setattr(searching._Run, "_once_more", recorded)
+    model, found = from_a_bad_start()
+    assert found.winner != 0
+    assert [tried.number for tried, _ in again] == [0, found.winner]
+    for tried, second in again:
+        options = dict(l2=tried.settings["l2"], right_weights=f"degree^{tried.settings['right_power']}", seed=1)
+        P, Q, truth = unseen_rows(data(), SIDES["left"], "left", draw=1, **options)
+        plain = evaluate_embeddings(P, Q, sp.csr_matrix(truth), metrics=("ndcg@5",))["ndcg@5"]
+        assert second.curve[-1] == pytest.approx(plain, abs=1e-5)
+    assert found.verdict.endswith(f", and {gain(again[1][1], again[0][1])} on other entities")
+    assert model.l2 == found.best.settings["l2"] < 500
+
+
+@pytest.mark.parametrize(
+    ("other", "but"),
+    [(Gain(-0.01, 0.005, 0.5), "-2.0 % ± 1.0 % on other entities"), (None, "it could not be confirmed")],
+)
+def test_what_is_not_confirmed_does_not_replace_the_defaults(other, but, monkeypatch):
+    pytest.importorskip("optuna", reason="tuning needs optuna")
+    from gramtower.tuning import search as searching
+
+    asked = []
+    monkeypatch.setattr(searching._Run, "_gain_on_others", lambda run, tried: asked.append(tried.number) or other)
+    model, found = from_a_bad_start()
+    best = pick(found.trials)
+    assert 1 <= len(set(asked)) == len(asked) <= 3
+    assert asked[0] == best.number != 0 == found.winner
+    assert found.arguments == {}
+    assert model.l2 == 500
+    assert found.verdict.startswith(f"the defaults stay: trial {best.number} gains ")
+    assert found.verdict.endswith(f", but {but}")
 
 
 def test_features_are_what_unseen_entities_are_known_by(tmp_path):

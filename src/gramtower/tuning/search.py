@@ -4,10 +4,10 @@ The loop: ask for settings (the first are the defaults), start from the nearest 
 train with an eye on the curve, tell. Proposals depend on the seed and on the finished trials alone, so a search with
 one worker is the same each time, and a resumed one goes on as if it had not stopped. What won after a warm start is
 trained again from a cold one, which is what a user of the result will do. The defaults are trained in full, and stay
-unless a trial is better beyond noise (tried.py).
+unless a trial is better beyond noise (tried.py); where entities were held out, on two draws of them.
 
-A time limit counts everything from the first split to the last confirmation, for which the time of a trial is kept back
-where trials start warm. Only the first trial runs to its end whatever the limit. Larger towers than its are tried only
+A time limit counts everything from the first split to the last confirmation, for which the time that it takes is kept
+back. Only the first trial runs to its end whatever the limit. Larger towers than its are tried only
 while there is time for many trials.
 Checked by tests/test_tuning.py; benchmarks/bench_tuning.py has the time it takes on ml1m.
 """
@@ -48,7 +48,7 @@ from gramtower.tuning.trial import (
     run_trial,
     start_values,
 )
-from gramtower.tuning.tried import Tried, judge, pick
+from gramtower.tuning.tried import Gain, Tried, Verdict, gain, judge, pick
 from gramtower.tuning.warm import Solutions
 
 #: Arguments of the model that a name of the space stands for, where they differ.
@@ -87,6 +87,10 @@ def tune(
         parts = make_parts(pairs, validation, features, seed, model.device)
     else:
         parts = make_parts_of_entities(model, pairs, validation, validation_side, features, seed)
+
+    def others() -> Parts:
+        return make_parts_of_entities(model, pairs, validation, str(validation_side), features, _other(seed))
+
     data = prepare_data(model, parts.train, *parts.features)
     start, learned = start_values(model, parts, data), _learned_from(data)
     del data
@@ -95,12 +99,17 @@ def tune(
         solutions = Solutions(Path(scratch) if storage is None else Path(str(storage) + ".weights"), _WARM_BYTES)
         with locked(solutions.folder, name="storage"), _told_as_interrupts():
             log = studies.open_study(storage, _identity(parts, chosen, metric, seed, model) | learned, seed)
-            run = _Run(model, parts, start, chosen, metric, seed, log, solutions, limit, began)
+            run = _Run(model, parts, start, chosen, metric, seed, log, solutions, limit, began, others)
             run.search(count, progress)
-            found = run.confirm()
+            found = run.confirm() if parts.unseen is None else run.confirm_on_others()
     if progress is not None:
         progress(found)
     return found
+
+
+def _other(seed: int) -> int:
+    """The seed of the second part and start."""
+    return (seed + 1) % 2**63
 
 
 @contextmanager
@@ -193,7 +202,9 @@ class _Run:
     solutions: Solutions
     limit: float | None
     began: float
+    others: Callable[[], Parts]
     interrupted: bool = False
+    other_first: Tried | None = None  # the defaults on the second part
     first_seconds: float = 0.0  # of the first trial, looks included
 
     @cached_property
@@ -201,6 +212,14 @@ class _Run:
         """What has one value in the whole space."""
         choices = {name: part.values for name, part in self.space.items() if isinstance(part, Choices)}
         return {name: values[0] for name, values in choices.items() if len(values) == 1}
+
+    @cached_property
+    def second(self) -> Parts | None:
+        """A second part with other entities held out; None if there is none."""
+        try:
+            return self.others()
+        except ValueError:  # of few entities another draw may leave nothing to find
+            return None
 
     def search(self, trials: int, progress: Callable[[Search], None] | None) -> None:
         """Run trials until there are enough of them or time is up."""
@@ -231,13 +250,63 @@ class _Run:
             confirmed[best.number] = best.again(outcome)
         return self.result(confirmed, cold_only=True)
 
-    def result(self, confirmed: Mapping[int, Tried] | None = None, cold_only: bool = False) -> Search:
+    def confirm_on_others(self) -> Search:
+        """The result; its winner was better on other held-out entities too, from another start.
+
+        Few entities say little, and so does one start: networks that begin elsewhere differ by as much as settings do.
+        The defaults and the winner are trained once more, and the same rule holds for what it gains then.
+        """
+        tried, refused = self.log.tried(self.fixed), list[int]()
+        if not tried:
+            raise KeyboardInterrupt
+        first, verdict, text = tried[0], judge(tried), ""
+        while verdict.winner is not first and first.without and not self.interrupted:
+            winner, found = verdict.winner, None if len(refused) == _CONFIRM else self._gain_on_others(verdict.winner)
+            if self.interrupted:
+                break
+            if found is not None and found.sure:
+                verdict = Verdict(winner, f"{verdict.text}, and {found} on other entities")
+                break
+            but = "it could not be confirmed" if found is None else f"{found} on other entities"
+            text = text or f"the defaults stay: trial {winner.number} gains {gain(winner, first)}, but {but}"
+            refused.append(winner.number)
+            verdict = Verdict(first, text) if found is None else judge(tried, refused)
+        return self.result(verdict=Verdict(first, text) if verdict.winner is first and text else verdict)
+
+    def _gain_on_others(self, winner: Tried) -> Gain | None:
+        """What a trial gains on the second part; None if time does not do."""
+        try:
+            if self.other_first is None:
+                self.other_first = self._once_more(self.log.tried(self.fixed)[0], None)
+            other = None if self.other_first is None else self._once_more(winner, self.other_first.value)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            return None
+        return None if other is None or self.other_first is None else gain(other, self.other_first)
+
+    def _once_more(self, tried: Tried, first: float | None) -> Tried | None:
+        """The record of a trial on the second part; None if time did not do."""
+        if self.second is None or self._late():
+            return None
+        arguments = model_arguments(tried.settings, self.model, self.parts.matrix, self.start)
+        model = self.model.with_changes(**{**arguments, "metric": self.metric, "seed": _other(self.model.seed)})
+        outcome = run_trial(
+            model, tried.settings, self.second, warm=None, first=first, best=first,
+            report=lambda iteration, value: None, seed=_other(self.seed),
+            deadline=None if self.limit is None else self.began + self.limit,
+        )  # fmt: skip
+        self.interrupted = outcome.reason is Reason.INTERRUPTED
+        return None if outcome.late or self.interrupted else Tried.of(tried.number, tried.settings, outcome, None)
+
+    def result(
+        self, confirmed: Mapping[int, Tried] | None = None, cold_only: bool = False, verdict: Verdict | None = None
+    ) -> Search:
         """The search so far, with trials confirmed from a cold start in place of their first records."""
         tried = [(confirmed or {}).get(t.number, t) for t in self.log.tried(self.fixed)]
         if not tried:
             raise KeyboardInterrupt
-        verdict, unseen = judge([t for t in tried if t.started_cold or not cold_only]), self.parts.unseen
-        best = verdict.winner
+        verdict = verdict or judge([t for t in tried if t.started_cold or not cold_only])
+        best, unseen = verdict.winner, self.parts.unseen
         arguments = changed_arguments(best.settings, self.model, self.parts.matrix, self.start)
         if unseen is None:  # otherwise a trial has the iterations that a fit has by itself
             arguments["max_iterations"] = max(1, best.iteration)
@@ -318,8 +387,8 @@ class _Run:
         )  # fmt: skip
 
     def _kept_back(self) -> float:
-        """Seconds to confirm a winner that started warm."""
-        return self.first_seconds if self.parts.unseen is None else 0.0
+        """Seconds to confirm a winner: from a cold start, or on other entities, where the defaults are trained too."""
+        return self.first_seconds * (1 if self.parts.unseen is None else 2)
 
     def _larger_affordable(self) -> bool:
         """Whether towers larger than the first trial's may be tried: they take up to three times as long."""

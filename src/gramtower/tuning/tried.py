@@ -8,7 +8,8 @@ pairs were. Of the trials that pass, the best wins; if none does, the defaults s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -100,37 +101,57 @@ class Verdict:
     text: str
 
 
-def judge(trials: Sequence[Tried]) -> Verdict:
-    """The best trial that is better than the defaults, trial 0, beyond noise; the defaults if there is none."""
+@dataclass(frozen=True)
+class Gain:
+    """How much better a trial is than the defaults.
+
+    Attributes:
+        value: the difference of their metrics.
+        error: its standard error; infinite where it is not known.
+        base: the metric of the defaults.
+    """
+
+    value: float
+    error: float
+    base: float
+
+    @property
+    def sure(self) -> bool:
+        """Whether it is beyond noise."""
+        return self.value > self.error
+
+    def __str__(self) -> str:
+        scale, unit, digits = (100 / self.base, " %", 1) if self.base > 0 else (1.0, "", 4)
+        known = f" ± {scale * self.error:.{digits}f}{unit}" if math.isfinite(self.error) else ""
+        return f"{scale * self.value:.{digits}f}{unit}{known}"
+
+
+def gain(trial: Tried, first: Tried) -> Gain:
+    """What a trial has more than the first one, paired over the entities of both."""
+    error = standard_error(trial.without, first.without) if trial.without else math.inf
+    return Gain(trial.value - first.value, error, first.value)
+
+
+def judge(trials: Sequence[Tried], refused: Collection[int] = ()) -> Verdict:
+    """The best trial that is better than the defaults, trial 0, beyond noise; the defaults if there is none.
+
+    Args:
+        trials: in order.
+        refused: numbers of trials that may not win.
+    """
     first, best = trials[0], pick(trials)
     if first.number != 0:
         return Verdict(best, f"trial {best.number} is the best; the defaults failed, and are not compared with it")
     if best is first:
         return Verdict(first, "the defaults stay: no trial was better")
     if not first.without:
-        text = f"trial {best.number} replaces the defaults: it gains {_gain(best, first)}, not compared by entities"
+        text = f"trial {best.number} replaces the defaults: it gains {gain(best, first)}, not compared by entities"
         return Verdict(best, text)
-    better = [t for t in trials if t.value - first.value > _error(t, first) and not t.pruned]
+    better = [t for t in trials if gain(t, first).sure and not t.pruned and t.number not in refused]
     if not better:
-        return Verdict(first, f"the defaults stay: the best trial, {best.number}, gains {_gain(best, first)}")
+        return Verdict(first, f"the defaults stay: the best trial, {best.number}, gains {gain(best, first)}")
     winner = pick(better)
-    text = f"trial {winner.number} replaces the defaults: it gains {_gain(winner, first)}"
+    text = f"trial {winner.number} replaces the defaults: it gains {gain(winner, first)}"
     if winner is not best:
-        text += f" (the best, trial {best.number}, {_gain(best, first)})"
+        text += f" (the best, trial {best.number}, {gain(best, first)})"
     return Verdict(winner, text)
-
-
-def _error(trial: Tried, first: Tried) -> float:
-    """The standard error of a trial's gain; infinite where it is not known."""
-    return standard_error(trial.without, first.without) if trial.without else float("inf")
-
-
-def _gain(trial: Tried, first: Tried) -> str:
-    """A gain with its standard error, as a share of what the defaults have."""
-    gain, error = trial.value - first.value, _error(trial, first)
-    if first.value > 0:
-        gain, error, unit, digits = 100 * gain / first.value, 100 * error / first.value, " %", 1
-    else:
-        unit, digits = "", 4
-    known = f" ± {error:.{digits}f}{unit}" if error < float("inf") else ""
-    return f"{gain:.{digits}f}{unit}{known}"
