@@ -13,6 +13,7 @@ import pytest
 import scipy.sparse as sp
 
 import gramtower as gt
+from gramtower._widths import parse_hidden
 from gramtower.data.synthetic import planted_pairs
 from gramtower.estimator.fit_data import prepare_data
 from gramtower.metrics.jackknife import deal
@@ -245,6 +246,17 @@ def test_weights_that_are_arrays_are_not_in_the_config_which_says_so():
     search = small(right_weights=list(np.ones(40))).tune(data(), trials=1, space={"omega": True}, refit=False)
     assert "right_weights were arrays" in search.config().splitlines()[0]
     assert tomllib.loads(search.config())["model"]["right-weights"] == "degree^0"
+
+
+def test_what_follows_a_setting_that_was_changed_is_not_left_to_the_rules():
+    parts, model = make_parts(data(), 0.1, (None, None), 0, "cpu"), small()
+    start = start_values(model, parts, prepare_data(model, parts.train, None, None))
+    settings = {name: start[name] for name in ("dim", "hidden", "l2")}
+    assert changed_arguments(settings, model, parts.matrix, start) == {}
+    wider = changed_arguments({**settings, "hidden": "64"}, model, parts.matrix, start)  # dim would be half of it
+    assert wider == {"hidden": parse_hidden("64"), "dim": start["dim"]}
+    seen = changed_arguments({**settings, "features": "history"}, model, parts.matrix, {**start, "features": "ids"})
+    assert seen.keys() >= {"dim", "hidden", "l2"}
 
 
 def test_a_penalty_that_is_not_searched_is_that_of_the_models_size():

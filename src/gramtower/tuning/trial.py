@@ -190,9 +190,14 @@ def changed_arguments(
     """:func:`model_arguments` without those that are as they were at the start.
 
     Defaults go by the size of the data, and all pairs are more than the part that trials learn from: what was not
-    changed is left to their rules.
+    changed is left to their rules, unless these would now say something else: dimensions follow hidden layers, and
+    everything follows what the towers see.
     """
     same = {name for name, value in settings.items() if value == start[name]}
+    if "hidden" in settings and "hidden" not in same:
+        same.discard("dim")
+    if "features" in settings and "features" not in same:
+        same.clear()
     arguments = model_arguments(settings, model, matrix, start)
     for side in ("left", "right"):  # an array is no power, and is not left to itself
         if f"{side}_power" in same and isinstance(getattr(model, f"{side}_weights"), (str, type(None))):
