@@ -53,7 +53,7 @@ def test_there_are_problems_of_every_kind_and_each_can_be_made(bench, tmp_path):
     assert {(False, "ids", True), (False, "ids", False), (True, "ids", False), (True, "sparse", True)} <= kinds
 
 
-def test_ratios_are_default_over_the_best_of_the_others(bench):
+def test_ratios_are_default_over_the_best_of_the_others(bench, capsys):
     def made(*curve):
         return {"curve": [(*point, 10 * point[0]) for point in curve], "seconds": curve[-1][0]}
 
@@ -70,6 +70,14 @@ def test_ratios_are_default_over_the_best_of_the_others(bench):
     assert found["ratio"]["0.1"] == {"ratio": 0.5, "rival": "gd"}
     assert found["ratio"]["0.01"] == {"ratio": 0.5, "rival": "lbfgs"}
     assert found["ratio"]["0.001"] == {"ratio": 0.75, "rival": None}  # at most: nobody else came there in 4 s
+    assert found["falling"] == 2.0  # the reference had 300 until the last quarter of its run, in which it found 100
+    bench.show("a", found, "b")
+    assert "2.00 times, gd" in capsys.readouterr().out.splitlines()[-1]
+    assert [bench.lead(found["ratio"][level]) for level in ("0.1", "0.001")] == [
+        "2.00 times, gd",
+        "at least 1.33 times",
+    ]
+    assert bench.lead(None) == "–"
 
 
 def test_unknown_problems_and_methods_are_refused(bench, capsys):
