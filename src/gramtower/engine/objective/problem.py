@@ -38,7 +38,7 @@ from gramtower.engine.objective.imputation import as_imputed
 from gramtower.engine.objective.pair_checks import check_labels, checked_weights
 from gramtower.engine.objective.plan import Plan, Streamed, make_plan
 from gramtower.engine.objective.point import Point
-from gramtower.engine.objective.weights import entity_weights
+from gramtower.engine.objective.weights import embedding_penalties, entity_weights
 from gramtower.engine.towers.linearization import Work
 from gramtower.engine.towers.parameters import Parameters, as_parameters
 from gramtower.engine.towers.steps import Scratch
@@ -377,27 +377,14 @@ class Problem:
         return sum(before), sum(before[: group.rank]), counts
 
     def _penalties(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
-        """μ (|O_i| + ω Σ_j b_j)^ν for left entities, and likewise for right ones."""
+        """μ c of both sides' entities, None without a penalty."""
         if self.embedding_l2 == 0.0:
             return None, None
         sides = zip((self.left, self.right), self._weights, strict=True)
         local = (float(side.rows if w is None else w.sum()) for side, w in sides)
-        sums = self.shards.group.totals(*local)[::-1]  # Σ_j b_j for left entities, Σ_i a_i for right ones
+        sums = self.shards.group.totals(*local)
         counts = (self.pairs.row_counts.numpy(), self.column_counts.numpy())
-        with np.errstate(divide="ignore", over="ignore"):  # refused by name below
-            left, right = (
-                self.embedding_l2 * (c + self.omega * s) ** self.frequency_power
-                for c, s in zip(counts, sums, strict=True)
-            )
-        for side, values in (("left", left), ("right", right)):
-            if not np.isfinite(values).all():
-                i = int(np.argmin(np.isfinite(values)))
-                check.fail(
-                    "frequency_power",
-                    f"{self.frequency_power} (embedding_l2 {self.embedding_l2}, omega {self.omega})",
-                    f"a power that gives finite penalties; {side} entity {i} would get {values[i]}",
-                )
-        return left, right
+        return embedding_penalties(self.embedding_l2, self.frequency_power, self.omega, counts, sums)
 
     def _budget(self, towers: Towers) -> int:
         """The budget given, or a share of what is free, looked up once: all evaluations run in the same blocks."""

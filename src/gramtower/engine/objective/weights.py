@@ -1,16 +1,20 @@
-"""Entity weights a and b of eq:loss: as given, or by name from how often an entity is observed.
+"""What the objective holds of single entities: their weights a and b of eq:loss, and the penalties on their embeddings.
+
+Weights are as given, or by name from how often an entity is observed:
 
     "degree^s"   a_i = max(|O_i|, 1)^s / mean over i,      and b_j likewise; "degree^0" is None: ones, and no work
 
 The mean is 1, so that Σ_ij a_i b_j = mn and ω keeps its meaning whatever the powers. An entity without pairs counts as
 one with a single pair: its weight stays finite for s < 0 and does not vanish for s > 0, where a weight of zero would
-leave its embedding to the penalties alone. O(m + n). Checked by tests/test_weights.py against explicit arrays.
+leave its embedding to the penalties alone. The penalty on p_i is ½ μ c_i ‖p_i‖² with c_i = (|O_i| + ω Σ_j b_j)^ν, and
+likewise on the right. O(m + n). Checked by tests/test_weights.py against explicit arrays.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -51,3 +55,26 @@ def degree_power(name: str, value: str) -> float:
     if not math.isfinite(power):
         check.fail(name, repr(value), EXPECTED)
     return power
+
+
+def embedding_penalties(
+    mu: float, power: float, omega: float, counts: tuple[NDArray[Any], NDArray[Any]], sums: Sequence[float]
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """μ c of the left and of the right entities.
+
+    Args:
+        mu: μ, the argument embedding_l2.
+        power: ν, the argument frequency_power.
+        omega: ω.
+        counts: observed pairs of each left and of each right entity.
+        sums: Σ_i a_i and Σ_j b_j.
+    """
+    with np.errstate(divide="ignore", over="ignore"):  # refused by name below
+        left, right = (mu * (c + omega * other) ** power for c, other in zip(counts, sums[::-1], strict=True))
+    for side, values in (("left", left), ("right", right)):
+        if not np.isfinite(values).all():
+            i = int(np.argmin(np.isfinite(values)))
+            given = f"{power} (embedding_l2 {mu}, omega {omega})"
+            expected = f"a power that gives finite penalties; {side} entity {i} would get {values[i]}"
+            check.fail("frequency_power", given, expected)
+    return left, right
