@@ -264,5 +264,5 @@ def test_a_column_that_rows_of_new_entities_lack_is_named(model, tmp_path):
         model.recommend(left_features={"user": ["u99"]})
     path = tmp_path / "users.csv"
     path.write_text("user,age\nu99,3\n")
-    with pytest.raises(ValueError, match="left_features: got a table of user, age, expected the column 'group' as well"):
+    with pytest.raises(ValueError, match="left_features: got a table of user, age, expected the column 'group'"):
         model.recommend(left_features=path)
