@@ -139,15 +139,14 @@ def test_secant_steps_remember_what_the_budget_leaves_room_for(name, pairs, monk
     assert 0.85 * plan.budget < peak <= plan.budget
 
 
-def test_without_room_for_a_pair_training_takes_what_conjugate_gradient_does(monkeypatch):
+def test_without_room_for_a_pair_training_takes_less_than_by_conjugate_gradient(monkeypatch):
     peaks = {}
     for memory in (0, 3):
         found = trained("vectors", monkeypatch, memory, 6, memory_budget=lambda p, towers: p.least_budget(towers))
         peaks[memory], plan = found
         assert plan.spare_bytes < 2 * plan.needs.theta
         monkeypatch.undo()
-    assert peaks[3] <= plan.budget
-    assert peaks[3] == pytest.approx(peaks[0], rel=0.02)
+    assert peaks[3] < peaks[0] <= plan.budget
 
 
 @pytest.mark.parametrize("name", ["vectors", "many columns", "hidden layers"])

@@ -7,7 +7,7 @@ preconditioner: it grows when the real decrease at the full step falls short of 
 shrinks when they agree.
 
 Where both towers are linear in their parameters, secant.py takes its place: with as many pairs as there is memory for,
-and with memory for none in the first iterations, which move one side at a time and need no more than these here.
+and with memory for none by steps that move one side at a time.
 
 Checked by tests/test_optim.py; timed by `make reproduce` and benchmarks/bench_als.py.
 """
@@ -90,26 +90,25 @@ class KroneckerDirection(Direction):
 
     Args:
         newton: by conjugate gradient.
-        secant: by secants; it keeps as many pairs as there is memory for. Without memory for one it does the first
-            iterations alone, in which one side moves at a time.
+        secant: by secants; it keeps as many pairs as there is memory for.
     """
 
     def __init__(self, newton: KroneckerNewton, secant: KroneckerSecant) -> None:
         self.newton, self.secant = newton, secant
-        self.memory: int | None = None  # pairs that secant keeps; none where it is not taken after these iterations
-        self.alternates = False  # whether it is taken for them
+        self.memory: int | None = None  # pairs that secant keeps
+        self.alternates = False  # whether it may move one side at a time
 
     @property
     def _chosen(self) -> KroneckerNewton | KroneckerSecant:
-        one_side = self.alternates and self.secant.iterations < self.secant.alternating
-        return self.secant if self.memory or one_side else self.newton
+        return self.secant if self.memory or self.alternates else self.newton
 
     def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
         """By the one that suits the towers."""
         assert point is not None
         if self.memory is None:
-            self.alternates = point.bilinear and self.secant.memory > 0
-            self.memory = self._room(point) if self.alternates else 0
+            suits = point.bilinear and self.secant.memory > 0
+            self.memory = self._room(point) if suits else 0
+            self.alternates = suits and self.secant.alternating > 0
         self.secant.memory = self.memory
         return self._chosen.find(gradient, point)
 

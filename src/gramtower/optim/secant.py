@@ -17,7 +17,9 @@ every pair is of use. Damping starts at none and grows where the decrease at the
 
 The first iterations move one side at a time, s = −M∇L on the left, then on the right, as alternating least squares
 does: from small random embeddings both sides together start next to a saddle, and each alone at a convex problem. A
-side that starts at zero moves first: beside it the other one would be drawn to zero too, which is the saddle.
+side that starts at zero moves first: beside it the other one would be drawn to zero too, which is the saddle. With
+memory for no pair all iterations are of this kind: M is of one side's curvature there, and two of them are less work
+than a few conjugate gradient steps over both.
 
 Cost of an iteration: a value, a gradient, M built at most once and applied once or twice, four passes over θ for each
 pair kept. Memory: of θ's size, two vectors for each pair kept and five more while a step is tried: θ, the gradient, the
@@ -59,13 +61,14 @@ class KroneckerSecant(Direction):
 
     Args:
         damping: at the start, and how it moves.
-        memory: pairs kept.
+        memory: pairs kept; with none, one side moves at a time in all iterations.
         alternating: first iterations, in which one side moves at a time.
     """
 
     def __init__(self, damping: Damping, memory: int, alternating: int) -> None:
         self.damping, self.memory, self.alternating = damping, memory, alternating
         self.iterations, self.rescaled = 0, False
+        self.turned = False  # whether the other side has been tried where the one could not move
         self.pairs: list[Pair] = []  # oldest first
         self.last: tuple[Pair, float] | None = None  # step and gradient where it began, and δ
         self.made: _Made | None = None  # M, and where it was made
@@ -74,7 +77,7 @@ class KroneckerSecant(Direction):
     def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
         """−H∇L, or −M∇L on one side."""
         assert point is not None
-        if self.iterations < self.alternating:
+        if self._one_side:
             M = point.preconditioner("kronecker", self.damping.value, self._moved(point))
             s = M.product(gradient)
         else:
@@ -82,9 +85,13 @@ class KroneckerSecant(Direction):
             self._remember(gradient)
             s = inverse_product(gradient, self.pairs, lambda q: self._scaled(M, q))
         s.scale_(-1.0)
-        self._gradient = gradient if self.iterations >= self.alternating else None  # the next pair is made of it
+        self._gradient = None if self._one_side else gradient  # the next pair is made of it
         slope = gradient.dot(s)
         return DirectionResult(s, 0, 0.5 * slope, self.damping.value, slope)
+
+    @property
+    def _one_side(self) -> bool:
+        return self.iterations < self.alternating or self.memory == 0
 
     def _moved(self, point: Point) -> str:
         """The side that moves: by turns, unless the other is all zeros, where only λ would say where to go."""
@@ -146,9 +153,13 @@ class KroneckerSecant(Direction):
             self.rescaled = self.rescaled or (bool(self.pairs) and step.size < 1.0)
             self.pairs = self.pairs[max(0, len(self.pairs) + 1 - self.memory) :]  # room for the pair that follows
         self.iterations += 1
+        self.turned = False
 
     def retry(self) -> bool:
-        """Forget the pairs; without any, or along one side, much more damping."""
+        """Forget the pairs, or move the other side where one side always moves; after that, much more damping."""
+        if self.memory == 0 and not self.turned:
+            self.iterations, self.turned = self.iterations + 1, True
+            return True
         if self.iterations >= self.alternating and self.pairs:
             self.pairs = []
             return True

@@ -151,9 +151,9 @@ class NewtonKron(Solver):
         cg_tolerance: relative residual, in the preconditioner's norm, at which conjugate gradient stops.
         cg_progress: it also stops when five steps lowered the model by less than this share.
         memory: pairs of steps and changes of the gradient that linear towers remember, two vectors of θ's size each;
-            fewer where the memory budget leaves no room, and where it leaves room for none conjugate gradient after the
-            ``alternating`` iterations. 0 for conjugate gradient with them too, from the first iteration on.
-        alternating: first iterations of linear towers that move one side at a time.
+            fewer where the memory budget leaves no room, and where it leaves room for none all iterations move one side
+            at a time. 0 for conjugate gradient with them too, from the first iteration on.
+        alternating: first iterations of linear towers that move one side at a time; with 0 none does.
         sufficient_decrease: η of the line search.
     """
 
