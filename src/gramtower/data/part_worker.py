@@ -71,7 +71,7 @@ def _describe(path: str) -> tuple[dict[str, Any], list[Any]]:
 def _kind(dtype: Any) -> str:
     import polars as pl
 
-    if dtype in (pl.String, pl.Categorical, pl.Enum):
+    if dtype.base_type() in (pl.String, pl.Categorical, pl.Enum):  # a categorical type of a file is not equal to all
         return "text"
     if dtype in (pl.Date, pl.Datetime):
         return "time"
