@@ -50,5 +50,14 @@ def test_what_is_not_finite_has_no_inverse_and_spoils_no_other(bad):
     torch.testing.assert_close(inverses[numbers[1]], expected)
 
 
+def test_the_inverse_of_a_matrix_without_a_positive_eigenvalue_fits_float32():
+    inverses = Inverses()
+    numbers = [inverses.ask(-torch.eye(3, dtype=torch.float64) * scale, 0.0) for scale in (0.0, 1.0)]
+    inverses.solve(torch.float32)
+    for number in numbers:
+        assert bool(inverses[number].isfinite().all())
+        assert float(inverses[number].diagonal().min()) > 0
+
+
 def test_nothing_asked_is_nothing_found():
     Inverses().solve(torch.float32)

@@ -13,7 +13,7 @@ from torch import Tensor
 from gramtower.engine.towers.layer_factors import clamped_spectrum
 
 _BATCHED = 128  # rows and columns up to which a GPU does a batch in the time of one
-_LEAST = 1e-15  # of the largest eigenvalue: what the others are clamped at
+_LEAST, _TINY = 1e-15, 1e-12  # of the largest eigenvalue, or of this: what the others are clamped at
 
 
 class Inverses:
@@ -55,7 +55,7 @@ class Inverses:
             for i, (definite, finite) in enumerate(own):
                 if finite and not definite:
                     values, vectors = clamped_spectrum(batch[i])
-                    inverses[i] = (vectors / values.clamp_min(float(values.max()) * _LEAST + 1e-300)) @ vectors.mT
+                    inverses[i] = (vectors / values.clamp_min(max(float(values.max()), _TINY) * _LEAST)) @ vectors.mT
                 self._found[numbers[i]] = inverses[i].to(dtype) if finite else None
 
     def _batches(self) -> list[list[int]]:
