@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from benchmark_scripts import benchmark
 
 from gramtower.data.synthetic import planted_pairs
 
 pytest.importorskip("optuna", reason="tuning needs optuna")
 
-FOLDER = Path(__file__).resolve().parent.parent / "benchmarks" / "features"
-
 
 @pytest.fixture(scope="module")
 def tuning():
-    """The script as a module; its name is taken out of the way again afterwards."""
-    before, known = list(sys.path), set(sys.modules)
-    sys.path.insert(0, str(FOLDER))
-    import tuning
-
-    yield tuning
-    sys.path[:] = before
-    for name in set(sys.modules) - known:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(FOLDER.parent)):
-            del sys.modules[name]
+    with benchmark("tuning", "features") as script:
+        yield script
 
 
 @pytest.fixture

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
-
-FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+from benchmark_scripts import benchmark
 
 
 @pytest.fixture(scope="module")
 def bench():
-    """The script as a module; its name is taken out of the way again afterwards."""
-    before, known = list(sys.path), set(sys.modules)
-    sys.path.insert(0, str(FOLDER))
-    import bench_fit
-
-    yield bench_fit
-    sys.path[:] = before
-    for name in set(sys.modules) - known:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(FOLDER)):
-            del sys.modules[name]
+    with benchmark("bench_fit") as script:
+        yield script
 
 
 def test_sets_add_up_and_polars_is_not_needed(bench, tmp_path, monkeypatch):

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
-
-FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+from benchmark_scripts import benchmark
 
 
 @pytest.fixture(scope="module")
 def bench():
-    """The script as a module; its name is taken out of the way again afterwards."""
-    before, known = list(sys.path), set(sys.modules)
-    sys.path.insert(0, str(FOLDER))
-    import bench_solvers
-
-    yield bench_solvers
-    sys.path[:] = before
-    for name in set(sys.modules) - known:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(FOLDER)):
-            del sys.modules[name]
+    with benchmark("bench_solvers") as script:
+        yield script
 
 
 def test_it_runs_in_pieces_that_add_up(bench, tmp_path):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
+import torch
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
@@ -36,6 +37,13 @@ class Rule:
         if self.labels and self.threshold is not None:
             check.fail("labels", "True with a threshold", "one of them: pairs over a threshold are labelled 1")
         check.choice("duplicates", self.duplicates, RULES)
+
+    @classmethod
+    def of(cls, threshold: float | None, labels: bool, duplicates: str, value: object) -> Rule:
+        """A rule for rows with these values, or None; refused if it reads values and there are none."""
+        rule = cls(threshold, labels, duplicates)
+        rule.need_value(value)
+        return rule
 
     @property
     def reads_value(self) -> bool:
@@ -134,3 +142,10 @@ def _numbered(side: Coded, kept: NDArray[np.bool_] | None) -> tuple[NDArray[Any]
         codes, places = by_appearance(side.codes[kept])
         places = np.flatnonzero(kept)[places]
     return codes, side.names(places)
+
+
+def given_ids(name: str, given: Any) -> Any:
+    """Ids as they were given, tensors as arrays; matrices are none."""
+    if sp.issparse(given):
+        check.fail(name, "a sparse matrix", "a sequence of ids; from_matrix takes a matrix")
+    return check.as_array(name, given, "a sequence of ids") if isinstance(given, torch.Tensor) else given

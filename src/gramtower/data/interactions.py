@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import scipy.sparse as sp
-import torch
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
 from gramtower import _html as html
-from gramtower.data import frames
-from gramtower.data.assembly import Rule, assemble
+from gramtower.data import conversion, frames
+from gramtower.data.assembly import Rule, assemble, given_ids
 from gramtower.data.frames import Choice, Column
 from gramtower.data.ids import Key, as_ids, code_series, code_values, id_series
 from gramtower.data.left_out import warn_of_header
@@ -145,7 +144,7 @@ class Interactions:
             encoding: of the text; any name Python knows.
             same_entities: whether both sides are one set of entities; see the class.
         """
-        rule = _rule(threshold, labels, duplicates, value)
+        rule = Rule.of(threshold, labels, duplicates, value)
         texts, others = _choices(left, right, value, weight, time)
         source = path if isinstance(path, bytes) else existing("path", path)
         form: dict[str, Any] = {"separator": separator, "header": header, "quote": quote, "comment": comment}
@@ -179,7 +178,7 @@ class Interactions:
         Folders called key=value give a column ``key``; a row without an id is an error. ``progress`` is called after
         each piece of a folder, in any thread, with a :class:`gramtower.data.part_reading.ReadingProgress`.
         """
-        rule = _rule(threshold, labels, duplicates, value)
+        rule = Rule.of(threshold, labels, duplicates, value)
         texts, others = _choices(left, right, value, weight, time)
         source = existing("path", path, folder=True)
         if source.is_dir():
@@ -206,7 +205,7 @@ class Interactions:
         same_entities: bool | None = None,
     ) -> Interactions:
         """Pairs from a polars, pandas or pyarrow table or a mapping of columns; arguments as in :meth:`from_csv`."""
-        rule = _rule(threshold, labels, duplicates, value)
+        rule = Rule.of(threshold, labels, duplicates, value)
         texts, others = _choices(left, right, value, weight, time)
         return cls._from_columns(frames.take("frame", frame, texts + others), others, rule, same_entities)
 
@@ -231,8 +230,8 @@ class Interactions:
         Times are numbers, or dates, datetimes, datetime64 or ISO 8601 text, UTC unless they have a zone. Needs no
         polars. The other arguments are those of :meth:`from_csv`.
         """
-        rule = _rule(threshold, labels, duplicates, value)
-        left, right = _as_ids("left", left), _as_ids("right", right)
+        rule = Rule.of(threshold, labels, duplicates, value)
+        left, right = given_ids("left", left), given_ids("right", right)
         given = {"value": value if rule.reads_value else None, "weight": weight}
         numbers = {name: check.as_float_array(name, x) for name, x in given.items() if x is not None}
         if time is not None:
@@ -272,7 +271,7 @@ class Interactions:
         for name, _ in reversed(others):
             column = columns.pop()
             if name != "value" or rule.reads_value:
-                read = frames.seconds if name == "time" else frames.numbers
+                read = conversion.seconds if name == "time" else conversion.numbers
                 numbers[name] = read(name, column).to_numpy()  # a missing number is NaN from here on
         left_name, right_name = columns[0].name, columns[1].name
         left, right = code_series(id_series("left", columns.pop(0)), id_series("right", columns.pop(0)))
@@ -385,19 +384,6 @@ def _canonical(matrix: Any, shape: tuple[int, int] | None = None) -> sp.csr_matr
 
 def _counts(matrix: sp.csr_matrix) -> dict[str, int]:
     return {"pairs": int(matrix.nnz), "left": matrix.shape[0], "right": matrix.shape[1]}
-
-
-def _as_ids(name: str, given: Any) -> Any:
-    """Ids as they were given, tensors as arrays; matrices are none."""
-    if sp.issparse(given):
-        check.fail(name, "a sparse matrix", "a sequence of ids; from_matrix takes a matrix")
-    return check.as_array(name, given, "a sequence of ids") if isinstance(given, torch.Tensor) else given
-
-
-def _rule(threshold: float | None, labels: bool, duplicates: str, value: object) -> Rule:
-    rule = Rule(threshold, labels, duplicates)
-    rule.need_value(value)
-    return rule
 
 
 def _choices(

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
-from gramtower.data import frames, part_stream
+from gramtower.data import conversion, frames, part_stream
 from gramtower.data.assembly import Fields, Rule, check_rows
 from gramtower.data.frames import Choice
 from gramtower.data.grouping import Piece, group
@@ -263,12 +263,12 @@ def _numbers(name: str, column: str, cells: Cells) -> NDArray[np.float64]:
     """Values, weights or times of a piece; NaN where they are missing."""
     pl = frames.polars()
     if cells.text is None or cells.lengths is None:
-        found: NDArray[np.float64] = frames.numbers(name, pl.Series(column, cells.values)).to_numpy()
+        found: NDArray[np.float64] = conversion.numbers(name, pl.Series(column, cells.values)).to_numpy()
         return found
     ends = np.cumsum(cells.lengths, dtype=np.int64).tolist()
     data = cells.text.tobytes()
     texts = [data[a:b].decode() for a, b in zip([0, *ends], ends, strict=False)]
-    read = frames.seconds if name == "time" else frames.numbers
+    read = conversion.seconds if name == "time" else conversion.numbers
     known = np.append(read(name, pl.Series(column, texts, dtype=pl.String)).to_numpy(), np.nan)
     result: NDArray[np.float64] = known[np.minimum(cells.values, len(texts))]  # a missing cell has the largest code
     return result

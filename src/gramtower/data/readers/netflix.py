@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
-from gramtower.data import frames, streams
+from gramtower.data import conversion, frames, streams
 from gramtower.data.assembly import Rule, assemble
 from gramtower.data.ids import Coded, as_objects
 from gramtower.data.interactions import Interactions
@@ -124,7 +124,7 @@ def _ratings(
     if rule.labels:
         columns["value"] = kept["value"].to_numpy()
     if times:
-        columns["time"] = frames.seconds("times", kept["date"]).to_numpy()
+        columns["time"] = conversion.seconds("times", kept["date"]).to_numpy()
     return columns, movie
 
 
