@@ -36,7 +36,9 @@ from gramtower.data.readers.extreme import extreme_classification
 from gramtower.data.readers.lists import edge_list, item_lists, thesaurus
 from gramtower.data.synthetic import planted_pairs
 from gramtower.engine.towers.towers import clone
-from gramtower.estimator import defaults
+from gramtower.estimator.fit import make_problem, make_towers
+from gramtower.estimator.fit_data import prepare_data
+from gramtower.estimator.settings import ModelSettings
 from gramtower.optim.solvers import SOLVERS
 
 DEFAULT = "newton-kron"
@@ -150,7 +152,7 @@ class Case:
         source: its data.
         dim: k.
         hidden: widths of hidden layers.
-        settings: of the problem; None for the estimator's defaults.
+        settings: of the problem; None for what `gt.TwoTower` minimises of such data, features scaled.
         activation: of hidden layers.
     """
 
@@ -163,14 +165,12 @@ class Case:
     def make(self, data: Data, device: str, tiny: bool) -> tuple[gt.Problem, gt.Towers]:
         """The problem and where all methods start."""
         dim, hidden = (4, tuple(min(8, width) for width in self.hidden)) if tiny else (self.dim, self.hidden)
-        shape, observed = data.pairs.shape, data.pairs.nnz
-        settings = self.settings or {
-            "omega": defaults.default_omega(shape, observed, defaults.IDS), "imputed": defaults.IMPUTED,
-            "l2": defaults.default_l2(shape, observed, defaults.IDS, (False, False)),
-            "right_weights": defaults.default_right_weights(defaults.IDS),
-            "embedding_l2": defaults.default_embedding_l2(shape, observed, dim, defaults.IDS),
-        }  # fmt: skip
-        problem = gt.Problem(data.pairs, data.left, data.right, **settings)
+        if self.settings is None:
+            settings = ModelSettings(dim=dim, hidden=hidden, activation=self.activation, device=device)
+            prepared = prepare_data(settings, data.pairs, data.left, data.right)
+            problem = make_problem(settings, prepared)
+            return problem, make_towers(settings, prepared, problem)
+        problem = gt.Problem(data.pairs, data.left, data.right, **self.settings)
         return problem, gt.mlp_towers(problem, hidden, dim, self.activation).to(torch.device(device))
 
 
