@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+import scipy.sparse as sp
 import torch
 from cases import make_case
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
 from gramtower.engine.towers.towers import clone
+from gramtower.optim import newton_kron
 from gramtower.optim.bfgs import Pair, inverse_product
 from gramtower.optim.damping import Damping, Verdict
 from gramtower.optim.parts import StepResult
@@ -188,7 +190,7 @@ def test_a_memory_budget_without_room_for_pairs_is_kept():
         direction = gt.NewtonKron().method(0).direction
         point = tight.at(towers)
         direction.find(point.gradient(), point)
-        kept.append(direction.memory)
+        kept.append(direction.secant.memory)
     assert kept[0] == 0
     assert 0 < kept[1] <= kept[2] == gt.NewtonKron().memory
 
@@ -282,3 +284,61 @@ def test_a_resumed_run_equals_an_uninterrupted_one(stop, tmp_path):
     resumed = gt.minimize(linear(dtype=torch.float32)[0], clone(towers), max_iterations=10, **options)
     assert torch.equal(whole.parameters.vector, resumed.parameters.vector)
     assert [r.value for r in whole.history] == [r.value for r in resumed.history]
+
+
+def network(hidden=16, **options):
+    """Normalised networks over features, whose Gauss-Newton model is wrong near a minimum."""
+    features = [sp.random(rows, 40, 0.15, "csr", random_state=seed) for rows, seed in ((120, 2), (90, 11))]
+    problem = gt.Problem(planted_pairs(120, 90, 900, groups=6, seed=2), *features, omega=0.05, l2=0.01, **options)
+    return problem, gt.mlp_towers(problem, (hidden,), 8, "relu", dtype=torch.float64, normalize=True)
+
+
+def test_networks_go_on_by_secants_once_damping_has_outgrown_its_start():
+    problem, towers = network()
+    alone, both = (
+        gt.minimize(problem, clone(towers), gt.NewtonKron(network_memory=memory), 160, tolerance=0.0)
+        for memory in (0, 10)
+    )
+    assert all(record.cg_steps for record in alone.history[1:])
+    switch = next(record.iteration for record in both.history[1:] if record.cg_steps == 0)
+    assert all(record.cg_steps == 0 for record in both.history[switch:])  # for good
+    assert alone.history[switch].damping > 1.0 >= alone.history[1].damping
+    passes = [run.history[-1].work["pair_passes"] - run.history[switch].work["pair_passes"] for run in (alone, both)]
+    assert passes[1] < 0.7 * passes[0]
+    assert both.value < alone.value
+
+
+def test_damping_is_outgrown_above_its_start_after_it_was_far_below_or_far_above():
+    newton = gt.NewtonKron(damping=2.0).method(0).direction.newton
+    found = []
+    for value in (50.0, 61.0, 1.0, 3.0, 0.1, 1.9, 2.1):
+        newton.damping.value = value
+        newton.lowered = newton.lowered or value < 0.2
+        found.append(newton.outgrown)
+    assert found == [False, True, False, False, False, False, True]
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """Networks go over to secants in the second iteration."""
+    monkeypatch.setattr(newton_kron, "_FAR_ABOVE", 1e-6)
+
+
+@pytest.mark.usefixtures("soon")
+def test_networks_without_room_for_a_pair_stay_with_conjugate_gradient():
+    problem, towers = network(400)
+    tight, _ = network(400, memory_budget=problem.least_budget(towers))
+    for given, steps in ((problem, [True, False, False]), (tight, [True, True, True])):
+        history = gt.minimize(given, clone(towers), max_iterations=3).history
+        assert [record.cg_steps > 0 for record in history[1:]] == steps
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("stop", [1, 2, 6, 13])
+def test_a_resumed_run_of_networks_equals_an_uninterrupted_one(stop, tmp_path):
+    problem, towers = network()
+    whole = gt.minimize(problem, clone(towers), max_iterations=15)
+    options = {"checkpoint": tmp_path / "run", "checkpoint_every": 1}
+    gt.minimize(network()[0], clone(towers), max_iterations=stop, **options)
+    resumed = gt.minimize(network()[0], clone(towers), max_iterations=15, **options)
+    assert torch.equal(whole.parameters.vector, resumed.parameters.vector)

@@ -7,9 +7,11 @@ preconditioner: it grows when the real decrease at the full step falls short of 
 shrinks when they agree.
 
 Where both towers are linear in their parameters, secant.py takes its place: with as many pairs as there is memory for,
-and with memory for none by steps that move one side at a time.
+and with memory for none by steps that move one side at a time. With other towers it takes over, where there is memory
+for a pair, once damping is above what it started with after it has been far below, or far above: the model is no longer
+right. From there on what G lacks of the Hessian decides, and damping would only make steps shorter.
 
-Checked by tests/test_optim.py; timed by `make reproduce` and benchmarks/bench_als.py.
+Checked by tests/test_optim.py; timed by `make reproduce`, benchmarks/bench_als.py and bench_solvers.py.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from gramtower.optim.conjugate_gradient import conjugate_gradient
 from gramtower.optim.damping import Damping, Verdict
 from gramtower.optim.parts import Direction, DirectionResult, State, StepResult
 from gramtower.optim.secant import KroneckerSecant
+
+_FAR_BELOW, _FAR_ABOVE = 0.1, 30.0  # times the damping at the start
 
 
 class KroneckerNewton(Direction):
@@ -46,6 +50,12 @@ class KroneckerNewton(Direction):
         self.steps, self.least, self.most = cg_steps, cg_steps, cg_max_steps
         self.tolerance, self.progress = cg_tolerance, cg_progress
         self.converged = True
+        self.start, self.lowered = damping.value, False
+
+    @property
+    def outgrown(self) -> bool:
+        """Whether damping is above its start after it has been far below, or far above."""
+        return self.damping.value > self.start * (1.0 if self.lowered else _FAR_ABOVE)
 
     def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
         """(G + damping) s ≈ −∇L."""
@@ -67,6 +77,7 @@ class KroneckerNewton(Direction):
         if direction.model is None or not direction.model < 0:
             return
         verdict = self.damping.learn(step.first_decrease, direction.model)
+        self.lowered = self.lowered or self.damping.value < _FAR_BELOW * self.start
         if verdict is Verdict.RIGHT and not self.converged:
             self.steps = min(self.most, self.steps + max(1, self.steps // 4))
         elif verdict is Verdict.WRONG:
@@ -78,61 +89,73 @@ class KroneckerNewton(Direction):
 
     def state(self) -> State:
         """Damping and steps."""
-        return {"damping": self.damping.value, "steps": self.steps, "converged": self.converged}
+        return {
+            "damping": self.damping.value, "lowered": self.lowered, "steps": self.steps, "converged": self.converged
+        }  # fmt: skip
 
     def restore(self, state: State) -> None:
         """See Stateful."""
-        self.damping.value, self.steps, self.converged = state["damping"], state["steps"], state["converged"]
+        self.damping.value, self.lowered = state["damping"], state["lowered"]
+        self.steps, self.converged = state["steps"], state["converged"]
 
 
 class KroneckerDirection(Direction):
-    """Secant steps for linear towers, conjugate gradient for all others: chosen at the first point.
+    """Secant steps for linear towers; for all others conjugate gradient until its model fails, and then those too.
 
     Args:
         newton: by conjugate gradient.
         secant: by secants; it keeps as many pairs as there is memory for.
+        network_memory: pairs that it keeps at most where towers are not linear.
     """
 
-    def __init__(self, newton: KroneckerNewton, secant: KroneckerSecant) -> None:
-        self.newton, self.secant = newton, secant
-        self.memory: int | None = None  # pairs that secant keeps
-        self.alternates = False  # whether it may move one side at a time
-
-    @property
-    def _chosen(self) -> KroneckerNewton | KroneckerSecant:
-        return self.secant if self.memory or self.alternates else self.newton
+    def __init__(self, newton: KroneckerNewton, secant: KroneckerSecant, network_memory: int) -> None:
+        self.newton, self.secant, self.network_memory = newton, secant, network_memory
+        self.chosen: KroneckerNewton | KroneckerSecant | None = None
 
     def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
-        """By the one that suits the towers."""
+        """By the one that suits the towers, and the iterations before."""
         assert point is not None
-        if self.memory is None:
-            suits = point.bilinear and self.secant.memory > 0
-            self.memory = self._room(point) if suits else 0
-            self.alternates = suits and self.secant.alternating > 0
-        self.secant.memory = self.memory
-        return self._chosen.find(gradient, point)
+        if self.chosen is None:
+            self.chosen = self.newton
+            if point.bilinear and self.secant.memory > 0:
+                self.secant.memory = self._room(point, self.secant.memory)
+                if self.secant.memory or self.secant.alternating:
+                    self.chosen = self.secant
+        elif self.chosen is self.newton and self.newton.outgrown and not point.bilinear:
+            memory = self._room(point, self.network_memory)
+            if memory:
+                self.secant.memory, self.secant.alternating = memory, 0
+                self.chosen = self.secant
+        return self.chosen.find(gradient, point)
 
-    def _room(self, point: Point) -> int:
+    @staticmethod
+    def _room(point: Point, most: int) -> int:
         """Pairs that there is memory for, in the process that has the least of it."""
         theta = point.parameters.vector
         own = point.spare_bytes // (2 * theta.element_size() * max(1, len(theta)))
-        return min(self.secant.memory, *(int(pairs) for pairs in point.parameters.layout.group.gather_json(int(own))))
+        return min(most, *(int(pairs) for pairs in point.parameters.layout.group.gather_json(int(own))))
 
     def learn(self, direction: DirectionResult, step: StepResult) -> None:
         """See Direction."""
-        self._chosen.learn(direction, step)
+        assert self.chosen is not None
+        self.chosen.learn(direction, step)
 
     def retry(self) -> bool:
         """See Direction."""
-        return self._chosen.retry()
+        assert self.chosen is not None
+        return self.chosen.retry()
 
     def state(self) -> State:
         """Both states, and which is in use."""
-        return {"memory": self.memory, "newton": self.newton.state(), "secant": self.secant.state()}
+        chosen = "" if self.chosen is None else "secant" if self.chosen is self.secant else "newton"
+        return {
+            "chosen": chosen, "memory": self.secant.memory, "alternating": self.secant.alternating,
+            "newton": self.newton.state(), "secant": self.secant.state(),
+        }  # fmt: skip
 
     def restore(self, state: State) -> None:
         """See Stateful."""
-        self.memory = state["memory"]
         self.newton.restore(state["newton"])
         self.secant.restore(state["secant"])
-        self.alternates = self.secant.iterations > 0
+        self.secant.memory, self.secant.alternating = state["memory"], state["alternating"]
+        self.chosen = {"": None, "newton": self.newton, "secant": self.secant}[state["chosen"]]

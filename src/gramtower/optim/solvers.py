@@ -139,8 +139,8 @@ class Newton(_Searched):
 class NewtonKron(Solver):
     """The optimizer "newton-kron", the default: second-order steps with a Kronecker preconditioner.
 
-    Damped Gauss-Newton by conjugate gradient (newton_kron.py); where both towers are linear in their parameters, secant
-    steps over the same preconditioner (secant.py).
+    Damped Gauss-Newton by conjugate gradient (newton_kron.py); where both towers are linear in their parameters, and
+    where the Gauss-Newton model is no longer right, secant steps over the same preconditioner (secant.py).
 
     Args:
         damping: at the start of conjugate gradient; secant steps start with none.
@@ -154,6 +154,8 @@ class NewtonKron(Solver):
             fewer where the memory budget leaves no room, and where it leaves room for none all iterations move one side
             at a time. 0 for conjugate gradient with them too, from the first iteration on.
         alternating: first iterations of linear towers that move one side at a time; with 0 none does.
+        network_memory: pairs that other towers remember once damping has outgrown its start; fewer where the memory
+            budget leaves no room. 0 for conjugate gradient throughout.
         sufficient_decrease: η of the line search.
     """
 
@@ -167,6 +169,7 @@ class NewtonKron(Solver):
     cg_progress: float = _not_negative(5e-3)
     memory: int = _count(3, 0)
     alternating: int = _count(4, 0)
+    network_memory: int = _count(10, 0)
     sufficient_decrease: float = _share(1e-4, 0.999)
 
     def method(self, seed: int) -> Method:
@@ -179,7 +182,8 @@ class NewtonKron(Solver):
             self.cg_progress,
         )
         secant = KroneckerSecant(self._damping(0.0), self.memory, self.alternating)
-        return Descent(KroneckerDirection(newton, secant), Backtracking(self.sufficient_decrease, double_every=0))
+        direction = KroneckerDirection(newton, secant, self.network_memory)
+        return Descent(direction, Backtracking(self.sufficient_decrease, double_every=0))
 
     def _damping(self, start: float) -> Damping:
         return Damping(start, self.damping_up, self.damping_down)
