@@ -186,6 +186,7 @@ CASES = {
     "moby-128": Case("moby", 128),
     "moby-1024": Case("moby", 1024),
     "wikispeedia-32": Case("wikispeedia", 32),
+    "gowalla-als": Case("gowalla", 128, settings=_ALS),
     "ml1m-als": Case("ml1m", 128, settings=_ALS),
     "ml1m-linear-paper": Case("ml1m", 128, settings=_PAPER),
     "eurlex-linear": Case("eurlex", 128),

@@ -30,7 +30,7 @@ MORE = {
     "lbfgs": ("lbfgs", {}, "mixed", torch.float64),
     "newton-kron, weights by degree": ("newton-kron", {}, "degrees", torch.float64),
     "newton-kron, features": ("newton-kron", {}, "mixed", torch.float64),
-    "newton-kron, linear": ("newton-kron", {}, "linear", torch.float64),  # tables alone: nothing is held alike by all
+    "newton-kron, linear": ("newton-kron", {"sweeps": 0}, "linear", torch.float64),  # tables: none held by all
     "lbfgs, own modules": ("lbfgs", {}, "custom", torch.float64),
     "newton-kron, own modules": ("newton-kron", {}, "custom", torch.float64),
     "newton-kron, own step": ("newton-kron", {}, "own step", torch.float64),
@@ -160,7 +160,7 @@ def product_bytes():
 HALVES = {
     "gd-diag": ("ids", {}),
     "newton-kron": ("ids", {}),
-    "newton-kron-linear": ("ids", {}),
+    "newton-kron-linear": ("ids", dict(sweeps=0)),  # which need all pairs of a right row in one process
     "sogram-diag": ("mixed", dict(ratio=0.1, steps=4)),
 }
 

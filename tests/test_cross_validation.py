@@ -240,7 +240,7 @@ def test_bad_flags_are_refused(flags, text, table, capsys):
 
 
 def test_ctrl_c_ends_the_validation_and_not_the_fit_of_one_fold(monkeypatch):
-    from gramtower.optim.methods import Descent
+    from gramtower.optim.sweeps import SweepsFirst
 
     begun = []
 
@@ -248,7 +248,7 @@ def test_ctrl_c_ends_the_validation_and_not_the_fit_of_one_fold(monkeypatch):
         begun.append(self)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Descent, "iterate", interrupted)
+    monkeypatch.setattr(SweepsFirst, "iterate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         gt.cross_validate(small(), sample(), folds=3)
     assert len(begun) == 1

@@ -215,9 +215,10 @@ def test_every_backend_has_all_of_the_protocol_and_nothing_else(backend):
     for name, method in methods.items():
         signature = inspect.signature(method)
         wanted[name] = signature.replace(parameters=list(signature.parameters.values())[1:])  # without self
-    assert len(wanted) == 13
+    assert len(wanted) == 15
     assert offered == wanted
-    assert [type(getattr(module, name)) for name in ("SLOPES_FROM_OUTPUTS", "GATHERS_BFLOAT16")] == [bool, bool]
+    flags = ("SLOPES_FROM_OUTPUTS", "GATHERS_BFLOAT16", "SOLVES_ROWS")
+    assert [type(getattr(module, name)) for name in flags] == [bool] * 3
 
 
 def loss_terms(loss, pairs, dtype):
@@ -267,7 +268,7 @@ def test_a_new_backend_is_a_module_and_its_name(monkeypatch):
     calls, own = [], types.ModuleType("tests_own_kernels")
     for name in (*(n for n in vars(kernels.Kernels) if not n.startswith("_")), "SLOPES_FROM_OUTPUTS"):
         setattr(own, name, getattr(reference, name))
-    own.GATHERS_BFLOAT16 = False
+    own.GATHERS_BFLOAT16 = own.SOLVES_ROWS = False
     own.dots = lambda *arguments: calls.append("dots") or reference.dots(*arguments)
     own.losses = lambda pairs, P, Q, terms: Scored(terms, own.dots(pairs, P, Q))
     monkeypatch.setitem(sys.modules, own.__name__, own)

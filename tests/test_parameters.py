@@ -123,3 +123,14 @@ def test_a_product_leaves_its_direction_alone():
         before = d.to_vector()
         point.gauss_newton() @ d
         assert torch.equal(d.vector, before), tower
+
+
+def test_large_vectors_on_a_cpu_are_like_small_ones():
+    from gramtower.runtime.allocation import _LARGE, empty_like
+
+    for dtype in (torch.float32, torch.float64, torch.float16):
+        vector = torch.arange(_LARGE // 4 + 1).to(dtype)
+        made = empty_like(vector)
+        assert (made.shape, made.dtype, made.device) == (vector.shape, vector.dtype, vector.device)
+        assert made.data_ptr() != vector.data_ptr()
+        assert torch.equal(made.copy_(vector), vector)

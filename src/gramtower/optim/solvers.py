@@ -26,6 +26,7 @@ from gramtower.optim.parts import Direction
 from gramtower.optim.sampled import Blocks, Source, Subsets
 from gramtower.optim.secant import KroneckerSecant
 from gramtower.optim.stochastic import Sampled
+from gramtower.optim.sweeps import Sweeps, SweepsFirst
 
 
 def _option(default: Any, test: Callable[[str, Any], object]) -> Any:
@@ -156,6 +157,8 @@ class NewtonKron(Solver):
         alternating: first iterations of linear towers that move one side at a time; with 0 none does.
         network_memory: pairs that other towers remember once damping has outgrown its start; fewer where the memory
             budget leaves no room. 0 for conjugate gradient throughout.
+        sweeps: sweeps over all rows that two embedding tables on a CPU remember, two vectors of θ's size each; 0, and a
+            memory budget without room for them, for secant steps.
         sufficient_decrease: η of the line search.
     """
 
@@ -170,6 +173,7 @@ class NewtonKron(Solver):
     memory: int = _count(3, 0)
     alternating: int = _count(4, 0)
     network_memory: int = _count(10, 0)
+    sweeps: int = _count(2, 0)
     sufficient_decrease: float = _share(1e-4, 0.999)
 
     def method(self, seed: int) -> Method:
@@ -183,7 +187,8 @@ class NewtonKron(Solver):
         )
         secant = KroneckerSecant(self._damping(0.0), self.memory, self.alternating)
         direction = KroneckerDirection(newton, secant, self.network_memory)
-        return Descent(direction, Backtracking(self.sufficient_decrease, double_every=0))
+        descent = Descent(direction, Backtracking(self.sufficient_decrease, double_every=0))
+        return SweepsFirst(Sweeps(self.sweeps), descent)
 
     def _damping(self, start: float) -> Damping:
         return Damping(start, self.damping_up, self.damping_down)

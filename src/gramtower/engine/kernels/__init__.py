@@ -6,6 +6,8 @@ Every implementation ("backend") is a module with all of these, same names, same
     left_sum(pairs, x, B, out)              out += X B                         X the m × n matrix holding x
     right_sum(pairs, x, A, out)             out += Xᵀ A
     curvature_left(pairs, c, P, W, Q, H, out)   z_e = c_e (w_i·q_j + p_i·h_j);  out += Z Q;  returns z
+    solve_left(pairs, x, c, B, rows)        A_i s_i ≈ −g_i of each left row    (row_systems.py)
+    solve_right(pairs, x, c, A, rows)       likewise of each right row
     losses(pairs, P, Q, terms)              Σ_O ℓ⁺, ∂ℓ⁺/∂ŷ, ∂²ℓ⁺/∂ŷ²
     loss_left(pairs, P, Q, terms, out, …)   X = ∂ℓ⁺/∂ŷ, or ∂²ℓ⁺ (w·q + p·h); out += X Q; returns x and its passes
     inner(a, b)                             Σ a_e b_e of two long vectors, accumulated in float64
@@ -40,6 +42,7 @@ from gramtower.data.pairs import Pairs
 from gramtower.engine.kernels.activations import Activation
 from gramtower.engine.kernels.layout import Order
 from gramtower.engine.kernels.losses import LossTerms, Observed
+from gramtower.engine.kernels.row_systems import RowSystems
 
 _MODULES = {
     "reference": "gramtower.engine.kernels.reference",
@@ -57,10 +60,12 @@ class Kernels(Protocol):
         SLOPES_FROM_OUTPUTS: whether φ′ is recovered from activations' outputs, in the pass that needs it, where it
             follows from them; otherwise slopes are stored.
         GATHERS_BFLOAT16: whether gathered rows may be bfloat16 where the others are float32.
+        SOLVES_ROWS: whether systems of rows are worth their time.
     """
 
     SLOPES_FROM_OUTPUTS: bool
     GATHERS_BFLOAT16: bool
+    SOLVES_ROWS: bool
 
     def dots(self, pairs: Pairs, A: Tensor, B: Tensor) -> Tensor:
         """x_e = a_i · b_j."""
@@ -75,6 +80,12 @@ class Kernels(Protocol):
         self, pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: Tensor, out: Tensor
     ) -> Tensor:
         """z_e = c_e (w_i·q_j + p_i·h_j) returned; out += Z Q."""
+
+    def solve_left(self, pairs: Pairs, x: Tensor, c: Tensor, B: Tensor, rows: RowSystems) -> Tensor:
+        """A_i s_i ≈ −g_i for each left row; Σ ‖g_i‖² returned."""
+
+    def solve_right(self, pairs: Pairs, x: Tensor, c: Tensor, A: Tensor, rows: RowSystems) -> Tensor:
+        """The same for each right row."""
 
     def losses(self, pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms) -> Observed:
         """ℓ⁺ on O with its derivatives, in one pass over O."""

@@ -15,9 +15,11 @@ from gramtower.data.pairs import Pairs
 from gramtower.engine.kernels.activations import Activation
 from gramtower.engine.kernels.layout import Order
 from gramtower.engine.kernels.losses import LossTerms, Observed, Scored, loss_left_from_scores
+from gramtower.engine.kernels.row_systems import RowSystems, solve_batched
 
 SLOPES_FROM_OUTPUTS = False
 GATHERS_BFLOAT16 = False
+SOLVES_ROWS = False
 _BUFFER = 1 << 22  # gathered numbers held at a time
 _ROWS = 8192  # rows summed in their own dtype
 
@@ -55,6 +57,16 @@ def curvature_left(pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: 
     z = c * (dots(pairs, W, Q) + dots(pairs, P, H))
     left_sum(pairs, z, Q, out)
     return z
+
+
+def solve_left(pairs: Pairs, x: Tensor, c: Tensor, B: Tensor, rows: RowSystems) -> Tensor:
+    """For each left row i, A_i s_i ≈ −g_i by conjugate gradient over its own diagonal; returns Σ ‖g_i‖², s over y."""
+    return solve_batched(rows, x, c, lambda D: dots(pairs, D, B), lambda z, E, out: left_sum(pairs, z, E, out), B)
+
+
+def solve_right(pairs: Pairs, x: Tensor, c: Tensor, A: Tensor, rows: RowSystems) -> Tensor:
+    """The same for each right row j, with A gathered."""
+    return solve_batched(rows, x, c, lambda D: dots(pairs, A, D), lambda z, E, out: right_sum(pairs, z, E, out), A)
 
 
 def losses(pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms) -> Observed:

@@ -24,6 +24,7 @@ from gramtower.data.pairs import Pairs
 from gramtower.engine.kernels import Kernels
 from gramtower.engine.kernels.layout import Order
 from gramtower.engine.kernels.losses import LossTerms, Observed
+from gramtower.engine.kernels.row_systems import RowSystems
 from gramtower.engine.objective.constants import PairConstants, Side
 from gramtower.engine.towers.linearization import Linearization
 
@@ -110,6 +111,12 @@ class LeftBlock:
         """out += Xᵀ A, likewise."""
         self._kernels.right_sum(self._pairs, x, A, out)
         self.passes += A.shape[1] / self._Q.shape[1]
+
+    def solve(self, side: int, others: Tensor, systems: RowSystems) -> Tensor:
+        """The systems of these rows, or of the right ones: steps, and the square of their gradient's norm."""
+        solve = (self._kernels.solve_left, self._kernels.solve_right)[side]
+        self.passes += 1  # the further ones are out of the cache
+        return solve(self._pairs, self.observed.slopes, self.observed.curvatures, others, systems)
 
 
 class LeftRows:

@@ -95,6 +95,10 @@ class Side:
         else:
             out.sub_(matrix[0], alpha=self.imputed)
 
+    def imputed_product(self, matrix: Tensor) -> Tensor:
+        """P̃ matrix with an r × k matrix: rows × k, or one row for all where they are equal."""
+        return self.imputed @ matrix if isinstance(self.imputed, Tensor) else self.imputed * matrix[:1]
+
     def imputed_gramian(self, rows: int) -> Tensor:
         """P̃_c = P̃ᵀAP̃, r × r in float64."""
         if isinstance(self.imputed, Tensor):

@@ -124,7 +124,7 @@ class Evaluation:
             part = side_sums(block.side, block.P)
             parts[:] = [parts[0] + part] if parts else [part]
 
-        self._visit(add, by_columns=False)
+        self.visit(add, by_columns=False)
         with products_in(self.constants.precision):
             right = side_sums(self.constants.right, self.Q)
         observed = values[0] if len(values) == 1 else torch.stack(values).sum()
@@ -139,14 +139,14 @@ class Evaluation:
     def side_gramians(self) -> Gramians:
         """The same without a pass over O."""
         parts: list[SideSums] = []
-        self._visit(lambda block: parts.append(side_sums(block.side, block.P)), by_columns=False)
+        self.visit(lambda block: parts.append(side_sums(block.side, block.P)), by_columns=False)
         with products_in(self.constants.precision):
             right = side_sums(self.constants.right, self.Q)
         left = sum(parts[1:], parts[0])
         P, hP, Q, hQ = self.constants.shards.group.sum_all(left.gramian, left.cross, right.gramian, right.cross)
         return (P, Q), (hP, hQ)
 
-    def _visit(self, action: Callable[[LeftBlock], None], by_columns: bool = True) -> None:
+    def visit(self, action: Callable[[LeftBlock], None], by_columns: bool = True) -> None:
         """Call ``action`` with each block of left rows; passes over O are counted."""
         with products_in(self.constants.precision):
             passes = self.left.visit(action, self.right_rows, by_columns)
@@ -220,7 +220,7 @@ class Evaluation:
             block.tower.vjp(U, self.towers.local_tensors("left", total), initial[0], flush=False)
 
         self.left.tower.start_vjp()
-        self._visit(visit)
+        self.visit(visit)
         total, initial = start()
         self.left.tower.flush_bias_sums(self.towers.local_tensors("left", total))
         right = self.towers.local_tensors("right", total)
@@ -281,7 +281,7 @@ class Evaluation:
                 part = gram(P, P, sums[:, 0])
                 P_squares[:] = [P_squares[0].add_(part) if P_squares else part]
 
-        self._visit(add)
+        self.visit(add)
         squares = P_squares + ([gram(Q, Q, right[:, 0])] if 0 in sides else [])
         found = iter(c.shards.group.sum_all(*squares))
         return Moments((left, right), (next(found) if 1 in sides else None, next(found) if 0 in sides else None))

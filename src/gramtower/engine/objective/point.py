@@ -144,6 +144,10 @@ class Point:
         damping = check.number("damping", damping, minimum=0.0)
         return kronecker(self.evaluation, damping, side, self.executor.unbound)
 
+    def at(self, parameters: Parameters) -> Point:
+        """The problem at other parameters."""
+        return self._at(parameters)
+
     def along(self, direction: Parameters) -> Callable[[float], Point]:
         """The problem along a line: ``point.along(d)(δ)`` is the point at θ + δ d."""
         direction = as_parameters("direction", direction, self.parameters)

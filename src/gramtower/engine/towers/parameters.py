@@ -17,6 +17,7 @@ from torch import Tensor
 from gramtower import _checks as check
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.engine.kernels import select
+from gramtower.runtime.allocation import empty_like
 
 
 def side_of(name: str) -> str:
@@ -106,11 +107,11 @@ class Parameters:
 
     def clone(self) -> Parameters:
         """A copy."""
-        return Parameters(self.layout, self.vector.clone())
+        return Parameters(self.layout, empty_like(self.vector).copy_(self.vector))
 
     def empty(self) -> Parameters:
         """Uninitialised parameters of this layout."""
-        return Parameters(self.layout, torch.empty_like(self.vector))
+        return Parameters(self.layout, empty_like(self.vector))
 
     def blank(self) -> Parameters:
         """The same layout, dtype and device over one number: for whoever holds them and does not want the values."""
@@ -170,10 +171,10 @@ class Parameters:
         return bool(torch.isfinite(self.vector).all())
 
     def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(self.layout, self.vector + other.vector)
+        return Parameters(self.layout, torch.add(self.vector, other.vector, out=empty_like(self.vector)))
 
     def __sub__(self, other: Parameters) -> Parameters:
-        return Parameters(self.layout, self.vector - other.vector)
+        return Parameters(self.layout, torch.sub(self.vector, other.vector, out=empty_like(self.vector)))
 
     def __mul__(self, a: float) -> Parameters:
         return Parameters(self.layout, self.vector * a)

@@ -1,0 +1,66 @@
+"""Steps of one side's embedding table to the minimum of each row's own quadratic model, the other side fixed.
+
+    A_i = ω a_i Q_c + Σ_j∈O_i ∂²ℓ⁺_ij q_j q_jᵀ + (λ + μ c_i) I
+
+is row i's block of the Gauss-Newton matrix (eq:general_G) where the left embeddings are a table of their own, and
+likewise on the right. In the eigenbasis of Q_c all but the observed pairs is diagonal, so that a row needs no k × k
+matrix: two to four steps of conjugate gradient over its pairs (kernels/row_systems.py) do.
+
+Cost: one eigendecomposition of k × k, three products of rows × k × k, one pass over O out of memory, the others out of
+the cache. Memory: one matrix of the size of each table. Checked by tests/test_row_steps.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gramtower.engine.kernels.row_systems import RowSystems
+from gramtower.engine.objective.evaluation import Evaluation
+
+_LEAST, _TINY = 1e-7, 1e-12  # least shift, of the largest eigenvalue, and at all
+
+
+def row_tables(at: Evaluation) -> tuple[str, str] | None:
+    """The names in Parameters of both sides' tables, if they are all that is trained and can be solved by rows here."""
+    if not at.kernels.SOLVES_ROWS or not at.left.resident or at.constants.shards.group.size > 1:
+        return None
+    found = []
+    for side, tower in (("left", at.left.tower), ("right", at.right)):
+        names = at.towers.local_names(side)
+        if tower.viewed_table is None or list(names) != [tower.viewed_table]:
+            return None
+        found.append(names[tower.viewed_table])
+    return None if found[0] == found[1] else (found[0], found[1])
+
+
+@torch.no_grad()
+def row_step(
+    at: Evaluation, side: int, steps: int, tolerance: float, out: Tensor, scratch: tuple[Tensor, Tensor]
+) -> float:
+    """Write one side's rows after their step to ``out``; returns the square of the norm of their gradient.
+
+    Args:
+        at: where.
+        side: 0 for the left one.
+        steps: of conjugate gradient for each row, at most.
+        tolerance: relative residual at which a row's ends.
+        out: rows × k.
+        scratch: a matrix of the size of the left table and one of the right, written over.
+    """
+    c = at.constants
+    own, E, F = (c.left, at.P, at.Q) if side == 0 else (c.right, at.Q, at.P)
+    gramian, cross = at.gramians[0][1 - side], at.gramians[1][1 - side]
+    values, vectors = torch.linalg.eigh(gramian)
+    V = vectors.to(E.dtype)
+    y, B = torch.mm(E, V, out=scratch[side]), torch.mm(F, V, out=scratch[1 - side])
+    spectrum = at.scaled(values.clamp_min(0))
+    shift = E.new_full((len(E),), c.l2) if own.penalty is None else own.penalty + c.l2
+    shift.clamp_min_(max(_LEAST * float(spectrum[-1]), _TINY))
+    weight = E.new_ones(len(E)) if own.weight is None else own.weight
+    pull = own.imputed_product(at.scaled(cross) @ V)
+    systems = RowSystems(y, pull, weight, spectrum, shift, steps, tolerance)
+    norms: list[Tensor] = []
+    at.visit(lambda block: norms.append(block.solve(side, B, systems)))
+    torch.addmm(E, y, V.t(), out=out)
+    return float(norms[0])

@@ -1,0 +1,197 @@
+"""Sweeps of `newton-kron` over two embedding tables on a CPU: each row solved by itself, sweeps combined.
+
+A sweep moves the left table to the minimum of each row's own model while the right one is fixed, then the right table
+(engine/objective/row_steps.py), as alternating least squares does for the squared loss. It is a map θ → S(θ) whose
+fixed points are the stationary ones of L, and it contracts slowly where both sides answer for the same residuals.
+Anderson (1965) takes the last few θ_i with what sweeps made of them and goes to
+
+    Σ α_i S(θ_i),   Σ α_i = 1,   ‖Σ α_i (S(θ_i) − θ_i)‖ least, over the table that moves last
+
+which is secant information in another form and needs no gradient. It is taken where it is below the value after the
+sweep's first half; otherwise the sweep itself is, its steps halved where they are too long for a loss that is not
+quadratic, and what was remembered is forgotten. Where no step of the sweep decreases L, it is left to what follows.
+
+Cost of an iteration: two values, two passes over O more for the rows' systems, a pass over what is remembered. Memory:
+two vectors of θ's size for each sweep remembered, and five while one is made. Not in the paper. Over several processes
+a right row's pairs are not in one place, and secant steps are made (secant.py).
+Checked by tests/test_sweeps.py; timed by benchmarks/bench_als.py and bench_solvers.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gramtower.engine.objective.point import Point
+from gramtower.engine.objective.problem import Problem
+from gramtower.engine.objective.row_steps import row_step, row_tables
+from gramtower.engine.towers.parameters import Layout, Parameters
+from gramtower.engine.towers.towers import Towers
+from gramtower.optim.methods import Descent, IterationResult, Method
+from gramtower.optim.parts import State, Stateful
+from gramtower.runtime.threads import parallel_for
+
+_STEPS, _TOLERANCE = 2, 0.1  # of each row's conjugate gradient
+_HALVINGS = 6
+_CHUNK = 1 << 16  # numbers of a vector that stay in the cache
+_RIDGE = 1e-7  # of the mean square of the residuals
+
+
+class Sweeps(Stateful):
+    """See the module's first lines.
+
+    Args:
+        memory: sweeps remembered.
+    """
+
+    def __init__(self, memory: int) -> None:
+        self.memory = memory
+        self.starts: list[Tensor] = []  # θ_i, oldest first
+        self.ends: list[Tensor] = []  # S(θ_i)
+        self.square = torch.zeros(0, 0, dtype=torch.float64)  # products of the residuals S(θ_i) − θ_i
+        self._scratch: tuple[Parameters, Parameters] | None = None  # what only lasts for half a sweep
+
+    def suit(self, point: Point) -> bool:
+        """Whether both towers are embedding tables that can be solved by rows, and there is memory to remember."""
+        if self.memory == 0 or row_tables(point.evaluation) is None:
+            return False
+        theta = point.parameters.vector
+        return point.spare_bytes >= (2 * self.memory + 1) * theta.element_size() * len(theta)
+
+    def forget(self) -> None:
+        """Free what is remembered."""
+        self.starts, self.ends = [], []
+        self.square = torch.zeros(0, 0, dtype=torch.float64)
+
+    def iterate(self, point: Point) -> tuple[Point | None, float, int]:
+        """The next point, the norm of the gradients on the way, and the values that were computed."""
+        names = row_tables(point.evaluation)
+        assert names is not None
+        if self._scratch is None:
+            self._scratch = point.parameters.empty(), point.parameters.empty()
+        rotated, half = self._scratch
+        scratch = rotated[names[0]], rotated[names[1]]
+        first = 0 if bool(point.evaluation.gramians[0][1].any()) else 1  # beside zeros a table would go there too
+        squares = self._move(point, names, first, half, scratch)
+        middle, trials = self._down(point, half, names[first])
+        if middle is None:
+            return None, math.sqrt(squares), trials
+        end = point.parameters.empty()
+        squares += self._move(middle, names, 1 - first, end, scratch)
+        following = self._combined(point.parameters, end, names[1 - first])
+        if following is not None:
+            trials, tried = trials + 1, middle.at(following)
+            if tried.value < middle.value:
+                return tried, math.sqrt(squares), trials
+            self.forget()
+            del tried, following
+        found, more = self._down(middle, end, names[1 - first])
+        return found, math.sqrt(squares), trials + more
+
+    @staticmethod
+    def _move(
+        point: Point, names: tuple[str, str], side: int, theta: Parameters, scratch: tuple[Tensor, Tensor]
+    ) -> float:
+        """Write θ with one table after its rows' steps; returns the square of the norm of their gradient."""
+        theta[names[1 - side]].copy_(point.parameters[names[1 - side]])
+        return row_step(point.evaluation, side, _STEPS, _TOLERANCE, theta[names[side]], scratch)
+
+    @staticmethod
+    def _down(point: Point, theta: Parameters, name: str) -> tuple[Point | None, int]:
+        """The point at θ, its distance in one table halved until the value falls; None if it never does."""
+        for trial in range(1, _HALVINGS + 1):
+            tried = point.at(theta)
+            if tried.value < point.value:
+                return tried, trial
+            theta = theta.clone()
+            theta[name].add_(point.parameters[name]).mul_(0.5)
+        return None, _HALVINGS
+
+    def _combined(self, start: Parameters, end: Parameters, name: str) -> Parameters | None:
+        """Σ α_i S(θ_i) with this sweep among them; None if it is the only one."""
+        self.starts = [*self.starts, start.vector][-self.memory - 1 :]
+        self.ends = [*self.ends, end.vector][-self.memory - 1 :]
+        kept, products = self.square[-self.memory :, -self.memory :], self._products(end.layout, name)
+        count = len(products)
+        square = torch.empty(count, count, dtype=torch.float64)
+        square[-1] = square[:, -1] = products
+        square[:-1, :-1] = kept
+        self.square = square
+        if count == 1:
+            return None
+        ridge = _RIDGE * square.diagonal().mean() * torch.eye(count, dtype=torch.float64)
+        alpha = torch.linalg.solve(square + ridge, torch.ones(count, dtype=torch.float64))
+        weights = (alpha / alpha.sum()).tolist()
+        result = end.empty()
+        torch.mul(self.ends[0], weights[0], out=result.vector)
+        for vector, weight in zip(self.ends[1:], weights[1:], strict=True):
+            result.vector.add_(vector, alpha=weight)
+        return result
+
+    def _products(self, layout: Layout, name: str) -> Tensor:
+        """The last residual of a table times each of them; chunk by chunk, as none of them is stored."""
+        starts, ends = ([Parameters(layout, x)[name].view(-1) for x in each] for each in (self.starts, self.ends))
+        size = len(ends[-1])
+        chunks = [*range(0, size, _CHUNK), size]
+        found = torch.zeros(len(chunks) - 1, len(ends), dtype=torch.float64)
+
+        def add(low: int, high: int) -> None:
+            residuals = [end[low:high] - start[low:high] for start, end in zip(starts, ends, strict=True)]
+            for i, residual in enumerate(residuals):
+                found[low // _CHUNK, i] = residuals[-1].dot(residual)
+
+        parallel_for(add, chunks)
+        return found.sum(0)
+
+    def state(self) -> State:
+        """What is remembered."""
+        found = {f"start{i}": tensor for i, tensor in enumerate(self.starts)}
+        return {**found, **{f"end{i}": tensor for i, tensor in enumerate(self.ends)}, "square": self.square}
+
+    def restore(self, state: State) -> None:
+        """See Stateful."""
+        count = sum(key.startswith("end") for key in state)
+        self.starts, self.ends = ([state[f"{what}{i}"] for i in range(count)] for what in ("start", "end"))
+        self.square = state["square"]
+
+
+class SweepsFirst(Method):
+    """Sweeps where they can be made and as long as they decrease L, and the descent that they are left to.
+
+    Args:
+        sweeps: used where both towers are embedding tables of their own, on a CPU, and there is memory for them.
+        descent: used otherwise.
+    """
+
+    def __init__(self, sweeps: Sweeps, descent: Descent) -> None:
+        self.sweeps, self.descent = sweeps, descent
+        self.chosen = ""  # until the first point is seen
+
+    def iterate(self, problem: Problem, towers: Towers, point: Point) -> IterationResult:
+        """A sweep, or a step downhill."""
+        if not self.chosen:
+            self.chosen = "sweeps" if self.sweeps.suit(point) else "descent"
+        if self.chosen == "sweeps" and row_tables(point.evaluation) is None:  # resumed in several processes
+            self._leave_sweeps()
+        if self.chosen == "sweeps":
+            found, norm, trials = self.sweeps.iterate(point)
+            if found is not None:
+                return IterationResult(found, norm, step=1.0, trials=trials)
+            self._leave_sweeps()
+        return self.descent.iterate(problem, towers, point)
+
+    def _leave_sweeps(self) -> None:
+        self.chosen = "descent"
+        self.sweeps = Sweeps(self.sweeps.memory)  # what it held is of no more use
+
+    def state(self) -> State:
+        """Both states, and which is in use."""
+        return {"chosen": self.chosen, "sweeps": self.sweeps.state(), "descent": self.descent.state()}
+
+    def restore(self, state: State) -> None:
+        """See Stateful."""
+        self.chosen = state["chosen"]
+        self.sweeps.restore(state.get("sweeps", {}))
+        self.descent.restore(state["descent"])
