@@ -390,7 +390,7 @@ def test_winners_of_warm_starts_are_confirmed_cold():
     assert cold == pytest.approx(best.value, abs=1e-5)
 
 
-def test_a_failing_setting_is_left_out_and_failing_defaults_are_an_error(monkeypatch):
+def test_a_failing_setting_is_left_out_and_failing_defaults_are_an_error(tmp_path, monkeypatch):
     from gramtower.tuning import search as searching
 
     real = searching.run_trial
@@ -404,8 +404,10 @@ def test_a_failing_setting_is_left_out_and_failing_defaults_are_an_error(monkeyp
     found = small().tune(data(), trials=8, space=SPACE, refit=False)
     assert 1 <= len(found.trials) < 8
     assert {t.settings["dim"] for t in found.trials} == {2}
-    with pytest.raises(RuntimeError, match="out of memory"):
-        small().tune(data(), trials=8, space={"dim": [6, 2]}, refit=False)
+    for name in ("log.journal", "log.db"):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            small().tune(data(), trials=8, space={"dim": [6, 2]}, refit=False, storage=tmp_path / name)
+    assert not list(tmp_path.iterdir())  # no log of a search without a trial
 
 
 @pytest.mark.parametrize(

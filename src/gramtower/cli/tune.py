@@ -12,12 +12,11 @@ from gramtower import _checks as check
 from gramtower.cli.config import merge_flags
 from gramtower.cli.features import tower_features
 from gramtower.cli.fit import features_table
-from gramtower.cli.folder import for_writing
+from gramtower.cli.folder import for_writing, held
 from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions, refuse_refit
 from gramtower.cli.output import note, print_facts, print_json
 from gramtower.cli.reading import read_pairs, validation_of
 from gramtower.estimator.settings import ModelSettings
-from gramtower.training.lock import locked
 from gramtower.tuning.report import CONFIG, TABLE, Search
 from gramtower.tuning.search import tune as search
 from gramtower.tuning.space import read_space
@@ -83,7 +82,6 @@ def tune(
     validation = validation_of(settings.data)
     if not common.quiet:
         note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities")
-    out.mkdir(parents=True, exist_ok=True)
     towers, _ = tower_features(settings, pairs, common.quiet)
     left, right = (None if parts == ["id"] else parts for parts in towers.values())
     tables = {
@@ -101,7 +99,7 @@ def tune(
         told = len(found.trials)
 
     storage = storage or out / STORAGE
-    with locked(out, name="out"):
+    with held(out):
         try:
             found = search(
                 estimator, pairs, trials=trials, time_limit=limit, metric=metric,

@@ -14,6 +14,7 @@ Checked by tests/test_tuning.py; benchmarks/bench_tuning.py has the time it take
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
 import zlib
@@ -95,11 +96,11 @@ def tune(
     start, learned = start_values(model, parts, data), _learned_from(data)
     del data
     chosen = make_space(model, start, space, parts)
-    with tempfile.TemporaryDirectory(prefix="gramtower-tune-") as scratch:
-        solutions = Solutions(Path(scratch) if storage is None else Path(str(storage) + ".weights"), _WARM_BYTES)
+    with tempfile.TemporaryDirectory(prefix="gramtower-tune-") as scratch, _gone_if_refused(storage) as refused:
+        solutions = Solutions(Path(scratch) if storage is None else _weights(storage), _WARM_BYTES)
         with locked(solutions.folder, name="storage"), _told_as_interrupts():
             log = studies.open_study(storage, _identity(parts, chosen, metric, seed, model) | learned, seed)
-            run = _Run(model, parts, start, chosen, metric, seed, log, solutions, limit, began, others)
+            run = _Run(model, parts, start, chosen, metric, seed, log, solutions, limit, began, others, refused)
             run.search(count, progress)
             found = run.confirm() if parts.unseen is None else run.confirm_on_others()
     if progress is not None:
@@ -110,6 +111,26 @@ def tune(
 def _other(seed: int) -> int:
     """The seed of the second part and start."""
     return (seed + 1) % 2**63
+
+
+def _weights(storage: str | Path) -> Path:
+    """The folder of solutions that belongs to a log."""
+    return Path(str(storage) + ".weights")
+
+
+@contextmanager
+def _gone_if_refused(storage: str | Path | None) -> Iterator[list[Exception]]:
+    """Take a new log away again where the defaults cannot be trained, by errors put into the list that this yields.
+
+    Nothing is in it, and it would refuse the same search with what was wrong mended as another one.
+    """
+    new, refused = storage is not None and not Path(storage).exists(), list[Exception]()
+    try:
+        yield refused
+    finally:
+        if storage is not None and new and refused:
+            Path(storage).unlink(missing_ok=True)
+            shutil.rmtree(_weights(storage), ignore_errors=True)
 
 
 @contextmanager
@@ -203,6 +224,7 @@ class _Run:
     limit: float | None
     began: float
     others: Callable[[], Parts]
+    refused: list[Exception]
     interrupted: bool = False
     other_first: Tried | None = None  # the defaults on the second part
     first_seconds: float = 0.0  # of the first trial, looks included
@@ -350,9 +372,10 @@ class _Run:
             if _is_interrupt(error):
                 self.interrupted = True
                 return
-            trial.fail(f"{type(error).__name__}: {error}")
             if not finished:
+                self.refused.append(error)
                 raise  # the defaults themselves cannot be trained: bad input, not bad luck
+            trial.fail(f"{type(error).__name__}: {error}")
             return
         self.interrupted = outcome.reason is Reason.INTERRUPTED
         if self.interrupted or (outcome.late and finished):
