@@ -19,8 +19,9 @@ from gramtower.estimator.fit_data import prepare_data
 from gramtower.metrics.jackknife import deal
 from gramtower.training.lock import locked
 from gramtower.tuning import curve as curves
+from gramtower.tuning.report import read_search
 from gramtower.tuning.trial import changed_arguments, make_parts, start_values
-from gramtower.tuning.tried import judge, pick
+from gramtower.tuning.tried import gain, judge, pick
 from gramtower.tuning.warm import Solutions, distance
 
 pytest.importorskip("optuna", reason="tuning needs optuna")
@@ -377,17 +378,37 @@ def test_reports_hold_every_trial_and_a_config(search, tmp_path):
     assert config["train"]["max-iterations"] == search.arguments["max_iterations"]
 
 
-def test_winners_of_warm_starts_are_confirmed_cold():
+@pytest.mark.parametrize("name", ["log.journal", "log.db"])
+def test_winners_of_warm_starts_are_confirmed_cold(name, tmp_path, monkeypatch):
     """On a path along one name every trial after the first few has a neighbour to start from."""
-    found = small(dim=4).tune(data(), trials=15, space={"penalty": [0.01, 0.5]}, refit=False)
+    options = dict(trials=15, metric="ndcg@10", space={"l2": [1.0, 50.0]}, refit=False, storage=tmp_path / name)
+    model = small(dim=4, l2=50.0, omega=4.0)
+    found = model.tune(data(), **options)
     assert sum(t.warm_from is not None for t in found.trials) >= 5
     best = found.best
     assert best.started_cold
+    assert best.warm_from is not None
     parts = make_parts(data(), 0.1, (None, None), 0, "cpu")
-    cold = (
-        small(dim=4, **found.arguments).fit(parts.train).evaluate(parts.held_out, metrics=("recall@20",))["recall@20"]
+    cold = small(dim=4, omega=4.0, **found.arguments).fit(parts.train)
+    assert cold.evaluate(parts.held_out, metrics=("ndcg@10",))["ndcg@10"] == pytest.approx(best.value, abs=1e-5)
+    assert found.confirmations == [t for t in found.trials if t.confirmed is not None] != []
+    found.write(tmp_path)
+    assert read_search(tmp_path).confirmations == found.confirmations
+    again = found.confirmations[0]
+    row = f"| {again.number} | {again.value:.4f} | cold start; {again.confirmed:.4f} warm | {len(again.curve) - 1} |"
+    assert row in found.markdown()
+    monkeypatch.setattr("gramtower.tuning.search.run_trial", None)  # all of it is in the log
+    assert model.tune(data(), **options).confirmations == found.confirmations
+
+
+def test_the_verdict_is_of_the_best_trial_also_where_it_started_warm():
+    found = small(dim=4, embedding_l2=1.0).tune(
+        data(), trials=8, metric="ndcg@10", space={"penalty": [0.01, 1.0]}, refit=False
     )
-    assert cold == pytest.approx(best.value, abs=1e-5)
+    best = pick(found.trials)
+    assert best.warm_from is not None
+    assert found.winner == 0
+    assert found.verdict == f"the defaults stay: the best trial, {best.number}, gains {gain(best, found.trials[0])}"
 
 
 def test_a_failing_setting_is_left_out_and_failing_defaults_are_an_error(tmp_path, monkeypatch):

@@ -97,6 +97,8 @@ def tune(
         if not common.quiet and len(found.trials) > told:  # not again of the last one when the search ends
             note(_line(found))
         told = len(found.trials)
+        for again in () if common.quiet else found.confirmations:  # when the search ends
+            note(f"trial {again.number:3d}  {metric} {again.value:.4f}  again, {again.repeated}, {again.seconds:.1f} s")
 
     storage = storage or out / STORAGE
     with held(out):

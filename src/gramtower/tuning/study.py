@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gramtower.tuning.trial import Outcome
 
 _NAME = "gramtower"
+_AGAIN = "confirmations"
 _RECORD = b'{"op_code"'  # how every line of a journal begins
 _SQLITE = b"SQLite format 3"
 _STARTUP = 8  # trials drawn at random before proposals learn from them
@@ -190,6 +191,19 @@ class Log:
         """Finished trials as plain records."""
         return [
             Tried(**{**trial.user_attrs["result"], "settings": {**fixed, **trial.params}}) for trial in self.finished()
+        ]
+
+    def confirm(self, again: Tried) -> None:
+        """Keep the record of a trial that was trained once more."""
+        record = asdict(again)
+        del record["settings"]
+        self.study.set_user_attr(_AGAIN, [*self.study.user_attrs.get(_AGAIN, []), record])
+
+    def confirmations(self, fixed: Mapping[str, Value]) -> list[Tried]:
+        """Records of trials that were trained once more, in order."""
+        settings = {trial.number: trial.settings for trial in self.tried(fixed)}
+        return [
+            Tried(**record, settings=settings[record["number"]]) for record in self.study.user_attrs.get(_AGAIN, [])
         ]
 
     def importance(self, tried: Sequence[Tried]) -> dict[str, float]:

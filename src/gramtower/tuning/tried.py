@@ -73,10 +73,15 @@ class Tried:
             warm_from, outcome.reason.name, without=outcome.without,
         )  # fmt: skip
 
+    @property
+    def repeated(self) -> str:
+        """How it was trained once more, for people; of the record of such a training."""
+        return "on other held-out entities" if self.confirmed is None else f"cold start; {self.confirmed:.4f} warm"
+
     def again(self, outcome: Outcome) -> Tried:
-        """The record of the same settings trained from a cold start."""
-        cold = Tried.of(self.number, self.settings, outcome, self.warm_from)
-        return replace(cold, confirmed=self.value, pruned=False)
+        """The record of the same settings trained once more: from a cold start, or where it had one, on other data."""
+        once_more = Tried.of(self.number, self.settings, outcome, self.warm_from)
+        return once_more if self.started_cold else replace(once_more, confirmed=self.value, pruned=False)
 
 
 def pick(trials: Sequence[Tried]) -> Tried:
