@@ -411,6 +411,36 @@ def test_the_verdict_is_of_the_best_trial_also_where_it_started_warm():
     assert found.verdict == f"the defaults stay: the best trial, {best.number}, gains {gain(best, found.trials[0])}"
 
 
+def test_settings_that_come_to_the_same_are_trained_once(monkeypatch):
+    from gramtower.tuning import search as searching
+
+    real, trained = searching.run_trial, []
+
+    def counted(estimator, settings, *arguments, **options):
+        trained.append((settings["hidden"], settings["activation"]))
+        return real(estimator, settings, *arguments, **options)
+
+    monkeypatch.setattr(searching, "run_trial", counted)
+    space = {"hidden": ["none", "4"], "activation": ["relu", "tanh"]}
+    found = gt.TwoTower(dim=2, max_iterations=2, device="cpu").tune(data(), trials=9, space=space, refit=False)
+    assert len(found.trials) == 9
+    assert sorted(trained) == [("4", "relu"), ("4", "tanh"), ("none", "relu")]
+    for trial in found.trials:
+        first = found.trials[trial.number if trial.same_as is None else trial.same_as]
+        assert (trial.value, trial.curve, first.same_as) == (first.value, first.curve, None)
+        if trial.same_as is not None:
+            assert trial.seconds == 0
+            assert f"| 0.0 | same as {first.number} |" in found.markdown()
+    assert found.best.same_as is None
+
+
+def test_the_activation_of_towers_without_hidden_layers_is_not_searched():
+    features = sp.random(60, 8, density=0.3, format="csr", random_state=0)
+    options = dict(trials=1, left_features=features, refit=False)
+    assert "activation" not in small().tune(data(), **options).space
+    assert "relu | gelu" in small(hidden=(4,)).tune(data(), **options).space["activation"]
+
+
 def test_a_failing_setting_is_left_out_and_failing_defaults_are_an_error(tmp_path, monkeypatch):
     from gramtower.tuning import search as searching
 

@@ -131,6 +131,7 @@ def _line(found: Search) -> str:
     """One line about the last trial."""
     last, best = found.trials[-1], pick(found.trials)
     how = f"warm from {last.warm_from}" if last.warm_from is not None else "cold"
+    how = how if last.same_as is None else f"same as {last.same_as}"
     end = "given up" if last.pruned else f"{len(last.curve) - 1} iterations"
     return (
         f"trial {last.number:3d}  {found.metric} {last.value:.4f}  {how}, {end}, {last.seconds:.1f} s"

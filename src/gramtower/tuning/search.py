@@ -36,7 +36,17 @@ from gramtower.training.result import Reason
 from gramtower.tuning import study as studies
 from gramtower.tuning.identity import identity, learned_from
 from gramtower.tuning.report import Search
-from gramtower.tuning.space import NAMES, Choices, Space, Value, as_space, default_space, first_settings
+from gramtower.tuning.space import (
+    NAMES,
+    Choices,
+    Space,
+    Value,
+    as_space,
+    default_space,
+    effective,
+    first_settings,
+    linear,
+)
 from gramtower.tuning.trial import (
     Outcome,
     Parts,
@@ -164,7 +174,8 @@ def make_space(
         value = getattr(model, argument, None)
         return value is not default.get(argument) and (isinstance(value, np.ndarray) or value != default.get(argument))
 
-    left_out = () if with_features else ("features",)  # history is slower and seldom better: only by name
+    left_out = [] if with_features else ["features"]  # history is slower and seldom better: only by name
+    left_out += ["activation"] if is_given("hidden") and linear(start["hidden"]) else []
     return as_space({name: True for name in NAMES if name not in left_out and not is_given(name)}, whole)
 
 
@@ -250,7 +261,7 @@ class _Run:
         Few entities say little, and so does one start: networks that begin elsewhere differ by as much as settings do.
         The defaults and the winner are trained once more, and the same rule holds for what it gains then.
         """
-        tried, refused = self.log.tried(self.fixed), list[int]()
+        tried, refused = [t for t in self.log.tried(self.fixed) if t.same_as is None], list[int]()
         if not tried:
             raise KeyboardInterrupt
         first, verdict, text = tried[0], judge(tried), ""
@@ -293,7 +304,7 @@ class _Run:
         tried = [cold.get(t.number, t) for t in self.log.tried(self.fixed)]
         if not tried:
             raise KeyboardInterrupt
-        verdict = verdict or judge([t for t in tried if t.started_cold or not cold_only])
+        verdict = verdict or judge([t for t in tried if t.same_as is None and (t.started_cold or not cold_only)])
         best, unseen = verdict.winner, self.parts.unseen
         arguments = changed_arguments(best.settings, self.model, self.parts.matrix, self.start)
         if unseen is None:  # otherwise a trial has the iterations that a fit has by itself
@@ -324,7 +335,11 @@ class _Run:
     def _trial(self) -> None:
         trial = self.log.ask(self.space, larger=self._larger_affordable())
         settings = {**self.fixed, **trial.settings}
-        finished = self.log.tried(self.fixed)
+        finished, wanted = self.log.tried(self.fixed), effective(settings, self.start)
+        same = next((t for t in finished if effective(t.settings, self.start) == wanted), None)
+        if same is not None:
+            trial.tell_same(same)
+            return
         near = None
         if self.parts.unseen is None:  # otherwise the iterations of two trials would add up to what learns by heart
             near = self.solutions.nearest(settings, [(t.number, t.settings) for t in finished])

@@ -205,6 +205,23 @@ def _size(settings: Mapping[str, Value]) -> tuple[int, int]:
     return sum((*sides[0], *sides[1])), int(settings.get("dim", 0))
 
 
+def linear(hidden: object) -> bool:
+    """Whether towers with these hidden layers, as text, have none, on either side."""
+    return hidden is not None and check_hidden(parse_hidden(str(hidden))) == ((), ())
+
+
+def effective(settings: Mapping[str, Value], start: Mapping[str, Value]) -> dict[str, Value]:
+    """Settings without those that change nothing: the activation of towers without hidden layers.
+
+    Args:
+        settings: of a trial.
+        start: the default value of every name. What is not searched is that, as long as towers see the same.
+    """
+    known = start if settings.get("features", start["features"]) == start["features"] else {}
+    unused = ("activation",) if linear(settings.get("hidden", known.get("hidden"))) else ()
+    return {name: value for name, value in settings.items() if name not in unused}
+
+
 def describe(space: Space) -> dict[str, Any]:
     """The space as plain values, such as :func:`as_space` takes."""
     return {

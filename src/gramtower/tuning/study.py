@@ -10,7 +10,7 @@ import glob
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -235,6 +235,14 @@ class Trial:
         self._trial.set_user_attr("result", record)
         self._log.study.tell(self._trial, outcome.value)
         return self.number
+
+    def tell_same(self, other: Tried) -> None:
+        """End the trial as another one ended, whose settings come to the same."""
+        first = other.number if other.same_as is None else other.same_as
+        record = asdict(replace(other, number=self.number, seconds=0.0, same_as=first))
+        del record["settings"]
+        self._trial.set_user_attr("result", record)
+        self._log.study.tell(self._trial, other.value)
 
     def fail(self, why: str) -> None:
         """End the trial without a value."""

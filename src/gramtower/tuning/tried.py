@@ -38,6 +38,7 @@ class Tried:
         confirmed: for a winner that started warm, its value then; ``value`` is that of the cold start after it.
         without: the metric at its end without each part of the validation entities, for the defaults and for what
             was better than they; empty for a metric that is of no single entities.
+        same_as: the trial whose settings come to the same, and whose results these are; None if it was trained.
     """
 
     number: int
@@ -51,6 +52,7 @@ class Tried:
     reason: str
     confirmed: float | None = None
     without: list[float] = field(default_factory=list)
+    same_as: int | None = None
 
     @property
     def started_cold(self) -> bool:
@@ -60,6 +62,8 @@ class Tried:
     @property
     def note(self) -> str:
         """How it started, and whether it was given up or trained again, for people."""
+        if self.same_as is not None:
+            return f"same as {self.same_as}"
         notes = [f"warm from {self.warm_from}"] if self.warm_from is not None else []
         notes += ["given up"] if self.pruned else []
         notes += [f"confirmed cold; {self.confirmed:.4f} warm"] if self.confirmed is not None else []
