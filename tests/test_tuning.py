@@ -249,6 +249,24 @@ def test_weights_that_are_arrays_are_not_in_the_config_which_says_so():
     assert tomllib.loads(search.config())["model"]["right-weights"] == "degree^0"
 
 
+def test_a_solver_is_in_the_config_by_name_and_one_of_ones_own_is_said(tmp_path):
+    class Own(gt.GradientDescent):
+        """A method of the user's own."""
+
+    options = dict(trials=1, space={"omega": True}, refit=False)
+    search = small(optimizer=gt.Newton(cg_max_steps=7)).tune(data(), **options)
+    search.write(tmp_path)
+    for found in (search, read_search(tmp_path)):
+        train = tomllib.loads(found.config())["train"]
+        assert (train["optimizer"], train["option"]["cg_max_steps"]) == ("newton", 7)
+    sampled = tomllib.loads(small(optimizer=gt.Sogram(ratio=0.5)).tune(data(), **options).config())["train"]
+    assert sampled["option"]["ratio"] == 0.5
+    assert "step_size" not in sampled["option"]  # None, for which TOML has no word
+    text = small(optimizer=Own()).tune(data(), **options).config()
+    assert "optimizer of your own, which this file cannot hold" in text.splitlines()[0]
+    assert "optimizer" not in tomllib.loads(text)["train"]
+
+
 def test_what_follows_a_setting_that_was_changed_is_not_left_to_the_rules():
     parts, model = make_parts(data(), 0.1, (None, None), 0, "cpu"), small()
     start = start_values(model, parts, prepare_data(model, parts.train, None, None))

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import wraps
 from typing import Any, Self, TypeVar
 
 from gramtower import _checks as check
 from gramtower._widths import Hidden
-from gramtower.engine.kernels.losses import Loss
+from gramtower.engine.kernels.losses import LOSSES, Loss
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
 from gramtower.estimator import defaults
+from gramtower.optim.solvers import SOLVERS, Solver
 
 _LINE = 79  # letters of a line of a repr
 #: What arguments are called elsewhere, by what they are called here.
@@ -124,6 +125,16 @@ class ModelSettings:
     def with_changes(self, **changes: Any) -> ModelSettings:
         """A copy, as settings alone, with some of them changed."""
         return ModelSettings(**{field.name: getattr(self, field.name) for field in fields(ModelSettings)} | changes)
+
+    def by_name(self) -> ModelSettings:
+        """A copy, as settings alone, with a solver and a loss of the library by name; one's own have none."""
+        solver: Any = self.optimizer
+        changes: dict[str, Any] = {}
+        if isinstance(solver, Solver) and SOLVERS.get(solver.name) is type(solver):
+            changes |= {"optimizer": solver.name, "optimizer_options": asdict(solver)}
+        if isinstance(self.loss, Loss) and LOSSES.get(self.loss.name) is self.loss:
+            changes["loss"] = self.loss.name
+        return self.with_changes(**changes)
 
     def solver_options(self) -> Mapping[str, Any]:
         """The constants of the optimizer."""

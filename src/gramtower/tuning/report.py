@@ -117,6 +117,9 @@ class Search:
         arrays = [name for name in WEIGHTS if not isinstance(settings.get(name), (str, type(None)))]
         if arrays:
             comment += f"; {' and '.join(arrays)} were arrays, which this file cannot hold"
+        own = [name for name in ("optimizer", "loss") if not isinstance(settings.get(name, ""), str)]
+        if own:
+            comment += f"; {' and '.join(own)} of your own, which this file cannot hold"
         tables = dict(given or {})
         features = tables.pop("features", {})
         found = self.tables()
@@ -129,7 +132,7 @@ class Search:
         """Everything, as plain values."""
         content = asdict(self)
         content["base"] = {
-            k: v if isinstance(v, (int, float, str, tuple, type(None))) else str(v) for k, v in self.base.items()
+            k: v if isinstance(v, (int, float, str, tuple, dict, type(None))) else str(v) for k, v in self.base.items()
         }
         return content
 

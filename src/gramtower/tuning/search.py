@@ -326,7 +326,7 @@ class _Run:
                 **({} if unseen is None else {f"held_out_{unseen.side}": unseen.count}),
             },
             seconds=time.perf_counter() - self.began,
-            base={k: v for k, v in self.model.get_params().items() if k not in ("towers", "verbose")},
+            base={k: v for k, v in self.model.by_name().get_params().items() if k not in ("towers", "verbose")},
             interrupted=self.interrupted,
             verdict=verdict.text,
             confirmations=list(self.again),
