@@ -249,6 +249,12 @@ def test_weights_that_are_arrays_are_not_in_the_config_which_says_so():
     assert tomllib.loads(search.config())["model"]["right-weights"] == "degree^0"
 
 
+def test_importances_need_no_other_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    found = small().tune(data(), trials=5, metric="ndcg@10", space={"omega": True, "l2": True}, refit=False)
+    assert found.importance.keys() == {"omega", "l2"}
+
+
 def test_a_solver_is_in_the_config_by_name_and_one_of_ones_own_is_said(tmp_path):
     class Own(gt.GradientDescent):
         """A method of the user's own."""

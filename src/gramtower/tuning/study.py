@@ -207,14 +207,15 @@ class Log:
         ]
 
     def importance(self, tried: Sequence[Tried]) -> dict[str, float]:
-        """How much of the metric's variation each searched name explains; empty for fewer than four trials."""
+        """How much of the metric's variation each searched name explains, by PED-ANOVA; empty for fewer than four."""
         import optuna
 
         if len(tried) < 4 or len({t.value for t in tried}) < 2:
             return {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = optuna.importance.get_param_importances(self.study)
+            by = optuna.importance.PedAnovaImportanceEvaluator()  # the default of optuna 4 needs scikit-learn
+            found = optuna.importance.get_param_importances(self.study, evaluator=by)
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
