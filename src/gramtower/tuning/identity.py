@@ -13,6 +13,8 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
+from gramtower import _checks as check
+from gramtower.engine.kernels.losses import Loss
 from gramtower.estimator.fit_data import FitData
 from gramtower.estimator.settings import ModelSettings
 from gramtower.tuning.space import Space, describe
@@ -32,8 +34,17 @@ def identity(parts: Parts, space: Space, metric: str, seed: int, model: ModelSet
         "space": describe(space),
         "metric": metric,
         "seed": seed,
-        "model": {name: str(value) for name, value in fixed.items()},
+        "model": {name: _text(name, value) for name, value in fixed.items()},
     }
+
+
+def _text(name: str, value: Any) -> str:
+    """A setting in one form in every process: weights by all their numbers, a loss of one's own by its name."""
+    if isinstance(value, Loss):
+        return value.name
+    if name in ("left_weights", "right_weights") and not isinstance(value, (str, type(None))):
+        return str(_marks(check.as_float_array(name, value).astype(np.float64)))
+    return str(value)
 
 
 def learned_from(data: FitData) -> dict[str, Any]:
