@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import scipy.sparse as sp
+import torch
 
 import gramtower as gt
 from gramtower._widths import parse_hidden
@@ -173,6 +174,26 @@ def test_a_log_of_other_labels_or_rows_of_features_is_refused(tmp_path):
         model.tune(pairs, **options, right_features=rows[::-1].copy())
     with pytest.raises(ValueError, match="a search with other labels"):
         model.tune(2 * pairs, **options, right_features=rows)
+
+
+def test_a_log_is_of_all_weights_and_of_a_loss_by_its_name(tmp_path):
+    """Text of long arrays leaves out their middle, that of functions says where they are in memory."""
+    pairs, options = planted_pairs(m=1200, n=40, observed=6000), dict(trials=1, space={"omega": True}, refit=False)
+    weights = np.ones(1200)
+    small(left_weights=weights).tune(pairs, **options, storage=tmp_path / "weights")
+    small(left_weights=list(weights)).tune(pairs, **options, storage=tmp_path / "weights")  # goes on
+    weights[600] = 2.0
+    with pytest.raises(ValueError, match="a search with other model"):
+        small(left_weights=weights).tune(pairs, **options, storage=tmp_path / "weights")
+
+    def own(name):
+        difference = lambda y, s: s - y  # noqa: E731
+        return gt.Loss(lambda y, s: (s - y) ** 2 / 2, difference, lambda y, s: torch.ones_like(s), name=name)
+
+    small(loss=own("mine")).tune(data(), **options, storage=tmp_path / "loss")
+    small(loss=own("mine")).tune(data(), **options, storage=tmp_path / "loss")
+    with pytest.raises(ValueError, match="a search with other model"):
+        small(loss=own("other")).tune(data(), **options, storage=tmp_path / "loss")
 
 
 def test_refitting_leaves_a_model_of_all_pairs_with_the_settings():
@@ -495,12 +516,13 @@ def test_a_failing_setting_is_left_out_and_failing_defaults_are_an_error(tmp_pat
         (dict(validation=1.5), "validation: got 1.5"),
         (dict(validation=0.0), "validation: got 0.0"),
         (dict(space={}), "an empty space"),
+        (dict(space={"penalty": True}), "space: penalty: got true, around the model's own 0, expected .low, high."),
         (dict(seed=-1), "seed: got -1"),
     ],
 )
 def test_bad_input_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        small().tune(data(), **options)
+        small(embedding_l2=0.0).tune(data(), **options)
 
 
 def test_towers_of_ones_own_have_nothing_to_choose():

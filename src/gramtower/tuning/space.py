@@ -158,6 +158,8 @@ def as_space(given: Mapping[str, Any], whole: Space) -> Space:
             check.fail("space", f"the unknown name {name!r}", f"{near!r}, or another of {', '.join(NAMES)}")
         if value is True:
             space[plain] = whole[plain]
+            if isinstance(part := whole[plain], Range) and not part.low < part.high:
+                check.fail(f"space: {name}", f"true, around the model's own {part.low:g}", "[low, high]")
         elif plain in RANGES:
             space[plain] = _range(plain, value)
         else:
