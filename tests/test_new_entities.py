@@ -219,6 +219,12 @@ def test_histories_of_added_users_count_as_seen(tmp_path):
     assert all(int(name[1:]) % 3 == 1 for name in only.similar("a", "left", k=3)[0][0])
 
 
+def test_no_new_entities_have_no_embeddings():
+    model = small(max_iterations=1).fit(pairs(), ["history", user_table(range(USERS))])
+    assert model.embed(histories=[]).shape == (0, 6)
+    assert model.recommend(histories=[], k=3)[0].shape == (0, 3)
+
+
 def test_several_parts_are_joined_by_id_and_matrices_by_place():
     rng = np.random.default_rng(0)
     dense = rng.normal(size=(ITEMS + 6, 3))
