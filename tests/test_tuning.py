@@ -446,6 +446,21 @@ def test_winners_of_warm_starts_are_confirmed_cold(name, tmp_path, monkeypatch):
     assert model.tune(data(), **options).confirmations == found.confirmations
 
 
+def test_a_winner_that_cannot_be_trained_again_gives_way_to_a_cold_one(monkeypatch):
+    from gramtower.tuning.search import _Run
+
+    def fail(run, tried):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(_Run, "_from_cold", fail)
+    found = small(dim=4, l2=50.0, omega=4.0).tune(
+        data(), trials=8, metric="ndcg@10", space={"l2": [1.0, 50.0]}, refit=False
+    )
+    assert pick(found.trials).warm_from is not None
+    assert found.best.started_cold
+    assert found.confirmations == []
+
+
 def test_the_verdict_is_of_the_best_trial_also_where_it_started_warm():
     found = small(dim=4, embedding_l2=1.0).tune(
         data(), trials=8, metric="ndcg@10", space={"penalty": [0.01, 1.0]}, refit=False

@@ -14,7 +14,6 @@ Checked by tests/test_tuning.py; benchmarks/bench_tuning.py has the time it take
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -58,10 +57,11 @@ from gramtower.tuning.trial import (
     start_values,
 )
 from gramtower.tuning.tried import Gain, Tried, Verdict, gain, judge, pick
-from gramtower.tuning.warm import Solutions
+from gramtower.tuning.warm import Solutions, weights_beside
 
 #: Arguments of the model that a name of the space stands for, where they differ.
 _ARGUMENT = {"penalty": "embedding_l2", "left_power": "left_weights", "right_power": "right_weights"}
+_FAILURES = (ValueError, RuntimeError, MemoryError, ArithmeticError)  # of a trial, which the search outlives
 _CONFIRM = 3  # winners of warm starts that are trained again from a cold one, at most
 _WARM_BYTES = 2 * 10**9
 _ROOM = 12  # times the first trial's seconds, which must be left for larger towers to be tried
@@ -104,8 +104,8 @@ def tune(
     start, learned = start_values(model, parts, data), learned_from(data)
     del data
     chosen = make_space(model, start, space, parts)
-    with tempfile.TemporaryDirectory(prefix="gramtower-tune-") as scratch, _gone_if_refused(storage) as refused:
-        solutions = Solutions(Path(scratch) if storage is None else _weights(storage), _WARM_BYTES)
+    with tempfile.TemporaryDirectory(prefix="gramtower-tune-") as scratch, studies.gone_if_refused(storage) as refused:
+        solutions = Solutions(Path(scratch) if storage is None else weights_beside(storage), _WARM_BYTES)
         with locked(solutions.folder, name="storage"), _told_as_interrupts():
             log = studies.open_study(storage, identity(parts, chosen, metric, seed, model) | learned, seed)
             run = _Run(model, parts, start, chosen, metric, seed, log, solutions, limit, began, others, refused)
@@ -119,26 +119,6 @@ def tune(
 def _other(seed: int) -> int:
     """The seed of the second part and start."""
     return (seed + 1) % 2**63
-
-
-def _weights(storage: str | Path) -> Path:
-    """The folder of solutions that belongs to a log."""
-    return Path(str(storage) + ".weights")
-
-
-@contextmanager
-def _gone_if_refused(storage: str | Path | None) -> Iterator[list[Exception]]:
-    """Take a new log away again where the defaults cannot be trained, by errors put into the list that this yields.
-
-    Nothing is in it, and it would refuse the same search with what was wrong mended as another one.
-    """
-    new, refused = storage is not None and not Path(storage).exists(), list[Exception]()
-    try:
-        yield refused
-    finally:
-        if storage is not None and new and refused:
-            Path(storage).unlink(missing_ok=True)
-            shutil.rmtree(_weights(storage), ignore_errors=True)
 
 
 @contextmanager
@@ -237,7 +217,7 @@ class _Run:
         return self._train(tried.settings, None, None, lambda iteration, value: None, confirming=True)
 
     def _confirmed(self, tried: Tried, train: Callable[[Tried], Outcome]) -> Tried | None:
-        """The record of a trial trained once more, by the log or now; None if time did not do."""
+        """The record of a trial trained once more, by the log or now; None if time or memory did not do."""
         known = next((t for t in self.log.confirmations(self.fixed) if t.number == tried.number), None)
         if known is None:
             if self._late():
@@ -251,6 +231,9 @@ class _Run:
                 self.log.confirm(known)
             except KeyboardInterrupt:
                 self.interrupted = True
+                return None
+            except _FAILURES as error:
+                self.interrupted = _is_interrupt(error)
                 return None
         self.again.append(known)
         return known
@@ -350,7 +333,7 @@ class _Run:
         except KeyboardInterrupt:
             self.interrupted = True
             return
-        except (ValueError, RuntimeError, MemoryError, ArithmeticError) as error:
+        except _FAILURES as error:
             if _is_interrupt(error):
                 self.interrupted = True
                 return

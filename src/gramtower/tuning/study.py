@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import glob
 import json
+import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,7 @@ from gramtower._optional import need
 from gramtower.tuning.space import SIZES, Range, Space, Value, searched
 from gramtower.tuning.space import larger as is_larger
 from gramtower.tuning.tried import Tried, pick
+from gramtower.tuning.warm import weights_beside
 
 if TYPE_CHECKING:
     import optuna
@@ -57,6 +60,21 @@ def open_study(storage: str | Path | None, identity: dict[str, Any], seed: int) 
                     "storage", f"{storage}, a search with other {name}: {known.get(name)}", f"{value}, or another file"
                 )
     return Log(study, seed)
+
+
+@contextmanager
+def gone_if_refused(storage: str | Path | None) -> Iterator[list[Exception]]:
+    """Take a new log away again where the defaults cannot be trained, by errors put into the list that this yields.
+
+    Nothing is in it, and it would refuse the same search with what was wrong mended as another one.
+    """
+    new, refused = storage is not None and not Path(storage).exists(), list[Exception]()
+    try:
+        yield refused
+    finally:
+        if storage is not None and new and refused:
+            Path(storage).unlink(missing_ok=True)
+            shutil.rmtree(weights_beside(storage), ignore_errors=True)
 
 
 def _backend(storage: str | Path | None) -> Any:
