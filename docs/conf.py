@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -64,6 +65,7 @@ def _commands(app, docname, source):
     from gramtower.cli.app import COMMANDS, make_app
 
     text = make_app(*COMMANDS).generate_docs(output_format="markdown", heading_level=1)
+    text = re.sub(r"^## `(gramtower .*)`$", r"## \1", text, flags=re.MULTILINE)  # as cyclopts 4.1 has them
     first = text.index("## gramtower ")  # after its own title and table of contents
     source[0] += "\n" + text[first:]
 

@@ -325,6 +325,17 @@ def test_every_command_ends_with_130_after_ctrl_c(command, pairs, tmp_path, caps
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: interrupted; ")
 
 
+def test_a_command_that_is_refused_leaves_no_folder(fitted, pairs, tmp_path, capsys):
+    train, out = [pairs / "train.csv", *COLUMNS, *SMALL], ["--out", tmp_path / "new" / "out"]
+    assert "did you mean damping" in refusal(capsys, "fit", *train, *out, "--option", "dampin=1")
+    assert "did you mean damping" in refusal(capsys, "tune", *train, *out, "--option", "dampin=1")
+    assert "MORE: no such file" in refusal(capsys, "update", fitted, tmp_path / "none.csv", *out)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "new").mkdir()
+    refusal(capsys, "update", fitted, tmp_path / "none.csv", *out)
+    assert not list((tmp_path / "new").iterdir())  # one that was there stays
+
+
 def test_pair_weights_reach_the_objective(pairs, tmp_path, capsys):
     tokens = ["fit", pairs / "train.csv", *COLUMNS, *SMALL, "--max-iterations", "0", "--embedding-l2", "0"]
     plain = answer(capsys, *tokens, "--out", tmp_path / "a")

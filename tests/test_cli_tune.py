@@ -130,6 +130,8 @@ def test_settings_are_chosen_by_entities_that_were_never_seen(pairs, tmp_path, c
         (["--validation", "1.0"], "--validation: got 1.0"),
         (["--trials", "0"], "trials: got 0"),
         (["--space", "missing.toml"], "missing.toml"),
+        (["--left-features", "missing.csv"], "missing.csv"),
+        (["--option", "dampin=1"], "did you mean damping"),  # of the first trial
     ],
 )
 def test_bad_input_is_one_line(pairs, tmp_path, more, message, capsys):
@@ -138,6 +140,7 @@ def test_bad_input_is_one_line(pairs, tmp_path, more, message, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())  # neither a folder nor a log
 
 
 def test_an_empty_space_is_refused(pairs, tmp_path, capsys):

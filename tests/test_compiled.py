@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -121,13 +122,21 @@ def test_a_file_under_another_ones_name_is_not_used(folder):
         assert compiled()(twice)(2**62 - 1) == 2**63 - 2  # a float would have lost the last place
 
 
-def defined(path, **names):
-    """The function in a file of its name."""
-    exec(compile(path.read_text(), str(path), "exec"), names)
-    return names[path.stem]
+@pytest.fixture
+def defined(monkeypatch):
+    """The function in a file of its name, in a module: of others numba keeps all globals, not all of them as bytes."""
+
+    def define(path, **names):
+        made = ModuleType(f"of_test_{path.stem}")
+        monkeypatch.setitem(sys.modules, made.__name__, made)
+        vars(made).update(names)
+        exec(compile(path.read_text(), str(path), "exec"), vars(made))
+        return getattr(made, path.stem)
+
+    return define
 
 
-def test_processes_that_save_at_once_do_not_mix_their_files(folder):
+def test_processes_that_save_at_once_do_not_mix_their_files(folder, defined):
     (folder / "f.py").write_text("def f():\n    return 1\n")
     one, other = (CodeFiles(str(folder), "f", defined(folder / "f.py")) for _ in range(2))
     assert one.load("integers") is None
@@ -140,7 +149,7 @@ def test_processes_that_save_at_once_do_not_mix_their_files(folder):
     assert CodeFiles(str(folder), "f", defined(folder / "changed" / "f.py")).load("integers") is None
 
 
-def test_code_is_compiled_anew_when_a_function_that_it_calls_was_changed_in_another_file(folder):
+def test_code_is_compiled_anew_when_a_function_that_it_calls_was_changed_in_another_file(folder, defined):
     (folder / "outer.py").write_text("def outer(x):\n    return inner(x)\n")
     results = []
     for factor in (2, 3):
@@ -149,6 +158,7 @@ def test_code_is_compiled_anew_when_a_function_that_it_calls_was_changed_in_anot
         inner = compiled(inline="always")(defined(folder / "inner.py"))
         results.append(compiled()(defined(folder / "outer.py", inner=inner))(5))
     assert results == [10, 15]
+    assert len(kept(folder)) == 2
 
 
 def test_the_cache_can_be_turned_off(folder, monkeypatch):

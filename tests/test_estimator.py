@@ -231,6 +231,25 @@ def test_scikit_learn_conventions():
         estimator.set_params(size=3)
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("factors", "did you mean 'dim'?"),  # what implicit calls it
+        ("no_components", "did you mean 'dim'?"),  # and LightFM
+        ("random_state", "did you mean 'seed'?"),
+        ("max_iteration", "did you mean 'max_iterations'?"),
+        ("omgea", "did you mean 'omega'?"),
+        ("zzz", "known are dim, hidden, activation"),
+    ],
+)
+def test_an_unknown_argument_is_refused_with_what_was_meant(name, hint):
+    with pytest.raises(TypeError, match=re.escape(f"TwoTower() got an unexpected keyword argument '{name}'; {hint}")):
+        gt.TwoTower(**{name: 3})
+    if "did" in hint:
+        with pytest.raises(ValueError, match=re.escape(f"parameter: got '{name}' ({hint})")):
+            gt.TwoTower().set_params(**{name: 3})
+
+
 def test_what_was_learned_is_one_object_that_copies_share_and_nobody_changes(model):
     assert model.left_ is model.fitted_.left
     assert model.recommend(["user 003"], k=3)[0].tolist() == model.fitted_.recommend(["user 003"], k=3)[0].tolist()

@@ -137,6 +137,34 @@ def test_metrics_of_new_items_and_of_new_users_with_them(model):
     assert dict(found) == pytest.approx(dict(dense_scores(model, cold, right, pairs(), new_left)), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("left", "right", "hint"),
+    [
+        ([3, 40], [], r"left_features of evaluate describes new left entities\)$"),
+        ([3], NEW, r"right_features of evaluate describes new right entities\)$"),
+        ([3, 40], NEW, "left_features of evaluate describes new left entities, right_features of evaluate describes"),
+    ],
+)
+def test_a_warning_of_unknown_entities_says_how_they_are_described(model, left, right, hint):
+    with pytest.warns(LeftOutWarning, match=f"such as '.*'; {hint}"):
+        model.evaluate(pairs(left=left, right=[*range(ITEMS), *right]), METRICS, exclude_seen=False)
+
+
+def test_a_refusal_of_unknown_entities_says_how_they_are_described(model):
+    cold = pairs(left=range(40, 46))
+    with pytest.raises(ValueError, match=r"test: got .* such as 'u0'; left_features of evaluate describes new"):
+        model.evaluate(cold, METRICS)
+    with pytest.raises(ValueError, match=r"histories of evaluate describes new left entities$"):
+        small(max_iterations=1).fit(pairs(), "history").evaluate(cold, METRICS)
+    ids = small(max_iterations=1).fit(pairs())
+    with pytest.raises(ValueError, match=r"knows left entities by id alone: left_features of fit, for new ones$"):
+        ids.evaluate(cold, METRICS)
+    both, asked = pairs(right=[*range(ITEMS), *NEW]), {"exclude_seen": False, "candidates": "trained"}
+    with pytest.warns(LeftOutWarning) as told:  # as asked for, and nothing that more features would mend
+        model.evaluate(both, METRICS, right_features=items(NEW), **asked)
+    assert "right_features" not in str(told[0].message)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_added_entities_stay_in_the_model_and_in_its_file(side, tmp_path):
     model = fitted(left=["id", user_table(range(USERS))])
@@ -189,6 +217,12 @@ def test_histories_of_added_users_count_as_seen(tmp_path):
     only = small().fit(pairs(), "history")
     only.add(histories=[["i1", "i4"], ["i0"]], left_ids=["a", "b"])
     assert all(int(name[1:]) % 3 == 1 for name in only.similar("a", "left", k=3)[0][0])
+
+
+def test_no_new_entities_have_no_embeddings():
+    model = small(max_iterations=1).fit(pairs(), ["history", user_table(range(USERS))])
+    assert model.embed(histories=[]).shape == (0, 6)
+    assert model.recommend(histories=[], k=3)[0].shape == (0, 3)
 
 
 def test_several_parts_are_joined_by_id_and_matrices_by_place():

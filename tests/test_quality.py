@@ -91,5 +91,7 @@ def test_stored_settings_are_those_of_a_model(quality, name):
         assert settings["max_iterations"] >= 1
         P, Q, _ = quality["rows"].train(row, train, {**settings, "dim": 4, "max_iterations": 1}, "cpu")
         assert (len(P), len(Q)) == train.shape
+    P, Q, _ = quality["rows"].train("ours", train, {}, "cpu")  # without any, the library's defaults
+    assert np.array_equal(P.numpy(), gt.TwoTower(device="cpu").fit(train).embed())
     assert quality["rows"].stored(name, "softmax")["epochs"] >= 1
     assert quality["rows"].stored(name, "als")["factors"] >= 1

@@ -148,6 +148,17 @@ def test_many_ids_stream_as_lines_in_order(api, count):
     assert api.post("/recommend", json={"left": ["nobody"], "stream": True}).status_code == 404
 
 
+def test_a_stream_is_refused_like_any_other_answer(api):
+    rows, lists = [{"age": 30, "city": "Oslo"}] * 2, [["i1"], ["i2"], ["i3"]]
+    for body in ({"left_features": rows, "histories": lists}, {"left_features": []}, {"left_features": {"age": []}}):
+        plain, streamed = (api.post("/recommend", json={"model": "table", **body, "stream": s}) for s in (False, True))
+        assert (plain.status_code, streamed.status_code) == (422, 422)
+        assert plain.json() == streamed.json()
+    for body in ({"left": []}, {"histories": []}):
+        plain, streamed = (api.post("/recommend", json={"model": "table", **body, "stream": s}) for s in (False, True))
+        assert (plain.json()["answers"], streamed.content) == ([], b"")
+
+
 def test_unknown_ids_are_404_and_name_near_ones(api):
     found = post(api, "/recommend", 404, left=["a/b", "user 1!", "usr 2"])
     assert found["unknown"] == ["user 1!", "usr 2"]

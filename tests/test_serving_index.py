@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from allocations import Allocations
 from serving_cases import folder, model, source
 
 pytest.importorskip("faiss", reason="indexes need faiss")
@@ -88,6 +89,25 @@ def test_a_list_that_exclusions_leave_short_is_made_exactly():
     np.testing.assert_array_equal(found[[0, 2]], exact[0][[0, 2]])
     assert found[2].tolist() == [4999, -1, -1, -1, -1]
     assert scores[2, 1] == -np.inf
+
+
+def test_many_rows_with_many_candidates_are_scored_in_bounded_memory():
+    class All:
+        """Finds the first entities for all."""
+
+        def search(self, P, k):
+            return np.tile(np.arange(k), (len(P), 1))
+
+    P, Q = embeddings(300, 1, dim=64), embeddings(3000, 2, dim=64)
+    excluded = [np.arange(1000), *[NONE] * 299]
+    with Allocations() as made:
+        ((found, scores),) = best_lists([Query(P, excluded, 1000)], Q, All())
+    whole = 4 * 300 * 2000 * Q.shape[1]  # bytes of all candidates' embeddings
+    assert made.peak < whole / 2
+    products = (P @ Q[:2000].T).numpy()
+    np.testing.assert_allclose(scores, np.take_along_axis(products, found, 1), rtol=1e-4, atol=1e-5)
+    assert (found[0] >= 1000).all()
+    np.testing.assert_allclose(scores[1:], -np.sort(-products[1:], 1)[:, :1000], rtol=1e-4, atol=1e-5)
 
 
 def test_queries_among_some_entities_are_exact_also_with_an_index():

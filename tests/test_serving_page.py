@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from serving_cases import ITEMS, ODD, client, genres, held_out, listening, model, source
 
+import gramtower as gt
 from gramtower.serving.page import PAGE_POLICY, page
+from gramtower.serving.snapshot import Source
 
 BROWSER = Path("/usr/bin/chromium")
 
@@ -41,6 +43,21 @@ def test_an_entity_has_its_columns_and_its_history(api):
     column = model().seen_.tocsc()[:, model().right_.rows(["i7"])[0]]
     assert [one["id"] for one in item["history"]] == model().left_.ids[column.indices].tolist()
     assert api.post("/entity", json={"id": "i77"}).status_code == 404
+
+
+def test_nothing_was_observed_with_itself(tmp_path):
+    """Where both sides are one set; lists leave an entity out of its own all the same."""
+    pairs = [(f"p{i}", f"p{j}") for i in range(9) for j in range(9) if i != j and (i + 2 * j) % 3 < 2]
+    known = gt.Interactions.from_arrays(*zip(*pairs, strict=True), same_entities=True)
+    gt.TwoTower(dim=2, hidden=(), max_iterations=1, device="cpu").fit(known).save(tmp_path / "one.gramtower")
+    with client(Source("one", tmp_path / "one.gramtower")) as api:
+        for place, side in enumerate(("left", "right")):
+            found = api.post("/entity", json={"id": "p4", "side": side}).json()
+            expected = [pair[1 - place] for pair in pairs if pair[place] == "p4"]
+            assert sorted(one["id"] for one in found["history"]) == sorted(expected)
+            assert found["pairs"] == len(expected)
+        listed = api.post("/recommend", json={"left": ["p4"], "k": 9}).json()["answers"][0]["results"]
+        assert "p4" not in [one["id"] for one in listed]
 
 
 def test_a_search_answers_with_titles(api):

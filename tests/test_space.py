@@ -15,6 +15,7 @@ from gramtower.tuning.space import (
     Range,
     as_space,
     default_space,
+    effective,
     first_settings,
     larger,
     read_space,
@@ -87,6 +88,18 @@ def test_towers_are_larger_by_units_or_outputs():
     for less in ({}, {"hidden": "32/none"}, {"hidden": "none"}, {"dim": 16}):
         assert not larger({**start, **less}, start)
     assert not larger({"l2": 2.0}, {"l2": 1.0})
+
+
+def test_an_activation_changes_nothing_without_hidden_layers():
+    start = {**START, "features": "given", "hidden": "64"}
+    plain = {"dim": 32, "hidden": "none"}
+    assert effective({**plain, "activation": "gelu"}, start) == plain
+    for other in ({"hidden": "8"}, {"hidden": "none/8"}, {}, {"features": "ids"}):
+        assert effective({"activation": "gelu", **other}, start) == {"activation": "gelu", **other}
+    alone = {**start, "hidden": "none"}
+    assert effective({"activation": "gelu", "features": "given"}, alone) == {"features": "given"}
+    seen = {"activation": "gelu", "features": "ids"}  # the default of which may be another
+    assert effective(seen, alone) == seen
 
 
 def test_the_space_has_whatever_the_model_starts_with():

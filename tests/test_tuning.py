@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import scipy.sparse as sp
+import torch
 
 import gramtower as gt
 from gramtower._widths import parse_hidden
@@ -19,8 +20,9 @@ from gramtower.estimator.fit_data import prepare_data
 from gramtower.metrics.jackknife import deal
 from gramtower.training.lock import locked
 from gramtower.tuning import curve as curves
+from gramtower.tuning.report import read_search
 from gramtower.tuning.trial import changed_arguments, make_parts, start_values
-from gramtower.tuning.tried import judge, pick
+from gramtower.tuning.tried import gain, judge, pick
 from gramtower.tuning.warm import Solutions, distance
 
 pytest.importorskip("optuna", reason="tuning needs optuna")
@@ -174,6 +176,26 @@ def test_a_log_of_other_labels_or_rows_of_features_is_refused(tmp_path):
         model.tune(2 * pairs, **options, right_features=rows)
 
 
+def test_a_log_is_of_all_weights_and_of_a_loss_by_its_name(tmp_path):
+    """Text of long arrays leaves out their middle, that of functions says where they are in memory."""
+    pairs, options = planted_pairs(m=1200, n=40, observed=6000), dict(trials=1, space={"omega": True}, refit=False)
+    weights = np.ones(1200)
+    small(left_weights=weights).tune(pairs, **options, storage=tmp_path / "weights")
+    small(left_weights=list(weights)).tune(pairs, **options, storage=tmp_path / "weights")  # goes on
+    weights[600] = 2.0
+    with pytest.raises(ValueError, match="a search with other model"):
+        small(left_weights=weights).tune(pairs, **options, storage=tmp_path / "weights")
+
+    def own(name):
+        difference = lambda y, s: s - y  # noqa: E731
+        return gt.Loss(lambda y, s: (s - y) ** 2 / 2, difference, lambda y, s: torch.ones_like(s), name=name)
+
+    small(loss=own("mine")).tune(data(), **options, storage=tmp_path / "loss")
+    small(loss=own("mine")).tune(data(), **options, storage=tmp_path / "loss")
+    with pytest.raises(ValueError, match="a search with other model"):
+        small(loss=own("other")).tune(data(), **options, storage=tmp_path / "loss")
+
+
 def test_refitting_leaves_a_model_of_all_pairs_with_the_settings():
     pairs = data()
     model = small()
@@ -246,6 +268,30 @@ def test_weights_that_are_arrays_are_not_in_the_config_which_says_so():
     search = small(right_weights=list(np.ones(40))).tune(data(), trials=1, space={"omega": True}, refit=False)
     assert "right_weights were arrays" in search.config().splitlines()[0]
     assert tomllib.loads(search.config())["model"]["right-weights"] == "degree^0"
+
+
+def test_importances_need_no_other_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    found = small().tune(data(), trials=5, metric="ndcg@10", space={"omega": True, "l2": True}, refit=False)
+    assert found.importance.keys() == {"omega", "l2"}
+
+
+def test_a_solver_is_in_the_config_by_name_and_one_of_ones_own_is_said(tmp_path):
+    class Own(gt.GradientDescent):
+        """A method of the user's own."""
+
+    options = dict(trials=1, space={"omega": True}, refit=False)
+    search = small(optimizer=gt.Newton(cg_max_steps=7)).tune(data(), **options)
+    search.write(tmp_path)
+    for found in (search, read_search(tmp_path)):
+        train = tomllib.loads(found.config())["train"]
+        assert (train["optimizer"], train["option"]["cg_max_steps"]) == ("newton", 7)
+    sampled = tomllib.loads(small(optimizer=gt.Sogram(ratio=0.5)).tune(data(), **options).config())["train"]
+    assert sampled["option"]["ratio"] == 0.5
+    assert "step_size" not in sampled["option"]  # None, for which TOML has no word
+    text = small(optimizer=Own()).tune(data(), **options).config()
+    assert "optimizer of your own, which this file cannot hold" in text.splitlines()[0]
+    assert "optimizer" not in tomllib.loads(text)["train"]
 
 
 def test_what_follows_a_setting_that_was_changed_is_not_left_to_the_rules():
@@ -377,20 +423,85 @@ def test_reports_hold_every_trial_and_a_config(search, tmp_path):
     assert config["train"]["max-iterations"] == search.arguments["max_iterations"]
 
 
-def test_winners_of_warm_starts_are_confirmed_cold():
+@pytest.mark.parametrize("name", ["log.journal", "log.db"])
+def test_winners_of_warm_starts_are_confirmed_cold(name, tmp_path, monkeypatch):
     """On a path along one name every trial after the first few has a neighbour to start from."""
-    found = small(dim=4).tune(data(), trials=15, space={"penalty": [0.01, 0.5]}, refit=False)
+    options = dict(trials=15, metric="ndcg@10", space={"l2": [1.0, 50.0]}, refit=False, storage=tmp_path / name)
+    model = small(dim=4, l2=50.0, omega=4.0)
+    found = model.tune(data(), **options)
     assert sum(t.warm_from is not None for t in found.trials) >= 5
     best = found.best
     assert best.started_cold
+    assert best.warm_from is not None
     parts = make_parts(data(), 0.1, (None, None), 0, "cpu")
-    cold = (
-        small(dim=4, **found.arguments).fit(parts.train).evaluate(parts.held_out, metrics=("recall@20",))["recall@20"]
+    cold = small(dim=4, omega=4.0, **found.arguments).fit(parts.train)
+    assert cold.evaluate(parts.held_out, metrics=("ndcg@10",))["ndcg@10"] == pytest.approx(best.value, abs=1e-5)
+    assert found.confirmations == [t for t in found.trials if t.confirmed is not None] != []
+    found.write(tmp_path)
+    assert read_search(tmp_path).confirmations == found.confirmations
+    again = found.confirmations[0]
+    row = f"| {again.number} | {again.value:.4f} | cold start; {again.confirmed:.4f} warm | {len(again.curve) - 1} |"
+    assert row in found.markdown()
+    monkeypatch.setattr("gramtower.tuning.search.run_trial", None)  # all of it is in the log
+    assert model.tune(data(), **options).confirmations == found.confirmations
+
+
+def test_a_winner_that_cannot_be_trained_again_gives_way_to_a_cold_one(monkeypatch):
+    from gramtower.tuning.search import _Run
+
+    def fail(run, tried):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(_Run, "_from_cold", fail)
+    found = small(dim=4, l2=50.0, omega=4.0).tune(
+        data(), trials=8, metric="ndcg@10", space={"l2": [1.0, 50.0]}, refit=False
     )
-    assert cold == pytest.approx(best.value, abs=1e-5)
+    assert pick(found.trials).warm_from is not None
+    assert found.best.started_cold
+    assert found.confirmations == []
 
 
-def test_a_failing_setting_is_left_out_and_failing_defaults_are_an_error(monkeypatch):
+def test_the_verdict_is_of_the_best_trial_also_where_it_started_warm():
+    found = small(dim=4, embedding_l2=1.0).tune(
+        data(), trials=8, metric="ndcg@10", space={"penalty": [0.01, 1.0]}, refit=False
+    )
+    best = pick(found.trials)
+    assert best.warm_from is not None
+    assert found.winner == 0
+    assert found.verdict == f"the defaults stay: the best trial, {best.number}, gains {gain(best, found.trials[0])}"
+
+
+def test_settings_that_come_to_the_same_are_trained_once(monkeypatch):
+    from gramtower.tuning import search as searching
+
+    real, trained = searching.run_trial, []
+
+    def counted(estimator, settings, *arguments, **options):
+        trained.append((settings["hidden"], settings["activation"]))
+        return real(estimator, settings, *arguments, **options)
+
+    monkeypatch.setattr(searching, "run_trial", counted)
+    space = {"hidden": ["none", "4"], "activation": ["relu", "tanh"]}
+    found = gt.TwoTower(dim=2, max_iterations=2, device="cpu").tune(data(), trials=9, space=space, refit=False)
+    assert len(found.trials) == 9
+    assert sorted(trained) == [("4", "relu"), ("4", "tanh"), ("none", "relu")]
+    for trial in found.trials:
+        first = found.trials[trial.number if trial.same_as is None else trial.same_as]
+        assert (trial.value, trial.curve, first.same_as) == (first.value, first.curve, None)
+        if trial.same_as is not None:
+            assert trial.seconds == 0
+            assert f"| 0.0 | same as {first.number} |" in found.markdown()
+    assert found.best.same_as is None
+
+
+def test_the_activation_of_towers_without_hidden_layers_is_not_searched():
+    features = sp.random(60, 8, density=0.3, format="csr", random_state=0)
+    options = dict(trials=1, left_features=features, refit=False)
+    assert "activation" not in small().tune(data(), **options).space
+    assert "relu | gelu" in small(hidden=(4,)).tune(data(), **options).space["activation"]
+
+
+def test_a_failing_setting_is_left_out_and_failing_defaults_are_an_error(tmp_path, monkeypatch):
     from gramtower.tuning import search as searching
 
     real = searching.run_trial
@@ -404,8 +515,10 @@ def test_a_failing_setting_is_left_out_and_failing_defaults_are_an_error(monkeyp
     found = small().tune(data(), trials=8, space=SPACE, refit=False)
     assert 1 <= len(found.trials) < 8
     assert {t.settings["dim"] for t in found.trials} == {2}
-    with pytest.raises(RuntimeError, match="out of memory"):
-        small().tune(data(), trials=8, space={"dim": [6, 2]}, refit=False)
+    for name in ("log.journal", "log.db"):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            small().tune(data(), trials=8, space={"dim": [6, 2]}, refit=False, storage=tmp_path / name)
+    assert not list(tmp_path.iterdir())  # no log of a search without a trial
 
 
 @pytest.mark.parametrize(
@@ -418,12 +531,13 @@ def test_a_failing_setting_is_left_out_and_failing_defaults_are_an_error(monkeyp
         (dict(validation=1.5), "validation: got 1.5"),
         (dict(validation=0.0), "validation: got 0.0"),
         (dict(space={}), "an empty space"),
+        (dict(space={"penalty": True}), "space: penalty: got true, around the model's own 0, expected .low, high."),
         (dict(seed=-1), "seed: got -1"),
     ],
 )
 def test_bad_input_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        small().tune(data(), **options)
+        small(embedding_l2=0.0).tune(data(), **options)
 
 
 def test_towers_of_ones_own_have_nothing_to_choose():

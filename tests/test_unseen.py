@@ -127,34 +127,32 @@ def test_trials_are_ranked_on_entities_they_have_not_seen(side):
     assert f"{count} {side} entities were held out with all their pairs" in found.markdown()
 
 
-def from_a_bad_start():
+def from_a_bad_start(**more):
     """A search whose first trial learns next to nothing, so that others are better whoever is held out."""
     model = small(l2=500.0)
     options = dict(trials=6, metric="ndcg@5", validation=0.25, validation_side="left", left_features=words(80))
-    return model, model.tune(data(), **options, space={"l2": [0.05, 500.0], "right_power": True})
+    return model, model.tune(data(), **options, space={"l2": [0.05, 500.0], "right_power": True}, **more)
 
 
-def test_what_wins_is_confirmed_on_other_entities_from_another_start(monkeypatch):
+def test_what_wins_is_confirmed_on_other_entities_from_another_start(tmp_path, monkeypatch):
     pytest.importorskip("optuna", reason="tuning needs optuna")
-    from gramtower.tuning import search as searching
-
-    real, again = searching._Run._once_more, []
-
-    def recorded(run, tried, first):
-        again.append((tried, real(run, tried, first)))
-        return again[-1][1]
-
-    monkeypatch.setattr(searching._Run, "_once_more", recorded)
-    model, found = from_a_bad_start()
+    model, found = from_a_bad_start(storage=tmp_path / "log.journal")
     assert found.winner != 0
-    assert [tried.number for tried, _ in again] == [0, found.winner]
-    for tried, second in again:
-        options = dict(l2=tried.settings["l2"], right_weights=f"degree^{tried.settings['right_power']}", seed=1)
+    again = found.confirmations
+    assert [trial.number for trial in again] == [0, found.winner]
+    for trial in again:
+        options = dict(l2=trial.settings["l2"], right_weights=f"degree^{trial.settings['right_power']}", seed=1)
         P, Q, truth = unseen_rows(data(), SIDES["left"], "left", draw=1, **options)
         plain = evaluate_embeddings(P, Q, sp.csr_matrix(truth), metrics=("ndcg@5",))["ndcg@5"]
-        assert second.curve[-1] == pytest.approx(plain, abs=1e-5)
-    assert found.verdict.endswith(f", and {gain(again[1][1], again[0][1])} on other entities")
+        assert trial.curve[-1] == pytest.approx(plain, abs=1e-5)
+    assert found.verdict.endswith(f", and {gain(again[1], again[0])} on other entities")
     assert model.l2 == found.best.settings["l2"] < 500
+    for trial in again:
+        assert f"| {trial.number} | {trial.value:.4f} | on other held-out entities | 4 |" in found.markdown()
+    monkeypatch.setattr("gramtower.tuning.search.run_trial", None)  # all of it is in the log
+    _, resumed = from_a_bad_start(storage=tmp_path / "log.journal")
+    assert resumed.confirmations == again
+    assert resumed.verdict == found.verdict
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import scipy.sparse as sp
 from torch import Tensor
 
 import gramtower as gt
-from gramtower.estimator.fit import make_problem, make_towers
+from gramtower.estimator.fit import iterations, make_problem, make_towers
 from gramtower.estimator.fit_data import prepare_data
 from gramtower.estimator.settings import ModelSettings
 
@@ -67,7 +67,7 @@ def ours(pairs: sp.csr_matrix, settings: dict[str, Any], device: str, look: Look
     towers = make_towers(model, data, problem)
     callbacks = [] if look is None else [lambda record, point: look(record.iteration, record.seconds, point.P, point.Q)]
     gt.minimize(
-        problem, towers, model.optimizer, model.max_iterations, model.time_limit, model.seed, callbacks,
+        problem, towers, model.optimizer, iterations(model, data), model.time_limit, model.seed, callbacks,
         **model.solver_options(),
     )  # fmt: skip
     point = problem.at(towers)

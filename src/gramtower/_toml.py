@@ -35,5 +35,6 @@ def toml(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(toml, value)) + "]"
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{toml(str(key))} = {toml(item)}" for key, item in value.items()) + " }"
+        given = {key: item for key, item in value.items() if item is not None}  # which TOML has no word for
+        return "{ " + ", ".join(f"{toml(str(key))} = {toml(item)}" for key, item in given.items()) + " }"
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

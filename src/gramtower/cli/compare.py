@@ -17,7 +17,7 @@ from cyclopts import Parameter
 from gramtower import _checks as check
 from gramtower._files import plain
 from gramtower.cli.config import nearest
-from gramtower.cli.folder import HISTORY, for_writing
+from gramtower.cli.folder import HISTORY, for_writing, held
 from gramtower.cli.options import (
     Common,
     DataOptions,
@@ -36,7 +36,6 @@ from gramtower.compare.runner import Runner
 from gramtower.compare.store import MANIFEST, RAN, checkpoint_path, read_manifest, write_manifest
 from gramtower.optim.solvers import SOLVERS
 from gramtower.training.checkpoint import remove_checkpoint
-from gramtower.training.lock import locked
 
 _SHOWN = ("0.5", "0.1", "0.01")
 Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
@@ -94,8 +93,7 @@ def compare(
     about |= {"commands": [shlex.join(["gramtower", *tokens])], "environment": environment()}
     if (out / HISTORY).exists() and not (out / MANIFEST).exists():
         check.fail("out", f"{out}, which holds a fit", "a folder of its own for a comparison")
-    out.mkdir(parents=True, exist_ok=True)
-    with locked(out, name="out"):
+    with held(out):
         outcomes = _ends_before(runner, about, names, fresh)
         kept = f"what was learned so far is in {out}, and the same command goes on"
         try:

@@ -128,9 +128,7 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
     seen, matched = tower_features(settings, observed, not loud, group)
 
     checkpoint = out / folder.CHECKPOINT
-    with group.together():
-        out.mkdir(parents=True, exist_ok=True)
-    with locked(out, group, "out"):
+    with folder.held(out, group):
         if fresh:
             with locked(checkpoint, group), group.together():
                 if group.rank == 0:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gramtower import _checks as check
 from gramtower.cli.config import Settings, read_config
+from gramtower.distributed.group import SINGLE, Group
+from gramtower.training.lock import locked
 from gramtower.two_tower import TwoTower, load
 
 MODEL, CONFIG, HISTORY, SUMMARY = "model.gramtower", "config.toml", "history.jsonl", "summary.json"
@@ -27,6 +31,25 @@ def for_writing(out: Path | None) -> Path:
     if not os.access(there, os.W_OK | os.X_OK):
         check.fail("out", f"{out}, with no permission to write in {there}", "a folder that can be written")
     return out
+
+
+@contextmanager
+def held(out: Path, group: Group = SINGLE) -> Iterator[None]:
+    """The folder that a command writes, made if need be and locked.
+
+    If the command fails before it wrote anything, folders that were made for it go again.
+    """
+    new = [one for one in (out, *out.parents) if not one.exists()]
+    with group.together():
+        out.mkdir(parents=True, exist_ok=True)
+    try:
+        with locked(out, group, "out"):
+            yield
+    except BaseException:
+        with suppress(OSError):  # something is in it
+            for one in new:
+                one.rmdir()
+        raise
 
 
 def is_model(path: Path) -> bool:

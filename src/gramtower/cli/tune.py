@@ -12,12 +12,11 @@ from gramtower import _checks as check
 from gramtower.cli.config import merge_flags
 from gramtower.cli.features import tower_features
 from gramtower.cli.fit import features_table
-from gramtower.cli.folder import for_writing
+from gramtower.cli.folder import for_writing, held
 from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions, refuse_refit
 from gramtower.cli.output import note, print_facts, print_json
 from gramtower.cli.reading import read_pairs, validation_of
 from gramtower.estimator.settings import ModelSettings
-from gramtower.training.lock import locked
 from gramtower.tuning.report import CONFIG, TABLE, Search
 from gramtower.tuning.search import tune as search
 from gramtower.tuning.space import read_space
@@ -83,7 +82,6 @@ def tune(
     validation = validation_of(settings.data)
     if not common.quiet:
         note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities")
-    out.mkdir(parents=True, exist_ok=True)
     towers, _ = tower_features(settings, pairs, common.quiet)
     left, right = (None if parts == ["id"] else parts for parts in towers.values())
     tables = {
@@ -99,9 +97,11 @@ def tune(
         if not common.quiet and len(found.trials) > told:  # not again of the last one when the search ends
             note(_line(found))
         told = len(found.trials)
+        for again in () if common.quiet else found.confirmations:  # when the search ends
+            note(f"trial {again.number:3d}  {metric} {again.value:.4f}  again, {again.repeated}, {again.seconds:.1f} s")
 
     storage = storage or out / STORAGE
-    with locked(out, name="out"):
+    with held(out):
         try:
             found = search(
                 estimator, pairs, trials=trials, time_limit=limit, metric=metric,
@@ -131,6 +131,7 @@ def _line(found: Search) -> str:
     """One line about the last trial."""
     last, best = found.trials[-1], pick(found.trials)
     how = f"warm from {last.warm_from}" if last.warm_from is not None else "cold"
+    how = how if last.same_as is None else f"same as {last.same_as}"
     end = "given up" if last.pruned else f"{len(last.curve) - 1} iterations"
     return (
         f"trial {last.number:3d}  {found.metric} {last.value:.4f}  {how}, {end}, {last.seconds:.1f} s"

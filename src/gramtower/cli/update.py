@@ -19,7 +19,6 @@ from gramtower.cli.output import note, print_facts, print_json
 from gramtower.cli.reading import read_pairs
 from gramtower.compare.machine import environment
 from gramtower.estimator.update import ITERATIONS, grown_pairs
-from gramtower.training.lock import locked
 from gramtower.training.result import History, Reason
 
 
@@ -60,8 +59,7 @@ def update(
     out = out or (run if run.is_dir() else None)
     if out is None:
         check.fail("out", out, "a folder, as RUN is a file")
-    folder.for_writing(out).mkdir(parents=True, exist_ok=True)
-    with locked(out, name="out"):  # before the model is read: of two updates at a time neither loses the other's pairs
+    with folder.held(folder.for_writing(out)):  # before the model is read: of two updates neither loses pairs
         facts = _update(run, path, out, iterations, data, features, common)
     if common.json:
         print_json(facts)

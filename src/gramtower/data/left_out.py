@@ -31,10 +31,11 @@ def warn_of_rows(report: Mapping[str, int]) -> None:
         _warn("rows", lost, report["rows"], why)
 
 
-def warn_of_pairs(name: str, lost: int, total: int, example: object) -> None:
-    """Warn if more than a hundredth of pairs have an id that is not known."""
+def warn_of_pairs(name: str, lost: int, total: int, example: object, hint: str = "") -> None:
+    """Warn if more than a hundredth of pairs have an id that is not known; a hint says what can be done about it."""
     if lost > _SHARE * total:
-        _warn(f"pairs of {name}", lost, total, f"an id is not in the training data, such as {example!r}")
+        why = f"an id is not in the training data, such as {example!r}"
+        _warn(f"pairs of {name}", lost, total, f"{why}; {hint}" if hint else why)
 
 
 def warn_of_header(names: tuple[str, str], ids: tuple[NDArray[Any], NDArray[Any]]) -> None:

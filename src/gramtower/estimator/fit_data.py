@@ -286,14 +286,14 @@ def align(
     return Aligned(pairs, len(keep), int((j < 0).sum()), example)
 
 
-def refuse_strangers(name: str, found: Aligned, ids: Ids) -> None:
-    """Refuse pairs of which not one has two known ids."""
+def refuse_strangers(name: str, found: Aligned, ids: Ids, hint: str = "") -> None:
+    """Refuse pairs of which not one has two known ids; a hint says what can be done about it."""
     if found.example is not None and not found.pairs.nnz:
         example, side = found.example
         known = ids[side]
         shown = f"{found.total:,} pairs, none of them with two known ids ({example!r} is not known)"
         such = f", with ids such as {known.tolist()[0]!r}" if known is not None and len(known) else ""
-        check.fail(name, shown, f"pairs of entities of the model{such}")
+        check.fail(name, shown, f"pairs of entities of the model{such}{'; ' if hint else ''}{hint}")
 
 
 def aligned(name: str, test: Any, ids: Ids, shape: tuple[int, int], numbered: Numbered | None = None) -> sp.csr_matrix:

@@ -195,7 +195,7 @@ class FittedModel(RankedLists):
         here = self.grown("right", right_features)[0]
         if check.choice("candidates", candidates, CANDIDATES) == "trained":
             here = here.without_added_right()
-        ranking = measuring.Ranking(metrics, exclude_seen, exclude, by)
+        ranking = measuring.Ranking(metrics, exclude_seen, exclude, by, candidates == "trained")
         if left_features is None and histories is None:
             return measuring.of_known(here, test, ranking)
         return measuring.of_described(here, test, ranking, left_features, histories)

@@ -325,7 +325,7 @@ def _missing(side: str, part: Part, rows: int) -> sp.csr_matrix:
         check.fail(f"{side}_features", "None", f"a matrix of {part.width} columns, as in training")
     row = part.table.missing_row()
     row = row if part.scaling is None else part.scaling(f"{side}_features", row)
-    return sp.vstack([row] * rows, format="csr")
+    return sp.vstack([row] * rows, format="csr") if rows else row[:0]
 
 
 def beside(features: Sequence[Any]) -> Any:

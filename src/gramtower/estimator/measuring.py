@@ -36,13 +36,14 @@ class Ranking:
     exclude_seen: bool
     exclude: Any
     by: str | None
+    trained_only: bool = False  # whether right entities that were not there in training are left out as asked
 
 
 def of_known(known: Entities, test: Any, ranking: Ranking) -> Scores:
     """Metrics of pairs of entities that the model knows; rows of the result are those of its left entities."""
     found, group = known.aligned("test", test), known.shards.group
     if known.shards.single:
-        refuse_strangers("test", found, known.ids)
+        refuse_strangers("test", found, known.ids, _hint(known, found, 0, ranking))
     beside = [] if ranking.exclude is None else [known.excluded(ranking.exclude)]
     if ranking.exclude_seen:
         of_training = np.arange(len(known.left)) < known.left.trained
@@ -51,7 +52,7 @@ def of_known(known: Entities, test: Any, ranking: Ranking) -> Scores:
         known.left.embeddings, known.right.embeddings, found.pairs, train=known.trained, metrics=ranking.metrics,
         exclude_train=ranking.exclude_seen, exclude=union(*beside) if beside else None, by=ranking.by, processes=group,
     )  # fmt: skip
-    return _counted(scores, found, int(group.totals(float(found.pairs.nnz))[0]), known.shards.single)
+    return _counted(scores, known, found, int(group.totals(float(found.pairs.nnz))[0]), ranking)
 
 
 def of_described(known: Entities, test: Any, ranking: Ranking, features: Any, histories: Any) -> Scores:
@@ -91,7 +92,7 @@ def of_described(known: Entities, test: Any, ranking: Ranking, features: Any, hi
     if found.example is None and (strange := ~there & (np.diff(found.pairs.indptr) > 0)).any():
         found = replace(found, example=(names.tolist()[int(np.argmax(strange))], 0))
     found = replace(found, pairs=_masked(found.pairs, there))
-    refuse_strangers("test", found, known.ids)
+    refuse_strangers("test", found, known.ids, _hint(known, found, 0, ranking))
     picked = selection(own, len(known.left))
     seen = sp.csr_matrix(picked @ known.trained)
     seen = seen if history is None else union(seen, _masked(history, new))
@@ -103,7 +104,7 @@ def of_described(known: Entities, test: Any, ranking: Ranking, features: Any, hi
         exclude_train=ranking.exclude_seen, exclude=union(*beside) if beside else None, by=ranking.by,
         popularity=known.trained,
     )  # fmt: skip
-    return _counted(scores, found, found.pairs.nnz, known.shards.single)
+    return _counted(scores, known, found, found.pairs.nnz, ranking)
 
 
 def _histories(
@@ -141,13 +142,28 @@ def _masked(matrix: sp.csr_matrix, rows: NDArray[np.bool_]) -> sp.csr_matrix:
     return sp.csr_matrix((matrix.data[kept], matrix.indices[kept], offsets), shape=matrix.shape)
 
 
-def _counted(scores: Scores, found: Aligned, kept: int, warn: bool) -> Scores:
+def _hint(known: Entities, found: Aligned, kept: int, ranking: Ranking) -> str:
+    """How entities that are not known could be ranked, side by side; ``kept`` are the pairs with two known ids."""
+    strange = found.total - found.unknown_right > kept or (found.example is not None and found.example[1] == 0)
+    hints = []
+    for side, asked in ((known.left, strange), (known.right, found.unknown_right > 0 and not ranking.trained_only)):
+        ways = [f"{side.name}_features"] if side.inputs.given else []
+        ways += ["histories"] if side.inputs.has_history else []
+        if asked and ways:
+            hints.append(f"{' and '.join(ways)} of evaluate describe{'s' * (len(ways) == 1)} new {side.name} entities")
+        elif asked:
+            hints.append(f"the model knows {side.name} entities by id alone: {side.name}_features of fit, for new ones")
+    return ", ".join(hints)
+
+
+def _counted(scores: Scores, known: Entities, found: Aligned, kept: int, ranking: Ranking) -> Scores:
     """Metrics with the counts of what they leave out; ``kept`` are the pairs with two known ids."""
     unknown_left = found.total - found.unknown_right - kept
     scores.left_out = {
         "unknown_left": unknown_left, "unknown_right": found.unknown_right, "seen": scores.pairs_left_out
     }  # fmt: skip
     scores.pairs_left_out = sum(scores.left_out.values())
-    if warn:
-        warn_of_pairs("test", found.total - kept, found.total, None if found.example is None else found.example[0])
+    if known.shards.single:
+        example = None if found.example is None else found.example[0]
+        warn_of_pairs("test", found.total - kept, found.total, example, _hint(known, found, kept, ranking))
     return scores

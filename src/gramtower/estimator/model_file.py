@@ -21,7 +21,7 @@ import itertools
 import math
 import typing
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,6 @@ from gramtower.estimator.fitted import FittedModel, pattern_of
 from gramtower.estimator.inputs import Inputs
 from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.side import Side
-from gramtower.optim.solvers import SOLVERS, Solver
 from gramtower.training.result import Reason, Record
 
 KIND = ("gramtower-model", 7)
@@ -169,9 +168,7 @@ def _header(settings: ModelSettings, fitted: FittedModel) -> tuple[Header, dict[
     """The header, and those of the settings that are arrays."""
     params: dict[str, Any] = {}
     arrays: dict[str, Tensor] = {}
-    solver: Any = settings.optimizer
-    if isinstance(solver, Solver) and SOLVERS.get(solver.name) is type(solver):  # a class of the user's own is no data
-        settings = settings.with_changes(optimizer=solver.name, optimizer_options=asdict(solver))
+    settings = settings.by_name()
     for name, kind in _PARAMS.items():
         value = getattr(settings, name)
         if name in _ARRAYS and value is not None and not isinstance(value, str):

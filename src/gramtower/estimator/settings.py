@@ -1,26 +1,65 @@
 """The arguments of `gramtower.TwoTower` as one object, which everything between pairs and a fitted model is handed.
 
 scikit-learn conventions: arguments are kept as they are given, and checked where they are used;
-`get_params`/`set_params` and `sklearn.base.clone` work. Checked by tests/test_estimator.py.
+`get_params`/`set_params` and `sklearn.base.clone` work. A name that is no argument is refused with the one that was
+meant: the most alike, or what other libraries' name stands for. Checked by tests/test_estimator.py.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import wraps
+from typing import Any, Self, TypeVar
 
 from gramtower import _checks as check
 from gramtower._widths import Hidden
-from gramtower.engine.kernels.losses import Loss
+from gramtower.engine.kernels.losses import LOSSES, Loss
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
 from gramtower.estimator import defaults
+from gramtower.optim.solvers import SOLVERS, Solver
 
 _LINE = 79  # letters of a line of a repr
+#: What arguments are called elsewhere, by what they are called here.
+_ELSEWHERE = {
+    "dim": ("factors", "n_factors", "num_factors", "no_components", "n_components", "embedding_dim", "latent_dim"),
+    "hidden": ("layers", "hidden_layers", "hidden_layer_sizes", "hidden_units"),
+    "l2": ("regularization", "reg", "weight_decay"),
+    "max_iterations": ("iterations", "epochs", "n_iter", "max_iter", "num_iterations"),
+    "optimizer": ("solver",),
+    "seed": ("random_state", "random_seed"),
+    "device": ("use_gpu",),
+}
+_Kind = TypeVar("_Kind", bound=type)
 
 
+def _meant(name: str, known: Collection[str]) -> str:
+    """What an unknown argument may stand for, as a question; empty if nothing is like it."""
+    near = [here for here, there in _ELSEWHERE.items() if name.lower() in there and here in known]
+    near = near or check.near(name, known, 1)
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def _telling_names(kind: _Kind) -> _Kind:
+    """The class with a constructor that refuses unknown arguments in its own name, and says what may be meant."""
+    made = kind.__init__  # type: ignore[misc]
+
+    @wraps(made)
+    def init(self: object, *arguments: Any, **named: Any) -> None:
+        for name in named:
+            if name not in known:
+                hint = _meant(name, known) or f"known are {', '.join(known)}"
+                raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}; {hint}")
+        made(self, *arguments, **named)
+
+    known = list(inspect.signature(kind).parameters)
+    kind.__init__ = init  # type: ignore[misc]
+    return kind
+
+
+@_telling_names
 @dataclass(eq=False, repr=False)
 class ModelSettings:
     """What is learned and how; :class:`gramtower.TwoTower` says what each argument means."""
@@ -61,7 +100,8 @@ class ModelSettings:
         known = self.get_params()
         for name, value in params.items():
             if name not in known:
-                check.fail("parameter", repr(name), "one of " + ", ".join(known))
+                hint = _meant(name, known)
+                check.fail("parameter", f"{name!r} ({hint})" if hint else repr(name), "one of " + ", ".join(known))
             setattr(self, name, value)
         return self
 
@@ -85,6 +125,16 @@ class ModelSettings:
     def with_changes(self, **changes: Any) -> ModelSettings:
         """A copy, as settings alone, with some of them changed."""
         return ModelSettings(**{field.name: getattr(self, field.name) for field in fields(ModelSettings)} | changes)
+
+    def by_name(self) -> ModelSettings:
+        """A copy, as settings alone, with a solver and a loss of the library by name; one's own have none."""
+        solver: Any = self.optimizer
+        changes: dict[str, Any] = {}
+        if isinstance(solver, Solver) and SOLVERS.get(solver.name) is type(solver):
+            changes |= {"optimizer": solver.name, "optimizer_options": asdict(solver)}
+        if isinstance(self.loss, Loss) and LOSSES.get(self.loss.name) is self.loss:
+            changes["loss"] = self.loss.name
+        return self.with_changes(**changes)
 
     def solver_options(self) -> Mapping[str, Any]:
         """The constants of the optimizer."""

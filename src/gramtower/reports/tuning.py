@@ -45,13 +45,15 @@ def tuning_page(search: Search, title: str) -> tuple[str, dict[str, Any], list[s
         problems.append(f"no figures: {error}")
         body.append(f"<p>{escape(str(error))}</p>")
     body += ["<h2>What was found</h2>", _choices(search), "<h2>All trials</h2>", _trials(search)]
+    body += ["<h2>Trained again</h2>", _confirmations(search)] if search.confirmations else []
     body += ["<h2>Settings</h2>"]
     for name, part in search.tables().items():
         known = {key: value for key, value in plain(part).items() if value is not None}
         body += [facts(f"[{name}]", known)] if known else []
     content = {
         "kind": "tuning", "title": title, "metric": metric, "value": best.value, "trial": best.number,
-        "trials": len(search.trials), "at_defaults": at_defaults.value, "seconds": search.seconds,
+        "trials": len(search.trials), "confirmations": len(search.confirmations), "at_defaults": at_defaults.value,
+        "seconds": search.seconds,
         "importance": search.importance, "arguments": search.arguments, "data": {**data, "density": density},
         "interrupted": search.interrupted, "verdict": search.verdict,
     }  # fmt: skip
@@ -84,6 +86,14 @@ def _trials(search: Search) -> str:
     ]  # fmt: skip
     marked = [[t.number == search.winner] * (len(names) + 4) for t in ordered]
     return table(["trial", search.metric, *names, "iterations", "seconds", "note"], rows, marked)
+
+
+def _confirmations(search: Search) -> str:
+    rows = [
+        [str(t.number), f"{t.value:.4f}", t.repeated, str(len(t.curve) - 1), f"{t.seconds:.1f}"]
+        for t in search.confirmations
+    ]
+    return table(["trial", search.metric, "how", "iterations", "seconds"], rows)
 
 
 def _text(value: Value | None) -> str:

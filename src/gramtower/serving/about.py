@@ -52,13 +52,12 @@ def entity(snapshot: Snapshot, side: str, key: Key) -> dict[str, Any]:
     this, other = snapshot.side(side), snapshot.side("right" if side == "left" else "left")
     rows = this.rows([key])
     row = int(rows[0])
-    seen = snapshot.history(row)[:_HISTORY] if side == "left" else snapshot.seen_by(row, _HISTORY)
     return {
         "model": snapshot.name,
         **titled(this, rows)[0],
         "side": side,
         "columns": {} if this.table is None else this.table.cells(rows)[0],
-        "history": titled(other, seen.astype(np.int64)),
+        "history": titled(other, snapshot.observed_with(side, row, _HISTORY)),
     }
 
 

@@ -60,6 +60,9 @@ class Service:
             within(name, len(getattr(asked, name) or ()), self.limits.listed, "ids")
         features = self._features("left_features", asked.left_features)
         self._histories(asked.histories)
+        if features is not None and asked.histories is not None and (count := _rows(features)) != len(asked.histories):
+            given = f"{count} rows and {len(asked.histories)} lists"
+            raise Refused(422, f"left_features, histories: got {given}, expected as many of both")
         rows = len(asked.left) if asked.left is not None else _rows(features, asked.histories)
         self._lists(rows, asked.k, asked.stream)
 
@@ -216,7 +219,7 @@ class Service:
             return answer(await self.batcher.submit(task(0, rows, False)))
         await self.batcher.submit(CallTask(known))
         starts = range(0, rows, _CHUNK)
-        first = await self.batcher.submit(task(0, min(_CHUNK, rows), True)) if rows else b""
+        first = await self.batcher.submit(task(0, min(_CHUNK, rows), True))  # of none too: it may be refused
 
         async def lines() -> AsyncIterator[bytes]:
             yield first
@@ -240,7 +243,7 @@ class Service:
         """Features as the model takes them: a mapping of columns, or an array."""
         features = about.features(name, given)
         if features is not None:
-            within(name, _rows(features, None), self.limits.ids, "rows")
+            within(name, _rows(features), self.limits.ids, "rows")
         return features
 
     def _histories(self, histories: Sequence[Sequence[Key]] | None) -> None:
@@ -332,7 +335,7 @@ def _columns(wanted: bool | list[str]) -> list[str] | None:
     return wanted or None
 
 
-def _rows(features: Any, histories: Sequence[Any] | None) -> int:
+def _rows(features: Any, histories: Sequence[Any] | None = None) -> int:
     if features is None:
         return len(histories or ())
     return max(map(len, features.values()), default=0) if isinstance(features, dict) else len(features)

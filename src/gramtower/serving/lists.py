@@ -27,6 +27,7 @@ from gramtower.serving.index import Index
 Rows = NDArray[np.int64]
 Found = tuple[Rows, NDArray[np.float32]]
 _WIDEST = 2048  # candidates of one query that an index is asked for
+_GATHERED = 1 << 22  # numbers of the candidates' embeddings at a time
 
 
 @dataclass
@@ -81,13 +82,24 @@ def _exact(P: Tensor, Q: Tensor, excluded: Sequence[Rows], k: int, among: Rows |
     return checked_ranking(P.float(), Q.float(), left_out, among).top(k, loaded=True)
 
 
+def _scores(P: Tensor, Q: Tensor, candidates: Rows) -> NDArray[np.float32]:
+    """Scores of each row's candidates, some rows at a time: their embeddings are gathered; −1 is scored like 0."""
+    columns = torch.from_numpy(np.maximum(candidates, 0))
+    step = max(1, _GATHERED // max(1, columns.shape[1] * Q.shape[1]))
+    scores = np.empty(candidates.shape, np.float32)
+    for start in range(0, len(P), step):
+        part = slice(start, start + step)
+        scores[part] = torch.einsum("rd,rcd->rc", P[part], Q[columns[part]]).float().numpy()
+    return scores
+
+
 def _approximate(P: Tensor, Q: Tensor, excluded: Sequence[Rows], k: int, index: Index) -> Found:
     widest = max((len(columns) for columns in excluded), default=0)
     candidates = index.search(P.float().numpy(), min(len(Q), k + widest, max(_WIDEST, k)))
     for row, columns in enumerate(excluded):
         if len(columns):
             candidates[row][np.isin(candidates[row], columns)] = -1
-    scores = torch.einsum("rd,rcd->rc", P, Q[torch.from_numpy(np.maximum(candidates, 0))]).float().numpy()
+    scores = _scores(P, Q, candidates)
     scores[candidates < 0] = -np.inf
     order = np.lexsort((candidates, -scores), axis=1)[:, :k]
     found, values = np.take_along_axis(candidates, order, 1), np.take_along_axis(scores, order, 1)

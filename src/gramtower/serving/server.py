@@ -184,10 +184,9 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._ready = ready
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._ready()
+    async def main_loop(self) -> None:
+        self._ready()  # not in startup: of an end that is asked for there uvicorn 0.30 leaves connections open
+        await super().main_loop()
 
 
 async def _main(server: uvicorn.Server, listening: socket.socket, models: Models, watch: float | None) -> None:

@@ -95,6 +95,8 @@ class Snapshot:
 
     Attributes:
         notes: what an operator should know of this load, such as an index that was left out.
+        seen: what lists leave out.
+        observed: the same without pairs of an entity with itself, where both sides are one set.
         maps: by side, those that were asked for.
         evaluation: metrics on held-out pairs, also by popularity; None without such pairs.
     """
@@ -109,9 +111,10 @@ class Snapshot:
         self.written = source.path.stat().st_mtime
         self.seen: sp.csr_matrix = self.model.seen_
         P, Q = self.model.left_.embeddings, self.model.right_.embeddings
-        degrees = np.bincount(self.model.trained_.indices, minlength=len(Q)).astype(np.int64)
+        self.observed = self.model.fitted_.observed()
+        degrees = np.bincount(self.observed.indices, minlength=len(Q)).astype(np.int64)
         self.left = Entities(
-            "left", self.model.left_.ids, P, np.diff(self.seen.indptr).astype(np.int64),
+            "left", self.model.left_.ids, P, np.diff(self.observed.indptr).astype(np.int64),
             self._table("left", self.model.left_.ids, len(P)),
         )  # fmt: skip
         self.right = Entities(
@@ -251,14 +254,18 @@ class Snapshot:
         return Explainer(self.model, self.model.fitted_)
 
     def history(self, row: int) -> Rows:
-        """The right entities observed with a left one, increasing."""
+        """What lists of a left entity leave out, increasing: what it was observed with, and itself in one set."""
         columns: Rows = self.seen.indices[self.seen.indptr[row] : self.seen.indptr[row + 1]]
         return columns
 
-    def seen_by(self, row: int, most: int) -> Rows:
-        """Some left entities observed with a right one, increasing."""
-        places = np.flatnonzero(self.seen.indices == row)[:most]
-        return np.searchsorted(self.seen.indptr, places, side="right").astype(np.int64) - 1
+    def observed_with(self, side: str, row: int, most: int) -> Rows:
+        """Some entities of the other side that one was observed with, increasing."""
+        pairs = self.observed
+        if side == "left":
+            first: Rows = pairs.indices[pairs.indptr[row] : pairs.indptr[row + 1]][:most].astype(np.int64)
+            return first
+        places = np.flatnonzero(pairs.indices == row)[:most]
+        return np.searchsorted(pairs.indptr, places, side="right").astype(np.int64) - 1
 
     def unit(self, side: str) -> Tensor:
         """The embeddings of a side, of length one; made once, when they are first asked for."""

@@ -49,6 +49,9 @@ class Search:
         base: the model's own arguments.
         interrupted: whether Ctrl-C ended it.
         verdict: whether a trial replaces the defaults, and by how much it is better, in a sentence.
+        confirmations: trials that were trained once more before one of them won: those that had started warm, from a
+            cold start, which is then also their record among ``trials``; where entities were held out, the defaults
+            and what was to replace them, with other ones held out.
     """
 
     metric: str
@@ -63,6 +66,7 @@ class Search:
     base: dict[str, Any] = field(default_factory=dict)
     interrupted: bool = False
     verdict: str = ""
+    confirmations: list[Tried] = field(default_factory=list)
 
     @property
     def best(self) -> Tried:
@@ -113,6 +117,9 @@ class Search:
         arrays = [name for name in WEIGHTS if not isinstance(settings.get(name), (str, type(None)))]
         if arrays:
             comment += f"; {' and '.join(arrays)} were arrays, which this file cannot hold"
+        own = [name for name in ("optimizer", "loss") if not isinstance(settings.get(name, ""), str)]
+        if own:
+            comment += f"; {' and '.join(own)} of your own, which this file cannot hold"
         tables = dict(given or {})
         features = tables.pop("features", {})
         found = self.tables()
@@ -125,7 +132,7 @@ class Search:
         """Everything, as plain values."""
         content = asdict(self)
         content["base"] = {
-            k: v if isinstance(v, (int, float, str, tuple, type(None))) else str(v) for k, v in self.base.items()
+            k: v if isinstance(v, (int, float, str, tuple, dict, type(None))) else str(v) for k, v in self.base.items()
         }
         return content
 
@@ -163,6 +170,10 @@ class Search:
             cells = [str(t.number), f"{t.value:.4f}", *(shown(t.settings[name]) for name in names)]
             cells += [str(len(t.curve) - 1), f"{t.seconds:.1f}", t.note]
             lines.append("| " + " | ".join(cells) + " |")
+        if self.confirmations:
+            lines += ["", f"| trained again | {self.metric} | how | iterations | seconds |", "| --- |" + " --- |" * 4]
+        for t in self.confirmations:
+            lines.append(f"| {t.number} | {t.value:.4f} | {t.repeated} | {len(t.curve) - 1} | {t.seconds:.1f} |")
         return "\n".join(lines) + "\n"
 
     def _repr_html_(self) -> str:
@@ -203,8 +214,9 @@ def read_search(folder: Path) -> Search:
     try:
         plain = json.loads(path.read_text(encoding="utf-8"))
         trials = [build("trials", Tried, trial) for trial in plain.pop("trials")]
+        again = [build("confirmations", Tried, trial) for trial in plain.pop("confirmations", [])]
         search = build("search", Search, plain | {"trials": []})
-        search.trials = trials
+        search.trials, search.confirmations = trials, again
         for settings in (search.base, search.arguments):
             if settings.get("hidden") is not None:
                 settings["hidden"] = _tuples(settings["hidden"])

@@ -16,28 +16,36 @@ from __future__ import annotations
 
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
-from numpy.typing import NDArray
 
 from gramtower import _checks as check
 from gramtower.distributed.group import current_group
-from gramtower.estimator.fit_data import FitData, prepare_data
+from gramtower.estimator.fit_data import prepare_data
 from gramtower.estimator.settings import ModelSettings
 from gramtower.metrics.definitions import to_maximise
 from gramtower.training.lock import locked
 from gramtower.training.result import Reason
 from gramtower.tuning import study as studies
+from gramtower.tuning.identity import identity, learned_from
 from gramtower.tuning.report import Search
-from gramtower.tuning.space import NAMES, Choices, Space, Value, as_space, default_space, describe, first_settings
+from gramtower.tuning.space import (
+    NAMES,
+    Choices,
+    Space,
+    Value,
+    as_space,
+    default_space,
+    effective,
+    first_settings,
+    linear,
+)
 from gramtower.tuning.trial import (
     Outcome,
     Parts,
@@ -49,10 +57,11 @@ from gramtower.tuning.trial import (
     start_values,
 )
 from gramtower.tuning.tried import Gain, Tried, Verdict, gain, judge, pick
-from gramtower.tuning.warm import Solutions
+from gramtower.tuning.warm import Solutions, weights_beside
 
 #: Arguments of the model that a name of the space stands for, where they differ.
 _ARGUMENT = {"penalty": "embedding_l2", "left_power": "left_weights", "right_power": "right_weights"}
+_FAILURES = (ValueError, RuntimeError, MemoryError, ArithmeticError)  # of a trial, which the search outlives
 _CONFIRM = 3  # winners of warm starts that are trained again from a cold one, at most
 _WARM_BYTES = 2 * 10**9
 _ROOM = 12  # times the first trial's seconds, which must be left for larger towers to be tried
@@ -92,14 +101,14 @@ def tune(
         return make_parts_of_entities(model, pairs, validation, str(validation_side), features, _other(seed))
 
     data = prepare_data(model, parts.train, *parts.features)
-    start, learned = start_values(model, parts, data), _learned_from(data)
+    start, learned = start_values(model, parts, data), learned_from(data)
     del data
     chosen = make_space(model, start, space, parts)
-    with tempfile.TemporaryDirectory(prefix="gramtower-tune-") as scratch:
-        solutions = Solutions(Path(scratch) if storage is None else Path(str(storage) + ".weights"), _WARM_BYTES)
+    with tempfile.TemporaryDirectory(prefix="gramtower-tune-") as scratch, studies.gone_if_refused(storage) as refused:
+        solutions = Solutions(Path(scratch) if storage is None else weights_beside(storage), _WARM_BYTES)
         with locked(solutions.folder, name="storage"), _told_as_interrupts():
-            log = studies.open_study(storage, _identity(parts, chosen, metric, seed, model) | learned, seed)
-            run = _Run(model, parts, start, chosen, metric, seed, log, solutions, limit, began, others)
+            log = studies.open_study(storage, identity(parts, chosen, metric, seed, model) | learned, seed)
+            run = _Run(model, parts, start, chosen, metric, seed, log, solutions, limit, began, others, refused)
             run.search(count, progress)
             found = run.confirm() if parts.unseen is None else run.confirm_on_others()
     if progress is not None:
@@ -145,47 +154,9 @@ def make_space(
         value = getattr(model, argument, None)
         return value is not default.get(argument) and (isinstance(value, np.ndarray) or value != default.get(argument))
 
-    left_out = () if with_features else ("features",)  # history is slower and seldom better: only by name
+    left_out = [] if with_features else ["features"]  # history is slower and seldom better: only by name
+    left_out += ["activation"] if is_given("hidden") and linear(start["hidden"]) else []
     return as_space({name: True for name in NAMES if name not in left_out and not is_given(name)}, whole)
-
-
-def _identity(parts: Parts, space: Space, metric: str, seed: int, model: ModelSettings) -> dict[str, Any]:
-    """What must be the same for a stored search to be continued, beside what :func:`_learned_from` says."""
-    marks = _marks(parts.matrix.indptr, parts.matrix.indices)
-    held = _marks(parts.held_out.indptr, parts.held_out.indices)
-    unseen = parts.unseen
-    entities = "" if unseen is None else f"{unseen.count} {unseen.side} entities, "
-    fixed = {k: v for k, v in model.get_params().items() if k not in ("device", "verbose", "memory_budget", "metric")}
-    return {
-        "pairs": f"{parts.matrix.shape[0]} × {parts.matrix.shape[1]}, {parts.matrix.nnz} pairs, {marks}",
-        "validation": f"{entities}{parts.held_out.nnz} pairs, {held}",
-        "space": describe(space),
-        "metric": metric,
-        "seed": seed,
-        "model": {name: str(value) for name, value in fixed.items()},
-    }
-
-
-def _learned_from(data: FitData) -> dict[str, Any]:
-    """Labels, weights and features of a fit, by checksums."""
-    weights = "none" if data.weights is None else str(_marks(data.weights))
-    return {
-        "labels": str(_marks(data.matrix.data)),
-        "weights": weights,
-        "left features": _features_mark(data.features[0]),
-        "right features": _features_mark(data.features[1]),
-    }
-
-
-def _features_mark(rows: Any) -> str:
-    if rows is None:
-        return "ids"
-    arrays = (rows.indptr, rows.indices, rows.data) if sp.issparse(rows) else (np.asarray(rows),)
-    return f"{rows.shape[0]} × {rows.shape[1]}, {_marks(*arrays)}"
-
-
-def _marks(*arrays: NDArray[Any]) -> list[int]:
-    return [zlib.crc32(np.ascontiguousarray(array).tobytes()) for array in arrays]
 
 
 @dataclass
@@ -203,8 +174,9 @@ class _Run:
     limit: float | None
     began: float
     others: Callable[[], Parts]
+    refused: list[Exception]
     interrupted: bool = False
-    other_first: Tried | None = None  # the defaults on the second part
+    again: list[Tried] = field(default_factory=list)  # trials that were trained once more
     first_seconds: float = 0.0  # of the first trial, looks included
 
     @cached_property
@@ -234,21 +206,37 @@ class _Run:
 
     def confirm(self) -> Search:
         """The result; its winner started cold, or did so again, in time, where it had started warm."""
-        confirmed: dict[int, Tried] = {}
-        while not self.interrupted and len(confirmed) < _CONFIRM and not self._late():
-            best = self.result(confirmed).best
-            if best.started_cold:
+        while not self.interrupted and len(self.again) < _CONFIRM:
+            best = self.result().best
+            if best.started_cold or self._confirmed(best, self._from_cold) is None:
                 break
+        found = self.result()
+        return found if found.best.started_cold else self.result(cold_only=True)
+
+    def _from_cold(self, tried: Tried) -> Outcome:
+        return self._train(tried.settings, None, None, lambda iteration, value: None, confirming=True)
+
+    def _confirmed(self, tried: Tried, train: Callable[[Tried], Outcome]) -> Tried | None:
+        """The record of a trial trained once more, by the log or now; None if time or memory did not do."""
+        known = next((t for t in self.log.confirmations(self.fixed) if t.number == tried.number), None)
+        if known is None:
+            if self._late():
+                return None
             try:
-                outcome = self._train(best.settings, None, None, lambda iteration, value: None, confirming=True)
+                outcome = train(tried)
+                self.interrupted = outcome.reason is Reason.INTERRUPTED
+                if outcome.late or self.interrupted:
+                    return None
+                known = tried.again(outcome)
+                self.log.confirm(known)
             except KeyboardInterrupt:
                 self.interrupted = True
-                break
-            self.interrupted = outcome.reason is Reason.INTERRUPTED
-            if outcome.late or self.interrupted:
-                break
-            confirmed[best.number] = best.again(outcome)
-        return self.result(confirmed, cold_only=True)
+                return None
+            except _FAILURES as error:
+                self.interrupted = _is_interrupt(error)
+                return None
+        self.again.append(known)
+        return known
 
     def confirm_on_others(self) -> Search:
         """The result; its winner was better on other held-out entities too, from another start.
@@ -256,7 +244,7 @@ class _Run:
         Few entities say little, and so does one start: networks that begin elsewhere differ by as much as settings do.
         The defaults and the winner are trained once more, and the same rule holds for what it gains then.
         """
-        tried, refused = self.log.tried(self.fixed), list[int]()
+        tried, refused = [t for t in self.log.tried(self.fixed) if t.same_as is None], list[int]()
         if not tried:
             raise KeyboardInterrupt
         first, verdict, text = tried[0], judge(tried), ""
@@ -275,37 +263,31 @@ class _Run:
 
     def _gain_on_others(self, winner: Tried) -> Gain | None:
         """What a trial gains on the second part; None if time does not do."""
-        try:
-            if self.other_first is None:
-                self.other_first = self._once_more(self.log.tried(self.fixed)[0], None)
-            other = None if self.other_first is None else self._once_more(winner, self.other_first.value)
-        except KeyboardInterrupt:
-            self.interrupted = True
+        if self.second is None:
             return None
-        return None if other is None or self.other_first is None else gain(other, self.other_first)
+        first = self.again[0] if self.again else self._confirmed(self.log.tried(self.fixed)[0], self._on_others)
+        other = None if first is None else self._confirmed(winner, self._on_others)
+        return None if other is None or first is None else gain(other, first)
 
-    def _once_more(self, tried: Tried, first: float | None) -> Tried | None:
-        """The record of a trial on the second part; None if time did not do."""
-        if self.second is None or self._late():
-            return None
+    def _on_others(self, tried: Tried) -> Outcome:
+        """How a trial ends on the second part; the defaults are the first."""
+        assert self.second is not None
+        first = self.again[0].value if self.again else None
         arguments = model_arguments(tried.settings, self.model, self.parts.matrix, self.start)
         model = self.model.with_changes(**{**arguments, "metric": self.metric, "seed": _other(self.model.seed)})
-        outcome = run_trial(
+        return run_trial(
             model, tried.settings, self.second, warm=None, first=first, best=first,
             report=lambda iteration, value: None, seed=_other(self.seed),
             deadline=None if self.limit is None else self.began + self.limit,
         )  # fmt: skip
-        self.interrupted = outcome.reason is Reason.INTERRUPTED
-        return None if outcome.late or self.interrupted else Tried.of(tried.number, tried.settings, outcome, None)
 
-    def result(
-        self, confirmed: Mapping[int, Tried] | None = None, cold_only: bool = False, verdict: Verdict | None = None
-    ) -> Search:
+    def result(self, cold_only: bool = False, verdict: Verdict | None = None) -> Search:
         """The search so far, with trials confirmed from a cold start in place of their first records."""
-        tried = [(confirmed or {}).get(t.number, t) for t in self.log.tried(self.fixed)]
+        cold = {t.number: t for t in self.again if t.confirmed is not None}
+        tried = [cold.get(t.number, t) for t in self.log.tried(self.fixed)]
         if not tried:
             raise KeyboardInterrupt
-        verdict = verdict or judge([t for t in tried if t.started_cold or not cold_only])
+        verdict = verdict or judge([t for t in tried if t.same_as is None and (t.started_cold or not cold_only)])
         best, unseen = verdict.winner, self.parts.unseen
         arguments = changed_arguments(best.settings, self.model, self.parts.matrix, self.start)
         if unseen is None:  # otherwise a trial has the iterations that a fit has by itself
@@ -327,15 +309,20 @@ class _Run:
                 **({} if unseen is None else {f"held_out_{unseen.side}": unseen.count}),
             },
             seconds=time.perf_counter() - self.began,
-            base={k: v for k, v in self.model.get_params().items() if k not in ("towers", "verbose")},
+            base={k: v for k, v in self.model.by_name().get_params().items() if k not in ("towers", "verbose")},
             interrupted=self.interrupted,
             verdict=verdict.text,
+            confirmations=list(self.again),
         )
 
     def _trial(self) -> None:
         trial = self.log.ask(self.space, larger=self._larger_affordable())
         settings = {**self.fixed, **trial.settings}
-        finished = self.log.tried(self.fixed)
+        finished, wanted = self.log.tried(self.fixed), effective(settings, self.start)
+        same = next((t for t in finished if effective(t.settings, self.start) == wanted), None)
+        if same is not None:
+            trial.tell_same(same)
+            return
         near = None
         if self.parts.unseen is None:  # otherwise the iterations of two trials would add up to what learns by heart
             near = self.solutions.nearest(settings, [(t.number, t.settings) for t in finished])
@@ -346,13 +333,14 @@ class _Run:
         except KeyboardInterrupt:
             self.interrupted = True
             return
-        except (ValueError, RuntimeError, MemoryError, ArithmeticError) as error:
+        except _FAILURES as error:
             if _is_interrupt(error):
                 self.interrupted = True
                 return
-            trial.fail(f"{type(error).__name__}: {error}")
             if not finished:
+                self.refused.append(error)
                 raise  # the defaults themselves cannot be trained: bad input, not bad luck
+            trial.fail(f"{type(error).__name__}: {error}")
             return
         self.interrupted = outcome.reason is Reason.INTERRUPTED
         if self.interrupted or (outcome.late and finished):

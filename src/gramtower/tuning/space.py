@@ -158,6 +158,8 @@ def as_space(given: Mapping[str, Any], whole: Space) -> Space:
             check.fail("space", f"the unknown name {name!r}", f"{near!r}, or another of {', '.join(NAMES)}")
         if value is True:
             space[plain] = whole[plain]
+            if isinstance(part := whole[plain], Range) and not part.low < part.high:
+                check.fail(f"space: {name}", f"true, around the model's own {part.low:g}", "[low, high]")
         elif plain in RANGES:
             space[plain] = _range(plain, value)
         else:
@@ -203,6 +205,23 @@ def _size(settings: Mapping[str, Value]) -> tuple[int, int]:
     """Units of all hidden layers, and the dimension; 0 where they are not searched."""
     sides = check_hidden(parse_hidden(str(settings["hidden"]))) if "hidden" in settings else ((), ())
     return sum((*sides[0], *sides[1])), int(settings.get("dim", 0))
+
+
+def linear(hidden: object) -> bool:
+    """Whether towers with these hidden layers, as text, have none, on either side."""
+    return hidden is not None and check_hidden(parse_hidden(str(hidden))) == ((), ())
+
+
+def effective(settings: Mapping[str, Value], start: Mapping[str, Value]) -> dict[str, Value]:
+    """Settings without those that change nothing: the activation of towers without hidden layers.
+
+    Args:
+        settings: of a trial.
+        start: the default value of every name. What is not searched is that, as long as towers see the same.
+    """
+    known = start if settings.get("features", start["features"]) == start["features"] else {}
+    unused = ("activation",) if linear(settings.get("hidden", known.get("hidden"))) else ()
+    return {name: value for name, value in settings.items() if name not in unused}
 
 
 def describe(space: Space) -> dict[str, Any]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import glob
 import json
+import shutil
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from gramtower._optional import need
 from gramtower.tuning.space import SIZES, Range, Space, Value, searched
 from gramtower.tuning.space import larger as is_larger
 from gramtower.tuning.tried import Tried, pick
+from gramtower.tuning.warm import weights_beside
 
 if TYPE_CHECKING:
     import optuna
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from gramtower.tuning.trial import Outcome
 
 _NAME = "gramtower"
+_AGAIN = "confirmations"
 _RECORD = b'{"op_code"'  # how every line of a journal begins
 _SQLITE = b"SQLite format 3"
 _STARTUP = 8  # trials drawn at random before proposals learn from them
@@ -56,6 +60,21 @@ def open_study(storage: str | Path | None, identity: dict[str, Any], seed: int) 
                     "storage", f"{storage}, a search with other {name}: {known.get(name)}", f"{value}, or another file"
                 )
     return Log(study, seed)
+
+
+@contextmanager
+def gone_if_refused(storage: str | Path | None) -> Iterator[list[Exception]]:
+    """Take a new log away again where the defaults cannot be trained, by errors put into the list that this yields.
+
+    Nothing is in it, and it would refuse the same search with what was wrong mended as another one.
+    """
+    new, refused = storage is not None and not Path(storage).exists(), list[Exception]()
+    try:
+        yield refused
+    finally:
+        if storage is not None and new and refused:
+            Path(storage).unlink(missing_ok=True)
+            shutil.rmtree(weights_beside(storage), ignore_errors=True)
 
 
 def _backend(storage: str | Path | None) -> Any:
@@ -192,15 +211,29 @@ class Log:
             Tried(**{**trial.user_attrs["result"], "settings": {**fixed, **trial.params}}) for trial in self.finished()
         ]
 
+    def confirm(self, again: Tried) -> None:
+        """Keep the record of a trial that was trained once more."""
+        record = asdict(again)
+        del record["settings"]
+        self.study.set_user_attr(_AGAIN, [*self.study.user_attrs.get(_AGAIN, []), record])
+
+    def confirmations(self, fixed: Mapping[str, Value]) -> list[Tried]:
+        """Records of trials that were trained once more, in order."""
+        settings = {trial.number: trial.settings for trial in self.tried(fixed)}
+        return [
+            Tried(**record, settings=settings[record["number"]]) for record in self.study.user_attrs.get(_AGAIN, [])
+        ]
+
     def importance(self, tried: Sequence[Tried]) -> dict[str, float]:
-        """How much of the metric's variation each searched name explains; empty for fewer than four trials."""
+        """How much of the metric's variation each searched name explains, by PED-ANOVA; empty for fewer than four."""
         import optuna
 
         if len(tried) < 4 or len({t.value for t in tried}) < 2:
             return {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = optuna.importance.get_param_importances(self.study)
+            by = optuna.importance.PedAnovaImportanceEvaluator()  # the default of optuna 4 needs scikit-learn
+            found = optuna.importance.get_param_importances(self.study, evaluator=by)
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
@@ -221,6 +254,14 @@ class Trial:
         self._trial.set_user_attr("result", record)
         self._log.study.tell(self._trial, outcome.value)
         return self.number
+
+    def tell_same(self, other: Tried) -> None:
+        """End the trial as another one ended, whose settings come to the same."""
+        first = other.number if other.same_as is None else other.same_as
+        record = asdict(replace(other, number=self.number, seconds=0.0, same_as=first))
+        del record["settings"]
+        self._trial.set_user_attr("result", record)
+        self._log.study.tell(self._trial, other.value)
 
     def fail(self, why: str) -> None:
         """End the trial without a value."""

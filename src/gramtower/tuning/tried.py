@@ -38,6 +38,7 @@ class Tried:
         confirmed: for a winner that started warm, its value then; ``value`` is that of the cold start after it.
         without: the metric at its end without each part of the validation entities, for the defaults and for what
             was better than they; empty for a metric that is of no single entities.
+        same_as: the trial whose settings come to the same, and whose results these are; None if it was trained.
     """
 
     number: int
@@ -51,6 +52,7 @@ class Tried:
     reason: str
     confirmed: float | None = None
     without: list[float] = field(default_factory=list)
+    same_as: int | None = None
 
     @property
     def started_cold(self) -> bool:
@@ -60,6 +62,8 @@ class Tried:
     @property
     def note(self) -> str:
         """How it started, and whether it was given up or trained again, for people."""
+        if self.same_as is not None:
+            return f"same as {self.same_as}"
         notes = [f"warm from {self.warm_from}"] if self.warm_from is not None else []
         notes += ["given up"] if self.pruned else []
         notes += [f"confirmed cold; {self.confirmed:.4f} warm"] if self.confirmed is not None else []
@@ -73,10 +77,15 @@ class Tried:
             warm_from, outcome.reason.name, without=outcome.without,
         )  # fmt: skip
 
+    @property
+    def repeated(self) -> str:
+        """How it was trained once more, for people; of the record of such a training."""
+        return "on other held-out entities" if self.confirmed is None else f"cold start; {self.confirmed:.4f} warm"
+
     def again(self, outcome: Outcome) -> Tried:
-        """The record of the same settings trained from a cold start."""
-        cold = Tried.of(self.number, self.settings, outcome, self.warm_from)
-        return replace(cold, confirmed=self.value, pruned=False)
+        """The record of the same settings trained once more: from a cold start, or where it had one, on other data."""
+        once_more = Tried.of(self.number, self.settings, outcome, self.warm_from)
+        return once_more if self.started_cold else replace(once_more, confirmed=self.value, pruned=False)
 
 
 def pick(trials: Sequence[Tried]) -> Tried:

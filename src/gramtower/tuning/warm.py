@@ -44,6 +44,11 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
     return math.hypot(*steps)
 
 
+def weights_beside(storage: str | Path) -> Path:
+    """The folder of solutions that belongs to a log."""
+    return Path(str(storage) + ".weights")
+
+
 class Solutions:
     """Parameters of finished trials in a folder.
 
