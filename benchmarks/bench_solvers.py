@@ -43,7 +43,7 @@ from gramtower.optim.solvers import SOLVERS
 
 DEFAULT = "newton-kron"
 LEVELS = (0.1, 0.01, 0.001)
-_KEPT = 2e-4  # relative decrease after which a record is kept in the result
+_KEPT, _KEPT_FAR = 2e-4, 0.02  # relative decrease after which a record is kept, and how it grows with the distance
 _TINY = (60, 40, 400)
 
 
@@ -204,16 +204,26 @@ def run(problem: gt.Problem, towers: gt.Towers, method: str, seconds: float, ite
         result = gt.minimize(problem, clone(towers), method, iterations, seconds, tolerance=0.0)
     except (ValueError, RuntimeError, ArithmeticError, MemoryError) as error:
         return {"status": f"{type(error).__name__}: {error}", "curve": [], "seconds": 0.0, "iterations": 0}
-    curve: list[tuple[float, float, float]] = []
     first, last = result.history[0], result.history[-1]
-    for record in result.history:
-        if not curve or record.value < curve[-1][1] * (1 - _KEPT) or record is last:
-            passes = record.work["pair_passes"] - first.work["pair_passes"]
-            curve.append((round(record.seconds, 4), record.value, round(passes, 2)))
+    curve = thinned([
+        (round(record.seconds, 4), record.value, round(record.work["pair_passes"] - first.work["pair_passes"], 2))
+        for record in result.history
+    ])  # fmt: skip
     return {
         "status": result.reason.name, "curve": curve, "seconds": last.seconds, "iterations": last.iteration,
         "date": environment()["date"],
     }  # fmt: skip
+
+
+def thinned(curve: list[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
+    """The records that a result keeps: fewer of them the farther they are from the end."""
+    end, kept = curve[-1][1], [curve[0]]
+    for record in curve[1:-1]:
+        before = kept[-1][1]
+        share = max(_KEPT, _KEPT_FAR * (before - end) / abs(end)) if end else _KEPT
+        if record[1] < before - share * abs(before):
+            kept.append(record)
+    return kept + curve[-1:] if len(curve) > 1 else kept
 
 
 def reached(curve: list[tuple[float, float, float]], best: float, level: float) -> tuple[float | None, float | None]:
