@@ -87,7 +87,8 @@ class TwoTower(ModelSettings):
             depends on whether there are features.
         optimizer: see docs/choosing.md.
         optimizer_options: the method's own constants.
-        max_iterations: stops after this many; None for 20, or 12 where there are features and embeddings of any length.
+        max_iterations: stops after this many; None for 20, or 12 where there are features and embeddings of any length,
+            and for ids alone on a CPU, where an iteration is a sweep over all rows.
         time_limit: seconds of training after which it stops, or None.
         patience: with validation data, stops when the metric has not improved for this many iterations.
         metric: the validation metric.

@@ -7,7 +7,7 @@
     b               degree^0.1           degree^0.5                    degree^0.3
     λ               2⁻⁵                  0.03 |O| / min(m, n) and more as for features
     μ               0.0065 and more      0.0005 to 0.006, see below    as for ids
-    iterations      20                   12, normalised 20             12
+    iterations      20, on a CPU 12      12, normalised 20             12
     normalised      no                   see default_normalize         no
 
 So unobserved pairs weigh four times (twice) as much in all as observed ones. What an entity's own vector could learn by
@@ -36,7 +36,7 @@ IMPUTED = -0.5
 IDS, FEATURES, BOTH = "ids", "features", "ids and features"  # what towers see, on the side that has the most
 _SHARE = {IDS: 4.0, FEATURES: 2.0, BOTH: 4.0}
 _WEIGHTS = {IDS: "degree^0.1", FEATURES: "degree^0.5", BOTH: "degree^0.3"}
-_ITERATIONS, _NORMALISED_ITERATIONS = {IDS: 20, FEATURES: 12, BOTH: 12}, 20
+_ITERATIONS, _NORMALISED_ITERATIONS, _SWEEPS = {IDS: 20, FEATURES: 12, BOTH: 12}, 20, 12
 _L2, _L2_PER_PAIR, _MOST_L2 = 2.0**-5, 0.03, 2.0
 _LEAST_PENALTY, _PENALTY_PER_PAIR, _MOST_PENALTY = 5e-4, 8e-5, 6e-3  # of embeddings made of features
 _FEW_PAIRS = 32  # of an entity of the smaller side
@@ -140,8 +140,10 @@ def default_right_weights(seen: str) -> str:
     return _WEIGHTS[seen]
 
 
-def default_iterations(seen: str, normalize: bool) -> int:
-    """Outer iterations."""
+def default_iterations(seen: str, normalize: bool, swept: bool = False) -> int:
+    """Outer iterations; sweeps over the rows of tables come as far with fewer."""
+    if swept:
+        return _SWEEPS
     return max(_ITERATIONS[seen], _NORMALISED_ITERATIONS if normalize else 0)
 
 

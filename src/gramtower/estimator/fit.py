@@ -176,8 +176,7 @@ def _fit(
 
 def _is_tiny(settings: ModelSettings, data: FitData) -> bool:
     """Whether an evaluation of linear towers over ids takes a CPU so little that it is not worth a second thread."""
-    linear = settings.towers is None and data.hidden == ((), ()) and data.seen == defaults.IDS
-    if not linear or data.device.type != "cpu":
+    if not _is_linear_over_ids(settings, data) or data.device.type != "cpu":
         return False
     return bool(sum(data.shape) * data.dim**2 + 4 * data.observed * data.dim <= _TINY)
 
@@ -225,7 +224,19 @@ def iterations(settings: ModelSettings, data: FitData) -> int:
     """How many at most."""
     if settings.max_iterations is not None:
         return settings.max_iterations
-    return defaults.default_iterations(data.seen, data.normalize)
+    return defaults.default_iterations(data.seen, data.normalize, _is_swept(settings, data))
+
+
+def _is_swept(settings: ModelSettings, data: FitData) -> bool:
+    """Whether the default optimizer sweeps over the rows of two tables (optim/sweeps.py)."""
+    if settings.optimizer != "newton-kron" or (settings.optimizer_options or {}).get("sweeps") == 0:
+        return False
+    alone = data.device.type == "cpu" and data.shards.single and settings.memory_budget is None
+    return alone and _is_linear_over_ids(settings, data)
+
+
+def _is_linear_over_ids(settings: ModelSettings, data: FitData) -> bool:
+    return settings.towers is None and data.hidden == ((), ()) and data.seen == defaults.IDS
 
 
 def make_towers(
