@@ -134,3 +134,23 @@ def test_large_vectors_on_a_cpu_are_like_small_ones():
         assert (made.shape, made.dtype, made.device) == (vector.shape, vector.dtype, vector.device)
         assert made.data_ptr() != vector.data_ptr()
         assert torch.equal(made.copy_(vector), vector)
+
+
+def test_vectors_are_used_again_once_nobody_refers_to_them_or_to_a_part():
+    from gramtower.runtime.allocation import Vectors
+
+    vectors, like = Vectors(), torch.zeros(100)
+    first = vectors.empty_like(like)
+    second = vectors.empty_like(like)
+    assert first.data_ptr() != second.data_ptr()
+    place, part = first.data_ptr(), first[3:7].view(2, 2)
+    del first
+    third = vectors.empty_like(like)
+    assert third.data_ptr() not in (place, second.data_ptr())
+    del part
+    assert vectors.empty_like(like).data_ptr() == place
+    assert vectors.empty_like(like.double()).dtype == torch.float64
+    assert len(vectors.empty_like(torch.zeros(7))) == 7
+    kept = vectors.empty_like(like).fill_(2.0)
+    del vectors
+    assert torch.equal(kept, torch.full((100,), 2.0))

@@ -64,16 +64,17 @@ def test_combined_sweeps_are_sooner_than_plain_ones():
 def test_the_combination_has_the_shortest_residual():
     problem, towers = tables()
     sweeps, point = Sweeps(2), problem.at(towers)
+    starts, ends = [], []
     for _ in range(3):
+        starts.append(point.parameters.vector)
         point = sweeps.iterate(point)[0]
-    starts, ends = torch.stack(sweeps.starts), torch.stack(sweeps.ends)
-    table = slice(240 * 8, None)  # the right one
-    residuals = (ends - starts)[:, table]
-    assert torch.allclose(sweeps.square, residuals @ residuals.t())
-    # Least squares in the differences has no constraint: α = (1 − Σγ, γ).
-    differences = (residuals[:-1] - residuals[-1]).t()
-    gamma = torch.linalg.lstsq(differences, -residuals[-1]).solution
-    expected = ends[-1] + gamma @ (ends[:-1] - ends[-1])
+        ends.append(sweeps.ends[-1])
+    right = slice(240 * 8, None)
+    residuals = torch.stack([end - start for start, end in zip(starts, ends, strict=True)])[:, right]
+    assert torch.allclose(sweeps.square, residuals[1:] @ residuals[1:].t())
+    # With α = (γ, 1 − Σγ) it is least squares in the differences from the last residual.
+    gamma = torch.linalg.lstsq((residuals[:-1] - residuals[-1]).t(), -residuals[-1]).solution
+    expected = ends[-1] + gamma @ (torch.stack(ends[:-1]) - ends[-1])
     assert torch.allclose(point.parameters.vector, expected, rtol=1e-3, atol=1e-4)
 
 

@@ -157,8 +157,8 @@ class NewtonKron(Solver):
         alternating: first iterations of linear towers that move one side at a time; with 0 none does.
         network_memory: pairs that other towers remember once damping has outgrown its start; fewer where the memory
             budget leaves no room. 0 for conjugate gradient throughout.
-        sweeps: sweeps over all rows that two embedding tables on a CPU remember, two vectors of θ's size each; 0, and a
-            memory budget without room for them, for secant steps.
+        sweeps: earlier sweeps over all rows that two embedding tables on a CPU remember, two vectors of θ's size each;
+            0, and a memory budget without room for them, for secant steps.
         sufficient_decrease: η of the line search.
     """
 
@@ -173,7 +173,7 @@ class NewtonKron(Solver):
     memory: int = _count(3, 0)
     alternating: int = _count(4, 0)
     network_memory: int = _count(10, 0)
-    sweeps: int = _count(2, 0)
+    sweeps: int = _count(1, 0)
     sufficient_decrease: float = _share(1e-4, 0.999)
 
     def method(self, seed: int) -> Method:

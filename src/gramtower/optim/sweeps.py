@@ -12,7 +12,7 @@ sweep's first half; otherwise the sweep itself is, its steps halved where they a
 quadratic, and what was remembered is forgotten. Where no step of the sweep decreases L, it is left to what follows.
 
 Cost of an iteration: two values, two passes over O more for the rows' systems, a pass over what is remembered. Memory:
-two vectors of θ's size for each sweep remembered, and five while one is made. Not in the paper. Over several processes
+two vectors of θ's size for each sweep remembered, and four while one is made. Not in the paper. Over several processes
 a right row's pairs are not in one place, and secant steps are made (secant.py).
 Checked by tests/test_sweeps.py; timed by benchmarks/bench_als.py and bench_solvers.py.
 """
@@ -31,6 +31,7 @@ from gramtower.engine.towers.parameters import Layout, Parameters
 from gramtower.engine.towers.towers import Towers
 from gramtower.optim.methods import Descent, IterationResult, Method
 from gramtower.optim.parts import State, Stateful
+from gramtower.runtime.allocation import Vectors
 from gramtower.runtime.threads import parallel_for
 
 _STEPS, _TOLERANCE = 2, 0.1  # of each row's conjugate gradient
@@ -51,7 +52,8 @@ class Sweeps(Stateful):
         self.starts: list[Tensor] = []  # θ_i, oldest first
         self.ends: list[Tensor] = []  # S(θ_i)
         self.square = torch.zeros(0, 0, dtype=torch.float64)  # products of the residuals S(θ_i) − θ_i
-        self._scratch: tuple[Parameters, Parameters] | None = None  # what only lasts for half a sweep
+        self._rotated: Parameters | None = None  # θ in the basis of half a sweep
+        self._vectors = Vectors()
 
     def suit(self, point: Point) -> bool:
         """Whether both towers are embedding tables that can be solved by rows, and there is memory to remember."""
@@ -67,83 +69,53 @@ class Sweeps(Stateful):
 
     def iterate(self, point: Point) -> tuple[Point | None, float, int]:
         """The next point, the norm of the gradients on the way, and the values that were computed."""
-        names = row_tables(point.evaluation)
+        names, theta = row_tables(point.evaluation), point.parameters
         assert names is not None
-        if self._scratch is None:
-            self._scratch = point.parameters.empty(), point.parameters.empty()
-        rotated, half = self._scratch
-        scratch = rotated[names[0]], rotated[names[1]]
+        if self._rotated is None:
+            self._rotated = theta.empty()
+        scratch = self._rotated[names[0]], self._rotated[names[1]]
         first = 0 if bool(point.evaluation.gramians[0][1].any()) else 1  # beside zeros a table would go there too
-        squares = self._move(point, names, first, half, scratch)
-        middle, trials = self._down(point, half, names[first])
+        one, other = names[first], names[1 - first]
+        half = self._empty(theta)
+        half[other].copy_(theta[other])
+        squares = row_step(point.evaluation, first, _STEPS, _TOLERANCE, half[one], scratch)
+        middle, trials = _down(point, half, theta, one)
         if middle is None:
             return None, math.sqrt(squares), trials
-        end = point.parameters.empty()
-        squares += self._move(middle, names, 1 - first, end, scratch)
-        following = self._combined(point.parameters, end, names[1 - first])
+        end = middle.parameters  # what follows asks the point for no more than its value, which is known
+        squares += row_step(middle.evaluation, 1 - first, _STEPS, _TOLERANCE, end[other], scratch)
+        following = self._combined(theta, end, other)
         if following is not None:
-            trials, tried = trials + 1, middle.at(following)
+            trials, tried = trials + 1, point.at(following)
             if tried.value < middle.value:
                 return tried, math.sqrt(squares), trials
             self.forget()
             del tried, following
-        found, more = self._down(middle, end, names[1 - first])
+        found, more = _down(middle, end, theta, other)
         return found, math.sqrt(squares), trials + more
 
-    @staticmethod
-    def _move(
-        point: Point, names: tuple[str, str], side: int, theta: Parameters, scratch: tuple[Tensor, Tensor]
-    ) -> float:
-        """Write θ with one table after its rows' steps; returns the square of the norm of their gradient."""
-        theta[names[1 - side]].copy_(point.parameters[names[1 - side]])
-        return row_step(point.evaluation, side, _STEPS, _TOLERANCE, theta[names[side]], scratch)
-
-    @staticmethod
-    def _down(point: Point, theta: Parameters, name: str) -> tuple[Point | None, int]:
-        """The point at θ, its distance in one table halved until the value falls; None if it never does."""
-        for trial in range(1, _HALVINGS + 1):
-            tried = point.at(theta)
-            if tried.value < point.value:
-                return tried, trial
-            theta = theta.clone()
-            theta[name].add_(point.parameters[name]).mul_(0.5)
-        return None, _HALVINGS
+    def _empty(self, like: Parameters) -> Parameters:
+        return Parameters(like.layout, self._vectors.empty_like(like.vector))
 
     def _combined(self, start: Parameters, end: Parameters, name: str) -> Parameters | None:
         """Σ α_i S(θ_i) with this sweep among them; None if it is the only one."""
-        self.starts = [*self.starts, start.vector][-self.memory - 1 :]
-        self.ends = [*self.ends, end.vector][-self.memory - 1 :]
-        kept, products = self.square[-self.memory :, -self.memory :], self._products(end.layout, name)
-        count = len(products)
+        starts, ends = [*self.starts, start.vector], [*self.ends, end.vector]
+        count = len(ends)
         square = torch.empty(count, count, dtype=torch.float64)
-        square[-1] = square[:, -1] = products
-        square[:-1, :-1] = kept
-        self.square = square
+        square[:-1, :-1] = self.square
+        square[-1] = square[:, -1] = _last_products(starts, ends, end.layout, name)
+        self.starts, self.ends = starts[-self.memory :], ends[-self.memory :]
+        self.square = square[-self.memory :, -self.memory :]
         if count == 1:
             return None
         ridge = _RIDGE * square.diagonal().mean() * torch.eye(count, dtype=torch.float64)
         alpha = torch.linalg.solve(square + ridge, torch.ones(count, dtype=torch.float64))
         weights = (alpha / alpha.sum()).tolist()
-        result = end.empty()
-        torch.mul(self.ends[0], weights[0], out=result.vector)
-        for vector, weight in zip(self.ends[1:], weights[1:], strict=True):
+        result = self._empty(end)
+        torch.mul(ends[0], weights[0], out=result.vector)
+        for vector, weight in zip(ends[1:], weights[1:], strict=True):
             result.vector.add_(vector, alpha=weight)
         return result
-
-    def _products(self, layout: Layout, name: str) -> Tensor:
-        """The last residual of a table times each of them; chunk by chunk, as none of them is stored."""
-        starts, ends = ([Parameters(layout, x)[name].view(-1) for x in each] for each in (self.starts, self.ends))
-        size = len(ends[-1])
-        chunks = [*range(0, size, _CHUNK), size]
-        found = torch.zeros(len(chunks) - 1, len(ends), dtype=torch.float64)
-
-        def add(low: int, high: int) -> None:
-            residuals = [end[low:high] - start[low:high] for start, end in zip(starts, ends, strict=True)]
-            for i, residual in enumerate(residuals):
-                found[low // _CHUNK, i] = residuals[-1].dot(residual)
-
-        parallel_for(add, chunks)
-        return found.sum(0)
 
     def state(self) -> State:
         """What is remembered."""
@@ -155,6 +127,33 @@ class Sweeps(Stateful):
         count = sum(key.startswith("end") for key in state)
         self.starts, self.ends = ([state[f"{what}{i}"] for i in range(count)] for what in ("start", "end"))
         self.square = state["square"]
+
+
+def _down(point: Point, theta: Parameters, origin: Parameters, name: str) -> tuple[Point | None, int]:
+    """The point at θ, one table's distance from its origin halved until L is below the given point's; None if never."""
+    for trial in range(1, _HALVINGS + 1):
+        tried = point.at(theta)
+        if tried.value < point.value:
+            return tried, trial
+        theta = theta.clone()
+        theta[name].add_(origin[name]).mul_(0.5)
+    return None, _HALVINGS
+
+
+def _last_products(starts: list[Tensor], ends: list[Tensor], layout: Layout, name: str) -> Tensor:
+    """A table's last residual times each of them; chunk by chunk, as none of them is stored."""
+    before, after = ([Parameters(layout, x)[name].view(-1) for x in each] for each in (starts, ends))
+    size = len(after[-1])
+    chunks = [*range(0, size, _CHUNK), size]
+    found = torch.zeros(len(chunks) - 1, len(after), dtype=torch.float64)
+
+    def add(low: int, high: int) -> None:
+        residuals = [end[low:high] - start[low:high] for start, end in zip(before, after, strict=True)]
+        for i, residual in enumerate(residuals):
+            found[low // _CHUNK, i] = residuals[-1].dot(residual)
+
+    parallel_for(add, chunks)
+    return found.sum(0)
 
 
 class SweepsFirst(Method):
