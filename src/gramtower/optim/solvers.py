@@ -173,7 +173,7 @@ class NewtonKron(Solver):
     memory: int = _count(3, 0)
     alternating: int = _count(4, 0)
     network_memory: int = _count(10, 0)
-    sweeps: int = _count(1, 0)
+    sweeps: int = _count(2, 0)
     sufficient_decrease: float = _share(1e-4, 0.999)
 
     def method(self, seed: int) -> Method:

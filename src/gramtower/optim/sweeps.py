@@ -55,12 +55,13 @@ class Sweeps(Stateful):
         self._rotated: Parameters | None = None  # θ in the basis of half a sweep
         self._vectors = Vectors()
 
-    def suit(self, point: Point) -> bool:
-        """Whether both towers are embedding tables that can be solved by rows, and there is memory to remember."""
+    def suit(self, point: Point, pairs: int) -> bool:
+        """Whether both towers are embedding tables that can be solved by rows, and there is memory for it."""
         if self.memory == 0 or row_tables(point.evaluation) is None:
             return False
         theta = point.parameters.vector
-        return point.spare_bytes >= (2 * self.memory + 1) * theta.element_size() * len(theta)
+        numbers = (2 * self.memory + 1) * len(theta) + 2 * pairs  # slopes and curvatures at once
+        return point.spare_bytes >= theta.element_size() * numbers
 
     def forget(self) -> None:
         """Free what is remembered."""
@@ -171,7 +172,7 @@ class SweepsFirst(Method):
     def iterate(self, problem: Problem, towers: Towers, point: Point) -> IterationResult:
         """A sweep, or a step downhill."""
         if not self.chosen:
-            self.chosen = "sweeps" if self.sweeps.suit(point) else "descent"
+            self.chosen = "sweeps" if self.sweeps.suit(point, len(problem.pairs)) else "descent"
         if self.chosen == "sweeps" and row_tables(point.evaluation) is None:  # resumed in several processes
             self._leave_sweeps()
         if self.chosen == "sweeps":
