@@ -338,6 +338,15 @@ def test_defaults_scale_with_the_data():
         for described in ((True, False), (False, True), (True, True))
     )
     assert smaller == 2 * larger == 2 * level  # the side with features is the smaller one
+    short, long, longest = (
+        defaults.default_l2(size, 10_000, "features", (True, True), entries) for entries in (64, 256, 1e6)
+    )
+    assert (
+        short == 2 * long == pytest.approx(3 * longest) == defaults.default_l2(size, 10_000, "features", (True, True))
+    )
+    powers = [defaults.default_right_weights(size, n, "features") for n in (1000, 12_000, 20_000, 30_000, 900_000)]
+    assert powers == ["degree^0.4", "degree^0.4", "degree^0.3", "degree^0.2", "degree^0.2"]
+    assert defaults.default_right_weights(size, 900_000, "ids") == "degree^0.1"
     assert defaults.default_normalize(size, 32_000, (True, True))
     assert not defaults.default_normalize(size, 33_000, (True, True))
     assert not defaults.default_normalize(size, 1000, (True, False))
@@ -676,3 +685,13 @@ def test_tiny_fits_take_one_thread_and_give_the_others_back(size, hidden, thread
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_the_default_penalty_is_by_the_entries_of_sparse_features(tmp_path):
+    pairs = checkerboard()
+    rng = np.random.default_rng(0)
+    short, long = (sp.csr_matrix(rng.random((pairs.shape[0], width)) + 0.1) for width in (64, 256))
+    found = [small(max_iterations=1).fit(pairs, features) for features in (short, long, long.toarray())]
+    assert found[0].l2_ == 2 * found[1].l2_ == found[2].l2_  # of dense ones the width says nothing
+    found[1].save(tmp_path / "m")
+    assert gt.load(tmp_path / "m").l2_ == found[1].l2_

@@ -38,7 +38,7 @@ def test_sparse_rows_are_weighted_by_how_rare_a_feature_is_and_have_length_one()
     np.testing.assert_allclose(lengths(made), 1.0, rtol=1e-6)
     dense = given.toarray()
     unit = dense[dense > 0].mean()
-    expected = np.log1p(dense / unit) * (1 + np.log((1 + ROWS) / (1 + (dense > 0).sum(0))))
+    expected = np.log1p(dense / unit) * np.sqrt(1 + np.log((1 + ROWS) / (1 + (dense > 0).sum(0))))
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
     np.testing.assert_allclose(made.toarray(), expected, rtol=1e-6)
 
@@ -89,7 +89,7 @@ def test_scaling_can_be_turned_off_and_is_said():
     raw = gt.TwoTower(**options, scale_features=False).fit(pairs(), left_features=words())
     assert raw.left_.inputs.text == "sparse"
     scaled = gt.TwoTower(**options).fit(pairs(), left_features=words())
-    assert scaled.left_.inputs.text == "sparse (log, idf, rows of length one)"
+    assert scaled.left_.inputs.text == "sparse (log, √idf, rows of length one)"
     assert "rows of length one" in repr(scaled)
     with pytest.raises(ValueError, match="scale_features: got 'yes'"):
         gt.TwoTower(**options, scale_features="yes").fit(pairs())

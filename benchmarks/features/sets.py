@@ -5,6 +5,8 @@
     facebook            pages (words) × pages (words); a fifth of the pages is new on the left, and nowhere in training
     ml1m                users (ids) × films (genres, title words); a fifth of the films is new
     moby                words × synonyms, both by their letters (bundled); a fifth of the words is new
+    wikispeedia         articles × articles that they link to, both by title and categories; a fifth is new on the left
+    npm                 40,000 packages × what they depend on, both by the letters of their names; a fifth is new
 
 Nothing of a public test part is read. ``python benchmarks/features/sets.py`` prints their sizes.
 """
@@ -16,6 +18,7 @@ import lzma
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import scipy.sparse as sp
@@ -24,7 +27,8 @@ from gramtower.data import readers
 from gramtower.data.bundle import thesaurus
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
-NAMES = ("eurlex", "delicious", "citeulike", "facebook", "ml1m", "moby")
+NAMES = ("eurlex", "delicious", "citeulike", "facebook", "ml1m", "moby", "wikispeedia", "npm")
+_PACKAGES, _LEAST_USERS = 40_000, 5  # of npm, and of a package among them
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,11 @@ def load(name: str, seed: int = 0, share: float = 0.2, data: Path = DATA) -> Fea
     """A set with a share of the entities of one side held out by a seed."""
     if name in ("eurlex", "delicious"):
         return _documents(data / {"eurlex": "eurlex-4k"}.get(name, name) / "train.txt.xz", seed, share)
-    return {"citeulike": _citeulike, "facebook": _facebook, "ml1m": _ml1m, "moby": _moby}[name](data, seed, share)
+    named = {
+        "citeulike": _citeulike, "facebook": _facebook, "ml1m": _ml1m, "moby": _moby, "wikispeedia": _wikispeedia,
+        "npm": _npm,
+    }  # fmt: skip
+    return named[name](data, seed, share)
 
 
 def warm(one: FeatureSet, seed: int) -> FeatureSet:
@@ -161,18 +169,60 @@ def _ml1m(data: Path, seed: int, share: float) -> FeatureSet:
 def _moby(data: Path, seed: int, share: float) -> FeatureSet:
     read = thesaurus()
     pairs = sp.csr_matrix(read.matrix)
-    grams = [[_letters(str(word)) for word in words] for words in (read.left_ids, read.right_ids)]
-    counts = Counter(gram for side in grams for word in side for gram in word)
-    names = {gram: i for i, gram in enumerate(sorted(gram for gram, count in counts.items() if count > 1))}
-
-    def rows(words: list[set[str]]) -> sp.csr_matrix:
-        lists = [sorted(names[gram] for gram in word if gram in names) for word in words]
-        flat = np.array([x for line in lists for x in line])
-        return _csr(np.ones(len(flat)), flat, [len(line) for line in lists], width=len(names))
-
+    left, right = _rows([[_letters(str(word)) for word in words] for words in (read.left_ids, read.right_ids)], 2)
     known, new = _cut(pairs.shape[0], seed, share)
-    left = rows(grams[0])
-    return FeatureSet(pairs[known], left[known], rows(grams[1]), "left", left[new], pairs[new])
+    return FeatureSet(pairs[known], left[known], right, "left", left[new], pairs[new])
+
+
+def _wikispeedia(data: Path, seed: int, share: float) -> FeatureSet:
+    folder = data / "wikispeedia"
+    with lzma.open(folder / "links.tsv.xz", "rt") as lines:
+        links = [line.rstrip("\n").split("\t") for line in lines if "\t" in line and not line.startswith("#")]
+    articles = sorted({name for link in links for name in link})
+    place = {name: i for i, name in enumerate(articles)}
+    about = [{f"word {word}" for word in unquote(name).lower().replace("_", " ").split()} for name in articles]
+    for line in (folder / "categories.tsv").read_text().splitlines():
+        name, _, path = line.partition("\t")
+        levels = path.split(".")
+        if name in place and path:
+            about[place[name]] |= {".".join(levels[:depth]) for depth in range(2, len(levels) + 1)}
+    (words,) = _rows([about], 2)
+    rows, columns = ([place[link[side]] for link in links] for side in (0, 1))
+    pairs = sp.csr_matrix((np.ones(len(links), np.float32), (rows, columns)), shape=(len(articles), len(articles)))
+    pairs.data[:] = 1
+    known, new = _cut(len(articles), seed, share)
+    return FeatureSet(
+        sp.csr_matrix(pairs[known][:, known]), words[known], words[known], "left", words[new], pairs[new][:, known]
+    )
+
+
+def _npm(data: Path, seed: int, share: float) -> FeatureSet:
+    with lzma.open(data / "npm-deps-2016" / "pairs.tsv.xz", "rt") as lines:
+        read = [line.rstrip("\n").split("\t") for line in lines]
+    packages = sorted({package for package, _ in read})
+    chosen = np.random.default_rng(0).permutation(len(packages))[:_PACKAGES]
+    place = {packages[i]: row for row, i in enumerate(sorted(chosen))}
+    kept = [(place[package], needed) for package, needed in read if package in place]
+    users = Counter(needed for _, needed in kept)
+    needed = {name: i for i, name in enumerate(sorted(x for x, count in users.items() if count >= _LEAST_USERS))}
+    rows, columns = np.array([(row, needed[name]) for row, name in kept if name in needed]).T
+    pairs = sp.csr_matrix((np.ones(len(rows), np.float32), (rows, columns)), shape=(len(place), len(needed)))
+    pairs.data[:] = 1
+    left, right = _rows([[_letters(name) for name in names] for names in (place, needed)], 5)
+    known, new = _cut(len(place), seed, share)
+    return FeatureSet(pairs[known], left[known], right, "left", left[new], pairs[new])
+
+
+def _rows(sides: list[list[set[str]]], least: int) -> list[sp.csr_matrix]:
+    """What is said of the entities of each side as ones, over what is said at least so often."""
+    counts = Counter(word for side in sides for words in side for word in words)
+    names = {word: i for i, word in enumerate(sorted(word for word, count in counts.items() if count >= least))}
+    found = []
+    for side in sides:
+        lists = [sorted(names[word] for word in words if word in names) for words in side]
+        flat = np.array([x for line in lists for x in line])
+        found.append(_csr(np.ones(len(flat)), flat, [len(line) for line in lists], width=len(names)))
+    return found
 
 
 def _letters(word: str) -> set[str]:

@@ -106,7 +106,8 @@ class TwoTower(ModelSettings):
     Attributes:
         fitted_: what the last ``fit`` learned, a :class:`~gramtower.estimator.fitted.FittedModel`. Its fields are read
             as ``left_``, ``right_``, ``trained_``, ``seen_``, ``towers_``, ``shards_``, ``dim_``, ``hidden_``,
-            ``normalize_``, ``omega_``, ``history_``, ``reason_``, ``message_`` and ``best_metric_``.
+            ``normalize_``, ``omega_``, ``l2_``, ``embedding_l2_``, ``history_``, ``reason_``, ``message_`` and
+            ``best_metric_``.
 
     Example:
         >>> pairs = gt.Interactions.from_arrays(["ann", "ann", "bob", "eve"], ["tea", "milk", "tea", "milk"])
@@ -393,6 +394,8 @@ class TwoTower(ModelSettings):
     hidden_ = _Learned(lambda fitted: fitted.hidden)
     normalize_ = _Learned(lambda fitted: fitted.normalize)
     omega_ = _Learned(lambda fitted: fitted.omega)
+    l2_ = _Learned(lambda fitted: fitted.l2)
+    embedding_l2_ = _Learned(lambda fitted: fitted.embedding_l2)
     history_ = _Learned(lambda fitted: fitted.history)
     reason_ = _Learned(lambda fitted: fitted.reason)
     message_ = _Learned(lambda fitted: fitted.message)

@@ -4,7 +4,7 @@
     hidden layers   none                 one on sides with features, see default_hidden
     k               min(m, n)/10         half of the hidden layer's width
     ω               4 |O| / (mn − |O|)   2 |O| / (mn − |O|)            as for ids, at most 4
-    b               degree^0.1           degree^0.5                    degree^0.3
+    b               degree^0.1           degree^0.2 to degree^0.4      degree^0.3
     λ               2⁻⁵                  0.03 |O| / min(m, n) and more as for features
     μ               0.0065 and more      0.0005 to 0.006, see below    as for ids
     iterations      20, on a CPU 12      12, normalised 20             12
@@ -14,8 +14,10 @@ So unobserved pairs weigh four times (twice) as much in all as observed ones. Wh
 heart is held back by the penalty μ on embeddings: 0.0065 · max(1, √(k/1024)), times clamp(d / 0.011, 1, 2), where d is
 |O| / mn, or clamp((m/n)^0.4, 1, 3) if that is more: where many left entities choose among few right ones, each says
 little.
-What networks could is held back by λ, in proportion to the pairs of an entity of the smaller side, and by a μ of
-8·10⁻⁵ |O| / √(mn): the more pairs an entity has, the more of them its embedding could learn by heart.
+What networks could is held back by λ, in proportion to the pairs of an entity of the smaller side, less where each has
+more than 64 features, and by a μ of
+8·10⁻⁵ |O| / √(mn): the more pairs an entity has, the more of them its embedding could learn by heart. The power of
+degrees in b is 6 √(mn) / |O| between 0.2 and 0.4: the fewer pairs, the more frequent entities are held back.
 With ids alone k is the nearest power of two, at least 64, at most 256 on a CPU and 2048 on a GPU; it is halved while
 training would take more than half of the memory that is there: ten vectors of (m + n) k numbers.
 
@@ -35,9 +37,10 @@ from gramtower.runtime.memory import total_memory
 IMPUTED = -0.5
 IDS, FEATURES, BOTH = "ids", "features", "ids and features"  # what towers see, on the side that has the most
 _SHARE = {IDS: 4.0, FEATURES: 2.0, BOTH: 4.0}
-_WEIGHTS = {IDS: "degree^0.1", FEATURES: "degree^0.5", BOTH: "degree^0.3"}
+_POWERS, _POWER_BY_PAIRS, _FEATURE_POWERS = {IDS: 0.1, BOTH: 0.3}, 6.0, (0.2, 0.4)  # of degrees in b
 _ITERATIONS, _NORMALISED_ITERATIONS, _SWEEPS = {IDS: 20, FEATURES: 12, BOTH: 12}, 20, 12
 _L2, _L2_PER_PAIR, _MOST_L2 = 2.0**-5, 0.03, 2.0
+_LONG_ROWS, _LEAST_OF_LONG_ROWS = 64, 1 / 3  # entries of a row of features above which λ falls, and how far
 _LEAST_PENALTY, _PENALTY_PER_PAIR, _MOST_PENALTY = 5e-4, 8e-5, 6e-3  # of embeddings made of features
 _FEW_PAIRS = 32  # of an entity of the smaller side
 _WIDTHS, _ROWS_PER_UNIT = {"cpu": (64, 1024, 24), "cuda": (64, 2048, 30)}, 4  # widths; bits of a first layer's size
@@ -112,32 +115,44 @@ def default_omega(shape: tuple[int, int], observed: int, seen: str) -> float:
     return _SHARE[seen] * max(1, observed) / max(1, observed, unobserved)
 
 
-def default_l2(shape: tuple[int, int], observed: int, seen: str, described: tuple[bool, bool]) -> float:
+def default_l2(
+    shape: tuple[int, int], observed: int, seen: str, described: tuple[bool, bool], entries: float = 0.0
+) -> float:
     """λ: with features in proportion to the pairs of an entity of the smaller side.
 
     Where one side has features and is the smaller one, up to twice as much: a network has few entities to learn from.
+    Down to a third where entities have more than 64 features each: what is said so often needs fewer doubts.
     """
     if seen == IDS:
         return _L2
     m, n = shape
     more = 1.0 if all(described) else n / m if described[0] else m / n
-    return _L2_PER_PAIR * min(_MOST_L2, max(1.0, more)) * max(1, observed) / min(shape)
+    long = min(1.0, max(_LEAST_OF_LONG_ROWS, math.sqrt(_LONG_ROWS / max(1.0, entries))))
+    return _L2_PER_PAIR * long * min(_MOST_L2, max(1.0, more)) * max(1, observed) / min(shape)
 
 
 def default_embedding_l2(shape: tuple[int, int], observed: int, dim: int, seen: str) -> float:
     """μ: for features alone from the pairs of an entity; otherwise from the share of pairs observed, m/n and k."""
     if seen == FEATURES:
-        per_entity = observed / math.sqrt(max(1, shape[0] * shape[1]))
-        return min(_MOST_PENALTY, max(_LEAST_PENALTY, _PENALTY_PER_PAIR * per_entity))
+        return min(_MOST_PENALTY, max(_LEAST_PENALTY, _PENALTY_PER_PAIR * _pairs_of_entity(shape, observed)))
     density = observed / max(1, shape[0] * shape[1])
     ratio = math.pow(shape[0] / max(1, shape[1]), _RATIO_POWER)
     factor = max(1.0, min(_MOST, density / _DENSE), min(_MOST_BY_RATIO, ratio))
     return _PENALTY * factor * max(1.0, math.sqrt(dim / _LARGE))
 
 
-def default_right_weights(seen: str) -> str:
-    """b by name."""
-    return _WEIGHTS[seen]
+def default_right_weights(shape: tuple[int, int], observed: int, seen: str) -> str:
+    """b by name: with features alone the higher a power of degrees the fewer pairs an entity has."""
+    least, most = _FEATURE_POWERS
+    power = _POWERS.get(seen)
+    if power is None:
+        power = min(most, max(least, _POWER_BY_PAIRS / max(1.0, _pairs_of_entity(shape, observed))))
+    return f"degree^{power:.3g}"
+
+
+def _pairs_of_entity(shape: tuple[int, int], observed: int) -> float:
+    """|O| / √(mn)."""
+    return observed / math.sqrt(max(1, shape[0] * shape[1]))
 
 
 def default_iterations(seen: str, normalize: bool, swept: bool = False) -> int:

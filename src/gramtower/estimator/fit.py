@@ -171,6 +171,7 @@ def _fit(
         dim=point.Q.shape[1], hidden=data.hidden if settings.towers is None else ((), ()),
         normalize=data.normalize and settings.towers is None, omega=problem.omega,
         history=result.history, reason=result.reason, message=result.message, best_metric=result.best_metric,
+        l2=problem.l2, embedding_l2=problem.embedding_l2, auto_weights=auto_weights(data),
     )  # fmt: skip
 
 
@@ -205,7 +206,7 @@ def make_problem(settings: ModelSettings, data: FitData) -> Problem:
     return Problem(
         data.matrix, *data.features, loss=settings.loss,
         omega=defaults.default_omega(*size, known) if settings.omega is None else settings.omega,
-        l2=defaults.default_l2(*size, known, described) if l2 is None else l2, imputed=settings.imputed,
+        l2=defaults.default_l2(*size, known, described, data.entries) if l2 is None else l2, imputed=settings.imputed,
         left_weights=_local_weights("left_weights", settings.left_weights, shards.left),
         right_weights=_local_weights("right_weights", right_weights(settings, data), shards.right),
         embedding_l2=mu, frequency_power=settings.frequency_power, memory_budget=settings.memory_budget,
@@ -217,7 +218,12 @@ def make_problem(settings: ModelSettings, data: FitData) -> Problem:
 def right_weights(settings: ModelSettings, data: FitData) -> Any:
     """b as it was given, or by name as the data say."""
     auto = isinstance(settings.right_weights, str) and settings.right_weights == "auto"
-    return defaults.default_right_weights(data.seen) if auto else settings.right_weights
+    return auto_weights(data) if auto else settings.right_weights
+
+
+def auto_weights(data: FitData) -> str:
+    """What ``right_weights="auto"`` stands for."""
+    return defaults.default_right_weights(data.shape, data.observed, data.seen)
 
 
 def iterations(settings: ModelSettings, data: FitData) -> int:

@@ -44,6 +44,9 @@ class FittedModel(RankedLists):
         hidden: widths of the hidden layers, left and right; none for towers of the caller's own.
         normalize: whether embeddings of a side have one length, which the towers see to.
         omega: ω of the training.
+        l2: λ of the training; None in a file of before it was kept, and so for the next two.
+        embedding_l2: μ of the training.
+        auto_weights: the weights of right entities that ``"auto"`` stands for.
         history: records of the training.
         reason: why it stopped.
         message: the same with particulars.
@@ -62,6 +65,9 @@ class FittedModel(RankedLists):
     best_metric: float | None
     same_entities: bool = False
     plain_pairs: bool = True
+    l2: float | None = None
+    embedding_l2: float | None = None
+    auto_weights: str | None = None
 
     def __str__(self) -> str:
         """Sizes, and what each tower sees and how it is scaled."""

@@ -40,6 +40,7 @@ from gramtower.distributed import shard_files as shards_file
 from gramtower.distributed.shards import unsharded
 from gramtower.engine.kernels.activations import ACTIVATIONS
 from gramtower.engine.objective.problem import Problem
+from gramtower.engine.objective.weights import degree_power
 from gramtower.engine.towers.mlp import mlp_shapes, undrawn_towers
 from gramtower.engine.towers.parameters import side_of
 from gramtower.engine.towers.towers import Towers
@@ -77,6 +78,9 @@ class Header:
         history: records of the training.
         same_entities: whether both sides are one set.
         plain_pairs: whether all labels were 1 and there were no weights.
+        l2: λ of the training.
+        embedding_l2: μ of the training.
+        auto_weights: what the data made of ``right_weights="auto"``.
     """
 
     params: dict[str, Any]
@@ -95,6 +99,9 @@ class Header:
     history: list[dict[str, Any]]
     same_entities: bool = False
     plain_pairs: bool = True
+    l2: float | None = None  # these three are not in files of before
+    embedding_l2: float | None = None
+    auto_weights: str | None = None
 
 
 def write_model(path: Path, settings: ModelSettings, fitted: FittedModel) -> None:
@@ -160,7 +167,8 @@ def read_model(
         omega=header.omega,
         history=[Record(**record) for record in header.history],
         reason=Reason[header.reason], message=header.message, best_metric=header.best_metric,
-        same_entities=header.same_entities, plain_pairs=header.plain_pairs,
+        same_entities=header.same_entities, plain_pairs=header.plain_pairs, l2=header.l2,
+        embedding_l2=header.embedding_l2, auto_weights=header.auto_weights,
     )  # fmt: skip
 
 
@@ -186,6 +194,7 @@ def _header(settings: ModelSettings, fitted: FittedModel) -> tuple[Header, dict[
         {side.name: side.inputs.to_plain() for side in (fitted.left, fitted.right)},
         fitted.reason.name, fitted.message, fitted.omega, fitted.best_metric,
         [vars(record) for record in fitted.history], fitted.same_entities, fitted.plain_pairs,
+        fitted.l2, fitted.embedding_l2, fitted.auto_weights,
     )  # fmt: skip
     return header, arrays
 
@@ -251,8 +260,11 @@ def _checked_header(file: shards_file.Reader) -> Header:
     if set(header.inputs) != {"left", "right"}:
         check.fail("inputs", ", ".join(header.inputs)[:60], "left and right")
     check.choice("reason", header.reason, tuple(Reason.__members__))
-    if not math.isfinite(header.omega) or not math.isfinite(header.best_metric or 0.0):
-        check.fail("omega, best_metric", f"{header.omega}, {header.best_metric}", "finite numbers")
+    for name in ("omega", "best_metric", "l2", "embedding_l2"):
+        if not math.isfinite(getattr(header, name) or 0.0):
+            check.fail(name, getattr(header, name), "a finite number")
+    if header.auto_weights is not None:
+        degree_power("auto_weights", header.auto_weights)
     if not header.history:
         check.fail("history", "no record", "at least that of the start")
     for record in header.history:

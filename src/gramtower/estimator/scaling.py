@@ -1,7 +1,7 @@
 """Features brought to a common scale, learned from the training part, kept in the model, the same for new entities.
 
-    sparse matrices   x → sign(x) log(1 + |x| / x̄) · idf, then rows of length one; x̄ is the mean size of an entry
-    tables            one-hot, list and text columns times idf, together of length one; numbers and indicators of
+    sparse matrices   x → sign(x) log(1 + |x| / x̄) · √idf, then rows of length one; x̄ is the mean size of an entry
+    tables            one-hot, list and text columns times √idf, together of length one; numbers and indicators of
                       missing values beside them, over √their number
     dense matrices    (x − mean) / deviation of each column, at most ±10, over √width: rows of about length one
 
@@ -81,7 +81,7 @@ class Scaling:
         """In a few words, for people."""
         if self.shift is not None:
             return "standardised"
-        return ("log, " if self.unit is not None else "") + "idf, rows of length one"
+        return ("log, " if self.unit is not None else "") + "√idf, rows of length one"
 
     def to_plain(self) -> dict[str, Any]:
         """All but the numbers of the columns, as JSON has it."""
@@ -117,7 +117,7 @@ def sparse_scaling(
     size = np.abs(data / (largest or 1.0)).sum()
     (counted,) = (x.numpy() for x in group.sum_all(torch.from_numpy(counted)))
     size, entries = group.totals(float(size), float(present.sum()))
-    factor = 1 + np.log((1 + total) / (1 + counted))
+    factor = np.sqrt(1 + np.log((1 + total) / (1 + counted)))
     if apart is not None:
         factor[list(apart)] = 1 / math.sqrt(max(1, len(apart)))
         return Scaling(factor, apart=tuple(apart))
