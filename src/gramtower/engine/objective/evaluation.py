@@ -78,6 +78,7 @@ class Evaluation:
         self.left, self.right, self.kernels, self.work = left, right, kernels, work
         self.share = share  # of the observed pairs, and of all pairs, that this evaluation covers
         self.stream = SideStream()
+        self._taken: dict[int, SideSums] = {}
 
     @property
     def P(self) -> Tensor:
@@ -121,16 +122,24 @@ class Evaluation:
 
         def add(block: LeftBlock) -> None:
             values.append(block.observed.value)  # the longest pass first: the rest is launched while a GPU is busy
-            part = side_sums(block.side, block.P)
-            parts[:] = [parts[0] + part] if parts else [part]
+            if 0 not in self._taken:
+                part = side_sums(block.side, block.P)
+                parts[:] = [parts[0] + part] if parts else [part]
 
         self.visit(add, by_columns=False)
-        with products_in(self.constants.precision):
-            right = side_sums(self.constants.right, self.Q)
+        left, right = self._taken.get(0) or parts[0], self._taken.get(1)
+        if right is None:
+            with products_in(self.constants.precision):
+                right = side_sums(self.constants.right, self.Q)
         observed = values[0] if len(values) == 1 else torch.stack(values).sum()
-        local = *parts[0].tensors(), *right.tensors(), observed
+        local = *left.tensors(), *right.tensors(), observed
         P, hP, p, Q, hQ, q, observed = self.constants.shards.group.sum_all(*local)
         return (SideSums(P, hP, p), SideSums(Q, hQ, q)), observed
+
+    def take_sums(self, side: int, other: Evaluation) -> None:
+        """Take another evaluation's sums of a side, 0 for the left one, that is the same there; in one process."""
+        assert self.constants.shards.group.size == 1
+        self._taken[side] = other._side_sums[0][side]
 
     def scaled(self, gramian: Tensor) -> Tensor:
         """ω times a Gramian, in the embeddings' dtype."""
