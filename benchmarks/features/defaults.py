@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--no-warm", action="store_true", help="leave out the pairs of known entities")
     parser.add_argument("--vary", type=json.loads, help="a list of arguments of TwoTower: new entities with each alone")
     parser.add_argument("--log", type=Path, default=Path("defaults.jsonl"), help="where the results of --vary go")
+    parser.add_argument("--out", type=Path, help="folder of the result, for sets that run at the same time")
     given = parser.parse_args()
     if given.vary is not None:
         vary(given)
@@ -96,7 +97,7 @@ def main() -> None:
                     done = ranked(ids if model == "ids alone" else part, options, beside)
                     found[f"{name} split {split} {task} {model}"] = done
                     print(name, split, task, model, done, flush=True)
-    write_result("features_defaults", {"runs": found})
+    write_result("features_defaults", {"runs": found}, given.out)
 
 
 if __name__ == "__main__":
