@@ -695,3 +695,22 @@ def test_the_default_penalty_is_by_the_entries_of_sparse_features(tmp_path):
     assert found[0].l2_ == 2 * found[1].l2_ == found[2].l2_  # of dense ones the width says nothing
     found[1].save(tmp_path / "m")
     assert gt.load(tmp_path / "m").l2_ == found[1].l2_
+
+
+def test_the_default_activation_follows_the_data_and_stays_with_the_model(tmp_path):
+    pairs, features = named(), sp.random(20, 9, density=0.5, random_state=0, format="csr")
+    options = dict(hidden=(8,), max_iterations=2)
+    beside_ids = small(**options).fit(pairs, features)
+    both = small(**options).fit(pairs, features, sp.csr_matrix(np.eye(pairs.shape[1], 4) + 0.5))
+    assert (beside_ids.activation_, both.activation_) == ("relu", "leaky_relu(0.25)")
+    assert both.towers_.left[1].negative_slope == 0.25
+    both.save(tmp_path / "m")
+    loaded = gt.load(tmp_path / "m")
+    assert loaded.activation_ == "leaky_relu(0.25)"
+    assert np.array_equal(loaded.embed(left_features=features), both.embed(left_features=features))
+
+
+@pytest.mark.parametrize("name", ["leaky_relu(2)", "leaky_relu(0.0)", "leaky_relu(-0.1)", "softmax", 3])
+def test_unknown_activations_are_refused_by_name(name):
+    with pytest.raises(ValueError, match=r"activation: got .*, expected one of 'elu', 'relu'.*'leaky_relu\(0.25\)'"):
+        small(activation=name, hidden=(4,)).fit(named(), left_features="history")

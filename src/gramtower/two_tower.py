@@ -72,7 +72,7 @@ class TwoTower(ModelSettings):
         hidden: widths of the hidden layers of both towers, or a pair of them for the left and the right one; ``()`` for
             linear factors; None for one hidden layer where a side has features, and none where ids are all that is
             known.
-        activation: of the hidden layers.
+        activation: of the hidden layers, such as "relu", "gelu" or "leaky_relu(0.25)"; None chooses.
         normalize: bring the embeddings of a side to one length, so that scores are cosines times a learned scale; None
             for yes where both sides have features, no ids or histories beside them, and few pairs an entity.
         loss: on observed pairs.
@@ -106,8 +106,8 @@ class TwoTower(ModelSettings):
     Attributes:
         fitted_: what the last ``fit`` learned, a :class:`~gramtower.estimator.fitted.FittedModel`. Its fields are read
             as ``left_``, ``right_``, ``trained_``, ``seen_``, ``towers_``, ``shards_``, ``dim_``, ``hidden_``,
-            ``normalize_``, ``omega_``, ``l2_``, ``embedding_l2_``, ``history_``, ``reason_``, ``message_`` and
-            ``best_metric_``.
+            ``normalize_``, ``activation_``, ``omega_``, ``l2_``, ``embedding_l2_``, ``history_``, ``reason_``,
+            ``message_`` and ``best_metric_``.
 
     Example:
         >>> pairs = gt.Interactions.from_arrays(["ann", "ann", "bob", "eve"], ["tea", "milk", "tea", "milk"])
@@ -393,6 +393,7 @@ class TwoTower(ModelSettings):
     dim_ = _Learned(lambda fitted: fitted.dim)
     hidden_ = _Learned(lambda fitted: fitted.hidden)
     normalize_ = _Learned(lambda fitted: fitted.normalize)
+    activation_ = _Learned(lambda fitted: fitted.activation)
     omega_ = _Learned(lambda fitted: fitted.omega)
     l2_ = _Learned(lambda fitted: fitted.l2)
     embedding_l2_ = _Learned(lambda fitted: fitted.embedding_l2)

@@ -113,7 +113,9 @@ class ModelOptions:
         str | None,
         _flag("hidden", "Widths of hidden layers, as in 256,256, or of left/right; none for linear factors."),
     ] = None
-    activation: Annotated[str | None, _flag("activation", "Of the hidden layers.")] = None
+    activation: Annotated[
+        str | None, _flag("activation", "Of the hidden layers, such as relu, gelu or leaky_relu(0.25).")
+    ] = None
     normalize: Annotated[bool | None, _flag("normalize", "Bring embeddings of a side to one length.")] = None
     loss: Annotated[str | None, _flag("loss", "On observed pairs: logistic, squared or squared_hinge.")] = None
     omega: Annotated[float | None, _flag("omega", "Weight of each unobserved pair.")] = None

@@ -106,7 +106,7 @@ class Setup:
                     "hidden": config_hidden(fit_data.hidden),
                     "dim": fit_data.dim,
                     "normalize": fit_data.normalize,
-                    "activation": model.activation,
+                    "activation": fit_data.activation,
                     "seed": runner.seed,
                     "device": model.device,
                 },

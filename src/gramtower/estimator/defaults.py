@@ -2,6 +2,7 @@
 
                     ids alone            features alone                ids beside features
     hidden layers   none                 one on sides with features, see default_hidden
+    activation      relu                 relu, normalised leaky 0.25   relu
     k               min(m, n)/10         half of the hidden layer's width
     ω               4 |O| / (mn − |O|)   2 |O| / (mn − |O|)            as for ids, at most 4
     b               degree^0.1           degree^0.2 to degree^0.4      degree^0.3
@@ -34,7 +35,8 @@ from gramtower import _checks as check
 from gramtower.distributed.group import Group
 from gramtower.runtime.memory import total_memory
 
-IMPUTED = -0.5
+IMPUTED, ACTIVATION = -0.5, "relu"
+_NORMALISED_ACTIVATION = "leaky_relu(0.25)"
 IDS, FEATURES, BOTH = "ids", "features", "ids and features"  # what towers see, on the side that has the most
 _SHARE = {IDS: 4.0, FEATURES: 2.0, BOTH: 4.0}
 _POWERS, _POWER_BY_PAIRS, _FEATURE_POWERS = {IDS: 0.1, BOTH: 0.3}, 6.0, (0.2, 0.4)  # of degrees in b
@@ -169,6 +171,11 @@ def default_normalize(shape: tuple[int, int], observed: int, features_alone: tup
     seen, is mostly noise, unless many pairs have taught it.
     """
     return all(features_alone) and observed <= _FEW_PAIRS * min(shape)
+
+
+def default_activation(normalize: bool) -> str:
+    """Where few pairs ask for embeddings of one length, what is below zero is not all lost: nearer to linear towers."""
+    return _NORMALISED_ACTIVATION if normalize else ACTIVATION
 
 
 def pick_device(device: str) -> torch.device:

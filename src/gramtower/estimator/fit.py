@@ -171,7 +171,7 @@ def _fit(
         dim=point.Q.shape[1], hidden=data.hidden if settings.towers is None else ((), ()),
         normalize=data.normalize and settings.towers is None, omega=problem.omega,
         history=result.history, reason=result.reason, message=result.message, best_metric=result.best_metric,
-        l2=problem.l2, embedding_l2=problem.embedding_l2, auto_weights=auto_weights(data),
+        activation=data.activation, l2=problem.l2, embedding_l2=problem.embedding_l2, auto_weights=auto_weights(data),
     )  # fmt: skip
 
 
@@ -194,7 +194,9 @@ def sized_as(settings: ModelSettings, previous: FittedModel) -> ModelSettings:
         check.fail("warm_start", f"True in {processes} processes", "False, or a fit in one process")
     if settings.towers is not None:  # their size is their own
         return settings
-    return settings.with_changes(dim=previous.dim, hidden=previous.hidden, normalize=previous.normalize)
+    return settings.with_changes(
+        dim=previous.dim, hidden=previous.hidden, normalize=previous.normalize, activation=previous.activation
+    )
 
 
 def make_problem(settings: ModelSettings, data: FitData) -> Problem:
@@ -252,9 +254,7 @@ def make_towers(
     if settings.towers is not None:
         towers = settings.towers(problem)
     else:
-        towers = mlp_towers(
-            problem, data.hidden, data.dim, settings.activation, settings.seed, normalize=data.normalize
-        )
+        towers = mlp_towers(problem, data.hidden, data.dim, data.activation, settings.seed, normalize=data.normalize)
     if previous is not None:
         carry_over(previous, towers, data)
     return towers.to(data.device)

@@ -57,6 +57,7 @@ class FitData:
         normalize: whether embeddings of a side are brought to one length.
         numbered: where ids are row numbers of a matrix without ids, how many it had; see Interactions.
         same_entities: whether both sides are one set.
+        activation: of the hidden layers.
         entries: of sparse features, of an entity on average; of the side with fewer. 0 without such features.
     """
 
@@ -74,6 +75,7 @@ class FitData:
     normalize: bool = False
     numbered: Numbered = (None, None)
     same_entities: bool = False
+    activation: str = defaults.ACTIVATION
     entries: float = 0.0
 
     @property
@@ -146,9 +148,10 @@ def prepare_data(
     normalize = given_length
     if normalize is None:
         normalize = defaults.default_normalize(shape, observed, (left.features_alone, right.features_alone))
+    activation = defaults.default_activation(normalize) if settings.activation is None else settings.activation
     return FitData(
         matrix, weights, ids, shards, observed, held_out, (left, right), (left_rows, right_rows), device, hidden, dim,
-        normalize, numbered, isinstance(pairs, Interactions) and pairs.one_set,
+        normalize, numbered, isinstance(pairs, Interactions) and pairs.one_set, activation,
         _entries(group, (left, right), (left_rows, right_rows), shape),
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from gramtower import _checks as check
 from gramtower import _html as html
 from gramtower.data.frames import Column
-from gramtower.estimator import measuring
+from gramtower.estimator import defaults, measuring
 from gramtower.estimator.columns import Columns, is_frame, is_path
 from gramtower.estimator.entities import CANDIDATES
 from gramtower.estimator.fit_data import given_pairs, own_pairs
@@ -44,6 +44,7 @@ class FittedModel(RankedLists):
         hidden: widths of the hidden layers, left and right; none for towers of the caller's own.
         normalize: whether embeddings of a side have one length, which the towers see to.
         omega: ω of the training.
+        activation: of the hidden layers.
         l2: λ of the training; None in a file of before it was kept, and so for the next two.
         embedding_l2: μ of the training.
         auto_weights: the weights of right entities that ``"auto"`` stands for.
@@ -65,6 +66,7 @@ class FittedModel(RankedLists):
     best_metric: float | None
     same_entities: bool = False
     plain_pairs: bool = True
+    activation: str = defaults.ACTIVATION
     l2: float | None = None
     embedding_l2: float | None = None
     auto_weights: str | None = None

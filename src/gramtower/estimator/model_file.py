@@ -38,12 +38,13 @@ from gramtower.data.matrices import pattern
 from gramtower.data.packing import pack_ids, unpack_ids
 from gramtower.distributed import shard_files as shards_file
 from gramtower.distributed.shards import unsharded
-from gramtower.engine.kernels.activations import ACTIVATIONS
+from gramtower.engine.kernels.activations import make_activation
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.objective.weights import degree_power
 from gramtower.engine.towers.mlp import mlp_shapes, undrawn_towers
 from gramtower.engine.towers.parameters import side_of
 from gramtower.engine.towers.towers import Towers
+from gramtower.estimator import defaults
 from gramtower.estimator.fitted import FittedModel, pattern_of
 from gramtower.estimator.inputs import Inputs
 from gramtower.estimator.settings import ModelSettings
@@ -78,6 +79,7 @@ class Header:
         history: records of the training.
         same_entities: whether both sides are one set.
         plain_pairs: whether all labels were 1 and there were no weights.
+        activation: of hidden layers; not in files of before it followed the data, and so for the next three.
         l2: λ of the training.
         embedding_l2: μ of the training.
         auto_weights: what the data made of ``right_weights="auto"``.
@@ -99,7 +101,8 @@ class Header:
     history: list[dict[str, Any]]
     same_entities: bool = False
     plain_pairs: bool = True
-    l2: float | None = None  # these three are not in files of before
+    activation: str | None = None
+    l2: float | None = None
     embedding_l2: float | None = None
     auto_weights: str | None = None
 
@@ -167,7 +170,8 @@ def read_model(
         omega=header.omega,
         history=[Record(**record) for record in header.history],
         reason=Reason[header.reason], message=header.message, best_metric=header.best_metric,
-        same_entities=header.same_entities, plain_pairs=header.plain_pairs, l2=header.l2,
+        same_entities=header.same_entities, plain_pairs=header.plain_pairs,
+        activation=header.activation or settings.activation or defaults.ACTIVATION, l2=header.l2,
         embedding_l2=header.embedding_l2, auto_weights=header.auto_weights,
     )  # fmt: skip
 
@@ -194,7 +198,7 @@ def _header(settings: ModelSettings, fitted: FittedModel) -> tuple[Header, dict[
         {side.name: side.inputs.to_plain() for side in (fitted.left, fitted.right)},
         fitted.reason.name, fitted.message, fitted.omega, fitted.best_metric,
         [vars(record) for record in fitted.history], fitted.same_entities, fitted.plain_pairs,
-        fitted.l2, fitted.embedding_l2, fitted.auto_weights,
+        fitted.activation, fitted.l2, fitted.embedding_l2, fitted.auto_weights,
     )  # fmt: skip
     return header, arrays
 
@@ -248,7 +252,9 @@ def _checked_header(file: shards_file.Reader) -> Header:
     for name in set(_ARRAYS) - given:
         if not fits(str | None, header.params[name]):
             check.fail(f"params.{name}", type(header.params[name]).__name__, "text, nothing or a tensor")
-    check.choice("params.activation", header.params["activation"], tuple(ACTIVATIONS))
+    for name, value in (("params.activation", header.params["activation"]), ("activation", header.activation)):
+        if value is not None:
+            make_activation(name, value)
     if len(header.shape) != 2 or not all(1 <= size < _LIMIT for size in header.shape):
         check.fail("shape", header.shape[:4], "two numbers of entities")
     if len(header.added) != 2 or not all(0 <= more < n for more, n in zip(header.added, header.shape, strict=True)):
@@ -361,7 +367,8 @@ def _towers(
     if settings.towers is None:
         sides = _Sides(*(Features("ids", 0, inputs[side].width, None) for side in ("left", "right")))
         hidden = header.hidden[0], header.hidden[1]
-        towers = undrawn_towers(sides, hidden, header.dim, settings.activation, header.normalize)
+        activation = header.activation or settings.activation or defaults.ACTIVATION
+        towers = undrawn_towers(sides, hidden, header.dim, activation, header.normalize)
     else:
         m, n = (size - added for size, added in zip(header.shape, header.added, strict=True))
         empty = sp.csr_matrix((m, n), dtype=np.float32)

@@ -66,7 +66,7 @@ class ModelSettings:
 
     dim: int | None = None
     hidden: Hidden | None = None
-    activation: str = "relu"
+    activation: str | None = None
     normalize: bool | None = None
     loss: str | Loss = "logistic"
     omega: float | None = None

@@ -24,7 +24,7 @@ import scipy.sparse as sp
 from gramtower import _checks as check
 from gramtower._widths import check_hidden, hidden_text, parse_hidden
 from gramtower.data.sources import read_toml
-from gramtower.engine.kernels.activations import ACTIVATIONS
+from gramtower.engine.kernels.activations import make_activation
 from gramtower.engine.kernels.losses import LOSSES
 
 Value = float | int | str
@@ -99,7 +99,7 @@ def default_space(start: Mapping[str, Value], *, labels: bool, given_features: b
     """
     dim, l2 = int(start["dim"]), float(start["l2"])
     activation, normalize = str(start["activation"]), str(start["normalize"])
-    others, lengths = (("relu", "gelu", "elu"), ("yes", "no")) if given_features else ((), ())
+    others, lengths = (("relu", "leaky_relu(0.25)", "gelu"), ("yes", "no")) if given_features else ((), ())
     seen = ("given",) if unseen else ("given", "ids") if given_features else ("ids", "history", "ids+history")
     space: Space = {
         "omega": Range(float(start["omega"]) / 16, float(start["omega"]) * 8, True),
@@ -262,7 +262,8 @@ def _check_value(name: str, value: Any, whole: Space) -> Value:
     if name == "imputed":
         return check.number(label, value)
     if name == "activation":
-        return check.choice(label, value, tuple(ACTIVATIONS))
+        make_activation(label, value)
+        return str(value)
     if name == "normalize":
         return check.choice(label, value, ("yes", "no"))
     if name == "loss":

@@ -8,12 +8,16 @@ autodiff and is stored. Checked by tests/test_towers.py and tests/test_gpu_kerne
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from gramtower import _checks as check
 
 ELU, LEAKY_RELU, TANH, SIGMOID = range(4)  # numbers of the GPU programs, see ``_slope`` in programs.py
 
@@ -74,6 +78,19 @@ TABLE = (
     Kind(nn.Hardtanh),
 )
 ACTIVATIONS = {kind.name: kind.module for kind in TABLE if kind.name is not None}
+_WITH_SLOPE = re.compile(r"leaky_relu\((0?\.\d{1,6})\)")
+
+
+def make_activation(argument: str, name: Any) -> nn.Module:
+    """A fresh module by name: one of ``ACTIVATIONS``, or "leaky_relu(0.25)" with another slope between 0 and 1.
+
+    Raises:
+        ValueError: if there is none of that name.
+    """
+    if isinstance(name, str) and (found := _WITH_SLOPE.fullmatch(name)) and float(found[1]):
+        return nn.LeakyReLU(float(found[1]))
+    check.choice(argument, name, (*ACTIVATIONS, "leaky_relu(0.25)"))
+    return ACTIVATIONS[name]()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import nn
 from gramtower import _checks as check
 from gramtower._widths import Hidden, check_hidden
 from gramtower.data.features import Features
-from gramtower.engine.kernels.activations import ACTIVATIONS
+from gramtower.engine.kernels.activations import make_activation
 from gramtower.engine.towers.id_tables import draw_rows_
 from gramtower.engine.towers.layers import InputLinear
 from gramtower.engine.towers.towers import Towers, TwoSided
@@ -50,7 +50,8 @@ def mlp_towers(
         hidden: widths of the hidden layers; ``()`` gives linear towers without bias. A pair of such sequences says it
             of the left and of the right tower.
         dim: k, the number of columns of the embeddings.
-        activation: one of elu, relu, gelu, tanh, silu, sigmoid, softplus, leaky_relu, selu, mish.
+        activation: one of elu, relu, gelu, tanh, silu, sigmoid, softplus, leaky_relu, selu, mish; or leaky_relu(0.25),
+            with that slope below zero.
         seed: for the random draws.
         dtype: torch.float32 or torch.float64.
         normalize: bring the rows of both towers to one length by nn.RMSNorm, whose learned scales are the same for all
@@ -79,7 +80,7 @@ def undrawn_towers(
     """
     if not all(isinstance(getattr(problem, side, None), Features) for side in ("left", "right")):
         check.fail("problem", type(problem).__name__, "a gramtower.Problem")
-    check.choice("activation", activation, tuple(ACTIVATIONS))
+    make_activation("activation", activation)
     dim = check.count("dim", dim)
     left, right = ([*widths, dim] for widths in check_hidden(hidden))
     _check_size(((problem.left.width, left), (problem.right.width, right)), copies)
@@ -87,7 +88,7 @@ def undrawn_towers(
     def tower(features: Features, widths: list[int]) -> nn.Module:
         layers: list[nn.Module] = [InputLinear(features.width, widths[0], bias=len(widths) > 1, draw=False)]
         for fan_in, fan_out in pairwise(widths):
-            layers += [ACTIVATIONS[activation](), nn.Linear(fan_in, fan_out)]
+            layers += [make_activation("activation", activation), nn.Linear(fan_in, fan_out)]
         if normalize:
             layers.append(nn.RMSNorm(dim, eps=_EPS))
         return nn.Sequential(*layers)
