@@ -347,8 +347,8 @@ def test_defaults_scale_with_the_data():
     powers = [defaults.default_right_weights(size, n, "features") for n in (1000, 12_000, 20_000, 30_000, 900_000)]
     assert powers == ["degree^0.4", "degree^0.4", "degree^0.3", "degree^0.2", "degree^0.2"]
     assert defaults.default_right_weights(size, 900_000, "ids") == "degree^0.1"
-    assert defaults.default_normalize(size, 32_000, (True, True))
-    assert not defaults.default_normalize(size, 33_000, (True, True))
+    assert defaults.default_normalize(size, 20_000, (True, True))
+    assert not defaults.default_normalize(size, 21_000, (True, True))
     assert not defaults.default_normalize(size, 1000, (True, False))
     sparse, dense = (defaults.default_embedding_l2(size, n, 64, "ids") for n in (1000, 100_000))
     few, some, many = (defaults.default_embedding_l2(size, n, 64, "features") for n in (1000, 50_000, 900_000))

@@ -152,3 +152,16 @@ def test_an_empty_row_goes_to_zero_unless_imputed_labels_hold_it():
     towers = gt.mlp_towers(problem, hidden=(), dim=4)
     gt.minimize(problem, towers, max_iterations=30)
     assert float(towers.left[0].weight[3].detach().norm()) < 1e-3
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_sums_taken_for_a_side_that_stayed_are_those_it_has(side):
+    problem, towers = tables(right_weights="degree^0.3")
+    point = problem.at(towers)
+    theta = point.parameters.clone()
+    moved = theta["left.0.weight" if side == 0 else "right.0.weight"]
+    moved += torch.randn(moved.shape, generator=torch.Generator().manual_seed(0), dtype=moved.dtype)
+    tried, fresh = point.at(theta), point.at(theta)
+    tried.evaluation.take_sums(1 - side, point.evaluation)
+    assert tried.terms == fresh.terms
+    assert tried.terms != point.terms
