@@ -344,9 +344,11 @@ def test_defaults_scale_with_the_data():
     assert (
         short == 2 * long == pytest.approx(3 * longest) == defaults.default_l2(size, 10_000, "features", (True, True))
     )
-    powers = [defaults.default_right_weights(size, n, "features") for n in (1000, 12_000, 20_000, 30_000, 900_000)]
+    few, left, right = (1000, 12_000, 20_000, 30_000, 900_000), (True, False), (False, True)
+    powers = [defaults.default_right_weights(size, n, "features", left) for n in few]
     assert powers == ["degree^0.4", "degree^0.4", "degree^0.3", "degree^0.2", "degree^0.2"]
-    assert defaults.default_right_weights(size, 900_000, "ids") == "degree^0.1"
+    assert defaults.default_right_weights(size, 900_000, "features", right) == "degree^0.4"
+    assert defaults.default_right_weights(size, 900_000, "ids", neither) == "degree^0.1"
     assert defaults.default_normalize(size, 20_000, (True, True))
     assert not defaults.default_normalize(size, 21_000, (True, True))
     assert not defaults.default_normalize(size, 1000, (True, False))

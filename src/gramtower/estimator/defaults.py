@@ -18,7 +18,8 @@ little.
 What networks could is held back by λ, in proportion to the pairs of an entity of the smaller side, less where each has
 more than 64 features, and by a μ of
 8·10⁻⁵ |O| / √(mn): the more pairs an entity has, the more of them its embedding could learn by heart. The power of
-degrees in b is 6 √(mn) / |O| between 0.2 and 0.4: the fewer pairs, the more frequent entities are held back.
+degrees in b is 6 √(mn) / |O| between 0.2 and 0.4: the fewer pairs, the more frequent entities are held back; 0.4 where
+right entities alone have features, as new ones have no pairs at all.
 With ids alone k is the nearest power of two, at least 64, at most 256 on a CPU and 2048 on a GPU; it is halved while
 training would take more than half of the memory that is there: ten vectors of (m + n) k numbers.
 
@@ -143,10 +144,15 @@ def default_embedding_l2(shape: tuple[int, int], observed: int, dim: int, seen: 
     return _PENALTY * factor * max(1.0, math.sqrt(dim / _LARGE))
 
 
-def default_right_weights(shape: tuple[int, int], observed: int, seen: str) -> str:
-    """b by name: with features alone the higher a power of degrees the fewer pairs an entity has."""
+def default_right_weights(shape: tuple[int, int], observed: int, seen: str, described: tuple[bool, bool]) -> str:
+    """b by name: with features alone the higher a power of degrees the fewer pairs an entity has.
+
+    Where right entities alone have features it is high: new ones among them are ranked against frequent ones.
+    """
     least, most = _FEATURE_POWERS
     power = _POWERS.get(seen)
+    if power is None and not described[0]:
+        power = most
     if power is None:
         power = min(most, max(least, _POWER_BY_PAIRS / max(1.0, _pairs_of_entity(shape, observed))))
     return f"degree^{power:.3g}"

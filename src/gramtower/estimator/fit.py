@@ -225,7 +225,8 @@ def right_weights(settings: ModelSettings, data: FitData) -> Any:
 
 def auto_weights(data: FitData) -> str:
     """What ``right_weights="auto"`` stands for."""
-    return defaults.default_right_weights(data.shape, data.observed, data.seen)
+    described = data.inputs[0].described, data.inputs[1].described
+    return defaults.default_right_weights(data.shape, data.observed, data.seen, described)
 
 
 def iterations(settings: ModelSettings, data: FitData) -> int:

@@ -99,13 +99,13 @@ def _objective(settings: ModelSettings, fitted: FittedModel, pairs: sp.csr_matri
     seen = seen_by_towers((fitted.left.inputs, fitted.right.inputs))
     size, right = (pairs.shape, pairs.nnz), settings.right_weights
     l2, mu = fitted.l2, fitted.embedding_l2
+    described = fitted.left.inputs.described, fitted.right.inputs.described
     if l2 is None or mu is None:  # a file of before they were kept
-        described = fitted.left.inputs.described, fitted.right.inputs.described
         l2 = defaults.default_l2(*size, seen, described) if settings.l2 is None else settings.l2
         mu = settings.embedding_l2
         mu = defaults.default_embedding_l2(*size, fitted.dim, seen) if mu is None else mu
     if isinstance(right, str) and right == "auto":
-        right = fitted.auto_weights or defaults.default_right_weights(*size, seen)
+        right = fitted.auto_weights or defaults.default_right_weights(*size, seen, described)
     return Problem(
         pairs, loss=as_loss(settings.loss), omega=fitted.omega,
         l2=l2, imputed=settings.imputed, left_weights=settings.left_weights, right_weights=right, embedding_l2=mu,
