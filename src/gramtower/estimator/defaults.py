@@ -151,10 +151,9 @@ def default_right_weights(shape: tuple[int, int], observed: int, seen: str, desc
     """
     least, most = _FEATURE_POWERS
     power = _POWERS.get(seen)
-    if power is None and not described[0]:
-        power = most
     if power is None:
-        power = min(most, max(least, _POWER_BY_PAIRS / max(1.0, _pairs_of_entity(shape, observed))))
+        by_pairs = _POWER_BY_PAIRS / max(1.0, _pairs_of_entity(shape, observed))
+        power = min(most, max(least, by_pairs)) if described[0] else most
     return f"degree^{power:.3g}"
 
 

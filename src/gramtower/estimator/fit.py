@@ -204,11 +204,12 @@ def make_problem(settings: ModelSettings, data: FitData) -> Problem:
     size, shards, known, mu = (data.shape, data.observed), data.shards, data.seen, settings.embedding_l2
     if mu is None:  # of towers of one's own the size is not known yet
         mu = defaults.default_embedding_l2(*size, data.dim if settings.towers is None else settings.dim or 1, known)
-    l2, described = settings.l2, (data.inputs[0].described, data.inputs[1].described)
+    l2 = settings.l2
     return Problem(
         data.matrix, *data.features, loss=settings.loss,
         omega=defaults.default_omega(*size, known) if settings.omega is None else settings.omega,
-        l2=defaults.default_l2(*size, known, described, data.entries) if l2 is None else l2, imputed=settings.imputed,
+        l2=defaults.default_l2(*size, known, data.described, data.entries) if l2 is None else l2,
+        imputed=settings.imputed,
         left_weights=_local_weights("left_weights", settings.left_weights, shards.left),
         right_weights=_local_weights("right_weights", right_weights(settings, data), shards.right),
         embedding_l2=mu, frequency_power=settings.frequency_power, memory_budget=settings.memory_budget,
@@ -225,8 +226,7 @@ def right_weights(settings: ModelSettings, data: FitData) -> Any:
 
 def auto_weights(data: FitData) -> str:
     """What ``right_weights="auto"`` stands for."""
-    described = data.inputs[0].described, data.inputs[1].described
-    return defaults.default_right_weights(data.shape, data.observed, data.seen, described)
+    return defaults.default_right_weights(data.shape, data.observed, data.seen, data.described)
 
 
 def iterations(settings: ModelSettings, data: FitData) -> int:

@@ -84,6 +84,11 @@ class FitData:
         return self.shards.left.total, self.shards.right.total
 
     @property
+    def described(self) -> tuple[bool, bool]:
+        """Whether anything but ids is known of left and of right entities."""
+        return self.inputs[0].described, self.inputs[1].described
+
+    @property
     def seen(self) -> str:
         """What towers see, for defaults: ids alone, features, or both on one side."""
         return seen_by_towers(self.inputs)

@@ -171,7 +171,7 @@ def read_model(
         history=[Record(**record) for record in header.history],
         reason=Reason[header.reason], message=header.message, best_metric=header.best_metric,
         same_entities=header.same_entities, plain_pairs=header.plain_pairs,
-        activation=header.activation or settings.activation or defaults.ACTIVATION, l2=header.l2,
+        activation=_activation(header), l2=header.l2,
         embedding_l2=header.embedding_l2, auto_weights=header.auto_weights,
     )  # fmt: skip
 
@@ -358,6 +358,11 @@ class _Sides:
     right: Features
 
 
+def _activation(header: Header) -> str:
+    """That of hidden layers, also in files of before it followed the data."""
+    return header.activation or header.params["activation"] or defaults.ACTIVATION
+
+
 def _towers(
     settings: ModelSettings, header: Header, inputs: dict[str, Inputs], tensors: dict[str, Tensor], mapped: bool
 ) -> Towers | None:
@@ -367,8 +372,7 @@ def _towers(
     if settings.towers is None:
         sides = _Sides(*(Features("ids", 0, inputs[side].width, None) for side in ("left", "right")))
         hidden = header.hidden[0], header.hidden[1]
-        activation = header.activation or settings.activation or defaults.ACTIVATION
-        towers = undrawn_towers(sides, hidden, header.dim, activation, header.normalize)
+        towers = undrawn_towers(sides, hidden, header.dim, _activation(header), header.normalize)
     else:
         m, n = (size - added for size, added in zip(header.shape, header.added, strict=True))
         empty = sp.csr_matrix((m, n), dtype=np.float32)

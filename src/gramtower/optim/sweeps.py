@@ -80,7 +80,7 @@ class Sweeps(Stateful):
         half = self._empty(theta)
         half[other].copy_(theta[other])
         squares = row_step(point.evaluation, first, _STEPS, _TOLERANCE, half[one], scratch)
-        middle, trials = _down(point, half, theta, first)
+        middle, trials = _down(point, half, theta, names, first)
         if middle is None:
             return None, math.sqrt(squares), trials
         end = middle.parameters  # what follows asks the point for no more than its value, which is known
@@ -92,7 +92,7 @@ class Sweeps(Stateful):
                 return tried, math.sqrt(squares), trials
             self.forget()
             del tried, following
-        found, more = _down(middle, end, theta, 1 - first)
+        found, more = _down(middle, end, theta, names, 1 - first)
         return found, math.sqrt(squares), trials + more
 
     def _empty(self, like: Parameters) -> Parameters:
@@ -130,18 +130,17 @@ class Sweeps(Stateful):
         self.square = state["square"]
 
 
-def _down(point: Point, theta: Parameters, origin: Parameters, side: int) -> tuple[Point | None, int]:
+def _down(
+    point: Point, theta: Parameters, origin: Parameters, names: tuple[str, str], side: int
+) -> tuple[Point | None, int]:
     """The point at θ, one side's distance from its origin halved until L is below the given point's; None if never."""
-    names = row_tables(point.evaluation)
-    assert names is not None
-    name = names[side]
     for trial in range(1, _HALVINGS + 1):
         tried = point.at(theta)
         tried.evaluation.take_sums(1 - side, point.evaluation)  # the other table is the point's
         if tried.value < point.value:
             return tried, trial
         theta = theta.clone()
-        theta[name].add_(origin[name]).mul_(0.5)
+        theta[names[side]].add_(origin[names[side]]).mul_(0.5)
     return None, _HALVINGS
 
 

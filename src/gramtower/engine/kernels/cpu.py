@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gramtower.data.pairs import Pairs, Segments
 from gramtower.engine.kernels import reference
-from gramtower.engine.kernels.cpu_rows import solve_rows
+from gramtower.engine.kernels.cpu_rows import SUMS, solve_rows
 from gramtower.engine.kernels.losses import LossTerms, Observed, Scored, loss_left_from_scores
 from gramtower.engine.kernels.row_systems import RowSystems
 from gramtower.runtime import threads
@@ -42,7 +42,6 @@ _REUSE = 16  # pairs in a task for each row that they may gather, likewise: of 2
 _SHARE = 1 << 12  # but not fewer than these: waking a thread takes as long
 _ROW_COST = 8  # of a row of its own system, in pairs
 _RUN = 1 << 20  # elements of a dot product summed in one run
-_FLAGS = {"reassoc", "contract", "nsz", "arcp"}  # sums may be reordered; NaN and infinity keep their meaning
 
 
 def dots(pairs: Pairs, A: Tensor, B: Tensor) -> Tensor:
@@ -190,7 +189,7 @@ def _out(tensor: Tensor) -> NDArray[Any]:
     return tensor.numpy()
 
 
-@compiled(fastmath=_FLAGS, nogil=True)
+@compiled(fastmath=SUMS, nogil=True)
 def _dot(a, b):  # type: ignore[no-untyped-def]  # pragma: no cover
     total = 0.0
     for e in range(a.shape[0]):
@@ -198,7 +197,7 @@ def _dot(a, b):  # type: ignore[no-untyped-def]  # pragma: no cover
     return total
 
 
-@compiled(fastmath=_FLAGS, inline="always")
+@compiled(fastmath=SUMS, inline="always")
 def _dots_run(e, stop, columns, a, B, x):  # type: ignore[no-untyped-def]  # pragma: no cover
     zero, k = x.dtype.type(0), a.shape[0]
     while e + 4 <= stop:
@@ -219,7 +218,7 @@ def _dots_run(e, stop, columns, a, B, x):  # type: ignore[no-untyped-def]  # pra
         e += 1
 
 
-@compiled(fastmath=_FLAGS, inline="always")
+@compiled(fastmath=SUMS, inline="always")
 def _sum_run(e, stop, columns, x, position, B, total):  # type: ignore[no-untyped-def]  # pragma: no cover
     k = total.shape[0]
     while e + 4 <= stop:
@@ -238,7 +237,7 @@ def _sum_run(e, stop, columns, x, position, B, total):  # type: ignore[no-untype
         e += 1
 
 
-@compiled(fastmath=_FLAGS, inline="always")
+@compiled(fastmath=SUMS, inline="always")
 def _curvature_run(e, stop, columns, c, p, w, Q, H, z, total):  # type: ignore[no-untyped-def]  # pragma: no cover
     zero, k = z.dtype.type(0), total.shape[0]
     while e + 4 <= stop:
@@ -275,7 +274,7 @@ def _run_end(e, last, columns, end):  # type: ignore[no-untyped-def]  # pragma: 
     return e
 
 
-@compiled(fastmath=_FLAGS, nogil=True)
+@compiled(fastmath=SUMS, nogil=True)
 def _dots(low, high, tile, rows, starts, columns, A, B, x):  # type: ignore[no-untyped-def]  # pragma: no cover
     at = starts[low:high].copy()
     for end in range(tile, B.shape[0] + tile, tile):
@@ -287,7 +286,7 @@ def _dots(low, high, tile, rows, starts, columns, A, B, x):  # type: ignore[no-u
                 at[s - low] = stop
 
 
-@compiled(fastmath=_FLAGS, nogil=True)
+@compiled(fastmath=SUMS, nogil=True)
 def _row_sum(low, high, tile, rows, starts, lines, columns, x, position, B, out, carry):  # type: ignore[no-untyped-def]  # pragma: no cover
     at = starts[low:high].copy()
     for end in range(tile, B.shape[0] + tile, tile):
@@ -300,7 +299,7 @@ def _row_sum(low, high, tile, rows, starts, lines, columns, x, position, B, out,
                 at[s - low] = stop
 
 
-@compiled(fastmath=_FLAGS, nogil=True)
+@compiled(fastmath=SUMS, nogil=True)
 def _curvature_left(low, high, tile, rows, starts, lines, columns, c, P, W, Q, H, z, out, carry):  # type: ignore[no-untyped-def]  # pragma: no cover
     at = starts[low:high].copy()
     for end in range(tile, Q.shape[0] + tile, tile):

@@ -10,10 +10,10 @@ import numpy as np
 
 from gramtower.runtime.compiled import compiled
 
-_FLAGS = {"reassoc", "contract", "nsz", "arcp"}  # sums may be reordered; NaN and infinity keep their meaning
+SUMS = {"reassoc", "contract", "nsz", "arcp"}  # sums may be reordered; NaN and infinity keep their meaning
 
 
-@compiled(fastmath=_FLAGS, inline="always")
+@compiled(fastmath=SUMS, inline="always")
 def _row_product(start, stop, others, position, c, B, p, out):  # type: ignore[no-untyped-def]  # pragma: no cover
     """out += Σ_e c_e b_e b_eᵀ p."""
     zero, k, e = out.dtype.type(0), p.shape[0], start
@@ -43,7 +43,7 @@ def _row_product(start, stop, others, position, c, B, p, out):  # type: ignore[n
         e += 1
 
 
-@compiled(fastmath=_FLAGS, inline="always")
+@compiled(fastmath=SUMS, inline="always")
 def _add_row(start, stop, others, position, x, c, B, total, squares):  # type: ignore[no-untyped-def]  # pragma: no cover
     """total += Σ_e x_e b_e and squares += Σ_e c_e b_e ∘ b_e."""
     k, e = total.shape[0], start
@@ -67,7 +67,7 @@ def _add_row(start, stop, others, position, x, c, B, total, squares):  # type: i
         e += 1
 
 
-@compiled(fastmath=_FLAGS, nogil=True)
+@compiled(fastmath=SUMS, nogil=True)
 def solve_rows(  # type: ignore[no-untyped-def]  # pragma: no cover
     low, high, starts, others, position, x, c, B, pull, weight, spectrum, shift, steps, least, result, norms
 ):
