@@ -130,7 +130,7 @@ def kronecker(
 ) -> Kronecker:
     """Build the preconditioner at a point; with ``side``, that of its parameters alone."""
     c, towers = at.constants, at.towers
-    numbers = [number for number, name in enumerate(SIDES) if side in (None, name)]
+    numbers = [number for number, name in enumerate(SIDES) if side in (None, name) and towers.local_names(name)]
     moments = at.curvature_moments(numbers)
     shift = max(c.l2 + damping, _TINY)
     merged: dict[str, list[Factor]] = {}

@@ -60,8 +60,11 @@ def tower_factors(
     steps, features = tower.steps, tower.features
     stride = max(1, features.total // _ROWS)
     moments = _moments(tower, weight, stride)
+    held = set(owned)
+    if features.kind == "ids" and group.size > 1:
+        held.update(steps[0].id_tables(tower.side, features))  # also those that are not trained
     for step, moment in zip(steps, moments, strict=True):
-        step.reduce_moment(moment, group, owned)
+        step.reduce_moment(moment, group, held)
     total_weight = group.sum_(weight.sum(dtype=torch.float64))
     factors, S = Factors(trainable), H
     sample = _Sampled(tower, weight, stride)
