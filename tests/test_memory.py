@@ -97,6 +97,13 @@ def blocks(activations, rows, least_block=(1, 1)):
     return plan_blocks(activations, rows, needs)
 
 
+def test_memory_that_torch_keeps_for_this_process_is_free(monkeypatch):
+    numbers = {"mem_get_info": (10_000, 80_000), "memory_reserved": 50_000, "memory_allocated": 20_000}
+    for name, value in numbers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert free_memory(torch.device("cuda")) == 40_000
+
+
 def test_what_fits_is_kept():
     plans = blocks(10_000, (50, 40))
     assert plans == (BlockPlan(50, True), BlockPlan(40, True))

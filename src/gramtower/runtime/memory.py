@@ -31,9 +31,13 @@ def default_budget(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can be had now; of a host at most what a container may still have of it."""
+    """Bytes that can be had now; of a host at most what a container may still have of it.
+
+    What torch keeps of a GPU's memory for this process while nothing uses it can be had as well.
+    """
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + int(kept)
     try:
         with open("/proc/meminfo") as lines:
             free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
