@@ -203,7 +203,9 @@ def estimator_fit(folder, partition):
     split = random_pairs(interactions(int), 0.2, seed=0)
     found = {}
     seen = {"whole": (None,), "history": ("history",), "beside": (["id", "history"], [np.eye(30, 5), "id"])}
-    for kind in ("whole", "history", "beside", "parts"):
+    draw = np.random.default_rng(1)
+    seen["refined"] = (draw.normal(size=(40, 6)), draw.normal(size=(30, 5)))
+    for kind in ("whole", "history", "beside", "refined", "parts"):
         weights = dict(left_weights="degree^0.5", right_weights=np.linspace(0.5, 1.5, 30)) if kind == "beside" else {}
         model = gt.TwoTower(dim=4, hidden=(8,), max_iterations=4, device="cpu", metric="recall@5", **weights)
         if kind == "parts":

@@ -61,7 +61,9 @@ def test_the_estimator_learns_evaluates_and_saves_the_same_model(tmp_path):
         one, saved = (gt.load(tmp_path / where / f"{kind}.gramtower") for where in ("alone", "many"))
         ids = sorted(one.left_.ids.tolist())
         assert saved.left_.ids.dtype == one.left_.ids.dtype == (object if kind == "parts" else np.int64)
-        np.testing.assert_allclose(saved.embed(ids), one.embed(ids), rtol=0, atol=2e-3)
+        assert saved.refine_ == one.refine_ == (kind == "refined")
+        for side, names in (("left", ids), ("right", one.right_.ids.tolist())):
+            np.testing.assert_allclose(saved.embed(names, side), one.embed(names, side), rtol=0, atol=2e-3)
         assert saved.recommend(ids[:5], k=3)[0].tolist() == one.recommend(ids[:5], k=3)[0].tolist()
         assert (saved.seen_ != one.seen_).nnz == 0
     histories = [["i3", "i6"], ["i1"]]  # new entities go through the towers that were put together

@@ -26,7 +26,7 @@ OPTIONS = {"dim": 8, "hidden": (12,), "max_iterations": 3, "device": "cpu"}
 
 def test_the_default_is_one_length_where_both_sides_have_features_and_few_pairs():
     pairs, left, right = links()
-    model = gt.TwoTower(**OPTIONS).fit(pairs, left_features=left, right_features=right)
+    model = gt.TwoTower(**OPTIONS, refine=False).fit(pairs, left_features=left, right_features=right)
     assert model.normalize_
     assert "one length" in str(model.fitted_)
     for side in ("left", "right"):

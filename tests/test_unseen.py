@@ -34,7 +34,7 @@ def words(rows, seed=0):
 
 
 def small(**options):
-    base = {"dim": 4, "hidden": (8,), "max_iterations": 4, "device": "cpu", "metric": "ndcg@5"}
+    base = {"dim": 4, "hidden": (8,), "max_iterations": 4, "device": "cpu", "metric": "ndcg@5", "refine": False}
     return gt.TwoTower(**base | options)
 
 

@@ -75,6 +75,9 @@ class TwoTower(ModelSettings):
         activation: of the hidden layers, such as "relu", "gelu" or "leaky_relu(0.25)"; None chooses.
         normalize: bring the embeddings of a side to one length, so that scores are cosines times a learned scale; None
             for yes where both sides have features, no ids or histories beside them, and few pairs an entity.
+        refine: after training, move the embeddings of known entities from what their features say to what their own
+            pairs say, the further the more pairs they have; new entities stay where their features put them. None for
+            yes where both sides have features, and no ids or histories beside them.
         loss: on observed pairs.
         omega: ω, the weight of unobserved pairs; None scales it with the data (see docs/choosing.md).
         l2: λ; None scales it with the data where there are features.
@@ -106,8 +109,8 @@ class TwoTower(ModelSettings):
     Attributes:
         fitted_: what the last ``fit`` learned, a :class:`~gramtower.estimator.fitted.FittedModel`. Its fields are read
             as ``left_``, ``right_``, ``trained_``, ``seen_``, ``towers_``, ``shards_``, ``dim_``, ``hidden_``,
-            ``normalize_``, ``activation_``, ``omega_``, ``l2_``, ``embedding_l2_``, ``history_``, ``reason_``,
-            ``message_`` and ``best_metric_``.
+            ``normalize_``, ``refine_``, ``activation_``, ``omega_``, ``l2_``, ``embedding_l2_``, ``history_``,
+            ``reason_``, ``message_`` and ``best_metric_``.
 
     Example:
         >>> pairs = gt.Interactions.from_arrays(["ann", "ann", "bob", "eve"], ["tea", "milk", "tea", "milk"])
@@ -393,6 +396,7 @@ class TwoTower(ModelSettings):
     dim_ = _Learned(lambda fitted: fitted.dim)
     hidden_ = _Learned(lambda fitted: fitted.hidden)
     normalize_ = _Learned(lambda fitted: fitted.normalize)
+    refine_ = _Learned(lambda fitted: fitted.refine)
     activation_ = _Learned(lambda fitted: fitted.activation)
     omega_ = _Learned(lambda fitted: fitted.omega)
     l2_ = _Learned(lambda fitted: fitted.l2)

@@ -166,7 +166,7 @@ def used(settings: Settings, estimator: TwoTower) -> dict[str, dict[str, Any]]:
     params = estimator.get_params() | {"option": estimator.optimizer_options, "history": settings.model.history}
     params |= {"validation_side": settings.train.validation_side}
     params |= {"refit": settings.train.refit, "dim": estimator.dim_, "hidden": config_hidden(estimator.hidden_)}
-    params |= {"normalize": estimator.normalize_}
+    params |= {"normalize": estimator.normalize_, "refine": estimator.refine_}
     tables = {
         name: {f.name: params[f.name] for f in fields(part)}
         for name, part in (("model", settings.model), ("train", settings.train))

@@ -117,6 +117,7 @@ class ModelOptions:
         str | None, _flag("activation", "Of the hidden layers, such as relu, gelu or leaky_relu(0.25).")
     ] = None
     normalize: Annotated[bool | None, _flag("normalize", "Bring embeddings of a side to one length.")] = None
+    refine: Annotated[bool | None, _flag("refine", "Let known entities' own pairs move what features say.")] = None
     loss: Annotated[str | None, _flag("loss", "On observed pairs: logistic, squared or squared_hinge.")] = None
     omega: Annotated[float | None, _flag("omega", "Weight of each unobserved pair.")] = None
     l2: Annotated[float | None, _flag("l2", "Penalty on all parameters.")] = None

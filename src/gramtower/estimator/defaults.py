@@ -10,6 +10,7 @@
     μ               0.0065 and more      0.0005 to 0.006, see below    as for ids
     iterations      20, on a CPU 12      12, normalised 20             12
     normalised      no                   see default_normalize         no
+    refined         no                   where both sides have them    no
 
 So unobserved pairs weigh four times (twice) as much in all as observed ones. What an entity's own vector could learn by
 heart is held back by the penalty μ on embeddings: 0.0065 · max(1, √(k/1024)), times clamp(d / 0.011, 1, 2), where d is
@@ -176,6 +177,15 @@ def default_normalize(shape: tuple[int, int], observed: int, features_alone: tup
     seen, is mostly noise, unless many pairs have taught it.
     """
     return all(features_alone) and observed <= _FEW_PAIRS * min(shape)
+
+
+def default_refine(features_alone: tuple[bool, bool]) -> bool:
+    """Whether embeddings of known entities are moved by their own pairs: where both sides are known by features alone.
+
+    Where one side has ids, these have fitted themselves to the other's towers already, and new entities are to be
+    ranked against known ones on equal terms.
+    """
+    return all(features_alone)
 
 
 def default_activation(normalize: bool) -> str:

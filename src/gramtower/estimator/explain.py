@@ -142,7 +142,7 @@ class Explainer:
                 check.fail("histories", "a history", f"an id: this model knows {side} entities by their id alone")
             return self._by_pairs(this, that, own, q)
         x = self._inputs(this, own, features, histories)
-        return self._by_inputs(this, that, x, q)
+        return self._by_inputs(this, that, x, q, own)
 
     def _sides(self, side: str) -> tuple[Side, Side]:
         return self._fitted.side(side), self._fitted.side("right" if side == "left" else "left")
@@ -154,7 +154,7 @@ class Explainer:
         found = _named("history", that, columns, values)
         return _made(score, this.name, "normal equations", found, base)
 
-    def _by_inputs(self, this: Side, that: Side, x: sp.csr_matrix, q: Tensor) -> Explanation:
+    def _by_inputs(self, this: Side, that: Side, x: sp.csr_matrix, q: Tensor, own: int | None) -> Explanation:
         if this.name not in self._towers:
             towers = self._fitted.known_towers("explain scores")
             self._towers[this.name] = _Tower(towers.left if this.name == "left" else towers.right)
@@ -175,6 +175,10 @@ class Explainer:
                 pairs = zip(labels, parts.tolist(), strict=True)
                 found += [Contribution("feature", label, value) for label, value in pairs]
             start += part.width
+        if own is not None and own < this.trained and self._fitted.refine and this.inputs.features_alone:
+            moved = float(this.embeddings[own].double() @ q)
+            found += _named("id", this, np.array([own]), np.array([moved - score]))
+            score = moved
         return _made(score, this.name, method, found, base)
 
     def _inputs(self, this: Side, own: int | None, features: Any, histories: Any) -> sp.csr_matrix:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import scipy.sparse as sp
+from torch import Tensor
 
 from gramtower import _checks as check
 from gramtower.data.partition import Shard
@@ -28,6 +29,7 @@ from gramtower.estimator import defaults
 from gramtower.estimator.entities import CANDIDATES
 from gramtower.estimator.fit_data import FitData, hold_out, own_pairs, prepare_data, rejoined
 from gramtower.estimator.fitted import FittedModel, pattern_of
+from gramtower.estimator.refinement import least_budget, refine
 from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.side import Side
 from gramtower.estimator.unseen import Unseen, UnseenValidator, hold_out_entities
@@ -35,6 +37,7 @@ from gramtower.estimator.warm_start import carry_over, refuse_increment
 from gramtower.metrics import Scores, evaluate_embeddings
 from gramtower.metrics.definitions import to_maximise
 from gramtower.metrics.jackknife import deal, means_without
+from gramtower.runtime.memory import readable
 from gramtower.runtime.threads import one_thread
 from gramtower.training.callbacks import Callback
 from gramtower.training.fingerprint import sparse_digest
@@ -154,6 +157,7 @@ def _fit(
     with one_thread(_is_tiny(settings, data)):
         problem = make_problem(settings, data)
         towers = make_towers(settings, data, problem, previous)
+        moved = data.refine and _has_room(settings, data, problem.plan(towers).needs.columns)
         measure = make_validation(settings, data, unseen)
         result = minimize(
             problem, towers, settings.optimizer, iterations(settings, data), settings.time_limit, settings.seed,
@@ -163,16 +167,61 @@ def _fit(
         )  # fmt: skip
         point = problem.at(towers)
         _refuse_non_finite(problem, point, result)
+        left, right = point.P.cpu(), point.right_rows.cpu()
+        chosen: dict[str, Any] = {
+            "omega": problem.omega, "l2": problem.l2, "embedding_l2": problem.embedding_l2, "shards": problem.shards
+        }  # fmt: skip
+        del point, problem, measure
+    if moved:
+        left, right = _refined(settings, data, left, right)
     return FittedModel(
-        left=Side("left", data.ids[0], point.P.cpu(), data.inputs[0], data.numbered[0]),
-        right=Side("right", data.ids[1], point.right_rows.cpu(), data.inputs[1], data.numbered[1]),
-        trained=pattern_of(data.matrix), further=_further(data), towers=towers, shards=problem.shards,
+        left=Side("left", data.ids[0], left, data.inputs[0], data.numbered[0]),
+        right=Side("right", data.ids[1], right, data.inputs[1], data.numbered[1]),
+        trained=pattern_of(data.matrix), further=_further(data), towers=towers,
         same_entities=data.same_entities, plain_pairs=data.weights is None and bool((data.matrix.data == 1).all()),
-        dim=point.Q.shape[1], hidden=data.hidden if settings.towers is None else ((), ()),
-        normalize=data.normalize and settings.towers is None, omega=problem.omega,
+        dim=right.shape[1], hidden=data.hidden if settings.towers is None else ((), ()),
+        normalize=data.normalize and settings.towers is None, refine=moved,
         history=result.history, reason=result.reason, message=result.message, best_metric=result.best_metric,
-        activation=data.activation, l2=problem.l2, embedding_l2=problem.embedding_l2, auto_weights=auto_weights(data),
+        activation=data.activation, auto_weights=auto_weights(data), **chosen,
     )  # fmt: skip
+
+
+def _refined(settings: ModelSettings, data: FitData, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """The embeddings of local left and of all right entities, moved by their own pairs."""
+    own = data.shards.right.local_rows("right embeddings", right)
+    here = left.to(data.device), own.to(data.device)
+    P, Q = refine(_over_ids(settings, data, right.shape[1]), here, data.features_alone)
+    return P.cpu(), data.shards.gather(Q).wait().cpu()
+
+
+def _has_room(settings: ModelSettings, data: FitData, dim: int) -> bool:
+    """Whether a memory budget leaves room to refine embeddings; an error before training if that was asked for."""
+    if settings.memory_budget is None or not data.shards.single:
+        return True
+    held = _held(data, dim)
+    least = held + least_budget(
+        _over_ids(settings.with_changes(memory_budget=None), data, dim), dim, data.device, data.features_alone
+    )
+    enough = check.memory_size("memory_budget", settings.memory_budget) >= least
+    if settings.refine and not enough:
+        check.fail("refine", f"True with a memory budget of {settings.memory_budget}", f"{readable(least)!r}, or False")
+    return enough
+
+
+def _held(data: FitData, dim: int) -> int:
+    """Bytes of all embeddings on a GPU while some are moved; on the host they are the model's own."""
+    return 4 * sum(data.shape) * dim if data.device.type == "cuda" else 0
+
+
+def _over_ids(settings: ModelSettings, data: FitData, dim: int) -> Problem:
+    """The same pairs, ω and weights, over ids, for what is learned of single entities."""
+    budget = settings.memory_budget
+    if budget is not None:
+        budget = max(1, check.memory_size("memory_budget", budget) - _held(data, dim))
+    changes = {"l2": 1.0, "embedding_l2": 0.0, "memory_budget": budget}
+    problem = make_problem(settings.with_changes(**changes), replace(data, features=(None, None)))
+    problem.graphs = False  # a few evaluations are over before recording them has paid
+    return problem
 
 
 def _is_tiny(settings: ModelSettings, data: FitData) -> bool:

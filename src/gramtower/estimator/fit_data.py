@@ -59,6 +59,7 @@ class FitData:
         same_entities: whether both sides are one set.
         activation: of the hidden layers.
         entries: of sparse features, of an entity on average; of the side with fewer. 0 without such features.
+        refine: whether the embeddings of known entities are moved by their own pairs after training.
     """
 
     matrix: sp.csr_matrix
@@ -77,6 +78,7 @@ class FitData:
     same_entities: bool = False
     activation: str = defaults.ACTIVATION
     entries: float = 0.0
+    refine: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -87,6 +89,11 @@ class FitData:
     def described(self) -> tuple[bool, bool]:
         """Whether anything but ids is known of left and of right entities."""
         return self.inputs[0].described, self.inputs[1].described
+
+    @property
+    def features_alone(self) -> tuple[bool, bool]:
+        """Whether left and right entities are known by features, and neither by ids nor by histories."""
+        return self.inputs[0].features_alone, self.inputs[1].features_alone
 
     @property
     def seen(self) -> str:
@@ -115,8 +122,10 @@ def prepare_data(
         scale = check.flag("scale_features", settings.scale_features)
         given_dim = None if settings.dim is None else check.count("dim", settings.dim)
         given_length = None if settings.normalize is None else check.flag("normalize", settings.normalize)
+        refine = None if settings.refine is None else check.flag("refine", settings.refine)
     agree(
-        group, {"dim": given_dim, "hidden": given_hidden, "scale_features": scale, "normalize": given_length}
+        group, {"dim": given_dim, "hidden": given_hidden, "scale_features": scale, "normalize": given_length,
+                "refine": refine}
     )  # fmt: skip
     room = defaults.room_for_training(device, group, settings.memory_budget)
     with group.together():
@@ -150,14 +159,18 @@ def prepare_data(
         right_parts = training_parts("right", right_features, right_ids, matrix.T, shards.right)
     left, left_rows = training_inputs("left", left_parts, shards.left, group, scale)
     right, right_rows = training_inputs("right", right_parts, shards.right, group, scale)
-    normalize = given_length
+    normalize, alone = given_length, (left.features_alone, right.features_alone)
     if normalize is None:
-        normalize = defaults.default_normalize(shape, observed, (left.features_alone, right.features_alone))
+        normalize = defaults.default_normalize(shape, observed, alone)
+    if refine is None:
+        refine = defaults.default_refine(alone) and settings.towers is None
+    elif refine and not any(alone):
+        check.fail("refine", True, "features on a side, and no ids or histories beside them: these are its own already")
     activation = defaults.default_activation(normalize) if settings.activation is None else settings.activation
     return FitData(
         matrix, weights, ids, shards, observed, held_out, (left, right), (left_rows, right_rows), device, hidden, dim,
         normalize, numbered, isinstance(pairs, Interactions) and pairs.one_set, activation,
-        _entries(group, (left, right), (left_rows, right_rows), shape),
+        _entries(group, (left, right), (left_rows, right_rows), shape), refine,
     )  # fmt: skip
 
 

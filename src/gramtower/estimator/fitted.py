@@ -43,6 +43,7 @@ class FittedModel(RankedLists):
         dim: size of the embeddings.
         hidden: widths of the hidden layers, left and right; none for towers of the caller's own.
         normalize: whether embeddings of a side have one length, which the towers see to.
+        refine: whether known entities of sides known by features alone were moved by their own pairs after training.
         omega: ω of the training.
         activation: of the hidden layers.
         l2: λ of the training; None in a file of before it was kept, and so for the next two.
@@ -70,6 +71,7 @@ class FittedModel(RankedLists):
     l2: float | None = None
     embedding_l2: float | None = None
     auto_weights: str | None = None
+    refine: bool = False
 
     def __str__(self) -> str:
         """Sizes, and what each tower sees and how it is scaled."""
@@ -79,7 +81,8 @@ class FittedModel(RankedLists):
             for side, widths in zip((self.left, self.right), self.hidden, strict=True)
         )
         length = ", those of a side of one length" if self.normalize else ""
-        return f"{' and '.join(sides)}, embeddings of size {self.dim}{length}"
+        moved = ", known entities moved by their own pairs" if self.refine else ""
+        return f"{' and '.join(sides)}, embeddings of size {self.dim}{length}{moved}"
 
     def _repr_html_(self) -> str:
         """A card for notebooks: what each tower sees, how training went and why it stopped."""

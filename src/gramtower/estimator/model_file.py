@@ -54,6 +54,7 @@ from gramtower.training.result import Reason, Record
 KIND = ("gramtower-model", 7)
 _ARRAYS = ("left_weights", "right_weights")
 _PARAMS = {name: kind for name, kind in typing.get_type_hints(ModelSettings).items() if name != "towers"}
+_LATER: dict[str, Any] = {"refine": False}  # arguments that files of before they were have not, and what was done then
 _FLOATS, _LIMIT = (torch.float32, torch.float64), 2**31
 _Shape = tuple[int | None, ...]  # None for a length that the content says
 
@@ -83,6 +84,7 @@ class Header:
         l2: λ of the training.
         embedding_l2: μ of the training.
         auto_weights: what the data made of ``right_weights="auto"``.
+        refine: whether known entities were moved by their own pairs; not in files of before that was.
     """
 
     params: dict[str, Any]
@@ -105,6 +107,7 @@ class Header:
     l2: float | None = None
     embedding_l2: float | None = None
     auto_weights: str | None = None
+    refine: bool = False
 
 
 def write_model(path: Path, settings: ModelSettings, fitted: FittedModel) -> None:
@@ -172,7 +175,7 @@ def read_model(
         reason=Reason[header.reason], message=header.message, best_metric=header.best_metric,
         same_entities=header.same_entities, plain_pairs=header.plain_pairs,
         activation=_activation(header), l2=header.l2,
-        embedding_l2=header.embedding_l2, auto_weights=header.auto_weights,
+        embedding_l2=header.embedding_l2, auto_weights=header.auto_weights, refine=header.refine,
     )  # fmt: skip
 
 
@@ -198,7 +201,7 @@ def _header(settings: ModelSettings, fitted: FittedModel) -> tuple[Header, dict[
         {side.name: side.inputs.to_plain() for side in (fitted.left, fitted.right)},
         fitted.reason.name, fitted.message, fitted.omega, fitted.best_metric,
         [vars(record) for record in fitted.history], fitted.same_entities, fitted.plain_pairs,
-        fitted.activation, fitted.l2, fitted.embedding_l2, fitted.auto_weights,
+        fitted.activation, fitted.l2, fitted.embedding_l2, fitted.auto_weights, fitted.refine,
     )  # fmt: skip
     return header, arrays
 
@@ -243,6 +246,7 @@ def _is_table(header: Header, side: str, inputs: Inputs) -> bool:
 def _checked_header(file: shards_file.Reader) -> Header:
     """The header, every field of its type and in its range."""
     header = build("header", Header, file.header)
+    header.params = _LATER | header.params
     given = {name for name in _ARRAYS if name in file.shapes}
     for name in (*header.params, *_PARAMS):
         if (name in header.params) == (name in given) or name not in _PARAMS:

@@ -68,6 +68,7 @@ class ModelSettings:
     hidden: Hidden | None = None
     activation: str | None = None
     normalize: bool | None = None
+    refine: bool | None = None
     loss: str | Loss = "logistic"
     omega: float | None = None
     l2: float | None = None
