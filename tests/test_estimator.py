@@ -704,11 +704,11 @@ def test_the_default_activation_follows_the_data_and_stays_with_the_model(tmp_pa
     options = dict(hidden=(8,), max_iterations=2)
     beside_ids = small(**options).fit(pairs, features)
     both = small(**options).fit(pairs, features, sp.csr_matrix(np.eye(pairs.shape[1], 4) + 0.5))
-    assert (beside_ids.activation_, both.activation_) == ("relu", "leaky_relu(0.25)")
-    assert both.towers_.left[1].negative_slope == 0.25
+    assert (beside_ids.activation_, both.activation_) == ("relu", "leaky_relu(0.35)")
+    assert both.towers_.left[1].negative_slope == 0.35
     both.save(tmp_path / "m")
     loaded = gt.load(tmp_path / "m")
-    assert loaded.activation_ == "leaky_relu(0.25)"
+    assert loaded.activation_ == "leaky_relu(0.35)"
     assert np.array_equal(loaded.embed(left_features=features), both.embed(left_features=features))
 
 

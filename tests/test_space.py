@@ -73,7 +73,7 @@ def test_with_features_the_first_changes_are_those_that_matter_most():
     space = default_space(start, labels=False, given_features=True, unseen=True)
     assert set(FEATURES_FIRST) == set(NAMES)
     assert space["features"] == Choices(("given",))
-    assert space["activation"].values == ("relu", "leaky_relu(0.25)", "gelu")
+    assert space["activation"].values == ("relu", "leaky_relu(0.35)", "gelu")
     first, *others = first_settings(space, start)
     changed = [next(name for name in first if other[name] != first[name]) for other in others]
     assert list(dict.fromkeys(changed)) == [name for name in FEATURES_FIRST if name != "features"]

@@ -498,7 +498,7 @@ def test_the_activation_of_towers_without_hidden_layers_is_not_searched():
     features = sp.random(60, 8, density=0.3, format="csr", random_state=0)
     options = dict(trials=1, left_features=features, refit=False)
     assert "activation" not in small().tune(data(), **options).space
-    assert "relu | leaky_relu(0.25) | gelu" in small(hidden=(4,)).tune(data(), **options).space["activation"]
+    assert "relu | leaky_relu(0.35) | gelu" in small(hidden=(4,)).tune(data(), **options).space["activation"]
 
 
 def test_a_failing_setting_is_left_out_and_failing_defaults_are_an_error(tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
                     ids alone            features alone                ids beside features
     hidden layers   none                 one on sides with features, see default_hidden
-    activation      relu                 relu, normalised leaky 0.25   relu
+    activation      relu                 relu, normalised leaky 0.35   relu
     k               min(m, n)/10         half of the hidden layer's width
     ω               4 |O| / (mn − |O|)   2 |O| / (mn − |O|)            as for ids, at most 4
     b               degree^0.1           degree^0.2 to degree^0.4      degree^0.3
@@ -38,7 +38,7 @@ from gramtower.distributed.group import Group
 from gramtower.runtime.memory import total_memory
 
 IMPUTED, ACTIVATION = -0.5, "relu"
-_NORMALISED_ACTIVATION = "leaky_relu(0.25)"
+_NORMALISED_ACTIVATION = "leaky_relu(0.35)"
 IDS, FEATURES, BOTH = "ids", "features", "ids and features"  # what towers see, on the side that has the most
 _SHARE = {IDS: 4.0, FEATURES: 2.0, BOTH: 4.0}
 _POWERS, _POWER_BY_PAIRS, _FEATURE_POWERS = {IDS: 0.1, BOTH: 0.3}, 6.0, (0.2, 0.4)  # of degrees in b

@@ -99,7 +99,7 @@ def default_space(start: Mapping[str, Value], *, labels: bool, given_features: b
     """
     dim, l2 = int(start["dim"]), float(start["l2"])
     activation, normalize = str(start["activation"]), str(start["normalize"])
-    others, lengths = (("relu", "leaky_relu(0.25)", "gelu"), ("yes", "no")) if given_features else ((), ())
+    others, lengths = (("relu", "leaky_relu(0.35)", "gelu"), ("yes", "no")) if given_features else ((), ())
     seen = ("given",) if unseen else ("given", "ids") if given_features else ("ids", "history", "ids+history")
     space: Space = {
         "omega": Range(float(start["omega"]) / 16, float(start["omega"]) * 8, True),
