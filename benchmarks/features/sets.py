@@ -7,6 +7,8 @@
     moby                words × synonyms, both by their letters (bundled); a fifth of the words is new
     wikispeedia         articles × articles that they link to, both by title and categories; a fifth is new on the left
     npm                 40,000 packages × what they depend on, both by the letters of their names; a fifth is new
+    npm1, npm2          the same with what one or two of them depend on, in the place of five
+    facebook*0.3        three tenths of the training pairs of a set, drawn by the seed; any share of any set
 
 Nothing of a public test part is read. ``python benchmarks/features/sets.py`` prints their sizes.
 """
@@ -16,7 +18,8 @@ from __future__ import annotations
 import json
 import lzma
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -54,13 +57,24 @@ class FeatureSet:
 
 def load(name: str, seed: int = 0, share: float = 0.2, data: Path = DATA) -> FeatureSet:
     """A set with a share of the entities of one side held out by a seed."""
+    if "*" in name:
+        whole, _, kept = name.partition("*")
+        return _thinned(load(whole, seed, share, data), float(kept), seed)
     if name in ("eurlex", "delicious"):
         return _documents(data / {"eurlex": "eurlex-4k"}.get(name, name) / "train.txt.xz", seed, share)
     named = {
         "citeulike": _citeulike, "facebook": _facebook, "ml1m": _ml1m, "moby": _moby, "wikispeedia": _wikispeedia,
-        "npm": _npm,
+        "npm": _npm, "npm1": partial(_npm, least=1), "npm2": partial(_npm, least=2),
     }  # fmt: skip
     return named[name](data, seed, share)
+
+
+def _thinned(one: FeatureSet, share: float, seed: int) -> FeatureSet:
+    """A share of the training pairs; everything else as it is."""
+    pairs = one.train.tocoo()
+    kept = np.random.default_rng(seed + 7).random(pairs.nnz) < share
+    entries = (pairs.data[kept], (pairs.row[kept], pairs.col[kept]))
+    return replace(one, train=sp.csr_matrix(entries, shape=pairs.shape))
 
 
 def warm(one: FeatureSet, seed: int) -> FeatureSet:
@@ -196,7 +210,7 @@ def _wikispeedia(data: Path, seed: int, share: float) -> FeatureSet:
     )
 
 
-def _npm(data: Path, seed: int, share: float) -> FeatureSet:
+def _npm(data: Path, seed: int, share: float, least: int = _LEAST_USERS) -> FeatureSet:
     with lzma.open(data / "npm-deps-2016" / "pairs.tsv.xz", "rt") as lines:
         read = [line.rstrip("\n").split("\t") for line in lines]
     packages = sorted({package for package, _ in read})
@@ -204,7 +218,7 @@ def _npm(data: Path, seed: int, share: float) -> FeatureSet:
     place = {packages[i]: row for row, i in enumerate(sorted(chosen))}
     kept = [(place[package], needed) for package, needed in read if package in place]
     users = Counter(needed for _, needed in kept)
-    needed = {name: i for i, name in enumerate(sorted(x for x, count in users.items() if count >= _LEAST_USERS))}
+    needed = {name: i for i, name in enumerate(sorted(x for x, count in users.items() if count >= least))}
     rows, columns = np.array([(row, needed[name]) for row, name in kept if name in needed]).T
     pairs = sp.csr_matrix((np.ones(len(rows), np.float32), (rows, columns)), shape=(len(place), len(needed)))
     pairs.data[:] = 1
