@@ -88,7 +88,7 @@ def test_scales_of_both_sides_that_cancel_in_scores_change_nothing():
 
 
 def test_embeddings_that_are_zero_leave_the_other_side_where_it_is():
-    P, Q = torch.randn(M, K), torch.zeros(N, K)
+    P, Q = _embeddings()[0], torch.zeros(N, K, dtype=torch.float64)
     problem = gt.Problem(_pairs(), omega=0.05, l2=1.0, imputed=-0.5)
     assert torch.equal(refine(problem, (P, Q), (True, False))[0], P)
 

@@ -58,11 +58,10 @@ def refine(problem: Problem, embeddings: Sides, sides: tuple[bool, bool]) -> Sid
         embeddings: P and Q as training left them, on the device to compute on.
         sides: for left and right, whether they are moved; each while the other one is as it was.
     """
-    moved = list(embeddings)
+    moved, curvature = list(embeddings), _mean_curvature(problem)
     for side in (0, 1):
-        scale = _scale(problem, embeddings[1 - side])
-        if sides[side] and scale > 0:
-            towers = _towers(embeddings, side, scale)
+        if sides[side] and (kappa := _WORTH * curvature * _mean_square(problem, embeddings[1 - side])) > 0:
+            towers = _towers(embeddings, side, 1 / math.sqrt(kappa))  # λ = 1 on the table is κ on its multiple
             minimize(problem, towers, NewtonKron(damping=_DAMPING), _ITERATIONS)
             point = problem.at(towers)
             moved[side] = (point.P, point.Q)[side].clone()
@@ -70,11 +69,10 @@ def refine(problem: Problem, embeddings: Sides, sides: tuple[bool, bool]) -> Sid
 
 
 def least_budget(problem: Problem, dim: int, device: torch.device, sides: tuple[bool, bool]) -> int:
-    """The smallest memory budget that :func:`refine` can keep to with embeddings of a size, in bytes."""
+    """The smallest memory budget that :func:`refine` keeps to in one process with embeddings of a size, in bytes."""
     rows = problem.shards.left, problem.shards.right
     zeros = torch.zeros(rows[0].count, dim, device=device), torch.zeros(rows[1].count, dim, device=device)
-    needs = [problem.least_budget(_towers(zeros, side, 1.0)) for side in (0, 1) if sides[side]]
-    return int(max(problem.shards.group.gather_json(max(needs))))
+    return max(problem.least_budget(_towers(zeros, side, 1.0)) for side in (0, 1) if sides[side])
 
 
 def _towers(embeddings: Sides, side: int, scale: float) -> Towers:
@@ -82,18 +80,14 @@ def _towers(embeddings: Sides, side: int, scale: float) -> Towers:
     return Towers(moved, other) if side == 0 else Towers(other, moved)
 
 
-def _scale(problem: Problem, others: Tensor) -> float:
-    """1/√κ, by which a table with λ = 1 is multiplied; 0 where no pair says anything."""
-    squares = float(others.square().sum(dtype=torch.float64))
-    curvature, pairs, square, count = problem.shards.group.totals(
-        _curvature(problem), float(len(problem.labels)), squares, float(len(others))
-    )
-    kappa = _WORTH * (curvature / max(1.0, pairs)) * (square / max(1.0, count))
-    return 1 / math.sqrt(kappa) if kappa > 0 else 0.0
+def _mean_square(problem: Problem, rows: Tensor) -> float:
+    """‖q_j‖² of the rows of all processes on average."""
+    square, count = problem.shards.group.totals(float(rows.square().sum(dtype=torch.float64)), float(len(rows)))
+    return square / max(1.0, count)
 
 
-def _curvature(problem: Problem) -> float:
-    """Σ_O w ℓ″(R, 0) over the local pairs."""
+def _mean_curvature(problem: Problem) -> float:
+    """w ℓ″(R, 0) of the pairs of all processes on average; 0 where no pair says anything."""
     total = 0.0
     for start in range(0, len(problem.labels), _PAIRS):
         part = slice(start, start + _PAIRS)
@@ -102,4 +96,4 @@ def _curvature(problem: Problem) -> float:
         if problem.pair_weights is not None:
             second = second * torch.from_numpy(problem.pair_weights[part])
         total += float(second.sum())
-    return total
+    return problem.shards.group.totals(total)[0] / max(1, problem.observed)
