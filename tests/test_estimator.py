@@ -17,6 +17,7 @@ from torch import nn
 
 import gramtower as gt
 from gramtower.data.splits import random_pairs
+from gramtower.data.synthetic import planted_pairs
 from gramtower.distributed.group import SINGLE
 from gramtower.estimator import defaults, fit_data
 from gramtower.estimator.fit import make_problem, sized_as
@@ -210,6 +211,25 @@ def test_size_and_layers_follow_the_data_unless_given(tmp_path):
         assert loaded.get_params() == model.get_params()
         assert (loaded.dim_, loaded.hidden_) == (model.dim_, model.hidden_)
     assert np.array_equal(loaded.embed(right_features=np.eye(16)), features.embed(side="right"))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 12),
+        ({"optimizer": gt.NewtonKron()}, 12),
+        ({"memory_budget": "2GB"}, 12),
+        ({"towers": lambda problem: gt.mlp_towers(problem, hidden=(), dim=4)}, 12),
+        ({"optimizer": gt.NewtonKron(sweeps=0)}, 20),
+        ({"optimizer_options": {"sweeps": 0}}, 20),
+        ({"optimizer": "lbfgs"}, 20),
+    ],
+)
+def test_the_default_number_of_iterations_follows_from_whether_sweeps_are_made(options, expected):
+    model = gt.TwoTower(dim=4, device="cpu", **options).fit(planted_pairs(60, 40, 400, seed=0))
+    assert model.history_[-1].iteration == expected
+    if options.get("optimizer") != "lbfgs":  # which never damps
+        assert all((record.damping is None) == (expected == 12) for record in model.history_[1:])
 
 
 def test_a_warm_start_keeps_the_size_that_more_data_would_change():

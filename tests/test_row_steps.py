@@ -10,7 +10,7 @@ import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
 from gramtower.engine.kernels import cpu, reference
 from gramtower.engine.kernels.row_systems import RowSystems
-from gramtower.engine.objective.row_steps import row_step, row_tables
+from gramtower.engine.objective.row_steps import row_step, solves_rows
 
 M, N, K = 14, 11, 4
 OPTIONS = {
@@ -100,15 +100,15 @@ def test_without_any_penalty_rows_are_solved_all_the_same():
     assert step.isfinite().all()
 
 
-def test_tables_of_their_own_alone_are_solved_by_rows():
-    names = list(point_of().parameters)
-    assert row_tables(point_of().evaluation) == tuple(names)
-    assert row_tables(point_of(kernels="reference").evaluation) is None
-    problem = gt.Problem(planted_pairs(M, M, 50, seed=0), omega=0.3)
-    assert row_tables(problem.at(gt.mlp_towers(problem, hidden=(3,), dim=K)).evaluation) is None
+def test_only_two_trained_tables_are_solved_by_rows():
+    pairs = planted_pairs(M, M, 50, seed=0)
+    problem, plain = (gt.Problem(pairs, omega=0.3, kernels=kernels) for kernels in ("auto", "reference"))
+    tables = gt.mlp_towers(problem, hidden=(), dim=K)
+    assert solves_rows(problem, tables)
+    assert not solves_rows(plain, tables)
+    assert not solves_rows(problem, gt.mlp_towers(problem, hidden=(3,), dim=K))
     shared = torch.nn.Embedding(M, K)
-    assert row_tables(problem.at(gt.Towers(shared, shared)).evaluation) is None
-    frozen = gt.mlp_towers(problem, hidden=(), dim=K)
-    for parameter in frozen.right.parameters():
+    assert not solves_rows(problem, gt.Towers(shared, shared))
+    for parameter in tables.right.parameters():
         parameter.requires_grad_(False)
-    assert row_tables(problem.at(gt.Towers(frozen.left, frozen.right)).evaluation) is None
+    assert not solves_rows(problem, gt.Towers(tables.left, tables.right))

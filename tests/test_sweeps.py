@@ -140,9 +140,9 @@ def test_where_rows_cannot_be_solved_any_more_it_goes_on_downhill():
 def test_a_memory_budget_without_room_for_them_is_kept():
     problem, towers = tables(dim=64, dtype=torch.float32)
     tight, _ = tables(dim=64, dtype=torch.float32, memory_budget=problem.least_budget(towers))
-    assert Sweeps(2).suit(problem.at(towers), 3000)
-    assert not Sweeps(2).suit(tight.at(towers), 3000)
-    assert not Sweeps(0).suit(problem.at(towers), 3000)
+    assert Sweeps(2).suit(problem, towers)
+    assert not Sweeps(2).suit(tight, towers)
+    assert not Sweeps(0).suit(problem, towers)
 
 
 def test_an_empty_row_goes_to_zero_unless_imputed_labels_hold_it():

@@ -67,8 +67,8 @@ def ours(pairs: sp.csr_matrix, settings: dict[str, Any], device: str, look: Look
     towers = make_towers(model, data, problem)
     callbacks = [] if look is None else [lambda record, point: look(record.iteration, record.seconds, point.P, point.Q)]
     gt.minimize(
-        problem, towers, model.optimizer, iterations(model, data), model.time_limit, model.seed, callbacks,
-        **model.solver_options(),
+        problem, towers, model.optimizer, iterations(model, data, problem, towers), model.time_limit, model.seed,
+        callbacks, **model.solver_options(),
     )  # fmt: skip
     point = problem.at(towers)
     return point.P, point.Q

@@ -34,7 +34,7 @@ from gramtower.benchmarking.baselines import (
 from gramtower.benchmarking.data import Cut, describe
 from gramtower.data.interactions import Interactions
 from gramtower.data.lookup import index_of, join
-from gramtower.estimator.fit import iterations, make_problem
+from gramtower.estimator.fit import make_problem
 from gramtower.estimator.fit_data import prepare_data
 from gramtower.estimator.settings import ModelSettings
 from gramtower.evaluation.cross_validation import fit_copy
@@ -145,7 +145,8 @@ class OfEstimator:
             as_solver(self.model.optimizer, dict(self.model.solver_options()))
             data = prepare_data(self.model, cut.train, **known)
             make_problem(self.model, data)
-            check.count("max_iterations", iterations(self.model, data), minimum=0)
+            if self.model.max_iterations is not None:
+                check.count("max_iterations", self.model.max_iterations, minimum=0)
 
     def fit(self, cut: Cut, seed: int) -> None:
         """See Candidate."""

@@ -42,7 +42,7 @@ _NORMALISED_ACTIVATION = "leaky_relu(0.35)"
 IDS, FEATURES, BOTH = "ids", "features", "ids and features"  # what towers see, on the side that has the most
 _SHARE = {IDS: 4.0, FEATURES: 2.0, BOTH: 4.0}
 _POWERS, _POWER_BY_PAIRS, _FEATURE_POWERS = {IDS: 0.1, BOTH: 0.3}, 6.0, (0.2, 0.4)  # of degrees in b
-_ITERATIONS, _NORMALISED_ITERATIONS, _SWEEPS = {IDS: 20, FEATURES: 12, BOTH: 12}, 20, 12
+_ITERATIONS, _NORMALISED_ITERATIONS = {IDS: 20, FEATURES: 12, BOTH: 12}, 20
 _L2, _L2_PER_PAIR, _MOST_L2 = 2.0**-5, 0.03, 2.0
 _LONG_ROWS, _LEAST_OF_LONG_ROWS = 64, 1 / 3  # entries of a row of features above which λ falls, and how far
 _LEAST_PENALTY, _PENALTY_PER_PAIR, _MOST_PENALTY = 5e-4, 8e-5, 6e-3  # of embeddings made of features
@@ -163,10 +163,8 @@ def _pairs_of_entity(shape: tuple[int, int], observed: int) -> float:
     return observed / math.sqrt(max(1, shape[0] * shape[1]))
 
 
-def default_iterations(seen: str, normalize: bool, swept: bool = False) -> int:
-    """Outer iterations; sweeps over the rows of tables come as far with fewer."""
-    if swept:
-        return _SWEEPS
+def default_iterations(seen: str, normalize: bool) -> int:
+    """Iterations of an optimizer that has no default of its own for the problem (Solver.default_iterations)."""
     return max(_ITERATIONS[seen], _NORMALISED_ITERATIONS if normalize else 0)
 
 

@@ -37,6 +37,7 @@ from gramtower.estimator.warm_start import carry_over, refuse_increment
 from gramtower.metrics import Scores, evaluate_embeddings
 from gramtower.metrics.definitions import to_maximise
 from gramtower.metrics.jackknife import deal, means_without
+from gramtower.optim.solvers import as_solver
 from gramtower.runtime.memory import readable
 from gramtower.runtime.threads import one_thread
 from gramtower.training.callbacks import Callback
@@ -160,8 +161,8 @@ def _fit(
         moved = data.refine and _has_room(settings, data, problem.plan(towers).needs.columns)
         measure = make_validation(settings, data, unseen)
         result = minimize(
-            problem, towers, settings.optimizer, iterations(settings, data), settings.time_limit, settings.seed,
-            callbacks, validation=measure, patience=None if measure is None else settings.patience,
+            problem, towers, settings.optimizer, iterations(settings, data, problem, towers), settings.time_limit,
+            settings.seed, callbacks, validation=measure, patience=None if measure is None else settings.patience,
             checkpoint=checkpoint, history=history,
             verbose=settings.verbose, **options,
         )  # fmt: skip
@@ -278,19 +279,13 @@ def auto_weights(data: FitData) -> str:
     return defaults.default_right_weights(data.shape, data.observed, data.seen, data.described)
 
 
-def iterations(settings: ModelSettings, data: FitData) -> int:
-    """How many at most."""
+def iterations(settings: ModelSettings, data: FitData, problem: Problem, towers: Towers) -> int:
+    """The most iterations: those given, or the optimizer's default for the problem, or that of the data."""
     if settings.max_iterations is not None:
         return settings.max_iterations
-    return defaults.default_iterations(data.seen, data.normalize, _is_swept(settings, data))
-
-
-def _is_swept(settings: ModelSettings, data: FitData) -> bool:
-    """Whether the default optimizer sweeps over the rows of two tables (optim/sweeps.py)."""
-    if settings.optimizer != "newton-kron" or (settings.optimizer_options or {}).get("sweeps") == 0:
-        return False
-    alone = data.device.type == "cpu" and data.shards.single and settings.memory_budget is None
-    return alone and _is_linear_over_ids(settings, data)
+    solver = as_solver(settings.optimizer, dict(settings.solver_options()))
+    found = solver.default_iterations(problem, towers)
+    return defaults.default_iterations(data.seen, data.normalize) if found is None else found
 
 
 def _is_linear_over_ids(settings: ModelSettings, data: FitData) -> bool:

@@ -77,7 +77,7 @@ class ModelSettings:
     imputed: float = defaults.IMPUTED
     left_weights: Any = None
     right_weights: Any = "auto"
-    optimizer: str = "newton-kron"
+    optimizer: str | Solver = "newton-kron"
     optimizer_options: dict[str, Any] | None = None
     max_iterations: int | None = None
     time_limit: float | None = None

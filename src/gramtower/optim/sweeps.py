@@ -26,7 +26,7 @@ from torch import Tensor
 
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
-from gramtower.engine.objective.row_steps import row_step, row_tables
+from gramtower.engine.objective.row_steps import row_step, solves_rows
 from gramtower.engine.towers.parameters import Layout, Parameters
 from gramtower.engine.towers.towers import Towers
 from gramtower.optim.methods import Descent, IterationResult, Method
@@ -55,13 +55,12 @@ class Sweeps(Stateful):
         self._rotated: Parameters | None = None  # θ in the basis of half a sweep
         self._vectors = Vectors()
 
-    def suit(self, point: Point, pairs: int) -> bool:
+    def suit(self, problem: Problem, towers: Towers) -> bool:
         """Whether both towers are embedding tables that can be solved by rows, and there is memory for it."""
-        if self.memory == 0 or row_tables(point.evaluation) is None:
+        if self.memory == 0 or not solves_rows(problem, towers):
             return False
-        theta = point.parameters.vector
-        numbers = (2 * self.memory + 1) * len(theta) + 2 * pairs  # slopes and curvatures at once
-        return point.spare_bytes >= theta.element_size() * numbers
+        numbers = (2 * self.memory + 1) * towers.size + 2 * len(problem.pairs)  # slopes and curvatures at once
+        return problem.plan(towers).spare_bytes >= towers.dtype.itemsize * numbers
 
     def forget(self) -> None:
         """Free what is remembered."""
@@ -70,8 +69,7 @@ class Sweeps(Stateful):
 
     def iterate(self, point: Point) -> tuple[Point | None, float, int]:
         """The next point, the norm of the gradients on the way, and the values that were computed."""
-        names, theta = row_tables(point.evaluation), point.parameters
-        assert names is not None
+        names, theta = _tables(point), point.parameters
         if self._rotated is None:
             self._rotated = theta.empty()
         scratch = self._rotated[names[0]], self._rotated[names[1]]
@@ -130,6 +128,13 @@ class Sweeps(Stateful):
         self.square = state["square"]
 
 
+def _tables(point: Point) -> tuple[str, str]:
+    """The names in Parameters of both sides' tables, which are all that is trained."""
+    towers = point.evaluation.towers
+    (left,), (right,) = (towers.local_names(side).values() for side in ("left", "right"))
+    return left, right
+
+
 def _down(
     point: Point, theta: Parameters, origin: Parameters, names: tuple[str, str], side: int
 ) -> tuple[Point | None, int]:
@@ -170,14 +175,16 @@ class SweepsFirst(Method):
 
     def __init__(self, sweeps: Sweeps, descent: Descent) -> None:
         self.sweeps, self.descent = sweeps, descent
-        self.chosen = ""  # until the first point is seen
+        self.chosen = ""  # until the first iteration
+        self._checked = False  # whether what was chosen suits the problem; a run may be resumed in several processes
 
     def iterate(self, problem: Problem, towers: Towers, point: Point) -> IterationResult:
         """A sweep, or a step downhill."""
-        if not self.chosen:
-            self.chosen = "sweeps" if self.sweeps.suit(point, len(problem.pairs)) else "descent"
-        if self.chosen == "sweeps" and row_tables(point.evaluation) is None:  # resumed in several processes
-            self._leave_sweeps()
+        if not self._checked and self.chosen != "descent":
+            self.chosen = "sweeps"
+            if not self.sweeps.suit(problem, towers):
+                self._leave_sweeps()
+        self._checked = True
         if self.chosen == "sweeps":
             found, norm, trials = self.sweeps.iterate(point)
             if found is not None:
@@ -195,6 +202,6 @@ class SweepsFirst(Method):
 
     def restore(self, state: State) -> None:
         """See Stateful."""
-        self.chosen = state["chosen"]
+        self.chosen, self._checked = state["chosen"], False
         self.sweeps.restore(state.get("sweeps", {}))
         self.descent.restore(state["descent"])

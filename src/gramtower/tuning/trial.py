@@ -256,7 +256,7 @@ def run_trial(
         towers.load(warm)
     measure = _validator(model.metric, parts, data)
     curve: list[float] = []
-    most = iterations(model, data)
+    most = iterations(model, data, problem, towers)
     last: Tensor | None = None
     pruned = late = False
     rough = parts.unseen is not None

@@ -15,23 +15,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gramtower.engine.kernels import select
 from gramtower.engine.kernels.row_systems import RowSystems
 from gramtower.engine.objective.evaluation import Evaluation
+from gramtower.engine.objective.problem import Problem
+from gramtower.engine.towers.towers import Towers
 
 _LEAST, _TINY = 1e-7, 1e-12  # least shift, of the largest eigenvalue, and at all
 
 
-def row_tables(at: Evaluation) -> tuple[str, str] | None:
-    """The names in Parameters of both sides' tables, if they are all that is trained and can be solved by rows here."""
-    if not at.kernels.SOLVES_ROWS or not at.left.resident or at.constants.shards.group.size > 1:
-        return None
-    found = []
-    for side, tower in (("left", at.left.tower), ("right", at.right)):
-        names = at.towers.local_names(side)
-        if tower.viewed_table is None or list(names) != [tower.viewed_table]:
-            return None
-        found.append(names[tower.viewed_table])
-    return None if found[0] == found[1] else (found[0], found[1])
+def solves_rows(problem: Problem, towers: Towers) -> bool:
+    """Whether two embedding tables, one for each side, are all that is trained and can be solved by rows here."""
+    plan, kernels = problem.plan(towers), select(towers.device, problem.kernels)
+    if not kernels.SOLVES_ROWS or plan.streamed is not None or problem.shards.group.size > 1:
+        return False
+    return all(plan.needs.viewed) and all(len(towers.local_names(side)) == 1 for side in ("left", "right"))
 
 
 @torch.no_grad()
