@@ -15,7 +15,7 @@ import gramtower as gt
 from gramtower.cli.experiment import Experiment, is_experiment, load_experiment
 from gramtower.cli.reading import read_pairs, split_validation
 from gramtower.data.synthetic import PAPER_SHAPES
-from gramtower.estimator.fit import make_problem
+from gramtower.estimator.fit_parts import make_problem
 from gramtower.estimator.fit_data import prepare_data
 from gramtower.estimator.settings import ModelSettings
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 import gramtower as gt
-from gramtower.estimator.fit import make_problem, make_towers
+from gramtower.estimator.fit_parts import make_problem, make_towers
 from gramtower.estimator.fit_data import prepare_data
 from gramtower.estimator.refinement import refine
 

@@ -53,7 +53,7 @@ from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.factors import _ROWS as SAMPLED
 from gramtower.engine.towers.linearization import Work
 from gramtower.engine.towers.towers import Towers
-from gramtower.estimator.fit import make_problem, make_towers
+from gramtower.estimator.fit_parts import make_problem, make_towers
 from gramtower.estimator.fit_data import prepare_data
 from gramtower.estimator.settings import ModelSettings
 

@@ -20,7 +20,7 @@ import scipy.sparse as sp
 from torch import Tensor
 
 import gramtower as gt
-from gramtower.estimator.fit import iterations, make_problem, make_towers
+from gramtower.estimator.fit_parts import iterations, make_problem, make_towers
 from gramtower.estimator.fit_data import prepare_data
 from gramtower.estimator.settings import ModelSettings
 

@@ -34,8 +34,8 @@ from gramtower.benchmarking.baselines import (
 from gramtower.benchmarking.data import Cut, describe
 from gramtower.data.interactions import Interactions
 from gramtower.data.lookup import index_of, join
-from gramtower.estimator.fit import make_problem
 from gramtower.estimator.fit_data import prepare_data
+from gramtower.estimator.fit_parts import make_problem
 from gramtower.estimator.settings import ModelSettings
 from gramtower.evaluation.cross_validation import fit_copy
 from gramtower.optim.solvers import as_solver

@@ -19,8 +19,8 @@ from gramtower.cli.output import note
 from gramtower.cli.reading import read_pairs, split_validation
 from gramtower.compare.runner import Runner
 from gramtower.data.interactions import Interactions
-from gramtower.estimator.fit import make_problem, make_towers, make_validation, right_weights
 from gramtower.estimator.fit_data import FitData, prepare_data
+from gramtower.estimator.fit_parts import make_problem, make_towers, make_validation, right_weights
 from gramtower.estimator.settings import ModelSettings
 from gramtower.optim.solvers import SOLVERS
 from gramtower.training.fingerprint import fingerprint

@@ -8,44 +8,44 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import scipy.sparse as sp
-from torch import Tensor
 
 from gramtower import _checks as check
 from gramtower.data.partition import Shard
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import current_group
-from gramtower.distributed.shards import Rows, Shards
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
-from gramtower.engine.towers.mlp import mlp_towers
-from gramtower.engine.towers.towers import Towers
-from gramtower.estimator import defaults
 from gramtower.estimator.entities import CANDIDATES
 from gramtower.estimator.fit_data import FitData, hold_out, own_pairs, prepare_data, rejoined
-from gramtower.estimator.fitted import FittedModel, pattern_of
-from gramtower.estimator.refinement import least_budget, refine
+from gramtower.estimator.fit_parts import (
+    auto_weights,
+    held_bytes,
+    is_tiny,
+    iterations,
+    make_problem,
+    make_towers,
+    make_validation,
+    over_ids,
+    refined,
+)
+from gramtower.estimator.fitted import FittedModel, Selection, pattern_of
+from gramtower.estimator.refinement import least_budget
+from gramtower.estimator.selection import HOLDS, HeldOut, select
 from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.side import Side
-from gramtower.estimator.unseen import Unseen, UnseenValidator, hold_out_entities
-from gramtower.estimator.warm_start import carry_over, refuse_increment
-from gramtower.metrics import Scores, evaluate_embeddings
-from gramtower.metrics.definitions import to_maximise
-from gramtower.metrics.jackknife import deal, means_without
-from gramtower.optim.solvers import as_solver
+from gramtower.estimator.unseen import Unseen, hold_out_entities
+from gramtower.estimator.warm_start import refuse_increment
 from gramtower.runtime.memory import readable
 from gramtower.runtime.threads import one_thread
 from gramtower.training.callbacks import Callback
-from gramtower.training.fingerprint import sparse_digest
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Result
-
-_TINY = 50_000_000  # multiplications of an evaluation: about ten milliseconds
 
 
 def fit(
@@ -79,12 +79,21 @@ def fit(
         train, held_out, known = unseen.train, None, unseen.features
     elif isinstance(validation, Real):
         train, held_out = hold_out(pairs, validation, check.seed(settings.seed))
-    if not check.flag("refit", refit):
-        return _fit(settings, train, known, held_out, previous, checkpoint, history, watchers, unseen)
-    if isinstance(pairs, Shard):
-        check.fail("refit", True, "False: a partition has its held-out pairs in files of their own")
-    if validation is None:
-        check.fail("refit", True, "validation as well: a share such as 0.1, or pairs, to find the number of iterations")
+    if check.flag("refit", refit):
+        if isinstance(pairs, Shard):
+            check.fail("refit", True, "False: a partition has its held-out pairs in files of their own")
+        if validation is None:
+            check.fail("refit", True, "validation as well: a share such as 0.1, or pairs, to find the iterations")
+    path = None
+    if not isinstance(settings.select, bool):
+        check.choice("select", settings.select, HOLDS)
+    if settings.select and previous is None:
+        given = None if validation is None else HeldOut(train, known, held_out, unseen)
+        path = _selected(settings, pairs, features, given, checkpoint)
+        settings = settings.with_changes(**path.chosen)
+    if not refit:
+        found = _fit(settings, train, known, held_out, previous, checkpoint, history, watchers, unseen)
+        return replace(found, path=path)
     everything = rejoined(pairs, validation) if train is pairs else pairs
     first_history = None if history is None else validated_history(check.path("history", history))
     found = _fit(settings, train, known, held_out, previous, checkpoint, first_history, watchers, unseen)
@@ -101,7 +110,14 @@ def fit(
     reason, message = final.reason, final.message
     if reason is Reason.MAX_ITERATIONS:  # the number of them was found, and how is what there is to say
         reason, message = found.reason, f"{found.message}; then all pairs were fitted for {count} iterations"
-    return replace(final, reason=reason, message=message, best_metric=found.best_metric)
+    return replace(final, reason=reason, message=message, best_metric=found.best_metric, path=path)
+
+
+def _selected(
+    settings: ModelSettings, pairs: Any, features: tuple[Any, Any], given: HeldOut | None, checkpoint: Any
+) -> Selection:
+    """Settings chosen by held-out data, or those that an interrupted run with this checkpoint had chosen."""
+    return select(settings, pairs, features, given)
 
 
 def tables_of(side: str, features: Any) -> Any:
@@ -155,7 +171,7 @@ def _fit(
     data = prepare_data(settings, pairs, *features, validation)
     if previous is not None:
         refuse_increment(previous, data)
-    with one_thread(_is_tiny(settings, data)):
+    with one_thread(is_tiny(settings, data)):
         problem = make_problem(settings, data)
         towers = make_towers(settings, data, problem, previous)
         moved = data.refine and _has_room(settings, data, problem.plan(towers).needs.columns)
@@ -174,7 +190,7 @@ def _fit(
         }  # fmt: skip
         del point, problem, measure
     if moved:
-        left, right = _refined(settings, data, left, right)
+        left, right = refined(settings, data, left, right)
     return FittedModel(
         left=Side("left", data.ids[0], left, data.inputs[0], data.numbered[0]),
         right=Side("right", data.ids[1], right, data.inputs[1], data.numbered[1]),
@@ -187,49 +203,18 @@ def _fit(
     )  # fmt: skip
 
 
-def _refined(settings: ModelSettings, data: FitData, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """The embeddings of local left and of all right entities, moved by their own pairs."""
-    own = data.shards.right.local_rows("right embeddings", right)
-    here = left.to(data.device), own.to(data.device)
-    P, Q = refine(_over_ids(settings, data, right.shape[1]), here, data.features_alone)
-    return P.cpu(), data.shards.gather(Q).wait().cpu()
-
-
 def _has_room(settings: ModelSettings, data: FitData, dim: int) -> bool:
     """Whether a memory budget leaves room to refine embeddings; an error before training if that was asked for."""
     if settings.memory_budget is None or not data.shards.single:
         return True
-    held = _held(data, dim)
+    held = held_bytes(data, dim)
     least = held + least_budget(
-        _over_ids(settings.with_changes(memory_budget=None), data, dim), dim, data.device, data.features_alone
+        over_ids(settings.with_changes(memory_budget=None), data, dim), dim, data.device, data.features_alone
     )
     enough = check.memory_size("memory_budget", settings.memory_budget) >= least
     if settings.refine and not enough:
         check.fail("refine", f"True with a memory budget of {settings.memory_budget}", f"{readable(least)!r}, or False")
     return enough
-
-
-def _held(data: FitData, dim: int) -> int:
-    """Bytes of all embeddings on a GPU while some are moved; on the host they are the model's own."""
-    return 4 * sum(data.shape) * dim if data.device.type == "cuda" else 0
-
-
-def _over_ids(settings: ModelSettings, data: FitData, dim: int) -> Problem:
-    """The same pairs, ω and weights, over ids, for what is learned of single entities."""
-    budget = settings.memory_budget
-    if budget is not None:
-        budget = max(1, check.memory_size("memory_budget", budget) - _held(data, dim))
-    changes = {"l2": 1.0, "embedding_l2": 0.0, "memory_budget": budget}
-    problem = make_problem(settings.with_changes(**changes), replace(data, features=(None, None)))
-    problem.graphs = False  # a few evaluations are over before recording them has paid
-    return problem
-
-
-def _is_tiny(settings: ModelSettings, data: FitData) -> bool:
-    """Whether an evaluation of linear towers over ids takes a CPU so little that it is not worth a second thread."""
-    if not _is_linear_over_ids(settings, data) or data.device.type != "cpu":
-        return False
-    return bool(sum(data.shape) * data.dim**2 + 4 * data.observed * data.dim <= _TINY)
 
 
 def _further(data: FitData) -> sp.csr_matrix:
@@ -247,114 +232,6 @@ def sized_as(settings: ModelSettings, previous: FittedModel) -> ModelSettings:
     return settings.with_changes(
         dim=previous.dim, hidden=previous.hidden, normalize=previous.normalize, activation=previous.activation
     )
-
-
-def make_problem(settings: ModelSettings, data: FitData) -> Problem:
-    """What is minimised, ω and μ set by the data where they were left out."""
-    size, shards, known, mu = (data.shape, data.observed), data.shards, data.seen, settings.embedding_l2
-    if mu is None:  # of towers of one's own the size is not known yet
-        mu = defaults.default_embedding_l2(*size, data.dim if settings.towers is None else settings.dim or 1, known)
-    l2 = settings.l2
-    return Problem(
-        data.matrix, *data.features, loss=settings.loss,
-        omega=defaults.default_omega(*size, known) if settings.omega is None else settings.omega,
-        l2=defaults.default_l2(*size, known, data.described, data.entries) if l2 is None else l2,
-        imputed=settings.imputed,
-        left_weights=_local_weights("left_weights", settings.left_weights, shards.left),
-        right_weights=_local_weights("right_weights", right_weights(settings, data), shards.right),
-        embedding_l2=mu, frequency_power=settings.frequency_power, memory_budget=settings.memory_budget,
-        precision=settings.precision, pair_precision=settings.pair_precision,
-        pair_weights=data.weights, shards=None if shards.single else shards,
-    )  # fmt: skip
-
-
-def right_weights(settings: ModelSettings, data: FitData) -> Any:
-    """b as it was given, or by name as the data say."""
-    auto = isinstance(settings.right_weights, str) and settings.right_weights == "auto"
-    return auto_weights(data) if auto else settings.right_weights
-
-
-def auto_weights(data: FitData) -> str:
-    """What ``right_weights="auto"`` stands for."""
-    return defaults.default_right_weights(data.shape, data.observed, data.seen, data.described)
-
-
-def iterations(settings: ModelSettings, data: FitData, problem: Problem, towers: Towers) -> int:
-    """The most iterations: those given, or the optimizer's default for the problem, or that of the data."""
-    if settings.max_iterations is not None:
-        return settings.max_iterations
-    solver = as_solver(settings.optimizer, dict(settings.solver_options()))
-    found = solver.default_iterations(problem, towers)
-    return defaults.default_iterations(data.seen, data.normalize) if found is None else found
-
-
-def _is_linear_over_ids(settings: ModelSettings, data: FitData) -> bool:
-    return settings.towers is None and data.hidden == ((), ()) and data.seen == defaults.IDS
-
-
-def make_towers(
-    settings: ModelSettings, data: FitData, problem: Problem, previous: FittedModel | None = None
-) -> Towers:
-    """Towers on the device of the data, freshly drawn, with a previous model's weights for all that it knows."""
-    if settings.towers is not None:
-        towers = settings.towers(problem)
-    else:
-        towers = mlp_towers(problem, data.hidden, data.dim, data.activation, settings.seed, normalize=data.normalize)
-    if previous is not None:
-        carry_over(previous, towers, data)
-    return towers.to(data.device)
-
-
-def make_validation(
-    settings: ModelSettings, data: FitData, unseen: Unseen | None = None
-) -> RankingValidator | UnseenValidator | None:
-    """The metric of a point on held-out pairs, or on entities that were held out of the data; None without them."""
-    if unseen is not None:
-        to_maximise(settings.metric)
-        return unseen.validator(settings.metric, data)
-    return None if data.held_out is None else RankingValidator(settings.metric, data.held_out, data.matrix)
-
-
-@dataclass(frozen=True)
-class RankingValidator:
-    """The metric of the held-out pairs, training pairs left out of the ranking; computed where the towers are.
-
-    Over several processes both are those of local left rows, and the metric is that of all.
-    """
-
-    metric: str
-    held_out: sp.csr_matrix
-    train: sp.csr_matrix
-
-    def __call__(self, point: Point) -> float:
-        """The metric at a point."""
-        return float(self._scores(point)[self.metric])
-
-    def without(self, point: Point, seed: int) -> list[float]:
-        """The metric without each part of the users, dealt with a seed; empty for one that is of no single users."""
-        values = self._scores(point).per_user.get(self.metric)
-        return [] if values is None else means_without(values, deal(len(values), seed))
-
-    def _scores(self, point: Point) -> Scores:
-        processes = point.evaluation.constants.shards.group
-        return evaluate_embeddings(
-            point.P, point.right_rows, self.held_out, train=self.train, metrics=(self.metric,), processes=processes
-        )
-
-    def marks(self, shards: Shards) -> dict[str, str]:
-        """What is measured, and on what, for a checkpoint's fingerprint."""
-        digests = (
-            sparse_digest(x.indptr, x.indices, x.data, shards.left.first, x.shape[1]).text(shards.group)
-            for x in (self.held_out, self.train)
-        )
-        return {"metric": self.metric, "validation": "held out {}, left out {}".format(*digests)}
-
-
-def _local_weights(name: str, weights: Any, rows: Rows) -> Any:
-    """Weights of the local entities, cut from those of all; None and text are the same for all."""
-    if weights is None or isinstance(weights, str) or rows.count == rows.total:
-        return weights
-    return rows.local_rows(name, check.weights(name, weights, rows.total))
 
 
 def _refuse_non_finite(problem: Problem, point: Point, result: Result) -> None:

@@ -12,7 +12,7 @@ tests/test_estimator.py, tests/test_seen.py and tests/test_new_entities.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,61 @@ from gramtower.metrics.tally import Scores
 from gramtower.training.result import Reason, Record
 
 
+@dataclass(frozen=True)
+class Tried:
+    """A point of the path: the settings that differ from the model's own, and the metric of the held-out part.
+
+    Attributes:
+        settings: arguments of :class:`gramtower.TwoTower` as they were tried.
+        metric: of the held-out part.
+        standard_error: of that metric, over the entities that were ranked.
+    """
+
+    settings: dict[str, Any]
+    metric: float
+    standard_error: float
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a fit tried on held-out data before it learned from all of them.
+
+    Attributes:
+        metric: name of the metric.
+        held_out: the part of the data that was held out.
+        tried: the points, in the order in which they were tried.
+        chosen: the settings that the fit uses, for all pairs.
+        note: why nothing was tried, or empty.
+    """
+
+    metric: str
+    held_out: str
+    tried: list[Tried] = field(default_factory=list)
+    chosen: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+    def __str__(self) -> str:
+        """The choice in one line."""
+        if not self.tried:
+            return f"settings by rule: {self.note}"
+        settings = ", ".join(f"{name}={short(value)}" for name, value in self.chosen.items())
+        return f"{settings}, chosen from {len(self.tried)} by {self.metric} on {self.held_out}"
+
+    def to_plain(self) -> dict[str, Any]:
+        """A dictionary for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> Selection:
+        """The path of such a dictionary."""
+        return cls(**{**plain, "tried": [Tried(**one) for one in plain["tried"]]})
+
+
+def short(value: object) -> str:
+    """A setting as text."""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
 @dataclass(frozen=True, eq=False)
 class FittedModel(RankedLists):
     """What training ended in, and the questions to it. Its entities and their pairs are fields of :class:`Entities`.
@@ -53,6 +108,7 @@ class FittedModel(RankedLists):
         reason: why it stopped.
         message: the same with particulars.
         best_metric: of the validation, or None.
+        path: what was tried on held-out data to choose the penalty, or None if the fit was told not to.
         same_entities: whether both sides are one set, where ``seen`` holds every entity with itself too.
         plain_pairs: whether all labels were 1 and no pair had a weight, so that ``seen`` says all of them.
     """
@@ -72,6 +128,7 @@ class FittedModel(RankedLists):
     embedding_l2: float | None = None
     auto_weights: str | None = None
     refine: bool = False
+    path: Selection | None = None
 
     def __str__(self) -> str:
         """Sizes, and what each tower sees and how it is scaled."""
@@ -82,7 +139,8 @@ class FittedModel(RankedLists):
         )
         length = ", those of a side of one length" if self.normalize else ""
         moved = ", known entities moved by their own pairs" if self.refine else ""
-        return f"{' and '.join(sides)}, embeddings of size {self.dim}{length}{moved}"
+        path = "" if self.path is None else f"; {self.path}"
+        return f"{' and '.join(sides)}, embeddings of size {self.dim}{length}{moved}{path}"
 
     def _repr_html_(self) -> str:
         """A card for notebooks: what each tower sees, how training went and why it stopped."""

@@ -82,7 +82,8 @@ class ModelSettings:
     max_iterations: int | None = None
     time_limit: float | None = None
     patience: int = 10
-    metric: str = "map@5"
+    metric: str = "ndcg@20"
+    select: bool | str = True
     device: str = "auto"
     seed: int = 0
     towers: Callable[[Problem], Towers] | None = None

@@ -98,7 +98,11 @@ class UnseenValidator:
 
     def __call__(self, point: Point) -> float:
         """The metric at a point."""
-        return float(self._scores(*self._embeddings(point), self.truth)[self.metric])
+        return float(self.ranked(point, point.P, point.right_rows)[self.metric])
+
+    def ranked(self, point: Point, P: Tensor, Q: Tensor) -> Scores:
+        """The metric with the embeddings of known left and right entities, which may differ from the point's."""
+        return self._scores(*self._embeddings(point, P, Q), self.truth)
 
     def without(self, point: Point, seed: int) -> list[float]:
         """The metric without each part of the held-out entities, dealt with a seed.
@@ -107,7 +111,7 @@ class UnseenValidator:
         whose only pairs are with them do not count then, and the metric is 0 where none is left. Empty for a metric of
         held-out left entities together, not of single ones.
         """
-        P, Q = self._embeddings(point)
+        P, Q = self._embeddings(point, point.P, point.right_rows)
         if self.side == "left":
             values = self._scores(P, Q, self.truth).per_user.get(self.metric)
             return [] if values is None else means_without(values, deal(len(values), seed))
@@ -119,9 +123,9 @@ class UnseenValidator:
             found.append(float(self._scores(P, rows, truth)[self.metric]) if (truth.data > 0).any() else 0.0)
         return found
 
-    def _embeddings(self, point: Point) -> tuple[Tensor, Tensor]:
+    def _embeddings(self, point: Point, P: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
         new = point.evaluation.towers.embed(self.side, self.rows, point.parameters)
-        return (new, point.right_rows) if self.side == "left" else (point.P, new)
+        return (new, Q) if self.side == "left" else (P, new)
 
     def _scores(self, P: Tensor, Q: Tensor, truth: sp.csr_matrix) -> Scores:
         known = self.train if self.side == "left" else sp.csr_matrix(truth.shape, dtype=np.float32)

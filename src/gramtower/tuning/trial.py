@@ -17,8 +17,8 @@ from gramtower._widths import hidden_text, parse_hidden
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.weights import degree_power
 from gramtower.estimator import defaults
-from gramtower.estimator.fit import RankingValidator, iterations, make_problem, make_towers, right_weights
 from gramtower.estimator.fit_data import FitData, aligned, hold_out, matrix_and_ids, prepare_data
+from gramtower.estimator.fit_parts import RankingValidator, iterations, make_problem, make_towers, right_weights
 from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.unseen import Unseen, UnseenValidator, hold_out_entities
 from gramtower.training.loop import minimize

@@ -10,6 +10,7 @@ evaluation.py and gauss_newton.py; the errors in tests/test_problem.py.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
 from functools import cached_property
@@ -148,6 +149,18 @@ class Problem:
         self._plans: WeakKeyDictionary[Towers, tuple[tuple[Any, ...], Plan]] = WeakKeyDictionary()
         self._constants: dict[tuple[torch.dtype, torch.device], Constants] = {}
         self._pair_blocks: dict[tuple[torch.dtype, torch.device, Streamed | None], PairBlocks] = {}
+        self._shared: Problem | None = None  # with_penalties
+
+    def with_penalties(self, l2: float, embedding_l2: float) -> Problem:
+        """The same problem with another λ and μ; everything else is shared with this one, not copied."""
+        found = copy.copy(self)
+        found.l2 = check.number("l2", l2, minimum=0.0)
+        found.embedding_l2 = check.number("embedding_l2", embedding_l2, minimum=0.0)
+        found._penalty = found._penalties()
+        found.planned_budgets, found.work = dict(self.planned_budgets), Work()
+        found._plans, found._constants, found._graph_pool = WeakKeyDictionary(), {}, None
+        found._shared = self if self._shared is None else self._shared  # the blocks of pairs refer to it
+        return found
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -225,7 +238,8 @@ class Problem:
     def _blocks_of_pairs(self, towers: Towers, streamed: Streamed | None) -> PairBlocks:
         key = (towers.dtype, towers.device, streamed)
         if key not in self._pair_blocks:
-            here, constants = weakref.proxy(self), self.constants(towers)  # no reference cycle
+            here = weakref.proxy(self if self._shared is None else self._shared)  # no reference cycle
+            constants = self.constants(towers)
             height, pinned = (None, False) if streamed is None else (streamed.rows, streamed.pinned)
             self._pair_blocks[key] = PairBlocks(
                 lambda rows: make_pair_constants(here, constants, rows),
