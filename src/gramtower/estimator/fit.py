@@ -21,6 +21,7 @@ from gramtower.data.partition import Shard
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import current_group
 from gramtower.distributed.shards import Rows, Shards
+from gramtower.engine.objective.cuda_graphs import return_memory
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.mlp import mlp_towers
@@ -173,6 +174,7 @@ def _fit(
             "omega": problem.omega, "l2": problem.l2, "embedding_l2": problem.embedding_l2, "shards": problem.shards
         }  # fmt: skip
         del point, problem, measure
+        return_memory()
     if moved:
         left, right = _refined(settings, data, left, right)
     return FittedModel(
