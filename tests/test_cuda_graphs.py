@@ -188,3 +188,39 @@ def test_more_rows_than_a_block_of_sums():
 
 def test_bfloat16_gathers():
     compare(lambda towers: towers, 1e-6, pair_precision="bfloat16")
+
+
+def sizes(count):
+    """Shapes and numbers of pairs, of which no two that follow each other are alike."""
+    for number in range(count):
+        yield 400 + 211 * (7 * number % 23), 300 + 173 * (5 * number % 19), 10_000 + 6_000 * (3 * number % 17)
+
+
+@pytest.mark.parametrize("options", [{"dim": 64}, {"dim": 32, "hidden": (48,)}], ids=["tables", "networks"])
+def test_a_hundred_fits_leave_memory_as_ten_do(options):
+    reserved = []
+    for m, n, count in sizes(100):
+        model = gt.TwoTower(device="cuda", max_iterations=3, **options).fit(planted_pairs(m, n, count))
+        assert model.history_[-1].value < model.history_[0].value
+        del model
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[-1] <= reserved[9] + 2**26
+    assert max(reserved) <= reserved[9] + 2**28
+
+
+def test_problems_one_after_the_other_leave_memory_as_a_few_do():
+    reserved = []
+    for shape in sizes(40):
+        problem, towers = make(True, shape=shape)
+        gt.minimize(problem, towers, max_iterations=3)
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[-1] <= max(reserved[:10]) + 2**28
+
+
+def test_a_point_outlives_the_fits_that_follow():
+    problem, towers = make(True)
+    point = problem.at(towers)
+    before = point.gradient().vector.clone()
+    del problem, towers
+    gt.TwoTower(device="cuda", dim=32, max_iterations=2).fit(planted_pairs(500, 400, 9000))
+    assert torch.equal(point.gradient().vector, before)

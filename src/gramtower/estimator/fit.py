@@ -19,6 +19,7 @@ from gramtower import _checks as check
 from gramtower.data.partition import Shard
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import current_group
+from gramtower.engine.objective.cuda_graphs import return_memory
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
 from gramtower.estimator.entities import CANDIDATES
@@ -189,6 +190,7 @@ def _fit(
             "omega": problem.omega, "l2": problem.l2, "embedding_l2": problem.embedding_l2, "shards": problem.shards
         }  # fmt: skip
         del point, problem, measure
+        return_memory()
     if moved:
         left, right = refined(settings, data, left, right)
     return FittedModel(

@@ -6,12 +6,18 @@ preconditioner, whose factors are copied in. The work is the same as kernel by k
 nobody holds that point or its G; a line search needs two. Large problems, and towers that are not analytic steps over
 ids, gain nothing and are evaluated kernel by kernel.
 
+Graphs die with the problem that they were recorded for. torch keeps the memory of dead graphs apart from all other
+memory, and cannot free it for an allocation while another graph is recorded, which is when memory grows: one fit after
+the other would take more until none is left. :func:`return_memory` gives it back to the GPU, at the end of a fit and
+before another problem records its first graph.
+
 Checked on a GPU by tests/test_cuda_graphs.py; timed by benchmarks/bench_gpu.py.
 """
 
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,6 +38,33 @@ _FEW = 4  # tensors of a preconditioner, as two tables have, that are applied as
 
 Evaluate = Callable[[Parameters], Evaluation]
 
+_recording = threading.Lock()  # no memory is returned while some thread records
+_dead: list[None] = []  # not empty if graphs have died since memory was last returned; finalizers need no lock for it
+
+
+class _Streams(threading.local):
+    """The streams of a thread, by use and device: torch keeps memory for each one that multiplies matrices."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
+
+    def get(self, use: str, device: torch.device) -> torch.cuda.Stream:
+        """A stream, always the same."""
+        if (use, device) not in self._known:
+            self._known[use, device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._known[use, device]
+
+
+_streams = _Streams()
+
+
+def return_memory() -> None:
+    """Give the memory of graphs that died, and all other memory that torch keeps unused, back to the GPU."""
+    if _dead:
+        _dead.clear()
+        with _recording:
+            torch.cuda.empty_cache()
+
 
 class GraphPool:
     """The slots of one problem with one pair of towers.
@@ -46,12 +79,14 @@ class GraphPool:
         self.made = 0
         self._work: Work | None = None
         self._apply = _GraphedApply()
+        weakref.finalize(self, _dead.append, None)
 
     def acquire(self, parameters: Parameters) -> GraphExecutor | None:
         """A slot evaluated at ``parameters``, free again when nobody holds it; None if all are in use."""
         if self._free:
             slot = self._free.pop()
         elif self.made < _SLOTS:
+            return_memory()
             self.made += 1
             slot = _Slot(self._evaluate, parameters, self._work)
             self._work = slot.work
@@ -73,7 +108,7 @@ class _Recording:
         collecting = gc.isenabled()
         gc.disable()  # a graph that dies while another is recorded would invalidate the capture
         try:
-            with torch.cuda.stream(stream):
+            with _recording, torch.cuda.stream(stream):
                 self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     action()
@@ -96,7 +131,7 @@ class _Recording:
 
 def _waiting_stream() -> torch.cuda.Stream:
     """Another stream, which has waited for the present one."""
-    stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = _streams.get("recording", torch.device("cuda", torch.cuda.current_device()))
     stream.wait_stream(torch.cuda.current_stream())
     return stream
 
@@ -152,7 +187,7 @@ class _Slot:
     """
 
     def __init__(self, evaluate: Evaluate, parameters: Parameters, work: Work | None) -> None:
-        self._stream = SideStream(torch.cuda.Stream(parameters.vector.device))  # type: ignore[no-untyped-call]
+        self._stream = SideStream(_streams.get("side", parameters.vector.device))
         self._theta, self._direction = parameters.clone(), parameters.clone()
         self._gradient, self._product = parameters.empty(), parameters.empty()
         self._make = evaluate

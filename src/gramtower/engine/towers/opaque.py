@@ -2,7 +2,9 @@
 
 Its vjp is back-propagation, its jvp the derivative of that back-propagation with respect to the vector it is fed, which
 is linear. For the preconditioner, hooks find A and S of the layers inside, S from vectors drawn at the output of a
-sample of rows. Checked by tests/test_towers.py and tests/test_kronecker.py.
+sample of rows. A ⊗ S needs the layer to be called for each entity, once or several times; a layer that is called with
+something else, such as a parameter from which it computes a weight, gets the diagonal that other parameters get.
+Checked by tests/test_towers.py, tests/test_kronecker.py and tests/test_opaque.py.
 """
 
 from __future__ import annotations
@@ -95,7 +97,9 @@ class Opaque(Join):
         """The module's result, its parameters as leaves, and the calls of layers inside."""
         leaves = {local: values.tensors[name].detach().requires_grad_() for local, name in self.names.items()}
         calls: list[tuple[str, Any, Tensor]] = []
-        hooks = [part.register_forward_hook(_recorder(name, calls)) for name, part in self._layers.items()]
+        hooks = [
+            part.register_forward_hook(_recorder(name, calls), with_kwargs=True) for name, part in self._layers.items()
+        ]
         try:
             with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the one attention that has a second derivative
                 y = call_with(self.module, leaves, *x)
@@ -122,7 +126,13 @@ class Opaque(Join):
                 along.append(direction)
         if not pulled:
             return torch.zeros_like(saved.y)
-        (dy,) = torch.autograd.grad(pulled, saved.v, along, retain_graph=True, allow_unused=True)
+        try:
+            (dy,) = torch.autograd.grad(pulled, saved.v, along, retain_graph=True, allow_unused=True)
+        except NotImplementedError as error:
+            raise ValueError(
+                f"tower: {self.label} cannot be differentiated twice, which this optimizer needs ({error}); use "
+                "optimizer 'lbfgs', 'gd-diag' or 'gd', or other torch functions in the module"
+            ) from error
         return torch.zeros_like(saved.y) if dy is None else _own(dy, along)
 
     def pull(self, saved: _Kept, g: Tensor, values: Values, out: Named, needed: list[bool]) -> list[Tensor | None]:
@@ -184,8 +194,12 @@ class Opaque(Join):
         group, sample = context.group, context.sample()
         known, saved = self._tower_names(), sample.saved
         y, leaves, calls = self._call(saved.x, context.values)
-        called = [self._layers[name] for name, *_ in calls]
-        inside = {known.get(id(p)) for part in called for p in (part.weight, getattr(part, "bias", None))}
+        times, tensors = self._calls_per_entity(calls, len(sample.weight), group), {}
+        for name in times:
+            part = self._layers[name]
+            tensors[name] = {known.get(id(part.weight)), known.get(id(getattr(part, "bias", None)))}
+        apart = {tensor for name, count in times.items() if not count for tensor in tensors[name]} - {None}
+        inside = {tensor for name in times for tensor in tensors[name]} - apart
         others = {
             name: leaf
             for name, leaf in zip(self.names.values(), leaves, strict=True)
@@ -197,17 +211,18 @@ class Opaque(Join):
         first = len(calls)
         for position, (name, layer) in enumerate(self._layers.items()):
             own = [(i, x, out) for i, (called, x, out) in enumerate(calls) if called == name]
-            if not own:
+            if not own or apart & tensors[name]:
                 continue
-            times = sum(out.shape[1:-1].numel() for *_, out in own)  # calls for each row
             A = moment[position]
             if A is None:
                 parts = [_input_squares(layer, x, sample.weight) for _, x, _ in own]
                 A = group.sum_(torch.stack(parts).sum(0))
             squares = [_square(grads[i], grads[i]) for grads in draws for i, *_ in own]
-            out_S = group.sum_(torch.stack(squares).sum(0)) * (share / times)
+            out_S = group.sum_(torch.stack(squares).sum(0)) * (share / times[name])
             weight, bias = known.get(id(layer.weight)) or "", known.get(id(getattr(layer, "bias", None)))
-            context.factors.add(weight, bias, type(layer) is not nn.Linear, A, out_S, context.total_weight * times)
+            context.factors.add(
+                weight, bias, type(layer) is not nn.Linear, A, out_S, context.total_weight * times[name]
+            )
         for i, name in enumerate(others, first + len(inputs)):
             totals = torch.stack([grads[i].double() for grads in draws])
             totals = totals if name in context.owned else group.sum_(totals)
@@ -218,6 +233,27 @@ class Opaque(Join):
             (a, b): group.sum_(sum((_square(grads[i], grads[j]) for grads in draws), S.new_zeros(()))) * share
             for i, a in enumerate(inputs, first)
             for j, b in enumerate(inputs, first)
+        }
+
+    def _calls_per_entity(self, calls: list[tuple[str, Any, Tensor]], rows: int, group: Group) -> dict[str, int]:
+        """How many results each layer has for an entity, in all its calls; 0 if some call is not one of entities.
+
+        All processes agree, also those without rows and those where another number of rows is the same by chance.
+        """
+        found: dict[str, int] = {}
+        for name, x, out in calls:
+            count = out.shape[:-1].numel()
+            if rows:
+                each = 0 if count % rows or _in_bags(self._layers[name], x) else count // rows
+            else:
+                each = 0 if count else out.shape[1:-1].numel()
+            found[name] = 0 if not each or found.get(name) == 0 else found.get(name, 0) + each
+        if group.size == 1:
+            return found
+        everywhere = group.gather_json(found)
+        return {
+            name: 0 if any(other.get(name) == 0 for other in everywhere) else max(o.get(name, 1) for o in everywhere)
+            for name in found
         }
 
     @staticmethod
@@ -245,18 +281,24 @@ def _square(g: Tensor, h: Tensor) -> Tensor:
 
 
 def _table_squares(layer: Any, x: Any, r: Tensor) -> Tensor:
-    """Σ r_i x_ij² of a layer that looks up ids or sparse rows, for each input j."""
+    """Σ r_i x_ij² of a layer that looks up ids or sparse rows, for each input j; zeros for ids of no entities."""
     if isinstance(x, SparseRows):
         return column_squares(x.block, r)
     part = torch.zeros(len(layer.weight), dtype=torch.float64, device=r.device)
-    spread = r.double()[:, None].expand(len(r), x.shape[1:].numel()).reshape(-1)
-    return part.index_add_(0, x.reshape(-1), spread)
+    if not len(r) or x.numel() % len(r) or _in_bags(layer, x):
+        return part
+    return part.index_add_(0, x.reshape(-1), r.double().repeat_interleave(x.numel() // len(r)))
+
+
+def _in_bags(layer: Any, x: Any) -> bool:
+    """Whether ids are given as one list for all bags, so that it is not known whose they are."""
+    return isinstance(layer, nn.EmbeddingBag) and isinstance(x, Tensor) and x.dim() == 1
 
 
 def _input_squares(layer: Any, x: Tensor, r: Tensor) -> Tensor:
     """Σ r x xᵀ, the bias an input of 1."""
     flat = x.detach().reshape(-1, x.shape[-1])
-    spread = r[:, None].expand(len(r), x.shape[1:-1].numel()).reshape(-1)
+    spread = r.repeat_interleave(len(flat) // len(r)) if len(r) else r
     return outer(flat, spread, getattr(layer, "bias", None) is not None)
 
 
@@ -267,8 +309,8 @@ def _own(result: Tensor, given: list[Tensor]) -> Tensor:
     return result.clone(memory_format=torch.contiguous_format) if shared or 0 in result.stride() else result
 
 
-def _recorder(name: str, calls: list[tuple[str, Any, Tensor]]) -> Callable[[nn.Module, Any, Tensor], None]:
-    def record(_: nn.Module, inputs: Any, output: Tensor) -> None:
-        calls.append((name, inputs[0], output))
+def _recorder(name: str, calls: list[tuple[str, Any, Tensor]]) -> Callable[[nn.Module, Any, Any, Tensor], None]:
+    def record(_: nn.Module, inputs: Any, named: dict[str, Any], output: Tensor) -> None:
+        calls.append((name, inputs[0] if inputs else named.get("input", named.get("x")), output))
 
     return record
