@@ -1,30 +1,28 @@
 """Defaults that follow from the data: towers, ω, λ, μ, weights by degree, iterations, and the device.
 
-                    ids alone            features alone                ids beside features
-    hidden layers   none                 one on sides with features, see default_hidden
-    activation      relu                 relu, normalised leaky 0.35   relu
+                    ids                  features                      histories
+    hidden layers   none                 one on each side with features, see default_hidden
+    activation      relu                 relu, gelu if normalised      relu
     k               min(m, n)/10         half of the hidden layer's width
-    ω               4 |O| / (mn − |O|)   2 |O| / (mn − |O|)            as for ids, at most 4
+    ω               4 |O| / (mn − |O|)   2 |O| / (mn − |O|)            as for ids
     b               degree^0.1           degree^0.2 to degree^0.4      degree^0.3
-    λ               2⁻⁵                  0.03 |O| / min(m, n) and more as for features
-    μ               0.0065 and more      0.0005 to 0.006, see below    as for ids
-    iterations      20, on a CPU 12      12, normalised 20             12
-    normalised      no                   see default_normalize         no
-    refined         no                   where both sides have them    no
+    λ               2⁻⁵                  0.03 |O| / min(m, n)          as for features
+    μ               0.0065 max(1, √(k/1024))   0.0005 to 0.006         as for ids
+    iterations      20, on a CPU 12      12                            12
+    refined         no                   if both sides have features   no
 
-So unobserved pairs weigh four times (twice) as much in all as observed ones. What an entity's own vector could learn by
-heart is held back by the penalty μ on embeddings: 0.0065 · max(1, √(k/1024)), times clamp(d / 0.011, 1, 2), where d is
-|O| / mn, or clamp((m/n)^0.4, 1, 3) if that is more: where many left entities choose among few right ones, each says
-little.
-What networks could is held back by λ, in proportion to the pairs of an entity of the smaller side, less where each has
-more than 64 features, and by a μ of
-8·10⁻⁵ |O| / √(mn): the more pairs an entity has, the more of them its embedding could learn by heart. The power of
-degrees in b is 6 √(mn) / |O| between 0.2 and 0.4: the fewer pairs, the more frequent entities are held back; 0.4 where
-right entities alone have features, as new ones have no pairs at all.
-With ids alone k is the nearest power of two, at least 64, at most 256 on a CPU and 2048 on a GPU; it is halved while
-training would take more than half of the memory that is there: ten vectors of (m + n) k numbers.
+An entity with an id counts as "ids" even if it has features as well: its id can learn whatever its pairs show. The
+total weight of unobserved pairs is thus four times (twice) that of observed ones. λ and μ are where the selection
+starts (estimator/selection.py), which finds the right ones on held-out data; towers over features on both sides are
+also compared with linear and with normalised ones there.
 
-The figures behind them are in docs/choosing.md. Checked by tests/test_estimator.py.
+The μ of embeddings made of features is 8·10⁻⁵ |O| / √(mn). The power of degrees in b is 6 √(mn) / |O|, between 0.2 and
+0.4: the fewer pairs an entity has, the more frequent ones are held back; it is 0.4 where only right entities have
+features, because new ones have no pairs at all. With ids k is the nearest power of two, at least 64, at most 256 on a
+CPU and 2048 on a GPU; it is halved while training would take more than half of the memory: ten vectors of (m + n) k
+numbers.
+
+docs/evidence/defaults.md has the measurements.
 """
 
 from __future__ import annotations
@@ -38,19 +36,16 @@ from gramtower.distributed.group import Group
 from gramtower.runtime.memory import total_memory
 
 IMPUTED, ACTIVATION = -0.5, "relu"
-_NORMALISED_ACTIVATION = "leaky_relu(0.35)"
-IDS, FEATURES, BOTH = "ids", "features", "ids and features"  # what towers see, on the side that has the most
-_SHARE = {IDS: 4.0, FEATURES: 2.0, BOTH: 4.0}
-_POWERS, _POWER_BY_PAIRS, _FEATURE_POWERS = {IDS: 0.1, BOTH: 0.3}, 6.0, (0.2, 0.4)  # of degrees in b
-_ITERATIONS, _NORMALISED_ITERATIONS = {IDS: 20, FEATURES: 12, BOTH: 12}, 20
-_L2, _L2_PER_PAIR, _MOST_L2 = 2.0**-5, 0.03, 2.0
-_LONG_ROWS, _LEAST_OF_LONG_ROWS = 64, 1 / 3  # entries of a row of features above which λ falls, and how far
+_NORMALISED_ACTIVATION = "gelu"
+IDS, FEATURES, HISTORIES = "ids", "features", "histories"  # what towers see
+_SHARE = {IDS: 4.0, FEATURES: 2.0, HISTORIES: 4.0}
+_POWERS, _POWER_BY_PAIRS, _FEATURE_POWERS = {IDS: 0.1, HISTORIES: 0.3}, 6.0, (0.2, 0.4)  # of degrees in b
+_ITERATIONS = {IDS: 20, FEATURES: 12, HISTORIES: 12}
+_L2, _L2_PER_PAIR = 2.0**-5, 0.03
 _LEAST_PENALTY, _PENALTY_PER_PAIR, _MOST_PENALTY = 5e-4, 8e-5, 6e-3  # of embeddings made of features
-_FEW_PAIRS = 20  # of an entity of the smaller side
 _WIDTHS, _ROWS_PER_UNIT = {"cpu": (64, 1024, 24), "cuda": (64, 2048, 30)}, 4  # widths; bits of a first layer's size
 Layers = tuple[tuple[int, ...], tuple[int, ...]]  # widths of hidden layers, left and right
-_PENALTY, _DENSE, _MOST, _LARGE = 0.0065, 0.011, 2.0, 1024
-_RATIO_POWER, _MOST_BY_RATIO = 0.4, 3.0
+_PENALTY, _LARGE = 0.0065, 1024
 _LEAST_DIM, _MOST_DIM = 64, {"cpu": 256, "cuda": 2048}
 _VECTORS, _ALL_RIGHT = 10, 5  # vectors of the size of P and Q in training (on a CPU 8.5 were measured), and of Q alone
 
@@ -119,30 +114,16 @@ def default_omega(shape: tuple[int, int], observed: int, seen: str) -> float:
     return _SHARE[seen] * max(1, observed) / max(1, observed, unobserved)
 
 
-def default_l2(
-    shape: tuple[int, int], observed: int, seen: str, described: tuple[bool, bool], entries: float = 0.0
-) -> float:
-    """λ: with features in proportion to the pairs of an entity of the smaller side.
-
-    Where one side has features and is the smaller one, up to twice as much: a network has few entities to learn from.
-    Down to a third where entities have more than 64 features each: what is said so often needs fewer doubts.
-    """
-    if seen == IDS:
-        return _L2
-    m, n = shape
-    more = 1.0 if all(described) else n / m if described[0] else m / n
-    long = min(1.0, max(_LEAST_OF_LONG_ROWS, math.sqrt(_LONG_ROWS / max(1.0, entries))))
-    return _L2_PER_PAIR * long * min(_MOST_L2, max(1.0, more)) * max(1, observed) / min(shape)
+def default_l2(shape: tuple[int, int], observed: int, seen: str) -> float:
+    """λ: with features in proportion to the pairs of an entity of the smaller side."""
+    return _L2 if seen == IDS else _L2_PER_PAIR * max(1, observed) / min(shape)
 
 
 def default_embedding_l2(shape: tuple[int, int], observed: int, dim: int, seen: str) -> float:
-    """μ: for features alone from the pairs of an entity; otherwise from the share of pairs observed, m/n and k."""
+    """μ: for features from the pairs of an entity; otherwise a constant that grows with large k."""
     if seen == FEATURES:
         return min(_MOST_PENALTY, max(_LEAST_PENALTY, _PENALTY_PER_PAIR * _pairs_of_entity(shape, observed)))
-    density = observed / max(1, shape[0] * shape[1])
-    ratio = math.pow(shape[0] / max(1, shape[1]), _RATIO_POWER)
-    factor = max(1.0, min(_MOST, density / _DENSE), min(_MOST_BY_RATIO, ratio))
-    return _PENALTY * factor * max(1.0, math.sqrt(dim / _LARGE))
+    return _PENALTY * max(1.0, math.sqrt(dim / _LARGE))
 
 
 def default_right_weights(shape: tuple[int, int], observed: int, seen: str, described: tuple[bool, bool]) -> str:
@@ -163,18 +144,9 @@ def _pairs_of_entity(shape: tuple[int, int], observed: int) -> float:
     return observed / math.sqrt(max(1, shape[0] * shape[1]))
 
 
-def default_iterations(seen: str, normalize: bool) -> int:
+def default_iterations(seen: str) -> int:
     """Iterations of an optimizer that has no default of its own for the problem (Solver.default_iterations)."""
-    return max(_ITERATIONS[seen], _NORMALISED_ITERATIONS if normalize else 0)
-
-
-def default_normalize(shape: tuple[int, int], observed: int, features_alone: tuple[bool, bool]) -> bool:
-    """Whether embeddings have one length: where both sides are known by features alone, and have few pairs.
-
-    The length of an id's vector says how frequent it is. That of a network's output, for an entity that it has never
-    seen, is mostly noise, unless many pairs have taught it.
-    """
-    return all(features_alone) and observed <= _FEW_PAIRS * min(shape)
+    return _ITERATIONS[seen]
 
 
 def default_refine(features_alone: tuple[bool, bool]) -> bool:
@@ -187,7 +159,7 @@ def default_refine(features_alone: tuple[bool, bool]) -> bool:
 
 
 def default_activation(normalize: bool) -> str:
-    """Where few pairs ask for embeddings of one length, what is below zero is not all lost: nearer to linear towers."""
+    """Gelu where embeddings are normalised, which keeps a part of negative inputs; relu otherwise."""
     return _NORMALISED_ACTIVATION if normalize else ACTIVATION
 
 

@@ -58,7 +58,6 @@ class FitData:
         numbered: where ids are row numbers of a matrix without ids, how many it had; see Interactions.
         same_entities: whether both sides are one set.
         activation: of the hidden layers.
-        entries: of sparse features, of an entity on average; of the side with fewer. 0 without such features.
         refine: whether the embeddings of known entities are moved by their own pairs after training.
     """
 
@@ -77,7 +76,6 @@ class FitData:
     numbered: Numbered = (None, None)
     same_entities: bool = False
     activation: str = defaults.ACTIVATION
-    entries: float = 0.0
     refine: bool = False
 
     @property
@@ -97,16 +95,16 @@ class FitData:
 
     @property
     def seen(self) -> str:
-        """What towers see, for defaults: ids alone, features, or both on one side."""
+        """What towers see, for defaults; see :func:`seen_by_towers`."""
         return seen_by_towers(self.inputs)
 
 
 def seen_by_towers(both: tuple[Inputs, Inputs]) -> str:
-    """What towers see, for defaults: ids alone, features, or both on one side."""
+    """What towers see, for defaults: ids on each side, next to which there may be features; features; or histories."""
     described = [inputs for inputs in both if inputs.described]
-    if not described:
+    if all(any(part.kind == "id" for part in inputs.parts) for inputs in described):  # an id can learn all there is
         return defaults.IDS
-    return defaults.FEATURES if all(inputs.features_alone for inputs in described) else defaults.BOTH
+    return defaults.FEATURES if all(inputs.features_alone for inputs in described) else defaults.HISTORIES
 
 
 def prepare_data(
@@ -134,7 +132,7 @@ def prepare_data(
     hidden = given_hidden
     if hidden is None:
         with group.together():
-            widths = feature_width(left_features, shape[0], shape[1]), feature_width(right_features, shape[1], shape[1])
+            widths = feature_width(left_features, shape[1]), feature_width(right_features, shape[1])
         agree(group, {"features": widths})
         hidden = defaults.default_hidden(shape, widths, device)
     dim = given_dim or defaults.default_dim(shape, hidden, device, room, group.size)
@@ -159,9 +157,7 @@ def prepare_data(
         right_parts = training_parts("right", right_features, right_ids, matrix.T, shards.right)
     left, left_rows = training_inputs("left", left_parts, shards.left, group, scale)
     right, right_rows = training_inputs("right", right_parts, shards.right, group, scale)
-    normalize, alone = given_length, (left.features_alone, right.features_alone)
-    if normalize is None:
-        normalize = defaults.default_normalize(shape, observed, alone)
+    normalize, alone = bool(given_length), (left.features_alone, right.features_alone)
     if refine is None:
         refine = defaults.default_refine(alone) and settings.towers is None
     elif refine and not any(alone):
@@ -170,15 +166,8 @@ def prepare_data(
     return FitData(
         matrix, weights, ids, shards, observed, held_out, (left, right), (left_rows, right_rows), device, hidden, dim,
         normalize, numbered, isinstance(pairs, Interactions) and pairs.one_set, activation,
-        _entries(group, (left, right), (left_rows, right_rows), shape), refine,
+        refine,
     )  # fmt: skip
-
-
-def _entries(group: Group, inputs: tuple[Inputs, Inputs], rows: tuple[Any, Any], shape: tuple[int, int]) -> float:
-    """Entries of sparse features of an entity on average, of the side that has fewer; 0 without such features."""
-    local = [float(part.nnz) if sp.issparse(part) else 0.0 for part in rows]
-    totals = zip(inputs, group.totals(*local), shape, strict=True)
-    return min((total / count for seen, total, count in totals if seen.described and total), default=0.0)
 
 
 def spread_pairs(group: Group, matrix: sp.csr_matrix, work: float) -> Shards:

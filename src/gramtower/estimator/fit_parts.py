@@ -41,7 +41,7 @@ def make_problem(settings: ModelSettings, data: FitData) -> Problem:
     return Problem(
         data.matrix, *data.features, loss=settings.loss,
         omega=defaults.default_omega(*size, known) if settings.omega is None else settings.omega,
-        l2=defaults.default_l2(*size, known, data.described, data.entries) if settings.l2 is None else settings.l2,
+        l2=defaults.default_l2(*size, known) if settings.l2 is None else settings.l2,
         imputed=settings.imputed,
         left_weights=_local_weights("left_weights", settings.left_weights, shards.left),
         right_weights=_local_weights("right_weights", right_weights(settings, data), shards.right),
@@ -104,7 +104,7 @@ def iterations(settings: ModelSettings, data: FitData, problem: Problem, towers:
         return settings.max_iterations
     solver = as_solver(settings.optimizer, dict(settings.solver_options()))
     found = solver.default_iterations(problem, towers)
-    return defaults.default_iterations(data.seen, data.normalize) if found is None else found
+    return defaults.default_iterations(data.seen) if found is None else found
 
 
 def _is_linear_over_ids(settings: ModelSettings, data: FitData) -> bool:

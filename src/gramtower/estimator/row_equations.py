@@ -101,7 +101,7 @@ def _objective(settings: ModelSettings, fitted: FittedModel, pairs: sp.csr_matri
     l2, mu = fitted.l2, fitted.embedding_l2
     described = fitted.left.inputs.described, fitted.right.inputs.described
     if l2 is None or mu is None:  # a file of before they were kept
-        l2 = defaults.default_l2(*size, seen, described) if settings.l2 is None else settings.l2
+        l2 = defaults.default_l2(*size, seen) if settings.l2 is None else settings.l2
         mu = settings.embedding_l2
         mu = defaults.default_embedding_l2(*size, fitted.dim, seen) if mu is None else mu
     if isinstance(right, str) and right == "auto":

@@ -3,9 +3,9 @@
 No rule over sizes knows the right penalty: it depends on how much signal the pairs carry, which only held-out pairs
 show. :func:`select` holds out a part of the data, fits the rest along a path of penalties and keeps the best one:
 
-    towers over ids              path over μ; a tenth of the pairs of a sample of left entities is held out
+    ids on each side             path over μ; a tenth of the pairs of a sample of left entities is held out
     features on a side           path over λ; a sample of the entities of that side is held out with all their pairs
-    features and ids on a side   path over μ and λ together; pairs are held out, because ids are for known entities
+    histories                    path over μ and λ together; pairs are held out, because known entities have them
 
 The path starts at the rule's value (estimator/defaults.py), moves up or down by a factor while the metric improves, and
 is refined once by the parabola through the best three points. Each point starts from the parameters of the best one so
@@ -31,10 +31,10 @@ from numpy.typing import NDArray
 
 from gramtower import _checks as check
 from gramtower.data.interactions import Interactions
+from gramtower.data.lookup import index_of, join
 from gramtower.data.partition import Shard
-from gramtower.distributed.group import current_group
+from gramtower.distributed.group import SINGLE, Group, current_group
 from gramtower.engine.towers.parameters import Parameters
-from gramtower.engine.towers.towers import Towers
 from gramtower.estimator import defaults
 from gramtower.estimator.fit_data import FitData, matrix_and_ids, prepare_data
 from gramtower.estimator.fit_parts import (
@@ -48,20 +48,22 @@ from gramtower.estimator.fit_parts import (
 from gramtower.estimator.fitted import Selection, Tried, short
 from gramtower.estimator.refinement import refine
 from gramtower.estimator.settings import ModelSettings
-from gramtower.estimator.unseen import SIDES, Unseen, hold_out_entities
+from gramtower.estimator.unseen import SIDES, Unseen, cut, hold_out_entities
 from gramtower.runtime.threads import one_thread
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason
 
 HOLDS = ("pairs", "left", "right")  # parts that select="…" can ask to hold out
-_PENALTIES = {defaults.IDS: ("embedding_l2",), defaults.FEATURES: ("l2",), defaults.BOTH: ("embedding_l2", "l2")}
+_PENALTIES = {defaults.IDS: ("embedding_l2",), defaults.FEATURES: ("l2",), defaults.HISTORIES: ("embedding_l2", "l2")}
 _SHARE, _RANKED, _LEAST = 0.1, 5_000, 50  # of an entity's pairs, and of all; most and least entities that are ranked
 _ENTITIES = 0.2  # of the entities of a side with features
 _FACTOR = {"embedding_l2": 2.0, "l2": 4.0}
-_STEPS, _NEAR = 6, 0.1  # points of a path in one direction; a step, in factors, that is not worth a fit
+_STEPS, _FEW_STEPS = 6, 2  # points of a path in one direction: of towers over ids, and of networks over features
+_NEAR = 0.1  # a step, in factors, that is not worth a fit
 _FIRST, _NEXT = 0.5, 0.34  # of a fit's iterations: from scratch, and from another point
-_NARROW = {"cpu": 256, "cuda": 512}  # hidden units of towers over features that are compared
-_MORE_PAIRS = 1.5  # power of the kept share of pairs that μ is multiplied by
+_NARROW = {"cpu": 512, "cuda": 1024}  # hidden units of towers over features that are compared
+_MORE_PAIRS, _WHOLE = 1.5, 0.3  # powers, for μ, of the share of pairs that is kept, and of that of a sample
+_PAIRS = 5_000_000  # from which on a sample of the left entities is enough to choose by
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +75,8 @@ class HeldOut:
         features: of its entities, left and right.
         validation: held-out pairs, or None.
         unseen: held-out entities, or None.
-        kept: share of all pairs that is left to learn from.
+        kept: share of the pairs that is left to learn from, where pairs are held out.
+        sample: share of the pairs of all data that this part and the held-out one are of.
         text: the held-out part, for people.
     """
 
@@ -82,6 +85,7 @@ class HeldOut:
     validation: Any = None
     unseen: Unseen | None = None
     kept: float = 1.0
+    sample: float = 1.0
     text: str = "the validation part"
 
 
@@ -100,6 +104,8 @@ def select(settings: ModelSettings, pairs: Any, features: tuple[Any, Any], given
     part = given or hold_out_part(settings, pairs, features)
     if isinstance(part, str):
         return Selection(settings.metric, "nothing", note=part)
+    if part.sample < 1 and settings.dim is None and settings.towers is None:  # towers as large as those for all data
+        settings = settings.with_changes(dim=_dim(settings, pairs, part.pairs.shape))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the fit of all pairs gives the same ones
         data = prepare_data(settings, part.pairs, *part.features, part.validation)
@@ -114,10 +120,12 @@ def select(settings: ModelSettings, pairs: Any, features: tuple[Any, Any], given
         return Selection(settings.metric, part.text, tried, note=f"{settings.metric} is the same for all")
     chosen = {**best.shape.changes}
     if "l2" in names:
-        more = 1.0 if given is not None else _pairs_of_entity(matrix_and_ids(pairs)[0]) / _pairs_of_entity(data.matrix)
-        chosen["l2"] = search.problem.l2 * scale * more
+        chosen["l2"] = search.problem.l2 * scale
+        if part.unseen is not None and given is None:  # a sum over pairs grows with them
+            chosen["l2"] *= _pairs_of_entity(matrix_and_ids(pairs)[0]) / _pairs_of_entity(data.matrix)
     if "embedding_l2" in names:
-        chosen["embedding_l2"] = search.problem.embedding_l2 * scale * part.kept**_MORE_PAIRS
+        more = part.kept**_MORE_PAIRS * part.sample**_WHOLE
+        chosen["embedding_l2"] = search.problem.embedding_l2 * scale * more
     return Selection(settings.metric, part.text, tried, chosen)
 
 
@@ -125,30 +133,73 @@ def hold_out_part(settings: ModelSettings, pairs: Any, features: tuple[Any, Any]
     """Hold out a part of the data as the module's first lines say; the reason if that cannot be done."""
     seed, what = check.seed(settings.seed), _held_side(settings, features)
     if isinstance(pairs, Shard):
-        return "a partition is fitted with its own held-out pairs, or by rule"
+        return _hold_out_of_part(pairs, features, seed)
     matrix, _ = matrix_and_ids(pairs)
+    whole = pairs if isinstance(pairs, Interactions) else Interactions.from_matrix(matrix, same_entities=False)
+    sample = 1.0
+    if matrix.nnz > _PAIRS:
+        sample = _PAIRS / matrix.nnz
+        whole, features = _sampled(whole, features, sample, seed)
     if what != "pairs":
+        share = min(_ENTITIES, _RANKED / max(1, whole.shape[SIDES.index(what)]))
         try:
-            share = min(_ENTITIES, _RANKED / max(1, matrix.shape[SIDES.index(what)]))
-            unseen = hold_out_entities(settings, pairs, features, share, what, seed)
+            unseen = hold_out_entities(settings, whole, features, share, what, seed)
         except ValueError as error:
             if isinstance(settings.select, str):
                 raise
             return f"no {what} entities can be held out ({error})"
         if (ranked := int((np.diff(unseen.truth.indptr) > 0).sum())) < _LEAST:
-            return f"the {ranked} entities to rank are too few to choose by (at least {_LEAST})"
-        kept = unseen.train.matrix.nnz / matrix.nnz
-        return HeldOut(unseen.train, unseen.features, None, unseen, kept, f"{unseen.count:,} {what} entities")
-    held = _held_pairs(matrix, seed)
-    rows = int((np.add.reduceat(held, matrix.indptr[:-1][np.diff(matrix.indptr) > 0]) > 0).sum()) if held.any() else 0
+            return f"{ranked} entities to rank are too few to choose by; at least {_LEAST} are needed"
+        text = f"{unseen.count:,} {what} entities"
+        return HeldOut(unseen.train, unseen.features, None, unseen, 1.0, sample, text)
+    held, rows = _held_pairs(whole.matrix, seed)
     if rows < _LEAST:
-        return f"the {rows} left entities with pairs to hold out are too few to choose by (at least {_LEAST})"
-    whole = pairs if isinstance(pairs, Interactions) else Interactions.from_matrix(matrix)
+        return f"{rows} left entities with pairs to hold out are too few to choose by; at least {_LEAST} are needed"
     parts: list[Any] = [whole.subset(~held), whole.subset(held)]
-    if not isinstance(pairs, Interactions):
+    if not isinstance(pairs, Interactions) and sample == 1.0:
         parts = [part.matrix for part in parts]
     text = f"{int(held.sum()):,} pairs of {rows:,} left entities"
-    return HeldOut(parts[0], features, parts[1], None, 1 - float(held.mean()), text)
+    return HeldOut(parts[0], features, parts[1], None, 1 - float(held.mean()), sample, text)
+
+
+def _sampled(
+    pairs: Interactions, features: tuple[Any, Any], share: float, seed: int
+) -> tuple[Interactions, tuple[Any, Any]]:
+    """The pairs of a share of the left entities, without entities that have none, and the features of the others."""
+    chosen = np.random.default_rng(seed).random(pairs.shape[0]) < share
+    found = pairs.subset(np.repeat(chosen, np.diff(pairs.matrix.indptr))).without_empty()
+    sides = zip(SIDES, features, (pairs.left_ids, pairs.right_ids), (found.left_ids, found.right_ids), strict=True)
+    left, right = (cut(side, given, old, join(new, index_of(old))) for side, given, old, new in sides)
+    return found, (left, right)
+
+
+def _hold_out_of_part(part: Shard, features: tuple[Any, Any], seed: int) -> HeldOut | str:
+    """Hold out pairs of a partition, the same ones whatever the number of processes."""
+    group = part.shards.group
+    if part.held_out is not None:
+        return HeldOut(part, features)
+    before = sum(group.gather_json(int(part.matrix.nnz))[: group.rank])
+    held, rows = _held_pairs(part.matrix, seed, group, part.shards.left.first, before)
+    if rows < _LEAST:
+        return f"{rows} left entities with pairs to hold out are too few to choose by; at least {_LEAST} are needed"
+    coo = part.matrix.tocoo()
+    train, test = (
+        sp.csr_matrix((coo.data[mask], (coo.row[mask], coo.col[mask])), shape=part.matrix.shape)
+        for mask in (~held, held)
+    )
+    count = int(group.totals(float(held.sum()))[0])
+    weights = None if part.weights is None else part.weights[~held]
+    inner = replace(part, matrix=train, weights=weights, held_out=test, pairs=part.pairs - count, held_out_pairs=count)
+    return HeldOut(
+        inner, features, None, None, 1 - count / part.pairs, 1.0, f"{count:,} pairs of {rows:,} left entities"
+    )
+
+
+def _dim(settings: ModelSettings, pairs: Any, most: tuple[int, int]) -> int | None:
+    """The size of embeddings over ids for all pairs, as far as a sample allows; None for other towers."""
+    device = defaults.pick_device(settings.device)
+    room = defaults.room_for_training(device, current_group(), settings.memory_budget)
+    return min(*most, defaults.default_dim(matrix_and_ids(pairs)[0].shape, ((), ()), device, room))
 
 
 def _held_side(settings: ModelSettings, features: tuple[Any, Any]) -> str:
@@ -165,20 +216,30 @@ def _held_side(settings: ModelSettings, features: tuple[Any, Any]) -> str:
     return "pairs"
 
 
-def _held_pairs(matrix: sp.csr_matrix, seed: int) -> NDArray[np.bool_]:
-    """Which pairs are held out: of entities in random order, until a tenth of all pairs or enough entities are."""
-    counts, rng = np.diff(matrix.indptr).astype(np.int64), np.random.default_rng(seed)
+def _held_pairs(
+    matrix: sp.csr_matrix, seed: int, group: Group = SINGLE, row: int = 0, entry: int = 0
+) -> tuple[NDArray[np.bool_], int]:
+    """Which local pairs are held out, and of how many entities in all processes.
+
+    A tenth of an entity's pairs is, at least one, of a random sample of the entities that have two or more. The sample
+    is as large as 5,000 entities or a tenth of all pairs allow. Draws go by the numbers of rows and pairs.
+    """
+    counts = np.diff(matrix.indptr).astype(np.int64)
     out = np.where(counts > 1, np.clip(np.floor(_SHARE * counts + 0.5), 1, counts - 1), 0).astype(np.int64)
-    order = rng.permutation(np.flatnonzero(out))[:_RANKED]
-    order = order[: int(np.searchsorted(np.cumsum(out[order]), _SHARE * matrix.nnz, "right"))]
-    taken = np.zeros_like(out)
-    taken[order] = out[order]
+    able, held, total = group.totals(float((out > 0).sum()), float(out.sum()), float(matrix.nnz))
+    share = min(_RANKED / max(1.0, able), _SHARE * total / max(1.0, held))
+    taken = np.where(_draws(seed, row, len(counts)) < share, out, 0)
     rows = np.repeat(np.arange(len(counts)), counts)
-    places = np.lexsort((rng.random(matrix.nnz), rows))  # the pairs of each entity, in random order
+    places = np.lexsort((_draws(seed + 1, entry, matrix.nnz), rows))  # the pairs of each entity, in random order
     rank = np.empty(matrix.nnz, dtype=np.int64)
     rank[places] = np.arange(matrix.nnz) - np.repeat(matrix.indptr[:-1], counts)
-    found: NDArray[np.bool_] = rank < np.repeat(taken, counts)
-    return found
+    return rank < np.repeat(taken, counts), int(group.totals(float((taken > 0).sum()))[0])
+
+
+def _draws(seed: int, first: int, count: int) -> NDArray[np.float64]:
+    """Numbers ``first``, ``first`` + 1, … of a random sequence; Philox makes four at a time."""
+    skipped = first % 4
+    return np.random.Generator(np.random.Philox(seed).advance(first // 4)).random(skipped + count)[skipped:]
 
 
 def _pairs_of_entity(matrix: sp.csr_matrix) -> float:
@@ -227,75 +288,81 @@ class _Search:
         self.problem = make_problem(settings, data)
         self.own = over_ids(settings, data, data.dim) if data.refine else None
         self.measure = make_validation(settings, data, unseen)
-        self.made: tuple[_Shape, Towers] | None = None
+        self.warm = data.seen != defaults.FEATURES  # networks that start warm end elsewhere than from scratch
         self.points: list[_Point] = []
 
     def run(self) -> tuple[_Point | None, float]:
         """The best point, or None if all are alike, and the multiple of the rule's penalties to use with its shape."""
-        firsts = [self.point(shape, 0.0, None) for shape in self.shapes()]
-        first = max(firsts, key=lambda point: point.metric)
-        walked = self.walk(first)
+        walked = self.walk(self.first())
         if not max(point.metric for point in self.points) > min(point.metric for point in self.points):
             return None, 1.0
         best = max(walked, key=lambda point: point.metric)
         level = [point for point in walked if best.metric - point.metric <= self.error(point, best)]
+        if not self.warm and any(point.exponent == 0.0 for point in level):
+            return best, 1.0
         strongest = max(level, key=lambda point: point.exponent)
-        exponent = _top(walked, best) if strongest is best else strongest.exponent
-        return best, self.factor**exponent
+        return best, self.factor ** (_top(walked, best) if strongest is best else strongest.exponent)
+
+    def first(self) -> _Point:
+        """The best shape of towers at the rule's penalties; linear and normalised ones need features on both sides."""
+        settings, normalize = self.settings, self.data.normalize
+        both = settings.towers is None and all(self.data.features_alone)
+        best = self.tried({"normalize": normalize} if both and settings.normalize is None else {})
+        if both and settings.hidden is None:
+            linear = self.tried({**best.shape.changes, "hidden": ()})
+            if linear.metric - best.metric > self.error(linear, best):
+                best = linear
+        if both and settings.normalize is None:
+            turned = self.tried({**best.shape.changes, "normalize": not normalize})
+            best = max(best, turned, key=lambda point: point.metric)
+        return best
+
+    def tried(self, changes: dict[str, Any]) -> _Point:
+        """Towers of a shape at the rule's penalties."""
+        return self.point(_Shape(changes, self.resized(changes)), 0.0, None)
 
     def walk(self, first: _Point) -> list[_Point]:
         """Follow the penalty of a shape of towers up or down while it helps, then go to the top of a parabola."""
         points, best = {0.0: first}, 0.0
         for direction in (1.0, -1.0):
-            while abs(best + direction) <= _STEPS:
+            while abs(best + direction) <= (_STEPS if self.warm else _FEW_STEPS):
                 at = best + direction
                 points[at] = self.point(first.shape, at, points[best].parameters)
-                if not points[at].metric > points[best].metric:
+                gain = points[at].metric - points[best].metric
+                if not gain > (0.0 if direction > 0 else self.error(points[at], points[best])):
                     break
                 points[best].parameters = None  # only the best one is started from
                 best = at
             if best:
                 break
         top = _top(list(points.values()), points[best])
-        if abs(top - best) > _NEAR:
+        if self.warm and abs(top - best) > _NEAR:
             points[top] = self.point(first.shape, top, points[best].parameters)
         return list(points.values())
 
-    def shapes(self) -> list[_Shape]:
-        """The shapes of towers to compare; with features on both sides also linear and normalised ones."""
-        data, changes = self.data, list[dict[str, Any]]([{}])
-        if all(data.features_alone) and self.settings.towers is None:
-            if self.settings.hidden is None:
-                changes.append({"hidden": ()})
-            if self.settings.normalize is None:
-                changes += [{**one, "normalize": not data.normalize} for one in changes]
-        return [_Shape(one, self.resized(one)) for one in changes]
-
     def resized(self, changes: dict[str, Any]) -> FitData:
-        """The data with towers of a shape, as narrow as is enough to compare them."""
+        """The data with towers of a shape, over features as narrow as is enough to compare them."""
         data, settings = self.data, self.settings.with_changes(**changes)
-        if data.seen == defaults.IDS or settings.towers is not None:
+        if self.warm or settings.towers is not None:
             return data
-        hidden = ((), ()) if changes.get("hidden") == () else data.hidden
         most = _NARROW.get(data.device.type, _NARROW["cpu"])
-        hidden = tuple(tuple(min(width, most) for width in widths) for widths in hidden)
-        dim = min(data.dim, most // 2)
+        left, right = ((), ()) if changes.get("hidden") == () else data.hidden
+        hidden = tuple(min(width, most) for width in left), tuple(min(width, most) for width in right)
+        dim = data.dim if settings.dim is not None else min(data.dim, most // 2)
         normalize = changes.get("normalize", data.normalize)
         activation = defaults.default_activation(normalize) if settings.activation is None else settings.activation
         return replace(data, hidden=hidden, dim=dim, normalize=normalize, activation=activation)
 
     def point(self, shape: _Shape, exponent: float, start: Parameters | None) -> _Point:
-        """Fit towers of a shape at a multiple of the rule's penalties, from a start or from scratch."""
+        """Fit towers of a shape at a multiple of the rule's penalties; those over ids from a start, if there is one."""
         settings, problem = self.settings, self.problem
         values = {name: getattr(self.problem, name) * self.factor**exponent for name in self.names}
         problem = problem.with_penalties(**{"l2": problem.l2, "embedding_l2": problem.embedding_l2, **values})
-        if self.made is None or self.made[0] is not shape:
-            self.made = shape, make_towers(settings, shape.data, problem)
-        towers = self.made[1]
-        if start is not None:
+        towers = make_towers(settings, shape.data, problem)
+        if self.warm and start is not None:
             towers.load(start)
-        count = iterations(settings, shape.data, problem, towers)
-        count = max(1, round(count * (_FIRST if start is None else _NEXT)))
+        share = 1.0 if not self.warm else _FIRST if start is None else _NEXT
+        count = max(1, round(share * iterations(settings, shape.data, problem, towers)))
         result = minimize(problem, towers, "newton-kron", count, seed=settings.seed)
         if result.reason is Reason.INTERRUPTED:
             raise KeyboardInterrupt
@@ -304,9 +371,9 @@ class _Search:
         if self.own is not None:
             P, Q = refine(self.own, (P, Q), self.data.features_alone)
         scores = self.measure.ranked(at, P, Q)
-        ranked = scores.per_user.get(settings.metric)
-        metric = float(scores[settings.metric])
-        found = _Point(shape, exponent, {**shape.changes, **values}, metric, 0.0, ranked, result.parameters)
+        metric, ranked = float(scores[settings.metric]), scores.per_user.get(settings.metric)
+        kept = result.parameters if self.warm else None
+        found = _Point(shape, exponent, {**shape.changes, **values}, metric, 0.0, ranked, kept)
         found.standard_error = self.error(found)
         self.points.append(found)
         if settings.verbose and self.group.rank == 0:

@@ -24,22 +24,21 @@ from gramtower.estimator.inputs import NAMES, Inputs, Part, beside, history_feat
 from gramtower.estimator.scaling import dense_scaling, sparse_scaling
 
 
-def feature_width(given: Any, rows: int, right: int) -> int:
-    """Number of features that the tower of a side of ``rows`` entities sees; 0 for ids alone.
+def feature_width(given: Any, right: int) -> int:
+    """Number of features that a hidden layer of a side would see; 0 where it has ids.
 
     What is no feature at all counts as none here, and is refused by :func:`training_parts`.
     """
-    total, described = 0, False
+    total = 0
     for part in given if isinstance(given, (list, tuple)) else [given]:
-        if part is None or isinstance(part, str):
-            history = part == "history"
-            described = described or history
-            total += right if history else rows
+        if part is None or (isinstance(part, str) and part != "history"):
+            return 0
+        if isinstance(part, str):
+            total += right
         else:
-            described = True
             shape: Any = getattr(part, "shape", ())
             total += part.width if isinstance(part, FeatureTable) else int(shape[1]) if len(shape) == 2 else 1
-    return total if described else 0
+    return total
 
 
 def training_parts(

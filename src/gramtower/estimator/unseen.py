@@ -167,7 +167,7 @@ def hold_out_entities(
     train, test = split_entities(whole, share, name, seed)
     kept = [join(new, index_of(old)) for new, old in zip(_ids(train), _ids(whole), strict=True)]
     new = join(_ids(test)[axis], index_of(_ids(whole)[axis]))
-    inner = [_cut(s, given, own, rows) for s, given, own, rows in zip(SIDES, features, _ids(whole), kept, strict=True)]
+    inner = [cut(s, given, own, rows) for s, given, own, rows in zip(SIDES, features, _ids(whole), kept, strict=True)]
     parts = [part for part in _listed(features[axis]) if not isinstance(part, str)]
     described = [_rows(name, part, _ids(whole)[axis], new) for part in parts]
     return Unseen(name, train, (inner[0], inner[1]), described, _truth(test, train, axis, share))
@@ -235,10 +235,10 @@ def _ids(pairs: Interactions) -> tuple[NDArray[Any], NDArray[Any]]:
     return pairs.left_ids, pairs.right_ids
 
 
-def _cut(side: str, given: Any, ids: NDArray[Any], rows: NDArray[np.int64]) -> Any:
+def cut(side: str, given: Any, ids: NDArray[Any], rows: NDArray[np.int64]) -> Any:
     """Features of some of the entities as a fit takes them: rows of matrices, tables and names as they are."""
     if isinstance(given, (list, tuple)):
-        return [_cut(side, part, ids, rows) for part in given]
+        return [cut(side, part, ids, rows) for part in given]
     if isinstance(given, FeatureTable):
         return _unstrict(given, ids)
     return _matrix_rows(side, given, len(ids), rows) if is_matrix(given) else given
