@@ -165,3 +165,13 @@ def test_sums_taken_for_a_side_that_stayed_are_those_it_has(side):
     tried.evaluation.take_sums(1 - side, point.evaluation)
     assert tried.terms == fresh.terms
     assert tried.terms != point.terms
+
+
+def test_a_state_without_sweeps_forgets_those_that_were_made():
+    problem, towers = tables()
+    sweeps, point = Sweeps(2), problem.at(towers)
+    for _ in range(3):
+        point = sweeps.iterate(point)[0]
+    sweeps.restore({})
+    assert (sweeps.starts, sweeps.ends, sweeps.square.shape) == ([], [], (0, 0))
+    assert sweeps.iterate(point)[0].value < point.value

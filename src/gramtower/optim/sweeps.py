@@ -125,7 +125,7 @@ class Sweeps(Stateful):
         """See Stateful."""
         count = sum(key.startswith("end") for key in state)
         self.starts, self.ends = ([state[f"{what}{i}"] for i in range(count)] for what in ("start", "end"))
-        self.square = state["square"]
+        self.square = state.get("square", torch.zeros(0, 0, dtype=torch.float64))
 
 
 def _tables(point: Point) -> tuple[str, str]:
