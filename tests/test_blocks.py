@@ -20,7 +20,7 @@ from gramtower.engine.towers import factors
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: pairs are sent to one")
 
 
-def swept(rows=3, **options):
+def streamed(rows=3, **options):
     case = make_case(**options)
     case.problem.streamed = Streamed(rows, pinned=False)
     return case
@@ -31,7 +31,9 @@ def swept(rows=3, **options):
 @pytest.mark.parametrize("imputed", [-1.0, "low-rank"])
 @pytest.mark.parametrize("weights", [False, True])
 def test_agrees_with_the_dense_twin(loss, imputed, weights, kernels):
-    case = swept(loss=loss, imputed=imputed, weights=weights, kernels=kernels, embedding_l2=0.2, pair_weights=weights)
+    case = streamed(
+        loss=loss, imputed=imputed, weights=weights, kernels=kernels, embedding_l2=0.2, pair_weights=weights
+    )
     assert not compare(case).evaluation.left.resident
 
 
@@ -40,7 +42,7 @@ def test_agrees_with_the_dense_twin(loss, imputed, weights, kernels):
 @pytest.mark.parametrize("weights", [False, True])
 def test_losses_worked_out_on_the_way_agree_with_the_dense_twin(loss, weights):
     pytest.importorskip("triton", reason="triton is not installed")
-    case = swept(loss=loss, weights=weights, kernels="triton", embedding_l2=0.2, pair_weights=weights)
+    case = streamed(loss=loss, weights=weights, kernels="triton", embedding_l2=0.2, pair_weights=weights)
     point = compare(case)
     before = point.work.copy()
     point.gauss_newton() @ point.gradient()
@@ -51,12 +53,12 @@ def test_losses_worked_out_on_the_way_agree_with_the_dense_twin(loss, weights):
 @pytest.mark.parametrize("tower", TOWERS)
 @pytest.mark.parametrize("shared", [False, True])
 def test_towers_and_features(tower, kind, shared):
-    compare(swept(tower=tower, kinds=(kind, kind), shared=shared, weights=True, seed=2))
+    compare(streamed(tower=tower, kinds=(kind, kind), shared=shared, weights=True, seed=2))
 
 
 @pytest.mark.parametrize("rows", [1, 4, 100])
 def test_blocks_of_any_size(rows):
-    compare(swept(rows, weights=True, embedding_l2=0.1, seed=3))
+    compare(streamed(rows, weights=True, embedding_l2=0.1, seed=3))
 
 
 @pytest.mark.parametrize("tower", ["elu", "linear", "residual"])
@@ -97,7 +99,7 @@ def test_training_takes_the_same_path():
 
 
 def test_work_is_counted():
-    case = swept(tower="elu")
+    case = streamed(tower="elu")
     point = case.problem.at(case.towers)
     assert point.value
     g, before = point.gradient(), point.work.copy()
@@ -110,7 +112,7 @@ def test_work_is_counted():
 
 
 def test_nothing_of_the_left_side_is_kept():
-    case = swept(tower="elu", m=30)
+    case = streamed(tower="elu", m=30)
     point = case.problem.at(case.towers)
     assert point.value
     point.gauss_newton() @ point.gradient()
@@ -158,7 +160,7 @@ def test_the_smallest_blocks_are_tried_too(m):
 def test_slopes_that_do_not_follow_from_outputs_count():
     problem = gt.Problem(planted_pairs(20, 10, 60))
     sizes = [
-        made.sizes(made.parameters(), problem.left, problem.right, select(made.device)).row_bytes
+        made.sizes(problem.left, problem.right, select(made.device)).row_bytes
         for made in (gt.mlp_towers(problem, hidden=(8,), dim=4, activation=name) for name in ("elu", "gelu"))
     ]
     assert sizes[1] > sizes[0]
@@ -176,7 +178,7 @@ def test_streaming_that_cannot_be_is_refused():
 
 
 def test_blocks_see_views_of_the_left_rows_constants():
-    case = swept(weights=True, imputed="low-rank", embedding_l2=0.1)
+    case = streamed(weights=True, imputed="low-rank", embedding_l2=0.1)
     evaluation = case.problem.at(case.towers).evaluation
     whole = evaluation.constants.left
 
@@ -193,7 +195,7 @@ def test_a_problem_is_gone_when_nobody_holds_it(kernels):
         pytest.importorskip("triton", reason="triton is not installed")
         if torch.cuda.is_available():
             pytest.skip("the interpreter runs where there is no GPU")
-    case = swept(kernels=kernels)
+    case = streamed(kernels=kernels)
     case.problem.at(case.towers).gradient()
     gone = weakref.ref(case.problem)
     del case
@@ -266,7 +268,7 @@ def test_a_small_budget_is_kept_on_a_gpu():
 
 
 def test_a_point_is_gone_when_nobody_holds_it():
-    case = swept(tower="elu")
+    case = streamed(tower="elu")
     point = case.problem.at(case.towers)
     assert point.value
     gone = weakref.ref(point)

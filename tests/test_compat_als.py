@@ -13,9 +13,9 @@ import scipy.sparse as sp
 import torch
 from test_estimator import checkerboard
 
-from gramtower.compat.implicit import ParameterWarning
+from gramtower.compat.implicit import ParameterWarning, objective
 from gramtower.compat.implicit.als import AlternatingLeastSquares, calculate_loss
-from gramtower.compat.implicit.objective import confidences, factor_towers, make_problem
+from gramtower.compat.implicit.objective import confidences, factor_towers, make_problem, minimize_factors
 
 
 def ratings(users=25, items=18, seed=0):
@@ -391,3 +391,20 @@ def test_all_methods_of_implicit_are_there_with_its_arguments():
     given = inspect.signature(AlternatingLeastSquares).parameters
     assert list(given) == list(expected)
     assert all(given[name].default == expected[name].default for name in given.keys() - {"use_gpu"})
+
+
+def test_an_interrupt_leaves_both_sides_trainable(monkeypatch):
+    problem = make_problem(confidences("R", ratings(), 1.0), 0.1)
+    towers = factor_towers(problem, None, None, 4, 0, torch.float64)
+    minimize, calls = objective.minimize, []
+
+    def interrupted(*arguments, **options):
+        calls.append(options)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return minimize(*arguments, **options)
+
+    monkeypatch.setattr(objective, "minimize", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        minimize_factors(problem, towers, 2, lambda record, point: None, False)
+    assert all(p.requires_grad for tower in (towers.left, towers.right) for p in tower.parameters())

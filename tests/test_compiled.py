@@ -11,6 +11,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from numba.core.dispatcher import Dispatcher
 
 from gramtower.runtime import code_files
 from gramtower.runtime import compiled as module
@@ -66,6 +67,14 @@ def test_a_cache_that_fails_later_is_done_without(error):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert made(1.5) == 3.0
+
+
+def test_a_numba_that_keeps_code_in_another_way_compiles_in_every_process(monkeypatch):
+    monkeypatch.setattr(Dispatcher, "enable_caching", lambda made: setattr(made, "_cache", object()))
+    monkeypatch.setattr(module, "_warned", False)
+    with pytest.warns(RuntimeWarning, match="numba"):
+        twice = compiled()(lambda x: 2 * x)
+    assert twice(3) == 6
 
 
 def test_without_compilation_functions_stay_plain(monkeypatch):

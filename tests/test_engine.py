@@ -10,6 +10,8 @@ from dense import evaluate
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gramtower.data.pairs import SEGMENT
+
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
@@ -92,10 +94,13 @@ def test_anything(**drawn):
     compare(make_case(**drawn))
 
 
-def test_more_pairs_than_a_kernel_chunk_and_a_row_that_spans_several():
-    compare_large = make_case(m=90, n=80, density=0.9, tower="linear", dim=2, seed=7)
-    point = compare_large.problem.at(compare_large.towers)
-    value, gradient, _ = evaluate(compare_large.dense, compare_large.left, compare_large.right, with_matrix=False)
+@pytest.mark.parametrize("shape", [(2, 2 * SEGMENT + 100), (2 * SEGMENT + 100, 2)], ids=["a row", "a column"])
+def test_one_entity_whose_pairs_are_several_pieces(shape):
+    case = make_case(*shape, density=0.9, tower="linear", dim=2, seed=7)
+    pairs = case.problem.pairs
+    assert max(pairs.row_counts.max(), pairs.column_counts.max()) > SEGMENT
+    point = case.problem.at(case.towers)
+    value, gradient, _ = evaluate(case.dense, case.left, case.right, with_matrix=False)
     assert abs(point.value - value) < 1e-10 * value
     assert relative(point.gradient().to_vector(), gradient) < 1e-10
 

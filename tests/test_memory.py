@@ -19,8 +19,8 @@ from gramtower.data.synthetic import planted_pairs
 from gramtower.engine.objective import plan
 from gramtower.engine.objective.footprint import Footprint
 from gramtower.engine.objective.plan import Streamed, plan_blocks
-from gramtower.runtime import host
-from gramtower.runtime.memory import BlockPlan, default_budget, free_memory
+from gramtower.runtime import host, memory
+from gramtower.runtime.memory import BlockPlan, default_budget, free_memory, total_memory
 from gramtower.runtime.resident import ResidentPeak
 
 CPU = torch.device("cpu")
@@ -47,8 +47,14 @@ def test_bad_sizes_are_refused_by_name(value):
         memory_size("memory_budget", value)
 
 
-def test_the_default_is_a_share_of_what_is_free():
-    assert 2**20 < default_budget(CPU) < 2**50
+def test_the_default_is_half_of_what_is_free(monkeypatch):
+    for free, expected in ((8_000_000_000, 4_000_000_000), (1001, 500)):
+        monkeypatch.setattr(memory, "free_memory", lambda device, free=free: free)
+        assert default_budget(CPU) == expected
+
+
+def test_what_is_free_is_less_than_what_there_is():
+    assert 2**20 < free_memory(CPU) <= total_memory(CPU)
 
 
 @pytest.mark.parametrize(("line", "root"), [("0::/jobs/7/step", "v2"), ("4:cpu,memory:/jobs/7/step", "v1")])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from cases import make_case
@@ -51,6 +53,35 @@ def test_the_newer_setting_of_torch_is_followed_and_put_back_as_well(before, pre
         assert matmul.fp32_precision == before
     finally:
         matmul.fp32_precision = default
+
+
+@pytest.mark.parametrize("other", ["float32", "tf32"])
+def test_threads_have_the_precision_that_they_ask_for(other, matmul):
+    matmul.allow_tf32 = False
+    inside, leave, seen = threading.Event(), threading.Event(), []
+
+    def first():
+        with products_in("tf32"):
+            inside.set()
+            leave.wait(10)
+            seen.append(("tf32", matmul.allow_tf32))
+
+    def second():
+        inside.wait(10)
+        with products_in(other):
+            seen.append((other, matmul.allow_tf32))
+
+    threads = [threading.Thread(target=target) for target in (first, second)]
+    for thread in threads:
+        thread.start()
+    threads[1].join(0.2)  # it waits where it asks for the other precision
+    assert threads[1].is_alive() == (other == "float32")
+    leave.set()
+    for thread in threads:
+        thread.join(10)
+    assert len(seen) == 2
+    assert all(allowed == (precision == "tf32") for precision, allowed in seen)
+    assert not matmul.allow_tf32
 
 
 def test_unknown_precisions_are_refused_with_the_choices():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
+from gramtower.engine.objective.point import Point
 from gramtower.engine.towers.towers import clone
 from gramtower.optim.sweeps import Sweeps
 
@@ -165,3 +167,29 @@ def test_sums_taken_for_a_side_that_stayed_are_those_it_has(side):
     tried.evaluation.take_sums(1 - side, point.evaluation)
     assert tried.terms == fresh.terms
     assert tried.terms != point.terms
+
+
+def test_a_state_without_sweeps_forgets_those_that_were_made():
+    problem, towers = tables()
+    sweeps, point = Sweeps(2), problem.at(towers)
+    for _ in range(3):
+        point = sweeps.iterate(point)[0]
+    sweeps.restore({})
+    assert (sweeps.starts, sweeps.ends, sweeps.square.shape) == ([], [], (0, 0))
+    assert sweeps.iterate(point)[0].value < point.value
+
+
+def test_no_point_has_other_parameters_than_it_was_made_with(monkeypatch):
+    problem, towers = tables()
+    made, init = [], Point.__init__
+
+    def remember(self, evaluation, parameters, *rest, **options):
+        for point, before in made:
+            if point() is not None:
+                assert torch.equal(point().parameters.vector, before)
+        init(self, evaluation, parameters, *rest, **options)
+        made.append((weakref.ref(self), parameters.vector.clone()))
+
+    monkeypatch.setattr(Point, "__init__", remember)
+    gt.minimize(problem, towers, max_iterations=6)
+    assert len(made) > 10

@@ -446,9 +446,7 @@ def planned(plan):
     problem.activations = 1 if plan == "recomputed" else None
     problem.streamed = Streamed(4, False) if plan == "swept" else None
     point = problem.at(towers)
-    assert towers.sizes(point.parameters, problem.left, problem.right, point.evaluation.kernels).row_bytes[0] >= 8 * (
-        6 + 6 + 3 + 3
-    )
+    assert towers.sizes(problem.left, problem.right, point.evaluation.kernels).row_bytes[0] >= 8 * (6 + 6 + 3 + 3)
     g = point.gradient().vector
     return torch.cat([g, point.gauss_newton() @ g]), point.preconditioner(damping=0.1) @ g, towers.layer_widths()
 

@@ -241,7 +241,10 @@ def _refuse_non_finite(problem: Problem, point: Point, result: Result) -> None:
     stopped = result.reason is Reason.NON_FINITE and result.history[-1].iteration == 0
     bad = [name for name, rows in (("left", point.P), ("right", point.Q)) if not bool(rows.isfinite().all())]
     if problem.shards.group.totals(float(bool(bad)))[0] or stopped:
-        found = result.message.split(" became")[0] if stopped else f"{' and '.join(bad) or 'other'} embeddings"
+        found = f"{' and '.join(bad) or 'other'} embeddings"
+        if stopped:
+            terms = f"at the start, the term {', '.join(result.non_finite)}"
+            found = "the gradient" if result.non_finite == ["gradient"] else terms
         dtype = str(point.Q.dtype).removeprefix("torch.")
         check.fail(
             "fit",

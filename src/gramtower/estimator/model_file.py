@@ -195,13 +195,16 @@ def _header(settings: ModelSettings, fitted: FittedModel) -> tuple[Header, dict[
                 check.fail(name, f"a {type(value).__name__}", "a value that a file can hold")
     totals, sides = (fitted.shards.left.total, fitted.shards.right.total), (fitted.left, fitted.right)
     header = Header(
-        params, settings.towers is not None, [n + side.added for n, side in zip(totals, sides, strict=True)],
-        [side.added for side in sides], [side.numbered for side in sides], fitted.dim,
-        [list(widths) for widths in fitted.hidden], fitted.normalize,
-        {side.name: side.inputs.to_plain() for side in (fitted.left, fitted.right)},
-        fitted.reason.name, fitted.message, fitted.omega, fitted.best_metric,
-        [vars(record) for record in fitted.history], fitted.same_entities, fitted.plain_pairs,
-        fitted.activation, fitted.l2, fitted.embedding_l2, fitted.auto_weights, fitted.refine,
+        params=params, own_towers=settings.towers is not None,
+        shape=[n + side.added for n, side in zip(totals, sides, strict=True)],
+        added=[side.added for side in sides], numbered=[side.numbered for side in sides],
+        dim=fitted.dim, hidden=[list(widths) for widths in fitted.hidden], normalize=fitted.normalize,
+        inputs={side.name: side.inputs.to_plain() for side in sides},
+        reason=fitted.reason.name, message=fitted.message, omega=fitted.omega, best_metric=fitted.best_metric,
+        history=[vars(record) for record in fitted.history],
+        same_entities=fitted.same_entities, plain_pairs=fitted.plain_pairs,
+        activation=fitted.activation, l2=fitted.l2, embedding_l2=fitted.embedding_l2,
+        auto_weights=fitted.auto_weights, refine=fitted.refine,
     )  # fmt: skip
     return header, arrays
 

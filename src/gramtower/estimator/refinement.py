@@ -33,12 +33,12 @@ Sides = tuple[Tensor, Tensor]
 
 
 class _Moved(nn.Module):
-    """Rows that stay as they are, and a multiple of those of a table that starts at zero."""
+    """Rows that stay as they are, and a multiple of those of a trained table that starts at ``start``."""
 
-    def __init__(self, rows: Tensor, scale: float) -> None:
+    def __init__(self, rows: Tensor, start: Tensor, scale: float) -> None:
         super().__init__()
         self.fixed, self.scale = _table(rows, trained=False), scale
-        self.own = _table(torch.zeros_like(rows), trained=True)
+        self.own = _table(start, trained=True)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Both together."""
@@ -61,7 +61,8 @@ def refine(problem: Problem, embeddings: Sides, sides: tuple[bool, bool]) -> Sid
     moved, curvature = list(embeddings), _mean_curvature(problem)
     for side in (0, 1):
         if sides[side] and (kappa := _WORTH * curvature * _mean_square(problem, embeddings[1 - side])) > 0:
-            towers = _towers(embeddings, side, 1 / math.sqrt(kappa))  # λ = 1 on the table is κ on its multiple
+            start = torch.zeros_like(embeddings[side])
+            towers = _towers(embeddings, side, start, 1 / math.sqrt(kappa))  # λ = 1 on the table is κ on its multiple
             minimize(problem, towers, NewtonKron(damping=_DAMPING), _ITERATIONS)
             point = problem.at(towers)
             moved[side] = (point.P, point.Q)[side].clone()
@@ -70,13 +71,13 @@ def refine(problem: Problem, embeddings: Sides, sides: tuple[bool, bool]) -> Sid
 
 def least_budget(problem: Problem, dim: int, device: torch.device, sides: tuple[bool, bool]) -> int:
     """The smallest memory budget that :func:`refine` keeps to in one process with embeddings of a size, in bytes."""
-    rows = problem.shards.left, problem.shards.right
-    zeros = torch.zeros(rows[0].count, dim, device=device), torch.zeros(rows[1].count, dim, device=device)
-    return max(problem.least_budget(_towers(zeros, side, 1.0)) for side in (0, 1) if sides[side])
+    rows, zero = (problem.shards.left, problem.shards.right), torch.zeros((), device=device)
+    shapes = zero.expand(rows[0].count, dim), zero.expand(rows[1].count, dim)  # tables that take no memory
+    return max(problem.least_budget(_towers(shapes, side, shapes[side], 1.0)) for side in (0, 1) if sides[side])
 
 
-def _towers(embeddings: Sides, side: int, scale: float) -> Towers:
-    moved, other = _Moved(embeddings[side], scale), _table(embeddings[1 - side], trained=False)
+def _towers(embeddings: Sides, side: int, start: Tensor, scale: float) -> Towers:
+    moved, other = _Moved(embeddings[side], start, scale), _table(embeddings[1 - side], trained=False)
     return Towers(moved, other) if side == 0 else Towers(other, moved)
 
 

@@ -21,7 +21,7 @@ class IterationResult:
     Attributes:
         point: the new point, or None if none was found.
         parameters: the new θ of a method that needs no value there, in place of the point.
-        gradient_norm: ‖∇L‖ where the iteration started, or of the last sample.
+        gradient_norm: ‖∇L‖ where the iteration started, or what stands for it; see training/result.Record.
         cg_steps: conjugate gradient steps.
         step: δ.
         damping: damping that was in force, or None.

@@ -20,10 +20,12 @@ Checked by tests/test_sweeps.py; timed by benchmarks/bench_als.py and bench_solv
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from gramtower.engine.objective.evaluation import Evaluation
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.objective.row_steps import row_step, solves_rows
@@ -78,19 +80,20 @@ class Sweeps(Stateful):
         half = self._empty(theta)
         half[other].copy_(theta[other])
         squares = row_step(point.evaluation, first, _STEPS, _TOLERANCE, half[one], scratch)
-        middle, trials = _down(point, half, theta, names, first)
+        middle, trials = _down(point.at, point.evaluation, point.value, half, theta, names, first)
         if middle is None:
             return None, math.sqrt(squares), trials
-        end = middle.parameters  # what follows asks the point for no more than its value, which is known
-        squares += row_step(middle.evaluation, 1 - first, _STEPS, _TOLERANCE, end[other], scratch)
+        at, value, end = middle.evaluation, middle.value, middle.parameters
+        del middle  # no point has parameters that are written over; of the evaluation only sums are used after that
+        squares += row_step(at, 1 - first, _STEPS, _TOLERANCE, end[other], scratch)
         following = self._combined(theta, end, other)
         if following is not None:
             trials, tried = trials + 1, point.at(following)
-            if tried.value < middle.value:
+            if tried.value < value:
                 return tried, math.sqrt(squares), trials
             self.forget()
             del tried, following
-        found, more = _down(middle, end, theta, names, 1 - first)
+        found, more = _down(point.at, at, value, end, theta, names, 1 - first)
         return found, math.sqrt(squares), trials + more
 
     def _empty(self, like: Parameters) -> Parameters:
@@ -125,7 +128,7 @@ class Sweeps(Stateful):
         """See Stateful."""
         count = sum(key.startswith("end") for key in state)
         self.starts, self.ends = ([state[f"{what}{i}"] for i in range(count)] for what in ("start", "end"))
-        self.square = state["square"]
+        self.square = state.get("square", torch.zeros(0, 0, dtype=torch.float64))
 
 
 def _tables(point: Point) -> tuple[str, str]:
@@ -136,13 +139,22 @@ def _tables(point: Point) -> tuple[str, str]:
 
 
 def _down(
-    point: Point, theta: Parameters, origin: Parameters, names: tuple[str, str], side: int
+    at: Callable[[Parameters], Point],
+    before: Evaluation,
+    value: float,
+    theta: Parameters,
+    origin: Parameters,
+    names: tuple[str, str],
+    side: int,
 ) -> tuple[Point | None, int]:
-    """The point at θ, one side's distance from its origin halved until L is below the given point's; None if never."""
+    """The point at θ, one side's distance from its origin halved until L is below ``value``; None if never.
+
+    The other side's table is as it was in the evaluation ``before``.
+    """
     for trial in range(1, _HALVINGS + 1):
-        tried = point.at(theta)
-        tried.evaluation.take_sums(1 - side, point.evaluation)  # the other table is the point's
-        if tried.value < point.value:
+        tried = at(theta)
+        tried.evaluation.take_sums(1 - side, before)
+        if tried.value < value:
             return tried, trial
         theta = theta.clone()
         theta[names[side]].add_(origin[names[side]]).mul_(0.5)

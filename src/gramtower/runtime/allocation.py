@@ -8,7 +8,7 @@ tests/test_parameters.py.
 
 from __future__ import annotations
 
-import sys
+import weakref
 
 import numpy as np
 import torch
@@ -27,29 +27,20 @@ def empty_like(vector: Tensor) -> Tensor:
 
 
 class Vectors:
-    """Uninitialised vectors on a CPU whose memory is used again once nobody refers to them, nor to a part of them.
+    """Uninitialised vectors on a CPU whose memory is used again once neither they nor views of them are in use.
 
     They are as many as were ever in use at once, and freed with this object.
     """
 
     def __init__(self) -> None:
-        self._arrays: list[NDArray[np.floating]] = []
+        self._idle: list[NDArray[np.floating]] = []
 
     def empty_like(self, vector: Tensor) -> Tensor:
         """One of the same length and type."""
         dtype = _NUMPY[vector.dtype]
-        for array in self._arrays:
-            if sys.getrefcount(array) == _IDLE and array.dtype == dtype and len(array) == len(vector):
-                return torch.from_numpy(array)  # refers to the array as long as any tensor over it lives
-        self._arrays.append(np.empty(len(vector), dtype))
-        return torch.from_numpy(self._arrays[-1])
-
-
-def _idle_references() -> int:
-    """References to an array of a list that nobody else has, counted as above."""
-    for array in [np.empty(0)]:
-        return sys.getrefcount(array)
-    raise AssertionError
-
-
-_IDLE = _idle_references()
+        fitting = (i for i, array in enumerate(self._idle) if array.dtype == dtype and len(array) == len(vector))
+        place = next(fitting, None)
+        array = np.empty(len(vector), dtype) if place is None else self._idle.pop(place)
+        lent = array.view()  # torch refers to this object as long as any tensor over its memory lives
+        weakref.finalize(lent, self._idle.append, array).atexit = False
+        return torch.from_numpy(lent)

@@ -24,6 +24,7 @@ _UNUSABLE = (  # of a cache: unwritable, or its files not what this numba wrote
     pickle.PickleError,
 )  # fmt: skip
 _THEN = "every process compiles anew, which takes seconds; set NUMBA_CACHE_DIR to a writable folder"
+_THEN_NOT = "every process compiles anew, which takes seconds; use a version that gramtower was tested with"
 _warned = False
 
 
@@ -32,24 +33,31 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
     def decorate(function: Callable[..., Any]) -> Any:
         made = njit(**options)(function)
-        return made if "inline" in options else _with_cache(made)
+        if "inline" in options or config.DISABLE_JIT or os.environ.get(CACHE) == "0":  # type: ignore[attr-defined]
+            return made
+        try:
+            _keep(made)
+        except (RuntimeError, OSError):  # no place that can be written
+            _warn_once("no folder for compiled code can be written")
+        except (AttributeError, TypeError):  # what is replaced is not part of numba's public interface
+            _warn_once("this version of numba keeps compiled code in another way", _THEN_NOT)
+            return njit(**options)(function)
+        return made
 
     return decorate
 
 
-def _with_cache(made: Any) -> Any:
-    if config.DISABLE_JIT or os.environ.get(CACHE) == "0":  # type: ignore[attr-defined]
-        return made
-    try:
-        made.enable_caching()
-    except (RuntimeError, OSError):  # no place that can be written
-        _warn_once("no folder for compiled code can be written")
-        return made
+def _keep(made: Any) -> None:
+    """Let a compiled function keep its code in files of code_files.py, in the folder that numba chooses."""
+    made.enable_caching()
     cache = made._cache
-    cache._cache_file = CodeFiles(cache.cache_path, cache._impl.filename_base, made.py_func)
-    for name in ("load_overload", "save_overload"):
-        setattr(cache, name, _tolerant(getattr(cache, name), cache.cache_path))
-    return made
+    files = CodeFiles(cache.cache_path, cache._impl.filename_base, made.py_func)
+    steps = {name: _tolerant(getattr(cache, name), cache.cache_path) for name in ("load_overload", "save_overload")}
+    if not hasattr(cache, "_cache_file"):
+        raise AttributeError("_cache_file")
+    cache._cache_file = files
+    for name, step in steps.items():
+        setattr(cache, name, step)
 
 
 def _tolerant(step: Callable[..., Any], folder: str) -> Callable[..., Any]:

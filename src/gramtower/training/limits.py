@@ -6,7 +6,7 @@ The tolerance is compared with the gradient in loop.py, which knows it. Checked 
 from __future__ import annotations
 
 from gramtower import _checks as check
-from gramtower.training.result import Reason
+from gramtower.training.result import Reason, Stop
 
 
 class Limits:
@@ -18,12 +18,12 @@ class Limits:
         self.tolerance = check.number("tolerance", tolerance, minimum=0.0)
         self.patience = None if patience is None else check.count("patience", patience)
 
-    def reached(self, iteration: int, seconds: float, waited: int) -> tuple[Reason, str] | None:
+    def reached(self, iteration: int, seconds: float, waited: int) -> Stop | None:
         """Why to stop after so many iterations and seconds, and validations without a better metric; None goes on."""
         if self.patience is not None and waited >= self.patience:
-            return Reason.EARLY_STOP, Reason.EARLY_STOP.value.format(patience=self.patience)
+            return Stop(Reason.EARLY_STOP, Reason.EARLY_STOP.value.format(patience=self.patience))
         if iteration >= self.max_iterations:
-            return Reason.MAX_ITERATIONS, Reason.MAX_ITERATIONS.value
+            return Stop(Reason.MAX_ITERATIONS, Reason.MAX_ITERATIONS.value)
         if self.time_limit is not None and seconds >= self.time_limit:
-            return Reason.TIME_LIMIT, Reason.TIME_LIMIT.value
+            return Stop(Reason.TIME_LIMIT, Reason.TIME_LIMIT.value)
         return None

@@ -39,7 +39,7 @@ from gramtower.training.fingerprint import fingerprint
 from gramtower.training.limits import Limits
 from gramtower.training.lock import locked
 from gramtower.training.log import Log
-from gramtower.training.result import History, Reason, Record, Result
+from gramtower.training.result import History, Reason, Record, Result, Stop
 from gramtower.training.stored_history import StoredHistory
 
 _SAME = 1e-3  # relative difference beyond which an objective is another one, not another machine's rounding
@@ -80,7 +80,8 @@ def minimize(
         seed: for methods that draw.
         callbacks: called with each record and point; one that returns True stops the run. See
             gramtower/training/callbacks.py for those that come with the library, and for what else they are told.
-        tolerance: stops when ‖∇L‖ ≤ tolerance · ‖∇L‖ at the start (exact-gradient methods).
+        tolerance: stops when ``Record.gradient_norm`` is at most tolerance times that of the first iteration
+            (exact-gradient methods).
         validation: a metric of a point, larger is better and NaN never; the best point, of equals the first, is what
             the towers are left with. Over several processes every one calls it, and the first one's answer counts.
         validate_at: which iterations are validated; None is all of them.
@@ -123,10 +124,10 @@ def minimize(
                 for record in records.records:
                     log(record)
             watchers.begin(Started(records.records[-1], max_iterations, run.settings(), group.rank == 0))
-            reason, message = run.loop(limits, records, watchers, log, path, spacing)
+            stop = run.loop(limits, records, watchers, log, path, spacing)
             if log is not None:
-                log.end(message)
-            result = run.finish(reason, message, records)
+                log.end(stop.message)
+            result = run.finish(stop, records)
         except BaseException:
             watchers.fail()
             raise
@@ -151,6 +152,10 @@ class _Reached:
     first_norm: float | None = None
     best: Parameters | None = None
     best_metric: float | None = None
+
+
+def _non_finite(what: str, names: list[str]) -> Stop:
+    return Stop(Reason.NON_FINITE, Reason.NON_FINITE.value.format(what=what), tuple(names))
 
 
 class _Run:
@@ -253,16 +258,16 @@ class _Run:
         log: Log | None,
         path: Path | None,
         spacing: tuple[int, float],
-    ) -> tuple[Reason, str]:
+    ) -> Stop:
         """Iterate until a rule says stop."""
         if bad := self.reached.point.terms.non_finite():
-            return Reason.NON_FINITE, Reason.NON_FINITE.value.format(what="at the start, the term " + ", ".join(bad))
+            return _non_finite("at the start, the term " + ", ".join(bad), bad)
         try:
             while (stop := limits.reached(self.reached.iteration, self.reached.seconds, self.reached.waited)) is None:
-                result = self._iterate()
+                result, seconds, work = self._iterate()
                 if (stop := self._failed(result)) is not None:
                     break
-                record = self._step_to(result, records)
+                record = self._step_to(result, seconds, work, records)
                 if log is not None:
                     log(record)
                 asked = callbacks(record, self.reached.point)
@@ -270,37 +275,37 @@ class _Run:
                 if path is not None and due:
                     self._save(path, records)
                 if self.group.totals(asked)[0]:
-                    stop = Reason.CALLBACK, Reason.CALLBACK.value
+                    stop = Stop(Reason.CALLBACK, Reason.CALLBACK.value)
                     break
                 assert self.reached.first_norm is not None
                 if result.gradient_norm <= limits.tolerance * self.reached.first_norm and result.trials:
-                    stop = Reason.TOLERANCE, Reason.TOLERANCE.value
+                    stop = Stop(Reason.TOLERANCE, Reason.TOLERANCE.value)
                     break
         except KeyboardInterrupt:
             if self.group.size > 1:  # processes are at different places: only the last checkpoint is consistent
                 raise
-            stop = Reason.INTERRUPTED, Reason.INTERRUPTED.value
+            stop = Stop(Reason.INTERRUPTED, Reason.INTERRUPTED.value)
             records.cut(self.reached.iteration + 1)
         if path is not None:
             self._save(path, records)
         assert stop is not None
         return stop
 
-    def _iterate(self) -> IterationResult:
-        """One iteration of the method, timed and counted, not yet recorded."""
+    def _iterate(self) -> tuple[IterationResult, float, Work]:
+        """One iteration of the method, not yet recorded, and the seconds and the work of the run with it."""
         before, earlier, start = self.reached, self.problem.work.copy(), time.perf_counter()
         with explained(self.problem.memory_budget):
             result = self.method.iterate(self.problem, self.towers, before.point)
         seconds = self._first(before.seconds + time.perf_counter() - start)
-        self._spent = seconds, before.work.plus(self.problem.work.since(earlier))
+        work = before.work.plus(self.problem.work.since(earlier))
         if result.parameters is not None:
             result.point = self.problem.at(self.towers, result.parameters)
-        return result
+        return result, seconds, work
 
-    def _step_to(self, result: IterationResult, records: History) -> Record:
+    def _step_to(self, result: IterationResult, seconds: float, work: Work, records: History) -> Record:
         """Validate and record the new point, and make it the current one."""
         assert result.point is not None
-        before, (seconds, work) = self.reached, self._spent
+        before = self.reached
         self.towers.bind(result.point.parameters)  # no second copy of θ
         now = replace(
             before, point=result.point, method=self.method.state(), iteration=before.iteration + 1, seconds=seconds,
@@ -312,7 +317,7 @@ class _Run:
         self.reached = now
         return record
 
-    def finish(self, reason: Reason, message: str, records: History) -> Result:
+    def finish(self, stop: Stop, records: History) -> Result:
         """Leave the towers at the best point."""
         reached = self.reached
         parameters, value = reached.point.parameters, reached.point.value
@@ -320,18 +325,20 @@ class _Run:
             parameters = reached.best
             value = next(r.value for r in records.records if r.metric == reached.best_metric)  # the first of equals
         self.towers.bind(parameters)
-        return Result(reason, message, records.records, parameters, value, reached.best_metric)
+        return Result(
+            stop.reason, stop.message, records.records, parameters, value, reached.best_metric, list(stop.non_finite)
+        )
 
-    def _failed(self, result: IterationResult) -> tuple[Reason, str] | None:
+    def _failed(self, result: IterationResult) -> Stop | None:
         """The reason to stop if an iteration led to no point, or to one that is not finite."""
         if result.point is None:
             if result.gradient_norm < float("inf"):
                 dtype = str(self.towers.dtype).removeprefix("torch.")
                 further = "" if dtype == "float64" else "; towers.to(torch.float64) can go further"
-                return Reason.NO_DECREASE, Reason.NO_DECREASE.value.format(dtype=dtype, further=further)
-            return Reason.NON_FINITE, Reason.NON_FINITE.value.format(what="the gradient")
+                return Stop(Reason.NO_DECREASE, Reason.NO_DECREASE.value.format(dtype=dtype, further=further))
+            return _non_finite("the gradient", ["gradient"])
         if bad := result.point.terms.non_finite():
-            return Reason.NON_FINITE, Reason.NON_FINITE.value.format(what="the term " + ", ".join(bad))
+            return _non_finite("the term " + ", ".join(bad), bad)
         return None
 
     def _first(self, number: float) -> float:

@@ -34,6 +34,15 @@ class Reason(Enum):
 
 
 @dataclass(frozen=True)
+class Stop:
+    """Why a run stops, in words, and what was not finite, if that is why; see :class:`Result`."""
+
+    reason: Reason
+    message: str
+    non_finite: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Record:
     """What is known of one iteration of training; iteration 0 is the start.
 
@@ -43,7 +52,9 @@ class Record:
             value of this record are not counted.
         value: objective L after the iteration.
         relative_decrease: ``(L before − L) / |L before|``.
-        gradient_norm: ‖∇L‖ where the iteration started (sampled methods: of the last sample).
+        gradient_norm: ‖∇L‖ where the iteration started. For sampled methods it is that of the last sample. For sweeps
+            of ``newton-kron`` over two tables it is √(‖∇₁L‖² + ‖∇₂L‖²), where each table's gradient is taken when that
+            table moves, so that the second one is at another θ. It vanishes where ‖∇L‖ does.
         cg_steps: conjugate gradient steps.
         step: step size δ.
         damping: damping in force, or None.
@@ -91,6 +102,7 @@ class Result:
         parameters: the parameters that the towers were left with.
         value: the objective there.
         best_metric: the best validation metric seen, or None.
+        non_finite: with ``Reason.NON_FINITE``, the terms of the objective that were NaN or infinite, or "gradient".
     """
 
     reason: Reason
@@ -99,6 +111,7 @@ class Result:
     parameters: Parameters
     value: float
     best_metric: float | None = None
+    non_finite: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
         last = self.history[-1]

@@ -89,10 +89,16 @@ def minimize_factors(
     )  # fmt: skip
     if iterations and result.reason in _WENT_WELL:
         towers.right.requires_grad_(False)
-        result = minimize(problem, Towers(towers.left, towers.right), _EXACTLY, max_iterations=1, tolerance=0.0)
-        towers.right.requires_grad_(True)
+        try:
+            result = minimize(problem, Towers(towers.left, towers.right), _EXACTLY, max_iterations=1, tolerance=0.0)
+        finally:
+            towers.right.requires_grad_(True)
     if result.reason is Reason.NON_FINITE:
-        check.fail("fit", result.message.split(";")[0], "confidences whose objective is finite: a smaller alpha")
+        check.fail(
+            "fit",
+            f"NaN or infinite numbers: {', '.join(result.non_finite)}",
+            "confidences whose objective is finite: a smaller alpha",
+        )
 
 
 def calculate_loss(Cui: Any, X: Any, Y: Any, regularization: float, num_threads: int = 0) -> float:

@@ -191,7 +191,7 @@ class Problem:
             ValueError: if a budget cannot be kept, or if the memory cannot hold what training takes.
         """
         self._join(towers)
-        return self._planned(towers, towers.parameters())
+        return self._planned(towers)
 
     def _join(self, towers: Towers) -> None:
         if not isinstance(towers, Towers):
@@ -200,7 +200,7 @@ class Problem:
 
     def _evaluate(self, towers: Towers, theta: Parameters) -> Point:
         """The point at ``theta``, which it keeps without a copy."""
-        plan = self._planned(towers, theta)
+        plan = self._planned(towers)
         if self.memory_budget is not None and towers.device.type == "cpu":
             host.return_memory()  # the C library keeps what was freed in arrays of up to 32 MB, beyond the budget
         graphs = self._graphs(towers).acquire(theta) if plan.graphs else None
@@ -247,7 +247,7 @@ class Problem:
             )  # fmt: skip
         return self._pair_blocks[key]
 
-    def _planned(self, towers: Towers, theta: Parameters) -> Plan:
+    def _planned(self, towers: Towers) -> Plan:
         """The plan, made once for towers and a budget."""
         key = self._budget(towers), self.streamed, self.graphs, self.activations, towers.signature()
         known = self._plans.get(towers)
@@ -256,7 +256,7 @@ class Problem:
                 check.fail("streamed", self.streamed, "None with several processes: each holds a part of the rows")
             if self.streamed is not None and self.streamed.pinned and towers.device.type != "cuda":
                 check.fail("streamed", self.streamed, "pinned=False without a GPU to copy pairs to")
-            needs = self._footprint(towers, theta)
+            needs = self._footprint(towers)
             self._check_memory(towers, needs)
             self._plans[towers] = known = key, make_plan(key[0], needs, *key[1:4])
         return known[1]
@@ -264,11 +264,11 @@ class Problem:
     def least_budget(self, towers: Towers) -> int:
         """The smallest memory budget that training these towers in one process can keep to, in bytes."""
         self._join(towers)
-        return self._footprint(towers, towers.parameters()).least
+        return self._footprint(towers).least
 
-    def _footprint(self, towers: Towers, theta: Parameters) -> Footprint:
+    def _footprint(self, towers: Towers) -> Footprint:
         """What there is to plan."""
-        sizes = towers.sizes(theta, self.left, self.right, select(towers.device, self.kernels))
+        sizes = towers.sizes(self.left, self.right, select(towers.device, self.kernels))
         (low, high), item = self.label_range, torch.finfo(towers.dtype).bits // 8
         kept = (
             any(weight is not None for weight in self._weights),
@@ -287,10 +287,10 @@ class Problem:
         graphed = 0
         if widths is not None and towers.device.type == "cuda":
             layers = sum(count * sum(width) for count, width in zip(rows, widths, strict=True))
-            graphed = 4 * len(theta) + 5 * len(self.pairs) + layers
+            graphed = 4 * towers.size + 5 * len(self.pairs) + layers
         orders, block_orders = self._orders(most_pairs, on_cpu)
         return Footprint(
-            parameters=len(theta),
+            parameters=towers.size,
             rows=rows,
             columns=sizes.columns,
             row_bytes=sizes.row_bytes,
@@ -298,7 +298,7 @@ class Problem:
             most_pairs=most_pairs,
             per_pair=sum(kept),
             item=item,
-            extra=sizes.factor_bytes + 2 * item * len(theta) * sizes.autodiff,
+            extra=sizes.factor_bytes + 2 * item * towers.size * sizes.autodiff,
             on_cpu=on_cpu,
             sorting=sorting_bytes(len(self.pairs)),
             all_right=0 if shards.single else shards.right.total,
@@ -349,7 +349,7 @@ class Problem:
         signature = (id(towers), *towers.signature())
         if self._graph_pool is None or self._graph_pool[0] != signature:
             here = weakref.proxy(self)  # no reference cycle
-            pool = GraphPool(lambda p: here._evaluation(towers, p, here._planned(towers, p), {}))
+            pool = GraphPool(lambda p: here._evaluation(towers, p, here._planned(towers), {}))
             self._graph_pool = signature, pool
         return self._graph_pool[1]
 

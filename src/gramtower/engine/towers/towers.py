@@ -254,9 +254,9 @@ class Towers:
         f, g = self._prepare(parameters, left, right, kernels, self._scratch if scratch is None else scratch)
         return f.linearize(plans[0], work), g.linearize(plans[1], work)
 
-    def sizes(self, parameters: Parameters, left: Features, right: Features, kernels: Kernels) -> Sizes:
+    def sizes(self, left: Features, right: Features, kernels: Kernels) -> Sizes:
         """Columns of the towers and bytes that an entity's activations take on each side."""
-        f, g = self._prepare(parameters, left, right, kernels, self._scratch)
+        f, g = self._prepare(None, left, right, kernels, self._scratch)
         viewed = f.viewed, g.viewed
         kept = [0 if side.viewed else side.row_bytes for side in (f, g)]
         peaks = [round(kept[i] * max(op.workspace_factor for op in side.steps)) for i, side in enumerate((f, g))]
@@ -271,15 +271,21 @@ class Towers:
         return Sizes(f.columns, (peaks[0], peaks[1]), least, factors, autodiff, (kept[0], kept[1]), viewed, given)
 
     def _prepare(
-        self, parameters: Parameters, left: Features, right: Features, kernels: Kernels, scratch: dict[str, Scratch]
+        self,
+        parameters: Parameters | None,
+        left: Features,
+        right: Features,
+        kernels: Kernels,
+        scratch: dict[str, Scratch],
     ) -> tuple[_Prepared, _Prepared]:
-        """Both towers' steps, tensors and sizes; refuses what cannot be a tower."""
+        """Both towers' steps, tensors (of ``parameters``, or the modules' own) and sizes; refuses unfit modules."""
         prepared: list[_Prepared] = []
         for side, module, features in (("left", self.left, left), ("right", self.right, right)):
             present = dict(module.named_parameters())
             self._check_trainable(side, present)
-            frozen = {n: p.detach() for n, p in present.items() if not p.requires_grad}
-            tensors = {**frozen, **self.local_tensors(side, parameters)}
+            tensors: Named = {name: p.detach() for name, p in present.items()}
+            if parameters is not None:
+                tensors |= self.local_tensors(side, parameters)
             values = Values(tensors, kernels, self.dtype, self.device, scratch=scratch.setdefault(side, {}))
             prepared.append(self._prepare_side(side, module, features, values))
         f, g = prepared
