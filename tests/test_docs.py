@@ -57,7 +57,7 @@ def test_tutorials_compile_say_what_to_install_and_end_with_a_picture_and_a_tabl
     for source in cells:
         compile(source, str(page), "exec")
     assert text.count("```{code-cell}") == len(cells) > 3
-    assert re.search(r"\*\*You need\*\* `pip install \"gramtower\[[a-z,]+\]\"", text)
+    assert re.search(r"\*\*You need\*\* `pip install \"\.\[[a-z,]+\]\"", text)
     assert "plt.show()" in "".join(cells[-3:])
     assert 'print(f"{name' in "".join(cells)
     assert f"\n{page.stem}\n" in (DOCS / "tutorials/index.md").read_text()
@@ -67,6 +67,13 @@ def test_the_readme_is_short_and_names_both_commands():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) < 120
     assert {"make demo", "make test"} <= {line.split("#")[0].strip() for line in text.splitlines()}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/get-started.md"])
+def test_whoever_has_nothing_installed_is_told_to_install_from_a_clone(page):
+    """No index has the package: the first line to type must not ask one for it."""
+    lines = re.findall(r"pip install (.+)", (ROOT / page).read_text())
+    assert lines[0].startswith('-c constraints.txt ".[')
 
 
 def test_every_public_name_is_in_the_reference_and_opens_with_a_sentence():
