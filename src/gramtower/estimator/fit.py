@@ -7,7 +7,7 @@ steps with another end. Checked by tests/test_estimator.py and, over several pro
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
@@ -333,17 +333,18 @@ class RankingValidator:
 
     def __call__(self, point: Point) -> float:
         """The metric at a point."""
-        return float(self._scores(point)[self.metric])
+        return float(self.scores(point, (self.metric,))[self.metric])
 
     def without(self, point: Point, seed: int) -> list[float]:
         """The metric without each part of the users, dealt with a seed; empty for one that is of no single users."""
-        values = self._scores(point).per_user.get(self.metric)
+        values = self.scores(point, (self.metric,)).per_user.get(self.metric)
         return [] if values is None else means_without(values, deal(len(values), seed))
 
-    def _scores(self, point: Point) -> Scores:
+    def scores(self, point: Point, metrics: Sequence[str]) -> Scores:
+        """Several metrics at a point, of one ranking."""
         processes = point.evaluation.constants.shards.group
         return evaluate_embeddings(
-            point.P, point.right_rows, self.held_out, train=self.train, metrics=(self.metric,), processes=processes
+            point.P, point.right_rows, self.held_out, train=self.train, metrics=metrics, processes=processes
         )
 
     def marks(self, shards: Shards) -> dict[str, str]:
