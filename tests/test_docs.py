@@ -63,6 +63,17 @@ def test_tutorials_compile_say_what_to_install_and_end_with_a_picture_and_a_tabl
     assert f"\n{page.stem}\n" in (DOCS / "tutorials/index.md").read_text()
 
 
+def test_every_page_has_one_title_of_its_own():
+    """A second title in a page makes two entries of it in the navigation; two pages of one title look like one."""
+    titles = {}
+    for page in PAGES[1:]:
+        prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        found = re.findall(r"^# (.+)$", prose, re.MULTILINE)
+        assert len(found) == (0 if "{include}" in page.read_text() else 1), page.name
+        titles |= {title: [*titles.get(title, []), page.name] for title in found}
+    assert [names for names in titles.values() if len(names) > 1] == []
+
+
 def test_the_readme_is_short_and_names_both_commands():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) < 120
