@@ -55,6 +55,8 @@ class FittedModel(RankedLists):
         best_metric: of the validation, or None.
         same_entities: whether both sides are one set, where ``seen`` holds every entity with itself too.
         plain_pairs: whether all labels were 1 and no pair had a weight, so that ``seen`` says all of them.
+        names: of the columns that the ids of both sides were read from, such as ("user", "item"); ("left", "right")
+            where the data has none.
     """
 
     dim: int
@@ -72,6 +74,7 @@ class FittedModel(RankedLists):
     embedding_l2: float | None = None
     auto_weights: str | None = None
     refine: bool = False
+    names: tuple[str, str] = ("left", "right")
 
     def __str__(self) -> str:
         """Sizes, and what each tower sees and how it is scaled."""
