@@ -74,6 +74,14 @@ def test_every_page_has_one_title_of_its_own():
     assert [names for names in titles.values() if len(names) > 1] == []
 
 
+def test_no_page_of_the_site_scrolls_sideways(too_wide):
+    site = DOCS / "_build/check"
+    pages = [site / f"{name}.html" for name in ("index", "benchmark", "evidence/results", "reference/command-line")]
+    if not all(page.exists() for page in pages):
+        pytest.skip("needs the site: make docs-check")
+    assert too_wide(*pages) == []
+
+
 def test_the_readme_is_short_and_names_both_commands():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) < 120
