@@ -1,9 +1,10 @@
 """The default estimator against popularity and implicit's ALS: `python benchmarks/bench_defaults.py [--ml1m RATINGS]`.
 
-On ml1m (given the ratings file) and on the bundled thesaurus, one pair in ten held out at random: MAP@5 (the paper's),
+On ml1m (given the ratings file) and on the bundled thesaurus, one pair in ten held out at random: paper_map@5,
 Recall@20, NDCG@20 and fit time of `gramtower.TwoTower()` without any option, of the most popular items, and of
-`implicit.als.AlternatingLeastSquares(factors=128)` as it comes and with alpha=40 (needs: pip install implicit==0.7.3).
-Targets: MAP@5 at least 0.22 on ml1m in at most 60 s. The defaults were chosen on split 0
+`implicit.als.AlternatingLeastSquares(factors=128)` with its default alpha and with alpha=40 (needs
+implicit 0.7.3).
+Target: a paper MAP@5 of at least 0.22 on ml1m in at most 60 s. The defaults were chosen on split 0
 (quality/grid.py); split 1 is another draw of the same data. Writes benchmarks/results/defaults_split<seed>.json.
 """
 

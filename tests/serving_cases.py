@@ -51,7 +51,8 @@ def _pairs():
         if rng.random() < (0.5 if kinds[j] == i % 4 else 0.05) or j == i
     ]
     found += [("user 0", "i38"), ("user 0", "i39")]
-    return gt.Interactions.from_arrays(*zip(*dict.fromkeys(found), strict=True)), kinds
+    users, items = zip(*dict.fromkeys(found), strict=True)
+    return gt.Interactions.from_arrays(users, items, left_name="user", right_name="item"), kinds
 
 
 @functools.cache

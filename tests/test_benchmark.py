@@ -16,7 +16,7 @@ from gramtower.benchmarking import models as entries
 from gramtower.benchmarking.baselines import EASE, Popularity
 from gramtower.benchmarking.build import build
 from gramtower.benchmarking.data import make_cut
-from gramtower.benchmarking.page import page, ticks
+from gramtower.benchmarking.page import about, page, ticks
 from gramtower.benchmarking.store import Manifest, Run, read_manifest, read_run, run_path, write_run
 from gramtower.benchmarking.summary import summarise
 from gramtower.data.splits import random_pairs
@@ -372,6 +372,17 @@ def test_the_page_asks_for_nothing_and_says_everything():
         assert expected in made.text
     assert made.tags.count("svg") == len(METRICS)
     assert text == page(found.summary)
+
+
+def test_the_page_counts_users_and_fits_every_screen(tmp_path, too_wide):
+    names = {"a" * 60: First(), "a model of my own with many words in its name": First()}
+    found = gt.benchmark(sample(), metrics=METRICS, baselines=[], models=names, title="x" * 90, seeds=1)
+    (count,) = found.summary["users"].values()
+    assert f"; {count:,} users have test pairs." in about(found.summary)
+    two = found.summary | {"seeds": [0, 5], "users": {"0": 1200, "5": 1201}}
+    assert "users with test pairs: 1,200 with seed 0, 1,201 with seed 5." in about(two)
+    (tmp_path / "bench.html").write_text(found.to_html())
+    assert too_wide(tmp_path / "bench.html") == []
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 0.437), (0.0, 1e-12), (-0.3, 0.1), (0.0, 9_999.0)])

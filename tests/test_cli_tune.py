@@ -53,6 +53,9 @@ def test_a_tuned_config_goes_into_fit(pairs, tmp_path, capsys):
     assert found["trials"] == 6
     assert found["metric"] == "recall@10"
     assert found["value"] >= found["at the defaults"]
+    assert found["metrics"].keys() == {"own settings", "found"}
+    for measured in found["metrics"].values():
+        assert measured.keys() == {"recall@10", "map@5", "recall@20", "ndcg@20"}
     assert {"config.toml", "report.md", "report.json", "search.journal"} <= {path.name for path in out.iterdir()}
     config = tomllib.loads((out / "config.toml").read_text())
     assert config["model"]["dim"] == found["arguments"]["dim"]

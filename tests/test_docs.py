@@ -57,16 +57,42 @@ def test_tutorials_compile_say_what_to_install_and_end_with_a_picture_and_a_tabl
     for source in cells:
         compile(source, str(page), "exec")
     assert text.count("```{code-cell}") == len(cells) > 3
-    assert re.search(r"\*\*You need\*\* `pip install \"gramtower\[[a-z,]+\]\"", text)
+    assert re.search(r"\*\*You need\*\* `pip install \"\.\[[a-z,]+\]\"", text)
     assert "plt.show()" in "".join(cells[-3:])
     assert 'print(f"{name' in "".join(cells)
     assert f"\n{page.stem}\n" in (DOCS / "tutorials/index.md").read_text()
+
+
+def test_every_page_has_one_title_of_its_own():
+    """A second title in a page makes two entries of it in the navigation; two pages of one title look like one."""
+    titles = {}
+    for page in PAGES[1:]:
+        prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        found = re.findall(r"^# (.+)$", prose, re.MULTILINE)
+        assert len(found) == (0 if "{include}" in page.read_text() else 1), page.name
+        titles |= {title: [*titles.get(title, []), page.name] for title in found}
+    assert [names for names in titles.values() if len(names) > 1] == []
+
+
+def test_no_page_of_the_site_scrolls_sideways(too_wide):
+    site = DOCS / "_build/check"
+    pages = [site / f"{name}.html" for name in ("index", "benchmark", "evidence/results", "reference/command-line")]
+    if not all(page.exists() for page in pages):
+        pytest.skip("needs the site: make docs-check")
+    assert too_wide(*pages) == []
 
 
 def test_the_readme_is_short_and_names_both_commands():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) < 120
     assert {"make demo", "make test"} <= {line.split("#")[0].strip() for line in text.splitlines()}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/get-started.md"])
+def test_whoever_has_nothing_installed_is_told_to_install_from_a_clone(page):
+    """No index has the package: the first line to type must not ask one for it."""
+    lines = re.findall(r"pip install (.+)", (ROOT / page).read_text())
+    assert lines[0].startswith('-c constraints.txt ".[')
 
 
 def test_every_public_name_is_in_the_reference_and_opens_with_a_sentence():

@@ -14,7 +14,9 @@ import torch
 import gramtower as gt
 from gramtower import _tensors
 from gramtower._tensors import TensorFile
+from gramtower.data.partition import read_part, write_partition
 from gramtower.data.tables import FeatureTable
+from gramtower.distributed.group import current_group
 from gramtower.engine.towers.mlp import mlp_shapes
 from gramtower.estimator.model_file import KIND
 
@@ -53,6 +55,23 @@ def test_a_copy_written_anew_is_the_same_model(saved, tmp_path):
     asked = [f"u{i}" for i in range(9)]
     assert all(np.array_equal(a, b) for a, b in zip(one.recommend(asked), two.recommend(asked), strict=True))
     assert repr(one) == repr(two)
+
+
+def test_a_model_keeps_what_the_data_calls_its_entities(tmp_path):
+    pairs = [("ann", "tea"), ("ann", "jam"), ("bob", "tea"), ("bob", "rye")]
+    bought = gt.Interactions.from_arrays(*zip(*pairs, strict=True), left_name="buyer", right_name="good")
+    model = gt.TwoTower(dim=2, max_iterations=1, device="cpu").fit(bought, validation=0.4)
+    assert model.fitted_.names == ("buyer", "good")
+    model.save(tmp_path / "m")
+    again = gt.load(tmp_path / "m")
+    assert again.fitted_.names == ("buyer", "good")
+    again.update(gt.Interactions.from_arrays(["cay"], ["jam"]))  # columns without names
+    assert again.fitted_.names == ("buyer", "good")
+    write_partition(bought, tmp_path / "parts", 1)
+    assert model.fit(read_part(tmp_path / "parts", current_group())).fitted_.names == ("buyer", "good")
+    assert model.fit(bought.matrix).fitted_.names == ("left", "right")
+    older = rewritten(tmp_path / "m", tmp_path / "older", lambda header, tensors: header.pop("names"))
+    assert gt.load(older).fitted_.names == ("left", "right")
 
 
 class Own(gt.GradientDescent):
@@ -123,6 +142,7 @@ BAD = {
     "another shape": (of("shape", [8, 7]), "inputs"),
     "a shape of one": (of("shape", [9]), "shape"),
     "a huge shape": (of("shape", [HUGE, HUGE]), "inputs"),
+    "three names of columns": (of("names", ["a", "b", "c"]), "names"),
     "an unknown reason": (of("reason", "BORED"), "reason"),
     "an infinite omega": (of("omega", math.inf), "omega"),
     "a metric that is no number": (of("best_metric", math.nan), "best_metric"),

@@ -67,7 +67,7 @@ def written(folder):
     }
     data = {"left": 30, "right": 20, "pairs": 100, "validation_pairs": 11, "path": "a/b.csv"}
     return write(
-        folder, {"gd": SLOW, "sogram": LOST, "newton-kron": FAST}, title="toy <&>", metric="map@5", data=data,
+        folder, {"gd": SLOW, "sogram": LOST, "newton-kron": FAST}, title="toy <&>", metric="paper_map@5", data=data,
         settings={"limits": {"time_limit": 30.0}}, commands=["gramtower compare 'a b.csv'"],
         environment={"processor": "X"}, methods=methods,
     )  # fmt: skip
@@ -197,7 +197,7 @@ def test_figures_are_there_twice_and_name_the_methods(built):
     for name in ("time", "passes"):
         assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
         svg = (folder / f"{name}.svg").read_text()
-        for label in ("gd", "newton-kron", "sogram (diverged)", "MAP@5", "(L − L*) / L*"):
+        for label in ("gd", "newton-kron", "sogram (diverged)", "paper_map@5", "(L − L*) / L*"):
             assert label in svg, label
 
 
@@ -278,7 +278,7 @@ def test_records_survive_the_folder(folder):
 
 
 @pytest.mark.skipif(not BROWSER.exists(), reason="needs /usr/bin/chromium, which CI does not have")
-@pytest.mark.parametrize("width", [390, 1400])
+@pytest.mark.parametrize("width", [390, 1024, 1366, 1920])
 def test_in_a_browser_the_page_draws_reads_and_fits(built, width):
     api = pytest.importorskip("playwright.sync_api", reason="needs playwright, which CI does not have")
     with api.sync_playwright() as playwright:

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import sys
+from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 
@@ -15,6 +16,7 @@ import pytest
 import gramtower as gt
 from gramtower.data.interactions import Interactions
 from gramtower.pages.figures import binned
+from gramtower.reports.fit import FitRun, fit_page
 from gramtower.reports.measures import examples, groups_of, validation_pairs
 from gramtower.tuning.report import read_search
 
@@ -84,6 +86,35 @@ def test_the_page_of_a_fit_is_whole_and_loads_nothing(folder, capsys):
     model = gt.load(folder / "run/model.gramtower")
     assert found["data"]["pairs"] == model.trained_.nnz
     assert found["data"]["density"] == pytest.approx(model.trained_.nnz / (60 * model.trained_.shape[1]))
+
+
+def test_no_page_of_a_run_scrolls_sideways(folder, tmp_path, too_wide):
+    assert run(["report", str(folder / "run"), "--test", str(folder / "test.csv"), "--quiet"]) == 0
+    assert run(["report", str(folder / "tuned"), "--quiet"]) == 0
+    fitted = gt.load(folder / "run/model.gramtower").fitted_
+    titles = {"left": ["ManyLettersWithoutASpace" * 20] * 60, "right": ["Many words of a title " * 20] * 40}
+    long = FitRun("a title " * 40, {"fit": fitted.history}, model=fitted, titles=titles)
+    (tmp_path / "long.html").write_text(fit_page(long)[0])
+    assert too_wide(folder / "run/report.html", folder / "tuned/report.html", tmp_path / "long.html") == []
+
+
+def test_lists_are_whole_and_the_data_names_the_entities(folder, capsys):
+    model = gt.load(folder / "run/model.gramtower")
+    text = unescape(fit_page(FitRun("run", {"fit": model.history_}, model=model.fitted_))[0])
+    for one in examples(model.fitted_, None):
+        assert f"<h3>user {model.left_.ids[one.row]}</h3>" in text
+        assert "".join(f"<li>{model.right_.ids[column]}</li>" for column in one.listed) in text
+    m, n = model.trained_.shape
+    assert f"{m} user × {n} item entities" in text
+
+
+def test_test_pairs_and_validation_pairs_are_told_apart(folder):
+    model = gt.load(folder / "run/model.gramtower")
+    held_out = (validation_pairs(model.fitted_), "some pairs")
+    made = FitRun("run", {"fit": model.history_}, {"metric": "map@5"}, model=model.fitted_, held_out=held_out)
+    apart = "Their numbers do not compare"
+    assert apart in fit_page(replace(made, tested=True))[0]
+    assert apart not in fit_page(made)[0]
 
 
 def test_metrics_by_group_are_those_of_evaluate_and_counts_add_up(folder):
@@ -186,7 +217,7 @@ def test_plots_draw_the_records_and_the_trials(folder):
     objective, metric = model.plot().axes
     assert objective.lines[0].get_ydata().tolist() == [record.value for record in model.history_]
     assert metric.lines[0].get_ydata().tolist() == [record.metric for record in model.history_]
-    assert metric.get_ylabel() == "map@5"
+    assert metric.get_ylabel() == "validation map@5"
     search = read_search(folder / "tuned")
     trials, curves, importance = search.plot().axes
     values = [trial.value for trial in search.trials if not trial.pruned]

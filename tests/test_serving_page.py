@@ -137,7 +137,7 @@ def test_in_a_browser_one_finds_looks_and_clicks_through(width, scheme):
         assert shown == [key for key in expected.tolist() if key is not None]
         tab.locator("#lists li button.why").first.click()
         tab.locator("#why-parts tr").last.wait_for()
-        cells = tab.locator("#why-parts td:nth-child(3)").evaluate_all(
+        cells = tab.locator("#why-parts td:nth-child(2)").evaluate_all(
             "list => list.map(one => Number(one.textContent))"
         )
         assert sum(cells[:-1]) == pytest.approx(cells[-1], abs=1e-3)
@@ -155,10 +155,11 @@ def test_in_a_browser_one_finds_looks_and_clicks_through(width, scheme):
         tab.locator("#neighbours button.name").first.click()  # another left entity
         tab.wait_for_function("() => !document.getElementById('name').textContent.includes('日本')")
         tab.locator("#history button.name").first.click()  # a right one
-        tab.locator("#cells dd:text-is('right')").wait_for()
+        tab.locator("#cells[data-side=right] dt:text-is('item')").wait_for()
         assert not tab.locator("#recommended").is_visible()
         tab.go_back()
-        tab.locator("#cells dd:text-is('left')").wait_for()
+        tab.locator("#cells[data-side=left] dt:text-is('user')").wait_for()
+        assert tab.locator(".side").all_inner_texts() == ["user", "item"]  # as the data calls them
         assert tab.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert complaints == []
 
@@ -211,6 +212,49 @@ def test_in_a_browser_a_new_one_is_built_the_map_zooms_and_the_run_shows():
         tab.locator("#evaluation").wait_for(state="hidden")
         tab.locator("#build-how:has-text('most like all of your picks')").wait_for()
         tab.locator("#lists li button.name").first.wait_for()
+    assert complaints == []
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [390, 1024, 1366, 1920])
+def test_in_a_browser_no_page_scrolls_sideways_and_no_list_is_cut(width):
+    complaints = []
+    fits = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+    with listening(source(test=held_out)) as address, tab_at(address, complaints, width) as tab:
+        tab.locator("#lists li button.why").first.click()
+        tab.locator("#why-parts tr").last.wait_for()
+        tab.locator("#evaluation tr").last.wait_for()
+        assert tab.evaluate(fits)
+        clips = "one.clientHeight && getComputedStyle(one).overflowY !== 'visible'"
+        cut = f"one => {clips} && one.scrollHeight > one.clientHeight + 1"
+        assert tab.locator("main, main *").evaluate_all(f"list => list.filter({cut}).map(one => one.outerHTML)") == []
+        shown = tab.locator("#lists li button.name").evaluate_all("list => list.map(one => one.checkVisibility())")
+        assert shown
+        assert all(shown)
+        tab.goto(f"{address}docs")
+        tab.locator("table").first.wait_for()
+        assert tab.evaluate(fits)
+    assert complaints == []
+
+
+@needs_browser
+def test_in_a_browser_a_long_history_is_shown_on_demand(tmp_path):
+    pairs = [(f"u{i}", f"i{j}") for i in range(3) for j in range(60) if i == 0 or (i + j) % 2]
+    named = {"left_name": "reader <b>", "right_name": "book"}
+    known = gt.Interactions.from_arrays(*zip(*pairs, strict=True), **named)
+    gt.TwoTower(dim=2, hidden=(), max_iterations=1, device="cpu").fit(known).save(tmp_path / "one.gramtower")
+    complaints = []
+    with (
+        listening(Source("one", tmp_path / "one.gramtower")) as address,
+        tab_at(f"{address}#left/t/u0", complaints) as tab,
+    ):
+        tab.locator("#more").wait_for()
+        assert tab.locator("#history li").count() == 20
+        tab.locator("#more").click()
+        assert tab.locator("#history li").count() == 60
+        assert not tab.locator("#more").is_visible()
+        assert tab.locator(".side").all_inner_texts() == ["reader <b>", "book"]  # text, not HTML
+        assert tab.locator("#map-side option").all_inner_texts() == ["book", "reader <b>"]
     assert complaints == []
 
 

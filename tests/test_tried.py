@@ -25,13 +25,13 @@ def test_a_trial_within_one_standard_error_does_not_replace_the_defaults():
 def test_a_trial_beyond_one_standard_error_replaces_them():
     verdict = judge([tried(0, 0.5), tried(1, 0.54, spread=0.02), tried(2, 0.4)])
     assert verdict.winner.number == 1
-    assert verdict.text == "trial 1 replaces the defaults: it gains 8.0 % ± 4.0 %"
+    assert verdict.text == "trial 1 replaces the defaults: it gains 8.0 % ± 4.0 % on the validation part"
 
 
 def test_a_sure_trial_wins_over_a_lucky_one():
     verdict = judge([tried(0, 0.5), tried(1, 0.52, spread=0.01), tried(2, 0.55, spread=0.06)])
     assert verdict.winner.number == 1
-    assert verdict.text.endswith("it gains 4.0 % ± 2.0 % (the best, trial 2, 10.0 % ± 12.0 %)")
+    assert verdict.text.endswith("it gains 4.0 % ± 2.0 % on the validation part (the best, trial 2, 10.0 % ± 12.0 %)")
 
 
 def test_what_was_given_up_or_not_compared_replaces_nothing():
@@ -57,7 +57,9 @@ def test_without_parts_to_compare_by_the_best_wins_and_that_is_said():
     """Metrics of all lists together, such as coverage, and logs of earlier versions."""
     verdict = judge([tried(0, 0.5, compared=False), tried(1, 0.51, compared=False)])
     assert verdict.winner.number == 1
-    assert verdict.text == "trial 1 replaces the defaults: it gains 2.0 %, not compared by entities"
+    assert (
+        verdict.text == "trial 1 replaces the defaults: it gains 2.0 % on the validation part, not compared by entities"
+    )
 
 
 def test_defaults_that_failed_are_not_compared_with():
@@ -68,4 +70,4 @@ def test_defaults_that_failed_are_not_compared_with():
 
 def test_gains_over_nothing_are_no_shares():
     verdict = judge([tried(0, 0.0), tried(1, 0.03, spread=0.01)])
-    assert verdict.text == "trial 1 replaces the defaults: it gains 0.0300 ± 0.0100"
+    assert verdict.text == "trial 1 replaces the defaults: it gains 0.0300 ± 0.0100 on the validation part"

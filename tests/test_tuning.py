@@ -6,6 +6,7 @@ import json
 import sys
 import time
 import tomllib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -242,6 +243,35 @@ def test_the_metric_without_each_part_of_the_users_is_that_of_the_others(search)
         kept.eliminate_zeros()
         assert model.evaluate(kept, metrics=("ndcg@10",))["ndcg@10"] == pytest.approx(without, abs=1e-5)
     assert len(first.without) == 20
+
+
+def test_a_report_has_several_metrics_of_the_winner_and_of_the_models_own_settings(search, tmp_path):
+    """A gain by the metric that is maximised can be a loss by another."""
+    parts = make_parts(data(), 0.1, (None, None), 0, "cpu")
+    first, best = search.trials[0], pick(search.trials)
+    assert best is not first
+    search = replace(search, winner=best.number)
+    for trial in (first, best):
+        assert set(trial.metrics) == {"ndcg@10", "map@5", "recall@20", "ndcg@20"}
+        assert trial.metrics["ndcg@10"] == pytest.approx(trial.value, abs=1e-6)
+    model = small(dim=2, max_iterations=first.iteration).fit(parts.train)
+    expected = model.evaluate(parts.held_out, metrics=tuple(first.metrics))
+    assert first.metrics == pytest.approx(dict(expected), abs=1e-5)
+    heads, rows = search.metrics_table()
+    assert heads[1:] == list(best.metrics)
+    assert [len(row) for row in rows] == [5, 5, 5]
+    assert float(rows[1][2]) == pytest.approx(best.metrics["map@5"], abs=1e-4)
+    change = best.metrics["map@5"] / first.metrics["map@5"] - 1
+    assert float(rows[2][2].removesuffix(" %")) == pytest.approx(100 * change, abs=0.06)
+    search.write(tmp_path)
+    read = read_search(tmp_path)
+    assert read.metrics_table() == (heads, rows)
+    assert search.caution in read.markdown()
+    assert search.caution in search._repr_html_()
+    for trial in read.trials:
+        trial.metrics.clear()  # as in a report of an earlier version
+    assert read.metrics_table() == ([], [])
+    assert read.caution in read.markdown()
 
 
 def test_what_the_model_was_given_is_not_searched():

@@ -11,7 +11,8 @@ from typing import Any
 from gramtower.benchmarking.text import difference, megabytes, ordered, span
 from gramtower.pages.html import document, facts, table
 
-_WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 900, 230, 30, 30, 16  # of a drawing, in pixels
+_WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 560, 165, 20, 26, 12  # of a drawing, in its units: a phone must show its text
+_WIDEST = 660  # pixels of a drawing
 _DIGITS = 4
 _BUSY = 0.1  # cores of other processes that are worth a warning
 _EXPLAINED = (
@@ -40,10 +41,14 @@ def page(summary: dict[str, Any]) -> str:
 def about(summary: dict[str, Any]) -> str:
     """A sentence about the data."""
     data, users = summary["data"], summary["users"]
-    seeds = ", ".join(f"{seed} ({users[str(seed)]:,} users)" for seed in summary["seeds"] if str(seed) in users)
+    counts = {seed: users[str(seed)] for seed in summary["seeds"] if str(seed) in users}
+    if len(set(counts.values())) == 1:
+        tested = f"{next(iter(counts.values())):,} users have test pairs"
+    else:
+        each = ", ".join(f"{count:,} with seed {seed}" for seed, count in counts.items())
+        tested = f"users with test pairs: {each}" if each else "no run has ended yet"
     return (
-        f"{data['left']:,} left × {data['right']:,} right entities, {data['pairs']:,} pairs; {data['test']}; "
-        f"seeds, and users with test pairs: {seeds or 'none yet'}."
+        f"{data['left']:,} left × {data['right']:,} right entities, {data['pairs']:,} pairs; {data['test']}; {tested}."
     )
 
 
@@ -93,7 +98,7 @@ def _drawing(metric: str, found: dict[str, dict[str, Any]]) -> str:
     label = escape(f"{metric} of each model with its 95% interval")
     return (
         f'<figure><figcaption>{label}</figcaption><svg viewBox="0 0 {_WIDTH} {bottom + 24}" role="img" '
-        f'aria-label="{label}" style="max-width:{_WIDTH}px">{"".join(parts)}</svg></figure>'
+        f'aria-label="{label}" style="max-width:{_WIDEST}px">{"".join(parts)}</svg></figure>'
     )
 
 
@@ -156,5 +161,5 @@ def _facts(name: str, values: dict[str, Any]) -> str:
     return facts(name, {key: value for key, value in values.items() if value is not None})
 
 
-def _short(name: str, most: int = 30) -> str:
+def _short(name: str, most: int = 22) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"

@@ -145,7 +145,7 @@ def read_fit(run: Path, asked: Asked) -> tuple[FitRun, list[str]]:
             notes.append(f"no titles of {side} entities: {error}")
     return FitRun(
         title, _named(history or model.history_, first), _summary(run / folder.SUMMARY),
-        tables, model.fitted_, truth, titles, left_out,
+        tables, model.fitted_, truth, titles, left_out, tested=asked.test is not None,
     ), notes  # fmt: skip
 
 

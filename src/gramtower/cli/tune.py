@@ -14,7 +14,7 @@ from gramtower.cli.features import tower_features
 from gramtower.cli.fit import features_table
 from gramtower.cli.folder import for_writing, held
 from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions, refuse_refit
-from gramtower.cli.output import note, print_facts, print_json
+from gramtower.cli.output import note, print_facts, print_json, print_table
 from gramtower.cli.reading import read_pairs, validation_of
 from gramtower.estimator.settings import ModelSettings
 from gramtower.tuning.report import CONFIG, TABLE, Search
@@ -118,9 +118,15 @@ def tune(
         "config": str(out / CONFIG), "report": str(out / TABLE),
     }  # fmt: skip
     if common.json:
-        print_json(facts | {"arguments": found.arguments, "features": found.features, "importance": found.importance})
+        metrics = {"own settings": found.trials[0].metrics, "found": found.best.metrics}
+        chosen = {"arguments": found.arguments, "features": found.features, "importance": found.importance}
+        print_json(facts | {"metrics": metrics} | chosen)
     else:
         print_facts(facts)
+        heads, rows = found.metrics_table()
+        if rows:
+            print_table(heads, rows)
+        print(found.caution)
     if found.interrupted:
         kept = f"{len(found.trials)} trials were kept in {storage}, and the same command goes on after them"
         raise KeyboardInterrupt(kept)

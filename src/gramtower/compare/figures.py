@@ -1,4 +1,4 @@
-"""Figures in the form of the paper's (fig:time-f, fig:time-map): relative difference and MAP@5, as PNG and SVG.
+"""Figures in the form of the paper's (fig:time-f, fig:time-map): relative difference and the metric, as PNG and SVG.
 
     time.png, .svg     against seconds of training
     passes.png, .svg   against data passes
@@ -71,7 +71,7 @@ def _fill(figure: Figure, comparison: Comparison, axis: str) -> None:
     for axes in rest:
         for method in ran:
             _curve(axes, method, [(getattr(r, what), r.metric) for r in method.history if r.metric is not None])
-        axes.set_ylabel(str(comparison.metric).upper())
+        axes.set_ylabel(str(comparison.metric))
     for axes in (left, *rest):
         axes.set_xlabel(label)
         if any(x > 0 for line in axes.lines for x in line.get_xdata()):  # starts alone are no axis

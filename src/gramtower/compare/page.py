@@ -85,7 +85,7 @@ def _opening(comparison: Comparison, summary: dict[str, Any]) -> list[str]:
 def _charts(comparison: Comparison) -> list[str]:
     metric = comparison.metric
     charts = [("objective", "Relative difference of the objective, (L − L*) / L*")]
-    charts += [("metric", f"{metric.upper()} on the held-out pairs")] if metric else []
+    charts += [("metric", f"{metric} on the held-out pairs")] if metric else []
     keys = []
     for method in comparison.methods:
         if not method.history:

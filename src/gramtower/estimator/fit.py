@@ -16,7 +16,8 @@ from typing import Any
 import scipy.sparse as sp
 
 from gramtower import _checks as check
-from gramtower.data.partition import Shard
+from gramtower.data.interactions import Interactions
+from gramtower.data.partition import Shard, read_manifest
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import current_group
 from gramtower.engine.objective.cuda_graphs import return_memory
@@ -201,8 +202,19 @@ def _fit(
         dim=right.shape[1], hidden=data.hidden if settings.towers is None else ((), ()),
         normalize=data.normalize and settings.towers is None, refine=moved,
         history=result.history, reason=result.reason, message=result.message, best_metric=result.best_metric,
-        activation=data.activation, auto_weights=auto_weights(data), **chosen,
+        activation=data.activation, auto_weights=auto_weights(data), names=_names(pairs, previous), **chosen,
     )  # fmt: skip
+
+
+def _names(pairs: Any, previous: FittedModel | None) -> tuple[str, str]:
+    """What the data calls left and right entities; what the previous model calls them where the data does not say."""
+    found = FittedModel.names
+    if isinstance(pairs, Interactions):
+        found = str(pairs.left_name), str(pairs.right_name)
+    elif isinstance(pairs, Shard):
+        manifest = read_manifest(pairs.folder)
+        found = manifest.left, manifest.right
+    return previous.names if previous is not None and found == FittedModel.names else found
 
 
 def _has_room(settings: ModelSettings, data: FitData, dim: int) -> bool:

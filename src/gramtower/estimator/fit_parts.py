@@ -5,6 +5,7 @@ Fits, selection, tuning and comparisons put them together in different orders. C
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -141,17 +142,18 @@ class RankingValidator:
 
     def __call__(self, point: Point) -> float:
         """The metric at a point."""
-        return float(self.ranked(point, point.P, point.right_rows)[self.metric])
+        return float(self.scores(point, (self.metric,))[self.metric])
 
     def without(self, point: Point, seed: int) -> list[float]:
         """The metric without each part of the users, drawn with a seed; empty for one that is not a mean over users."""
-        values = self.ranked(point, point.P, point.right_rows).per_user.get(self.metric)
+        values = self.scores(point, (self.metric,)).per_user.get(self.metric)
         return [] if values is None else means_without(values, deal(len(values), seed))
 
-    def ranked(self, point: Point, P: Tensor, Q: Tensor) -> Scores:
-        """The metric of the embeddings of local left and of all right entities, which may differ from the point's."""
+    def scores(self, point: Point, metrics: Sequence[str], known: tuple[Tensor, Tensor] | None = None) -> Scores:
+        """Several metrics at a point, of one ranking; with other embeddings of known entities if they are given."""
+        P, Q = known or (point.P, point.right_rows)
         processes = point.evaluation.constants.shards.group
-        return evaluate_embeddings(P, Q, self.held_out, train=self.train, metrics=(self.metric,), processes=processes)
+        return evaluate_embeddings(P, Q, self.held_out, train=self.train, metrics=metrics, processes=processes)
 
     def marks(self, shards: Shards) -> dict[str, str]:
         """What is measured, and on what, for a checkpoint's fingerprint."""

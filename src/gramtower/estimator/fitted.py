@@ -111,6 +111,8 @@ class FittedModel(RankedLists):
         path: what was tried on held-out data to choose the penalty, or None if the fit was told not to.
         same_entities: whether both sides are one set, where ``seen`` holds every entity with itself too.
         plain_pairs: whether all labels were 1 and no pair had a weight, so that ``seen`` says all of them.
+        names: of the columns that the ids of both sides were read from, such as ("user", "item"); ("left", "right")
+            where the data has none.
     """
 
     dim: int
@@ -129,6 +131,7 @@ class FittedModel(RankedLists):
     auto_weights: str | None = None
     refine: bool = False
     path: Selection | None = None
+    names: tuple[str, str] = ("left", "right")
 
     def __str__(self) -> str:
         """Sizes, and what each tower sees and how it is scaled."""

@@ -21,7 +21,7 @@ import itertools
 import math
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,8 @@ class Header:
         l2: λ of the training.
         embedding_l2: μ of the training.
         auto_weights: what the data made of ``right_weights="auto"``.
-        refine: whether known entities were moved by their own pairs; not in files of before that was.
+        refine: whether known entities were moved by their own pairs; older files do not have it.
+        names: of the columns of ids, left and right; older files do not have it.
     """
 
     params: dict[str, Any]
@@ -108,6 +109,7 @@ class Header:
     embedding_l2: float | None = None
     auto_weights: str | None = None
     refine: bool = False
+    names: list[str] = field(default_factory=lambda: ["left", "right"])
 
 
 def write_model(path: Path, settings: ModelSettings, fitted: FittedModel) -> None:
@@ -176,6 +178,7 @@ def read_model(
         same_entities=header.same_entities, plain_pairs=header.plain_pairs,
         activation=_activation(header), l2=header.l2,
         embedding_l2=header.embedding_l2, auto_weights=header.auto_weights, refine=header.refine,
+        names=(header.names[0], header.names[1]),
     )  # fmt: skip
 
 
@@ -204,7 +207,7 @@ def _header(settings: ModelSettings, fitted: FittedModel) -> tuple[Header, dict[
         history=[vars(record) for record in fitted.history],
         same_entities=fitted.same_entities, plain_pairs=fitted.plain_pairs,
         activation=fitted.activation, l2=fitted.l2, embedding_l2=fitted.embedding_l2,
-        auto_weights=fitted.auto_weights, refine=fitted.refine,
+        auto_weights=fitted.auto_weights, refine=fitted.refine, names=list(fitted.names),
     )  # fmt: skip
     return header, arrays
 
@@ -270,6 +273,8 @@ def _checked_header(file: shards_file.Reader) -> Header:
         check.fail("numbered", header.numbered[:4], "two numbers of rows, or null")
     if len(header.hidden) != 2 or not all(1 <= x < _LIMIT for x in (header.dim, *itertools.chain(*header.hidden))):
         check.fail("dim, hidden", f"{header.dim}, {header.hidden[:8]}", "positive sizes")
+    if len(header.names) != 2:
+        check.fail("names", f"{len(header.names)} names", "those of the left and of the right column")
     if set(header.inputs) != {"left", "right"}:
         check.fail("inputs", ", ".join(header.inputs)[:60], "left and right")
     check.choice("reason", header.reason, tuple(Reason.__members__))

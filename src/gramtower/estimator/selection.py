@@ -370,7 +370,7 @@ class _Search:
         P, Q = at.P, at.right_rows
         if self.own is not None:
             P, Q = refine(self.own, (P, Q), self.data.features_alone)
-        scores = self.measure.ranked(at, P, Q)
+        scores = self.measure.scores(at, (settings.metric,), (P, Q))
         metric, ranked = float(scores[settings.metric]), scores.per_user.get(settings.metric)
         kept = result.parameters if self.warm else None
         found = _Point(shape, exponent, {**shape.changes, **values}, metric, 0.0, ranked, kept)

@@ -17,6 +17,7 @@ tests/test_unseen.py.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -98,11 +99,11 @@ class UnseenValidator:
 
     def __call__(self, point: Point) -> float:
         """The metric at a point."""
-        return float(self.ranked(point, point.P, point.right_rows)[self.metric])
+        return float(self.scores(point, (self.metric,))[self.metric])
 
-    def ranked(self, point: Point, P: Tensor, Q: Tensor) -> Scores:
-        """The metric with the embeddings of known left and right entities, which may differ from the point's."""
-        return self._scores(*self._embeddings(point, P, Q), self.truth)
+    def scores(self, point: Point, metrics: Sequence[str], known: tuple[Tensor, Tensor] | None = None) -> Scores:
+        """Several metrics at a point, of one ranking; with other embeddings of known entities if they are given."""
+        return self._scores(*self._embeddings(point, known), self.truth, metrics)
 
     def without(self, point: Point, seed: int) -> list[float]:
         """The metric without each part of the held-out entities, dealt with a seed.
@@ -111,25 +112,27 @@ class UnseenValidator:
         whose only pairs are with them do not count then, and the metric is 0 where none is left. Empty for a metric of
         held-out left entities together, not of single ones.
         """
-        P, Q = self._embeddings(point, point.P, point.right_rows)
+        P, Q = self._embeddings(point)
         if self.side == "left":
-            values = self._scores(P, Q, self.truth).per_user.get(self.metric)
+            values = self._scores(P, Q, self.truth, (self.metric,)).per_user.get(self.metric)
             return [] if values is None else means_without(values, deal(len(values), seed))
         parts, columns = deal(self.truth.shape[1], seed), sp.csc_matrix(self.truth)
         found = []
         for part in range(int(parts.max()) + 1):
             kept = np.flatnonzero(parts != part)
             rows, truth = Q[torch.from_numpy(kept).to(Q.device)], sp.csr_matrix(columns[:, kept])
-            found.append(float(self._scores(P, rows, truth)[self.metric]) if (truth.data > 0).any() else 0.0)
+            measured = (truth.data > 0).any()
+            found.append(float(self._scores(P, rows, truth, (self.metric,))[self.metric]) if measured else 0.0)
         return found
 
-    def _embeddings(self, point: Point, P: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
+    def _embeddings(self, point: Point, known: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        P, Q = known or (point.P, point.right_rows)
         new = point.evaluation.towers.embed(self.side, self.rows, point.parameters)
         return (new, Q) if self.side == "left" else (P, new)
 
-    def _scores(self, P: Tensor, Q: Tensor, truth: sp.csr_matrix) -> Scores:
+    def _scores(self, P: Tensor, Q: Tensor, truth: sp.csr_matrix, metrics: Sequence[str]) -> Scores:
         known = self.train if self.side == "left" else sp.csr_matrix(truth.shape, dtype=np.float32)
-        return evaluate_embeddings(P, Q, truth, metrics=(self.metric,), popularity=known)
+        return evaluate_embeddings(P, Q, truth, metrics=metrics, popularity=known)
 
     def marks(self, shards: Shards) -> dict[str, str]:
         """What is measured, and on what, for a checkpoint's fingerprint."""

@@ -76,7 +76,7 @@ def run_figure(runs: Mapping[str, Sequence[Record]], metric: str | None) -> Figu
                 _line(axes[1], [(r.iteration, r.metric) for r in records if r.metric is not None], colour, name)
         _label(axes[0], "iteration", "objective L")
         if measured:
-            _label(axes[1], "iteration", metric or "validation metric")
+            _label(axes[1], "iteration", f"validation {metric or 'metric'}")
         if len(runs) > 1:
             axes[0].legend(fontsize=9)
     return figure

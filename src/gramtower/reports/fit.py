@@ -39,6 +39,7 @@ class FitRun:
         held_out: pairs to measure, in the model's rows, and what to call them; None if there are none.
         titles: by side.
         left_out: held-out pairs of entities that the model does not know.
+        tested: whether the held-out pairs are those of a test, not those of the validation.
     """
 
     title: str
@@ -49,6 +50,7 @@ class FitRun:
     held_out: tuple[sp.csr_matrix, str] | None = None
     titles: Mapping[str, Titles] = field(default_factory=dict)
     left_out: int = 0
+    tested: bool = False
 
     @property
     def last(self) -> list[Record]:
@@ -107,7 +109,7 @@ def _opening(content: Mapping[str, Any]) -> list[str]:
         text = f"{content['iterations']:,} iterations in {number(content['seconds'])} s of training, "
         text += f"objective {number(content['objective'], 6)}"
         if content.get("metric_value") is not None:
-            text += f", best {content['metric']} {number(content['metric_value'], 4)}"
+            text += f", best {content['metric']} {number(content['metric_value'], 4)} on the validation pairs"
         parts.append(f"<p>{escape(text)}.</p>")
     return parts
 
@@ -116,7 +118,7 @@ def _curves(run: FitRun, metric: str | None, problems: list[str]) -> list[str]:
     if not run.last:
         return ["<h2>Curves</h2><p>There is no record of an iteration yet.</p>"]
     try:
-        drawn = [picture(as_svg(run_figure(run.runs, metric)), "Objective and metric by iteration")]
+        drawn = [picture(as_svg(run_figure(run.runs, metric)), _caption(metric))]
     except ImportError as error:
         drawn = [f"<p>{escape(str(error))}</p>"]
         problems.append(f"no figures: {error}")
@@ -125,7 +127,7 @@ def _curves(run: FitRun, metric: str | None, problems: list[str]) -> list[str]:
         "iterations",
         "objective at the start",
         "at the end",
-        *([f"best {metric}"] if metric else []),
+        *([f"best {metric}, validation"] if metric else []),
         "seconds",
     ]
     rows = []
@@ -137,19 +139,28 @@ def _curves(run: FitRun, metric: str | None, problems: list[str]) -> list[str]:
     return ["<h2>Curves</h2>", *drawn, table(head, rows)]
 
 
+def _caption(metric: str | None) -> str:
+    return f"Objective, and {metric} on the validation pairs, by iteration" if metric else "Objective by iteration"
+
+
 def _data(model: FittedModel) -> tuple[list[str], dict[str, Any]]:
     m, n = model.trained.shape
     counts = degrees(model.trained)
     numbers: dict[str, Any] = {"left": m, "right": n, "pairs": int(model.trained.nnz)}
     numbers["density"] = model.trained.nnz / max(1, m * n)
-    text = f"{m:,} left × {n:,} right entities, {model.trained.nnz:,} pairs: {numbers['density']:.3%} of all"
-    added = {side.name: side.added for side in (model.left, model.right) if side.added}
-    text += "".join(f"; of the {name} ones {count:,} were added after training" for name, count in added.items())
+    left, right = _called(model)
+    text = f"{m:,} {left} × {n:,} {right} entities, {model.trained.nnz:,} pairs: {numbers['density']:.3%} of all"
+    added = [(name, side.added) for name, side in ((left, model.left), (right, model.right)) if side.added]
+    text += "".join(f"; of the {name} entities {count:,} were added after training" for name, count in added)
     found = ["<h2>Data</h2>", f"<p>{escape(text)}.</p>"]
     with suppress(ImportError):  # said of the curves
-        found.append(picture(as_svg(degree_figure(counts)), "Entities by their number of training pairs"))
+        named = dict(zip((left, right), counts.values(), strict=True))
+        found.append(picture(as_svg(degree_figure(named)), "Entities by their number of training pairs"))
     quantiles = degree_quantiles(model.trained)
-    rows = [[side, *(number(value) for value in values.values())] for side, values in quantiles.items()]
+    rows = [
+        [name, *(number(value) for value in values.values())]
+        for name, values in zip((left, right), quantiles.values(), strict=True)
+    ]
     numbers |= {f"pairs_per_{side}": values for side, values in quantiles.items()}
     return [*found, table(["pairs per entity", *QUANTILES, "without any"], rows)], numbers
 
@@ -162,19 +173,26 @@ def _measured(
         text = "The model keeps no validation pairs to measure it on. gramtower report RUN --test FILE measures others."
         return [heading, f"<p>{escape(text)}</p>"], []
     truth, called = run.held_out
+    left, right = _called(model)
     names = tuple(dict.fromkeys([*([metric] if metric and "@" in metric else []), *DEFAULT]))
     groups = groups_of(model, truth, names)
     head = ["group", "training pairs each", "entities", "held-out pairs", "users", *names]
     rows = [_row(group, names) for group in groups]
     note = (
-        "By popularity, held-out pairs count whose right entity is in a tercile of training pairs; by activity, users "
-        "in a tercile of theirs. Entities are the right or left ones of the group, users those that the metrics are "
-        "means over. What a user has in training is left out of its ranking."
+        f"Popularity low, mid and high are thirds of the {right} entities by their training pairs: only held-out pairs "
+        f"with these count. Activity low, mid and high are thirds of the {left} entities by theirs. Users are those "
+        "that the metrics are means over. The training pairs of a user are left out of its ranking."
     )
     left_out = f" {run.left_out:,} pairs of entities that the model does not know are left out." if run.left_out else ""
+    other = ""
+    if run.tested and metric:
+        other = (
+            " These are test pairs, which training has not seen. Their numbers do not compare with those of the curve "
+            "and of the summary above, which are measured on other pairs, those of the validation."
+        )
     return [
         heading,
-        f"<p>On {escape(called)}.{escape(left_out)}</p>",
+        f"<p>On {escape(called)}.{escape(left_out)}{other}</p>",
         table(head, rows),
         f'<p class="soft">{note}</p>',
     ], [asdict(group) for group in groups]
@@ -192,21 +210,29 @@ def _examples(run: FitRun) -> list[str]:
     found = examples(model, None if run.held_out is None else run.held_out[0])
     if not found:
         return []
-    head = ["", *(f"{_name(model.left, run.titles.get('left'), one.row)} ({one.pairs:,} pairs)" for one in found)]
-    shown = [[_name(model.right, run.titles.get("right"), column) for column in one.known] for one in found]
-    rows = [["has", *_across(shown, place)] for place in range(max(map(len, shown), default=0))]
-    marked = [[False] * len(found) for _ in rows]
-    lists = [[_name(model.right, run.titles.get("right"), column) for column in one.listed] for one in found]
-    for rank in range(max(len(one) for one in lists)):
-        rows.append([f"{rank + 1}", *_across(lists, rank)])
-        marked.append([rank < len(one.hits) and one.hits[rank] for one in found])
+    left, right = _called(model)
+    cards = []
+    for one in found:
+        known, listed = (
+            [escape(_name(model.right, run.titles.get("right"), column)) for column in columns]
+            for columns in (one.known, one.listed)
+        )
+        places = "".join(
+            f"<li{' class=best' if hit else ''}>{name}</li>" for name, hit in zip(listed, one.hits, strict=True)
+        )
+        title = f"{left} {_name(model.left, run.titles.get('left'), one.row)}"
+        has = f"{one.pairs:,} training pairs, such as " if known else "no training pairs"
+        cards.append(
+            f'<section><h3>{escape(title)}</h3><p class="soft">{has}{"; ".join(known)}</p><ol>{places}</ol></section>'
+        )
     bold = " Held-out pairs are bold." if any(any(one.hits) for one in found) else ""
-    text = f"Lists of left entities with few to many pairs, after some of what they have.{bold}"
-    return ["<h2>Examples of lists</h2>", f"<p>{text}</p>", table(head, rows, marked)]
+    text = f"The best {right} entities for {left} entities with few to many pairs.{bold}"
+    return ["<h2>Examples of lists</h2>", f"<p>{escape(text)}</p>", f'<div class="lists">{"".join(cards)}</div>']
 
 
-def _across(columns: Sequence[Sequence[str]], place: int) -> list[str]:
-    return [column[place] if place < len(column) else "–" for column in columns]
+def _called(model: FittedModel) -> tuple[str, str]:
+    """What to call the entities of both sides: as the data does, or left and right where that is the same name."""
+    return model.names if model.names[0] != model.names[1] else ("left", "right")
 
 
 def _name(side: Side, titles: Titles, row: int) -> str:

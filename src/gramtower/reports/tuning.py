@@ -31,11 +31,15 @@ def tuning_page(search: Search, title: str) -> tuple[str, dict[str, Any], list[s
         f"{data.get('ranked_users', 0):,} users were ranked in each trial."
     )
     result = (
-        f"{metric} {best.value:.4f} by trial {best.number}, iteration {best.iteration}; {at_defaults.value:.4f} at the "
-        f"start (trial 0). {len(search.trials):,} trials in {search.seconds:.0f} s"
+        f"{metric} on the validation part: {best.value:.4f} by trial {best.number}, iteration {best.iteration}; "
+        f"{at_defaults.value:.4f} with the model's own settings (trial 0). {len(search.trials):,} trials in "
+        f"{search.seconds:.0f} s"
     )
     result += f"; {search.verdict}." if search.verdict else "."
     body = [f"<p><strong>{escape(result)}</strong></p>", f"<p>{escape(sizes)}</p>"]
+    heads, measured = search.metrics_table()
+    body += [table(heads, measured)] if measured else []
+    body.append(f"<p>{escape(search.caution)}</p>")
     if search.interrupted:
         body.append('<p class="warn">The search was interrupted; the same command goes on.</p>')
     body.append("<h2>Trials</h2>")
@@ -56,6 +60,7 @@ def tuning_page(search: Search, title: str) -> tuple[str, dict[str, Any], list[s
         "seconds": search.seconds,
         "importance": search.importance, "arguments": search.arguments, "data": {**data, "density": density},
         "interrupted": search.interrupted, "verdict": search.verdict,
+        "metrics": {"own settings": at_defaults.metrics, "found": best.metrics},
     }  # fmt: skip
     return document(f"Tuning: {title}", body), plain(content), problems
 

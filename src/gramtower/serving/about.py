@@ -117,6 +117,7 @@ def summary(snapshot: Snapshot) -> dict[str, Any]:
         "name": snapshot.name,
         "left": len(snapshot.left),
         "right": len(snapshot.right),
+        "names": dict(zip(("left", "right"), snapshot.model.fitted_.names, strict=True)),
         "pairs": int(snapshot.model.trained_.nnz),
         "dim": int(snapshot.left.embeddings.shape[1]),
         "histories": snapshot.takes_histories,

@@ -20,6 +20,7 @@ from typing import Any
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 code, pre { font-family: ui-monospace, monospace; font-size: 0.9em; }
+.across { overflow-x: auto; } h2 { overflow-wrap: anywhere; }
 table { border-collapse: collapse; } td, th { text-align: left; vertical-align: top; padding: 0.2rem 0.8rem 0.2rem 0; }
 pre { overflow-x: auto; } :root { color-scheme: light dark; }
 """
@@ -62,7 +63,7 @@ def _fields(operation: Mapping[str, Any]) -> list[str]:
         f"<td>{html.escape(field.get('description', ''))}"
         for name, kind, default, field in rows
     ]
-    return ["<table><tr><th>field<th>type<th>default<th>meaning", *cells, "</table>"]
+    return ["<div class=across><table><tr><th>field<th>type<th>default<th>meaning", *cells, "</table></div>"]
 
 
 def _type(field: Mapping[str, Any]) -> str:

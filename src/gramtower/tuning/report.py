@@ -73,6 +73,31 @@ class Search:
         """The trial that won."""
         return next(t for t in self.trials if t.number == self.winner)
 
+    def metrics_table(self) -> tuple[list[str], list[list[str]]]:
+        """Heads and rows of a table: several metrics of the model's own settings, of the winner, and their difference.
+
+        There are no rows where the log, of an earlier version, has only the metric that was maximised.
+        """
+        own, best = self.trials[0], self.best
+        names = [name for name in best.metrics if name in own.metrics]
+        if not names:
+            return [], []
+        rows = [[f"the model's own settings (trial {own.number})", *(f"{own.metrics[name]:.4f}" for name in names)]]
+        if best is not own:
+            rows.append([f"found (trial {best.number})", *(f"{best.metrics[name]:.4f}" for name in names)])
+            rows.append(["difference", *(_difference(best.metrics[name], own.metrics[name]) for name in names)])
+        return ["on the validation part", *names], rows
+
+    @property
+    def caution(self) -> str:
+        """A sentence on how far the numbers of the validation part can be trusted."""
+        if self.winner == self.trials[0].number:
+            return "All numbers are measured on the validation part, not on a test part."
+        return (
+            "All numbers are measured on the validation part that chose these settings, so the gain is likely to be "
+            "smaller on other pairs. Measure both settings on a test part that the search has not seen."
+        )
+
     def __repr__(self) -> str:
         return f"Search({len(self.trials)} trials, {self.metric} {self.best.value:.4f} by trial {self.best.number})"
 
@@ -154,6 +179,9 @@ class Search:
             f"{self.trials[0].value:.4f} (trial 0).",
             *(["", f"{self.verdict[0].upper()}{self.verdict[1:]}."] if self.verdict else []),
             "",
+            self.caution,
+            *_markdown_table(*self.metrics_table()),
+            "",
             "| choice | searched | found | importance |",
             "| --- | --- | --- | --- |",
         ]
@@ -185,11 +213,13 @@ class Search:
         first = sorted(self.trials, key=lambda trial: (trial.pruned, -trial.value))[:_LISTED]
         rows = [(t.number, t.value, *(shown(t.settings[name]) for name in names), t.iteration) for t in first]
         ended = f"{len(self.trials)} trials in {self.seconds:.0f} s" + (", interrupted" if self.interrupted else "")
+        heads, measured = self.metrics_table()
         return html.card(
             title,
+            html.table(heads, measured) if measured else "",
             html.table(("choice", "searched", "found", "importance"), found),
             html.table(("trial", self.metric, *names, "iteration"), rows),
-            html.note(f"{ended}; {self.verdict}" if self.verdict else ended),
+            html.note(f"{ended}; {self.verdict}. {self.caution}" if self.verdict else f"{ended}. {self.caution}"),
         )
 
     def write(self, folder: str | Path, given: dict[str, dict[str, Any]] | None = None) -> None:
@@ -230,6 +260,18 @@ def read_search(folder: Path) -> Search:
 def _tuples(value: Any) -> Any:
     """Widths of hidden layers as they were before JSON."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _difference(found: float, own: float) -> str:
+    """By how much a metric differs from that of the model's own settings: as a share where that is above zero."""
+    return f"{100 * (found / own - 1):+.1f} %" if own > 0 else f"{found - own:+.4f}"
+
+
+def _markdown_table(heads: list[str], rows: list[list[str]]) -> list[str]:
+    """Lines of a table after an empty one; none for no rows."""
+    if not rows:
+        return []
+    return ["", *(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))]
 
 
 def shown(value: Value) -> str:

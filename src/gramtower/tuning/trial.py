@@ -25,6 +25,7 @@ from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Record
 from gramtower.tuning import curve as curves
 from gramtower.tuning.space import Value, rescaled_penalty
+from gramtower.tuning.tried import REPORTED
 
 _SCORES = {"cpu": 2 * 10**8, "cuda": 4 * 10**9}  # most scores computed for one look at the validation part
 
@@ -65,6 +66,7 @@ class Outcome:
     parameters: Tensor
     rough: bool = False
     without: list[float] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def value(self) -> float:
@@ -284,5 +286,9 @@ def run_trial(
     ended = not (pruned or late or result.reason is Reason.INTERRUPTED)
     if ended and (first is None or outcome.value > first):
         towers.load(best_or_last)
-        outcome.without = measure.without(problem.at(towers), seed)
+        point = problem.at(towers)
+        outcome.without = measure.without(point, seed)
+        names = tuple(dict.fromkeys((model.metric, *REPORTED)))
+        found = measure.scores(point, names)
+        outcome.metrics = {name: float(found[name]) for name in names}
     return outcome

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from gramtower.tuning.trial import Outcome
 
 
+#: Metrics that a report has next to the one that is maximised: lists can gain by one and lose by another.
+REPORTED = ("map@5", "recall@20", "ndcg@20")
+
+
 @dataclass(frozen=True)
 class Tried:
     """One trial.
@@ -38,6 +42,8 @@ class Tried:
         confirmed: for a winner that started warm, its value then; ``value`` is that of the cold start after it.
         without: the metric at its end without each part of the validation entities, for the defaults and for what
             was better than they; empty for a metric that is of no single entities.
+        metrics: several metrics at its end (``REPORTED`` and the one that is maximised), for the same trials; empty in
+            a log of an earlier version.
         same_as: the trial whose settings come to the same, and whose results these are; None if it was trained.
     """
 
@@ -53,6 +59,7 @@ class Tried:
     confirmed: float | None = None
     without: list[float] = field(default_factory=list)
     same_as: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def started_cold(self) -> bool:
@@ -74,7 +81,7 @@ class Tried:
         """A record from how a trial ended."""
         return cls(
             number, settings, outcome.value, outcome.iteration, outcome.curve, outcome.seconds, outcome.pruned,
-            warm_from, outcome.reason.name, without=outcome.without,
+            warm_from, outcome.reason.name, without=outcome.without, metrics=outcome.metrics,
         )  # fmt: skip
 
     @property
@@ -154,13 +161,13 @@ def judge(trials: Sequence[Tried], refused: Collection[int] = ()) -> Verdict:
     if best is first:
         return Verdict(first, "the defaults stay: no trial was better")
     if not first.without:
-        text = f"trial {best.number} replaces the defaults: it gains {gain(best, first)}, not compared by entities"
-        return Verdict(best, text)
+        text = f"trial {best.number} replaces the defaults: it gains {gain(best, first)} on the validation part"
+        return Verdict(best, f"{text}, not compared by entities")
     better = [t for t in trials if gain(t, first).sure and not t.pruned and t.number not in refused]
     if not better:
         return Verdict(first, f"the defaults stay: the best trial, {best.number}, gains {gain(best, first)}")
     winner = pick(better)
-    text = f"trial {winner.number} replaces the defaults: it gains {gain(winner, first)}"
+    text = f"trial {winner.number} replaces the defaults: it gains {gain(winner, first)} on the validation part"
     if winner is not best:
         text += f" (the best, trial {best.number}, {gain(best, first)})"
     return Verdict(winner, text)
