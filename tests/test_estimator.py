@@ -96,7 +96,7 @@ def test_similar_entities_share_their_parity(model):
 
 def test_score_embed_and_recommend_agree(model):
     ids, scores = model.recommend("user 005", k=2)
-    assert model.score(["user 005"] * 2, ids[0]) == pytest.approx(scores[0], rel=1e-5)
+    assert model.predict(["user 005"] * 2, ids[0]) == pytest.approx(scores[0], rel=1e-5)
     product = model.embed(["user 005"]) @ model.embed(ids[0], side="right").T
     assert product[0] == pytest.approx(scores[0], rel=1e-5)
 
@@ -107,7 +107,7 @@ def test_changing_an_answer_changes_nothing_in_the_model(hidden):
     fitted = small(hidden=hidden, max_iterations=2).fit(pairs)
 
     def answers():
-        lists = (*fitted.recommend([0, 1], k=3), *fitted.similar([0, 1], k=3), fitted.score([0, 1], [1, 0]))
+        lists = (*fitted.recommend([0, 1], k=3), *fitted.similar([0, 1], k=3), fitted.predict([0, 1], [1, 0]))
         return (*lists, *(fitted.embed(ids, side=side) for ids in (None, [0, 1]) for side in ("left", "right")))
 
     before = answers()
@@ -381,7 +381,7 @@ def test_where_all_or_nearly_all_pairs_are_observed_the_model_does_not_collapse(
         fitted = gt.TwoTower(dim=4, device="cpu").fit(pairs)
         assert fitted.omega_ <= 4
         rows, columns = pairs.nonzero()
-        assert (fitted.score(rows, columns) * pairs.data > 1).all()
+        assert (fitted.predict(rows, columns) * pairs.data > 1).all()
 
 
 def test_an_entity_without_pairs_has_no_neighbours_and_is_none():
@@ -488,7 +488,7 @@ def test_an_interrupted_fit_goes_on_from_its_checkpoint(tmp_path):
         (lambda m: m.recommend(left_features=np.ones((1, 3))), "knows left ids only"),
         (lambda m: m.recommend(histories=[["001"]]), 'fitted with left_features="history"'),
         (lambda m: m.similar("001", side="top"), "side: got 'top'"),
-        (lambda m: m.score(["user 001"], ["001", "002"]), "1 and 2 ids"),
+        (lambda m: m.predict(["user 001"], ["001", "002"]), "1 and 2 ids"),
         (lambda m: m.evaluate(checkerboard()), "a matrix without ids"),
         (lambda m: small().recommend([1]), "not fitted yet"),
         (lambda m: small().fit([[1, 0]]), "pairs: got list"),

@@ -78,8 +78,10 @@ def test_new_items_of_a_matrix_are_named_by_place():
     place = ids[0].tolist().index(("new", 1))
     expected = named.embed(["u1"])[0] @ named.embed(right_features=features[-1:])[0]
     assert scores[0, place] == pytest.approx(expected, rel=1e-5)
-    assert named.score(["u1"], [("new", 1)], right_features=features[ITEMS:])[0] == pytest.approx(expected, rel=1e-5)
-    assert named.score(["u1", "u1"], [("new", 1), "i3"], right_features=features[ITEMS:])[1] == named.score("u1", "i3")
+    assert named.predict(["u1"], [("new", 1)], right_features=features[ITEMS:])[0] == pytest.approx(expected, rel=1e-5)
+    assert named.predict(["u1", "u1"], [("new", 1), "i3"], right_features=features[ITEMS:])[1] == named.predict(
+        "u1", "i3"
+    )
     numbered = small().fit(pairs().matrix, right_features=features[:ITEMS])
     ids, _ = numbered.recommend([1], k=ITEMS + 2, exclude_seen=False, right_features=features[ITEMS:])
     assert sorted(ids[0]) == list(range(ITEMS + 2))
@@ -87,7 +89,7 @@ def test_new_items_of_a_matrix_are_named_by_place():
 
 def test_score_and_similar_know_new_entities_of_both_sides(model):
     left, right = users([31, 32]), items(NEW)
-    found = model.score(["u31", "u1"], ["i24", "i25"], left_features=left, right_features=right)
+    found = model.predict(["u31", "u1"], ["i24", "i25"], left_features=left, right_features=right)
     P = np.stack([model.embed(left_features=left)[0], model.embed("u1")[0]])
     np.testing.assert_allclose(found, (P * model.embed(right_features=right)[:2]).sum(1), rtol=1e-4, atol=1e-5)
     ids, scores = model.similar("i24", k=ITEMS, right_features=right)
@@ -234,7 +236,7 @@ def test_several_parts_are_joined_by_id_and_matrices_by_place():
     new = [items(NEW), dense[ITEMS:], {name: cells[::-1] for name, cells in tags.items()}]  # in another order
     straight = [items(NEW), dense[ITEMS:], {name: cells[ITEMS:] for name, cells in tags.items()}]
     expected = model.embed(["u1"]) @ model.embed(right_features=straight).T
-    found = model.score(["u1"] * len(NEW), items(NEW)["item"], right_features=new)
+    found = model.predict(["u1"] * len(NEW), items(NEW)["item"], right_features=new)
     np.testing.assert_allclose(found, expected[0], rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="right_features: got 5 and 6 rows, expected as many rows in each"):
         model.recommend("u1", right_features=[items(NEW), dense[ITEMS:-1], tags])

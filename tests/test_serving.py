@@ -127,7 +127,9 @@ def test_neighbours_of_several_together_are_of_their_mean_direction(api):
 
 def test_scores_and_embeddings_are_those_of_the_model(api):
     left, right = ["user 1", "a/b"], ["i3", "i9"]
-    np.testing.assert_allclose(post(api, "/score", left=left, right=right)["scores"], model().score(left, right), 1e-5)
+    np.testing.assert_allclose(
+        post(api, "/score", left=left, right=right)["scores"], model().predict(left, right), 1e-5
+    )
     np.testing.assert_allclose(post(api, "/embed", ids=left)["embeddings"], model().embed(left), rtol=1e-6)
     np.testing.assert_allclose(
         post(api, "/embed", ids=right, side="right")["embeddings"], model().embed(right, "right"), rtol=1e-6

@@ -112,12 +112,16 @@ class FittedModel(RankedLists):
         own = own_pairs((self.left.ids, self.right.ids), self.seen.shape)
         return sp.csr_matrix(self.seen - self.seen.multiply(own))
 
-    def score(
+    def predict(
         self, left: Any, right: Any, *, left_features: Any = None, right_features: Any = None
     ) -> NDArray[np.float32]:
-        """How well pairs of ids go together: their scores, element by element.
+        """Scores p_iᵀq_j of pairs of ids, element by element: how well the two entities of each pair go together.
 
-        The score is p_iᵀq_j; new entities are described as for :meth:`similar`.
+        Args:
+            left: ids of left entities.
+            right: as many ids of right entities.
+            left_features: describes new left entities, as for :meth:`similar`.
+            right_features: describes new right entities.
         """
         here = self.grown("left", left_features)[0].grown("right", right_features)[0]
         rows, columns = here.left.rows(check.ids("left", left)), here.right.rows(check.ids("right", right))
