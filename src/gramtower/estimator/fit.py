@@ -27,6 +27,7 @@ from gramtower.engine.towers.mlp import mlp_towers
 from gramtower.engine.towers.towers import Towers
 from gramtower.estimator import defaults
 from gramtower.estimator.entities import CANDIDATES
+from gramtower.estimator.expected_ids import move_expected_ids
 from gramtower.estimator.fit_data import FitData, hold_out, own_pairs, prepare_data, rejoined
 from gramtower.estimator.fitted import FittedModel, pattern_of
 from gramtower.estimator.refinement import least_budget, refine
@@ -172,6 +173,7 @@ def _fit(
             "omega": problem.omega, "l2": problem.l2, "embedding_l2": problem.embedding_l2, "shards": problem.shards
         }  # fmt: skip
         del point, problem, measure
+    move_expected_ids(towers, data, left, right)
     if moved:
         left, right = _refined(settings, data, left, right)
     return FittedModel(
