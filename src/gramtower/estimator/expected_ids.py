@@ -212,7 +212,8 @@ def _power(expected: ExpectedIds, towers: Towers, data: FitData, left: Tensor, r
     ids[expected.first : expected.first + place.total] = 0
     unnamed = as_features("right_features", sp.csr_matrix(known @ sp.diags(ids)), known.shape[0])
     counts = [int(new[a:b].sum()) for a, b in pairwise(place.bounds)]
-    asked = rng.permutation(len(left))[: max(1, _ASKED // group.size)]
+    asked = np.sort(rng.permutation(data.shards.left.total)[:_ASKED])
+    asked = data.shards.left.local(torch.from_numpy(asked)).numpy()
     seen = sp.csr_matrix(data.matrix[asked])
     k, mask, Q = min(_PLACES, -(-place.total // 10)), torch.from_numpy(new), right.clone()
     seen_rows, seen_columns = seen.nonzero()
