@@ -216,7 +216,8 @@ class TwoTower(ModelSettings):
         """Add pairs to those the model knows, and run a few iterations from its weights.
 
         Old pairs, entities and seen lists stay; new entities get rows after the old ones, in the order of their first
-        pair. A pair that was known is taken as it is given now. Of the old pairs the model keeps which there are: all
+        pair. Entities of :meth:`add` stay too; other rows of a table without pairs are not taken into the model. A pair
+        that was known is taken as it is given now. Of the old pairs the model keeps which there are: all
         have the label 1 and no weight. A model fitted with other labels or with weights is refused; fit all pairs with
         ``warm_start=True`` instead. If it fails, the model stays what it was.
 
