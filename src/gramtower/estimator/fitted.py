@@ -167,6 +167,7 @@ class FittedModel(RankedLists):
         exclude: Any = None,
         by: str | None = None,
         candidates: str = "all",
+        allow: Sequence[Any] | None = None,
         left_features: Any = None,
         right_features: Any = None,
         histories: Any = None,
@@ -192,7 +193,9 @@ class FittedModel(RankedLists):
             exclude: further pairs to leave out, as for :meth:`recommend`; they do not count where they are tested.
             by: "popularity" or "activity" for a break-down.
             candidates: "all" right entities are ranked, also those added later and those of ``right_features``;
-                "trained" for those of the training data alone, where pairs of others are left out and counted.
+                "trained" for those of the training data only, where pairs of others are left out and counted.
+            allow: rank only these right ids, such as those of new entities. Pairs of others are left out and counted as
+                ``left_out["not_allowed"]``; unknown ids are ignored, with a warning.
             left_features: describes left entities of ``test`` as for :meth:`recommend`. Those in it, or in
                 ``histories``, are embedded as described, whether the model knows them or not; the others as it knows
                 them. What known ones have seen is left out either way.
@@ -210,7 +213,8 @@ class FittedModel(RankedLists):
         here = self.grown("right", right_features)[0]
         if check.choice("candidates", candidates, CANDIDATES) == "trained":
             here = here.without_added_right()
-        ranking = measuring.Ranking(metrics, exclude_seen, exclude, by, candidates == "trained")
+        allowed = None if allow is None else np.unique(here.right.known_rows("allow", allow))
+        ranking = measuring.Ranking(metrics, exclude_seen, exclude, by, candidates == "trained", allowed)
         if left_features is None and histories is None:
             return measuring.of_known(here, test, ranking)
         return measuring.of_described(here, test, ranking, left_features, histories)
