@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from test_new_entities import ITEMS, NEW, USERS, item_table, items, pairs, small, user_table
+from test_new_entities import ITEMS, NEW, USERS, item_table, items, pairs, small, user_table, users
 
 import gramtower as gt
 from gramtower.data.left_out import LeftOutWarning
@@ -51,6 +51,29 @@ def test_evaluate_ranks_all_or_trained_candidates(both):
         assert every.evaluate(mixed, candidates="trained").left_out["unknown_right"] == unknown > 0
     with pytest.raises(ValueError, match="candidates: got 'some', expected"):
         every.evaluate(test, candidates="some")
+
+
+@pytest.mark.parametrize("described", [False, True])
+def test_evaluate_ranks_the_allowed_ids_only(both, described):
+    every = both[1]
+    test = pairs(right=WHOLE, keep=lambda i, j: (i + j) % 4 == 0)
+    allowed = [f"i{j}" for j in (1, 5, 9, *NEW)]
+    options = {"left_features": user_table(range(USERS))} if described else {}
+    found = every.evaluate(test, ("recall@3", "map@3"), allow=allowed, **options)
+    hits, recall = 0, []
+    lists, _ = every.recommend(test.left_ids, 3, allow=allowed)
+    for row, names in enumerate(lists):
+        if described:
+            names = every.recommend(left_features=users([int(test.left_ids[row][1:])]), k=3, allow=allowed)[0][0]
+        relevant = set(test.right_ids[test.matrix[row].indices]) & set(allowed)
+        hits += len(relevant)
+        recall += [len(relevant & set(names)) / len(relevant)] if relevant else []
+    assert found["recall@3"] == pytest.approx(np.mean(recall))
+    assert found.left_out == {"not_allowed": len(test) - hits, "unknown_left": 0, "unknown_right": 0, "seen": 0}
+    with pytest.warns(LeftOutWarning, match="allow: 1 of 10 ids"):
+        assert every.evaluate(test, ("recall@3", "map@3"), allow=[*allowed, "none"], **options) == found
+    with pytest.raises(ValueError, match=r"^allow: got 0 known ids"), pytest.warns(LeftOutWarning):
+        every.evaluate(test, allow=["none"], **options)
 
 
 def test_an_update_learns_nothing_from_them_either_and_keeps_them():
@@ -101,5 +124,12 @@ def test_candidates_in_the_shell(tmp_path, capsys):
         tokens = ["--test", tmp_path / "test.csv", "--no-exclude-seen", "--candidates", chosen, "--json", "--quiet"]
         code, said = call("evaluate", tmp_path / "run", *tokens)
         assert (code, json.loads(said.out)["left_out"]["unknown_right"]) == (0, left_out)
+    tokens = ["--test", tmp_path / "test.csv", "--no-exclude-seen", "--allow", "i0", "--allow", "none", "--json"]
+    code, said = call("evaluate", tmp_path / "run", *tokens)
+    assert (code, json.loads(said.out)["left_out"]["not_allowed"]) == (0, 1)
+    assert "allow: 1 of 2 ids are unknown" in said.err
+    code, said = call("recommend", tmp_path / "run", "--left", "u0", "--allow", "i1", "--allow", "none", "--deny", "x")
+    assert (code, "i1" in said.out) == (0, True)
+    assert ("allow: 1 of 2" in said.err, "deny: 1 of 1" in said.err) == (True, True)
     code, said = call("cross-validate", *base, "--folds", "2", "--candidates", "all")
     assert (code, "--candidates" in said.err) == (2, True)

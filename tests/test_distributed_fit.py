@@ -70,6 +70,9 @@ def test_the_estimator_learns_evaluates_and_saves_the_same_model(tmp_path):
     kind = "history.gramtower"
     expected, found = (gt.load(tmp_path / w / kind).recommend(histories=histories, k=2)[1] for w in ("alone", "many"))
     np.testing.assert_allclose(found, expected, atol=2e-3)
+    new = np.eye(5)[:3]  # ids of new entities are expected from the features of all processes
+    one, saved = (gt.load(tmp_path / w / "beside.gramtower").embed(right_features=new) for w in ("alone", "many"))
+    np.testing.assert_allclose(saved, one, atol=2e-3)
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

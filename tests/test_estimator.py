@@ -82,6 +82,33 @@ def test_allow_and_deny_lists(model):
     assert "000" not in denied[0]
 
 
+@pytest.mark.parametrize("kind", ["text", "numbers", "rows"])
+def test_unknown_ids_of_allow_and_deny_are_ignored_and_counted(kind):
+    pairs, users, items, strange = checkerboard(), range(20), range(20), [50, 60, 70]
+    if kind != "rows":
+        pairs = gt.Interactions.from_matrix(pairs, *((named().left_ids, named().right_ids) if kind == "text" else ()))
+    if kind == "text":
+        users, items, strange = named().left_ids, named().right_ids, ["no", "nor", "none"]
+    model = small(max_iterations=2).fit(pairs)
+    some = [items[1], items[3], items[1]]
+    for name in ("allow", "deny"):
+        expected = model.recommend(users, k=5, **{name: some})
+        with pytest.warns(gt.data.left_out.LeftOutWarning, match=rf"^{name}: 3 of 6 ids are unknown") as warned:
+            found = model.recommend(users, k=5, **{name: [*some, *strange]})
+        assert len(warned) == 1
+        assert all(map(np.array_equal, found, expected))
+    with pytest.warns(UserWarning, match="allow: 3 of 3"):
+        ids, scores = model.recommend(users, k=5, allow=strange)
+    assert np.isneginf(scores).all()
+    assert set(ids.ravel().tolist()) == {None if kind == "text" else -1}
+
+
+def test_an_allowed_id_of_the_other_type_is_an_error():
+    model = small(max_iterations=1).fit(gt.Interactions.from_matrix(checkerboard()))
+    with pytest.raises(ValueError, match="whole numbers here, and 3 is one of them"):
+        model.recommend([1], allow=[1, "3", 99])
+
+
 def test_places_without_an_answer_are_empty(model):
     ids, scores = model.recommend("user 000", k=20)
     assert (ids[0][11:] == None).all()  # noqa: E711
@@ -98,7 +125,7 @@ def test_similar_entities_share_their_parity(model):
 
 def test_score_embed_and_recommend_agree(model):
     ids, scores = model.recommend("user 005", k=2)
-    assert model.score(["user 005"] * 2, ids[0]) == pytest.approx(scores[0], rel=1e-5)
+    assert model.predict(["user 005"] * 2, ids[0]) == pytest.approx(scores[0], rel=1e-5)
     product = model.embed(["user 005"]) @ model.embed(ids[0], side="right").T
     assert product[0] == pytest.approx(scores[0], rel=1e-5)
 
@@ -109,7 +136,7 @@ def test_changing_an_answer_changes_nothing_in_the_model(hidden):
     fitted = small(hidden=hidden, max_iterations=2).fit(pairs)
 
     def answers():
-        lists = (*fitted.recommend([0, 1], k=3), *fitted.similar([0, 1], k=3), fitted.score([0, 1], [1, 0]))
+        lists = (*fitted.recommend([0, 1], k=3), *fitted.similar([0, 1], k=3), fitted.predict([0, 1], [1, 0]))
         return (*lists, *(fitted.embed(ids, side=side) for ids in (None, [0, 1]) for side in ("left", "right")))
 
     before = answers()
@@ -402,7 +429,7 @@ def test_where_all_or_nearly_all_pairs_are_observed_the_model_does_not_collapse(
         fitted = gt.TwoTower(dim=4, device="cpu").fit(pairs)
         assert fitted.omega_ <= 4
         rows, columns = pairs.nonzero()
-        assert (fitted.score(rows, columns) * pairs.data > 1).all()
+        assert (fitted.predict(rows, columns) * pairs.data > 1).all()
 
 
 def test_an_entity_without_pairs_has_no_neighbours_and_is_none():
@@ -505,11 +532,12 @@ def test_an_interrupted_fit_goes_on_from_its_checkpoint(tmp_path):
         (lambda m: m.recommend("user 0O5"), r"unknown ids 'user 0O5' \(nearest: 'user"),
         (lambda m: m.recommend(), "left: got None"),
         (lambda m: m.recommend("user 001", k=0), "k: got 0"),
-        (lambda m: m.recommend("user 001", deny=["x"]), "right ids: got unknown ids 'x'"),
+        (lambda m: m.recommend("user 001", deny=[1.5]), "deny: got 1.5"),
+        (lambda m: small().fit(checkerboard()).recommend([1], allow=["x"]), "right ids: got 'x'"),
         (lambda m: m.recommend(left_features=np.ones((1, 3))), "knows left ids only"),
         (lambda m: m.recommend(histories=[["001"]]), 'fitted with left_features="history"'),
         (lambda m: m.similar("001", side="top"), "side: got 'top'"),
-        (lambda m: m.score(["user 001"], ["001", "002"]), "1 and 2 ids"),
+        (lambda m: m.predict(["user 001"], ["001", "002"]), "1 and 2 ids"),
         (lambda m: m.evaluate(checkerboard()), "a matrix without ids"),
         (lambda m: small().recommend([1]), "not fitted yet"),
         (lambda m: small().fit([[1, 0]]), "pairs: got list"),

@@ -43,7 +43,7 @@ def test_parts_of_a_linear_tower_are_those_of_the_dense_product():
     assert found.method == "linear"
     assert found.base == 0
     assert abs(found.remainder) < 1e-12
-    assert found.score == pytest.approx(float(model.score(["u3"], ["i5"])[0]), rel=1e-4, abs=1e-6)
+    assert found.score == pytest.approx(float(model.predict(["u3"], ["i5"])[0]), rel=1e-4, abs=1e-6)
     values = [one.value for one in found.contributions]
     assert values == sorted(values, reverse=True)
 
@@ -104,7 +104,7 @@ def test_towers_of_ones_own_are_explained_through_their_gradient():
     found = model.explain(2, 4, left_features=rows[0][2:3])
     assert [one.name for one in sorted(found.contributions, key=lambda one: one.name)] == [0, 1, 2]
     assert abs(found.remainder) < 1e-6
-    assert found.score == pytest.approx(float(model.score([2], [4])[0]), abs=1e-5)
+    assert found.score == pytest.approx(float(model.predict([2], [4])[0]), abs=1e-5)
     other = model.explain(2, 4, side="right", right_features=rows[1][4:5])
     assert len(other.contributions) == 5
     assert other.score == pytest.approx(found.score, abs=1e-5)
@@ -163,7 +163,7 @@ def test_ids_beside_a_history_have_a_part_of_their_own_and_new_entities_none():
     model = gt.TwoTower(hidden=(6,), **OPTIONS).fit(DATA, left_features=["id", "history"])
     found = model.explain("u3", "i5")
     assert [one.name for one in found.contributions if one.kind == "id"] == ["u3"]
-    assert found.score == pytest.approx(float(model.score(["u3"], ["i5"])[0]), abs=1e-5)
+    assert found.score == pytest.approx(float(model.predict(["u3"], ["i5"])[0]), abs=1e-5)
     new = model.explain(right="i5", histories=[["i1", "i2"]])
     assert sorted(one.name for one in new.contributions) == ["i1", "i2"]
     q, p = model.embed(["i5"], side="right")[0], model.embed(histories=[["i1", "i2"]])[0]
@@ -233,6 +233,6 @@ def test_an_id_with_a_smaller_entry_adds_what_its_tower_makes_of_it():
         model = gt.TwoTower(hidden=(6,), **OPTIONS).fit(DATA, **{f"{side}_features": ["id*0.25", rows]})
         place = (model.left_ if side == "left" else model.right_).rows([own])[0]
         found = model.explain("u3", "i5", side=side, **{f"{side}_features": rows[place : place + 1]})
-        assert found.score == pytest.approx(float(model.score(["u3"], ["i5"])[0]), abs=1e-5)
+        assert found.score == pytest.approx(float(model.predict(["u3"], ["i5"])[0]), abs=1e-5)
         assert total(found) == pytest.approx(found.score, abs=1e-12)
         assert [one.name for one in found.contributions if one.kind == "id"] == [own]

@@ -78,8 +78,9 @@ def test_new_items_of_a_matrix_are_named_by_place():
     place = ids[0].tolist().index(("new", 1))
     expected = named.embed(["u1"])[0] @ named.embed(right_features=features[-1:])[0]
     assert scores[0, place] == pytest.approx(expected, rel=1e-5)
-    assert named.score(["u1"], [("new", 1)], right_features=features[ITEMS:])[0] == pytest.approx(expected, rel=1e-5)
-    assert named.score(["u1", "u1"], [("new", 1), "i3"], right_features=features[ITEMS:])[1] == named.score("u1", "i3")
+    assert named.predict(["u1"], [("new", 1)], right_features=features[ITEMS:])[0] == pytest.approx(expected, rel=1e-5)
+    both = named.predict(["u1", "u1"], [("new", 1), "i3"], right_features=features[ITEMS:])
+    assert both[1] == named.predict("u1", "i3")
     numbered = small().fit(pairs().matrix, right_features=features[:ITEMS])
     ids, _ = numbered.recommend([1], k=ITEMS + 2, exclude_seen=False, right_features=features[ITEMS:])
     assert sorted(ids[0]) == list(range(ITEMS + 2))
@@ -87,7 +88,7 @@ def test_new_items_of_a_matrix_are_named_by_place():
 
 def test_score_and_similar_know_new_entities_of_both_sides(model):
     left, right = users([31, 32]), items(NEW)
-    found = model.score(["u31", "u1"], ["i24", "i25"], left_features=left, right_features=right)
+    found = model.predict(["u31", "u1"], ["i24", "i25"], left_features=left, right_features=right)
     P = np.stack([model.embed(left_features=left)[0], model.embed("u1")[0]])
     np.testing.assert_allclose(found, (P * model.embed(right_features=right)[:2]).sum(1), rtol=1e-4, atol=1e-5)
     ids, scores = model.similar("i24", k=ITEMS, right_features=right)
@@ -234,7 +235,7 @@ def test_several_parts_are_joined_by_id_and_matrices_by_place():
     new = [items(NEW), dense[ITEMS:], {name: cells[::-1] for name, cells in tags.items()}]  # in another order
     straight = [items(NEW), dense[ITEMS:], {name: cells[ITEMS:] for name, cells in tags.items()}]
     expected = model.embed(["u1"]) @ model.embed(right_features=straight).T
-    found = model.score(["u1"] * len(NEW), items(NEW)["item"], right_features=new)
+    found = model.predict(["u1"] * len(NEW), items(NEW)["item"], right_features=new)
     np.testing.assert_allclose(found, expected[0], rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="right_features: got 5 and 6 rows, expected as many rows in each"):
         model.recommend("u1", right_features=[items(NEW), dense[ITEMS:-1], tags])
@@ -300,3 +301,94 @@ def test_a_column_that_rows_of_new_entities_lack_is_named(model, tmp_path):
     path.write_text("user,age\nu99,3\n")
     with pytest.raises(ValueError, match="left_features: got a table of user, age, expected the column 'group'"):
         model.recommend(left_features=path)
+
+
+def catalogue(count=600, users=300, picks=30):
+    """Pairs of users with popular items and those of a group: of four fifths of the items, of the others; a table."""
+    rng = np.random.default_rng(0)
+    group, taste = np.arange(count) % 6, rng.normal(size=(users, 4))
+    popularity = np.exp(4 * group / 6 + 0.7 * rng.normal(size=count))
+    likings = np.exp(0.5 * taste @ rng.normal(size=(4, count))) * popularity  # which no feature tells
+    likings *= np.where(group == np.arange(users)[:, None] % 6, 4.0, 1.0)
+    picked = [rng.choice(count, picks, replace=False, p=row / row.sum()) for row in likings]
+    names = [f"i{j}" for j in range(count)]
+    table = {"item": names, "group": [str(g) for g in group], "color": [str(c) for c in rng.integers(5, size=count)]}
+    every = gt.Interactions.from_arrays(
+        np.repeat([f"u{i}" for i in range(users)], picks).tolist(), [names[j] for row in picked for j in row]
+    )
+    new = [names[j] for j in rng.permutation(count)[: count // 5]]
+    held = np.isin(every.right_ids[every.matrix.indices], new)
+    return every.subset(~held).without_empty(), every.subset(held).without_empty(), table
+
+
+def group_table(table):
+    return FeatureTable(table, "item", categorical=["group", "color"])
+
+
+def without_expected_ids(monkeypatch):
+    monkeypatch.setattr("gramtower.estimator.fit.move_expected_ids", lambda *given: None)
+
+
+@pytest.mark.parametrize(("hidden", "ids"), [((), "id"), ((16,), "id"), ((16,), "id*0.3")])
+def test_ids_give_trained_items_no_constant_advantage_over_new_ones(hidden, ids, monkeypatch):
+    train, test, table = catalogue()
+    options = dict(dim=8, hidden=hidden, seed=1, max_iterations=10, device="cpu")
+    found, known, share = {}, {}, {}
+    for name in ("zero", "expected"):
+        with monkeypatch.context() as patch:
+            if name == "zero":
+                without_expected_ids(patch)
+            model = gt.TwoTower(**options).fit(train, right_features=[ids, group_table(table)])
+        known[name] = model.embed(side="right")
+        model.add(right_features=table)
+        found[name] = model.evaluate(test, ("recall@20",))["recall@20"]
+        share[name] = float(
+            (model.right_.rows(model.recommend(model.left_.ids, 20)[0].ravel()) >= len(known[name])).mean()
+        )
+    assert np.array_equal(known["zero"], known["expected"])
+    assert found["expected"] > 1.4 * found["zero"]
+    assert 1.4 * share["zero"] < share["expected"] < 0.2  # of the catalogue they are a fifth
+
+
+@pytest.mark.parametrize("hidden", [(), (8,)])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_towers_with_expected_ids_embed_trained_entities_as_before(hidden, normalize):
+    train, _, table = catalogue(60, 40)
+    parity = {"user": list(train.left_ids), "parity": [str(int(u[1:]) % 2) for u in train.left_ids]}
+    left = FeatureTable(parity, "user", categorical=["parity"])
+    model = small(hidden=hidden, normalize=normalize).fit(
+        train, ["id", "history", left], ["id*0.5", group_table(table)]
+    )
+    from gramtower.data.features import as_features
+    from gramtower.estimator.fit_data import prepare_data
+
+    data = prepare_data(model, train, ["id", "history", left], ["id*0.5", group_table(table)])
+    for side, rows in zip(("left", "right"), data.features, strict=True):
+        again = model.towers_.embed(side, as_features(side, rows, rows.shape[0]))
+        np.testing.assert_allclose(again.numpy(), model.embed(side=side), atol=2e-5)
+
+
+def test_expected_ids_are_those_of_the_file_and_of_exports(tmp_path):
+    train, _, table = catalogue(60, 40)
+    model = small().fit(train, right_features=["id", group_table(table)])
+    expected = model.embed(right_features=table)
+    model.save(tmp_path / "m")
+    assert np.array_equal(gt.load(tmp_path / "m").embed(right_features=table), expected)
+    added = gt.load(tmp_path / "m").add(right_features=table)
+    new = [name for name in table["item"] if name not in set(train.right_ids)]
+    rows = [table["item"].index(name) for name in new]
+    np.testing.assert_allclose(added.embed(new, side="right"), expected[rows], atol=1e-6)
+
+
+def test_towers_of_ones_own_without_an_input_layer_stay_as_they_are():
+    import torch
+
+    def own(problem):
+        return gt.Towers(torch.nn.Embedding(problem.left.rows, 4), torch.nn.Linear(problem.right.width, 4))
+
+    train, _, table = catalogue(60, 40)
+    model = small(towers=own).fit(train, right_features=["id", group_table(table)])
+    x = model.right_.inputs.new("right", table, None)
+    bias = model.towers_.right.bias.detach().numpy()
+    expected = x @ model.towers_.right.weight.detach().numpy().T + bias
+    np.testing.assert_allclose(model.embed(right_features=table), expected, atol=1e-5)

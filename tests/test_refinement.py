@@ -180,7 +180,7 @@ def test_an_explanation_names_what_own_pairs_add():
     by_features = float(model.embed(left_features=left[5])[0] @ model.embed(side="right")[7])
     assert own.name == 5
     assert math.isclose(own.value, found.score - by_features, abs_tol=1e-5)
-    assert math.isclose(found.score, float(model.score([5], [7])[0]), abs_tol=1e-5)
+    assert math.isclose(found.score, float(model.predict([5], [7])[0]), abs_tol=1e-5)
     assert abs(found.remainder) < 1e-5
     new = model.explain(right=7, left_features=left[5])
     assert not [part for part in new.contributions if part.kind == "id"]

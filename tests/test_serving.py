@@ -61,6 +61,18 @@ def test_options_mean_what_they_mean_in_python(api, options):
     )
 
 
+def test_unknown_ids_of_allow_and_deny_are_ignored_and_counted(api):
+    asked = dict(left=["user 1", "a/b"], k=5)
+    answer = post(api, "/recommend", **asked, allow=["i1", "no", "i3", "nor"], deny=["none"])
+    assert (answer["unknown_allowed"], answer["unknown_denied"]) == (2, 1)
+    assert lists(answer) == expected("history", asked["left"], k=5, allow=["i1", "i3"])
+    assert "unknown_allowed" not in post(api, "/recommend", **asked, allow=["i1"])
+    empty = post(api, "/recommend", **asked, allow=["no"])
+    assert (lists(empty), empty["unknown_allowed"]) == ([[], []], 1)
+    lines = api.post("/recommend", json={**asked, "allow": ["i1", "no"], "stream": True}).text.splitlines()
+    assert [json.loads(line)["unknown_allowed"] for line in lines] == [1, 1]
+
+
 def test_k_beyond_all_entities_gives_all_that_are_not_seen(api):
     seen = model().seen_[model().left_.rows(["user 0"])[0]].nnz
     assert len(lists(post(api, "/recommend", left=["user 0"], k=1000))[0]) == ITEMS - seen
@@ -127,7 +139,9 @@ def test_neighbours_of_several_together_are_of_their_mean_direction(api):
 
 def test_scores_and_embeddings_are_those_of_the_model(api):
     left, right = ["user 1", "a/b"], ["i3", "i9"]
-    np.testing.assert_allclose(post(api, "/score", left=left, right=right)["scores"], model().score(left, right), 1e-5)
+    np.testing.assert_allclose(
+        post(api, "/score", left=left, right=right)["scores"], model().predict(left, right), 1e-5
+    )
     np.testing.assert_allclose(post(api, "/embed", ids=left)["embeddings"], model().embed(left), rtol=1e-6)
     np.testing.assert_allclose(
         post(api, "/embed", ids=right, side="right")["embeddings"], model().embed(right, "right"), rtol=1e-6
@@ -167,7 +181,6 @@ def test_unknown_ids_are_404_and_name_near_ones(api):
     assert "user 2" in found["error"]
     assert post(api, "/recommend", 404, left=[7])["near"] == {"7": []}
     assert post(api, "/similar", 404, ids=["i 4"])["near"]["i 4"][0] == "i4"
-    assert post(api, "/recommend", 404, left=["a/b"], deny=["i4x"])["unknown"] == ["i4x"]
     assert post(api, "/recommend", 404, left=["a/b"], model="histry")["near"] == ["history"]
 
 

@@ -34,10 +34,10 @@ RUN = {
     "check_fit_check_is_fitted",
 }  # fmt: skip
 _X = "X is a table of numbers there; pairs are not one, and OnPairs would be tested in the place of the estimator"
-_PREDICT = "of predict and transform, which an estimator of pairs has not"
+_PREDICT = "predict takes left and right ids, and there is no transform"
 #: And the others, with the reason why they are left out.
 LEFT_OUT = {
-    "check_fit_score_takes_y": "score(left, right) are the scores of pairs; there is no y",
+    "check_fit_score_takes_y": "score takes pairs; there is no y",
     "check_pipeline_consistency": "likewise",
     "check_n_features_in": "pairs have no features; those of entities are arguments of fit, on each side",
     "check_n_features_in_after_fitting": "likewise",
@@ -67,6 +67,9 @@ class OnPairs(gt.TwoTower):
 
     def fit(self, X, y=None):
         return super().fit(sp.csr_matrix(np.where(X.mean() < X, 1.0, 0.0)))
+
+    def predict(self, X):
+        return super().predict(range(len(X)), [0] * len(X))
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
@@ -127,6 +130,36 @@ def test_a_grid_search_finds_what_cross_validation_measures():
     assert search.best_estimator_.dim_ == 4
     assert len(search.best_estimator_.trained_.data) == len(pairs)
     assert search.best_estimator_.recommend(["u3"], k=2)[0].shape == (1, 2)
+
+
+def test_a_search_without_scoring_chooses_by_the_metric_of_the_model():
+    pairs = grouped()
+    search = GridSearchCV(small(omega=0.05, metric="ndcg@5"), {"dim": [1, 4]}, cv=gt.PairSplit(3, seed=2))
+    search.fit(gt.PairSamples(pairs))
+    given = GridSearchCV(
+        small(omega=0.05), {"dim": [1, 4]}, cv=gt.PairSplit(3, seed=2), scoring=gt.ranking_scorer("ndcg@5")
+    ).fit(gt.PairSamples(pairs))
+    scores = search.cv_results_["mean_test_score"]
+    assert np.isfinite(scores).all()
+    assert scores.tolist() == given.cv_results_["mean_test_score"].tolist()
+    assert scores[1] > scores[0]
+    assert search.best_params_ == {"dim": 4}
+    held = per_user(pairs, 0.3, seed=1)
+    search.fit(gt.PairSamples(held.train))
+    assert search.score(gt.PairSamples(held.test)) == search.best_estimator_.score(held.test) > 0
+
+
+def test_score_is_the_metric_of_the_model_on_pairs_and_predict_scores_pairs():
+    split = per_user(grouped(), 0.3, seed=1)
+    model = small(metric="recall@5").fit(split.train)
+    assert model.score(split.test) == model.evaluate(split.test, ("recall@5",))["recall@5"]
+    assert model.score(gt.PairSamples(split.test)) == model.score(split.test)
+    assert model.set_params(metric="gini@5").score(split.test) < 0  # less is better
+    left, right = ["u3", "u4"], ["i3", "i5"]
+    expected = (model.embed(left) * model.embed(right, side="right")).sum(1)
+    assert np.allclose(model.predict(left, right), expected, rtol=1e-5)
+    with pytest.warns(DeprecationWarning, match="predict"):
+        assert np.array_equal(model.score(left, right), model.predict(left, right))
 
 
 def test_features_of_entities_are_handed_on_whole():

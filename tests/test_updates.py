@@ -219,3 +219,30 @@ def test_an_update_reads_the_model_when_no_other_can_write_it(tmp_path, monkeypa
     flags = ["--left", "user", "--right", "item", "--quiet"]
     assert run(["update", str(tmp_path), str(tmp_path / "more.csv"), *flags]) == 0
     assert known(gt.load(tmp_path / "model.gramtower")) == as_set(whole())
+
+
+def item_table(count):
+    columns = {"item": [f"i{j}" for j in range(count)], "kind": [str(j % 4) for j in range(count)]}
+    return FeatureTable(columns, "item", categorical=["kind"])
+
+
+@pytest.mark.parametrize("tables", [1, 2])
+def test_an_update_keeps_what_was_added_and_no_other_row_of_the_table(tables, tmp_path):
+    pairs = whole()
+    features = ["id", *[item_table(100)] * tables]
+    model = gt.TwoTower(**OPTIONS).fit(pairs, right_features=features)
+    rows = {"item": ["i80", "i81"], "kind": ["0", "1"]}
+    model.add(right_features=rows if tables == 1 else [rows] * tables)
+    more = Interactions.from_arrays(["u1", "u2", "u3"], ["i70", "i80", "i2"])
+    model.save(tmp_path / "m")
+    for one in (model, gt.load(tmp_path / "m")):
+        one.update(more, right_features=features, iterations=1)
+        assert set(one.right_.ids) == {*pairs.right_ids, "i70", "i80", "i81"}
+        assert (one.right_.ids[-1], one.right_.added) == ("i81", 1)  # i80 has a pair now
+        again = one.embed(right_features=rows if tables == 1 else [rows] * tables)[1]
+        assert np.allclose(one.embed(["i81"], side="right")[0], again, atol=1e-6)
+        one.update(more, right_features=["id", *[item_table(60)] * tables], iterations=0)
+        assert one.right_.ids[-1] == "i81"  # as an entity of which nothing is known but that it is there
+    wide = gt.TwoTower(**OPTIONS).fit(pairs, right_features=features, candidates="all")
+    wide.update(more, right_features=["id", *[item_table(120)] * tables], iterations=0)
+    assert set(wide.right_.ids) == {f"i{j}" for j in range(100)}

@@ -7,6 +7,8 @@ answers all questions. Checked by tests/test_estimator.py.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from pathlib import Path
@@ -16,6 +18,7 @@ from gramtower import _checks as check
 from gramtower import _html as html
 from gramtower._optional import need
 from gramtower.data.frames import Column
+from gramtower.data.samples import pairs_of
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
 from gramtower.estimator.columns import Columns
@@ -26,6 +29,7 @@ from gramtower.estimator.model_file import read_model, write_model
 from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.update import ITERATIONS, update
 from gramtower.export.write import write_export
+from gramtower.metrics.definitions import LOWER_IS_BETTER, parse
 from gramtower.pages.figures import run_figure
 from gramtower.training.callbacks import Callback
 from gramtower.tuning.report import Search
@@ -212,7 +216,8 @@ class TwoTower(ModelSettings):
         """Add pairs to those the model knows, and run a few iterations from its weights.
 
         Old pairs, entities and seen lists stay; new entities get rows after the old ones, in the order of their first
-        pair. A pair that was known is taken as it is given now. Of the old pairs the model keeps which there are: all
+        pair. Entities of :meth:`add` stay too; other rows of a table without pairs are not taken into the model. A pair
+        that was known is taken as it is given now. Of the old pairs the model keeps which there are: all
         have the label 1 and no weight. A model fitted with other labels or with weights is refused; fit all pairs with
         ``warm_start=True`` instead. If it fails, the model stays what it was.
 
@@ -341,6 +346,26 @@ class TwoTower(ModelSettings):
         self.fitted_ = self._known().with_added(left_features, right_features, **more)
         return self
 
+    def score(self, X: Any, y: Any = None, **described: Any) -> Any:
+        """The model's ``metric`` on held-out pairs, as scikit-learn's searches and ``cross_val_score`` ask for it.
+
+        A search without ``scoring`` chooses by it; :func:`gramtower.ranking_scorer` gives another metric. A metric of
+        which less is better is negated.
+
+        Args:
+            X: the pairs: :class:`~gramtower.PairSamples`, or what ``test`` of :meth:`evaluate` may be.
+            y: None. Two lists of ids, ``score(left, right)``, still give the scores of pairs, with a
+                DeprecationWarning; :meth:`predict` has taken their place.
+            described: further arguments of :meth:`evaluate`, such as ``left_features``.
+        """
+        if y is not None:
+            text = "score(left, right) is now predict(left, right); score(pairs) is the model's metric on pairs"
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+            return self.predict(X, y, **described)
+        (metric,) = parse(self.metric, "metric")
+        found = float(self.evaluate(pairs_of(X), (metric.name,), **described)[metric.name])
+        return -found if metric.kind in LOWER_IS_BETTER else found
+
     def plot(self) -> Figure:
         """A figure of the training: the objective and, with validation, the metric by iteration.
 
@@ -383,7 +408,7 @@ class TwoTower(ModelSettings):
     recommend_all = _asked(FittedModel.recommend_all)
     similar = _asked(FittedModel.similar)
     has_direction = _asked(FittedModel.has_direction)
-    score = _asked(FittedModel.score)
+    predict = _asked(FittedModel.predict)
     embed = _asked(FittedModel.embed)
     evaluate = _asked(FittedModel.evaluate)
 
@@ -428,7 +453,9 @@ class TwoTower(ModelSettings):
 
     def _known(self) -> FittedModel:
         if not hasattr(self, "fitted_"):
-            raise ValueError("model: not fitted yet; call fit first")
+            known = sys.modules.get("sklearn.exceptions")  # whose error, a ValueError, its tools look for
+            error: type[ValueError] = getattr(known, "NotFittedError", ValueError)
+            raise error("model: not fitted yet; call fit first")
         return self.fitted_
 
 

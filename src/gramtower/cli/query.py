@@ -36,6 +36,7 @@ def evaluate(
     exclude: Path | None = None,
     by: str | None = None,
     candidates: str = "all",
+    allow: Ids = None,
     left_features: Path | None = None,
     right_features: Path | None = None,
     histories: Path | None = None,
@@ -57,6 +58,7 @@ def evaluate(
         exclude: Further pairs to leave out of the ranking, a file like the test.
         by: A break-down: popularity (of right entities) or activity (of left ones).
         candidates: all that are ranked, with those of --right-features, or trained: those of the training data.
+        allow: Id of a right entity; only those given are ranked; may be repeated. Pairs of others are left out.
         left_features: Take the left entities of this table as new ones, described by it.
         right_features: Table of right entities, of which new ones are ranked among the others.
         histories: Take the left entities of these pairs as new ones, described by them, a file like the test.
@@ -75,6 +77,7 @@ def evaluate(
     for name, path in (("histories", histories), ("exclude", exclude)):
         if path is not None:
             new[name] = read_pairs(path, options_of_test(settings, path, data), name=f"--{name}")
+    new["allow"] = keys_of(model, "right", allow)
     found = model.evaluate(pairs, names, exclude_seen=exclude_seen, by=by, candidates=candidates, **new)
     counts: dict[str, Any] = {"pairs": len(pairs), "pairs_left_out": found.pairs_left_out}
     counts |= {"left_out": found.left_out, "exclude_seen": exclude_seen}
@@ -117,8 +120,8 @@ def recommend(
         k: How many.
         include_seen: Also those that it has: of its pairs of training and of validation, or of its history.
         exclude: Pairs of which none is to be shown, a file like the one the run read.
-        allow: Id of a right entity; only those given; may be repeated.
-        deny: Id of a right entity never to show; may be repeated.
+        allow: Id of a right entity; only those given; may be repeated. Unknown ids are ignored and counted.
+        deny: Id of a right entity never to show; may be repeated. Unknown ids are ignored and counted.
         candidates: all that there are, with those of --right-features, or trained: those of the training data.
         left_features: Table of new left entities, for models fitted with --left-features: all its rows, or --left.
         right_features: Table of right entities, for models fitted with --right-features: new ones are ranked too.

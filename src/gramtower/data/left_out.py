@@ -6,7 +6,7 @@ Checked by tests/test_interactions.py and tests/test_estimator.py.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -36,6 +36,14 @@ def warn_of_pairs(name: str, lost: int, total: int, example: object, hint: str =
     if lost > _SHARE * total:
         why = f"an id is not in the training data, such as {example!r}"
         _warn(f"pairs of {name}", lost, total, f"{why}; {hint}" if hint else why)
+
+
+def warn_of_ids(name: str, unknown: Sequence[object], total: int) -> None:
+    """Warn if some ids of an argument that takes unknown ones are not known; they are ignored."""
+    if unknown:
+        some = ", ".join(map(repr, unknown[:3]))
+        text = f"{name}: {len(unknown):,} of {total:,} ids are unknown to the model and are ignored, such as {some}"
+        warnings.warn(text, LeftOutWarning, stacklevel=4)
 
 
 def warn_of_header(names: tuple[str, str], ids: tuple[NDArray[Any], NDArray[Any]]) -> None:

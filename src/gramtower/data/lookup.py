@@ -61,6 +61,11 @@ def as_known(texts: Iterable[str], ids: NDArray[Any] | None) -> list[Key]:
     return [_number(text) if numbers else text for text in texts]
 
 
+def is_of_other_type(key: object, index: Mapping[Key, int]) -> bool:
+    """Whether an unknown id would be known as text instead of a number, or as a number instead of text."""
+    return isinstance(key, (str, int)) and (str(key) if isinstance(key, int) else _number(key)) in index
+
+
 def _is_text(index: Mapping[Key, int]) -> bool:
     return isinstance(next(iter(index)), str)
 

@@ -183,11 +183,14 @@ class Entities:
         return sp.csr_matrix(selection(what.rows_in(index_of(its[0])), len(its[0])) @ found.pairs)
 
     def chosen(self, allow: Any, deny: Any, candidates: str) -> dict[str, Any]:
-        """Columns to choose from and those never to choose, as top_k takes them; "trained" denies those added."""
-        denied = [] if deny is None else [self.right.rows(check.ids("deny", deny))]
+        """Columns to choose from and those never to choose, as top_k takes them; "trained" denies those added.
+
+        Unknown ids change nothing, with a warning.
+        """
+        denied = [] if deny is None else [self.right.known_rows("deny", deny)]
         if candidates == "trained":
             denied.append(np.arange(self.right.trained, len(self.right)))
-        allowed = None if allow is None else self.right.rows(check.ids("allow", allow))
+        allowed = None if allow is None else self.right.known_rows("allow", allow)
         return {"allow": allowed, "deny": np.concatenate(denied) if denied else None}
 
     def left_index(self) -> dict[Any, int]:

@@ -24,6 +24,7 @@ from gramtower.engine.objective.cuda_graphs import return_memory
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
 from gramtower.estimator.entities import CANDIDATES
+from gramtower.estimator.expected_ids import move_expected_ids
 from gramtower.estimator.fit_data import FitData, hold_out, own_pairs, prepare_data, rejoined
 from gramtower.estimator.fit_parts import (
     auto_weights,
@@ -192,6 +193,7 @@ def _fit(
         }  # fmt: skip
         del point, problem, measure
         return_memory()
+    move_expected_ids(towers, data, left, right)
     if moved:
         left, right = refined(settings, data, left, right)
     return FittedModel(

@@ -173,12 +173,16 @@ class FittedModel(RankedLists):
         own = own_pairs((self.left.ids, self.right.ids), self.seen.shape)
         return sp.csr_matrix(self.seen - self.seen.multiply(own))
 
-    def score(
+    def predict(
         self, left: Any, right: Any, *, left_features: Any = None, right_features: Any = None
     ) -> NDArray[np.float32]:
-        """How well pairs of ids go together: their scores, element by element.
+        """Scores p_iᵀq_j of pairs of ids, element by element: how well the two entities of each pair go together.
 
-        The score is p_iᵀq_j; new entities are described as for :meth:`similar`.
+        Args:
+            left: ids of left entities.
+            right: as many ids of right entities.
+            left_features: describes new left entities, as for :meth:`similar`.
+            right_features: describes new right entities.
         """
         here = self.grown("left", left_features)[0].grown("right", right_features)[0]
         rows, columns = here.left.rows(check.ids("left", left)), here.right.rows(check.ids("right", right))
@@ -224,6 +228,7 @@ class FittedModel(RankedLists):
         exclude: Any = None,
         by: str | None = None,
         candidates: str = "all",
+        allow: Sequence[Any] | None = None,
         left_features: Any = None,
         right_features: Any = None,
         histories: Any = None,
@@ -249,7 +254,9 @@ class FittedModel(RankedLists):
             exclude: further pairs to leave out, as for :meth:`recommend`; they do not count where they are tested.
             by: "popularity" or "activity" for a break-down.
             candidates: "all" right entities are ranked, also those added later and those of ``right_features``;
-                "trained" for those of the training data alone, where pairs of others are left out and counted.
+                "trained" for those of the training data only, where pairs of others are left out and counted.
+            allow: rank only these right ids, such as those of new entities. Pairs of others are left out and counted as
+                ``left_out["not_allowed"]``; unknown ids are ignored, with a warning.
             left_features: describes left entities of ``test`` as for :meth:`recommend`. Those in it, or in
                 ``histories``, are embedded as described, whether the model knows them or not; the others as it knows
                 them. What known ones have seen is left out either way.
@@ -267,7 +274,8 @@ class FittedModel(RankedLists):
         here = self.grown("right", right_features)[0]
         if check.choice("candidates", candidates, CANDIDATES) == "trained":
             here = here.without_added_right()
-        ranking = measuring.Ranking(metrics, exclude_seen, exclude, by, candidates == "trained")
+        allowed = None if allow is None else np.unique(here.right.known_rows("allow", allow))
+        ranking = measuring.Ranking(metrics, exclude_seen, exclude, by, candidates == "trained", allowed)
         if left_features is None and histories is None:
             return measuring.of_known(here, test, ranking)
         return measuring.of_described(here, test, ranking, left_features, histories)

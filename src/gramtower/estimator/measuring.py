@@ -13,12 +13,14 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from gramtower import _checks as check
 from gramtower.data.interactions import Interactions
 from gramtower.data.left_out import warn_of_pairs
 from gramtower.data.lookup import index_of, join
 from gramtower.data.matrices import union, without
+from gramtower.distributed.group import SINGLE
 from gramtower.estimator.entities import Entities, selection
 from gramtower.estimator.fit_data import Aligned, Numbered, align, given_pairs, matrix_and_ids, refuse_strangers
 from gramtower.estimator.newcomers import described, embedded
@@ -37,6 +39,7 @@ class Ranking:
     exclude: Any
     by: str | None
     trained_only: bool = False  # whether right entities that were not there in training are left out as asked
+    allowed: NDArray[np.int64] | None = None  # columns to rank, increasing; None for all
 
 
 def of_known(known: Entities, test: Any, ranking: Ranking) -> Scores:
@@ -48,9 +51,9 @@ def of_known(known: Entities, test: Any, ranking: Ranking) -> Scores:
     if ranking.exclude_seen:
         of_training = np.arange(len(known.left)) < known.left.trained
         beside.append(without(known.further, _masked(found.pairs, of_training)))
-    scores = evaluate_embeddings(
-        known.left.embeddings, known.right.embeddings, found.pairs, train=known.trained, metrics=ranking.metrics,
-        exclude_train=ranking.exclude_seen, exclude=union(*beside) if beside else None, by=ranking.by, processes=group,
+    scores = _measured(
+        known.left.embeddings, known.right.embeddings, found.pairs, ranking, train=known.trained,
+        exclude=union(*beside) if beside else None, processes=group,
     )  # fmt: skip
     return _counted(scores, known, found, int(group.totals(float(found.pairs.nnz))[0]), ranking)
 
@@ -99,12 +102,27 @@ def of_described(known: Entities, test: Any, ranking: Ranking, features: Any, hi
     beside = [without(sp.csr_matrix(picked @ known.further), found.pairs)] if ranking.exclude_seen else []
     if ranking.exclude is not None:
         beside.append(align("exclude", given_pairs("exclude", ranking.exclude), ids, shape, numbered, trained).pairs)
-    scores = evaluate_embeddings(
-        P, known.right.embeddings, found.pairs, train=seen, metrics=ranking.metrics,
-        exclude_train=ranking.exclude_seen, exclude=union(*beside) if beside else None, by=ranking.by,
-        popularity=known.trained,
+    scores = _measured(
+        P, known.right.embeddings, found.pairs, ranking, train=seen,
+        exclude=union(*beside) if beside else None, popularity=known.trained,
     )  # fmt: skip
     return _counted(scores, known, found, found.pairs.nnz, ranking)
+
+
+def _measured(P: Tensor, Q: Tensor, truth: sp.csr_matrix, ranking: Ranking, **given: Any) -> Scores:
+    """Metrics of rankings of the columns that are allowed; pairs of others count as left out."""
+    lost = 0
+    if (columns := ranking.allowed) is not None:
+        cut = {name: sp.csr_matrix(one[:, columns]) if sp.issparse(one) else one for name, one in given.items()}
+        all_pairs, truth, Q, given = truth.nnz, sp.csr_matrix(truth[:, columns]), Q[torch.from_numpy(columns)], cut
+        lost, group = all_pairs - truth.nnz, given.get("processes", SINGLE)
+        if not group.totals(float(truth.nnz))[0]:
+            check.fail("allow", f"{len(columns):,} known ids, none of them in a test pair", "some that are tested")
+    scores = evaluate_embeddings(
+        P, Q, truth, metrics=ranking.metrics, exclude_train=ranking.exclude_seen, by=ranking.by, **given
+    )
+    scores.left_out = {} if ranking.allowed is None else {"not_allowed": lost}
+    return scores
 
 
 def _histories(
@@ -159,7 +177,7 @@ def _hint(known: Entities, found: Aligned, kept: int, ranking: Ranking) -> str:
 def _counted(scores: Scores, known: Entities, found: Aligned, kept: int, ranking: Ranking) -> Scores:
     """Metrics with the counts of what they leave out; ``kept`` are the pairs with two known ids."""
     unknown_left = found.total - found.unknown_right - kept
-    scores.left_out = {
+    scores.left_out |= {
         "unknown_left": unknown_left, "unknown_right": found.unknown_right, "seen": scores.pairs_left_out
     }  # fmt: skip
     scores.pairs_left_out = sum(scores.left_out.values())

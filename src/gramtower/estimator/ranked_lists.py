@@ -56,8 +56,9 @@ class RankedLists(Entities):
             exclude: further pairs to leave out: :class:`~gramtower.Interactions`, a frame or the path of a CSV or
                 Parquet file whose first two columns are left and right ids, or a scipy.sparse matrix: of the model's
                 shape where it was fitted on one, or with a row for each new entity. Pairs of others change nothing.
-            allow: only these right ids.
-            deny: never these right ids.
+            allow: only these right ids. Ids that the model does not know are ignored, with a warning that counts them;
+                if it knows none of them, lists are empty.
+            deny: never these right ids; unknown ones are ignored likewise.
             candidates: "all" that the model knows, also those added later and those of ``right_features``; "trained"
                 for those of the training data alone.
             left_features: features of new entities: rows of a matrix, or for a model fitted with a FeatureTable a frame

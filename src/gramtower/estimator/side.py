@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower import _checks as check
-from gramtower.data.lookup import index_of, rows_of
+from gramtower.data.ids import key_of
+from gramtower.data.left_out import warn_of_ids
+from gramtower.data.lookup import index_of, is_of_other_type, rows_of
 from gramtower.data.matrices import canonical, resized
 from gramtower.estimator.inputs import Inputs
 
@@ -61,6 +63,25 @@ class Side:
         single = (self._index[key] if isinstance(key, tuple) and key in self._index
                   else rows_of(f"{self.name} ids", [key], self._index, expected)[0] for key in wanted)  # fmt: skip
         return np.fromiter(single, dtype=np.int64, count=len(wanted))
+
+    def known_rows(self, name: str, ids: Any) -> NDArray[np.int64]:
+        """Row numbers of those ids that are known; a warning counts the others.
+
+        Ids of the other type, such as the text "7" for the number 7, are refused as in :meth:`rows`.
+        """
+        wanted = check.ids(name, ids)
+        if self.ids is None:
+            numbers = (key for key in wanted if isinstance(key, (int, np.integer)) and not isinstance(key, bool))
+            index: Any = {int(key): int(key) for key in numbers if 0 <= key < len(self)}
+            strange = [key for key in wanted if isinstance(key, bool) or not isinstance(key, (int, np.integer))]
+            self._numbers(strange[:1])
+        else:
+            wanted, index = [key if isinstance(key, tuple) else key_of(name, key) for key in wanted], self._index
+        unknown = [key for key in wanted if key not in index]
+        twins = [key for key in unknown if self.ids is not None and is_of_other_type(key, index)]
+        self.rows(twins[:1])
+        warn_of_ids(name, unknown, len(wanted))
+        return np.array([index[key] for key in wanted if key in index], dtype=np.int64)
 
     def _numbers(self, wanted: list[Any]) -> NDArray[np.int64]:
         for key in wanted:

@@ -39,6 +39,7 @@ from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import current_group
 from gramtower.distributed.shards import Shards
 from gramtower.engine.objective.point import Point
+from gramtower.estimator.expected_ids import ExpectedIds
 from gramtower.estimator.fit_data import FitData, known_pairs, matrix_and_ids
 from gramtower.estimator.inputs import is_matrix
 from gramtower.estimator.settings import ModelSettings
@@ -76,7 +77,8 @@ class Unseen:
     def validator(self, metric: str, data: FitData) -> UnseenValidator:
         """The metric of a point of a fit on :attr:`train`, whose scalings the held-out entities get."""
         rows = data.inputs[SIDES.index(self.side)].encoded(self.side, self.described)
-        return UnseenValidator(metric, self.side, as_features(self.side, rows, self.count), self.truth, data.matrix)
+        described = as_features(self.side, rows, self.count)
+        return UnseenValidator(metric, self.side, described, self.truth, data.matrix, ExpectedIds.of(self.side, data))
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +91,7 @@ class UnseenValidator:
         rows: their features as the tower of that side takes them.
         truth: their pairs; see :class:`Unseen`.
         train: the training pairs, from which the popularity of right entities is counted. Held-out ones have none.
+        expected: predicts id vectors of held-out entities; None where the tower sees no ids next to their features.
     """
 
     metric: str
@@ -96,6 +99,7 @@ class UnseenValidator:
     rows: Features
     truth: sp.csr_matrix
     train: sp.csr_matrix
+    expected: ExpectedIds | None = None
 
     def __call__(self, point: Point) -> float:
         """The metric at a point."""
@@ -126,8 +130,10 @@ class UnseenValidator:
         return found
 
     def _embeddings(self, point: Point, known: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        P, Q = known or (point.P, point.right_rows)
-        new = point.evaluation.towers.embed(self.side, self.rows, point.parameters)
+        (P, Q), towers, parameters = known or (point.P, point.right_rows), point.evaluation.towers, point.parameters
+        if self.expected is not None:
+            parameters = self.expected.in_parameters(towers, parameters, self.expected.weights(0.5))
+        new = towers.embed(self.side, self.rows, parameters)
         return (new, Q) if self.side == "left" else (P, new)
 
     def _scores(self, P: Tensor, Q: Tensor, truth: sp.csr_matrix, metrics: Sequence[str]) -> Scores:

@@ -3,8 +3,8 @@
 Of the old pairs a model keeps which there are, not their labels and weights. Where all labels were 1 and there were no
 weights that is everything; a model fitted otherwise is refused, because a fit with other labels would be of another
 objective. Of features it keeps how they are encoded, not the rows: tables and matrices must be given whole. Entities
-that were added by a table and have no pairs yet are no part of the fit; afterwards those of the table
-that is given are added again.
+that were added by a table and have no pairs yet are no part of the fit; afterwards they are added again, described by
+the table that is given. Other rows of that table stay out of the model.
 Cost: O(pairs log pairs), and the iterations. Checked by tests/test_updates.py; benchmarks/bench_updates.py measures
 quality and time after many updates.
 """
@@ -20,9 +20,11 @@ from numpy.typing import NDArray
 
 from gramtower import _checks as check
 from gramtower.data.interactions import Interactions
+from gramtower.data.lookup import index_of, join
 from gramtower.data.matrices import checked
 from gramtower.data.tables import FeatureTable
 from gramtower.data.union import union
+from gramtower.estimator import newcomers
 from gramtower.estimator.fit import fit, tables_of
 from gramtower.estimator.fitted import FittedModel
 from gramtower.estimator.inputs import Inputs
@@ -51,11 +53,28 @@ def update(
     described = [side.added > 0 and _all_tables(given) for side, given in zip(_sides(fitted), features, strict=True)]
     pairs = grown_pairs(fitted, more, (described[0], described[1]))
     found = fit(settings, pairs, *features, previous=fitted, callbacks=callbacks)
-    left, right = (
-        tables_of(side, given) if kept else None
-        for side, given, kept in zip(("left", "right"), features, described, strict=True)
-    )
-    return found.with_added(left, right) if any(described) else found
+    for before, given, kept in zip(_sides(fitted), features, described, strict=True):
+        found = _with_kept(found, before, tables_of(before.name, given)) if kept else found
+    return found
+
+
+def _with_kept(found: FittedModel, before: Side, tables: Any) -> FittedModel:
+    """A model with the entities that were added to a side before and still have no pairs, as tables describe them."""
+    this = found.side(before.name)
+    assert before.ids is not None
+    assert this.ids is not None
+    added = before.ids[before.trained :]
+    wanted, name = added[join(added, index_of(this.ids)) < 0], f"{before.name}_features"
+    if not len(wanted):
+        return found
+    what = newcomers.described(this, tables)
+    rows = what.take(name, join(wanted, what.places(name)))  # without a row there: every column is missing
+    frames = rows if isinstance(rows, list) else [rows]
+    frames = [
+        frame.drop(part.table.id) if part.table is not None and part.table.id in frame.columns else frame
+        for part, frame in zip(this.inputs.given, frames, strict=True)
+    ]
+    return found.grown(before.name, frames if len(frames) > 1 else frames[0], ids=wanted, kept=True)[0]
 
 
 def grown_pairs(fitted: FittedModel, more: Any, dropped: tuple[bool, bool] = (False, False)) -> Any:
@@ -105,7 +124,7 @@ def _sides(fitted: FittedModel) -> tuple[Side, Side]:
 
 
 def _all_tables(features: Any) -> bool:
-    """Whether features are tables, beside ids and histories, so that entities without pairs are described by id."""
+    """Whether features are tables, next to ids and histories, so that entities without pairs are described by id."""
     parts = [part for part in (features if isinstance(features, (list, tuple)) else [features]) if part is not None]
     return all(isinstance(part, (str, FeatureTable)) for part in parts) and any(
         isinstance(part, FeatureTable) for part in parts

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower import _checks as check
-from gramtower.data.lookup import as_known
+from gramtower.data.lookup import as_known, is_of_other_type
 from gramtower.serving.errors import Refused, shown
 from gramtower.serving.rowindex import RowIndex
 from gramtower.serving.table import EntityTable
@@ -72,6 +72,18 @@ class Entities:
             unknown = list(dict.fromkeys(key for key, row in zip(keys, found, strict=True) if row < 0))
             raise self._unknown(unknown)
         return found
+
+    def known_rows(self, keys: Sequence[Key]) -> tuple[NDArray[np.int64], int]:
+        """The rows of known ids, increasing and once each, and the number of unknown ids.
+
+        Raises:
+            Refused: 404 for ids that are known in the other type, as text or as a number.
+        """
+        found = np.fromiter((self.row(key) for key in keys), np.int64, len(keys))
+        unknown = [key for key, row in zip(keys, found, strict=True) if row < 0]
+        if self.index is not None and any(is_of_other_type(key, self.index) for key in unknown):
+            self.rows(keys)
+        return np.unique(found[found >= 0]), len(unknown)
 
     def names(self, rows: NDArray[np.int64]) -> list[Key]:
         """The ids of rows."""

@@ -40,6 +40,7 @@ class Query:
         k: length of the lists.
         among: the only columns to choose from, increasing; None for all.
         key: equal for queries with the same ``among``.
+        notes: numbers of the request that its answer repeats, such as unknown ids, by name.
     """
 
     embeddings: Tensor
@@ -47,6 +48,7 @@ class Query:
     k: int
     among: Rows | None = None
     key: Hashable = field(default=None)
+    notes: dict[str, int] = field(default_factory=dict)
 
 
 def best_lists(queries: Sequence[Query], Q: Tensor, index: Index | None = None) -> list[Found]:

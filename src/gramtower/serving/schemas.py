@@ -36,8 +36,12 @@ class Recommend(Body):
     left: list[Id] | None = Field(None, description="Ids of left entities; not with left_features or histories.")
     k: int = Field(10, ge=1, description="Length of each list.")
     exclude_seen: bool = Field(True, description="Leave out what was observed in training, or is in the history.")
-    allow: list[Id] | None = Field(None, description="Only these right ids.")
-    deny: list[Id] | None = Field(None, description="Never these right ids.")
+    allow: list[Id] | None = Field(
+        None, description="Only these right ids. Unknown ones are ignored; the answer counts them as unknown_allowed."
+    )
+    deny: list[Id] | None = Field(
+        None, description="Never these right ids. Unknown ones are ignored; the answer counts them as unknown_denied."
+    )
     filter: dict[str, Wanted] | None = Field(
         None,
         description="Columns of the right table: a value, several of which any, or min and max. All must match.",

@@ -167,11 +167,13 @@ class Snapshot:
             seen = self._seen_by_described(left_features, matrix) if exclude_seen else None
             if seen is not None:
                 excluded = [seen.indices[a:b] for a, b in zip(seen.indptr[:-1], seen.indptr[1:], strict=True)]
-        among, key = self._among(allow, wanted)
-        if deny:
-            denied = np.unique(self.right.rows(deny))
+        allowed, unknown_allowed = (None, 0) if allow is None else self.right.known_rows(allow)
+        among, key = self._among(allow, allowed, wanted)
+        denied, unknown_denied = self.right.known_rows(deny or ())
+        if len(denied):
             excluded = [np.union1d(columns, denied) if len(columns) else denied for columns in excluded]
-        return Query(embeddings, excluded, k, among, key)
+        counts = {"unknown_allowed": unknown_allowed, "unknown_denied": unknown_denied}
+        return Query(embeddings, excluded, k, among, key, {name: count for name, count in counts.items() if count})
 
     def recommend(self, queries: Sequence[Query]) -> list[Found]:
         """The lists of several queries."""
@@ -288,9 +290,13 @@ class Snapshot:
         """The entities of a side that have a direction of their own; None if all have."""
         return self._directions[side]
 
-    def _among(self, allow: Sequence[Key] | None, wanted: Mapping[str, Any] | None) -> tuple[Rows | None, Hashable]:
-        """The right entities to choose from, and what says whether two queries choose from the same."""
-        among = None if allow is None else np.unique(self.right.rows(allow))
+    def _among(
+        self, allow: Sequence[Key] | None, among: Rows | None, wanted: Mapping[str, Any] | None
+    ) -> tuple[Rows | None, Hashable]:
+        """The right entities to choose from, and a key that is equal for queries that choose from the same.
+
+        ``among`` are the rows of ``allow``.
+        """
         if wanted:
             if self.right.table is None:
                 raise Refused(422, "filter: got columns, expected a server with a table: gramtower serve --right-table")

@@ -7,7 +7,7 @@ bytes here, off the event loop. Checked by tests/test_serving.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +43,8 @@ class ListTask:
     columns: list[str] | None = None
     lines: bool = False
 
-    def answer(self, found: Found) -> bytes:
-        """The JSON of the lists."""
+    def answer(self, found: Found, notes: Mapping[str, int]) -> bytes:
+        """The JSON of the lists, with the notes of their query; each line has them."""
         this = self.snapshot.side("right" if self.kind == "recommend" else self.kind)
         answers = []
         for place, (rows, scores) in enumerate(zip(*found, strict=True)):
@@ -52,8 +52,8 @@ class ListTask:
             head = {} if self.asked is None else {self.field: self.asked[place]}
             answers.append(head | {"results": places(this, rows[there], scores[there].tolist(), self.columns)})
         if self.lines:
-            return b"".join(encode(answer) + b"\n" for answer in answers)
-        return encode({"model": self.snapshot.name, "answers": answers})
+            return b"".join(encode(answer | notes) + b"\n" for answer in answers)
+        return encode({"model": self.snapshot.name, "answers": answers, **notes})
 
 
 @dataclass
@@ -112,9 +112,9 @@ def work(tasks: Sequence[ListTask | CallTask]) -> list[Any]:
             for place, _, _ in members:
                 answers[place] = error
             continue
-        for (place, task, _), found in zip(members, lists, strict=True):
+        for (place, task, query), found in zip(members, lists, strict=True):
             try:
-                answers[place] = task.answer(found)
+                answers[place] = task.answer(found, query.notes)
             except Exception as error:
                 answers[place] = error
     return answers

@@ -28,20 +28,21 @@ from gramtower.data.pairs import Pairs
 
 Function = Callable[[Tensor, Tensor], Tensor]
 LOSS_CHUNK = 1 << 22  # pairs whose loss is computed at a time
+_STEP = 1e-3  # of the differences that derivatives are compared with: works for functions that compute in float32
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What a wrong score of an observed pair costs: a loss of your own, as three functions.
+    """The cost of a wrong score of an observed pair: a loss of your own, as functions of labels and scores.
 
-    It must be convex and twice differentiable in the score ŷ.
-
-    Each function takes two tensors of one shape, labels y and scores ŷ, and returns one number for each pair.
+    It must be convex and twice differentiable in the score ŷ. Each function takes two tensors of one shape, labels y
+    and scores ŷ, and returns one number for each pair. A :class:`~gramtower.Problem` compares the derivatives with
+    differences of the values at a few points, and refuses a loss whose functions do not agree.
 
     Attributes:
         value: ℓ(y, ŷ).
-        first: ∂ℓ/∂ŷ.
-        second: ∂²ℓ/∂ŷ², never negative.
+        first: ∂ℓ/∂ŷ; None for torch's automatic differentiation of ``value``, element by element.
+        second: ∂²ℓ/∂ŷ², never negative; None for automatic differentiation of ``first``, or of ``value`` twice.
         labels: the labels allowed, or None for any finite number.
         name: for messages and saved files.
         program: the number under which the GPU programs (``_terms`` in programs.py) repeat these very functions. None,
@@ -55,14 +56,40 @@ class Loss:
         ...     name="log-cosh",
         ... )
         >>> problem = gt.Problem(sp.eye(4, 3, format="csr"), loss=cosh, imputed=0.0)
+        >>> by_value = gt.Loss(value=lambda y, s: torch.log(torch.cosh(s - y)))
+        >>> by_value.first(torch.zeros(2), torch.tensor([0.0, 20.0]))
+        tensor([0., 1.])
     """
 
     value: Function
-    first: Function
-    second: Function
+    first: Function = None  # type: ignore[assignment]  # a function once it is made
+    second: Function = None  # type: ignore[assignment]
     labels: tuple[float, ...] | None = None
     name: str = "custom"
     program: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.first is None:
+            object.__setattr__(self, "first", _Derivative(self.value))
+        if self.second is None:
+            object.__setattr__(self, "second", _Derivative(self.first))
+
+
+@dataclass(frozen=True)
+class _Derivative:
+    """∂/∂ŷ of a function of labels and scores, element by element, by torch's automatic differentiation."""
+
+    function: Function
+
+    def __call__(self, y: Tensor, s: Tensor) -> Tensor:
+        with torch.enable_grad():
+            at = s if s.requires_grad else s.detach().requires_grad_()  # a derivative of a derivative keeps the graph
+            values = self.function(y, at)
+            if not values.requires_grad:  # does not depend on the score
+                return torch.zeros_like(s)
+            total, keep = values.sum(), s.requires_grad
+            (found,) = torch.autograd.grad(total, at, create_graph=keep, allow_unused=True)
+        return torch.zeros_like(s) if found is None else found
 
 
 def _margin_left(y: Tensor, s: Tensor) -> Tensor:
@@ -110,19 +137,40 @@ def as_loss(loss: str | Loss) -> Loss:
 
 
 def _check_functions(loss: Loss) -> None:
-    """Refuse functions that do not give one number for each pair, or a negative curvature."""
+    """Refuse functions that are not elementwise, a negative curvature, and derivatives that are those of others."""
     labels = torch.tensor(loss.labels or (0.0, 1.0), dtype=torch.float64)
-    scores = torch.tensor([-2.0, -0.3, 0.0, 0.7, 3.0], dtype=torch.float64)
+    scores = torch.tensor([-2.0137, -0.2914, 0.0453, 0.7183, 3.0612], dtype=torch.float64)  # unlikely to be kinks
     y, s = labels.repeat_interleave(len(scores)), scores.repeat(len(labels))
-    for name in ("value", "first", "second"):
-        found = getattr(loss, name)(y, s)
-        if not isinstance(found, Tensor) or found.shape != s.shape:
-            given = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-            check.fail(f"loss.{name}", f"{given} for {len(s)} pairs", "a tensor with one number for each pair")
-        if name == "second" and bool((found < 0).any()):
-            e = int(found.argmin())
-            given = f"{float(found[e]):g} at label {float(y[e]):g} and score {float(s[e]):g}"
-            check.fail("loss.second", given, "numbers >= 0: the loss must be convex in the score")
+    found = {name: _tried(name, getattr(loss, name), y, s) for name in ("value", "first", "second")}
+    _compare("first", "value", loss, found, y, s)
+    if bool((found["second"] < 0).any()):
+        e = int(found["second"].argmin())
+        given = f"{float(found['second'][e]):g} at label {float(y[e]):g} and score {float(s[e]):g}"
+        check.fail("loss.second", given, "numbers >= 0: the loss must be convex in the score")
+    _compare("second", "first", loss, found, y, s)
+
+
+def _compare(name: str, other: str, loss: Loss, found: dict[str, Tensor], y: Tensor, s: Tensor) -> None:
+    """Refuse a derivative that differs from central differences of the function that it should be the derivative of."""
+    function = getattr(loss, other)
+    slope = (function(y, s + _STEP) - function(y, s - _STEP)) / (2 * _STEP)
+    larger = torch.maximum(slope.abs(), found[name].abs())
+    noise = 1e-2 * larger + 1e-4 * found[other].abs().nan_to_num(0.0, 0.0, 0.0).max()
+    wrong = (found[name] - slope).abs() > noise  # never where something is not finite
+    if bool(wrong.any()):
+        e = int(wrong.int().argmax())
+        given = f"{float(found[name][e]):.4g} at label {float(y[e]):g} and score {float(s[e]):g}"
+        expected = f"the derivative of loss.{other} in the score, there about {float(slope[e]):.4g}"
+        check.fail(f"loss.{name}", given, f"{expected}; or None, for automatic differentiation")
+
+
+def _tried(name: str, function: Function, y: Tensor, s: Tensor) -> Tensor:
+    """The numbers of one function of a loss."""
+    found = function(y, s)
+    if not isinstance(found, Tensor) or found.shape != s.shape:
+        given = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        check.fail(f"loss.{name}", f"{given} for {len(s)} pairs", "a tensor with one number for each pair")
+    return found
 
 
 @dataclass(frozen=True)
