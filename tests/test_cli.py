@@ -294,7 +294,7 @@ def test_a_report_on_a_fit_says_its_end_and_leaves_its_summary(pairs, tmp_path, 
     before = (tmp_path / "run/summary.json").read_bytes()
     found = answer(capsys, "report", tmp_path / "run")
     assert (found["status"], found["iterations"]) == ("finished", 2)
-    assert "max_iterations was reached" in found["message"]
+    assert "iterations (2)" in found["message"]
     assert (tmp_path / "run/summary.json").read_bytes() == before
     last = (tmp_path / "run/history.jsonl").read_text().splitlines()[-1]
     with (tmp_path / "run/history.jsonl").open("a") as file:  # a run that goes on, and was killed

@@ -57,7 +57,7 @@ def fit(
     - no step lowers the objective measurably in float32, near a relative decrease of 1e-7;
     - with --validation, --patience iterations without a better --metric; the best point is what is saved,
       or with --refit as many iterations on all pairs, started anew;
-    - Ctrl-C, or a value that is not finite.
+    - Ctrl-C, SIGTERM, or a value that is not finite.
 
     An interrupted fit goes on where it stopped when the same command is given again; so does one that reached
     --max-iterations or --time-limit when that limit is raised.

@@ -15,6 +15,7 @@ from gramtower._optional import missing
 from gramtower.cli.config import Settings, read_config
 from gramtower.cli.features import id_column, read_frame
 from gramtower.cli.folder import CONFIG, model_file
+from gramtower.cli.leaving import was_terminated
 from gramtower.cli.options import Common
 from gramtower.cli.output import note, print_json
 from gramtower.cli.query import options_of_test
@@ -127,8 +128,12 @@ def serve(
         limits,
         check.count("--workers", workers, most=MOST_WORKERS),
     )
-    run_server(sources, options, say, _announce if common.json else _silent)
-    return 0
+    try:
+        run_server(sources, options, say, _announce if common.json else _silent)
+    except KeyboardInterrupt:
+        if not was_terminated():
+            raise
+    return 0  # SIGTERM is how servers are ended
 
 
 def _silent(line: str) -> None:
