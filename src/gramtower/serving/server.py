@@ -29,7 +29,7 @@ from gramtower.serving.http import LOOPBACK
 from gramtower.serving.limits import Limits
 from gramtower.serving.lists import Query, best_lists
 from gramtower.serving.metrics import Labels, Metrics
-from gramtower.serving.models import Models
+from gramtower.serving.models import Loaded, Models
 from gramtower.serving.patience import PatientProtocol
 from gramtower.serving.snapshot import Source
 from gramtower.serving.workers import run_workers
@@ -103,11 +103,22 @@ def serve_at(
     say: Callable[[str], None],
     ready: Callable[[], None],
     labels: Labels = (),
+    loaded: Loaded = lambda name, stamp: None,
 ) -> None:
-    """Serve models at a socket, in this process; ``labels`` tell its metrics from those of others."""
+    """Serve models at a socket, in this process.
+
+    Args:
+        listening: the socket.
+        sources: the models.
+        options: how to serve.
+        say: takes lines for the operator.
+        ready: called when it takes connections.
+        labels: tell the metrics of this process from those of others.
+        loaded: called with the name and the stamp of each model that was loaded.
+    """
     settle()
     metrics = Metrics(labels)
-    models = Models(sources, metrics, say)
+    models = Models(sources, metrics, say, loaded, watched=options.watch is not None)
     local = is_loopback(options.host)
     app, service = make_app(
         models, metrics, options.limits, wait=options.wait, token=options.token,
