@@ -230,7 +230,7 @@ class Snapshot:
         try:
             embeddings = torch.from_numpy(self.model.embed(**given))
         except ValueError as error:
-            raise Refused(422, " ".join(str(error).split())[:500]) from error
+            raise _refused(error, f"{side}_features") from error
         if not bool(torch.isfinite(embeddings).all()):
             raise Refused(422, f"{side}_features: got numbers so large that embeddings overflow, expected smaller ones")
         return embeddings
@@ -249,7 +249,7 @@ class Snapshot:
         try:
             found = self._explainer.explain_rows(own, other, "left", features, matrix)
         except ValueError as error:
-            raise Refused(422, " ".join(str(error).split())[:500]) from error
+            raise _refused(error, "left_features") from error
         if not np.isfinite([found.score, found.base, found.remainder]).all():
             raise Refused(422, "left_features: got numbers so large that scores overflow, expected smaller ones")
         return found
@@ -340,6 +340,13 @@ class Snapshot:
                 raise
             self.index, self.index_facts = None, None
             self.notes.append(f"answers exactly, without the index: {error}")
+
+
+def _refused(error: ValueError, name: str) -> Refused:
+    """The answer to features that do not fit, with the field that holds them."""
+    text = " ".join(str(error).split())[:500]
+    kinds = ("numeric", "categorical", "list", "text", "vector", "column")  # how the errors of a table's columns begin
+    return Refused(422, f"{name}: {text}" if text.startswith(kinds) else text)
 
 
 def _private(path: Path) -> TwoTower:
