@@ -87,7 +87,7 @@ def test_features_a_test_file_and_a_reference(folder, tmp_path, capsys):
     assert found["data"]["test"] == "a given test"
     assert found["reference"] == "popularity"
     assert found["models"]["linear-features"]["metrics"]["ndcg@5"]["difference"]["mean"] != 0
-    assert found["models"]["linear-features"]["settings"]["fit"]["left_features"][0] == "id"
+    assert found["models"]["linear-features"]["settings"]["fit"]["left_features"][0]["table"] == {"group": "categorical"}
 
 
 def test_a_model_that_fails_is_exit_code_1_and_one_left_out_is_not(folder, tmp_path, capsys, monkeypatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import tomllib
 
 import pytest
@@ -10,7 +12,10 @@ import pytest
 pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 pytest.importorskip("polars", reason="the command line reads tables with polars")
 
+import gramtower as gt
 from gramtower.cli.app import run
+from gramtower.data.frames import read_frame
+from gramtower.data.tables import FeatureTable
 from gramtower.two_tower import load
 
 SMALL = ["--dim", "4", "--hidden", "8", "--device", "cpu"]
@@ -64,7 +69,7 @@ def fit(files, out, *flags, left="users.csv", iterations=12):
 @pytest.fixture(scope="module")
 def fitted(files):
     out = files / "run"
-    kinds = ["--left-column", "code=categorical", "--left-column", "since=skip"]
+    kinds = ["--left-column", "code=categorical", "--left-column", "since=skip", "--left-identity", "--right-identity"]
     assert run([*map(str, fit(files, out, *kinds)), "--quiet"]) == 0
     return out
 
@@ -85,6 +90,49 @@ def test_features_are_seen_beside_ids_and_info_says_so(fitted, capsys):
     found = answer(capsys, "info", fitted)
     assert (found["left_kind"], found["right_kind"]) == ("id + table", "id + table")
     assert load(fitted / "model.gramtower").right_.inputs.width == 30 + 64
+
+
+def test_features_mean_what_they_mean_in_python(files, tmp_path, capsys):
+    found = answer(capsys, *fit(files, tmp_path / "run", iterations=3))
+    assert answer(capsys, "info", tmp_path / "run")["left_kind"] == "table"
+    pairs = gt.Interactions.from_csv(files / "train.csv", "user", "item")
+    tables = {
+        "left_features": FeatureTable.inferred(read_frame("users", files / "users.csv"), "user"),
+        "right_features": FeatureTable.inferred(read_frame("items", files / "items.tsv"), "id", hash_bits=6),
+    }
+    model = gt.TwoTower(dim=4, hidden=(8,), device="cpu", max_iterations=3).fit(pairs, **tables)
+    assert [side.inputs.kind for side in (model.left_, model.right_)] == ["table", "table"]
+    assert model.history_[-1].value == found["objective"]
+
+
+def test_a_fit_says_what_each_tower_sees_and_that_the_old_flag_is_not_needed(files, tmp_path, capsys):
+    def said(*flags):
+        assert run([*map(str, fit(files, tmp_path / "run", *flags, "--fresh", iterations=1))]) == 0
+        return capsys.readouterr().err
+
+    text = said("--right-identity")
+    line = next(line for line in text.splitlines() if "tower sees" in line)
+    assert re.search("left tower sees features without ids; .*right tower sees ids and features", line)
+    assert "ids only" in line
+    assert "deprecated" not in text
+    text = said("--no-right-identity")
+    assert "--no-right-identity is deprecated" in text
+    assert load(tmp_path / "run/model.gramtower").right_.inputs.kind == "table"
+    config = tomllib.loads((tmp_path / "run/config.toml").read_text())
+    assert "right-identity" not in config["features"]
+    assert run(["fit", str(files / "train.csv"), *COLUMNS, *SMALL, "--max-iterations", "1", "--out",
+                str(tmp_path / "plain")]) == 0  # fmt: skip
+    text = capsys.readouterr().err
+    assert "left tower sees ids" in text
+    assert "ids only" not in text
+
+
+def test_an_update_keeps_ids_of_a_run_whose_config_does_not_name_them(files, fitted, tmp_path, capsys):
+    shutil.copytree(fitted, tmp_path / "run")
+    path = tmp_path / "run/config.toml"
+    path.write_text("\n".join(line for line in path.read_text().splitlines() if "identity" not in line))
+    answer(capsys, "update", tmp_path / "run", files / "test.csv", "--iterations", "1")
+    assert answer(capsys, "info", tmp_path / "run")["right_kind"] == "id + table"
 
 
 def test_identities_beside_features_may_be_a_smaller_correction(files, tmp_path, capsys):
@@ -128,7 +176,7 @@ def test_history_and_features_together_serve_a_new_user(files, tmp_path, capsys)
     assert not any(even(hit["id"]) or hit["id"] in ("item 1", "item 3") for hit in both["results"])
     answer(capsys, *fit(files, tmp_path / "all", "--history", "--left-identity", iterations=1))
     assert answer(capsys, "info", tmp_path / "all")["left_kind"] == "id + history + table"
-    answer(capsys, *fit(files, tmp_path / "table", "--no-left-identity", iterations=1))
+    answer(capsys, *fit(files, tmp_path / "table", iterations=1))
     assert answer(capsys, "info", tmp_path / "table")["left_kind"] == "table"
 
 

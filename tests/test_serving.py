@@ -287,7 +287,7 @@ def test_health_readiness_and_the_models(api):
     assert api.get("/ready").json()["status"] == "ready"
     found = {one["name"]: one for one in api.get("/models").json()["models"]}
     assert list(found) == ["history", "table", "matrix", "plain", "kinds"]
-    assert [found[name]["histories"] for name in found] == [True, True, False, False]
+    assert [found[name]["histories"] for name in found] == [True, True, False, False, False]
     assert found["history"]["right"] == ITEMS
 
 

@@ -14,7 +14,7 @@ from gramtower._toml import write_config
 from gramtower._widths import config_hidden
 from gramtower.cli import folder
 from gramtower.cli.config import Settings, merge_flags, parse_option
-from gramtower.cli.features import tower_features
+from gramtower.cli.features import seen_line, tower_features
 from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions
 from gramtower.cli.output import note, print_facts, print_json
 from gramtower.cli.processes import joined
@@ -126,6 +126,8 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
     if loud and isinstance(observed, Interactions) and observed.one_set:
         note("both sides are one set of entities: none is recommended to itself (--no-same-entities: they are two)")
     seen, matched = tower_features(settings, observed, not loud, group)
+    if loud:
+        note(seen_line(seen))
 
     checkpoint = out / folder.CHECKPOINT
     with folder.held(out, group):
@@ -176,7 +178,7 @@ def used(settings: Settings, estimator: TwoTower) -> dict[str, dict[str, Any]]:
 
 def features_table(options: FeatureOptions) -> dict[str, Any]:
     """The table [features] of the config file."""
-    table = asdict(options)
+    table = asdict(options) | {name: getattr(options, name) or None for name in ("left_identity", "right_identity")}
     for name in ("left_column", "right_column"):
         table[name] = None if table[name] is None else dict(map(parse_option, table[name]))
     return table
