@@ -99,7 +99,8 @@ def test_all_that_comes_with_it_runs_and_who_won_is_said():
     pairs = sample()
     groups = sp.csr_matrix(np.eye(4)[pairs.right_ids % 4])
     found = gt.benchmark(pairs, 0.2, metrics="recall@5", right_features=["id", groups], seeds=1)
-    named = ["popularity", "item-knn", "ease", "als", "linear", "linear-features", "hidden-features"]
+    named = ["popularity", "item-knn", "ease", "als", "gramtower-linear"]
+    named += ["gramtower-linear-features", "gramtower-hidden-features"]
     assert list(found.summary["models"]) == named
     for name, facts in found.summary["models"].items():
         missing = name in ("item-knn", "als") and importlib.util.find_spec("implicit") is None
@@ -397,8 +398,8 @@ def test_marks_of_an_axis_are_few_and_inside(low, high):
         ({"baselines": ["eas"]}, "baselines: got 'eas', expected 'ease', or another of popularity"),
         ({"baselines": ["ease", "ease"]}, "baselines: got ease, ease, expected each name once"),
         (
-            {"baselines": ["hidden-features"]},
-            "baselines: got 'hidden-features', expected left_features or right_features",
+            {"baselines": ["gramtower-hidden-features"]},
+            "baselines: got 'gramtower-hidden-features', expected left_features or right_features",
         ),
         ({"baselines": []}, "models: got none, expected at least one model"),
         ({"models": [gt.TwoTower()]}, "models: got list, expected names and models"),

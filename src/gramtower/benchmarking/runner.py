@@ -75,8 +75,9 @@ def benchmark(
             ``fit(pairs, …)`` and ``recommend(ids, k)``, which leaves out what is seen; a pair of it and the arguments
             of its fit; one of :mod:`gramtower.benchmarking.baselines`; or a model of implicit. Each run fits a copy,
             whose ``seed`` or ``random_state`` is that of the run.
-        baselines: which of those that come with it, of popularity, item-knn, ease, als, linear, linear-features and
-            hidden-features; None for all, the last two where there are features.
+        baselines: which of those that come with it, of popularity, item-knn, ease, als,
+            gramtower-linear, gramtower-linear-features and gramtower-hidden-features; None for all, the last two where
+            there are features.
         left_features: what the left tower sees, as for ``TwoTower.fit``: of the models with features, and of your own.
         right_features: the same for the right tower.
         seeds: how many, from 0 on; or which.

@@ -56,7 +56,7 @@ COMMANDS = {
     ),
     "benchmark": (
         "benchmark",
-        "Compare models: popularity, item-knn, ease, als, linear and hidden towers, and your own configs.",
+        "Compare models: popularity, item-knn, ease, als, linear and hidden towers of gramtower, and your own configs.",
     ),
     "report": (
         "report",

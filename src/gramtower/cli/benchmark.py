@@ -50,7 +50,7 @@ def benchmark(
     common: Common | None = None,
     tokens: Annotated[Sequence[str], Parameter(parse=False)] = (),
 ) -> int:
-    """Compare models: popularity, item-knn, ease, als, linear and hidden towers, and your own configs.
+    """Compare models: popularity, item-knn, ease, als, linear and hidden towers of gramtower, and your own configs.
 
     All learn from the same pairs, rank all right entities for the same left ones and leave out what these have in the
     training pairs. Of each metric there are the mean over the seeds, its 95% interval by a bootstrap over left
@@ -63,8 +63,9 @@ def benchmark(
         path: Pairs, as for fit.
         out: Folder for report.html, summary.json, benchmark.json and the finished runs.
         test: Share of the pairs to test on, drawn anew with each seed, or a file like DATA, the same for all seeds.
-        models: Names separated by commas, of popularity, item-knn, ease, als, linear, linear-features and
-            hidden-features [default: all, the last two where there are features]; none for your own configs alone.
+        models: Names separated by commas, of popularity, item-knn, ease, als, gramtower-linear,
+            gramtower-linear-features and gramtower-hidden-features [default: all, the last two where there are
+            features]; none for your own configs only.
         config: A model of your own: a TOML file as for fit, or NAME=FILE; may be repeated. The table [data] of the
             first says how DATA is read.
         metrics: Names separated by commas; the first decides who is the best.
@@ -72,7 +73,7 @@ def benchmark(
         reference: The model that differences are from [default: the best].
         fresh: Start anew even if the folder holds a benchmark.
         data: Data.
-        features: Features that linear-features and hidden-features see.
+        features: Features that gramtower-linear-features and gramtower-hidden-features see.
         common: Output.
         tokens: The command line itself.
     """
