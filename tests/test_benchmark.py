@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import re
+import sys
 from html.parser import HTMLParser
 
 import numpy as np
@@ -431,3 +433,18 @@ def test_a_test_without_anything_new_is_refused():
     pairs = sample()
     with pytest.raises(ValueError, match=r"test: got \d+ pairs, none of them both positive and new"):
         gt.benchmark(pairs, pairs, baselines=["popularity"])
+
+
+def test_lines_about_runs_are_logged_and_shown_in_a_terminal(capsys, caplog, monkeypatch):
+    def lines(**options):
+        gt.benchmark(sample(), metrics="recall@5", baselines=["popularity"], seeds=1, **options)
+        return capsys.readouterr().err.splitlines()
+
+    assert lines() == []
+    assert len(lines(verbose=True)) == 2
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert len(lines()) == 2
+    assert lines(verbose=False) == []
+    with caplog.at_level(logging.INFO, logger="gramtower.benchmark"):
+        assert lines(verbose=False) == []
+    assert [record.name for record in caplog.records] == ["gramtower.benchmark"] * 2

@@ -336,6 +336,28 @@ def test_a_command_that_is_refused_leaves_no_folder(fitted, pairs, tmp_path, cap
     assert not list((tmp_path / "new").iterdir())  # one that was there stays
 
 
+@pytest.mark.parametrize("command", ["fit", "tune", "compare", "benchmark", "cross-validate"])
+def test_ratings_without_a_threshold_are_refused_by_the_flag_that_is_missing(command, pairs, tmp_path, capsys):
+    said = refusal(capsys, command, pairs / "train.csv", *COLUMNS, "--value", "rating", "--out", tmp_path / "out")
+    assert said.startswith("error: --value: ")
+    assert "--threshold" in said
+    assert "--loss squared" in said
+    assert "matrix" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "separator", "flag"),
+    [("a.csv", ";", "--separator ';'"), ("a.csv", "\t", "--separator tab"), ("a.tsv", ";", "--separator ';'")],
+)
+def test_another_separator_is_named(name, separator, flag, tmp_path, capsys):
+    (tmp_path / name).write_text(f"u{separator}i\n1{separator}x\n2{separator}y\n")
+    assert flag in refusal(capsys, "info", tmp_path / name, "--left", "u", "--right", "i")
+    given = "tab" if separator == "\t" else separator
+    assert answer(capsys, "info", tmp_path / name, "--left", "u", "--right", "i", "--separator", given)["pairs"] == 2
+    (tmp_path / name).write_text("u,i;j\n1,x\n" if name == "a.csv" else "u\ti;j\n1\tx\n")
+    assert "--separator" not in refusal(capsys, "info", tmp_path / name, "--left", "no", "--right", "i;j")
+
+
 def test_pair_weights_reach_the_objective(pairs, tmp_path, capsys):
     tokens = ["fit", pairs / "train.csv", *COLUMNS, *SMALL, "--max-iterations", "0", "--embedding-l2", "0"]
     plain = answer(capsys, *tokens, "--out", tmp_path / "a")

@@ -108,7 +108,7 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
         observed, held_out, validation_pairs = part, None, part.held_out_pairs
     else:
         with group.together():
-            pairs = read_pairs(source, settings.data, loud)
+            pairs = read_pairs(source, settings.data, loud, loss=estimator.loss)
             if side is None:
                 observed, held_out = held_out_of(pairs, settings.data, estimator.seed)
             else:

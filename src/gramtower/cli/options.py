@@ -164,7 +164,10 @@ class TrainOptions:
             "go by entities that were never seen. The side needs a table of features."
         ),
     ] = None
-    metric: Annotated[str | None, _flag("metric", "Validation metric, such as recall@20.")] = None
+    metric: Annotated[
+        str | None,
+        _flag("metric", "Validation metric, such as recall@20.", f"{_DEFAULTS['metric']}; recall@20 in tune"),
+    ] = None
     device: Annotated[str | None, _flag("device", "auto, cpu or cuda.")] = None
     precision: Annotated[str | None, _flag("precision", "Of matrix products on a GPU: tf32 or float32.")] = None
     pair_precision: Annotated[
