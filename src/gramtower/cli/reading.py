@@ -26,7 +26,7 @@ from gramtower.data.readers.graph import Graph
 from gramtower.data.readers.mediawiki import is_mediawiki, mediawiki_links
 from gramtower.data.readers.netflix import is_netflix, netflix
 from gramtower.data.sources import opened
-from gramtower.engine.kernels.losses import LOSSES
+from gramtower.engine.kernels.losses import LOSSES, Loss
 from gramtower.estimator.fit_data import hold_out
 
 #: Formats that are folders of several files: what reads them, and names by which such a folder is told.
@@ -44,7 +44,7 @@ _HEAD = 1 << 16  # bytes of a file that a first line is looked for in
 
 
 def read_pairs(
-    path: Path, options: DataOptions, loud: bool = False, name: str = "DATA", loss: str | None = None
+    path: Path, options: DataOptions, loud: bool = False, name: str = "DATA", loss: str | Loss | None = None
 ) -> Interactions:
     """The pairs of a file or folder.
 
@@ -59,7 +59,8 @@ def read_pairs(
         ValueError: if the format cannot be told, or an option does not go with it.
     """
     pairs = _read_pairs(path, options, loud, name)
-    allowed = LOSSES[loss].labels if loss in LOSSES else None
+    known = LOSSES.get(loss) if isinstance(loss, str) else loss
+    allowed = None if known is None else known.labels
     if options.value is not None and options.threshold is None and allowed is not None:
         wrong = pairs.matrix.data[~np.isin(pairs.matrix.data, allowed)]
         if len(wrong):
