@@ -14,6 +14,7 @@ pytest.importorskip("polars", reason="the command line reads tables with polars"
 
 import gramtower as gt
 from gramtower.cli.app import run
+from gramtower.cli.query import listed
 from gramtower.data.frames import read_frame
 from gramtower.data.tables import FeatureTable
 from gramtower.two_tower import load
@@ -290,3 +291,78 @@ def test_bad_features_are_one_line(files, fitted, tmp_path, capsys):
     )
     assert "97" in refusal(capsys, "recommend", fitted, "--left-features", files / "new.csv", "--left", "97")
     assert not out.exists()
+
+
+@pytest.fixture(scope="module")
+def shelf(files):
+    """A model without features, and a table of its right entities."""
+    rows = [f"item {i},Film {i},{1990 + i}.0,{'War|Drama' if i % 3 else 'Comedy'}" for i in range(29)]
+    (files / "shelf.csv").write_text("item,title,year,genre\n" + "\n".join(rows) + "\n")
+    out = files / "plain"
+    tokens = ["fit", files / "train.csv", *COLUMNS, *SMALL, "--max-iterations", 6, "--out", out, "--quiet"]
+    assert run([*map(str, tokens)]) == 0
+    return out, files / "shelf.csv"
+
+
+def test_lists_show_titles_of_a_table(files, fitted, shelf, tmp_path, capsys):
+    plain, table = shelf
+    tokens = ["recommend", plain, "--left", "07", "-k", 30, "--include-seen"]
+    assert "title" not in answer(capsys, *tokens)["answers"][0]["results"][0]
+    found = answer(capsys, *tokens, "--right-table", table)["answers"][0]["results"]
+    assert {hit["id"]: hit["title"] for hit in found} == {
+        f"item {i}": f"Film {i}" if i < 29 else None for i in range(30)
+    }
+    found = answer(capsys, *tokens, "--right-table", table, "--right-title", "genre")["answers"][0]["results"]
+    assert {hit["title"] for hit in found} == {"War|Drama", "Comedy", None}
+    assert run([*map(str, tokens), "--right-table", str(table)]) == 0
+    assert "Film 7" in capsys.readouterr().out
+    found = answer(capsys, "recommend", fitted, "--left", "07")["answers"][0]["results"]  # the run's own table
+    assert all(hit["title"].endswith(f" film {hit['id'].split()[1]}") for hit in found if hit["id"] != "item 0")
+    new = tmp_path / "new.tsv"
+    new.write_text("id\ttitle\n" + "".join(f"item {i}\tThe odd film {i}\n" for i in (1, 3, 51, 53)))
+    tokens = ["recommend", fitted, "--left", "07", "-k", 40, "--include-seen", "--right-features", new]
+    titles = {hit["id"]: hit["title"] for hit in answer(capsys, *tokens)["answers"][0]["results"]}
+    assert titles["item 51"] == "The odd film 51"
+    found = answer(capsys, *tokens, "--where", "title=The odd film 51")["answers"][0]["results"]
+    assert [hit["id"] for hit in found] == ["item 51"]
+
+
+def test_lists_are_filtered_by_columns(shelf, tmp_path, capsys):
+    plain, table = shelf
+    tokens = ["recommend", plain, "--left", "07", "-k", 30, "--include-seen", "--right-table", table]
+
+    def numbers(*flags):
+        found = answer(capsys, *tokens, *flags)["answers"][0]["results"]
+        return sorted(int(hit["id"].split()[1]) for hit in found)
+
+    assert numbers("--where", "genre=Comedy") == list(range(0, 29, 3))
+    assert numbers("--where", "genre=Drama", "--where", "year>=2000", "--where", "year<=2004") == [10, 11, 13, 14]
+    assert numbers("--where", "year=1991", "--where", "year=1992") == [1, 2]
+    assert numbers("--where", "genre=Comedy", "--allow", "item 0", "item 1", "item 3") == [0, 3]
+    assert numbers("--where", "genre=Opera") == []
+    out = tmp_path / "all.csv"
+    everything = ["recommend", plain, "--all", "--out", out, "--right-table", table, "--where", "year<=1991"]
+    answer(capsys, *everything)
+    assert {line.split(",")[2] for line in out.read_text().splitlines()[1:]} <= {"item 0", "item 1"}
+    for flags in (["year"], ["genre>=3"], ["year>=x"], ["yeer=1990"], ["year=1990", "--where", "year>=2"]):
+        assert "--where: " in refusal(capsys, *tokens, "--where", *flags)
+    assert "--right-table" in refusal(capsys, "recommend", plain, "--left", "07", "--where", "year=1990")
+
+
+def test_ids_to_allow_or_deny_come_several_at_once_or_from_a_file(shelf, tmp_path, capsys):
+    plain, _ = shelf
+    tokens = ["recommend", plain, "--left", "07", "-k", 30, "--include-seen"]
+
+    def ids(*flags):
+        return {hit["id"] for hit in answer(capsys, *tokens, *flags)["answers"][0]["results"]}
+
+    assert ids("--allow", "item 1", "item 2", "--allow", "item 3") == {"item 1", "item 2", "item 3"}
+    (tmp_path / "stock.txt").write_bytes("\ufeffitem 4\r\n\nitem 5\n".encode())
+    assert ids("--allow", f"@{tmp_path / 'stock.txt'}", "item 1") == {"item 1", "item 4", "item 5"}
+    assert ids("--deny", f"@{tmp_path / 'stock.txt'}", "item 1") == {
+        f"item {i}" for i in range(30) if i not in (1, 4, 5)
+    }
+    assert "no such file" in refusal(capsys, *tokens, "--allow", f"@{tmp_path / 'none'}")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    assert "--deny: " in refusal(capsys, *tokens, "--deny", f"@{tmp_path / 'bytes'}")
+    assert listed("--allow", ["@@x", "@@@y", "z"]) == ["@x", "@@y", "z"]

@@ -104,7 +104,7 @@ def id_column(side: str, frame: Any, given: str | None, pairs_column: str | None
         return frames.pick(f"--{side}-id", given, present)
     named = [name for name in (pairs_column, "id", *_MOVIELENS[side]) if name in present]
     if not named:
-        check.fail(f"--{side}-id", "nothing", f"the column of ids in --{side}-features: one of {', '.join(present)}")
+        check.fail(f"--{side}-id", "nothing", f"the column of ids of the {side} table: one of {', '.join(present)}")
     return str(named[0])
 
 
