@@ -70,6 +70,14 @@ def folder():
     matrix = (sp.random(12, 9, 0.4, random_state=0, format="csr") > 0).astype(np.float32)
     rows = np.random.default_rng(1).normal(size=(12, 3))
     gt.TwoTower(**small).fit(matrix, left_features=rows).save(folder / "matrix.gramtower")
+    count, numbers = len(pairs.left_ids), np.random.default_rng(2)
+    every = {"user": list(pairs.left_ids), "age": ages["age"], "zip": [i % 3 for i in range(count)]}
+    every |= {"vip": [i % 2 == 0 for i in range(count)], "tags": [["a", "b"] if i % 2 else ["c"] for i in range(count)]}
+    every |= {"about": ["red wine" if i % 2 else "tea" for i in range(count)]}
+    every["vec"] = [numbers.normal(size=3).tolist() for _ in range(count)]
+    kinds_of = dict(numeric=["age"], categorical=["zip", "vip"], lists=["tags"], text=["about"], vectors=["vec"])
+    table = FeatureTable(every, id="user", **kinds_of)
+    gt.TwoTower(**small).fit(pairs, left_features=table).save(folder / "kinds.gramtower")
     gt.TwoTower(dim=5, hidden=(), max_iterations=1, device="cpu").fit(pairs).save(folder / "plain.gramtower")
     cells = [f'i{j},"Thing {j}, naïve",{GENRES[kinds[j]]},{1980 + j}' for j in range(ITEMS) if j != 5]
     (folder / "items.csv").write_text("item,title,genre,year\n" + "\n".join(cells))

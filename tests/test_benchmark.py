@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import re
+import sys
 from html.parser import HTMLParser
 
 import numpy as np
@@ -99,7 +101,8 @@ def test_all_that_comes_with_it_runs_and_who_won_is_said():
     pairs = sample()
     groups = sp.csr_matrix(np.eye(4)[pairs.right_ids % 4])
     found = gt.benchmark(pairs, 0.2, metrics="recall@5", right_features=["id", groups], seeds=1)
-    named = ["popularity", "item-knn", "ease", "als", "linear", "linear-features", "hidden-features"]
+    named = ["popularity", "item-knn", "ease", "als", "gramtower-linear"]
+    named += ["gramtower-linear-features", "gramtower-hidden-features"]
     assert list(found.summary["models"]) == named
     for name, facts in found.summary["models"].items():
         missing = name in ("item-knn", "als") and importlib.util.find_spec("implicit") is None
@@ -408,8 +411,8 @@ def test_marks_of_an_axis_are_few_and_inside(low, high):
         ({"baselines": ["eas"]}, "baselines: got 'eas', expected 'ease', or another of popularity"),
         ({"baselines": ["ease", "ease"]}, "baselines: got ease, ease, expected each name once"),
         (
-            {"baselines": ["hidden-features"]},
-            "baselines: got 'hidden-features', expected left_features or right_features",
+            {"baselines": ["gramtower-hidden-features"]},
+            "baselines: got 'gramtower-hidden-features', expected left_features or right_features",
         ),
         ({"baselines": []}, "models: got none, expected at least one model"),
         ({"models": [gt.TwoTower()]}, "models: got list, expected names and models"),
@@ -441,3 +444,18 @@ def test_a_test_without_anything_new_is_refused():
     pairs = sample()
     with pytest.raises(ValueError, match=r"test: got \d+ pairs, none of them both positive and new"):
         gt.benchmark(pairs, pairs, baselines=["popularity"])
+
+
+def test_lines_about_runs_are_logged_and_shown_in_a_terminal(capsys, caplog, monkeypatch):
+    def lines(**options):
+        gt.benchmark(sample(), metrics="recall@5", baselines=["popularity"], seeds=1, **options)
+        return capsys.readouterr().err.splitlines()
+
+    assert lines() == []
+    assert len(lines(verbose=True)) == 2
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert len(lines()) == 2
+    assert lines(verbose=False) == []
+    with caplog.at_level(logging.INFO, logger="gramtower.benchmark"):
+        assert lines(verbose=False) == []
+    assert [record.name for record in caplog.records] == ["gramtower.benchmark"] * 2

@@ -294,7 +294,7 @@ def test_a_report_on_a_fit_says_its_end_and_leaves_its_summary(pairs, tmp_path, 
     before = (tmp_path / "run/summary.json").read_bytes()
     found = answer(capsys, "report", tmp_path / "run")
     assert (found["status"], found["iterations"]) == ("finished", 2)
-    assert "max_iterations was reached" in found["message"]
+    assert "iterations (2)" in found["message"]
     assert (tmp_path / "run/summary.json").read_bytes() == before
     last = (tmp_path / "run/history.jsonl").read_text().splitlines()[-1]
     with (tmp_path / "run/history.jsonl").open("a") as file:  # a run that goes on, and was killed
@@ -334,6 +334,28 @@ def test_a_command_that_is_refused_leaves_no_folder(fitted, pairs, tmp_path, cap
     (tmp_path / "new").mkdir()
     refusal(capsys, "update", fitted, tmp_path / "none.csv", *out)
     assert not list((tmp_path / "new").iterdir())  # one that was there stays
+
+
+@pytest.mark.parametrize("command", ["fit", "tune", "compare", "benchmark", "cross-validate"])
+def test_ratings_without_a_threshold_are_refused_by_the_flag_that_is_missing(command, pairs, tmp_path, capsys):
+    said = refusal(capsys, command, pairs / "train.csv", *COLUMNS, "--value", "rating", "--out", tmp_path / "out")
+    assert said.startswith("error: --value: ")
+    assert "--threshold" in said
+    assert "--loss squared" in said
+    assert "matrix" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "separator", "flag"),
+    [("a.csv", ";", "--separator ';'"), ("a.csv", "\t", "--separator tab"), ("a.tsv", ";", "--separator ';'")],
+)
+def test_another_separator_is_named(name, separator, flag, tmp_path, capsys):
+    (tmp_path / name).write_text(f"u{separator}i\n1{separator}x\n2{separator}y\n")
+    assert flag in refusal(capsys, "info", tmp_path / name, "--left", "u", "--right", "i")
+    given = "tab" if separator == "\t" else separator
+    assert answer(capsys, "info", tmp_path / name, "--left", "u", "--right", "i", "--separator", given)["pairs"] == 2
+    (tmp_path / name).write_text("u,i;j\n1,x\n" if name == "a.csv" else "u\ti;j\n1\tx\n")
+    assert "--separator" not in refusal(capsys, "info", tmp_path / name, "--left", "no", "--right", "i;j")
 
 
 def test_pair_weights_reach_the_objective(pairs, tmp_path, capsys):

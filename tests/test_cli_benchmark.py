@@ -81,13 +81,15 @@ def test_the_same_command_goes_on_after_an_interrupt(folder, tmp_path, capsys, m
 
 def test_features_a_test_file_and_a_reference(folder, tmp_path, capsys):
     more = ("--left-features", folder / "users.csv", "--test", folder / "test.csv", "--reference", "popularity")
-    names = ("--models", "popularity,linear-features", "--metrics", "ndcg@5", "--seeds", 1, "--json")
+    names = ("--models", "popularity,gramtower-linear-features", "--metrics", "ndcg@5", "--seeds", 1, "--json")
     assert command(folder, tmp_path, *more, *names) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["data"]["test"] == "a given test"
     assert found["reference"] == "popularity"
-    assert found["models"]["linear-features"]["metrics"]["ndcg@5"]["difference"]["mean"] != 0
-    assert found["models"]["linear-features"]["settings"]["fit"]["left_features"][0] == "id"
+    assert found["models"]["gramtower-linear-features"]["metrics"]["ndcg@5"]["difference"]["mean"] != 0
+    assert found["models"]["gramtower-linear-features"]["settings"]["fit"]["left_features"][0]["table"] == {
+        "group": "categorical"
+    }
 
 
 def test_a_model_that_fails_is_exit_code_1_and_one_left_out_is_not(folder, tmp_path, capsys, monkeypatch):
@@ -115,7 +117,10 @@ def test_a_model_that_fails_is_exit_code_1_and_one_left_out_is_not(folder, tmp_p
         (["--metrics", "auc"], "metrics: got 'auc', expected metrics of lists"),
         (["--seeds", "0"], "seeds: got 0"),
         (["--models", "none"], "models: got none, expected at least one model"),
-        (["--models", "hidden-features"], "baselines: got 'hidden-features', expected left_features or right_features"),
+        (
+            ["--models", "gramtower-hidden-features"],
+            "baselines: got 'gramtower-hidden-features', expected left_features or right_features",
+        ),
         (["--config", "no.toml"], "no.toml"),
         (["--config", "ease={mine}"], "a name other than 'ease', which is taken"),
         (["--config", "{mine}", "--config", "{mine}"], "a name other than 'mine', which is taken"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import tomllib
 
 import pytest
@@ -10,7 +12,11 @@ import pytest
 pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 pytest.importorskip("polars", reason="the command line reads tables with polars")
 
+import gramtower as gt
 from gramtower.cli.app import run
+from gramtower.cli.query import listed
+from gramtower.data.frames import read_frame
+from gramtower.data.tables import FeatureTable
 from gramtower.two_tower import load
 
 SMALL = ["--dim", "4", "--hidden", "8", "--device", "cpu"]
@@ -64,7 +70,7 @@ def fit(files, out, *flags, left="users.csv", iterations=12):
 @pytest.fixture(scope="module")
 def fitted(files):
     out = files / "run"
-    kinds = ["--left-column", "code=categorical", "--left-column", "since=skip"]
+    kinds = ["--left-column", "code=categorical", "--left-column", "since=skip", "--left-identity", "--right-identity"]
     assert run([*map(str, fit(files, out, *kinds)), "--quiet"]) == 0
     return out
 
@@ -85,6 +91,49 @@ def test_features_are_seen_beside_ids_and_info_says_so(fitted, capsys):
     found = answer(capsys, "info", fitted)
     assert (found["left_kind"], found["right_kind"]) == ("id + table", "id + table")
     assert load(fitted / "model.gramtower").right_.inputs.width == 30 + 64
+
+
+def test_features_mean_what_they_mean_in_python(files, tmp_path, capsys):
+    found = answer(capsys, *fit(files, tmp_path / "run", iterations=3))
+    assert answer(capsys, "info", tmp_path / "run")["left_kind"] == "table"
+    pairs = gt.Interactions.from_csv(files / "train.csv", "user", "item")
+    tables = {
+        "left_features": FeatureTable.inferred(read_frame("users", files / "users.csv"), "user"),
+        "right_features": FeatureTable.inferred(read_frame("items", files / "items.tsv"), "id", hash_bits=6),
+    }
+    model = gt.TwoTower(dim=4, hidden=(8,), device="cpu", max_iterations=3).fit(pairs, **tables)
+    assert [side.inputs.kind for side in (model.left_, model.right_)] == ["table", "table"]
+    assert model.history_[-1].value == found["objective"]
+
+
+def test_a_fit_says_what_each_tower_sees_and_that_the_old_flag_is_not_needed(files, tmp_path, capsys):
+    def said(*flags):
+        assert run([*map(str, fit(files, tmp_path / "run", *flags, "--fresh", iterations=1))]) == 0
+        return capsys.readouterr().err
+
+    text = said("--right-identity")
+    line = next(line for line in text.splitlines() if "tower sees" in line)
+    assert re.search("left tower sees features without ids; .*right tower sees ids and features", line)
+    assert "ids only" in line
+    assert "deprecated" not in text
+    text = said("--no-right-identity")
+    assert "--no-right-identity is deprecated" in text
+    assert load(tmp_path / "run/model.gramtower").right_.inputs.kind == "table"
+    config = tomllib.loads((tmp_path / "run/config.toml").read_text())
+    assert "right-identity" not in config["features"]
+    assert run(["fit", str(files / "train.csv"), *COLUMNS, *SMALL, "--max-iterations", "1", "--out",
+                str(tmp_path / "plain")]) == 0  # fmt: skip
+    text = capsys.readouterr().err
+    assert "left tower sees ids" in text
+    assert "ids only" not in text
+
+
+def test_an_update_keeps_ids_of_a_run_whose_config_does_not_name_them(files, fitted, tmp_path, capsys):
+    shutil.copytree(fitted, tmp_path / "run")
+    path = tmp_path / "run/config.toml"
+    path.write_text("\n".join(line for line in path.read_text().splitlines() if "identity" not in line))
+    answer(capsys, "update", tmp_path / "run", files / "test.csv", "--iterations", "1")
+    assert answer(capsys, "info", tmp_path / "run")["right_kind"] == "id + table"
 
 
 def test_identities_beside_features_may_be_a_smaller_correction(files, tmp_path, capsys):
@@ -128,7 +177,7 @@ def test_history_and_features_together_serve_a_new_user(files, tmp_path, capsys)
     assert not any(even(hit["id"]) or hit["id"] in ("item 1", "item 3") for hit in both["results"])
     answer(capsys, *fit(files, tmp_path / "all", "--history", "--left-identity", iterations=1))
     assert answer(capsys, "info", tmp_path / "all")["left_kind"] == "id + history + table"
-    answer(capsys, *fit(files, tmp_path / "table", "--no-left-identity", iterations=1))
+    answer(capsys, *fit(files, tmp_path / "table", iterations=1))
     assert answer(capsys, "info", tmp_path / "table")["left_kind"] == "table"
 
 
@@ -242,3 +291,78 @@ def test_bad_features_are_one_line(files, fitted, tmp_path, capsys):
     )
     assert "97" in refusal(capsys, "recommend", fitted, "--left-features", files / "new.csv", "--left", "97")
     assert not out.exists()
+
+
+@pytest.fixture(scope="module")
+def shelf(files):
+    """A model without features, and a table of its right entities."""
+    rows = [f"item {i},Film {i},{1990 + i}.0,{'War|Drama' if i % 3 else 'Comedy'}" for i in range(29)]
+    (files / "shelf.csv").write_text("item,title,year,genre\n" + "\n".join(rows) + "\n")
+    out = files / "plain"
+    tokens = ["fit", files / "train.csv", *COLUMNS, *SMALL, "--max-iterations", 6, "--out", out, "--quiet"]
+    assert run([*map(str, tokens)]) == 0
+    return out, files / "shelf.csv"
+
+
+def test_lists_show_titles_of_a_table(files, fitted, shelf, tmp_path, capsys):
+    plain, table = shelf
+    tokens = ["recommend", plain, "--left", "07", "-k", 30, "--include-seen"]
+    assert "title" not in answer(capsys, *tokens)["answers"][0]["results"][0]
+    found = answer(capsys, *tokens, "--right-table", table)["answers"][0]["results"]
+    assert {hit["id"]: hit["title"] for hit in found} == {
+        f"item {i}": f"Film {i}" if i < 29 else None for i in range(30)
+    }
+    found = answer(capsys, *tokens, "--right-table", table, "--right-title", "genre")["answers"][0]["results"]
+    assert {hit["title"] for hit in found} == {"War|Drama", "Comedy", None}
+    assert run([*map(str, tokens), "--right-table", str(table)]) == 0
+    assert "Film 7" in capsys.readouterr().out
+    found = answer(capsys, "recommend", fitted, "--left", "07")["answers"][0]["results"]  # the run's own table
+    assert all(hit["title"].endswith(f" film {hit['id'].split()[1]}") for hit in found if hit["id"] != "item 0")
+    new = tmp_path / "new.tsv"
+    new.write_text("id\ttitle\n" + "".join(f"item {i}\tThe odd film {i}\n" for i in (1, 3, 51, 53)))
+    tokens = ["recommend", fitted, "--left", "07", "-k", 40, "--include-seen", "--right-features", new]
+    titles = {hit["id"]: hit["title"] for hit in answer(capsys, *tokens)["answers"][0]["results"]}
+    assert titles["item 51"] == "The odd film 51"
+    found = answer(capsys, *tokens, "--where", "title=The odd film 51")["answers"][0]["results"]
+    assert [hit["id"] for hit in found] == ["item 51"]
+
+
+def test_lists_are_filtered_by_columns(shelf, tmp_path, capsys):
+    plain, table = shelf
+    tokens = ["recommend", plain, "--left", "07", "-k", 30, "--include-seen", "--right-table", table]
+
+    def numbers(*flags):
+        found = answer(capsys, *tokens, *flags)["answers"][0]["results"]
+        return sorted(int(hit["id"].split()[1]) for hit in found)
+
+    assert numbers("--where", "genre=Comedy") == list(range(0, 29, 3))
+    assert numbers("--where", "genre=Drama", "--where", "year>=2000", "--where", "year<=2004") == [10, 11, 13, 14]
+    assert numbers("--where", "year=1991", "--where", "year=1992") == [1, 2]
+    assert numbers("--where", "genre=Comedy", "--allow", "item 0", "item 1", "item 3") == [0, 3]
+    assert numbers("--where", "genre=Opera") == []
+    out = tmp_path / "all.csv"
+    everything = ["recommend", plain, "--all", "--out", out, "--right-table", table, "--where", "year<=1991"]
+    answer(capsys, *everything)
+    assert {line.split(",")[2] for line in out.read_text().splitlines()[1:]} <= {"item 0", "item 1"}
+    for flags in (["year"], ["genre>=3"], ["year>=x"], ["yeer=1990"], ["year=1990", "--where", "year>=2"]):
+        assert "--where: " in refusal(capsys, *tokens, "--where", *flags)
+    assert "--right-table" in refusal(capsys, "recommend", plain, "--left", "07", "--where", "year=1990")
+
+
+def test_ids_to_allow_or_deny_come_several_at_once_or_from_a_file(shelf, tmp_path, capsys):
+    plain, _ = shelf
+    tokens = ["recommend", plain, "--left", "07", "-k", 30, "--include-seen"]
+
+    def ids(*flags):
+        return {hit["id"] for hit in answer(capsys, *tokens, *flags)["answers"][0]["results"]}
+
+    assert ids("--allow", "item 1", "item 2", "--allow", "item 3") == {"item 1", "item 2", "item 3"}
+    (tmp_path / "stock.txt").write_bytes("\ufeffitem 4\r\n\nitem 5\n".encode())
+    assert ids("--allow", f"@{tmp_path / 'stock.txt'}", "item 1") == {"item 1", "item 4", "item 5"}
+    assert ids("--deny", f"@{tmp_path / 'stock.txt'}", "item 1") == {
+        f"item {i}" for i in range(30) if i not in (1, 4, 5)
+    }
+    assert "no such file" in refusal(capsys, *tokens, "--allow", f"@{tmp_path / 'none'}")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    assert "--deny: " in refusal(capsys, *tokens, "--deny", f"@{tmp_path / 'bytes'}")
+    assert listed("--allow", ["@@x", "@@@y", "z"]) == ["@x", "@@y", "z"]

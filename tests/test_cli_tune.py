@@ -100,7 +100,7 @@ def test_feature_tables_are_searched_and_written_down(pairs, tmp_path, capsys):
     config = tomllib.loads((out / "config.toml").read_text())
     assert config["features"]["right-features"].endswith("items.csv")
     assert run(["fit", "--config", str(out / "config.toml"), "--out", str(fitted), "--quiet"]) == 0
-    assert load(fitted / "model.gramtower").right_.inputs.kind == "id + table"
+    assert load(fitted / "model.gramtower").right_.inputs.kind == "table"
 
 
 def test_settings_are_chosen_by_entities_that_were_never_seen(pairs, tmp_path, capsys):

@@ -104,7 +104,7 @@ def test_models_show_settings_before_and_what_was_learned_after_a_fit():
     model = small().fit(split.train, validation=split.test)
     for card in (model._repr_html_(), model.fitted_._repr_html_()):
         text = read(card)
-        for expected in ("entities", "12", "id", "objective", "best validation metric", "Stopped: max_iterations"):
+        for expected in ("entities", "12", "id", "objective", "best validation metric", "Stopped: finished"):
             assert expected in text
         assert "<polyline" in card
     assert "dim=2" in read(model._repr_html_())
@@ -128,7 +128,7 @@ def test_cross_validation_and_runs_show_theirs():
     assert all(f"{value:.4f}" in text for value in (found.mean["recall@3"], *found.values("recall@3")))
     problem = gt.Problem(pairs().matrix)
     result = gt.minimize(problem, gt.mlp_towers(problem, hidden=(), dim=2), max_iterations=2)
-    assert "Stopped: max_iterations was reached" in read(result._repr_html_())
+    assert "Stopped: finished the planned iterations (2)" in read(result._repr_html_())
 
 
 def test_searches_show_the_best_settings_and_trials():

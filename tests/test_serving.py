@@ -14,7 +14,7 @@ from gramtower.serving.limits import Limits
 
 @pytest.fixture(scope="module")
 def api():
-    plain = [source(name, table=False) for name in ("table", "matrix", "plain")]
+    plain = [source(name, table=False) for name in ("table", "matrix", "plain", "kinds")]
     with client(source(), *plain) as made:
         yield made
 
@@ -109,6 +109,48 @@ def test_new_entities_by_history_by_features_and_by_both(api):
         assert lists(answer) == expected("table", left_features=columns, histories=histories, k=4)
     answer = post(api, "/recommend", model="matrix", left_features=[[0.1, -2, 3e-3]], k=4)
     assert lists(answer) == expected("matrix", left_features=np.array([[0.1, -2, 3e-3]]), k=4)
+
+
+ONE = dict(age=30, zip=1, vip=True, tags=["a"], about="red wine", vec=[0.1, 1, -2])
+
+
+@pytest.mark.parametrize(
+    "given", [{}, dict(vec=[1, 2, 3]), dict(vec=None), dict(age="30"), dict(zip="1"), dict(zip=1.0), dict(vip="true")]
+)
+def test_features_of_every_kind_are_taken_as_json_has_them(api, given):
+    row = {**ONE, **given}
+    columns = {name: [cell] for name, cell in {**row, "zip": 1, "vip": True, "age": 30.0}.items()}
+    columns["vec"] = [None if row["vec"] is None else [float(one) for one in row["vec"]]]
+    wanted = lists_and_scores("kinds", left_features=columns, k=3)
+    for features in ([row], {name: [cell] for name, cell in row.items()}):
+        answer = post(api, "/recommend", model="kinds", left_features=features, k=3)
+        assert [(place["id"], pytest.approx(place["score"])) for place in answer["answers"][0]["results"]] == wanted
+
+
+def lists_and_scores(name, **options):
+    ids, scores = model(name).recommend(**options)
+    return list(zip(ids[0].tolist(), map(float, scores[0]), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (dict(vec=[1, 2]), "vec"),
+        (dict(vec=[1, "x", 2]), "vec"),
+        (dict(vec=[[1, 2, 3]]), "vec"),
+        (dict(vec=3.0), "vec"),
+        (dict(age="x"), "age"),
+        (dict(age={"a": 1}), "age"),
+        (dict(about=["a"]), "about"),
+    ],
+)
+def test_features_that_do_not_fit_are_refused_by_field_and_column(api, given, name):
+    error = post(api, "/recommend", 422, model="kinds", left_features=[{**ONE, **given}])["error"]
+    assert error.startswith("left_features")
+    assert name in error
+    assert "union" not in error
+    assert "str]" not in error
+    assert "dict[" not in error
 
 
 def test_row_numbers_are_the_ids_of_a_model_of_a_matrix(api):
@@ -257,8 +299,8 @@ def test_health_readiness_and_the_models(api):
     assert api.get("/health").json() == {"status": "ok"}
     assert api.get("/ready").json()["status"] == "ready"
     found = {one["name"]: one for one in api.get("/models").json()["models"]}
-    assert list(found) == ["history", "table", "matrix", "plain"]
-    assert [found[name]["histories"] for name in found] == [True, True, False, False]
+    assert list(found) == ["history", "table", "matrix", "plain", "kinds"]
+    assert [found[name]["histories"] for name in found] == [True, True, False, False, False]
     assert found["history"]["right"] == ITEMS
 
 

@@ -83,7 +83,7 @@ def test_a_server_lives_through_damage_takes_up_a_new_model_and_ends(tmp_path):
             assert raw.recv(100).startswith(b"HTTP/1.1 400")
         assert ask(base, "/health")["status"] == "ok"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) in (0, -signal.SIGTERM)
+        assert process.wait(30) == 0
     finally:
         process.kill()
         process.wait()
@@ -277,6 +277,76 @@ def test_workers_share_a_port_a_new_model_and_an_end(tmp_path):
             process.send_signal(signal.SIGHUP)  # while the new one starts: it reads its model, then again
             loaded = [line(process, r"worker (\d): model .* loaded in", 180)[1] for _ in range(3)]
             assert loaded.count(number) == 2
+        assert ask(base, "/ready")["status"] == "ready"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="files are kept by their descriptors")
+@pytest.mark.parametrize("watch", [True, False])
+def test_a_worker_that_is_started_again_serves_what_the_others_serve(watch, tmp_path):
+    path = tmp_path / "model.gramtower"
+    shutil.copy(folder() / "history.gramtower", path)
+    command = [sys.executable, "-m", "gramtower", "serve", str(path), "--port", "0", "--workers", "2"]
+    command += ["--watch"] if watch else []
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, bufsize=0, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        base = line(process, r"serving at (http://127\.0\.0\.1:\d+)/", 180)[1]
+        if watch:  # garbage, which is refused
+            (tmp_path / "new").write_bytes(b"garbage")
+        else:  # a model that nobody asked to be taken up
+            shutil.copy(folder() / "plain.gramtower", tmp_path / "new")
+        (tmp_path / "new").replace(path)
+        if watch:
+            assert {line(process, r"worker (\d): .* refused")[1] for _ in range(2)} == {"1", "2"}
+        for _ in range(2):  # each of them once
+            os.kill(min(spawned(process)), signal.SIGKILL)
+            number = line(process, r"worker (\d) ended with exit code -9")[1]
+            assert line(process, r"worker (\d): model .* loaded in", 180)[1] == number
+            end = time.monotonic() + 60
+            while len(answering(base)) < 2 and time.monotonic() < end:
+                time.sleep(0.05)
+            assert process.poll() is None
+            sizes = {len(ask(base, "/embed", {"ids": ["a/b"]})["embeddings"][0]) for _ in range(30)}
+            assert sizes == {6}
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def answering(base):
+    """The workers that some requests reach."""
+    found = set()
+    for _ in range(20):
+        with urllib.request.urlopen(base + "/metrics", timeout=20) as answer:
+            found.add(re.search(r'gramtower_waiting_requests\{worker="(\d+)"\}', answer.read().decode())[1])
+    return found
+
+
+def test_a_worker_that_cannot_start_again_is_tried_again_while_another_one_serves(tmp_path):
+    path, table = tmp_path / "model.gramtower", tmp_path / "items.csv"
+    shutil.copy(folder() / "history.gramtower", path)
+    shutil.copy(folder() / "items.csv", table)
+    command = [sys.executable, "-m", "gramtower", "serve", str(path), "--port", "0", "--workers", "2"]
+    command += ["--right-table", str(table), "--right-id", "item"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, bufsize=0, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        base = line(process, r"serving at (http://127\.0\.0\.1:\d+)/", 180)[1]
+        good = table.read_bytes()
+        table.write_text("no,such\ntable,here\n")
+        os.kill(min(spawned(process)), signal.SIGKILL)
+        line(process, r"worker \d ended with exit code -9")
+        line(process, r"worker \d ended with exit code 2", 180)
+        assert ask(base, "/ready")["status"] == "ready"
+        table.write_bytes(good)
+        line(process, r"worker \d: model .* loaded in", 180)
         assert ask(base, "/ready")["status"] == "ready"
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import sys
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 from serving_cases import ITEMS, folder, genres, model, source
 
 import gramtower as gt
+from gramtower.data import frames
 from gramtower.runtime.mapped import release
 from gramtower.serving.entities import Entities
 from gramtower.serving.errors import Refused, shown
@@ -19,6 +21,7 @@ from gramtower.serving.lists import Query, best_lists
 from gramtower.serving.projection import project
 from gramtower.serving.rowindex import RowIndex
 from gramtower.serving.snapshot import Snapshot
+from gramtower.serving.table import EntityTable
 
 
 @pytest.fixture(scope="module")
@@ -203,3 +206,21 @@ def test_pages_of_a_mapped_file_are_given_up_and_come_back(tmp_path):
     assert release(path, mapped.left_.embeddings) == 0  # what was written would be lost
     np.testing.assert_array_equal(mapped.embed(side="left")[1000], before[1000] + 1.0)
     np.testing.assert_array_equal(gt.load(path).embed(side="left"), before)
+
+
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        (["1995.0", "", "2001.0"], [1995, None, 2001]),
+        (["1995", " 7 ", "2001"], [1995, 7, 2001]),
+        (["0.5", "2", "3e2"], [0.5, 2.0, 300.0]),
+        ([1995.0, None, math.nan], [1995, None, None]),
+        ([2**60 + 1, 2, 3], [2**60 + 1, 2, 3]),
+    ],
+)
+def test_numeric_columns_are_answered_as_numbers(cells, expected):
+    frame = frames.polars().DataFrame({"id": ["a", "b", "c"], "year": cells}, strict=False)
+    table = EntityTable("--right-table", frame, "id", np.array(["a", "b", "c"], object), 3)
+    found = [one["year"] for one in table.cells(np.arange(3))]
+    assert found == expected
+    assert [type(one) for one in found] == [type(one) for one in expected]

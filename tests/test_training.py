@@ -305,7 +305,7 @@ def test_verbose_writes_to_standard_error(capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 5
-    assert "max_iterations was reached" in captured.err
+    assert "iterations (2)" in captured.err
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 import tomllib
@@ -661,3 +662,16 @@ def _vector(length):
     import torch
 
     return torch.zeros(length)
+
+
+def test_lines_about_trials_are_logged_and_shown_in_a_terminal(capsys, caplog, monkeypatch):
+    def lines(**options):
+        small(dim=2).tune(data(), trials=2, space={"l2": True}, refit=False, **options)
+        return capsys.readouterr().err.splitlines()
+
+    assert lines() == []
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert [line.split()[:2] for line in lines()][:2] == [["trial", "0"], ["trial", "1"]]
+    with caplog.at_level(logging.INFO, logger="gramtower.tune"):
+        assert lines(verbose=False) == []
+    assert len(caplog.records) >= 2

@@ -32,7 +32,8 @@ from gramtower.export.write import write_export
 from gramtower.metrics.definitions import LOWER_IS_BETTER, parse
 from gramtower.pages.figures import run_figure
 from gramtower.training.callbacks import Callback
-from gramtower.tuning.report import Search
+from gramtower.training.log import progress_lines
+from gramtower.tuning.report import Search, trial_lines
 from gramtower.tuning.search import tune
 from gramtower.tuning.trial import chosen_features
 
@@ -255,6 +256,7 @@ class TwoTower(ModelSettings):
         left_features: Any = None,
         right_features: Any = None,
         refit: bool = True,
+        verbose: bool | None = None,
         left: Column | None = None,
         right: Column | None = None,
         value: Column | None = None,
@@ -291,6 +293,8 @@ class TwoTower(ModelSettings):
             right_features: as for ``fit``.
             refit: whether this model takes the settings that were found and is fitted on all pairs; not after Ctrl-C,
                 which ends a search with what it has found. Settings that were not changed stay as they are.
+            verbose: whether to print a line for each trial on standard error; None for yes in a terminal or a notebook.
+                The logger ``gramtower.tune`` gets these lines at level INFO.
             left: of a table, the column of left ids, as for ``fit``.
             right: the column of right ids.
             value: the column of values.
@@ -305,9 +309,11 @@ class TwoTower(ModelSettings):
         features, refit = (left_features, right_features), check.flag("refit", refit)
         columns = Columns(left, right, value, weight, time, threshold)
         pairs, validation = columns.read("pairs", pairs), columns.read_also("validation", validation)
+        lines = progress_lines("gramtower.tune", verbose)
         found = tune(
             self.with_changes(), pairs, trials=trials, time_limit=time_limit, metric=metric, validation=validation,
             space=space, storage=storage, seed=seed, features=features, validation_side=validation_side,
+            progress=None if lines is None else trial_lines(lines),
         )  # fmt: skip
         if refit and not found.interrupted:
             self.set_params(**found.arguments).fit(pairs, *chosen_features({"features": found.features}, features))

@@ -43,9 +43,9 @@ from gramtower.two_tower import TwoTower
 
 BASELINES: dict[str, Callable[[], Any]] = {"popularity": Popularity, "item-knn": ItemKNN, "ease": EASE, "als": ALS}
 TOWERS: dict[str, Callable[[], TwoTower]] = {
-    "linear": lambda: TwoTower(hidden=()),
-    "linear-features": lambda: TwoTower(hidden=()),
-    "hidden-features": TwoTower,
+    "gramtower-linear": lambda: TwoTower(hidden=()),
+    "gramtower-linear-features": lambda: TwoTower(hidden=()),
+    "gramtower-hidden-features": TwoTower,
 }
 BUILT_IN = (*BASELINES, *TOWERS)
 _SEEDS = ("seed", "random_state")

@@ -7,7 +7,6 @@ metrics. An error ends a run, not the benchmark. Cost: that of the fits and list
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -38,6 +37,7 @@ from gramtower.distributed.group import current_group
 from gramtower.metrics.definitions import DEFAULT, parse
 from gramtower.runtime.resident import ResidentPeak
 from gramtower.training.lock import locked
+from gramtower.training.log import progress_lines
 from gramtower.two_tower import TwoTower
 
 _MOST_SEEDS = 1000
@@ -59,7 +59,7 @@ def benchmark(
     title: str = "",
     command: str | None = None,
     progress: Callable[[str], None] | None = None,
-    verbose: bool = False,
+    verbose: bool | None = None,
 ) -> Benchmark:
     """Compare models on the same split, with the same candidates, under several seeds.
 
@@ -75,8 +75,9 @@ def benchmark(
             ``fit(pairs, …)`` and ``recommend(ids, k)``, which leaves out what is seen; a pair of it and the arguments
             of its fit; one of :mod:`gramtower.benchmarking.baselines`; or a model of implicit. Each run fits a copy,
             whose ``seed`` or ``random_state`` is that of the run.
-        baselines: which of those that come with it, of popularity, item-knn, ease, als, linear, linear-features and
-            hidden-features; None for all, the last two where there are features.
+        baselines: which of those that come with it, of popularity, item-knn, ease, als,
+            gramtower-linear, gramtower-linear-features and gramtower-hidden-features; None for all, the last two where
+            there are features.
         left_features: what the left tower sees, as for ``TwoTower.fit``: of the models with features, and of your own.
         right_features: the same for the right tower.
         seeds: how many, from 0 on; or which.
@@ -86,8 +87,9 @@ def benchmark(
         fresh: start anew even if the folder holds a benchmark.
         title: of the page; the folder's name if it is empty.
         command: the command line, for the page.
-        progress: called with a line for each run that ends.
-        verbose: print these lines on standard error.
+        progress: called with a line for each run that ends, instead of the next.
+        verbose: whether to print these lines on standard error; None for yes in a terminal or a notebook. The logger
+            ``gramtower.benchmark`` gets them at level INFO.
 
     Returns:
         Means, intervals, differences, times and memory; printing it shows a table and who won.
@@ -115,7 +117,7 @@ def benchmark(
     )
     for entry in entries:
         _check_entry(entry, first)
-    lines = progress if progress is not None else _to_stderr if verbose else _nowhere
+    lines = progress or progress_lines("gramtower.benchmark", verbose) or (lambda text: None)
     with _hold(folder):
         if folder is not None:
             manifest = _joined(folder, manifest, check.flag("fresh", fresh))
@@ -158,6 +160,8 @@ class _Runner:
             self.progress(f"{len(asked) - len(waiting)} of {len(asked)} runs are there already")
         if any(entry.kind == "towers" for _, entry in waiting):
             _prepare()
+        if waiting:
+            self.progress(f"{len(waiting)} runs to do; first: {waiting[0][1].name}, seed {waiting[0][0]}")
         where, cut, of = environment(), None, 0
         for place, (seed, entry) in enumerate(waiting, start=1):
             if cut is None or (seed != of and not self.manifest.fixed_test):
@@ -294,11 +298,3 @@ def _hold(folder: Path | None) -> AbstractContextManager[None]:
         return nullcontext()
     folder.mkdir(parents=True, exist_ok=True)
     return locked(folder, name="out")
-
-
-def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _nowhere(text: str) -> None:
-    pass

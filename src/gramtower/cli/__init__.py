@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 
 from gramtower._optional import need
+from gramtower.cli.leaving import interrupt_on_sigterm, interruption, leave
 from gramtower.cli.streams import prepare_streams
 
 
 def main() -> None:
-    """Run the command line on the program's arguments; exits with 0, 1 (failed), 2 (bad input) or 130 (Ctrl-C)."""
+    """Run the command line on the arguments given; exits with 0, 1 (failed), 2 (bad input), 130 or 143 (signals)."""
     prepare_streams()
+    interrupt_on_sigterm()
     try:
         need("cyclopts", "the command line")
         need("rich", "the command line")
@@ -19,10 +21,10 @@ def main() -> None:
         raise SystemExit(1) from None
     try:
         from gramtower.cli.app import run
-        from gramtower.cli.leaving import leave
 
         code = run(sys.argv[1:])
     except KeyboardInterrupt:  # before a command began, or once more while it ended
-        print("error: interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
+        word, code = interruption()
+        print(f"error: {word}", file=sys.stderr)
+        raise SystemExit(code) from None
     leave(code)

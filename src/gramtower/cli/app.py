@@ -3,7 +3,7 @@
 A command's module is imported when it is asked for: the list of commands, ``--version`` and misspelt commands need
 neither torch nor what commands are made of (tests/test_imports.py).
 
-0: fine. 1: the run failed. 2: bad input. 130: interrupted by Ctrl-C. Checked by tests/test_cli.py.
+0: fine. 1: the run failed. 2: bad input. 130: interrupted by Ctrl-C. 143: by SIGTERM. Checked by tests/test_cli.py.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from cyclopts import App, CycloptsError, MissingArgumentError
 
 from gramtower import _checks as check
 from gramtower.cli.errors import explain as error_text
+from gramtower.cli.leaving import interruption
 from gramtower.cli.output import help_console, note, show_warning
 from gramtower.cli.streams import abandon_output, visible
 from gramtower.data.left_out import LeftOutWarning
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 MOST_THREADS = 4096
 LONGEST = 1000  # characters of an error
 
@@ -56,7 +56,7 @@ COMMANDS = {
     ),
     "benchmark": (
         "benchmark",
-        "Compare models: popularity, item-knn, ease, als, linear and hidden towers, and your own configs.",
+        "Compare models: popularity, item-knn, ease, als, linear and hidden towers of gramtower, and your own configs.",
     ),
     "report": (
         "report",
@@ -80,7 +80,7 @@ def make_app(*names: str) -> App:
         name="gramtower",
         help="Two-tower nonlinear embeddings learned from all pairs, observed and unobserved.",
         version=version("gramtower"),
-        help_epilogue="Exit codes: 0 fine, 1 the run failed, 2 bad input, 130 interrupted.",
+        help_epilogue="Exit codes: 0 fine, 1 the run failed, 2 bad input, 130 interrupted by Ctrl-C, 143 by SIGTERM.",
     )
     for name, (module, line) in COMMANDS.items():
         if name in names:
@@ -137,7 +137,8 @@ def _run(tokens: Sequence[str]) -> int:
                 torch.set_num_threads(check.count("threads", threads, most=MOST_THREADS))
             return int(command(*bound.args, **bound.kwargs) or 0)
     except KeyboardInterrupt as interrupt:
-        return _say(f"interrupted; {str(interrupt) or 'files that were there are as they were'}", INTERRUPTED)
+        word, code = interruption()
+        return _say(f"{word}; {str(interrupt) or 'files that were there are as they were'}", code)
     except BrokenPipeError:  # the reader of our output has gone
         abandon_output()
         return 1

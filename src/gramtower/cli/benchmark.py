@@ -16,7 +16,7 @@ from cyclopts import Parameter
 
 from gramtower import _checks as check
 from gramtower.benchmarking.build import PAGE, Benchmark, build
-from gramtower.benchmarking.models import BUILT_IN
+from gramtower.benchmarking.models import BUILT_IN, TOWERS
 from gramtower.benchmarking.runner import benchmark as run_benchmark
 from gramtower.benchmarking.text import notes_of, table_of
 from gramtower.cli.config import Settings, merge_flags, read_config
@@ -27,6 +27,7 @@ from gramtower.cli.output import note, print_json, print_table
 from gramtower.cli.reading import read_pairs, share_or_pairs, validation_of
 from gramtower.compare.store import MANIFEST as COMPARISON
 from gramtower.data.interactions import Interactions
+from gramtower.estimator.settings import ModelSettings
 from gramtower.metrics.definitions import DEFAULT
 from gramtower.two_tower import TwoTower
 
@@ -50,7 +51,7 @@ def benchmark(
     common: Common | None = None,
     tokens: Annotated[Sequence[str], Parameter(parse=False)] = (),
 ) -> int:
-    """Compare models: popularity, item-knn, ease, als, linear and hidden towers, and your own configs.
+    """Compare models: popularity, item-knn, ease, als, linear and hidden towers of gramtower, and your own configs.
 
     All learn from the same pairs, rank all right entities for the same left ones and leave out what these have in the
     training pairs. Of each metric there are the mean over the seeds, its 95% interval by a bootstrap over left
@@ -63,8 +64,9 @@ def benchmark(
         path: Pairs, as for fit.
         out: Folder for report.html, summary.json, benchmark.json and the finished runs.
         test: Share of the pairs to test on, drawn anew with each seed, or a file like DATA, the same for all seeds.
-        models: Names separated by commas, of popularity, item-knn, ease, als, linear, linear-features and
-            hidden-features [default: all, the last two where there are features]; none for your own configs alone.
+        models: Names separated by commas, of popularity, item-knn, ease, als, gramtower-linear,
+            gramtower-linear-features and gramtower-hidden-features [default: all, the last two where there are
+            features]; none for your own configs only.
         config: A model of your own: a TOML file as for fit, or NAME=FILE; may be repeated. The table [data] of the
             first says how DATA is read.
         metrics: Names separated by commas; the first decides who is the best.
@@ -72,7 +74,7 @@ def benchmark(
         reference: The model that differences are from [default: the best].
         fresh: Start anew even if the folder holds a benchmark.
         data: Data.
-        features: Features that linear-features and hidden-features see.
+        features: Features that gramtower-linear-features and gramtower-hidden-features see.
         common: Output.
         tokens: The command line itself.
     """
@@ -95,7 +97,8 @@ def benchmark(
         names = []
     if names is not None and (unknown := [name for name in names if name not in BUILT_IN]):
         check.fail("models", repr(unknown[0]), f"names of {', '.join(BUILT_IN)}, or none; --config adds your own")
-    pairs = read_pairs(Path(source), settings.data)
+    towers = names is None or any(name in TOWERS for name in names)
+    pairs = read_pairs(Path(source), settings.data, loss=ModelSettings.loss if towers else None)
     held_out = share_or_pairs("--test", test, settings.data)
     if not common.quiet:
         note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities, {seeds} seeds")
@@ -105,7 +108,7 @@ def benchmark(
         found = run_benchmark(
             pairs, held_out, metrics=_split(metrics), models=own, baselines=names, **given, seeds=seeds,
             reference=reference, out=out, fresh=fresh, title=Path(source).name,
-            command=shlex.join(["gramtower", *tokens]), progress=None if common.quiet else note,
+            command=shlex.join(["gramtower", *tokens]), progress=None if common.quiet else note, verbose=False,
         )  # fmt: skip
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"runs that ended are in {out}, and the same command goes on after them") from None

@@ -77,7 +77,7 @@ def cross_validate(
         check.fail("--out", f"{out}, which is a folder", "a file for JSON")
     names = [metric.name for metric in parse([name.strip() for name in metrics.split(",") if name.strip()])]
     estimator = TwoTower(**settings.estimator_arguments(), verbose=not common.quiet)
-    pairs = read_pairs(Path(source), settings.data)
+    pairs = read_pairs(Path(source), settings.data, loss=estimator.loss)
     if not common.quiet:
         if settings.data.validation is not None:
             unused = f"[data] validation {settings.data.validation} of the config is not used"

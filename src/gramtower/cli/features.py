@@ -43,15 +43,31 @@ def tower_features(
                 table = read_table(side, Path(path), settings)
             report[side] = _join(side, table, ids, quiet, processes)
             parts.append(table)
-        identity = getattr(settings.features, f"{side}_identity")
-        if identity is None:
-            identity = "history" not in parts
-        if not identity and not parts:
+        identity, scale = getattr(settings.features, f"{side}_identity"), settings.features.identity_scale
+        if identity is False and not parts:
             check.fail(f"--no-{side}-identity", "no other features", f"--{side}-features to see instead")
-        scale = settings.features.identity_scale if parts else None
+        if identity is False and not quiet:
+            note(f"--no-{side}-identity is deprecated: a tower with features sees ids only with --{side}-identity")
+        if identity is None:
+            identity = not parts or (scale is not None and "history" not in parts)
+        scale = scale if parts else None
         own = "id" if scale is None else f"id*{check.number('--identity-scale', scale, above=0.0)!r}"
         arguments[f"{side}_features"] = [own, *parts] if identity else parts
     return arguments, report
+
+
+def seen_line(features: dict[str, Any]) -> str:
+    """One line about what each tower sees, and what to compare it with where there are features."""
+    sides, described = [], False
+    for side in ("left", "right"):
+        parts = features[f"{side}_features"]
+        tables = [part for part in parts if not isinstance(part, str)]
+        names = [{"id": "ids"}.get(part.partition("*")[0], part) for part in parts if isinstance(part, str)]
+        seen = " and ".join([*names, *(["features"] if tables else [])])
+        sides.append(f"the {side} tower sees {seen}{' without ids' if tables and 'ids' not in names else ''}")
+        described |= bool(tables)
+    advice = "; lists of known entities may be better with ids only, new entities need features" if described else ""
+    return "; ".join(sides) + advice
 
 
 def read_table(side: str, path: Path, settings: Settings) -> FeatureTable:
@@ -88,7 +104,7 @@ def id_column(side: str, frame: Any, given: str | None, pairs_column: str | None
         return frames.pick(f"--{side}-id", given, present)
     named = [name for name in (pairs_column, "id", *_MOVIELENS[side]) if name in present]
     if not named:
-        check.fail(f"--{side}-id", "nothing", f"the column of ids in --{side}-features: one of {', '.join(present)}")
+        check.fail(f"--{side}-id", "nothing", f"the column of ids of the {side} table: one of {', '.join(present)}")
     return str(named[0])
 
 

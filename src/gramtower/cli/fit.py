@@ -14,7 +14,7 @@ from gramtower._toml import write_config
 from gramtower._widths import config_hidden
 from gramtower.cli import folder
 from gramtower.cli.config import Settings, merge_flags, parse_option
-from gramtower.cli.features import tower_features
+from gramtower.cli.features import seen_line, tower_features
 from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions
 from gramtower.cli.output import note, print_facts, print_json
 from gramtower.cli.processes import joined
@@ -57,7 +57,7 @@ def fit(
     - no step lowers the objective measurably in float32, near a relative decrease of 1e-7;
     - with --validation, --patience iterations without a better --metric; the best point is what is saved,
       or with --refit as many iterations on all pairs, started anew;
-    - Ctrl-C, or a value that is not finite.
+    - Ctrl-C, SIGTERM, or a value that is not finite.
 
     An interrupted fit goes on where it stopped when the same command is given again; so does one that reached
     --max-iterations or --time-limit when that limit is raised.
@@ -108,7 +108,7 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
         observed, held_out, validation_pairs = part, None, part.held_out_pairs
     else:
         with group.together():
-            pairs = read_pairs(source, settings.data, loud)
+            pairs = read_pairs(source, settings.data, loud, loss=estimator.loss)
             if side is None:
                 observed, held_out = held_out_of(pairs, settings.data, estimator.seed)
             else:
@@ -126,6 +126,8 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
     if loud and isinstance(observed, Interactions) and observed.one_set:
         note("both sides are one set of entities: none is recommended to itself (--no-same-entities: they are two)")
     seen, matched = tower_features(settings, observed, not loud, group)
+    if loud:
+        note(seen_line(seen))
 
     checkpoint = out / folder.CHECKPOINT
     with folder.held(out, group):
@@ -176,7 +178,7 @@ def used(settings: Settings, estimator: TwoTower) -> dict[str, dict[str, Any]]:
 
 def features_table(options: FeatureOptions) -> dict[str, Any]:
     """The table [features] of the config file."""
-    table = asdict(options)
+    table = asdict(options) | {name: getattr(options, name) or None for name in ("left_identity", "right_identity")}
     for name in ("left_column", "right_column"):
         table[name] = None if table[name] is None else dict(map(parse_option, table[name]))
     return table

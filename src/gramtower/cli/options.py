@@ -66,7 +66,7 @@ class DataOptions:
 @Parameter(name="*", group=Group("Features", sort_key=2))
 @dataclass
 class FeatureOptions:
-    """What the towers see besides ids. The table ``[features]``."""
+    """What the towers see instead of ids, or next to them. The table ``[features]``."""
 
     left_features: str | None = None
     "Table of features of left entities, joined by id: .csv, .tsv, .parquet."
@@ -94,11 +94,11 @@ class FeatureOptions:
     ngrams: str | None = None
     "Of text columns: word, or char [default: word]."
     left_identity: bool | None = None
-    "Also a vector of its own for each left entity [default: yes, unless --history]."
+    "With --left-features or --history: also a vector of its own for each left entity [default: no]."
     right_identity: bool | None = None
-    "The same for right entities [default: yes]."
+    "With --right-features: also a vector of its own for each right entity [default: no]."
     identity_scale: float | None = None
-    "Of identities beside other features; below 1, such as 0.1, new entities rank higher among known ones [default: 1]."
+    "Add such vectors to features with this scale; below 1, such as 0.1, new entities rank higher among known ones."
     candidates: str | None = None
     "all: a fit also keeps entities of its tables that have no pairs, and recommends them [default: trained]."
 
@@ -164,7 +164,10 @@ class TrainOptions:
             "go by entities that were never seen. The side needs a table of features."
         ),
     ] = None
-    metric: Annotated[str | None, _flag("metric", "Validation metric, such as recall@20.")] = None
+    metric: Annotated[
+        str | None,
+        _flag("metric", "Validation metric, such as recall@20.", f"{_DEFAULTS['metric']}; recall@20 in tune"),
+    ] = None
     device: Annotated[str | None, _flag("device", "auto, cpu or cuda.")] = None
     precision: Annotated[str | None, _flag("precision", "Of matrix products on a GPU: tf32 or float32.")] = None
     pair_precision: Annotated[

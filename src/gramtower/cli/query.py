@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,18 +14,23 @@ from numpy.typing import NDArray
 
 from gramtower import _checks as check
 from gramtower.cli.config import Settings, merged
-from gramtower.cli.features import NO_ID, described_rows, new_rows, right_rows
+from gramtower.cli.features import NO_ID, described_rows, id_column, new_rows, read_frame, right_rows
 from gramtower.cli.folder import open_model
 from gramtower.cli.options import Common, DataOptions
 from gramtower.cli.output import note, print_facts, print_json, print_table
 from gramtower.cli.reading import read_pairs
+from gramtower.data.ids import as_objects, id_series
 from gramtower.data.lookup import as_known
 from gramtower.metrics.definitions import DEFAULT
+from gramtower.serving.errors import Refused
+from gramtower.serving.table import EntityTable
 from gramtower.two_tower import TwoTower
 
 Ids = Annotated[list[str] | None, Parameter(negative=())]
+Many = Annotated[list[str] | None, Parameter(negative=(), consume_multiple=True)]
 Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
 _EVERY = 2.0  # seconds between lines of progress
+_WHERE = re.compile(r"(.+?)(>=|<=|=)(.*)", re.DOTALL)
 
 
 def evaluate(
@@ -96,11 +103,15 @@ def recommend(
     k: Annotated[int, Parameter(name=["--k", "-k"])] = 10,
     include_seen: Switch = False,
     exclude: Path | None = None,
-    allow: Ids = None,
-    deny: Ids = None,
+    allow: Many = None,
+    deny: Many = None,
+    where: Ids = None,
     candidates: str = "all",
     left_features: Path | None = None,
     right_features: Path | None = None,
+    right_table: Path | None = None,
+    right_id: str | None = None,
+    right_title: str | None = None,
     history: Ids = None,
     every: Annotated[bool, Parameter(name="--all", negative=(), show_default=False)] = False,
     out: Path | None = None,
@@ -120,11 +131,18 @@ def recommend(
         k: How many.
         include_seen: Also those that it has: of its pairs of training and of validation, or of its history.
         exclude: Pairs of which none is to be shown, a file like the one the run read.
-        allow: Id of a right entity; only those given; may be repeated. Unknown ids are ignored and counted.
-        deny: Id of a right entity never to show; may be repeated. Unknown ids are ignored and counted.
+        allow: Ids of right entities, one or several, or @FILE with one in each line: only these; may be repeated.
+            Unknown ids are ignored and counted.
+        deny: The same: never these. An id that begins with @ is written with another @ before it.
+        where: Filter by a column of the right table: NAME=VALUE, or NAME>=NUMBER and NAME<=NUMBER; may be repeated. Of
+            several values of one column any is enough, of several columns all must match; a cell a|b has both.
         candidates: all that there are, with those of --right-features, or trained: those of the training data.
         left_features: Table of new left entities, for models fitted with --left-features: all its rows, or --left.
         right_features: Table of right entities, for models fitted with --right-features: new ones are ranked too.
+        right_table: Table of right entities, joined by id, for titles and --where [default: --right-features, or the
+            table that the model was fitted with].
+        right_id: Its column of ids [default: called as in the run, or id].
+        right_title: Its column that names an entity [default: title, name or label].
         history: Right id of a new left entity, for models fitted with --history; may be repeated.
         every: For all left entities of the model; needs --out.
         out: With --all, the file to write: .parquet, .csv or .tsv.
@@ -144,11 +162,16 @@ def recommend(
         )
     model, settings = open_model(run)
     options: dict[str, Any] = {"exclude_seen": not include_seen, "candidates": candidates}
-    options |= {"deny": keys_of(model, "right", deny), "allow": keys_of(model, "right", allow)}
+    options |= {
+        name: keys_of(model, "right", listed(f"--{name}", ids)) for name, ids in (("deny", deny), ("allow", allow))
+    }
     if exclude is not None:
         options["exclude"] = read_pairs(exclude, options_of_test(settings, exclude, None), name="--exclude")
     if right_features is not None:
         options["right_features"] = right_rows(model, right_features, common.quiet)
+    table = _right_table(model, settings, right_table or right_features, right_id, right_title, options, common.quiet)
+    if where is not None:
+        options["allow"] = _matching(table, where, options["allow"])
     if every and out is not None:
         return _write_all(model, out, k, {**options, "device": device or "auto", "fresh": fresh}, common)
     if left_features is not None:
@@ -159,8 +182,95 @@ def recommend(
         options["histories"] = [keys_of(model, "right", history)]
     known = None if left_features is not None or history is not None else keys_of(model, "left", asked)
     found, scores = model.recommend(known, k, **options)
-    _show("left", asked if known is None else known, "right", found, scores, common)
+    titles = None if table is None else table[0].titles()
+    named = {} if table is None or titles is None else dict(zip(table[1], titles, strict=True))
+    _show("left", asked if known is None else known, "right", found, scores, common, named)
     return 0
+
+
+def listed(flag: str, given: list[str] | None) -> list[str] | None:
+    """The ids of a flag, of which ``@FILE`` stands for the lines of a file, and ``@@x`` for the id ``@x``."""
+    found: list[str] = []
+    for text in given or []:
+        if not text.startswith("@") or text.startswith("@@"):
+            found.append(text.removeprefix("@") if text.startswith("@@") else text)
+            continue
+        try:
+            lines = Path(text[1:]).read_text(encoding="utf-8-sig").splitlines()
+        except UnicodeError:
+            check.fail(flag, text, "a file of text in UTF-8 with one id in each line")
+        found += [line for line in lines if line]
+    return None if given is None else found
+
+
+def _right_table(
+    model: TwoTower,
+    settings: Settings,
+    path: Path | None,
+    id: str | None,
+    title: str | None,
+    options: dict[str, Any],
+    quiet: bool,
+) -> tuple[EntityTable, list[Any]] | None:
+    """The table with titles and columns of right entities, and its ids: those of the model and new ones of ``options``.
+
+    Without a table of its own it is the one that the model was fitted with, if its file is still there.
+    """
+    given, fitted_with = path, settings.features.right_features
+    if path is None and fitted_with is not None and Path(fitted_with).exists():
+        path, id = Path(fitted_with), id or settings.features.right_id
+    if path is None:
+        return None
+    try:
+        frame = read_frame("--right-table", path)
+        column = id_column("right", frame, id, settings.data.right)
+        known = list(range(len(model.right_))) if model.right_.ids is None else model.right_.ids.tolist()
+        new = options.get("right_features")
+        if new is not None:
+            name = next(part.table.id for part in model.right_.inputs.parts if part.table is not None)
+            keys = map(str, id_series("id", new[name]).drop_nulls().to_list())
+            known = list(dict.fromkeys([*known, *as_known(keys, model.right_.ids)]))
+        return EntityTable("--right-table", frame, column, as_objects(known), len(known), title), known
+    except ValueError as error:
+        if given is not None:
+            raise
+        if not quiet:
+            note(f"no titles: {error}")
+        return None
+
+
+def _matching(table: tuple[EntityTable, list[Any]] | None, where: list[str], allow: list[Any] | None) -> list[Any]:
+    """The ids that filters by columns let through, of those that are allowed."""
+    if table is None:
+        check.fail("--where", where[0], "--right-table as well: the table that has the column")
+    wanted: dict[str, Any] = {}
+    for text in where:
+        parts = _WHERE.fullmatch(text)
+        if parts is None:
+            check.fail("--where", repr(text), "NAME=VALUE, NAME>=NUMBER or NAME<=NUMBER")
+        name, sign, value = parts.groups()
+        kept = wanted.setdefault(name, [] if sign == "=" else {})
+        if isinstance(kept, list) != (sign == "="):
+            check.fail("--where", repr(text), f"values or bounds of {name}, not both")
+        if isinstance(kept, list):
+            kept.append(value)
+        elif table[0].kinds.get(name, "numeric") != "numeric":
+            check.fail("--where", repr(text), f"{name}=VALUE: the column is no column of numbers")
+        else:
+            kept["min" if sign == ">=" else "max"] = check.number("--where", _float(text, value))
+    try:
+        rows = table[0].matching(wanted)
+    except Refused as error:
+        raise ValueError(f"--where: {error.message.partition(': ')[2]}") from error
+    found = [table[1][row] for row in rows.tolist()]
+    return found if allow is None else [key for key in found if key in set(allow)]
+
+
+def _float(text: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        check.fail("--where", repr(text), "a number")
 
 
 def _check_all(left: Ids, left_features: Path | None, history: Ids, out: Path | None) -> None:
@@ -250,23 +360,35 @@ def keys_of(model: TwoTower, side: str, ids: list[str] | None) -> Any:
 
 
 def _show(
-    asked_name: str, asked: list[Any], found_name: str, found: NDArray[Any], scores: NDArray[np.float32], common: Common
+    asked_name: str,
+    asked: list[Any],
+    found_name: str,
+    found: NDArray[Any],
+    scores: NDArray[np.float32],
+    common: Common,
+    titles: Mapping[Any, str | None] | None = None,
 ) -> None:
-    """One list for each entity asked about; places without an answer are left out."""
+    """One list for each entity asked about, with titles where there are some; places without an answer are left out."""
+    titles = titles or {}
     lists = [
         [(key, float(score)) for key, score in zip(row, values, strict=True) if np.isfinite(score)]
         for row, values in zip(found.tolist(), scores.tolist(), strict=True)
     ]
     if common.json:
         answers = [
-            {asked_name: key, "results": [{"id": name, "score": score} for name, score in answer]}
+            {
+                asked_name: key,
+                "results": [
+                    {"id": n, **({"title": titles.get(n)} if titles else {}), "score": score} for n, score in answer
+                ],
+            }
             for key, answer in zip(asked, lists, strict=True)
         ]
         print_json({"answers": answers})
         return
     rows = [
-        (str(key) if rank == 0 else "", rank + 1, str(name), score)
+        (str(key) if rank == 0 else "", rank + 1, str(name), *([titles.get(name)] if titles else []), score)
         for key, answer in zip(asked, lists, strict=True)
         for rank, (name, score) in enumerate(answer)
     ]
-    print_table((asked_name, "rank", found_name, "score"), rows)
+    print_table((asked_name, "rank", found_name, *(["title"] if titles else []), "score"), rows)

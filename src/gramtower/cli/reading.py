@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from gramtower import _checks as check
 from gramtower.cli.options import FORMATS, DataOptions
 from gramtower.cli.output import note
@@ -23,6 +25,8 @@ from gramtower.data.readers.folders import holds
 from gramtower.data.readers.graph import Graph
 from gramtower.data.readers.mediawiki import is_mediawiki, mediawiki_links
 from gramtower.data.readers.netflix import is_netflix, netflix
+from gramtower.data.sources import opened
+from gramtower.engine.kernels.losses import LOSSES, Loss
 from gramtower.estimator.fit_data import hold_out
 
 #: Formats that are folders of several files: what reads them, and names by which such a folder is told.
@@ -36,9 +40,12 @@ if TYPE_CHECKING:
     from gramtower.data.part_reading import ReadingProgress
 
 _EVERY = 5.0  # seconds between lines about progress
+_HEAD = 1 << 16  # bytes of a file that a first line is looked for in
 
 
-def read_pairs(path: Path, options: DataOptions, loud: bool = False, name: str = "DATA") -> Interactions:
+def read_pairs(
+    path: Path, options: DataOptions, loud: bool = False, name: str = "DATA", loss: str | Loss | None = None
+) -> Interactions:
     """The pairs of a file or folder.
 
     Args:
@@ -46,11 +53,19 @@ def read_pairs(path: Path, options: DataOptions, loud: bool = False, name: str =
         options: how it is read.
         loud: whether to say how far the reading of a folder of parts is.
         name: the argument that named it, for errors.
+        loss: that a model is to be fitted with; values that it does not take as labels are refused.
 
     Raises:
         ValueError: if the format cannot be told, or an option does not go with it.
     """
     pairs = _read_pairs(path, options, loud, name)
+    known = LOSSES.get(loss) if isinstance(loss, str) else loss
+    allowed = None if known is None else known.labels
+    if options.value is not None and options.threshold is None and allowed is not None:
+        wrong = pairs.matrix.data[~np.isin(pairs.matrix.data, allowed)]
+        if len(wrong):
+            expected = "--threshold, such as 4, to keep values of at least that; or --loss squared for any values"
+            check.fail("--value", f"{wrong[0]:g} in column {options.value!r}", expected)
     return pairs if options.same_entities is None else replace(pairs, same_entities=options.same_entities)
 
 
@@ -149,8 +164,28 @@ def _read_table(path: Path, kind: str, options: DataOptions, loud: bool) -> Inte
             check.fail("--separator", repr(options.separator), "nothing: Parquet files have none")
         progress = _Notes() if loud else None
         return Interactions.from_parquet(path, options.left or "", options.right or "", progress=progress, **arguments)
-    arguments["separator"] = _separator(options) or separator_of(path)
-    return Interactions.from_csv(path, options.left or "", options.right or "", **arguments)
+    arguments["separator"] = separator = _separator(options) or separator_of(path)
+    try:
+        return Interactions.from_csv(path, options.left or "", options.right or "", **arguments)
+    except ValueError as error:
+        other = _other_separator(path, separator)
+        if other is None:
+            raise
+        shown = {"\t": "tab", ",": "','"}.get(other, f"'{other}'")
+        raise ValueError(
+            f"{error}; its first line has {shown} and no {separator!r}: give --separator {shown}"
+        ) from error
+
+
+def _other_separator(path: Path, separator: str) -> str | None:
+    """A usual separator that the first line of a file has, where it lacks the one that was taken; otherwise None."""
+    try:
+        with opened(path) as file:
+            head = file.read(_HEAD).partition(b"\n")[0].decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return None
+    found = [one for one in (";", "\t", "|", ",") if one in head]
+    return found[0] if found and separator not in head else None
 
 
 class _Notes:

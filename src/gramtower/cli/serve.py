@@ -15,11 +15,13 @@ from gramtower._optional import missing
 from gramtower.cli.config import Settings, read_config
 from gramtower.cli.features import id_column, read_frame
 from gramtower.cli.folder import CONFIG, model_file
+from gramtower.cli.leaving import was_terminated
 from gramtower.cli.options import Common
-from gramtower.cli.output import note, print_json
+from gramtower.cli.output import print_json
 from gramtower.cli.query import options_of_test
 from gramtower.cli.reading import read_pairs
 from gramtower.data.interactions import Interactions
+from gramtower.serving import logs
 from gramtower.serving.limits import Limits
 from gramtower.serving.snapshot import Source, TableSource
 
@@ -53,6 +55,8 @@ def serve(
     max_k: int = Limits.k,
     max_ids: int = Limits.ids,
     max_body: str = "2MB",
+    access_log: Switch = False,
+    log_format: str = "text",
     common: Common | None = None,
 ) -> int:
     """Serve models over HTTP, with a page to look around in; SIGHUP reads their files again.
@@ -83,10 +87,13 @@ def serve(
         max_k: Longest list.
         max_ids: Most entities of one request.
         max_body: Longest body of a request.
+        access_log: Log each request on standard error: time, client, method, path, status, duration.
+        log_format: Of all lines on standard error: text, or json for one object a line.
         common: Output.
     """
     common = common or Common()
-    say = _silent if common.quiet else note
+    check.choice("--log-format", log_format, logs.FORMATS)
+    say = _silent if common.quiet else partial(logs.write, log_format)
     tables = {
         side: _table(side, path, id, title, run)
         for side, path, id, title in (
@@ -126,9 +133,15 @@ def serve(
         wait,
         limits,
         check.count("--workers", workers, most=MOST_WORKERS),
+        access_log,
+        log_format,
     )
-    run_server(sources, options, say, _announce if common.json else _silent)
-    return 0
+    try:
+        run_server(sources, options, say, _announce if common.json else _silent)
+    except KeyboardInterrupt:
+        if not was_terminated():
+            raise
+    return 0  # SIGTERM is how servers are ended
 
 
 def _silent(line: str) -> None:

@@ -147,7 +147,7 @@ def make_setup(
     else:
         source = _source(settings, experiment)
         title = experiment.name if experiment else source.stem if source.is_file() else source.resolve().name
-        remark, everything = None, read_pairs(source, settings.data)
+        remark, everything = None, read_pairs(source, settings.data, loss=settings.model.loss or ModelSettings.loss)
     pairs, held_out = split_validation(everything, settings.data, seed)
     return Setup(settings, title, remark, methods, pairs, held_out)
 

@@ -17,10 +17,9 @@ from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOpti
 from gramtower.cli.output import note, print_facts, print_json, print_table
 from gramtower.cli.reading import read_pairs, validation_of
 from gramtower.estimator.settings import ModelSettings
-from gramtower.tuning.report import CONFIG, TABLE, Search
+from gramtower.tuning.report import CONFIG, TABLE, Search, trial_lines
 from gramtower.tuning.search import tune as search
 from gramtower.tuning.space import read_space
-from gramtower.tuning.tried import pick
 
 STORAGE = "search.journal"
 _HELD_OUT = 0.1
@@ -48,10 +47,10 @@ def tune(
     defaults, which stay unless another is better by more than one standard error. The same command goes on where a
     search stopped, and with more --trials where it ended.
 
-    Here --time-limit is for the whole search, --metric is what is maximised [default: recall@20], --validation is the
-    share of each user's pairs to rank [default: 0.1] or a file, and --max-iterations and --patience are those of a
-    trial. With --validation-side left (or right) it is the share of that side's entities that trials do not see: their
-    features alone say how they are ranked.
+    Here --time-limit is for the whole search, --metric is what is maximised, --validation is the share of each user's
+    pairs to rank [default: 0.1] or a file, and --max-iterations and --patience are those of a trial. With
+    --validation-side left (or right) it is the share of that side's entities that trials do not see: only their
+    features say how they are ranked.
 
     Args:
         path: Pairs, as for fit.
@@ -78,7 +77,7 @@ def tune(
     limit, settings.train.time_limit = settings.train.time_limit, None
     estimator = ModelSettings(**settings.estimator_arguments())
     metric = settings.train.metric or "recall@20"
-    pairs = read_pairs(Path(settings.data.path), settings.data)
+    pairs = read_pairs(Path(settings.data.path), settings.data, loss=estimator.loss)
     validation = validation_of(settings.data)
     if not common.quiet:
         note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities")
@@ -89,16 +88,11 @@ def tune(
         "features": features_table(settings.features) | {"history": settings.model.history},
     }
 
-    told = 0
+    say = trial_lines(_silent if common.quiet else note)
 
     def progress(found: Search) -> None:
-        nonlocal told
         found.write(out, tables)
-        if not common.quiet and len(found.trials) > told:  # not again of the last one when the search ends
-            note(_line(found))
-        told = len(found.trials)
-        for again in () if common.quiet else found.confirmations:  # when the search ends
-            note(f"trial {again.number:3d}  {metric} {again.value:.4f}  again, {again.repeated}, {again.seconds:.1f} s")
+        say(found)
 
     storage = storage or out / STORAGE
     with held(out):
@@ -133,13 +127,5 @@ def tune(
     return 0
 
 
-def _line(found: Search) -> str:
-    """One line about the last trial."""
-    last, best = found.trials[-1], pick(found.trials)
-    how = f"warm from {last.warm_from}" if last.warm_from is not None else "cold"
-    how = how if last.same_as is None else f"same as {last.same_as}"
-    end = "given up" if last.pruned else f"{len(last.curve) - 1} iterations"
-    return (
-        f"trial {last.number:3d}  {found.metric} {last.value:.4f}  {how}, {end}, {last.seconds:.1f} s"
-        f"   best {best.value:.4f} (trial {best.number})"
-    )
+def _silent(line: str) -> None:
+    pass

@@ -82,7 +82,10 @@ def _update(
     model, settings = folder.open_model(run)
     settings.data = merged(settings.data, data)
     settings.features = merged(settings.features, features)
-    more = read_pairs(path, settings.data, name="MORE")
+    for side, inputs in (("left", model.left_.inputs), ("right", model.right_.inputs)):
+        ids = any(part.kind == "id" for part in inputs.parts)  # of a run whose config does not say so too
+        setattr(settings.features, f"{side}_identity", ids or None)
+    more = read_pairs(path, settings.data, name="MORE", loss=model.loss)
     pairs = grown_pairs(model.fitted_, more)
     before = len(model.left_), len(model.right_), model.fitted_.observed().nnz
     if not common.quiet:

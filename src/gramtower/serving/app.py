@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 from gramtower.serving import about, schemas
 from gramtower.serving.batching import Batcher
@@ -262,8 +262,9 @@ def make_app(
     token: str | None = None,
     hosts: Collection[str] | None = None,
     origins: Collection[str] = (),
+    log: Callable[[Scope, int, float], None] | None = None,
 ) -> tuple[ASGIApp, Service]:
-    """The server as an ASGI application, and its parts."""
+    """The server as an ASGI application, and its parts; ``log`` takes each request that was answered."""
     metrics, limits = metrics or Metrics(), limits or Limits()
     service = Service(models, metrics, limits, wait)
 
@@ -303,7 +304,7 @@ def make_app(
     app.add_exception_handler(Refused, _on_refusal)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(Exception, _on_fault)
-    return Guard(app, metrics, {*bodies, *plain, *hidden}, token, hosts, origins), service
+    return Guard(app, metrics, {*bodies, *plain, *hidden}, token, hosts, origins, log), service
 
 
 async def _on_refusal(request: Request, error: Exception) -> Response:

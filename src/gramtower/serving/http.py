@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -91,6 +91,7 @@ class Guard:
         token: that requests must bear; None for none.
         hosts: names that requests may be for; None for any.
         origins: whose pages may read answers (CORS).
+        log: called with the scope, the status and the seconds of each request; None for no access log.
     """
 
     def __init__(
@@ -101,7 +102,9 @@ class Guard:
         token: str | None = None,
         hosts: Collection[str] | None = None,
         origins: Collection[str] = (),
+        log: Callable[[Scope, int, float], None] | None = None,
     ) -> None:
+        self._log = log
         self._app, self._metrics, self._paths, self._origins = app, metrics, frozenset(paths), frozenset(origins)
         self._token = None if token is None else token.encode()
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
@@ -142,7 +145,10 @@ class Guard:
             else:
                 await self._app(scope, receive, sending)
         finally:
-            self._metrics.request(path, status, time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            self._metrics.request(path, status, seconds)
+            if self._log is not None:
+                self._log(scope, status, seconds)
 
     def _refused(self, scope: Scope, headers: Headers) -> Refused | None:
         if self._hosts is not None and _host(headers.get("host", "")) not in self._hosts:

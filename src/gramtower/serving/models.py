@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from gramtower import _checks as check
 from gramtower.serving.errors import Refused, shown
@@ -17,6 +19,7 @@ from gramtower.serving.metrics import Labels, Metrics
 from gramtower.serving.snapshot import Snapshot, Source
 
 Say = Callable[[str], None]
+Loaded = Callable[[str, Sequence[Any]], None]
 
 
 class Models:
@@ -26,15 +29,28 @@ class Models:
         sources: the first is the one that requests without a name mean.
         metrics: where swaps are counted.
         say: takes lines for the operator.
+        loaded: called with the name and the stamp of each model that was loaded.
+        watched: whether files that changed before now are to be taken up by the next ``reload`` of changed ones, where
+            a model starts from its ``kept`` file.
     """
 
-    def __init__(self, sources: Sequence[Source], metrics: Metrics, say: Say = lambda line: None) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        metrics: Metrics,
+        say: Say = lambda line: None,
+        loaded: Loaded = lambda name, stamp: None,
+        watched: bool = False,
+    ) -> None:
         names = [source.name for source in sources]
         if not names or len(set(names)) < len(names):
             check.fail("models", ", ".join(names) or "none", "at least one, each with a name of its own")
-        self._metrics, self._say, self._lock = metrics, say, threading.Lock()
-        self._snapshots = {source.name: self._loaded(source) for source in sources}
-        self._tried = {name: snapshot.stamp for name, snapshot in self._snapshots.items()}
+        self._metrics, self._say, self._report, self._lock = metrics, say, loaded, threading.Lock()
+        self._snapshots, self._tried = dict[str, Snapshot](), dict[str, Any]()
+        for source in sources:
+            now, snapshot = replace(source, kept=None).stamp(), self._first(source)
+            self._snapshots[source.name] = snapshot
+            self._tried[source.name] = snapshot.stamp if watched or source.kept is None else now
         self.refused: dict[str, str] = {}
 
     def get(self, name: str | None = None) -> Snapshot:
@@ -59,12 +75,13 @@ class Models:
         replaced = []
         with self._lock:
             for name, old in list(self._snapshots.items()):
-                stamp = old.source.stamp()
+                source = replace(old.source, kept=None)
+                stamp = source.stamp()
                 if changed_only and stamp == self._tried[name]:
                     continue
                 self._tried[name] = stamp
                 try:
-                    self._snapshots[name] = self._loaded(old.source)
+                    self._snapshots[name] = self._loaded(source)
                 except Exception as error:  # whatever is wrong with it, and also if there is no memory for two
                     kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
                     self.refused[name] = kind + " ".join(str(error).split())
@@ -94,6 +111,15 @@ class Models:
             ("gramtower_entities", "Entities of the model.", entities),
         ]
 
+    def _first(self, source: Source) -> Snapshot:
+        """The model that other workers serve, if its file was kept and can be read, otherwise that of the path."""
+        if source.kept is not None:
+            try:
+                return self._loaded(source)
+            except (ValueError, OSError) as error:
+                self._say(f"model {source.name!r}: the file that was kept cannot be read: {error}")
+        return self._loaded(replace(source, kept=None))
+
     def _loaded(self, source: Source) -> Snapshot:
         start = time.perf_counter()
         snapshot = Snapshot(source)
@@ -104,4 +130,6 @@ class Models:
         )
         for note in snapshot.notes:
             self._say(f"model {source.name!r}: {note}")
+        if source.kept is None:
+            self._report(source.name, snapshot.stamp)
         return snapshot

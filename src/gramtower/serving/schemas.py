@@ -6,6 +6,7 @@ bound. Checked by tests/test_serving.py.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -15,7 +16,7 @@ from gramtower.serving.errors import Refused, shown
 _LONGEST = 10_000  # characters of an id
 Id = int | Annotated[str, Field(max_length=_LONGEST)]
 Text = Annotated[str, Field(max_length=1_000)]
-Cell = str | int | float | bool | list[str] | None
+Cell = str | int | float | bool | list[str] | list[int | float] | None
 Features = list[dict[str, Cell]] | dict[str, list[Cell]] | list[list[float]]
 Value = str | int | float | bool
 Wanted = Value | list[Value] | dict[str, float]
@@ -111,6 +112,14 @@ class Entity(Body):
 
 
 Kind = TypeVar("Kind", bound=Body)
+_DEEPEST = 3  # parts of a place: an argument, a row and a column
+_CELLS = "text, a number, true, false, null, a list of numbers or a list of text"
+_FEATURES = f"rows as objects, columns as lists, or rows of numbers; a cell is {_CELLS}"
+_EXPECTED = {
+    "left_features": _FEATURES,
+    "right_features": _FEATURES,
+    "filter": "for each column a value, a list of values, or numbers min and max",
+}
 
 
 def parse(kind: type[Kind], body: bytes) -> Kind:
@@ -123,11 +132,32 @@ def parse(kind: type[Kind], body: bytes) -> Kind:
         return kind.model_validate_json(body)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False)
-        first = faults[0]
-        where = ".".join(str(part)[:60] for part in first["loc"]) or "body"
-        given = "" if first["type"] == "json_invalid" else f"got {shown(first.get('input'))}, "
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise Refused(422, f"{where}: {given}{_lower(first['msg'])}{more}") from error
+        if faults[0]["type"] == "json_invalid":
+            raise Refused(422, f"body: {_lower(faults[0]['msg'])}") from error
+        places = [_place(json.loads(body), fault) for fault in faults]
+        place, given = max(places, key=lambda one: len(one[0]))  # of the types a value may have, what fits furthest
+        texts = [_lower(fault["msg"]) for fault, one in zip(faults, places, strict=True) if one[0] == place]
+        expected = " or ".join(dict.fromkeys(texts))
+        if place[0] in _EXPECTED:
+            cell = place[0] != "filter" and any(isinstance(part, str) for part in place[1:])
+            expected = f"expected {_CELLS if cell else _EXPECTED[place[0]]}"
+        others = len({one[0][0] for one in places}) - 1
+        more = f" (and {others} more)" if others else ""
+        name = ".".join(str(part)[:60] for part in place)
+        raise Refused(422, f"{name}: got {shown(given)}, {expected}{more}") from error
+
+
+def _place(given: Any, fault: Any) -> tuple[tuple[Any, ...], Any]:
+    """Where in a body a fault is, without the names of types that pydantic puts between, and what is there."""
+    place: list[Any] = []
+    for part in fault["loc"]:
+        inside = part in given if isinstance(given, dict) else isinstance(given, list) and isinstance(part, int)
+        if inside and len(place) < _DEEPEST:
+            given = given[part]
+            place.append(part)
+        elif not place:
+            place.append(part)
+    return tuple(place) or ("body",), given
 
 
 def schema(kind: type[Body]) -> dict[str, Any]:

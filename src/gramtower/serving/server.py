@@ -17,6 +17,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,12 +25,13 @@ import uvicorn
 
 from gramtower import _checks as check
 from gramtower.retrieval.select import WORTH_CALLING
+from gramtower.serving import logs
 from gramtower.serving.app import make_app
 from gramtower.serving.http import LOOPBACK
 from gramtower.serving.limits import Limits
 from gramtower.serving.lists import Query, best_lists
 from gramtower.serving.metrics import Labels, Metrics
-from gramtower.serving.models import Models
+from gramtower.serving.models import Loaded, Models
 from gramtower.serving.patience import PatientProtocol
 from gramtower.serving.snapshot import Source
 from gramtower.serving.workers import run_workers
@@ -52,6 +54,8 @@ class Options:
         wait: most seconds that a request waits for others.
         limits: of requests.
         workers: processes that answer.
+        access_log: whether to log each request.
+        log_format: "text" or "json".
     """
 
     host: str = "127.0.0.1"
@@ -63,6 +67,8 @@ class Options:
     wait: float = 0.002
     limits: Limits = field(default_factory=Limits)
     workers: int = 1
+    access_log: bool = False
+    log_format: str = "text"
 
 
 def serve(
@@ -103,19 +109,33 @@ def serve_at(
     say: Callable[[str], None],
     ready: Callable[[], None],
     labels: Labels = (),
+    loaded: Loaded = lambda name, stamp: None,
 ) -> None:
-    """Serve models at a socket, in this process; ``labels`` tell its metrics from those of others."""
+    """Serve models at a socket, in this process.
+
+    Args:
+        listening: the socket.
+        sources: the models.
+        options: how to serve.
+        say: takes lines for the operator.
+        ready: called when it takes connections.
+        labels: tell the metrics of this process from those of others.
+        loaded: called with the name and the stamp of each model that was loaded.
+    """
     settle()
+    logs.configure(options.log_format)
+    requests = partial(logs.write_request, options.log_format, worker=dict(labels).get("worker"))
     metrics = Metrics(labels)
-    models = Models(sources, metrics, say)
+    models = Models(sources, metrics, say, loaded, options.watch is not None)
     local = is_loopback(options.host)
     app, service = make_app(
         models, metrics, options.limits, wait=options.wait, token=options.token,
         hosts=[*LOOPBACK, options.host, *options.hosts] if local else None, origins=options.origins,
+        log=requests if options.access_log else None,
     )  # fmt: skip
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, proxy_headers=False, lifespan="on",
-        timeout_keep_alive=_KEEP_ALIVE, backlog=_BACKLOG, limit_concurrency=options.limits.connections,
+        app, log_config=None, log_level="warning", access_log=False, server_header=False, proxy_headers=False,
+        lifespan="on", timeout_keep_alive=_KEEP_ALIVE, backlog=_BACKLOG, limit_concurrency=options.limits.connections,
         timeout_graceful_shutdown=_GRACE, h11_max_incomplete_event_size=64 * 1024, ws="none", http=PatientProtocol,
     )  # fmt: skip
     try:

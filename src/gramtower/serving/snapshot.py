@@ -68,6 +68,8 @@ class Source:
         tables: by side.
         test: reads held-out pairs to show metrics on.
         files: that tables and held-out pairs are read from; when one changes, all is read again.
+        kept: another path of the model file that is served, with its index next to it, for a worker that starts while
+            others serve; None to read ``path``.
     """
 
     name: str
@@ -77,11 +79,13 @@ class Source:
     tables: Mapping[str, TableSource] | None = None
     test: Callable[[], Interactions] | None = None
     files: Sequence[Path] = ()
+    kept: Path | None = None
 
     def stamp(self) -> tuple[Any, ...]:
         """What changes when the model, its index, or a file beside them is written anew."""
         found: list[Any] = []
-        for path in (self.path, path_beside(self.path), *self.files):
+        model = self.path if self.kept is None else self.kept
+        for path in (model, path_beside(model), *self.files):
             try:
                 state = path.stat()
                 found.append((state.st_ino, state.st_size, state.st_mtime_ns))
@@ -104,11 +108,12 @@ class Snapshot:
     def __init__(self, source: Source) -> None:
         self.source, self.name, self.notes, self.maps = source, source.name, list[str](), dict[str, Map]()
         check.choice("index", source.index, INDEXES)
+        self._path = source.path if source.kept is None else source.kept
         self.stamp, self.loaded = source.stamp(), time.time()
-        self.model = load(source.path, mapped=True) if source.mapped else _private(source.path)
+        self.model = load(self._path, mapped=True) if source.mapped else _private(self._path)
         if source.mapped:  # what the checks of the file read; left embeddings are asked for a few rows at a time
-            release(source.path, self.model.left_.embeddings)
-        self.written = source.path.stat().st_mtime
+            release(self._path, self.model.left_.embeddings)
+        self.written = self._path.stat().st_mtime
         self.seen: sp.csr_matrix = self.model.seen_
         P, Q = self.model.left_.embeddings, self.model.right_.embeddings
         self.observed = self.model.fitted_.observed()
@@ -227,7 +232,7 @@ class Snapshot:
         try:
             embeddings = torch.from_numpy(self.model.embed(**given))
         except ValueError as error:
-            raise Refused(422, " ".join(str(error).split())[:500]) from error
+            raise _refused(error, f"{side}_features") from error
         if not bool(torch.isfinite(embeddings).all()):
             raise Refused(422, f"{side}_features: got numbers so large that embeddings overflow, expected smaller ones")
         return embeddings
@@ -246,7 +251,7 @@ class Snapshot:
         try:
             found = self._explainer.explain_rows(own, other, "left", features, matrix)
         except ValueError as error:
-            raise Refused(422, " ".join(str(error).split())[:500]) from error
+            raise _refused(error, "left_features") from error
         if not np.isfinite([found.score, found.base, found.remainder]).all():
             raise Refused(422, "left_features: got numbers so large that scores overflow, expected smaller ones")
         return found
@@ -327,7 +332,7 @@ class Snapshot:
         return EntityTable(source.name, source.read(), source.id, ids, count, source.title)
 
     def _open_index(self) -> None:
-        wanted, path = self.source.index, path_beside(self.source.path)
+        wanted, path = self.source.index, path_beside(self._path)
         if wanted == "exact" or (wanted == "auto" and not path.exists()):
             return
         if not path.exists():
@@ -341,6 +346,13 @@ class Snapshot:
                 raise
             self.index, self.index_facts = None, None
             self.notes.append(f"answers exactly, without the index: {error}")
+
+
+def _refused(error: ValueError, name: str) -> Refused:
+    """The answer to features that do not fit, with the field that holds them."""
+    text = " ".join(str(error).split())[:500]
+    kinds = ("numeric", "categorical", "list", "text", "vector", "column")  # how the errors of a table's columns begin
+    return Refused(422, f"{name}: {text}" if text.startswith(kinds) else text)
 
 
 def _private(path: Path) -> TwoTower:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from polars import DataFrame, Series
 
 _TITLES = ("title", "name", "label")
+_WHOLE = 2.0**53  # beyond it a float says nothing about the last digits
 Rows = NDArray[np.int64]
 
 
@@ -67,7 +68,8 @@ class EntityTable:
         self.title = frames.pick(f"title of {name}", title, frame.columns) if title else (named or [None])[0]
         self.columns = [column for column in frame.columns if column != id]
         self.kinds = infer_kinds(frame, id, {}, separator)
-        self._frame = frame.select(self.columns)
+        numbers = [_numbers(frame[column]) for column in self.columns if self.kinds[column] == "numeric"]
+        self._frame = frame.select(self.columns).with_columns(numbers)
         self._rows, self._separator, self._found = rows, separator, dict[str, dict[str, Rows]]()
 
     def titles(self) -> list[str | None] | None:
@@ -166,6 +168,21 @@ class EntityTable:
         if isinstance(cells.dtype, pl.List):
             return cells.cast(pl.List(pl.String)).list.join(self._separator)
         return cells.cast(pl.String, strict=False)
+
+
+def _numbers(column: Series) -> Series:
+    """A column of numbers as such, where a file has them as text; whole ones as integers."""
+    pl = frames.polars()
+    if column.dtype.is_integer():
+        return column
+    if not column.dtype.is_numeric():
+        column = column.cast(pl.String).str.strip_chars().replace("", None)
+        whole = column.cast(pl.Int64, strict=False)
+        if whole.null_count() == column.null_count():
+            return whole
+    numbers = column.cast(pl.Float64, strict=False).fill_nan(None)
+    present = numbers.drop_nulls()
+    return numbers.cast(pl.Int64) if ((present % 1 == 0) & (present.abs() < _WHOLE)).all() else numbers
 
 
 def _number(value: Any) -> float | None:

@@ -1,33 +1,40 @@
 """Several server processes at one address, which share the pages of mapped model files.
 
 The parent holds the socket and computes nothing: it starts the workers, hands SIGHUP on to them once they serve, ends
-them on SIGTERM and SIGINT once their requests are answered, and starts one anew that died while it served. One that
-cannot start ends all. A worker whose parent is gone ends by itself. Checked by tests/test_serving_process.py.
+them on SIGTERM and SIGINT once their requests are answered, and starts one again that died while it served. It keeps
+the files of the models that are served open, so that such a worker gets them although other files are in their place.
+A worker that cannot start ends all before the server is ready; afterwards it is tried again while another one serves. A
+worker whose parent is gone ends by itself. Checked by tests/test_serving_process.py.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from multiprocessing.synchronize import Event
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from gramtower import _checks as check
+from gramtower.distributed.shard_files import others
+from gramtower.serving.index import path_beside
 from gramtower.serving.snapshot import Source
 
 _GRACE = 40  # seconds in which workers end
-_AGAIN = 1.0  # seconds before one that died is started again
+_AGAIN, _MOST = 1.0, 30.0  # seconds before one that died is started again: at first, and after many failures
 
 Serve = Callable[..., None]
 
@@ -35,9 +42,48 @@ Serve = Callable[..., None]
 @dataclass
 class _Worker:
     process: BaseProcess
-    ready: Event
+    reports: Connection
+    failures: int = 0  # starts that failed, one after the other
+    ready: bool = False
     reload: bool = False  # SIGHUP has come, and was not handed on yet
     due: float | None = None  # when it is started again, after it died
+
+
+class _Kept:
+    """The open files of the models that are served, under names that a worker can open.
+
+    A name is a link to a descriptor of this process, so it leads to the file that was opened, whatever has been renamed
+    into its place since then.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._count, self._files = folder, 0, dict[str, tuple[Path | None, list[int]]]()
+
+    def keep(self, source: Source, stamp: list[Any]) -> None:
+        """Open the files of a model that a worker has loaded; those of ``stamp``, or none."""
+        if not Path("/proc/self/fd").is_dir():
+            return
+        self._count += 1
+        place, opened = self._folder / str(self._count), list[int]()
+        try:
+            place.mkdir()
+            for path in (source.path, *others(source.path), path_beside(source.path)):
+                if path == source.path or path.exists():
+                    opened.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+                    (place / path.name).symlink_to(f"/proc/{os.getpid()}/fd/{opened[-1]}")
+        except OSError:
+            stamp = []
+        found: tuple[Path | None, list[int]] = (place / source.path.name, opened)
+        if json.loads(json.dumps(source.stamp())) == stamp:
+            self._files[source.name], found = found, self._files.get(source.name, (None, []))
+        if found[0] is not None:  # the former file; or the new one, if it was replaced: a worker reports the next
+            shutil.rmtree(found[0].parent, ignore_errors=True)
+        for file in found[1]:
+            os.close(file)
+
+    def source(self, source: Source) -> Source:
+        """A source that leads to the files that were kept."""
+        return replace(source, kept=self._files[source.name][0]) if source.name in self._files else source
 
 
 def run_workers(
@@ -66,14 +112,26 @@ def run_workers(
     context = multiprocessing.get_context("spawn")
     workers: dict[int, _Worker] = {}
 
-    def start(number: int) -> None:
-        ready = context.Event()
-        given = (number, share, serve_at, listening, mapped, options, say, ready)
+    def start(number: int, failures: int = 0) -> None:
+        reports, its_end = context.Pipe(duplex=False)
+        given = (number, share, serve_at, listening, [kept.source(one) for one in mapped], options, say, its_end)
         process = context.Process(target=_work, args=given, name=f"gramtower-worker-{number}")
         process.start()
-        workers[number] = _Worker(process, ready)
+        its_end.close()
+        workers[number] = _Worker(process, reports, failures)
 
-    with _signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as received:
+    def hear(worker: _Worker) -> None:
+        for name, stamp in _messages(worker.reports):
+            if name is None:
+                worker.ready, worker.failures = True, 0
+            else:
+                kept.keep(next(source for source in mapped if source.name == name), stamp)
+
+    with (
+        _signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as received,
+        tempfile.TemporaryDirectory(prefix="gramtower-serve-") as folder,
+    ):
+        kept = _Kept(Path(folder))
         try:
             for number in range(1, options.workers + 1):
                 start(number)
@@ -81,20 +139,25 @@ def run_workers(
             while not (asked := _read(received)) & {signal.SIGTERM, signal.SIGINT}:
                 for number, worker in workers.items():
                     worker.reload |= signal.SIGHUP in asked
+                    hear(worker)
                     if worker.due is not None:
                         if time.monotonic() >= worker.due:
-                            start(number)
+                            start(number, worker.failures)
                     elif not worker.process.is_alive():
+                        if not worker.ready and not (announced and any(one.ready for one in workers.values())):
+                            given = f"worker {number}, which ended with exit code {worker.process.exitcode}"
+                            check.fail("workers", given, "models that can be served; what it said above is why")
                         worker.due = _restart(number, worker, say)
-                    elif worker.reload and worker.ready.is_set():  # a signal would end one that starts
+                    elif worker.reload and worker.ready:  # a signal would end one that starts
                         worker.reload = False
                         _send(worker, signal.SIGHUP)
-                serving = all(worker.ready.is_set() and worker.due is None for worker in workers.values())
+                serving = all(worker.ready for worker in workers.values())
                 if serving and not announced:
                     announced = True
                     announce()
-                alive = [worker.process.sentinel for worker in workers.values() if worker.due is None]
-                wait([received, *alive], 1.0 if serving else 0.1)
+                alive = [worker for worker in workers.values() if worker.due is None]
+                events = [one for worker in alive for one in (worker.process.sentinel, worker.reports)]
+                wait([received, *events], 1.0 if serving else 0.1)
         finally:
             for worker in workers.values():
                 _send(worker, signal.SIGTERM)
@@ -108,12 +171,23 @@ def run_workers(
 
 def _restart(number: int, worker: _Worker, say: Callable[[str], None]) -> float:
     """When a worker that ended is started again."""
-    code = worker.process.exitcode
-    if not worker.ready.is_set():
-        given = f"worker {number}, which ended with exit code {code}"
-        check.fail("workers", given, "models that can be served; what it said above is why")
-    say(f"worker {number} ended with exit code {code}; it is started again")
-    return time.monotonic() + _AGAIN
+    pause = _AGAIN
+    if not worker.ready:
+        worker.failures += 1
+        pause = min(_MOST, _AGAIN * 2.0**worker.failures)
+    worker.ready = False
+    say(f"worker {number} ended with exit code {worker.process.exitcode}; it is started again in {pause:g} s")
+    return time.monotonic() + pause
+
+
+def _messages(reports: Connection) -> Iterator[tuple[str | None, list[Any]]]:
+    """Messages of a worker that have come: the name and stamp of a model that it loaded, or no name when it serves."""
+    try:
+        while reports.poll():
+            name, stamp = json.loads(reports.recv_bytes())
+            yield name, stamp
+    except (EOFError, OSError):  # it has ended
+        return
 
 
 @contextlib.contextmanager
@@ -156,18 +230,24 @@ def _work(
     sources: Sequence[Source],
     options: Any,
     say: Callable[[str], None],
-    ready: Event,
+    reports: Connection,
 ) -> None:
     """One worker."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it serves: what it would ask for is being done
     torch.set_num_threads(threads)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
+    lock = threading.Lock()
+
     def tell(line: str) -> None:
         say(f"worker {number}: {line}")
 
+    def report(name: str | None = None, stamp: Sequence[Any] = ()) -> None:
+        with lock, contextlib.suppress(OSError):  # the parent is gone
+            reports.send_bytes(json.dumps([name, stamp]).encode())
+
     try:
-        serve_at(listening, sources, options, tell, ready.set, (("worker", str(number)),))
+        serve_at(listening, sources, options, tell, report, (("worker", str(number)),), report)
     except (ValueError, OSError) as error:
         tell(f"error: {' '.join(str(error).split())}")
         raise SystemExit(2) from error

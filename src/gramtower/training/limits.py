@@ -23,7 +23,7 @@ class Limits:
         if self.patience is not None and waited >= self.patience:
             return Stop(Reason.EARLY_STOP, Reason.EARLY_STOP.value.format(patience=self.patience))
         if iteration >= self.max_iterations:
-            return Stop(Reason.MAX_ITERATIONS, Reason.MAX_ITERATIONS.value)
+            return Stop(Reason.MAX_ITERATIONS, Reason.MAX_ITERATIONS.value.format(iterations=self.max_iterations))
         if self.time_limit is not None and seconds >= self.time_limit:
-            return Stop(Reason.TIME_LIMIT, Reason.TIME_LIMIT.value)
+            return Stop(Reason.TIME_LIMIT, Reason.TIME_LIMIT.value.format(seconds=self.time_limit))
         return None

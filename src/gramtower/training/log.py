@@ -1,13 +1,37 @@
-"""One line an iteration in fixed columns, and on a terminal a line of progress."""
+"""Lines about progress: one an iteration in fixed columns, and one for each step of a longer call."""
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Callable
 from typing import TextIO
 
+from gramtower import _checks as check
+from gramtower.training.bars import in_notebook
 from gramtower.training.result import Record
 
 HEADER = " iter   seconds      objective   decrease       |g|   CG      step   damping    metric"
+
+
+def progress_lines(name: str, verbose: bool | None = None) -> Callable[[str], None] | None:
+    """A function that takes lines about the progress of a call of several fits; None if nobody reads them.
+
+    Args:
+        name: of the logger that gets them at level INFO.
+        verbose: whether they go to standard error too; None for yes in a terminal or a notebook.
+    """
+    shown = (sys.stderr.isatty() or in_notebook()) if verbose is None else check.flag("verbose", verbose)
+    logger = logging.getLogger(name)
+    if not shown and not logger.isEnabledFor(logging.INFO):
+        return None
+
+    def say(text: str) -> None:
+        logger.info("%s", text)
+        if shown:
+            print(text, file=sys.stderr, flush=True)
+
+    return say
 
 
 def line(record: Record) -> str:

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ import torch
 
 from gramtower import _checks as check
 from gramtower.distributed.agreement import agree, versions
+from gramtower.distributed.group import Group
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.linearization import Work
@@ -124,7 +127,8 @@ def minimize(
                 for record in records.records:
                     log(record)
             watchers.begin(Started(records.records[-1], max_iterations, run.settings(), group.rank == 0))
-            stop = run.loop(limits, records, watchers, log, path, spacing)
+            with _sigterm_deferred(group) as sigterm:
+                stop = run.loop(limits, records, watchers, log, path, spacing, sigterm)
             if log is not None:
                 log.end(stop.message)
             result = run.finish(stop, records)
@@ -137,6 +141,27 @@ def minimize(
         finally:
             with suppress(torch.OutOfMemoryError):  # views of the last point serve as well
                 towers.unbind()
+
+
+@contextmanager
+def _sigterm_deferred(group: Group) -> Iterator[Callable[[], bool]]:
+    """Keep SIGTERM until the loop ends, for several processes, which must stop after the same iteration.
+
+    Yields a function that returns whether SIGTERM has come. The handler of the caller runs when the loop has ended. One
+    process, and one whose caller has no handler, keep what they have.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    if group.size == 1 or not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    received: list[tuple[int, Any]] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: received.append((number, frame)))
+    try:
+        yield lambda: bool(received)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        if received:
+            handler(*received[0])
 
 
 @dataclass(frozen=True)
@@ -258,6 +283,7 @@ class _Run:
         log: Log | None,
         path: Path | None,
         spacing: tuple[int, float],
+        sigterm: Callable[[], bool],
     ) -> Stop:
         """Iterate until a rule says stop."""
         if bad := self.reached.point.terms.non_finite():
@@ -274,7 +300,11 @@ class _Run:
                 due = record.iteration % spacing[0] == 0 and record.seconds - self.saved_at >= spacing[1]
                 if path is not None and due:
                     self._save(path, records)
-                if self.group.totals(asked)[0]:
+                stopping, terminated = self.group.totals(asked, sigterm())
+                if terminated:
+                    stop = Stop(Reason.INTERRUPTED, Reason.INTERRUPTED.value)
+                    break
+                if stopping:
                     stop = Stop(Reason.CALLBACK, Reason.CALLBACK.value)
                     break
                 assert self.reached.first_norm is not None
@@ -289,6 +319,8 @@ class _Run:
         if path is not None:
             self._save(path, records)
         assert stop is not None
+        if stop.reason is Reason.INTERRUPTED and self.group.size > 1:
+            raise KeyboardInterrupt
         return stop
 
     def _iterate(self) -> tuple[IterationResult, float, Work]:

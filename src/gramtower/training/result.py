@@ -17,8 +17,8 @@ from gramtower.engine.towers.parameters import Parameters
 class Reason(Enum):
     """Why training stopped, as a name; the value is the explanation."""
 
-    MAX_ITERATIONS = "max_iterations was reached; the objective may still fall, raise it to go on"
-    TIME_LIMIT = "time_limit was reached; the objective may still fall, raise it to go on"
+    MAX_ITERATIONS = "finished the planned iterations ({iterations})"
+    TIME_LIMIT = "finished the planned training time ({seconds:g} s)"
     TOLERANCE = "the gradient norm fell below tolerance times its first value: a stationary point"
     NO_DECREASE = (
         "the objective no longer decreases measurably in {dtype}: most often this is a minimum to within rounding"
@@ -30,7 +30,7 @@ class Reason(Enum):
     )
     EARLY_STOP = "the validation metric did not improve for {patience} evaluations; the best point was restored"
     CALLBACK = "a callback asked to stop"
-    INTERRUPTED = "interrupted from the keyboard; the best point so far was kept"
+    INTERRUPTED = "interrupted; the best point so far was kept"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Checked by tests/test_tuning.py.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from gramtower._toml import config_text
 from gramtower._widths import config_hidden
 from gramtower.pages.figures import search_figure
 from gramtower.tuning.space import Value
-from gramtower.tuning.tried import Tried
+from gramtower.tuning.tried import Tried, pick
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -282,3 +283,26 @@ def shown(value: Value) -> str:
 def _weights_text(weights: Any) -> str:
     """Weights as a config file has them: what is left out there would be the default, not none."""
     return weights if isinstance(weights, str) else "degree^0"
+
+
+def trial_lines(say: Callable[[str], None]) -> Callable[[Search], None]:
+    """A function that takes the state of a search and hands on a line for each trial that has ended since the last."""
+    told = 0
+
+    def tell(found: Search) -> None:
+        nonlocal told
+        if len(found.trials) > told:  # not again of the last one when the search ends
+            last, best = found.trials[-1], pick(found.trials)
+            how = f"warm from {last.warm_from}" if last.warm_from is not None else "cold"
+            how = how if last.same_as is None else f"same as {last.same_as}"
+            end = "given up" if last.pruned else f"{len(last.curve) - 1} iterations"
+            say(
+                f"trial {last.number:3d}  {found.metric} {last.value:.4f}  {how}, {end}, {last.seconds:.1f} s"
+                f"   best {best.value:.4f} (trial {best.number})"
+            )
+        told = len(found.trials)
+        for again in found.confirmations:  # when the search ends
+            value = f"{found.metric} {again.value:.4f}"
+            say(f"trial {again.number:3d}  {value}  again, {again.repeated}, {again.seconds:.1f} s")
+
+    return tell

@@ -1,0 +1,81 @@
+"""What a server logs on standard error, as text or as one JSON object a line.
+
+A line is one event, whatever is in it: characters that a terminal or a reader of lines might obey are escaped, and
+lines of a traceback are indented, so that no client can write a line of its own. Checked by tests/test_serving_logs.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+FORMATS = ("text", "json")
+_LONGEST = 2000  # characters of a client's text in a line
+_LOGGERS = ("uvicorn", "gramtower.serving")
+
+
+def write(form: str, message: str, level: str = "info", traceback: str = "", **fields: Any) -> None:
+    """Write an event in one piece; several processes may write to the same stream.
+
+    Args:
+        form: "text" or "json".
+        message: what happened.
+        level: how bad it is.
+        traceback: where it came from.
+        fields: further fields of the JSON object.
+    """
+    if form == "json":
+        content = {"time": _now(), "level": level, "message": message, **fields}
+        line = json.dumps(content | ({"traceback": traceback} if traceback else {}))  # ASCII: all else is escaped
+    else:
+        line = "\n    ".join([escaped(message), *map(escaped, traceback.splitlines())])
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def write_request(form: str, scope: Any, status: int, seconds: float, worker: str | None = None) -> None:
+    """Write one answered request: who asked for what, with which status, and how long it took."""
+    client = (scope.get("client") or ("-",))[0]
+    query = scope.get("query_string", b"")
+    asked = (scope.get("raw_path") or scope["path"].encode("utf-8", "backslashreplace")) + (b"?" if query else b"")
+    target = (asked + query).decode("utf-8", "backslashreplace")[:_LONGEST]
+    if form == "json":
+        named = {} if worker is None else {"worker": worker}
+        write(form, "request", client=client, method=scope["method"][:_LONGEST], target=target, status=status,
+              seconds=round(seconds, 6), **named)  # fmt: skip
+        return
+    quoted = f"{scope['method'][:_LONGEST]} {target}".replace("\\", "\\\\").replace('"', '\\"')
+    by = "" if worker is None else f" worker {worker}"
+    write(form, f'{_now()} {client} "{quoted}" {status} {1000 * seconds:.1f} ms{by}')
+
+
+def escaped(text: str) -> str:
+    """A text in one line, without characters that a terminal might obey or that change the direction of others."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+class Handler(logging.Handler):
+    """Writes what uvicorn and the server report through Python's logging."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        trace = logging.Formatter().formatException(record.exc_info) if record.exc_info else ""
+        write(self.form, record.getMessage(), record.levelname.lower(), trace)
+
+
+def configure(form: str) -> None:
+    """Let this process's loggers write in the same form."""
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [Handler(form)], False
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
