@@ -127,15 +127,9 @@ def _told_as_interrupts() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if _is_interrupt(error):
+        if studies.is_interrupt(error):
             raise KeyboardInterrupt from error
         raise
-
-
-def _is_interrupt(error: BaseException | None) -> bool:
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__context__
-    return error is not None
 
 
 def make_space(
@@ -233,7 +227,7 @@ class _Run:
                 self.interrupted = True
                 return None
             except _FAILURES as error:
-                self.interrupted = _is_interrupt(error)
+                self.interrupted = studies.is_interrupt(error)
                 return None
         self.again.append(known)
         return known
@@ -334,7 +328,7 @@ class _Run:
             self.interrupted = True
             return
         except _FAILURES as error:
-            if _is_interrupt(error):
+            if studies.is_interrupt(error):
                 self.interrupted = True
                 return
             if not finished:
