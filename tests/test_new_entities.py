@@ -300,3 +300,14 @@ def test_a_column_that_rows_of_new_entities_lack_is_named(model, tmp_path):
     path.write_text("user,age\nu99,3\n")
     with pytest.raises(ValueError, match="left_features: got a table of user, age, expected the column 'group'"):
         model.recommend(left_features=path)
+
+
+def test_the_history_of_an_added_entity_never_counts_whoever_else_is_described():
+    pairs = gt.Interactions.from_arrays(["a", "a", "b", "b", "c"], ["x", "y", "y", "z", "w"])
+    model = gt.TwoTower(dim=2, hidden=(2,), max_iterations=1, device="cpu").fit(pairs, left_features="history")
+    model.add(histories=[["x", "y"]], left_ids=["late"])
+    test = gt.Interactions.from_arrays(["late", "late", "a"], ["x", "z", "w"])
+    plain = model.evaluate(test, ["recall@2"])
+    described = model.evaluate(test, ["recall@2"], histories=gt.Interactions.from_arrays(["a"], ["z"]))
+    assert plain.left_out["seen"] == described.left_out["seen"] == 1
+    assert plain.pairs == described.pairs == 2
