@@ -2,11 +2,12 @@
 
     make crash KILLS=1000            or    python tests/crash.py --kills 1000 --seed 7 --jobs fit,tune
 
-Fits by all methods, a search, a comparison, a benchmark, a partition, a table and a model written over an old one get
-SIGKILL, SIGTERM and SIGINT. After each, what was there before must be whole; at the end models, histories (without
-times), trials and files must be the same bit for bit, and nothing may be left beside them. Processes are forked from
-one that has imported and compiled everything with one thread. Counts go to runs/crash.json; the exit code is 1 if
-anything differed.
+Fits by all methods, updates, a search, a comparison, a benchmark, a cross-validation, splits, partitions, tables, lists
+of all entities, indexes, exports and a model written over an old one get SIGKILL, SIGTERM and SIGINT. Half of the kills
+come at a random moment, the others just before a random change of a file. After each, what was there before must be
+whole; at the end models, histories (without times), trials and files must be the same bit for bit, and nothing may be
+left next to them. Processes are forked from one that has imported and compiled everything with one thread. Counts go to
+runs/crash.json; the exit code is 1 if anything differed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -32,17 +34,22 @@ import numpy as np
 import torch
 
 import gramtower as gt
+from gramtower._tensors import TensorFile
 from gramtower.cli.app import run
 from gramtower.compare import runner
+from gramtower.data import list_files
 from gramtower.data.partition import read_part
 from gramtower.distributed.group import SINGLE
 from gramtower.distributed.shard_files import Reader
 from gramtower.estimator.model_file import KIND
+from gramtower.export.write import write_export
 from gramtower.optim.solvers import SOLVERS
 from gramtower.training.result import read_history
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 TIMES = ("seconds", "date", "environment", "others_busy", "resumed", "commands", "bytes")
+EXPORTS = ("numpy", "parquet", "faiss")
+CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate")  # what Python says of changed files
 TIMES += ("fit_seconds", "fit_seconds_by_seed", "list_seconds", "peak_bytes", "added_bytes", "environments")
 
 
@@ -83,7 +90,14 @@ def jobs(data: Path) -> list[Job]:
     found.append(Job("compare", command("compare", pairs, *tokens), compare_result))
     tokens = ["--models", "popularity,ease,linear", "--seeds", "2", "--metrics", "ndcg@10,coverage@10"]
     found.append(Job("benchmark", command("benchmark", pairs, *tokens), benchmark_result))
-    found.append(Job("partition", command("partition", pairs, "--parts", "5"), partition_result))
+    found.append(Job("partition", command("partition", pairs, "--parts", "5"), partition_result, partition_whole))
+    tokens = [*learn, "--hidden", "none", "--max-iterations", "3", "--folds", "3"]
+    found.append(Job("cross-validate", command("cross-validate", pairs, *tokens, out="folds.json"), untimed_files))
+    for by in ("folds", "cold-left"):
+        made = command("split", pairs, "--by", by, "--file-format", "parquet" if by == "folds" else "csv.gz")
+        earlier = command("split", pairs, "--by", "random", "--seed", "5")
+        found.append(Job(f"split:{by}", over(earlier, made), digests, split_whole))
+    found += model_jobs(data, command)
     for ending in ("csv.gz", "parquet"):
         found.append(Job(f"convert:{ending}", command("convert", pairs, out=f"table.{ending}"), digests))
     old = (data / "old.gramtower").read_bytes()
@@ -102,6 +116,128 @@ def jobs(data: Path) -> list[Job]:
 
     found.append(Job("model", save, lambda folder: contents(folder / "model"), one_of_both))
     return found
+
+
+def model_jobs(data: Path, command: Callable[..., Callable[[Path], int]]) -> list[Job]:
+    """Commands that begin with the model of a run."""
+    more = ["update", data / "run", data / "more.csv", "--iterations", "2"]
+
+    def quietly(*tokens: object) -> int:
+        return run([*map(str, tokens), "--quiet"])
+
+    def in_place(folder: Path) -> int:
+        if not (folder / "out/summary.json").exists():
+            copy = folder / "copy"
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree(data / "run", copy)
+            copy.replace(folder / "out")
+        return run(["update", str(folder / "out"), *map(str, more[2:]), "--quiet"])
+
+    def known_pairs(folder: Path) -> Any:
+        """All that does not depend on how often the command ran: each time adds iterations."""
+        model = gt.load(folder / "out/model.gramtower")
+        return model.seen_.toarray().tolist(), model.left_.ids.tolist(), model.right_.ids.tolist()
+
+    def listed(name: str) -> Callable[[Path], int]:
+        return lambda folder: quietly("recommend", data / "run", "--all", "--k", "7", "--out", folder / name)
+
+    def indexed(kind: str) -> Callable[[Path], int]:
+        def work(folder: Path) -> int:
+            shutil.copyfile(data / "run/model.gramtower", folder / "model")
+            return quietly("index", folder / "model", "--kind", kind, "--recall", "0.5")
+
+        return work
+
+    def index_result(folder: Path) -> Any:
+        file = TensorFile(folder / "model.index", "gramtower-index", 1)
+        header = {name: value for name, value in file.header.items() if name not in (*TIMES, "built")}
+        return header, file.read("index").tolist()
+
+    def exported(to: str) -> Callable[[Path], int]:
+        def work(folder: Path) -> int:
+            if not (folder / "out").exists() and to in EXPORTS:
+                shutil.rmtree(folder / "copy", ignore_errors=True)
+                shutil.copytree(data / f"{to}-old", folder / "copy")
+                (folder / "copy").replace(folder / "out")
+            return quietly("export", data / "run", "--to", to, "--out", folder / "out")
+
+        return work
+
+    found = [
+        Job("update", command(*more), fit_result, fit_whole),
+        Job("update:in-place", in_place, known_pairs, fit_whole),
+    ]
+    for ending in ("csv", "parquet"):
+        found.append(Job(f"recommend:{ending}", listed(f"lists.{ending}"), digests))
+    for kind in ("faiss", "faiss-hnsw"):
+        found.append(Job(f"index:{kind}", indexed(kind), index_result))
+    for to in EXPORTS:
+        found.append(Job(f"export:{to}", exported(to), digests, export_whole(data, to)))
+    networks = exported("torchscript")  # whose files hold more than the model, such as where it was traced
+    found.append(Job("export:torchscript", networks, lambda folder: sorted(digests(folder))))
+    return found
+
+
+def prepare_files(data: Path) -> int:
+    """A run, more pairs for it, and exports of it and of another model; in a process of its own, as polars is used."""
+    (data / "more.csv").write_text("user,item\nu1,i39\nu1,new\nlate,i3\nlate,new\n")
+    tokens = ["--left", "user", "--right", "item", "--dim", "4", "--hidden", "none", "--max-iterations", "3"]
+    code = run(["fit", str(data / "pairs.csv"), *tokens, "--device", "cpu", "--quiet", "--out", str(data / "run")])
+    for to in EXPORTS:
+        write_export(data / f"{to}-old", gt.load(data / "old.gramtower").fitted_, to)
+        write_export(data / f"{to}-new", gt.load(data / "run/model.gramtower").fitted_, to)
+    return code
+
+
+def over(earlier: Callable[[Path], int], made: Callable[[Path], int]) -> Callable[[Path], int]:
+    """A command that replaces what another one wrote to the same place."""
+
+    def work(folder: Path) -> int:
+        if not (folder / "begun").exists():
+            code = earlier(folder)
+            if code:
+                return code
+            (folder / "begun").touch()
+        return made(folder)
+
+    return work
+
+
+def split_whole(folder: Path) -> None:
+    """A split that says that it is finished must have its files, with as many pairs as it says."""
+    path = folder / "out/split.json"
+    facts = json.loads(path.read_text()) if path.exists() else {"finished": False}
+    for one in facts["splits"] if facts["finished"] else []:
+        for part in (part for part in one.values() if isinstance(part, dict)):
+            data = (folder / "out" / part["file"]).read_bytes()
+            if not part["file"].endswith("parquet"):
+                data = gzip.decompress(data) if part["file"].endswith(".gz") else data
+                assert data.count(b"\n") == part["pairs"] + 1, f"{part['file']} is of another split"
+
+
+def partition_whole(folder: Path) -> None:
+    if (folder / "out/manifest.json").exists():
+        read_part(folder / "out", SINGLE).right_ids()
+
+
+def export_whole(data: Path, to: str) -> Callable[[Path], None]:
+    """An export that says what it holds must hold both sides of one model."""
+
+    def whole(folder: Path) -> None:
+        if (folder / "out/export.json").exists():
+            files = [side["file"] for side in json.loads((folder / "out/export.json").read_text())["sides"].values()]
+            found, old, new = (
+                [hashlib.sha256((one / name).read_bytes()).hexdigest() for name in files]
+                for one in (folder / "out", data / f"{to}-old", data / f"{to}-new")
+            )
+            assert found in (old, new), f"{files} are of two models"
+
+    return whole
+
+
+def untimed_files(folder: Path) -> Any:
+    """The JSON of all files."""
+    return {path.name: untimed(json.loads(path.read_text())) for path in folder.iterdir()}
 
 
 def untimed(value: Any) -> Any:
@@ -189,20 +325,38 @@ def differences(one: Any, other: Any, place: str = "") -> list[str]:
     return [text for name, a, b in both for text in differences(a, b, name)]
 
 
-def start(job: Job, folder: Path, log: Path) -> int:
-    """The job in a process of its own; its output goes to the log."""
+def start(job: Job, folder: Path, log: Path, last: int | None = None) -> int:
+    """The job in a process of its own; its output goes to the log.
+
+    Args:
+        job: what is done.
+        folder: where.
+        log: takes its output, and at its end the number of changes of files.
+        last: the change before which it kills itself.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     pid = os.fork()
     if pid:
         return pid
-    code = 70
+    code, changes = 70, 0
+
+    def note(event: str, given: tuple[Any, ...]) -> None:
+        nonlocal changes
+        written = event == "open" and isinstance(given[2], int) and given[2] & (os.O_WRONLY | os.O_RDWR)
+        if event in CHANGES or (written and str(given[0]).startswith(str(folder))):
+            changes += 1
+            if changes == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+
     try:
+        sys.addaudithook(note)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for stream in (1, 2):
             os.dup2(file, stream)
         code = job.work(folder)
+        os.write(file, f"\nchanges {changes}\n".encode())
     except KeyboardInterrupt:
         code = 130
     except BaseException:
@@ -224,11 +378,21 @@ def ended(pid: int, patience: float = 120.0) -> int:
     raise AssertionError(f"hung for {patience:.0f} s")
 
 
-def trial(job: Job, expected: Any, seconds: float, folder: Path, rng: random.Random, most: int) -> Counter[str]:
+def trial(
+    job: Job, expected: Any, seconds: float, changes: int, folder: Path, rng: random.Random, most: int
+) -> Counter[str]:
     """Kill a job a few times, let it end, and compare."""
     counts: Counter[str] = Counter()
     log = folder.with_suffix(".log")
     for _ in range(most):
+        if rng.random() < 0.5:
+            code = ended(start(job, folder, log, last=rng.randint(1, max(1, changes))))
+            if code == 0:
+                break  # what an earlier one had done was not done again
+            assert code == -signal.SIGKILL, f"ended with {code}"
+            counts["SIGKILL"] += 1
+            job.whole(folder)
+            continue
         pid, sent = start(job, folder, log), rng.choice(SIGNALS)
         time.sleep(rng.uniform(0.0, seconds))
         if os.waitpid(pid, os.WNOHANG)[0]:
@@ -276,25 +440,29 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/crash.json"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    runner._CHECKPOINT_SECONDS = 0.0
+    runner._CHECKPOINT_SECONDS, list_files._ANSWERS = 0.0, 8 * 7  # checkpoints and parts of lists, many of both
     rng, counts, failures = random.Random(arguments.seed), Counter[str](), []
     with tempfile.TemporaryDirectory(prefix="gramtower-crash-") as scratch:
         base = Path(scratch)
         prepare(base)
+        made = ended(start(Job("files", prepare_files, lambda data: None), base, base / "files.log"))
+        assert made == 0, (base / "files.log").read_text()
         wanted = [name for name in arguments.jobs.split(",") if name]
         chosen = [job for job in jobs(base) if not wanted or job.name.split(":")[0] in wanted or job.name in wanted]
-        expected, seconds = {}, {}
+        expected, seconds, changes = {}, {}, {}
         for job in chosen:
             folder = base / f"whole-{job.name.replace(':', '-')}"
             begun = time.monotonic()
             assert ended(start(job, folder, folder.with_suffix(".log"))) == 0, folder.with_suffix(".log").read_text()
             seconds[job.name], expected[job.name] = time.monotonic() - begun, job.result(folder)
+            changes[job.name] = int(folder.with_suffix(".log").read_text().split()[-1])
         number = 0
         while sum(counts[s.name] for s in SIGNALS) < arguments.kills:
             job, folder = chosen[number % len(chosen)], base / str(number)
             number += 1
             try:
-                done = trial(job, expected[job.name], seconds[job.name], folder, rng, rng.randint(1, 6))
+                known = expected[job.name], seconds[job.name], changes[job.name]
+                done = trial(job, *known, folder, rng, rng.randint(1, 6))
                 counts += done + Counter({job.name: sum(done.values()), "runs compared": 1})
             except Exception as error:
                 log = folder.with_suffix(".log")

@@ -175,6 +175,18 @@ def test_times_are_needed_where_they_decide(by, table, tmp_path, capsys):
     assert f"--by: got {by} with pairs that have no times, expected --time, the column of times" in said
 
 
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_split_that_was_killed_is_repeated(earlier, table, tmp_path, capsys):
+    tokens = ("split", table, *COLUMNS, "--by", "random", "--out", tmp_path / "parts")
+    if earlier:
+        answer(capsys, *tokens)
+    left = tmp_path / "parts/.gramtower-abc.partial"  # what a killed process leaves
+    left.mkdir(parents=True)
+    (left / "content").write_text("user,it")
+    answer(capsys, *tokens)
+    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == ["split.json", "test.csv", "train.csv"]
+
+
 def test_a_folder_of_others_is_left_alone(table, tmp_path, capsys):
     mine = tmp_path / "mine"
     mine.mkdir()

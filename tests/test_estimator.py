@@ -21,8 +21,8 @@ from gramtower.data.synthetic import planted_pairs
 from gramtower.distributed.group import SINGLE
 from gramtower.estimator import defaults, fit_data
 from gramtower.estimator.fit import sized_as
-from gramtower.estimator.fit_parts import make_problem
 from gramtower.estimator.fit_data import prepare_data
+from gramtower.estimator.fit_parts import make_problem
 from gramtower.estimator.inputs import history_features
 from gramtower.runtime import host, memory
 

@@ -15,8 +15,8 @@ import gramtower as gt
 from gramtower.cli.experiment import Experiment, is_experiment, load_experiment
 from gramtower.cli.reading import read_pairs, split_validation
 from gramtower.data.synthetic import PAPER_SHAPES
-from gramtower.estimator.fit_parts import make_problem
 from gramtower.estimator.fit_data import prepare_data
+from gramtower.estimator.fit_parts import make_problem
 from gramtower.estimator.settings import ModelSettings
 
 FOLDER = Path(__file__).parent.parent / "experiments"

@@ -157,6 +157,15 @@ def test_embeddings_and_ids_come_back_from_every_format(everything, tmp_path):
     np.testing.assert_array_equal(ids[found], wanted)
 
 
+def test_an_export_that_breaks_off_does_not_pass_for_a_whole_one(everything, tmp_path):
+    everything.export(tmp_path, "numpy")
+    (tmp_path / "right.npy").unlink()
+    (tmp_path / "right.npy").mkdir()
+    with pytest.raises(ValueError, match=r"right\.npy"):
+        everything.export(tmp_path, "numpy")
+    assert not (tmp_path / "export.json").exists()
+
+
 def test_whole_numbers_stay_whole_numbers_in_parquet(tmp_path):
     pl = pytest.importorskip("polars")
     pairs = gt.Interactions.from_arrays([7, 8, 9, 7], [1, 2, 3, 2])

@@ -392,3 +392,14 @@ def test_towers_of_ones_own_without_an_input_layer_stay_as_they_are():
     bias = model.towers_.right.bias.detach().numpy()
     expected = x @ model.towers_.right.weight.detach().numpy().T + bias
     np.testing.assert_allclose(model.embed(right_features=table), expected, atol=1e-5)
+
+
+def test_the_history_of_an_added_entity_never_counts_whoever_else_is_described():
+    pairs = gt.Interactions.from_arrays(["a", "a", "b", "b", "c"], ["x", "y", "y", "z", "w"])
+    model = gt.TwoTower(dim=2, hidden=(2,), max_iterations=1, device="cpu").fit(pairs, left_features="history")
+    model.add(histories=[["x", "y"]], left_ids=["late"])
+    test = gt.Interactions.from_arrays(["late", "late", "a"], ["x", "z", "w"])
+    plain = model.evaluate(test, ["recall@2"])
+    described = model.evaluate(test, ["recall@2"], histories=gt.Interactions.from_arrays(["a"], ["z"]))
+    assert plain.left_out["seen"] == described.left_out["seen"] == 1
+    assert plain.pairs == described.pairs == 2

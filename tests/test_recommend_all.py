@@ -85,7 +85,7 @@ def assert_same(table, rows):
     for column, ours in enumerate(zip(*rows, strict=True)):
         theirs = table.to_series(column).to_list()
         if column == 3:
-            np.testing.assert_allclose(np.array(theirs, np.float32), ours, rtol=1e-6)
+            np.testing.assert_allclose(np.array(theirs, np.float32), ours, rtol=1e-6, atol=1e-7)
         elif table.dtypes[column] == pl.String:
             assert theirs == list(map(str, ours))
         else:
@@ -166,6 +166,28 @@ def test_a_run_that_stopped_goes_on_after_its_last_part(model, ending, tmp_path,
     assert written < len(expected(model))
     assert_same(read(out), expected(model))
     assert [x.name for x in tmp_path.iterdir()] == [out.name]
+
+
+@pytest.mark.parametrize("lists", [8, 40, 48])
+def test_a_run_that_goes_on_ends_in_the_same_bytes(model, lists, tmp_path, small_parts):
+    whole, out = tmp_path / "whole.parquet", tmp_path / "lists.parquet"
+    model.recommend_all(whole, K)
+    with pytest.raises(Killed):
+        model.recommend_all(out, K, progress=stop_after(lists))
+    model.recommend_all(out, K)
+    assert out.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("left", [(), (".gramtower-abc.partial",), ("part-000001.csv", "part-000004.csv")])
+def test_a_run_killed_as_it_made_or_removed_its_folder_is_repeated(model, left, fresh, tmp_path, small_parts):
+    folder = tmp_path / "lists.csv.parts"
+    folder.mkdir()
+    for name in left:
+        (folder / name).write_text("left,rank,right,score\nwrong,1,wrong,0\n")
+    model.recommend_all(tmp_path / "lists.csv", K, fresh=fresh)
+    assert_same(read(tmp_path / "lists.csv"), expected(model))
+    assert not folder.exists()
 
 
 def test_parts_that_are_there_are_not_made_again(model, tmp_path, small_parts):

@@ -232,9 +232,10 @@ def test_a_damaged_or_empty_folder_is_refused(folder, tmp_path):
     (folder / "gd.jsonl").write_text('{"something": "else"}\n')
     with pytest.raises(ValueError, match=r"gd\.jsonl is not a history"):
         build(folder)
-    (folder / "comparison.json").write_text('{"methods": ')
-    with pytest.raises(ValueError, match=r"comparison\.json is damaged"):
-        build(folder)
+    for text in ('{"methods": ', '{"methods": {}, "data": 1.5}', '{"methods": {}, "commands": [{}]}', "[" * 10**5):
+        (folder / "comparison.json").write_text(text)
+        with pytest.raises(ValueError, match=r"comparison\.json is damaged"):
+            build(folder)
 
 
 def test_a_method_without_metric_or_records_leaves_a_report(tmp_path):

@@ -101,6 +101,14 @@ def test_an_update_does_not_learn_self_pairs():
     assert all(name not in row[np.isfinite(s)] for name, row, s in zip(["n0", "n60"], found, scores, strict=True))
 
 
+def test_a_graph_of_mostly_sinks_is_updated():
+    ids = [f"n{i}" for i in range(60)]
+    star = sp.csr_matrix((np.ones(59), (np.zeros(59, int), np.arange(1, 60))), shape=(60, 60))  # one node has links
+    model = small().fit(Interactions.from_matrix(star, ids, ids, same_entities=True))
+    model.update(Interactions.from_arrays(["n1"], ["n0"], same_entities=True))
+    assert model.fitted_.observed().nnz == 60
+
+
 def test_the_shell_says_so_and_takes_a_word(tmp_path, capsys):
     coo = graph().tocoo()
     lines = "".join(f"n{i},n{j}\n" for i, j in zip(coo.row, coo.col, strict=True))

@@ -13,6 +13,7 @@ from serving_cases import folder, model, source
 
 pytest.importorskip("faiss", reason="indexes need faiss")
 
+from gramtower._tensors import TensorFile, write
 from gramtower.cli.app import run
 from gramtower.retrieval.topk import top_k
 from gramtower.serving.index import KINDS, build_index, digest, path_beside, read_index, recall_of, write_index
@@ -158,3 +159,28 @@ def test_a_damaged_or_missing_index_is_refused(tmp_path):
     path_beside(path).write_bytes(b"x" * 100)
     with pytest.raises(ValueError, match="no safetensors file"):
         Snapshot(source(path=path, index="faiss"))
+
+
+def changed_index(path, header=None, content=None):
+    """The index of a model with other facts or other bytes, under checksums that belong to them."""
+    assert run(["index", str(path), "-k", "3", "--recall", "0.5", "--quiet"]) == 0
+    file = TensorFile(path_beside(path), "gramtower-index", 1)
+    facts, bytes_ = file.header | (header or {}), file.read("index").clone()
+    file.close()
+    if content is not None:
+        bytes_ = torch.tensor(list(content), dtype=torch.uint8)
+    write(path_beside(path), "gramtower-index", 1, facts, {"index": bytes_})
+
+
+@pytest.mark.parametrize(
+    "change", [{"content": b"IxXX of a later version"}, {"header": {"reach": 0}}, {"header": {"kind": "trees"}}]
+)
+def test_an_index_that_cannot_be_used_is_refused_by_its_name_and_served_without(change, tmp_path):
+    path, said = tmp_path / "m.gramtower", []
+    shutil.copy(folder() / "plain.gramtower", path)
+    changed_index(path, **change)
+    with pytest.raises(ValueError, match=r"m\.gramtower\.index"):
+        Snapshot(source(path=path, index="faiss"))
+    models = Models([source(path=path, index="auto")], Metrics(), said.append)
+    assert models.get().index is None
+    assert "answers exactly, without the index" in said[-1]

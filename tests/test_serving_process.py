@@ -210,6 +210,59 @@ def test_also_after_an_answer_but_a_slow_body_is_waited_for():
             pass
 
 
+class Stalling(PatientProtocol):
+    stalled = 0.5
+
+
+def long_answer(address):
+    """A connection with a small buffer on which an answer of many megabytes is asked for."""
+    body = json.dumps({"left": ["a/b"] * 3000, "k": 33, "columns": True, "stream": True}).encode()
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    slow.settimeout(30)
+    slow.connect(("127.0.0.1", int(address.split(":")[2].strip("/"))))
+    slow.sendall(b"POST /recommend HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+    return slow
+
+
+def all_of(connection, pause=0.0):
+    pieces = []
+    with contextlib.suppress(ConnectionError):
+        while not b"".join(pieces[-2:]).endswith(b"\r\n0\r\n\r\n") and (piece := connection.recv(1 << 20)):
+            pieces.append(piece)
+            time.sleep(pause)
+    return b"".join(pieces)
+
+
+def test_a_client_that_takes_nothing_of_its_answer_loses_its_connection():
+    with listening(http=Stalling) as address:
+        with long_answer(address) as quick:
+            whole = all_of(quick)
+        assert whole.endswith(b"0\r\n\r\n")
+        with long_answer(address) as slow:
+            time.sleep(1.5)
+            assert len(all_of(slow)) < len(whole) / 2
+        with long_answer(address) as steady:  # slowly, but all the time
+            assert len(all_of(steady, pause=0.02)) == len(whole)
+
+
+def test_a_head_has_a_longest_size():
+    with listening() as address:
+        for piece in (b"GET /%s", b"GET / HTTP/1.1\r\nhost: x\r\nx: %s", b"GET / HTTP/1.1\r\n%s"):
+            with connected(address) as huge:
+                huge.sendall(piece % b"")
+                try:
+                    for _ in range(100):
+                        huge.sendall(b"a: b\r\n" * 1000 if piece.endswith(b"\n%s") else b"a" * 6000)
+                    answer = huge.recv(100)
+                except ConnectionError:  # closed while it sent more
+                    continue
+                assert answer.startswith(b"HTTP/1.1 400")
+        with connected(address) as fine:
+            fine.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"a: bcdefgh\r\n" * 4000 + b"\r\n")
+            assert fine.recv(100).startswith(b"HTTP/1.1 200")
+
+
 def test_files_that_are_watched_are_looked_at_again_and_again():
     looks = []
 

@@ -17,7 +17,7 @@ pytest.importorskip("polars", reason="the command line reads tables with polars"
 import gramtower as gt
 from gramtower import _checks as check
 from gramtower.cli.app import run
-from gramtower.cli.output import print_table
+from gramtower.cli.output import note, print_json, print_table
 from gramtower.cli.streams import prepare_streams, showable
 from gramtower.runtime import compiled
 
@@ -64,6 +64,17 @@ def test_tables_and_help_show_what_the_terminal_can_show(model, monkeypatch):
 def test_control_characters_of_ids_do_not_reach_the_terminal(capsys):
     print_table(("id",), [("\x1b[31mred\n\udcff",)])
     assert "\\x1b[31mred\\n\\udcff" in capsys.readouterr().out
+
+
+def test_nor_do_they_in_json_and_in_lines_about_progress(capsys):
+    keys = ["\x1b[2J", "\x9b31mred", "\x7f", "a\rb", "ü"]
+    print_json({"ids": keys})
+    for key in keys:
+        note(f"{key} is refused")
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {"ids": keys}
+    assert not [c for c in shown.out + shown.err if c != "\n" and (c < " " or "\x7f" <= c <= "\x9f")]
+    assert "ü" in shown.out
 
 
 def test_substitutes_are_plain():

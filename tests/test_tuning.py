@@ -154,6 +154,26 @@ def test_a_file_that_is_no_log_is_left_as_it_is(tmp_path):
     assert path.read_text() == "user,item\na,b"
 
 
+def broken(text, line, part):
+    """A journal of which a part of one line is lost."""
+    lines = text.splitlines(keepends=True)
+    place = next(number for number, one in enumerate(lines) if line in one)
+    assert part in lines[place]
+    return "".join([*lines[:place], lines[place].replace(part, ""), *lines[place + 1 :]])
+
+
+@pytest.mark.parametrize(
+    ("line", "part"), [('"study_name"', ',"directions":[2]'), ('"result"', '"curve"'), ('"result"', "}")]
+)
+def test_a_damaged_log_is_refused_by_name(line, part, tmp_path):
+    path = tmp_path / "log.journal"
+    options = dict(trials=1, space=SPACE, refit=False, storage=path)
+    small().tune(data(), **options)
+    path.write_text(broken(path.read_text(), line, part))
+    with pytest.raises(ValueError, match=r"^storage: got .*log\.journal, which is damaged"):
+        small().tune(data(), **options)
+
+
 def test_a_log_of_another_search_is_refused(tmp_path):
     options = dict(trials=1, space=SPACE, refit=False, storage=tmp_path / "log.journal")
     small().tune(data(), **options)

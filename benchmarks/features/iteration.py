@@ -53,8 +53,8 @@ from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.factors import _ROWS as SAMPLED
 from gramtower.engine.towers.linearization import Work
 from gramtower.engine.towers.towers import Towers
-from gramtower.estimator.fit_parts import make_problem, make_towers
 from gramtower.estimator.fit_data import prepare_data
+from gramtower.estimator.fit_parts import make_problem, make_towers
 from gramtower.estimator.settings import ModelSettings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -20,8 +20,8 @@ import scipy.sparse as sp
 from torch import Tensor
 
 import gramtower as gt
-from gramtower.estimator.fit_parts import iterations, make_problem, make_towers
 from gramtower.estimator.fit_data import prepare_data
+from gramtower.estimator.fit_parts import iterations, make_problem, make_towers
 from gramtower.estimator.settings import ModelSettings
 
 HERE = Path(__file__).resolve().parent

@@ -52,6 +52,11 @@ def replacing(path: Path) -> Iterator[Path]:
             os.close(lock)
 
 
+def is_left_over(name: str) -> bool:
+    """Whether a name is that of a folder that a killed process wrote in; the next write next to it removes it."""
+    return name.startswith(_PREFIX) and name.endswith(_SUFFIX)
+
+
 def write_text(path: Path, text: str) -> None:
     """Save UTF-8 text in one step; file names that were not read as UTF-8 keep their bytes."""
     with replacing(path) as partial:

@@ -75,19 +75,19 @@ class TwoTower(ModelSettings):
     Args:
         dim: k, the size of the embeddings; None picks it from the size of the data (see docs/choosing.md).
         hidden: widths of the hidden layers of both towers, or a pair of them for the left and the right one; ``()`` for
-            linear factors; None for one hidden layer where a side has features, and none where ids are all that is
-            known.
+            linear factors; None for one hidden layer where a side has features and no ids, and none elsewhere, unless
+            ``select`` finds linear towers better.
         activation: of the hidden layers, such as "relu", "gelu" or "leaky_relu(0.25)"; None chooses.
         normalize: bring the embeddings of a side to one length, so that scores are cosines times a learned scale; None
-            for yes where both sides have features, no ids or histories beside them, and few pairs an entity.
+            for no, unless ``select`` finds it better, which it tries where both sides have only features.
         refine: after training, move the embeddings of known entities from what their features say to what their own
             pairs say, the further the more pairs they have; new entities stay where their features put them. None for
             yes where both sides have features, and no ids or histories beside them.
         loss: on observed pairs.
         omega: ω, the weight of unobserved pairs; None scales it with the data (see docs/choosing.md).
-        l2: λ; None scales it with the data where there are features.
-        embedding_l2: μ, the penalty on embeddings that grows with how often an entity is seen; None scales it with the
-            data.
+        l2: λ, the penalty on parameters; None lets ``select`` choose it where there are features.
+        embedding_l2: μ, the penalty on embeddings that grows with how often an entity is seen; None lets ``select``
+            choose it where there are ids.
         frequency_power: ν, how fast it grows.
         imputed: the label of unobserved pairs.
         left_weights: a, how much a left entity's unobserved pairs count: text such as "degree^0.5", an array, or None.
@@ -95,11 +95,14 @@ class TwoTower(ModelSettings):
             depends on whether there are features.
         optimizer: see docs/choosing.md.
         optimizer_options: the method's own constants.
-        max_iterations: stops after this many; None for 20, or 12 where there are features and embeddings of any length,
-            and for ids alone on a CPU, where an iteration is a sweep over all rows.
+        max_iterations: stops after this many; None for 20, or 12 where there are features, and for ids on a CPU, where
+            an iteration is a sweep over all rows.
         time_limit: seconds of training after which it stops, or None.
         patience: with validation data, stops when the metric has not improved for this many iterations.
-        metric: the validation metric.
+        metric: the validation metric, by which ``select`` chooses too.
+        select: choose the penalties that are None on held-out data before all pairs are fitted; see
+            docs/choosing.md. True holds out pairs, or entities of a side that has only features; "pairs", "left" or
+            "right" says which; False takes the rule's values. An argument that is given is never changed.
         device: "auto", "cpu" or "cuda".
         seed: for the initial weights and for methods that draw.
         towers: a function from a Problem to Towers of your own, instead of the multi-layer ones.
@@ -115,7 +118,7 @@ class TwoTower(ModelSettings):
         fitted_: what the last ``fit`` learned, a :class:`~gramtower.estimator.fitted.FittedModel`. Its fields are read
             as ``left_``, ``right_``, ``trained_``, ``seen_``, ``towers_``, ``shards_``, ``dim_``, ``hidden_``,
             ``normalize_``, ``refine_``, ``activation_``, ``omega_``, ``l2_``, ``embedding_l2_``, ``history_``,
-            ``reason_``, ``message_`` and ``best_metric_``.
+            ``reason_``, ``message_``, ``best_metric_`` and ``path_``, the settings tried on held-out data.
 
     Example:
         >>> pairs = gt.Interactions.from_arrays(["ann", "ann", "bob", "eve"], ["tea", "milk", "tea", "milk"])
@@ -247,7 +250,7 @@ class TwoTower(ModelSettings):
         *,
         trials: int = 50,
         time_limit: float | None = None,
-        metric: str = "recall@20",
+        metric: str | None = None,
         validation: Any = 0.1,
         validation_side: str | None = None,
         space: Mapping[str, Any] | None = None,
@@ -276,7 +279,7 @@ class TwoTower(ModelSettings):
             trials: how many settings to try; the first are this model's own.
             time_limit: seconds for the whole search, without the last fit. The first trial runs to its end whatever
                 the limit.
-            metric: what to maximise.
+            metric: the metric to maximise; None for the model's own.
             validation: the share of each user's pairs to rank, drawn with ``seed``, or pairs held out by yourself.
             validation_side: "left" or "right" to choose by entities that were never seen: ``validation`` is then the
                 share of that side's entities with pairs that is held out with all of them. Trials learn from the other
@@ -311,7 +314,8 @@ class TwoTower(ModelSettings):
         pairs, validation = columns.read("pairs", pairs), columns.read_also("validation", validation)
         lines = progress_lines("gramtower.tune", verbose)
         found = tune(
-            self.with_changes(), pairs, trials=trials, time_limit=time_limit, metric=metric, validation=validation,
+            self.with_changes(), pairs, trials=trials, time_limit=time_limit, metric=metric or self.metric,
+            validation=validation,
             space=space, storage=storage, seed=seed, features=features, validation_side=validation_side,
             progress=None if lines is None else trial_lines(lines),
         )  # fmt: skip
@@ -373,14 +377,17 @@ class TwoTower(ModelSettings):
         return -found if metric.kind in LOWER_IS_BETTER else found
 
     def plot(self) -> Figure:
-        """A figure of the training: the objective and, with validation, the metric by iteration.
+        """A figure of the training: objective, validation metric, and the path of penalties that were tried.
 
         With ``refit`` the records are those of the second fit, which has no validation; ``history`` keeps the others.
 
         Raises:
             ImportError: without matplotlib, with the line that installs it.
         """
-        return run_figure({"fit": self._known().history}, self.metric)
+        fitted = self._known()
+        points = [] if fitted.path is None else fitted.path.tried
+        tried = [(point.settings, point.metric, point.standard_error) for point in points]
+        return run_figure({"fit": fitted.history}, self.metric, tried)
 
     def explain(
         self,
@@ -436,6 +443,7 @@ class TwoTower(ModelSettings):
     reason_ = _Learned(lambda fitted: fitted.reason)
     message_ = _Learned(lambda fitted: fitted.message)
     best_metric_ = _Learned(lambda fitted: fitted.best_metric)
+    path_ = _Learned(lambda fitted: fitted.path)
 
     def __repr__(self) -> str:
         """The settings as scikit-learn prints them and, once fitted, sizes and what each tower sees, how scaled."""

@@ -1,4 +1,4 @@
-"""Mutated models, checkpoints and partitions: refused by the name of the file, or the same as what was written.
+"""Mutated models, checkpoints, partitions and folders of commands: refused by name, or the same as what was written.
 
 Bytes are changed as they are; JSON and tensors are also changed and written with the checksums that belong to them, so
 that the schema behind the checksums is tried too. What such a changed file holds may differ, but it must be valid.
@@ -7,6 +7,7 @@ that the schema behind the checksums is tried too. What such a changed file hold
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
-from harness import Fuzz, mutated
+from harness import MINUTES, Fuzz, mutated
 
 import gramtower as gt
 from gramtower import _tensors
@@ -140,8 +141,11 @@ def change_tensors(tensors, rng):
     return tensors
 
 
-def spoilt(path, kind, rng, whole):
-    """Write a damaged file; says whether its checksums still tell what was written."""
+def spoilt(path, kind, rng, whole, contents=True):
+    """Write a damaged file; says whether its checksums still tell what was written.
+
+    Without ``contents``, tensors whose checksums match are those that were written.
+    """
     if rng.random() < 0.4:
         path.write_bytes(mutated(whole, rng))
         return True
@@ -149,7 +153,7 @@ def spoilt(path, kind, rng, whole):
     file = TensorFile(path, *kind)
     header, tensors = file.header, {name: file.read(name).clone() for name in file.shapes}
     file.close()
-    if rng.random() < 0.6:
+    if rng.random() < 0.6 or not contents:
         header = change_json(header, rng)
     else:
         tensors = change_tensors(tensors, rng)
@@ -261,6 +265,69 @@ def test_mutated_partitions(tmp_path):
         assert not sealed or whole, f"input {fuzz.number}: a silent change"
         fuzz.outcomes["the same" if whole else "another valid partition"] += 1
         part.matrix.tocsc().sum(0)  # its indices can be followed
+
+
+COMMANDS = {  # those that go on from what is in their folder, or replace it; quick ones first
+    "split": ["--by", "random"],
+    "partition": ["--parts", "3"],
+    "benchmark": ["--models", "popularity,ease", "--seeds", "1", "--metrics", "ndcg@5"],
+    "tune": ["--hidden", "none", "--dim", "2", "--max-iterations", "1", "--trials", "3", "--device", "cpu"],
+    "compare": ["--hidden", "2", "--dim", "2", "--optimizers", "gd,lbfgs", "--max-iterations", "2", "--device", "cpu"],
+    "fit": ["--hidden", "2", "--dim", "2", "--max-iterations", "2", "--device", "cpu"],
+}
+
+
+def test_mutated_folders_of_commands(tmp_path, capsys):
+    """The same command and ``report`` in a folder of which one file was changed, cut, emptied, removed or moved."""
+    pytest.importorskip("optuna")
+    rows = [f"u{i % 12},i{i * 7 // 5 % 11}" for i in range(90)]
+    (tmp_path / "pairs.csv").write_text("user,item\n" + "\n".join(dict.fromkeys(rows)) + "\n")
+    folder, wholes = tmp_path / "out", {}
+    shared = [str(tmp_path / "pairs.csv"), "--left", "user", "--right", "item", "--quiet", "--out", str(folder)]
+    commands = {name: [name, *shared, *more] for name, more in COMMANDS.items()}
+    for name, tokens in commands.items() if MINUTES else itertools.islice(commands.items(), 3):
+        assert cli(tokens) == 0, capsys.readouterr().err
+        wholes[name] = tmp_path / f"{name} whole"
+        folder.replace(wholes[name])
+    fuzz = Fuzz("folders", small=8)
+    for rng in fuzz:
+        name = rng.choice(sorted(wholes))
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(wholes[name], folder)
+        path = rng.choice(sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix != ".html"))
+        damage(path, rng)
+        report = name not in ("partition", "split") and rng.random() < 0.4
+        tokens = ["report", str(folder), "--quiet"] if report else commands[name]
+        what = (tokens[0], name, path.relative_to(folder))
+        code = fuzz.attempt(what, lambda tokens=tokens: cli(tokens), ())
+        said = capsys.readouterr().err
+        assert "a fault of" not in said, (fuzz.number, what, said)
+        assert code in (0, 1, 2), (fuzz.number, what, said)
+        assert code == 0 or said.startswith("error: "), (fuzz.number, what, said)
+        fuzz.outcomes[f"{name}: {code}"] += 1
+
+
+def cli(tokens):
+    from gramtower.cli.app import run
+
+    return run(tokens)
+
+
+def damage(path, rng):
+    """Change a file; JSON also as JSON."""
+    kind = rng.randrange(6)
+    if kind == 0:
+        path.unlink()
+    elif kind == 1:
+        path.unlink()
+        path.mkdir()
+    elif kind < 4 and path.suffix == ".json":
+        try:
+            path.write_text(json.dumps(change_json(json.loads(path.read_text()), rng)))
+        except (RecursionError, UnicodeEncodeError):
+            path.write_text("")
+    else:
+        path.write_bytes(mutated(path.read_bytes(), rng))
 
 
 @pytest.mark.parametrize("make", [mutated, change_json])

@@ -1,24 +1,42 @@
 """Hostile requests to a server: each is answered with a status below 500 and JSON, and the worker is still there.
 
-`make fuzz` tries at least FUZZ_REQUESTS of them (10,000 unless told), besides as many as its time allows.
+`make fuzz` tries at least FUZZ_REQUESTS of them (10,000 unless given) and as many more as its time allows. Further
+tests send hostile bytes to a port of this machine, and replace models and kill workers while others ask.
 """
 
 from __future__ import annotations
 
+import http.client
+import itertools
 import json
 import os
 import random
+import re
+import signal
+import socket
 import string
+import struct
+import subprocess
 import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
 from pathlib import Path
+from urllib.parse import quote
 
-from harness import MINUTES, Fuzz
+import pytest
+from harness import MINUTES, Fuzz, mutated
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from serving_cases import ODD, client, source
+from serving_cases import ODD, Client, client, folder, listening, service, source
 
+import gramtower as gt
+from gramtower._files import replacing
 from gramtower.serving.limits import Limits
+from gramtower.serving.patience import PatientProtocol
 
 LEAST = int(os.environ.get("FUZZ_REQUESTS", "10000")) if MINUTES else 400
 POSTS = ("/recommend", "/similar", "/score", "/embed", "/explain", "/search", "/entity")
@@ -159,3 +177,233 @@ def test_hostile_requests_are_answered_and_the_worker_lives():
         assert fuzz.outcomes["200"] > 0.05 * max(tried, LEAST)
         assert api.get("/ready").json()["status"] == "ready"
         assert len(api.post("/recommend", json={"left": ["a/b"], "k": 3}).json()["answers"][0]["results"]) == 3
+
+
+def parsed(data):
+    """Statuses of the answers on a connection, and whether each is whole; an answer that is cut off is the last one."""
+    found = []
+    while data:
+        head, blank, rest = data.partition(b"\r\n\r\n")
+        status = re.match(rb"HTTP/1\.1 (\d{3}) ", head)
+        assert status, data[:200]
+        length = re.search(rb"\ncontent-length: (\d+)", head)
+        found.append(int(status[1]))
+        if not blank:
+            break
+        if length is None and found[-1] != 100:  # in pieces, or none
+            pieces = rest.find(b"0\r\n\r\n")
+            data = b"" if pieces < 0 else rest[pieces + 5 :]
+        else:
+            data = rest[int(length[1]) if length else 0 :]
+    return found
+
+
+SMUGGLED = b"GET /smuggled HTTP/1.1\r\nhost: x\r\n\r\n"
+FRAMES = [
+    b"Content-Length: 5\r\nTransfer-Encoding: chunked", b"Transfer-Encoding: chunked\r\nContent-Length: 5",
+    b"Content-Length: 5\r\nContent-Length: 0", b"Content-Length: 0\r\nContent-Length: 5", b"Content-Length: +0",
+    b"Content-Length: 0x0", b"Content-Length: 0, 0", b"Content-Length: -1", b"Content-Length: 0\x00",
+    b"Content-Length:",
+    b"Transfer-Encoding: xchunked", b"Transfer-Encoding: chunked, identity", b"Transfer-Encoding : chunked",
+    b"Transfer-Encoding:\r\n chunked", b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity",
+    b"Transfer-Encoding: \x0bchunked", b"X: y\nTransfer-Encoding: chunked", b" Transfer-Encoding: chunked",
+    b"Content-Length: 99999999999999999999", b"Content-Length: 1\r\n5", b"Foo: \r\r\nContent-Length: 5",
+]  # fmt: skip
+
+
+def raw_request(rng):
+    """Bytes for a connection, how many requests they may be taken for, and whether they have to be refused."""
+    kind = rng.randrange(6)
+    method, path, content, headers = request(rng)
+    if kind == 0:  # two ways to say where a body ends: nothing of it may be taken for another request
+        frame = rng.choice(FRAMES)
+        head = b"POST /score HTTP/1.1\r\nhost: 127.0.0.1\r\n" + frame + b"\r\n\r\n"
+        return head + rng.choice([b"0\r\n\r\n", b"5\r\nabcde\r\n0\r\n\r\n", b"abcde", b""]) + SMUGGLED, None
+    lines = [f"{method} {quote(path)} HTTP/{rng.choice(['1.1', '1.1', '1.1', '1.0'])}".encode(), b"host: 127.0.0.1"]
+    lines += [f"{name}: {text}".encode("latin-1") for name, text in headers.items() if name != "content-length"]
+    if rng.random() < 0.3:
+        lines.append(rng.choice([b"Expect: 100-continue", b"Connection: close", b"Upgrade: websocket", b"Host: evil"]))
+    if rng.random() < 0.3:
+        pieces = [content[i : i + 700] for i in range(0, len(content), 700)]
+        body = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+        lines.append(b"Transfer-Encoding: chunked")
+    else:
+        body = content
+        lines.append(b"Content-Length: %d" % len(content))
+    whole = b"\r\n".join(lines) + b"\r\n\r\n" + body
+    if kind == 1:
+        return whole * rng.randint(2, 5), 5
+    if kind == 2:
+        return mutated(whole[:4000], rng), None
+    if kind == 3:
+        return whole[: rng.randrange(len(whole))], 1
+    return whole, 1
+
+
+def test_hostile_bytes_on_connections_are_answered_or_end():
+    """Connections that are broken, cut off, in pieces, reset or that smuggle; the server answers the next one."""
+    fuzz = Fuzz("connections", 60)
+
+    class Hurried(PatientProtocol):
+        seconds = 0.4
+
+    with listening(source(), http=Hurried, limits=Limits(body=20_000, body_seconds=0.4)) as address:
+        port = int(address.split(":")[2].strip("/"))
+
+        def exchange(rng):
+            data, most = raw_request(rng)
+            with socket.create_connection(("127.0.0.1", port), 8) as connection:
+                found = b""
+                try:
+                    cuts = sorted(rng.randrange(len(data) + 1) for _ in range(rng.choice([0, 0, 0, 1, 3])))
+                    for a, b in itertools.pairwise([0, *cuts, len(data)]):
+                        connection.sendall(data[a:b])
+                    if rng.random() < 0.1:  # gone without a word
+                        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                        return []
+                    if rng.random() < 0.9:  # half open: nothing more is sent, answers are read
+                        connection.shutdown(socket.SHUT_WR)
+                    else:
+                        connection.settimeout(0.7)
+                    while piece := connection.recv(1 << 16):
+                        found += piece
+                except (ConnectionError, TimeoutError):
+                    pass
+            if SMUGGLED in data:
+                assert b"HTTP/1.1 404" not in found, (data, found)
+            statuses = parsed(found)
+            assert set(statuses) <= STATUSES | {100, 204}, (data[:500], found[:500])
+            assert most is None or len([s for s in statuses if s != 100]) <= most, (data[:500], found[:500])
+            return statuses
+
+        for rng in fuzz:
+            statuses = fuzz.attempt("bytes", lambda rng=rng: exchange(rng), ())
+            for status in statuses or ["none"]:
+                fuzz.outcomes[str(status)] += 1
+            if fuzz.number % 20 == 0:
+                with urllib.request.urlopen(address + "ready", timeout=8) as answer:
+                    assert answer.status == 200
+
+
+def rounded(answer):
+    """An answer with five digits of its scores: the others depend on how many requests are answered together."""
+    return re.sub(r'"score":(-?[0-9.e-]+)', lambda found: f"{float(found[1]):.4e}", answer.text)
+
+
+def test_answers_while_files_are_replaced(tmp_path):
+    """Every answer is that of one of the models that were whole, whatever is put in the place of their files."""
+    fuzz, path, beside = Fuzz("swaps", 12), tmp_path / "m.gramtower", tmp_path / "m.gramtower.index"
+    whole = {name: (folder() / f"{name}.gramtower").read_bytes() for name in ("history", "plain")}
+    path.write_bytes(whole["plain"])
+    body = {"left": ["a/b", "007"], "k": 4, "columns": True}
+    app, service_ = service(source("m", path=path))
+    expected, faults, stop, answered = [], [], threading.Event(), [0]
+    with Client(app) as api:
+        for name in whole:
+            path.write_bytes(whole[name])
+            service_.models.reload()
+            expected.append(rounded(api.post("/recommend", json=body)))
+        assert expected[0] != expected[1]
+
+        def ask():
+            while not stop.is_set():
+                answer = api.post("/recommend", json=body)
+                if answer.status_code != 200 or rounded(answer) not in expected:
+                    faults.append(answer.text)
+                    return
+                answered[0] += 1
+
+        threads = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            for rng in fuzz:
+                content = whole[rng.choice(sorted(whole))]
+                content = mutated(content, rng) if rng.random() < 0.5 else content
+                target = beside if rng.random() < 0.2 else path
+                if rng.random() < 0.5:
+                    with replacing(target) as partial:
+                        partial.write_bytes(content)
+                else:
+                    target.write_bytes(content)
+                if rng.random() < 0.1:
+                    target.unlink()
+                fuzz.attempt("reload", lambda rng=rng: service_.models.reload(rng.random() < 0.5), ())
+                fuzz.outcomes["refused" if service_.models.refused else "loaded"] += 1
+                assert not faults, faults[0]
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        assert not faults
+        fuzz.outcomes["answers"] += answered[0]
+
+
+@pytest.mark.skipif(not MINUTES, reason="starts a server with two workers, which takes long: make fuzz")
+def test_workers_killed_under_load(tmp_path):
+    """Workers get SIGKILL and models are replaced while clients ask; all answers are right, and the server lives."""
+    fuzz, path = Fuzz("workers", 3), tmp_path / "m.gramtower"
+    files = [folder() / f"{name}.gramtower" for name in ("history", "plain")]
+    path.write_bytes(files[0].read_bytes())
+    command = [sys.executable, "-m", "gramtower", "serve", str(path), "--port", "0", "--workers", "2", "--watch"]
+    log = tmp_path / "log"
+    with log.open("wb") as errors:
+        server = subprocess.Popen(command, stderr=errors, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    expected = set()
+    for file in files:
+        ids, _ = gt.load(file).recommend(["a/b"], 4)
+        expected.add(tuple(ids[0].tolist()))
+    counts, faults, stop = Counter(), [], threading.Event()
+
+    def waited(pattern, seconds=120):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and server.poll() is None:
+            if found := re.search(pattern, log.read_text()):
+                return found
+            time.sleep(0.05)
+        raise AssertionError(log.read_text())
+
+    try:
+        base = waited(r"serving at (http://127\.0\.0\.1:\d+)/")[1]
+
+        def ask():
+            content = json.dumps({"left": ["a/b"], "k": 4}).encode()
+            while not stop.is_set():
+                try:
+                    with urllib.request.urlopen(base + "/recommend", content, timeout=30) as answer:
+                        found = tuple(hit["id"] for hit in json.load(answer)["answers"][0]["results"])
+                    counts["right" if found in expected else "wrong"] += 1
+                except urllib.error.HTTPError as error:
+                    faults.append(error.code)
+                except (OSError, http.client.HTTPException):
+                    counts["connection lost"] += 1  # that of a worker that was killed
+                time.sleep(0.002)
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for rng in fuzz:
+            children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+            workers = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            if workers and rng.random() < 0.7:
+                os.kill(int(rng.choice(workers)), signal.SIGKILL)
+                fuzz.outcomes["killed"] += 1
+            with replacing(path) as partial:
+                partial.write_bytes(rng.choice(files).read_bytes())
+            if rng.random() < 0.3:
+                server.send_signal(signal.SIGHUP)
+            time.sleep(rng.uniform(0.5, 3.0))
+            assert server.poll() is None, log.read_text()
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert not faults
+        assert not counts["wrong"]
+        fuzz.outcomes.update(counts)
+        time.sleep(10)
+        with urllib.request.urlopen(base + "/ready", timeout=30) as answer:
+            assert json.load(answer)["status"] == "ready"
+    finally:
+        stop.set()
+        server.terminate()
+        server.wait(60)

@@ -25,7 +25,7 @@ from gramtower.data.interactions import Interactions
 from gramtower.data.left_out import rows_left_out
 from gramtower.data.partition import Shard, is_partition, read_part
 from gramtower.distributed.group import Group
-from gramtower.estimator.fit import refit_checkpoint
+from gramtower.estimator.fit import refit_checkpoint, selection_file
 from gramtower.estimator.fit_data import known_pairs
 from gramtower.estimator.unseen import unseen_pairs
 from gramtower.training.checkpoint import remove_checkpoint
@@ -136,6 +136,7 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
                 if group.rank == 0:
                     remove_checkpoint(checkpoint)
                     remove_checkpoint(refit_checkpoint(checkpoint))
+                    selection_file(checkpoint).unlink(missing_ok=True)
         resumed = bool(group.from_first(checkpoint.exists()))
         if resumed and loud:
             note(f"going on from {checkpoint}")
@@ -159,7 +160,8 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
         write_json(out / folder.SUMMARY, facts | {"environment": environment()})
         if estimator.reason_ not in (Reason.MAX_ITERATIONS, Reason.TIME_LIMIT, Reason.INTERRUPTED):
             remove_checkpoint(refit_checkpoint(checkpoint))
-            remove_checkpoint(checkpoint)  # last: until then a kill leaves something to go on from
+            remove_checkpoint(checkpoint)  # until then a kill leaves something to go on from
+            selection_file(checkpoint).unlink(missing_ok=True)
     return _report(facts, common)
 
 
@@ -169,6 +171,10 @@ def used(settings: Settings, estimator: TwoTower) -> dict[str, dict[str, Any]]:
     params |= {"validation_side": settings.train.validation_side}
     params |= {"refit": settings.train.refit, "dim": estimator.dim_, "hidden": config_hidden(estimator.hidden_)}
     params |= {"normalize": estimator.normalize_, "refine": estimator.refine_}
+    if estimator.path_ is not None:
+        chosen = estimator.path_.chosen
+        params |= {name: chosen[name] for name in ("l2", "embedding_l2") if name in chosen}
+    params["select"] = estimator.select if isinstance(estimator.select, str) else "auto" if estimator.select else "off"
     tables = {
         name: {f.name: params[f.name] for f in fields(part)}
         for name, part in (("model", settings.model), ("train", settings.train))

@@ -166,7 +166,14 @@ class TrainOptions:
     ] = None
     metric: Annotated[
         str | None,
-        _flag("metric", "Validation metric, such as recall@20.", f"{_DEFAULTS['metric']}; recall@20 in tune"),
+        _flag("metric", "Metric of held-out data, such as recall@20."),
+    ] = None
+    select: Annotated[
+        str | None,
+        Parameter(
+            help="Choose penalties on held-out data first: auto, off, or the part to hold out: pairs, left or right "
+            "entities [default: auto]."
+        ),
     ] = None
     device: Annotated[str | None, _flag("device", "auto, cpu or cuda.")] = None
     precision: Annotated[str | None, _flag("precision", "Of matrix products on a GPU: tf32 or float32.")] = None

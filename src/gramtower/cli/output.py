@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
@@ -19,10 +20,14 @@ _NARROWEST, _WIDEST = 40, 1000  # columns of text
 
 
 def print_json(payload: dict[str, Any]) -> None:
-    """One JSON object; numbers that JSON does not know become null, characters that the terminal lacks escapes."""
+    """One JSON object; numbers that JSON does not know become null.
+
+    Characters that the terminal lacks are escaped, and so are control characters that JSON itself leaves as they are.
+    """
     content = plain(payload)
     text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
-    print(text if showable(text) == text else json.dumps(content, indent=2, allow_nan=False))
+    text = text if showable(text) == text else json.dumps(content, indent=2, allow_nan=False)
+    print(re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None) -> None:
@@ -91,7 +96,7 @@ def shown(value: object) -> str:
 
 def note(text: str) -> None:
     """A line about progress, on standard error, in one piece: several processes may write there."""
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write("\n".join(map(visible, text.split("\n"))) + "\n")
     sys.stderr.flush()
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from gramtower import _checks as check
-from gramtower._files import write_json
+from gramtower._files import is_left_over, write_json
 from gramtower.cli.config import merge_flags
 from gramtower.cli.convert import columns, has_values, write_pairs
 from gramtower.cli.options import Common, DataOptions
@@ -193,7 +193,7 @@ def _check_folder(out: Path) -> None:
     expected = "a new or empty folder, or that of an earlier split"
     if out.exists() and not out.is_dir():
         check.fail("--out", f"{out}, which is a file", expected)
-    there = sorted(path.name for path in out.iterdir()) if out.exists() else []
+    there = sorted(path.name for path in out.iterdir() if not is_left_over(path.name)) if out.exists() else []
     if MANIFEST in there:
         try:
             known = json.loads((out / MANIFEST).read_text(encoding="utf-8")).get("kind") == KIND

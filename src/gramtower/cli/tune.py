@@ -76,7 +76,7 @@ def tune(
     wanted = None if space is None else read_space(space)
     limit, settings.train.time_limit = settings.train.time_limit, None
     estimator = ModelSettings(**settings.estimator_arguments())
-    metric = settings.train.metric or "recall@20"
+    metric = settings.train.metric or estimator.metric
     pairs = read_pairs(Path(settings.data.path), settings.data, loss=estimator.loss)
     validation = validation_of(settings.data)
     if not common.quiet:

@@ -17,9 +17,19 @@ from typing import Any
 
 from gramtower import _checks as check
 from gramtower._files import write_json
+from gramtower._schema import fits
 from gramtower.training.result import Record, read_history
 
 MANIFEST = "comparison.json"
+_TYPES = {  # of what is read from it
+    "methods": dict[str, dict[str, Any]], "data": dict[str, Any], "settings": dict[str, dict[str, Any]],
+    "commands": list[str], "environment": dict[str, Any],
+}  # fmt: skip
+_COUNTS = {"left": int, "right": int, "pairs": int, "validation_pairs": int | None}
+_OUTCOME = {
+    "status": str, "message": str, "options": dict[str, Any], "environment": dict[str, Any],
+    "others_busy": float | None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -109,11 +119,22 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(about, dict) or not isinstance(about.get("methods"), dict):
-            raise KeyError("methods")
-    except (ValueError, KeyError) as error:
+        if not isinstance(about, dict) or "methods" not in about:
+            raise ValueError("no methods")
+        _check_types("", about, _TYPES)
+        _check_types("data.", about.get("data", {}), _COUNTS)
+        _check_types("settings.", about.get("settings", {}), {"limits": dict[str, float | int | None]})
+        for name, outcome in about["methods"].items():
+            _check_types(f"methods.{name}.", outcome, _OUTCOME)
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"folder: {path} is damaged or of something else ({error})") from error
     return about
+
+
+def _check_types(where: str, found: dict[str, Any], types: dict[str, Any]) -> None:
+    for name, kind in types.items():
+        if name in found and not fits(kind, found[name]):
+            raise ValueError(f"got {where}{name} of type {type(found[name]).__name__}, expected {kind}")
 
 
 def write_manifest(folder: Path, about: dict[str, Any]) -> None:

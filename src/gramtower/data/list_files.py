@@ -9,6 +9,7 @@ is not. Memory: one part and what polars holds of a few row groups. Checked by t
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,13 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gramtower import _checks as check
-from gramtower._files import replacing, write_json
+from gramtower._files import is_left_over, replacing, write_json
 from gramtower.data import frames
 
 ENDINGS = (".parquet", ".csv", ".tsv")
 COLUMNS = ("left", "rank", "right", "score")
 _ANSWERS = 1 << 20  # of a part
 _SCORE, _PLACE = 12, 3  # bytes: most characters of a score, and of a dictionary's place in Parquet
+_PART = re.compile(r"part-[0-9]{6}\.(parquet|csv|tsv)")
 _MANIFEST, _KIND, _VERSION = "manifest.json", "gramtower lists", 1
 
 
@@ -66,7 +68,7 @@ class ListFile:
         Raises:
             ValueError: if the folder holds parts of other lists, or the disk has no room for all that is to come.
         """
-        if fresh and (self.folder / _MANIFEST).exists():
+        if (fresh and (self.folder / _MANIFEST).exists()) or self._has_only_parts():
             shutil.rmtree(self.folder)
         done, there = self._parts_there() if self.folder.exists() else (0, 0)
         self._check_room(there)
@@ -116,6 +118,12 @@ class ListFile:
 
     def _name(self, part: int) -> Path:
         return self.folder / f"part-{part:06d}{self.path.suffix.lower()}"
+
+    def _has_only_parts(self) -> bool:
+        """Whether the folder has no manifest and nothing of others: a run was killed as it began or removed it."""
+        if not self.folder.is_dir():
+            return False
+        return all(is_left_over(path.name) or _PART.fullmatch(path.name) for path in self.folder.iterdir())
 
     def _parts_there(self) -> tuple[int, int]:
         """How many parts an earlier run left, and their bytes; refused if it was of other lists."""

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from gramtower import _checks as check
 from gramtower import _tensors
-from gramtower._files import write_text
+from gramtower._files import is_left_over, write_text
 from gramtower._schema import build
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import pattern
@@ -343,4 +343,4 @@ def _format_of(folder: Path) -> object:
 
 def _is_own(path: Path) -> bool:
     """Whether write_partition made a file, or left it unfinished."""
-    return path.name == MANIFEST or bool(_FILE_NAME.fullmatch(path.name)) or path.name.endswith(".partial")
+    return path.name == MANIFEST or bool(_FILE_NAME.fullmatch(path.name)) or is_left_over(path.name)

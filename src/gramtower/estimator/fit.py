@@ -6,6 +6,7 @@ steps with another end. Checked by tests/test_estimator.py and, over several pro
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import Any
 import scipy.sparse as sp
 
 from gramtower import _checks as check
+from gramtower._files import write_text
 from gramtower.data.interactions import Interactions
 from gramtower.data.partition import Shard, read_manifest
 from gramtower.data.tables import FeatureTable
@@ -47,6 +49,7 @@ from gramtower.estimator.warm_start import refuse_increment
 from gramtower.runtime.memory import readable
 from gramtower.runtime.threads import one_thread
 from gramtower.training.callbacks import Callback
+from gramtower.training.lock import locked
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Result
 
@@ -116,11 +119,26 @@ def fit(
     return replace(final, reason=reason, message=message, best_metric=found.best_metric, path=path)
 
 
+def selection_file(checkpoint: Path) -> Path:
+    """Where a fit with a checkpoint keeps the settings that it chose."""
+    return checkpoint.with_name(f"{checkpoint.name}.selection.json")
+
+
 def _selected(
     settings: ModelSettings, pairs: Any, features: tuple[Any, Any], given: HeldOut | None, checkpoint: Any
 ) -> Selection:
-    """Settings chosen by held-out data, or those that an interrupted run with this checkpoint had chosen."""
-    return select(settings, pairs, features, given)
+    """Settings chosen by held-out data; a continued run takes those in the file next to its checkpoint."""
+    if checkpoint is None:
+        return select(settings, pairs, features, given)
+    group, path = current_group(), check.path("checkpoint", checkpoint)
+    file = selection_file(path)
+    with locked(file, group):
+        if group.from_first(path.exists() and file.exists()):
+            return Selection.from_plain(str(file), json.loads(file.read_text("utf-8")))
+        found = select(settings, pairs, features, given)
+        if group.rank == 0:
+            write_text(file, json.dumps(found.to_plain()))
+    return found
 
 
 def tables_of(side: str, features: Any) -> Any:
@@ -245,9 +263,11 @@ def sized_as(settings: ModelSettings, previous: FittedModel) -> ModelSettings:
         check.fail("warm_start", f"True in {processes} processes", "False, or a fit in one process")
     if settings.towers is not None:  # their size is their own
         return settings
+    chosen = {} if previous.path is None else previous.path.chosen  # penalties that held-out data chose stay
     return settings.with_changes(
-        dim=previous.dim, hidden=previous.hidden, normalize=previous.normalize, activation=previous.activation
-    )
+        dim=previous.dim, hidden=previous.hidden, normalize=previous.normalize, activation=previous.activation,
+        **{name: chosen[name] for name in ("l2", "embedding_l2") if name in chosen},
+    )  # fmt: skip
 
 
 def _refuse_non_finite(problem: Problem, point: Point, result: Result) -> None:

@@ -80,9 +80,17 @@ class Selection:
         return asdict(self)
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> Selection:
-        """The path of such a dictionary."""
-        return cls(**{**plain, "tried": [Tried(**one) for one in plain["tried"]]})
+    def from_plain(cls, name: str, plain: Any) -> Selection:
+        """The selection of such a dictionary, of the file or field ``name``.
+
+        Raises:
+            ValueError: if it is not one.
+        """
+        try:
+            tried = [Tried(**one) for one in plain["tried"]]
+            return cls(str(plain["metric"]), str(plain["held_out"]), tried, dict(plain["chosen"]), str(plain["note"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{name}: this is not a selection of settings; delete it to choose again") from error
 
 
 def short(value: object) -> str:

@@ -26,8 +26,6 @@ from gramtower.retrieval.topk import Ranking
 from gramtower.runtime.memory import explained
 from gramtower.training.lock import locked
 
-_MOVED = 1 << 18  # rows of left embeddings that are moved to a GPU at a time
-
 
 def write_lists(
     here: Entities,
@@ -61,7 +59,7 @@ def write_lists(
         if progress is not None and done:
             progress(min(done * file.rows, total), total)
         with ThreadPoolExecutor(1, "gramtower-lists") as writer, explained(None):
-            for part, columns, values in _parts(_streamed(ranking, k, done * file.rows, device), file, done, k):
+            for part, columns, values in _parts(_streamed(ranking, k, done, file.rows, device), file, done, k):
                 if pending is not None:
                     answers += _written(pending, file, progress)
                 pending = part, writer.submit(file.write, part, columns, values)
@@ -79,12 +77,15 @@ def _written(pending: tuple[int, Future[int]], file: ListFile, progress: Callabl
     return answers
 
 
-def _streamed(ranking: Ranking, k: int, first: int, device: torch.device) -> Iterator[Lists]:
-    """Lists of the rows from ``first`` on, in order."""
-    total = len(ranking.P)
-    step, across = (total, ranking.Q) if device.type == "cpu" else (_MOVED, ranking.Q.to(device))
-    for start in range(first, total, max(1, step)):
-        stop = min(start + step, total)
+def _streamed(ranking: Ranking, k: int, done: int, rows: int, device: torch.device) -> Iterator[Lists]:
+    """Lists of all rows but those of the first parts, in order.
+
+    Each part has its own products: how scores are rounded depends on the number of rows, and a run that goes on after a
+    kill has to end in the same file as one that was not killed.
+    """
+    total, across = len(ranking.P), ranking.Q.to(device)
+    for start in range(done * rows, total, max(1, rows)):
+        stop = min(start + rows, total)
         some = ranking if (start, stop) == (0, total) else ranking.rows(start, stop)
         moved = some._replace(P=some.P.to(device), Q=across)
         for begin, end, columns, values in moved.lists(k):

@@ -99,7 +99,8 @@ def of_described(known: Entities, test: Any, ranking: Ranking, features: Any, hi
     picked = selection(own, len(known.left))
     seen = sp.csr_matrix(picked @ known.trained)
     seen = seen if history is None else union(seen, _masked(history, new))
-    beside = [without(sp.csr_matrix(picked @ known.further), found.pairs)] if ranking.exclude_seen else []
+    of_training = _masked(found.pairs, (own >= 0) & (own < known.left.trained))
+    beside = [without(sp.csr_matrix(picked @ known.further), of_training)] if ranking.exclude_seen else []
     if ranking.exclude is not None:
         beside.append(align("exclude", given_pairs("exclude", ranking.exclude), ids, shape, numbered, trained).pairs)
     scores = _measured(

@@ -45,7 +45,7 @@ from gramtower.engine.towers.mlp import mlp_shapes, undrawn_towers
 from gramtower.engine.towers.parameters import side_of
 from gramtower.engine.towers.towers import Towers
 from gramtower.estimator import defaults
-from gramtower.estimator.fitted import FittedModel, pattern_of
+from gramtower.estimator.fitted import FittedModel, Selection, pattern_of
 from gramtower.estimator.inputs import Inputs
 from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.side import Side
@@ -54,7 +54,7 @@ from gramtower.training.result import Reason, Record
 KIND = ("gramtower-model", 7)
 _ARRAYS = ("left_weights", "right_weights")
 _PARAMS = {name: kind for name, kind in typing.get_type_hints(ModelSettings).items() if name != "towers"}
-_LATER: dict[str, Any] = {"refine": False}  # arguments that files of before they were have not, and what was done then
+_LATER: dict[str, Any] = {"refine": False, "select": False}  # missing in older files, whose versions did this
 _FLOATS, _LIMIT = (torch.float32, torch.float64), 2**31
 _Shape = tuple[int | None, ...]  # None for a length that the content says
 
@@ -85,6 +85,7 @@ class Header:
         embedding_l2: μ of the training.
         auto_weights: what the data made of ``right_weights="auto"``.
         refine: whether known entities were moved by their own pairs; older files do not have it.
+        path: what was tried to choose penalties, or None; older files do not have it.
         names: of the columns of ids, left and right; older files do not have it.
     """
 
@@ -109,6 +110,7 @@ class Header:
     embedding_l2: float | None = None
     auto_weights: str | None = None
     refine: bool = False
+    path: dict[str, Any] | None = None
     names: list[str] = field(default_factory=lambda: ["left", "right"])
 
 
@@ -178,6 +180,7 @@ def read_model(
         same_entities=header.same_entities, plain_pairs=header.plain_pairs,
         activation=_activation(header), l2=header.l2,
         embedding_l2=header.embedding_l2, auto_weights=header.auto_weights, refine=header.refine,
+        path=None if header.path is None else Selection.from_plain("path", header.path),
         names=(header.names[0], header.names[1]),
     )  # fmt: skip
 
@@ -208,6 +211,7 @@ def _header(settings: ModelSettings, fitted: FittedModel) -> tuple[Header, dict[
         same_entities=fitted.same_entities, plain_pairs=fitted.plain_pairs,
         activation=fitted.activation, l2=fitted.l2, embedding_l2=fitted.embedding_l2,
         auto_weights=fitted.auto_weights, refine=fitted.refine, names=list(fitted.names),
+        path=None if fitted.path is None else fitted.path.to_plain(),
     )  # fmt: skip
     return header, arrays
 

@@ -42,7 +42,7 @@ def carry_over(fitted: FittedModel, towers: Towers, data: FitData) -> None:
 
 def refuse_increment(fitted: FittedModel, data: FitData) -> None:
     """Refuse to start from a model on data that lack most of what it knows: a fit keeps nothing but its own pairs."""
-    seen, matrix = fitted.seen, data.matrix
+    seen, matrix = fitted.observed(), data.matrix
     degrees = {
         "left": (np.diff(seen.indptr), np.diff(matrix.indptr)),
         "right": tuple(np.bincount(x.indices, minlength=x.shape[1]) for x in (seen, matrix)),

@@ -7,8 +7,9 @@
     faiss         right.faiss: a flat index of inner products; left.npy: what to search it with
 
 With all but Parquet, left_ids.json and right_ids.json hold the ids in the order of the rows. export.json says what was
-written, and for networks their inputs and how tables are encoded. Every file is replaced in one step; export.json is
-the last. Nothing is pickled. Checked by tests/test_export.py.
+written, and for networks their inputs and how tables are encoded. Every file is replaced in one step. The export.json
+of an earlier export is removed first and the new one is written last: a folder that has one holds all of one model.
+Nothing is pickled. Checked by tests/test_export.py.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def write_export(folder: Path, fitted: FittedModel, to: str) -> list[Path]:
     if folder.exists() and not folder.is_dir():
         check.fail("path", str(folder), "a folder, or a new name for one")
     _need(to)
+    (folder / "export.json").unlink(missing_ok=True)
     sides: dict[str, dict[str, Any]] = {}
     files: list[Path] = []
     for side in (fitted.left, fitted.right):

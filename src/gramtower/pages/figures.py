@@ -59,17 +59,25 @@ def as_svg(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def run_figure(runs: Mapping[str, Sequence[Record]], metric: str | None) -> Figure:
-    """Objective and, where one was recorded, the validation metric by iteration.
+def run_figure(
+    runs: Mapping[str, Sequence[Record]],
+    metric: str | None,
+    tried: Sequence[tuple[Mapping[str, Any], float, float]] = (),
+) -> Figure:
+    """Objective and, where one was recorded, the validation metric by iteration; then the path of penalties.
 
     Args:
         runs: records by what to call them; several are drawn together.
         metric: name of the validation metric.
+        tried: settings, metric and standard error of the points of a path, if there is one.
     """
     measured = any(record.metric is not None for records in runs.values() for record in records)
+    panels = 1 + measured + bool(tried)
     with drawing():
-        figure = new_figure(10.0 if measured else 5.5, 3.8)
-        axes: list[Axes] = list(figure.subplots(1, 2 if measured else 1, squeeze=False)[0])
+        figure = new_figure(5.5 if panels == 1 else 5.0 * panels, 3.8)
+        axes: list[Axes] = list(figure.subplots(1, panels, squeeze=False)[0])
+        if tried:
+            _path(axes[-1], tried, metric or "metric")
         for colour, (name, records) in zip(COLOURS, runs.items(), strict=False):
             _line(axes[0], [(r.iteration, r.value) for r in records], colour, name)
             if measured:
@@ -80,6 +88,22 @@ def run_figure(runs: Mapping[str, Sequence[Record]], metric: str | None) -> Figu
         if len(runs) > 1:
             axes[0].legend(fontsize=9)
     return figure
+
+
+def _path(axis: Axes, tried: Sequence[tuple[Mapping[str, Any], float, float]], metric: str) -> None:
+    """The metric of held-out data by penalty, a line for each shape of towers."""
+    penalty = next(name for name in ("embedding_l2", "l2") if name in tried[0][0])
+    shapes: dict[str, list[tuple[float, float, float]]] = {}
+    for settings, value, error in tried:
+        shape = ", ".join(f"{k}={v}" for k, v in settings.items() if k not in ("embedding_l2", "l2"))
+        shapes.setdefault(shape, []).append((settings[penalty], value, error))
+    for colour, (shape, points) in zip(COLOURS, shapes.items(), strict=False):
+        x, y, error = zip(*sorted(points), strict=True)
+        axis.errorbar(x, y, yerr=error, color=colour, marker="o", markersize=4, capsize=2, label=shape or "default")
+    axis.set_xscale("log")
+    _label(axis, penalty, f"held-out {metric}")
+    if len(shapes) > 1:
+        axis.legend(fontsize=8)
 
 
 def degree_figure(degrees: Mapping[str, NDArray[np.int64]]) -> Figure:

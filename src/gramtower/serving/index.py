@@ -159,19 +159,36 @@ def read_index(path: Path, model: str) -> tuple[Index, Facts]:
     """
     file = TensorFile(path, *_FORMAT)
     try:
-        facts = build("index", Facts, file.header)
-        check.choice("index kind", facts.kind, KINDS)
+        facts = _facts(path, file)
         if facts.model != model:
             check.fail("index", f"{path}, which was built for another model", "one of this model: gramtower index RUN")
         content = file.read("index").numpy()
     finally:
         file.close()
     read = _Hnswlib.read if facts.kind == "hnsw" else _Faiss.read
-    made = read(content, facts.kind, facts.dim)
+    try:
+        made = read(content, facts.kind, facts.dim)
+    except (RuntimeError, ValueError) as error:  # such as one of a later version of the package
+        why = " ".join(str(error).split())[:200]
+        check.fail("index", f"{path}, which cannot be read here ({why})", "one that gramtower index wrote here")
     if made.entities != facts.entities:
         check.fail("index", f"{path} of {made.entities} entities", f"{facts.entities}, as it says itself")
     made.reach = facts.reach
     return made, facts
+
+
+def _facts(path: Path, file: TensorFile) -> Facts:
+    """What a file says of its index, checked."""
+    try:
+        facts = build("index", Facts, file.header)
+        check.choice("kind", facts.kind, KINDS)
+        for name in ("entities", "dim", "k", "reach"):
+            check.count(name, getattr(facts, name))
+        if file.dtypes != {"index": torch.uint8}:
+            check.fail("tensors", ", ".join(file.shapes)[:80], "one of bytes, called index")
+    except ValueError as error:
+        raise ValueError(f"index: {path} is damaged or of something else ({error})") from error
+    return facts
 
 
 class _Faiss:
@@ -243,10 +260,7 @@ class _Hnswlib:
         with tempfile.TemporaryDirectory() as folder:  # it reads files only
             path = Path(folder) / "index"
             path.write_bytes(content.tobytes())
-            try:
-                index.load_index(str(path))
-            except RuntimeError as error:
-                check.fail("index", f"one that hnswlib cannot read ({error})", "one that gramtower index wrote")
+            index.load_index(str(path))
         return cls(index)
 
     def search(self, P: Matrix, k: int) -> Rows:

@@ -28,6 +28,8 @@ import numpy as np
 from gramtower import _checks as check
 from gramtower.distributed.group import current_group
 from gramtower.estimator.fit_data import prepare_data
+from gramtower.estimator.fitted import Selection
+from gramtower.estimator.selection import select
 from gramtower.estimator.settings import ModelSettings
 from gramtower.metrics.definitions import to_maximise
 from gramtower.training.lock import locked
@@ -55,6 +57,7 @@ from gramtower.tuning.trial import (
     model_arguments,
     run_trial,
     start_values,
+    validation_part,
 )
 from gramtower.tuning.tried import Gain, Tried, Verdict, gain, judge, pick
 from gramtower.tuning.warm import Solutions, weights_beside
@@ -100,6 +103,10 @@ def tune(
     def others() -> Parts:
         return make_parts_of_entities(model, pairs, validation, str(validation_side), features, _other(seed))
 
+    path = None
+    if model.select:
+        path = select(model, parts.train, parts.features, validation_part(parts))
+        model = model.with_changes(**path.chosen)
     data = prepare_data(model, parts.train, *parts.features)
     start, learned = start_values(model, parts, data), learned_from(data)
     del data
@@ -109,6 +116,7 @@ def tune(
         with locked(solutions.folder, name="storage"), _told_as_interrupts():
             log = studies.open_study(storage, identity(parts, chosen, metric, seed, model) | learned, seed)
             run = _Run(model, parts, start, chosen, metric, seed, log, solutions, limit, began, others, refused)
+            run.path = path
             run.search(count, progress)
             found = run.confirm() if parts.unseen is None else run.confirm_on_others()
     if progress is not None:
@@ -127,15 +135,9 @@ def _told_as_interrupts() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if _is_interrupt(error):
+        if studies.is_interrupt(error):
             raise KeyboardInterrupt from error
         raise
-
-
-def _is_interrupt(error: BaseException | None) -> bool:
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__context__
-    return error is not None
 
 
 def make_space(
@@ -176,6 +178,7 @@ class _Run:
     others: Callable[[], Parts]
     refused: list[Exception]
     interrupted: bool = False
+    path: Selection | None = None
     again: list[Tried] = field(default_factory=list)  # trials that were trained once more
     first_seconds: float = 0.0  # of the first trial, looks included
 
@@ -233,7 +236,7 @@ class _Run:
                 self.interrupted = True
                 return None
             except _FAILURES as error:
-                self.interrupted = _is_interrupt(error)
+                self.interrupted = studies.is_interrupt(error)
                 return None
         self.again.append(known)
         return known
@@ -289,7 +292,8 @@ class _Run:
             raise KeyboardInterrupt
         verdict = verdict or judge([t for t in tried if t.same_as is None and (t.started_cold or not cold_only)])
         best, unseen = verdict.winner, self.parts.unseen
-        arguments = changed_arguments(best.settings, self.model, self.parts.matrix, self.start)
+        arguments = {} if self.path is None else dict(self.path.chosen)
+        arguments |= changed_arguments(best.settings, self.model, self.parts.matrix, self.start)
         if unseen is None:  # otherwise a trial has the iterations that a fit has by itself
             arguments["max_iterations"] = max(1, best.iteration)
         return Search(
@@ -334,7 +338,7 @@ class _Run:
             self.interrupted = True
             return
         except _FAILURES as error:
-            if _is_interrupt(error):
+            if studies.is_interrupt(error):
                 self.interrupted = True
                 return
             if not finished:

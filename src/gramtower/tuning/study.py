@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from gramtower import _checks as check
 from gramtower._optional import need
+from gramtower._schema import build
 from gramtower.tuning.space import SIZES, Range, Space, Value, searched
 from gramtower.tuning.space import larger as is_larger
 from gramtower.tuning.tried import Tried, pick
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _NAME = "gramtower"
 _AGAIN = "confirmations"
 _RECORD = b'{"op_code"'  # how every line of a journal begins
-_SQLITE = b"SQLite format 3"
+_SQLITE, _SQLITE_ENDINGS = b"SQLite format 3", (".db", ".sqlite", ".sqlite3")
 _STARTUP = 8  # trials drawn at random before proposals learn from them
 
 
@@ -40,16 +41,28 @@ def open_study(storage: str | Path | None, identity: dict[str, Any], seed: int) 
 
     Raises:
         ImportError: without optuna.
-        ValueError: if the storage holds another search.
+        ValueError: if the storage holds another search, or is damaged.
     """
     optuna = need("optuna", "tuning")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        study = optuna.create_study(
-            storage=_backend(storage), study_name=_NAME, direction="maximize", load_if_exists=True
-        )
-    known = study.user_attrs.get("identity")
+    _check_file(storage)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            study = optuna.create_study(
+                storage=_backend(storage), study_name=_NAME, direction="maximize", load_if_exists=True
+            )
+        log, known = Log(study, seed), study.user_attrs.get("identity")
+        log.check()
+    except (OSError, ImportError):
+        raise
+    except Exception as error:  # what optuna and SQLite raise for a damaged log is of many kinds
+        if storage is None or is_interrupt(error):
+            raise
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ValueError(
+            f"storage: got {storage}, which is damaged ({why}), expected the log of a search, or a new file"
+        ) from error
     plain = json.loads(json.dumps(identity))
     if known is None:
         study.set_user_attr("identity", plain)
@@ -59,7 +72,7 @@ def open_study(storage: str | Path | None, identity: dict[str, Any], seed: int) 
                 check.fail(
                     "storage", f"{storage}, a search with other {name}: {known.get(name)}", f"{value}, or another file"
                 )
-    return Log(study, seed)
+    return log
 
 
 @contextmanager
@@ -77,6 +90,19 @@ def gone_if_refused(storage: str | Path | None) -> Iterator[list[Exception]]:
             shutil.rmtree(weights_beside(storage), ignore_errors=True)
 
 
+def _check_file(storage: str | Path | None) -> None:
+    """Refuse a folder, and a file that begins with something else than a log does."""
+    if storage is None:
+        return
+    path = Path(storage)
+    if path.is_dir():
+        check.fail("storage", storage, "a file: .db or .sqlite for SQLite, anything else for a journal")
+    begins = _SQLITE if path.suffix in _SQLITE_ENDINGS else _RECORD
+    start = _first_bytes(path, len(begins))
+    if not begins.startswith(start):
+        check.fail("storage", f"{storage}, which begins with {start!r}", "the log of a search, or a new file")
+
+
 def _backend(storage: str | Path | None) -> Any:
     from optuna.storages import JournalStorage, RDBStorage
     from optuna.storages.journal import JournalFileBackend
@@ -84,15 +110,8 @@ def _backend(storage: str | Path | None) -> Any:
     if storage is None:
         return None
     path = Path(storage)
-    if path.is_dir():
-        check.fail("storage", storage, "a file: .db or .sqlite for SQLite, anything else for a journal")
     path.parent.mkdir(parents=True, exist_ok=True)
-    in_sqlite = path.suffix in (".db", ".sqlite", ".sqlite3")
-    begins = _SQLITE if in_sqlite else _RECORD
-    start = _first_bytes(path, len(begins))
-    if not begins.startswith(start):
-        check.fail("storage", f"{storage}, which begins with {start!r}", "the log of a search, or a new file")
-    if in_sqlite:
+    if path.suffix in _SQLITE_ENDINGS:
         return RDBStorage(f"sqlite:///{path}")
     _mend(path)
     return JournalStorage(JournalFileBackend(str(path)))
@@ -125,6 +144,15 @@ class Log:
         self.study, self.seed = study, seed
         self.first: list[dict[str, Value]] = []
         self.from_best = False
+
+    def check(self) -> None:
+        """Read all records; what is missing or of another type raises an exception."""
+        identity = self.study.user_attrs.get("identity", {})
+        if not isinstance(identity, dict):
+            raise ValueError(f"an identity that is a {type(identity).__name__}")
+        for trial in self.finished():
+            build(f"trial {trial.number}", Tried, {**trial.user_attrs["result"], "settings": {}})
+        self.confirmations({})
 
     def begin(self, first: Sequence[dict[str, Value]], from_best: bool = False) -> None:
         """Set the settings to be tried first, and forget trials that a stopped run left unfinished.
@@ -269,3 +297,10 @@ class Trial:
 
         self._trial.set_user_attr("failed", why)
         self._log.study.tell(self._trial, state=TrialState.FAIL)
+
+
+def is_interrupt(error: BaseException | None) -> bool:
+    """Whether an exception was raised while Ctrl-C was dealt with."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from gramtower import _checks as check
 from gramtower._widths import hidden_text, parse_hidden
+from gramtower.data.interactions import Interactions
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.weights import degree_power
 from gramtower.estimator import defaults
 from gramtower.estimator.fit_data import FitData, aligned, hold_out, matrix_and_ids, prepare_data
 from gramtower.estimator.fit_parts import RankingValidator, iterations, make_problem, make_towers, right_weights
+from gramtower.estimator.selection import HeldOut
 from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.unseen import Unseen, UnseenValidator, hold_out_entities
 from gramtower.training.loop import minimize
@@ -51,6 +53,16 @@ class Parts:
     shown: int
     features: tuple[Any, Any]
     unseen: Unseen | None = None
+
+
+def validation_part(parts: Parts) -> HeldOut:
+    """The parts as those that penalties are chosen on before trials begin."""
+    held_out: Any = None
+    if parts.unseen is None:
+        held_out = parts.held_out
+        if isinstance(parts.train, Interactions):
+            held_out = Interactions.from_matrix(held_out, parts.train.left_ids, parts.train.right_ids)
+    return HeldOut(parts.train, parts.features, held_out, parts.unseen)
 
 
 @dataclass
