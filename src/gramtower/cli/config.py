@@ -43,6 +43,8 @@ class Settings:
         given = {name: value for name, value in both.items() if value is not None and name not in _NOT_THE_MODEL}
         if "hidden" in given:
             given["hidden"] = parse_hidden(given["hidden"])
+        if "select" in given:
+            given["select"] = {"auto": True, "off": False}.get(given["select"], given["select"])
         if "option" in given:
             given["optimizer_options"] = dict(parse_option(text) for text in given.pop("option"))
         return given

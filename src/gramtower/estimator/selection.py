@@ -244,7 +244,7 @@ def _draws(seed: int, first: int, count: int) -> NDArray[np.float64]:
 
 def _pairs_of_entity(matrix: sp.csr_matrix) -> float:
     """Pairs of an entity of the smaller side, of those that have any; the rule for λ goes by it."""
-    return matrix.nnz / max(1, min(int((np.diff(matrix.indptr) > 0).sum()), len(np.unique(matrix.indices))))
+    return int(matrix.nnz) / max(1, min(int((np.diff(matrix.indptr) > 0).sum()), len(np.unique(matrix.indices))))
 
 
 def _top(points: list[_Point], best: _Point) -> float:
@@ -370,6 +370,7 @@ class _Search:
         P, Q = at.P, at.right_rows
         if self.own is not None:
             P, Q = refine(self.own, (P, Q), self.data.features_alone)
+        assert self.measure is not None
         scores = self.measure.scores(at, (settings.metric,), (P, Q))
         metric, ranked = float(scores[settings.metric]), scores.per_user.get(settings.metric)
         kept = result.parameters if self.warm else None
@@ -384,9 +385,13 @@ class _Search:
 
     def error(self, one: _Point, other: _Point | None = None) -> float:
         """The standard error of a point's metric, or of the difference of two; 0 where it is no mean over entities."""
-        if one.values is None or (other is not None and other.values is None):
+        values = one.values
+        if values is None:
             return 0.0
-        values = one.values if other is None else one.values - other.values
+        if other is not None:
+            if other.values is None:
+                return 0.0
+            values = values - other.values
         values = values[np.isfinite(values)]
         count, total, square = self.group.totals(float(len(values)), float(values.sum()), float((values**2).sum()))
         return math.sqrt(max(0.0, square / count - (total / count) ** 2) / max(1.0, count - 1)) if count else 0.0

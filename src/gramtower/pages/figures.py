@@ -98,8 +98,8 @@ def _path(axis: Axes, tried: Sequence[tuple[Mapping[str, Any], float, float]], m
         shape = ", ".join(f"{k}={v}" for k, v in settings.items() if k not in ("embedding_l2", "l2"))
         shapes.setdefault(shape, []).append((settings[penalty], value, error))
     for colour, (shape, points) in zip(COLOURS, shapes.items(), strict=False):
-        x, y, error = zip(*sorted(points), strict=True)
-        axis.errorbar(x, y, yerr=error, color=colour, marker="o", markersize=4, capsize=2, label=shape or "default")
+        x, y, errors = zip(*sorted(points), strict=True)
+        axis.errorbar(x, y, yerr=errors, color=colour, marker="o", markersize=4, capsize=2, label=shape or "default")
     axis.set_xscale("log")
     _label(axis, penalty, f"held-out {metric}")
     if len(shapes) > 1:

@@ -43,7 +43,7 @@ class ListTask:
     columns: list[str] | None = None
     lines: bool = False
 
-    def answer(self, found: Found, notes: Mapping[str, int]) -> bytes:
+    def answer(self, found: Found, notes: dict[str, int]) -> bytes:
         """The JSON of the lists, with the notes of their query; each line has them."""
         this = self.snapshot.side("right" if self.kind == "recommend" else self.kind)
         answers = []
