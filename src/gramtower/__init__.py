@@ -11,8 +11,17 @@ Names are imported when they are first asked for, and torch with them, because `
 checkers and editors read the imports below; tests/test_imports.py holds that _PLACES says the same.
 """
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+# Threads of torch wait for each other in loops of about a millisecond (GNU OpenMP's default), so that two processes on
+# the same CPUs hold each other up. OpenMP reads this variable when torch is imported; values of the user's own stay.
+_own_wait = "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ
+_long_waits = "torch" in sys.modules and not _own_wait  # torch is here already, and did not read it
+if not _own_wait:
+    os.environ["GOMP_SPINCOUNT"] = "1000"
 
 if TYPE_CHECKING:
     from gramtower.benchmarking.build import Benchmark as Benchmark

@@ -13,7 +13,7 @@
 
 An entity with an id counts as "ids" even if it has features as well: its id can learn whatever its pairs show. The
 total weight of unobserved pairs is thus four times (twice) that of observed ones. λ and μ are where the selection
-starts (estimator/selection.py), which finds the right ones on held-out data; towers over features on both sides are
+starts (estimator/penalty_path.py), which finds the right ones on held-out data; towers over features on both sides are
 also compared with linear and with normalised ones there.
 
 The μ of embeddings made of features is 8·10⁻⁵ |O| / √(mn). The power of degrees in b is 6 √(mn) / |O|, between 0.2 and

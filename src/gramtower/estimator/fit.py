@@ -40,14 +40,14 @@ from gramtower.estimator.fit_parts import (
     refined,
 )
 from gramtower.estimator.fitted import FittedModel, Selection, pattern_of
+from gramtower.estimator.penalty_path import HOLDS, HeldOut, select
 from gramtower.estimator.refinement import least_budget
-from gramtower.estimator.selection import HOLDS, HeldOut, select
 from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.side import Side
 from gramtower.estimator.unseen import Unseen, hold_out_entities
 from gramtower.estimator.warm_start import refuse_increment
 from gramtower.runtime.memory import readable
-from gramtower.runtime.threads import one_thread
+from gramtower.runtime.threads import threads_of_fit
 from gramtower.training.callbacks import Callback
 from gramtower.training.lock import locked
 from gramtower.training.loop import minimize
@@ -192,7 +192,7 @@ def _fit(
     data = prepare_data(settings, pairs, *features, validation)
     if previous is not None:
         refuse_increment(previous, data)
-    with one_thread(is_tiny(settings, data)):
+    with threads_of_fit(is_tiny(settings, data)):
         problem = make_problem(settings, data)
         towers = make_towers(settings, data, problem, previous)
         moved = data.refine and _has_room(settings, data, problem.plan(towers).needs.columns)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import math
 import mmap
 import os
 from functools import cache
@@ -20,6 +21,7 @@ from numpy.typing import DTypeLike, NDArray
 _SMALL = 1 << 18  # bytes; the system keeps count of mappings, and allows some ten thousand
 _CONTAINER = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of cgroups, version 2 and 1
 _USED = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
+_CPU_V1 = Path("/sys/fs/cgroup/cpu")
 _OWN_GROUPS = "/proc/self/cgroup"  # lines of number:controllers:group; version 2 has no controllers there
 
 
@@ -74,6 +76,32 @@ def _limit_files() -> list[Path]:
                 inner = Path(group.lstrip("/"))
                 files += [root.parent / folder / root.name for folder in (inner, *inner.parents)]
     return files
+
+
+def cpu_count() -> int:
+    """CPUs that this process may use: those of its affinity mask, and at most the quota of its container."""
+    try:
+        count = len(os.sched_getaffinity(0))
+    except AttributeError:  # no such mask on this system
+        count = os.cpu_count() or 1
+    quotas = [count]
+    for folder in {path.parent for path in _limit_files()}:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            quota, period = (folder / "cpu.max").read_text().split()[:2]
+            quotas.append(math.ceil(int(quota) / int(period)))
+    with contextlib.suppress(OSError, ValueError):  # version 1
+        quota, period = (int((_CPU_V1 / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        if quota > 0:
+            quotas.append(math.ceil(quota / period))
+    return max(1, min(quotas))
+
+
+def running_tasks() -> int:
+    """Threads of all processes that run or could run now, this one among them; 1 where the system does not tell."""
+    try:
+        return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+    except (OSError, ValueError, IndexError):
+        return 1
 
 
 def own_pages(size: int, dtype: DTypeLike) -> NDArray[Any]:

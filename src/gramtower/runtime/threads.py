@@ -20,6 +20,9 @@ from functools import lru_cache
 
 import torch
 
+import gramtower
+from gramtower.runtime import host
+
 
 def parallel_for(work: Callable[[int, int], None], bounds: list[int]) -> None:
     """Call ``work(bounds[t], bounds[t + 1])`` for each t, on the next free thread; work releases the GIL."""
@@ -46,20 +49,27 @@ def parallel_for(work: Callable[[int, int], None], bounds: list[int]) -> None:
 
 
 @contextmanager
-def one_thread(wanted: bool) -> Iterator[None]:
-    """Work with one torch thread if wanted, for operations so short that threads wait for each other most of the time.
+def threads_of_fit(tiny: bool) -> Iterator[None]:
+    """Work with as many torch threads as suit the machine: one for operations so short that threads would only wait.
 
-    On a machine that others use as well, such waiting takes many times as long as the work.
+    Otherwise as many as torch was given, but no more than the CPUs that this process may use (its affinity mask and the
+    quota of its container).
     """
     before = torch.get_num_threads()
-    if not wanted or before == 1:
+    wanted = 1 if tiny else min(before, max(1, host.cpu_count() - _busy_cpus()))
+    if wanted == before:
         yield
         return
-    torch.set_num_threads(1)
+    torch.set_num_threads(wanted)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _busy_cpus() -> int:
+    """CPUs that others use now, where torch's threads would wait in long loops (gramtower/__init__.py); 0 elsewhere."""
+    return max(0, min(host.running_tasks() for _ in range(3)) - 1) if gramtower._long_waits else 0
 
 
 @lru_cache(maxsize=1)

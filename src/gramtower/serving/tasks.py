@@ -7,7 +7,7 @@ bytes here, off the event loop. Checked by tests/test_serving.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 

@@ -29,7 +29,7 @@ from gramtower import _checks as check
 from gramtower.distributed.group import current_group
 from gramtower.estimator.fit_data import prepare_data
 from gramtower.estimator.fitted import Selection
-from gramtower.estimator.selection import select
+from gramtower.estimator.penalty_path import select
 from gramtower.estimator.settings import ModelSettings
 from gramtower.metrics.definitions import to_maximise
 from gramtower.training.lock import locked

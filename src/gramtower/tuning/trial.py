@@ -20,7 +20,7 @@ from gramtower.engine.objective.weights import degree_power
 from gramtower.estimator import defaults
 from gramtower.estimator.fit_data import FitData, aligned, hold_out, matrix_and_ids, prepare_data
 from gramtower.estimator.fit_parts import RankingValidator, iterations, make_problem, make_towers, right_weights
-from gramtower.estimator.selection import HeldOut
+from gramtower.estimator.penalty_path import HeldOut
 from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.unseen import Unseen, UnseenValidator, hold_out_entities
 from gramtower.training.loop import minimize

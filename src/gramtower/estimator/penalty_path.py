@@ -49,7 +49,7 @@ from gramtower.estimator.fitted import Selection, Tried, short
 from gramtower.estimator.refinement import refine
 from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.unseen import SIDES, Unseen, cut, hold_out_entities
-from gramtower.runtime.threads import one_thread
+from gramtower.runtime.threads import threads_of_fit
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason
 
@@ -112,7 +112,7 @@ def select(settings: ModelSettings, pairs: Any, features: tuple[Any, Any], given
     names = tuple(name for name in _PENALTIES[data.seen] if getattr(settings, name) is None)
     if not names:
         return Selection(settings.metric, "nothing", note=f"{' and '.join(_PENALTIES[data.seen])} given")
-    with one_thread(is_tiny(settings, data)):
+    with threads_of_fit(is_tiny(settings, data)):
         search = _Search(settings, data, part.unseen, names)
         best, scale = search.run()
     tried = [Tried(point.settings, point.metric, point.standard_error) for point in search.points]
