@@ -3,10 +3,11 @@
                     ids                  features                      histories
     hidden layers   none                 one on each side with features, see default_hidden
     activation      relu                 relu, gelu if normalised      relu
-    k               min(m, n)/10         half of the hidden layer's width
+    k               min(m, n)/5          half of the hidden layer's width
     ω               4 |O| / (mn − |O|)   2 |O| / (mn − |O|)            as for ids
     b               degree^0.1           degree^0.2 to degree^0.4      degree^0.3
-    λ               2⁻⁵                  0.03 |O| / min(m, n)          as for features
+    λ               2⁻⁵                  0.03 |O| / min(m, n), less     as for features
+                                         with many features
     μ               0.0065 max(1, √(k/1024))   0.0005 to 0.006         as for ids
     iterations      20, on a CPU 12      12                            12
     refined         no                   if both sides have features   no
@@ -42,11 +43,12 @@ _SHARE = {IDS: 4.0, FEATURES: 2.0, HISTORIES: 4.0}
 _POWERS, _POWER_BY_PAIRS, _FEATURE_POWERS = {IDS: 0.1, HISTORIES: 0.3}, 6.0, (0.2, 0.4)  # of degrees in b
 _ITERATIONS = {IDS: 20, FEATURES: 12, HISTORIES: 12}
 _L2, _L2_PER_PAIR = 2.0**-5, 0.03
+_LONG_ROWS, _LEAST_OF_LONG_ROWS = 64, 1 / 3  # entries of a row of features above which λ falls, and how far
 _LEAST_PENALTY, _PENALTY_PER_PAIR, _MOST_PENALTY = 5e-4, 8e-5, 6e-3  # of embeddings made of features
 _WIDTHS, _ROWS_PER_UNIT = {"cpu": (64, 1024, 24), "cuda": (64, 2048, 30)}, 4  # widths; bits of a first layer's size
 Layers = tuple[tuple[int, ...], tuple[int, ...]]  # widths of hidden layers, left and right
 _PENALTY, _LARGE = 0.0065, 1024
-_LEAST_DIM, _MOST_DIM = 64, {"cpu": 256, "cuda": 2048}
+_PER_DIMENSION, _LEAST_DIM, _MOST_DIM = 5, 64, {"cpu": 256, "cuda": 2048}  # entities of the smaller side; sizes
 _VECTORS, _ALL_RIGHT = 10, 5  # vectors of the size of P and Q in training (on a CPU 8.5 were measured), and of Q alone
 
 
@@ -63,7 +65,7 @@ def default_dim(shape: tuple[int, int], hidden: Layers, device: torch.device, ro
         processes: how many share the entities; each also holds outputs of all right ones.
     """
     last = [widths[-1] for widths in hidden if widths]
-    nearest = min(last) // 2 if last else 1 << round(math.log2(max(1.0, min(shape) / 10)))
+    nearest = min(last) // 2 if last else 1 << round(math.log2(max(1.0, min(shape) / _PER_DIMENSION)))
     dim = min(max(_LEAST_DIM, nearest), _MOST_DIM.get(device.type, 256) * (2 if last else 1))
     numbers = _VECTORS * sum(shape) / processes + (_ALL_RIGHT * shape[1] if processes > 1 else 0)
     while dim > 1 and 4 * numbers * dim > room:
@@ -114,9 +116,13 @@ def default_omega(shape: tuple[int, int], observed: int, seen: str) -> float:
     return _SHARE[seen] * max(1, observed) / max(1, observed, unobserved)
 
 
-def default_l2(shape: tuple[int, int], observed: int, seen: str) -> float:
-    """λ: with features in proportion to the pairs of an entity of the smaller side."""
-    return _L2 if seen == IDS else _L2_PER_PAIR * max(1, observed) / min(shape)
+def default_l2(shape: tuple[int, int], observed: int, seen: str, entries: float = 0.0) -> float:
+    """λ: with features in proportion to the pairs of an entity of the smaller side.
+
+    It falls to a third where entities have more than 64 features each, which need less regularisation.
+    """
+    long = min(1.0, max(_LEAST_OF_LONG_ROWS, math.sqrt(_LONG_ROWS / max(1.0, entries))))
+    return _L2 if seen == IDS else _L2_PER_PAIR * long * max(1, observed) / min(shape)
 
 
 def default_embedding_l2(shape: tuple[int, int], observed: int, dim: int, seen: str) -> float:

@@ -58,6 +58,7 @@ class FitData:
         numbered: where ids are row numbers of a matrix without ids, how many it had; see Interactions.
         same_entities: whether both sides are one set.
         activation: of the hidden layers.
+        entries: of sparse features, of an entity on average; of the side with fewer. 0 without such features.
         refine: whether the embeddings of known entities are moved by their own pairs after training.
     """
 
@@ -77,6 +78,7 @@ class FitData:
     same_entities: bool = False
     activation: str = defaults.ACTIVATION
     refine: bool = False
+    entries: float = 0.0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -166,8 +168,15 @@ def prepare_data(
     return FitData(
         matrix, weights, ids, shards, observed, held_out, (left, right), (left_rows, right_rows), device, hidden, dim,
         normalize, numbered, isinstance(pairs, Interactions) and pairs.one_set, activation,
-        refine,
+        refine, _entries(group, (left, right), (left_rows, right_rows), shape),
     )  # fmt: skip
+
+
+def _entries(group: Group, inputs: tuple[Inputs, Inputs], rows: tuple[Any, Any], shape: tuple[int, int]) -> float:
+    """Entries of sparse features of an entity on average, of the side that has fewer; 0 without such features."""
+    local = [float(part.nnz) if sp.issparse(part) else 0.0 for part in rows]
+    totals = zip(inputs, group.totals(*local), shape, strict=True)
+    return min((total / count for seen, total, count in totals if seen.described and total), default=0.0)
 
 
 def spread_pairs(group: Group, matrix: sp.csr_matrix, work: float) -> Shards:

@@ -42,7 +42,7 @@ def make_problem(settings: ModelSettings, data: FitData) -> Problem:
     return Problem(
         data.matrix, *data.features, loss=settings.loss,
         omega=defaults.default_omega(*size, known) if settings.omega is None else settings.omega,
-        l2=defaults.default_l2(*size, known) if settings.l2 is None else settings.l2,
+        l2=defaults.default_l2(*size, known, data.entries) if settings.l2 is None else settings.l2,
         imputed=settings.imputed,
         left_weights=_local_weights("left_weights", settings.left_weights, shards.left),
         right_weights=_local_weights("right_weights", right_weights(settings, data), shards.right),

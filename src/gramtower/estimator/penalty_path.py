@@ -8,13 +8,16 @@ show. :func:`select` holds out a part of the data, fits the rest along a path of
     histories                    path over μ and λ together; pairs are held out, because known entities have them
 
 The path starts at the rule's value (estimator/defaults.py), moves up or down by a factor while the metric improves, and
-is refined once by the parabola through the best three points. Each point starts from the parameters of the best one so
-far, as glmnet does, and takes a fraction of a fit's iterations. Of points whose difference to the best is within one
-standard error of that difference, the one with the strongest penalty is taken. Where features describe both sides,
-linear and normalised towers are compared at the rule's value first, and the path is walked for the best of them.
+is refined once between the best point and its better neighbour; the top of the polynomial through them is taken. Of
+points whose difference to the best is within one standard error of that difference, the one with the strongest penalty
+is preferred. Towers over ids start from the parameters of the best point so far, as glmnet does, and take a fraction of
+a fit's iterations. Networks over features start from scratch, because from another point they end elsewhere; they are
+narrower than those of the fit, and the rule's value stays if it is within one standard error of the best. Where
+features describe both sides, linear and normalised towers are compared at the rule's value first.
 
-More pairs want a weaker penalty on embeddings: μ is multiplied by the share of pairs that was kept, to the power 1.5.
-Cost: four to seven points, each a third to a half of a fit of narrow towers.
+More pairs want a weaker penalty on embeddings: μ is multiplied by the share of pairs that was kept.
+From 5 million pairs on, a sample of the left entities is enough to choose by.
+Cost: four to six points, each a third to a half of a fit.
 """
 
 from __future__ import annotations
@@ -59,10 +62,9 @@ _SHARE, _RANKED, _LEAST = 0.1, 5_000, 50  # of an entity's pairs, and of all; mo
 _ENTITIES = 0.2  # of the entities of a side with features
 _FACTOR = {"embedding_l2": 2.0, "l2": 4.0}
 _STEPS, _FEW_STEPS = 6, 2  # points of a path in one direction: of towers over ids, and of networks over features
-_NEAR = 0.1  # a step, in factors, that is not worth a fit
 _FIRST, _NEXT = 0.5, 0.34  # of a fit's iterations: from scratch, and from another point
 _NARROW = {"cpu": 512, "cuda": 1024}  # hidden units of towers over features that are compared
-_MORE_PAIRS, _WHOLE = 1.5, 0.3  # powers, for μ, of the share of pairs that is kept, and of that of a sample
+_WHOLE = 0.3  # power of the share of a sample that μ is multiplied by
 _PAIRS = 5_000_000  # from which on a sample of the left entities is enough to choose by
 
 
@@ -124,7 +126,7 @@ def select(settings: ModelSettings, pairs: Any, features: tuple[Any, Any], given
         if part.unseen is not None and given is None:  # a sum over pairs grows with them
             chosen["l2"] *= _pairs_of_entity(matrix_and_ids(pairs)[0]) / _pairs_of_entity(data.matrix)
     if "embedding_l2" in names:
-        more = part.kept**_MORE_PAIRS * part.sample**_WHOLE
+        more = part.kept * part.sample**_WHOLE
         chosen["embedding_l2"] = search.problem.embedding_l2 * scale * more
     return Selection(settings.metric, part.text, tried, chosen)
 
@@ -322,7 +324,7 @@ class _Search:
         return self.point(_Shape(changes, self.resized(changes)), 0.0, None)
 
     def walk(self, first: _Point) -> list[_Point]:
-        """Follow the penalty of a shape of towers up or down while it helps, then go to the top of a parabola."""
+        """Follow the penalty of a shape of towers up or down while it helps, then look once between neighbours."""
         points, best = {0.0: first}, 0.0
         for direction in (1.0, -1.0):
             while abs(best + direction) <= (_STEPS if self.warm else _FEW_STEPS):
@@ -335,9 +337,10 @@ class _Search:
                 best = at
             if best:
                 break
-        top = _top(list(points.values()), points[best])
-        if self.warm and abs(top - best) > _NEAR:
-            points[top] = self.point(first.shape, top, points[best].parameters)
+        around = [at for at in (best - 1, best + 1) if at in points]
+        if self.warm and len(around) == 2:  # refine once, towards the better neighbour
+            between = best + 0.5 * (max(around, key=lambda at: points[at].metric) - best)
+            points[between] = self.point(first.shape, between, points[best].parameters)
         return list(points.values())
 
     def resized(self, changes: dict[str, Any]) -> FitData:

@@ -1,0 +1,266 @@
+"""How close `gt.TwoTower()` comes to the best settings, on sets whose settings nobody tuned.
+
+    python benchmarks/bench_selection.py --data DATA --out FOLDER            # all sets, three splits
+    python benchmarks/bench_selection.py --sets ml1m,amazon-beauty --random 100 --device cpu
+
+Each set is split three times. Sets of ids: a fifth of each left entity's pairs is the test part, Recall@20 / NDCG@20.
+Sets with features: a fifth of the entities of one side is new, MAP@5 / Recall@20 (P@1 / P@3 / P@5 of documents).
+Rows are the default, the same by rules (`select=False`), popularity, EASE (of four penalties the best on the test part)
+and the best of so many random settings, chosen on the test part as well: the last two are upper bounds, not choices.
+Seconds are those of the fits. Writes FOLDER/selection_DEVICE.json. DATA holds the folders of public sets that
+benchmarks/features/sets.py reads; sets that are not there are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from common import write_result
+
+import gramtower as gt
+from gramtower.data.splits import per_user
+from gramtower.metrics import evaluate_embeddings, ranking_metrics
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "features"))
+from sets import DATA, FeatureSet, _csr, _cut, load
+
+IDS = dict.fromkeys(("amazon-electronic", "amazon-beauty", "douban-music"), "tsv")
+IDS |= dict.fromkeys(("gowalla", "yelp2018"), "lists")
+ALSO_IDS = ("ml1m", "moby", "wikispeedia", "citeulike", "delicious", "eurlex", "facebook", "npm")  # without features
+WITH_FEATURES = ("eurlex", "delicious", "citeulike", "ml1m", "facebook", "moby", "wikispeedia", "npm")
+GRAPHS = {
+    "musae-chameleon": True,
+    "musae-twitch-engb": False,
+    "musae-twitch-ptbr": False,
+}  # whether links have a direction
+DOCUMENTS = ("eurlex", "delicious")
+_EASE = (50.0, 150.0, 500.0, 1500.0)
+
+
+def pairs_of(name: str, data: Path) -> sp.csr_matrix:
+    """All pairs of a set of ids, as ones."""
+    if name not in IDS:
+        found = sp.csr_matrix(load(name, 0, 0.0, data).train)
+        found.data[:] = 1
+        return found
+    path = data / name / ("train.tsv.xz" if IDS[name] == "tsv" else "train.txt.xz")
+    with lzma.open(path, "rt") as lines:
+        rows = [line.split() for line in lines if line.strip()]
+    left = np.repeat([row[0] for row in rows], [len(row) - 1 for row in rows])
+    right = np.concatenate([row[1:] for row in rows])
+    places = [np.unique(side, return_inverse=True)[1] for side in (left, right)]
+    found = sp.csr_matrix((np.ones(len(left), np.float32), (places[0], places[1])))
+    found.data[:] = 1
+    return found
+
+
+def graph(name: str, seed: int, data: Path) -> FeatureSet:
+    """A MUSAE graph with a fifth of its nodes new on the left, and on neither side of what is learned from."""
+    with lzma.open(data / name / "features.json.xz", "rt") as text:
+        read = {int(node): sorted(map(int, set(of))) for node, of in json.load(text).items()}
+    place = {node: row for row, node in enumerate(sorted(read))}
+    flat = np.array([x for node in sorted(read) for x in read[node]])
+    words = _csr(np.ones(len(flat)), flat, [len(read[node]) for node in sorted(read)])
+    with lzma.open(data / name / "edges.csv.xz", "rt") as lines:
+        next(lines)
+        links = np.array([[place[int(x)] for x in line.split(",")] for line in lines])
+    links = links[links[:, 0] != links[:, 1]]
+    if not GRAPHS[name]:
+        links = np.concatenate([links, links[:, ::-1]])
+    pairs = sp.csr_matrix((np.ones(len(links), np.float32), (links[:, 0], links[:, 1])), shape=(len(place),) * 2)
+    pairs.data[:] = 1
+    known, new = _cut(len(place), seed, 0.2)
+    train = sp.csr_matrix(pairs[known][:, known])
+    return FeatureSet(train, words[known], words[known], "left", words[new], sp.csr_matrix(pairs[new][:, known]))
+
+
+def split(pairs: sp.csr_matrix, seed: int) -> tuple[sp.csr_matrix, sp.csr_matrix]:
+    """A fifth of each left entity's pairs as the test part."""
+    found = per_user(gt.Interactions.from_matrix(pairs), 0.2, seed=100 + seed)
+    return found.train.matrix, found.test.matrix
+
+
+def on(device: str, model: gt.TwoTower, side: str, rows: Any = None) -> torch.Tensor:
+    """Embeddings of a side, or of new entities of it, on a device."""
+    found = model.embed(side=side) if rows is None else model.embed(**{f"{side}_features": rows})
+    return torch.from_numpy(np.asarray(found)).to(device)
+
+
+class Ids:
+    """A split of a set of ids."""
+
+    metrics = ("recall@20", "ndcg@20")
+
+    def __init__(self, name: str, seed: int, data: Path) -> None:
+        self.train, self.test = split(pairs_of(name, data), seed)
+
+    def fit(self, **options: Any) -> gt.TwoTower:
+        """A model of the training part."""
+        return gt.TwoTower(**options).fit(self.train)
+
+    def scores(self, model: gt.TwoTower, device: str) -> list[float]:
+        """Metrics of the test part."""
+        P, Q = (on(device, model, side) for side in ("left", "right"))
+        found = evaluate_embeddings(P, Q, self.test, train=self.train, metrics=self.metrics)
+        return [float(found[name]) for name in self.metrics]
+
+    def baselines(self, device: str) -> dict[str, list[float]]:
+        """Metrics of popularity, and of EASE with the best of a few penalties where its matrix fits."""
+        counts = np.bincount(self.train.indices, minlength=self.train.shape[1]).astype(np.float32)
+        ones = torch.ones(self.train.shape[0], 1), torch.from_numpy(counts)[:, None]
+        rows = evaluate_embeddings(*ones, self.test, train=self.train, metrics=self.metrics)
+        found = {"popularity": [float(rows[name]) for name in self.metrics]}
+        if self.train.shape[1] <= (45_000 if device == "cuda" else 5_000):
+            found["EASE, best of 4 on the test part"] = self._ease(device)
+        return found
+
+    def _ease(self, device: str) -> list[float]:
+        """Metrics of EASE (Steck, 2019), the closed form of a linear model from items to items."""
+        n, blocks = self.train.shape[1], range(0, self.train.shape[0], 2048)
+        rows = {start: self.train[start : start + 2048] for start in blocks}
+        gram = torch.zeros(n, n, device=device)
+        for part in rows.values():
+            dense = torch.from_numpy(part.toarray()).to(device)
+            gram.addmm_(dense.T, dense)
+        found = []
+        for penalty in _EASE:
+            weights = torch.linalg.inv(gram + penalty * torch.eye(n, device=device))
+            weights /= -weights.diagonal().clone()
+            weights.fill_diagonal_(0.0)
+            lists = np.full((self.train.shape[0], 20), -1, dtype=np.int64)
+            for start, part in rows.items():
+                scores = torch.from_numpy(part.toarray()).to(device) @ weights
+                scores[part.nonzero()] = -torch.inf
+                lists[start : start + 2048] = scores.topk(20).indices.cpu().numpy()
+            scored = ranking_metrics(lists, self.test, metrics=self.metrics)
+            found.append([float(scored[name]) for name in self.metrics])
+        return max(found, key=lambda row: row[1])
+
+    def random(self, rng: np.random.Generator, base: gt.TwoTower) -> dict[str, Any]:
+        """Settings drawn around those of a model by rules."""
+        dim = int(base.dim_ * rng.choice([0.5, 1, 1, 2]))
+        return {
+            "embedding_l2": base.embedding_l2_ * 2 ** rng.uniform(-2, 4),
+            "omega": base.omega_ * 2 ** rng.uniform(-2, 2),
+            "right_weights": f"degree^{rng.choice([0, 0.1, 0.2, 0.3])}",
+            "left_weights": f"degree^{rng.choice([0, 0, 0.3])}",
+            "imputed": float(rng.choice([-1, -0.5, 0])),
+            "dim": min(*self.train.shape, dim),
+        }
+
+
+class Features(Ids):
+    """A split of a set with features, one side of whose entities is new in part."""
+
+    metrics = ("map@5", "recall@20")
+
+    def __init__(self, name: str, seed: int, data: Path) -> None:
+        self.set = graph(name, seed, data) if name in GRAPHS else load(name, seed, data=data)
+        if name in DOCUMENTS:
+            self.metrics = ("precision@1", "precision@3", "precision@5")
+
+    def fit(self, **options: Any) -> gt.TwoTower:
+        """A model of the known entities."""
+        return gt.TwoTower(**options).fit(self.set.train, self.set.left, self.set.right)
+
+    def scores(self, model: gt.TwoTower, device: str) -> list[float]:
+        """Metrics of the new entities."""
+        new = on(device, model, self.set.side, self.set.new)
+        P, Q = (new, on(device, model, "right")) if self.set.side == "left" else (on(device, model, "left"), new)
+        found = evaluate_embeddings(P, Q, self.set.truth, metrics=self.metrics)
+        return [float(found[name]) for name in self.metrics]
+
+    def baselines(self, device: str) -> dict[str, list[float]]:
+        """Metrics of popularity, where known right entities are ranked."""
+        if self.set.side == "right":
+            return {}
+        counts = np.bincount(self.set.train.indices, minlength=self.set.train.shape[1]).astype(np.float32)
+        ones = torch.ones(self.set.truth.shape[0], 1), torch.from_numpy(counts)[:, None]
+        rows = evaluate_embeddings(*ones, self.set.truth, metrics=self.metrics)
+        return {"popularity": [float(rows[name]) for name in self.metrics]}
+
+    def random(self, rng: np.random.Generator, base: gt.TwoTower) -> dict[str, Any]:
+        """Settings drawn around those of a model by rules."""
+        normalize = bool(rng.random() < 0.4)
+        return {
+            "l2": base.l2_ * 2 ** rng.uniform(-3, 5), "embedding_l2": base.embedding_l2_ * 2 ** rng.uniform(-2, 2),
+            "normalize": normalize, "activation": str(rng.choice(["relu", "gelu"])),
+            **({"hidden": ()} if rng.random() < 0.4 else {}), "max_iterations": int(rng.choice([8, 12, 20])),
+        }  # fmt: skip
+
+
+def measured(part: Ids, device: str, random: int, seed: int) -> dict[str, Any]:
+    """The rows of one split: metrics, and seconds of fits."""
+    rows: dict[str, Any] = {name: {"metrics": row} for name, row in part.baselines(device).items()}
+    part.fit(device=device, select=False, max_iterations=1)  # compiles
+    models = {}
+    for name, select in (("by rules", False), ("default", True)):
+        start = time.perf_counter()
+        models[name] = part.fit(device=device, select=select)
+        seconds = time.perf_counter() - start
+        rows[name] = {"metrics": part.scores(models[name], device), "seconds": seconds}
+    chosen = models["default"].path_
+    rows["default"] |= {"selection": str(chosen)}
+    start = time.perf_counter()
+    longer = part.fit(device=device, select=False, **_twice(models["default"]))
+    rows["twice the iterations"] = {"metrics": part.scores(longer, device), "seconds": time.perf_counter() - start}
+    rng, best = np.random.default_rng(seed), None
+    for _ in range(random):
+        options = part.random(rng, models["by rules"])
+        found = part.scores(part.fit(device=device, select=False, **options), device)
+        if best is None or found[-1] > best[0][-1]:
+            best = found, options
+    if best is not None:
+        rows[f"best of {random} random settings on the test part"] = {"metrics": best[0], "settings": str(best[1])}
+    return rows
+
+
+def _twice(model: gt.TwoTower) -> dict[str, Any]:
+    """The settings that were chosen, with twice the iterations."""
+    return {**model.path_.chosen, "max_iterations": 2 * model.history_[-1].iteration}
+
+
+def main() -> None:
+    """Measure, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--sets", default="", help="such as ml1m,ml1m+features; all by default")
+    parser.add_argument("--splits", default="0,1,2")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--random", type=int, default=0, help="random settings to try on the first split")
+    parser.add_argument("--data", type=Path, default=DATA)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--name", default="", help="part of the result's name, for runs side by side")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    every = [*IDS, *ALSO_IDS, *(f"{name}+features" for name in (*WITH_FEATURES, *GRAPHS))]
+    found: dict[str, Any] = {}
+    for name in given.sets.split(",") if given.sets else every:
+        kind, plain = (Features, name[:-9]) if name.endswith("+features") else (Ids, name)
+        for split_number in map(int, given.splits.split(",")):
+            try:
+                part = kind(plain, split_number, given.data)
+            except FileNotFoundError:
+                print(f"{name}: left out, it is not in {given.data}")
+                break
+            rows = measured(part, given.device, given.random if split_number == 0 else 0, split_number)
+            found[f"{name} split {split_number}"] = {"metrics": list(part.metrics), "rows": rows}
+            ratio = rows["default"]["seconds"] / rows["by rules"]["seconds"]
+            texts = (f"{row} " + "/".join(f"{x:.4f}" for x in of["metrics"]) for row, of in rows.items())
+            print(
+                name, split_number, " | ".join(texts), f"| {ratio:.1f} fits", rows["default"]["selection"], flush=True
+            )
+            write_result(f"selection_{given.device}{given.name}", {"sets": found}, given.out)
+
+
+if __name__ == "__main__":
+    main()
