@@ -8,7 +8,7 @@
     b               degree^0.1           degree^0.2 to degree^0.4      degree^0.3
     λ               2⁻⁵                  0.03 |O| / min(m, n) and more as for features
     μ               0.0065 and more      0.0005 to 0.006, see below    as for ids
-    iterations      20, on a CPU 12      12, normalised 20             12
+    iterations      20, of sweeps 12     12, normalised 20             12
     normalised      no                   see default_normalize         no
     refined         no                   where both sides have them    no
 
