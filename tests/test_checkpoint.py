@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import dataclass
 from itertools import count
 from types import SimpleNamespace
 
@@ -16,9 +17,10 @@ import torch
 
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
+from gramtower.distributed import shard_files
 from gramtower.optim.parts import join_state, split_state
 from gramtower.optim.solvers import SOLVERS
-from gramtower.training import loop
+from gramtower.training import checkpoint, loop
 
 
 def planted(seed=1, **options):
@@ -297,6 +299,50 @@ def test_a_damaged_checkpoint_is_refused(damage, tmp_path):
     path.write_bytes(spoilt[damage])
     with pytest.raises(ValueError, match=r"damaged or not a checkpoint.*delete it to start anew"):
         gt.minimize(problem, towers, max_iterations=2, checkpoint=path)
+
+
+def test_a_checkpoint_of_another_version_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "run.safetensors"
+    with monkeypatch.context() as earlier:
+        earlier.setattr(checkpoint, "_KIND", ("gramtower-checkpoint", 4))
+        gt.minimize(*planted(), max_iterations=2, checkpoint=path)
+    with pytest.raises(ValueError, match=r"^checkpoint: .*version.*delete it to start anew"):
+        gt.minimize(*planted(), max_iterations=4, checkpoint=path)
+
+
+class Remembering(gt.Direction):
+    """Goes downhill, and remembers numbers of its own that happen to be as many as the parameters."""
+
+    numbers = None
+
+    def find(self, gradient, point):
+        self.numbers = torch.arange(float(len(gradient))) if self.numbers is None else self.numbers + 1
+        return gt.DirectionResult(-gradient)
+
+    def state(self):
+        return {} if self.numbers is None else {"numbers": self.numbers}
+
+    def restore(self, state):
+        self.numbers = state.get("numbers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remembers(gt.Solver):
+    name = "remembers"
+
+    def method(self, seed):
+        return gt.Descent(Remembering(), gt.Backtracking(initial_step=0.01))
+
+
+def test_a_tensor_as_long_as_the_parameters_is_not_taken_for_them(tmp_path):
+    path = tmp_path / "run.safetensors"
+    problem, towers = planted()
+    gt.minimize(problem, towers, Remembers(), max_iterations=3, checkpoint=path)
+    file = shard_files.Reader(path, checkpoint._KIND)
+    assert torch.equal(file.read("method/direction/numbers"), torch.arange(float(towers.size)) + 2)
+    file.close()
+    again = gt.minimize(*planted(), Remembers(), max_iterations=5, checkpoint=path)
+    assert again.history[-1].iteration == 5
 
 
 def test_a_failed_write_leaves_the_old_checkpoint_whole(tmp_path, monkeypatch):

@@ -72,7 +72,7 @@ def test_what_was_remembered_on_the_way_to_infinity_is_forgotten(monkeypatch):
     later = method.iterate(problem, towers, first.point)
     assert later.point is not None
     assert later.step < 1e20
-    assert torch.isfinite(method.direction.squares).all()
+    assert torch.isfinite(method.direction.squares.vector).all()
     assert all(torch.isfinite(t).all() for t in (*method.source.running.plain, *method.source.running.cross))
 
 

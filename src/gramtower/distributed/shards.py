@@ -25,6 +25,19 @@ from gramtower.distributed.group import SINGLE, Group, Pending
 
 
 @dataclass(frozen=True)
+class Sharded:
+    """A tensor with a row for each entity of a side that this process holds.
+
+    Attributes:
+        tensor: the rows.
+        side: "left" or "right".
+    """
+
+    tensor: Tensor
+    side: str
+
+
+@dataclass(frozen=True)
 class Rows:
     """One side's entities cut into ranges; process r holds ``bounds[r]:bounds[r + 1]``."""
 

@@ -9,7 +9,7 @@
     λ               2⁻⁵                  0.03 |O| / min(m, n), less     as for features
                                          with many features
     μ               0.0065 max(1, √(k/1024))   0.0005 to 0.006         as for ids
-    iterations      20, on a CPU 12      12                            12
+    iterations      20, of sweeps 12      12                            12
     refined         no                   if both sides have features   no
 
 An entity with an id counts as "ids" even if it has features as well: its id can learn whatever its pairs show. The

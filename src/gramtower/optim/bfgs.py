@@ -7,37 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
-
-from gramtower.engine.towers.parameters import Layout, Parameters
+from gramtower.engine.towers.parameters import Parameters
 
 
 class Pair:
     """A step and the change of the gradient along it.
 
     Args:
-        s: the step, as a flat vector.
-        y: the change.
+        step: s.
+        change: y.
         bend: sᵀy, or None for whoever asks first to compute.
     """
 
-    __slots__ = ("_bend", "s", "y")
+    __slots__ = ("_bend", "change", "step")
 
-    def __init__(self, s: Tensor, y: Tensor, bend: float | None = None) -> None:
-        self.s, self.y, self._bend = s, y, bend
+    def __init__(self, step: Parameters, change: Parameters, bend: float | None = None) -> None:
+        self.step, self.change, self._bend = step, change, bend
 
-    def step(self, layout: Layout) -> Parameters:
-        """s."""
-        return Parameters(layout, self.s)
-
-    def change(self, layout: Layout) -> Parameters:
-        """y."""
-        return Parameters(layout, self.y)
-
-    def bend(self, layout: Layout) -> float:
+    @property
+    def bend(self) -> float:
         """sᵀy."""
         if self._bend is None:
-            self._bend = self.step(layout).dot(self.change(layout))
+            self._bend = self.step.dot(self.change)
         return self._bend
 
 
@@ -49,14 +40,14 @@ def inverse_product(g: Parameters, pairs: Sequence[Pair], initial: Callable[[Par
         pairs: with sᵀy > 0.
         initial: the inverse that pairs correct, applied to a vector that it may overwrite.
     """
-    layout, q = g.layout, g.clone()
+    q = g.clone()
     coefficients = []
     for pair in reversed(pairs):
-        a = pair.step(layout).inner(q) / pair.bend(layout)
+        a = pair.step.inner(q) / pair.bend
         coefficients.append(a)
-        q.axpy_(-a, pair.change(layout))
+        q.axpy_(-a, pair.change)
     q = initial(q)
     for pair, a in zip(pairs, reversed(coefficients), strict=True):
-        b = pair.change(layout).inner(q) / pair.bend(layout)
-        q.axpy_(a - b, pair.step(layout))
+        b = pair.change.inner(q) / pair.bend
+        q.axpy_(a - b, pair.step)
     return q

@@ -11,13 +11,12 @@ newton_kron.py and secant.py have the preconditioned ones. Checked by tests/test
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from gramtower.engine.objective.point import Point
 from gramtower.engine.towers.parameters import Parameters
 from gramtower.optim.bfgs import Pair, inverse_product
 from gramtower.optim.conjugate_gradient import conjugate_gradient
-from gramtower.optim.parts import Direction, DirectionResult, State
+from gramtower.optim.parts import Direction, DirectionResult, State, vector, vectors
 
 
 class Steepest(Direction):
@@ -37,13 +36,14 @@ class Diagonal(Direction):
 
     def __init__(self, mu: float) -> None:
         self.mu = mu
-        self.squares: Tensor | None = None
+        self.squares: Parameters | None = None
 
     def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
         """s = −(μI + M)^(−½) ∇L, after adding this gradient's squares to M."""
         g = gradient.vector
-        self.squares = g * g if self.squares is None else torch.addcmul(self.squares, g, g)
-        return DirectionResult(Parameters(gradient.layout, -g / (self.squares + self.mu).sqrt_()))
+        squares = g * g if self.squares is None else torch.addcmul(self.squares.vector, g, g)
+        self.squares = Parameters(gradient.layout, squares)
+        return DirectionResult(Parameters(gradient.layout, -g / (squares + self.mu).sqrt_()))
 
     def state(self) -> State:
         """M."""
@@ -51,7 +51,7 @@ class Diagonal(Direction):
 
     def restore(self, state: State) -> None:
         """See Stateful."""
-        self.squares = state.get("squares")
+        self.squares = vector(state, "squares")
 
 
 class NewtonCG(Direction):
@@ -84,24 +84,22 @@ class LBFGS(Direction):
     def __init__(self, memory: int) -> None:
         self.memory = memory
         self.pairs: list[Pair] = []  # oldest first
-        self.before: tuple[Tensor, Tensor] | None = None  # θ and gradient of the last call
+        self.before: tuple[Parameters, Parameters] | None = None  # θ and gradient of the last call
 
     def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
         """The two-loop recursion; the first direction is the gradient scaled to length one."""
         assert point is not None
-        theta, layout = point.parameters, gradient.layout
+        theta = point.parameters
         if self.before is not None:
-            step, change = (
-                Parameters(layout, x.vector - y) for x, y in zip((theta, gradient), self.before, strict=True)
-            )
+            step, change = theta - self.before[0], gradient - self.before[1]
             bend = step.dot(change)
             if bend > 1e-10 * step.norm() * change.norm():
-                self.pairs = [*self.pairs, Pair(step.vector, change.vector, bend)][-self.memory :]
-        self.before = (theta.vector, gradient.vector)
+                self.pairs = [*self.pairs, Pair(step, change, bend)][-self.memory :]
+        self.before = (theta, gradient)
         if not self.pairs:
             return DirectionResult(gradient * (-1.0 / max(gradient.norm(), 1e-30)))
         last = self.pairs[-1]
-        scale = last.bend(layout) / last.change(layout).dot(last.change(layout))
+        scale = last.bend / last.change.dot(last.change)
         return DirectionResult(inverse_product(gradient, self.pairs, lambda q: q.scale_(scale)).scale_(-1.0))
 
     def retry(self) -> bool:
@@ -111,14 +109,14 @@ class LBFGS(Direction):
 
     def state(self) -> State:
         """The pairs and the last point."""
-        tensors = {f"step{i}": pair.s for i, pair in enumerate(self.pairs)}
-        tensors |= {f"change{i}": pair.y for i, pair in enumerate(self.pairs)}
+        found: State = {f"step{i}": pair.step for i, pair in enumerate(self.pairs)}
+        found |= {f"change{i}": pair.change for i, pair in enumerate(self.pairs)}
         if self.before is not None:
-            tensors |= {"theta": self.before[0], "gradient": self.before[1]}
-        return dict(tensors)
+            found |= {"theta": self.before[0], "gradient": self.before[1]}
+        return found
 
     def restore(self, state: State) -> None:
         """See Stateful."""
-        count = sum(key.startswith("step") for key in state)
-        self.pairs = [Pair(state[f"step{i}"], state[f"change{i}"]) for i in range(count)]
-        self.before = (state["theta"], state["gradient"]) if "theta" in state else None
+        self.pairs = [Pair(s, y) for s, y in zip(vectors(state, "step"), vectors(state, "change"), strict=True)]
+        theta, gradient = vector(state, "theta"), vector(state, "gradient")
+        self.before = None if theta is None or gradient is None else (theta, gradient)

@@ -4,7 +4,8 @@
     step rule   how far: from a point and a direction to the next point
 
 Every part has ``state`` and ``restore``, which is all that a checkpoint needs. Parts replace their tensors and never
-write into them, so that a state is a snapshot.
+write into them, so that a state is a snapshot. The type of a value says who holds it: Parameters are cut as θ is, a
+Sharded tensor has rows of this process's entities, and any other tensor is the same in all processes.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from typing import Any
 
 from torch import Tensor
 
+from gramtower.distributed.shards import Sharded
 from gramtower.engine.objective.point import Point
 from gramtower.engine.towers.parameters import Parameters
 
-State = dict[str, Any]  # tensors, numbers, text, or JSON-like values made of them
+State = dict[str, Any]  # Parameters, Sharded and plain tensors, numbers, text, or JSON-like values made of them
+Stored = Parameters | Sharded | Tensor
+STORED = (Parameters, Sharded, Tensor)
 
 
 class Stateful:
@@ -93,15 +97,31 @@ class StepRule(Stateful):
         raise NotImplementedError
 
 
-def split_state(state: State, prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
+def vector(state: State, name: str) -> Parameters | None:
+    """The vector of θ's layout that a state has under a name, None if it has none."""
+    found = state.get(name)
+    if found is not None and not isinstance(found, Parameters):
+        raise TypeError(f"{name} is a {type(found).__name__}, expected Parameters")
+    return found
+
+
+def vectors(state: State, name: str) -> list[Parameters]:
+    """The vectors called ``name0``, ``name1``, … as far as there are any."""
+    found: list[Parameters] = []
+    while (one := vector(state, f"{name}{len(found)}")) is not None:
+        found.append(one)
+    return found
+
+
+def split_state(state: State, prefix: str = "") -> tuple[dict[str, Stored], dict[str, Any]]:
     """A nested state as flat tensors and JSON-like values; :func:`join_state` undoes it."""
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Stored] = {}
     values: dict[str, Any] = {}
     for key, value in state.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Tensor):
+        if isinstance(value, STORED):
             tensors[name] = value
-        elif isinstance(value, dict) and any(isinstance(v, (Tensor, dict)) for v in value.values()):
+        elif isinstance(value, dict) and any(isinstance(v, (*STORED, dict)) for v in value.values()):
             below = split_state(value, name + "/")
             tensors |= below[0]
             values |= below[1]
@@ -110,7 +130,7 @@ def split_state(state: State, prefix: str = "") -> tuple[dict[str, Tensor], dict
     return tensors, values
 
 
-def join_state(tensors: dict[str, Tensor], values: dict[str, Any]) -> State:
+def join_state(tensors: dict[str, Stored], values: dict[str, Any]) -> State:
     """The nested state that :func:`split_state` took apart."""
     state: State = {}
     for name, value in {**values, **tensors}.items():

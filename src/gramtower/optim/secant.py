@@ -33,13 +33,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gramtower.distributed.shards import Sharded
 from gramtower.engine.objective.kronecker import Kronecker
 from gramtower.engine.objective.operators import LinearOperator
 from gramtower.engine.objective.point import Point
 from gramtower.engine.towers.parameters import Parameters
 from gramtower.optim.bfgs import Pair, inverse_product
 from gramtower.optim.damping import Damping
-from gramtower.optim.parts import Direction, DirectionResult, State, StepResult
+from gramtower.optim.parts import Direction, DirectionResult, State, StepResult, vector, vectors
 
 _FIRST = 0.5  # γ while there are no pairs: both sides answer for the same residuals
 _LEAST_BEND = 0.2  # of the curvature that was expected along a step
@@ -52,7 +53,7 @@ class _Made:
 
     damping: float
     value: float
-    state: dict[str, Tensor]
+    state: dict[str, Sharded | Tensor]
     M: Kronecker | None = None  # none yet in a run that was resumed
 
 
@@ -109,8 +110,10 @@ class KroneckerSecant(Direction):
             self.made = _Made(damping, point.value, M.state(), M)
             return M
         if made.M is None:  # the same towers give it its form; the numbers are those that were stored
-            made.M = point.preconditioner("kronecker", made.damping).load(made.state)
-            made.state = made.M.state()
+            M = point.preconditioner("kronecker", made.damping)
+            value = made.value if M.load(made.state) else point.value  # other blocks are finite here: it is another M
+            self.made = made = _Made(made.damping, value, M.state(), M)
+        assert made.M is not None
         return made.M
 
     def _scaled(self, M: LinearOperator, q: Parameters) -> Parameters:
@@ -121,16 +124,15 @@ class KroneckerSecant(Direction):
         if not self.rescaled:
             return product
         pair = self.pairs[-1]
-        y = pair.change(q.layout)
-        expected = M.product(y, q).dot(y)  # q is not needed any more
-        return product.scale_(pair.bend(q.layout) / expected) if expected > 0 else product
+        expected = M.product(pair.change, q).dot(pair.change)  # q is not needed any more
+        return product.scale_(pair.bend / expected) if expected > 0 else product
 
     def _remember(self, gradient: Parameters) -> None:
         """The last step and the change of the gradient along it as one more pair."""
         if self.last is None:
             return
         (taken, size), self.last = self.last, None
-        s, before = taken.step(gradient.layout), taken.change(gradient.layout)
+        s, before = taken.step, taken.change
         y = gradient - before
         bend, expected = s.dot(y), -size * s.dot(before)
         if bend < _LEAST_BEND * expected:
@@ -138,7 +140,7 @@ class KroneckerSecant(Direction):
             y.scale_(share).axpy_(-(1 - share) * size, before)
             bend = s.dot(y)
         if bend > 0:
-            self.pairs = [*self.pairs, Pair(s.vector, y.vector, bend)][-self.memory :]
+            self.pairs = [*self.pairs, Pair(s, y, bend)][-self.memory :]
 
     def learn(self, direction: DirectionResult, step: StepResult) -> None:
         """Move the damping, and keep the step if both sides moved."""
@@ -149,7 +151,7 @@ class KroneckerSecant(Direction):
             return
         if gradient is not None:
             s = direction.s if step.size == 1.0 else direction.s.scale_(step.size)  # nobody needs it any more
-            self.last = Pair(s.vector, gradient.vector), step.size
+            self.last = Pair(s, gradient), step.size
             self.rescaled = self.rescaled or (bool(self.pairs) and step.size < 1.0)
             self.pairs = self.pairs[max(0, len(self.pairs) + 1 - self.memory) :]  # room for the pair that follows
         self.iterations += 1
@@ -171,10 +173,10 @@ class KroneckerSecant(Direction):
         found: State = {"damping": self.damping.value, "iterations": self.iterations, "rescaled": self.rescaled}
         found |= {"size": 0.0, "made_damping": 0.0, "made_value": 0.0}
         for i, pair in enumerate(self.pairs):
-            found |= {f"step{i}": pair.s, f"change{i}": pair.y}
+            found |= {f"step{i}": pair.step, f"change{i}": pair.change}
         if self.last is not None:
             pair, size = self.last
-            found |= {"last_step": pair.s, "last_gradient": pair.y, "size": size}
+            found |= {"last_step": pair.step, "last_gradient": pair.change, "size": size}
         if self.made is not None:
             found |= {"made_damping": self.made.damping, "made_value": self.made.value}
             found |= {f"made_{name}": tensor for name, tensor in self.made.state.items()}
@@ -183,13 +185,11 @@ class KroneckerSecant(Direction):
     def restore(self, state: State) -> None:
         """See Stateful."""
         self.damping.value, self.iterations, self.rescaled = state["damping"], state["iterations"], state["rescaled"]
-        count = sum(key.startswith("step") for key in state)
-        self.pairs = [Pair(state[f"step{i}"], state[f"change{i}"]) for i in range(count)]
-        self.last = None
-        if "last_step" in state:
-            self.last = Pair(state["last_step"], state["last_gradient"]), state["size"]
+        self.pairs = [Pair(s, y) for s, y in zip(vectors(state, "step"), vectors(state, "change"), strict=True)]
+        step, gradient = vector(state, "last_step"), vector(state, "last_gradient")
+        self.last = None if step is None or gradient is None else (Pair(step, gradient), state["size"])
         self.made = None
-        stored = {key: x for key, x in state.items() if key.startswith("made_") and isinstance(x, Tensor)}
+        stored = {key: x for key, x in state.items() if key.startswith("made_") and isinstance(x, (Sharded, Tensor))}
         factors = {key.removeprefix("made_"): x for key, x in stored.items()}
         if factors:
             self.made = _Made(state["made_damping"], state["made_value"], factors)

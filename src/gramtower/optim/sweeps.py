@@ -29,10 +29,10 @@ from gramtower.engine.objective.evaluation import Evaluation
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.objective.row_steps import row_step, solves_rows
-from gramtower.engine.towers.parameters import Layout, Parameters
+from gramtower.engine.towers.parameters import Parameters
 from gramtower.engine.towers.towers import Towers
 from gramtower.optim.methods import Descent, IterationResult, Method
-from gramtower.optim.parts import State, Stateful
+from gramtower.optim.parts import State, Stateful, vectors
 from gramtower.runtime.allocation import Vectors
 from gramtower.runtime.threads import parallel_for
 
@@ -51,8 +51,8 @@ class Sweeps(Stateful):
 
     def __init__(self, memory: int) -> None:
         self.memory = memory
-        self.starts: list[Tensor] = []  # θ_i, oldest first
-        self.ends: list[Tensor] = []  # S(θ_i)
+        self.starts: list[Parameters] = []  # θ_i, oldest first
+        self.ends: list[Parameters] = []  # S(θ_i)
         self.square = torch.zeros(0, 0, dtype=torch.float64)  # products of the residuals S(θ_i) − θ_i
         self._rotated: Parameters | None = None  # θ in the basis of half a sweep
         self._vectors = Vectors()
@@ -101,11 +101,11 @@ class Sweeps(Stateful):
 
     def _combined(self, start: Parameters, end: Parameters, name: str) -> Parameters | None:
         """Σ α_i S(θ_i) with this sweep among them; None if it is the only one."""
-        starts, ends = [*self.starts, start.vector], [*self.ends, end.vector]
+        starts, ends = [*self.starts, start], [*self.ends, end]
         count = len(ends)
         square = torch.empty(count, count, dtype=torch.float64)
         square[:-1, :-1] = self.square
-        square[-1] = square[:, -1] = _last_products(starts, ends, end.layout, name)
+        square[-1] = square[:, -1] = _last_products(starts, ends, name)
         self.starts, self.ends = starts[-self.memory :], ends[-self.memory :]
         self.square = square[-self.memory :, -self.memory :]
         if count == 1:
@@ -114,20 +114,19 @@ class Sweeps(Stateful):
         alpha = torch.linalg.solve(square + ridge, torch.ones(count, dtype=torch.float64))
         weights = (alpha / alpha.sum()).tolist()
         result = self._empty(end)
-        torch.mul(ends[0], weights[0], out=result.vector)
-        for vector, weight in zip(ends[1:], weights[1:], strict=True):
-            result.vector.add_(vector, alpha=weight)
+        torch.mul(ends[0].vector, weights[0], out=result.vector)
+        for one, weight in zip(ends[1:], weights[1:], strict=True):
+            result.vector.add_(one.vector, alpha=weight)
         return result
 
     def state(self) -> State:
         """What is remembered."""
-        found = {f"start{i}": tensor for i, tensor in enumerate(self.starts)}
-        return {**found, **{f"end{i}": tensor for i, tensor in enumerate(self.ends)}, "square": self.square}
+        found: State = {f"start{i}": one for i, one in enumerate(self.starts)}
+        return found | {f"end{i}": one for i, one in enumerate(self.ends)} | {"square": self.square}
 
     def restore(self, state: State) -> None:
         """See Stateful."""
-        count = sum(key.startswith("end") for key in state)
-        self.starts, self.ends = ([state[f"{what}{i}"] for i in range(count)] for what in ("start", "end"))
+        self.starts, self.ends = vectors(state, "start"), vectors(state, "end")
         self.square = state.get("square", torch.zeros(0, 0, dtype=torch.float64))
 
 
@@ -161,9 +160,9 @@ def _down(
     return None, _HALVINGS
 
 
-def _last_products(starts: list[Tensor], ends: list[Tensor], layout: Layout, name: str) -> Tensor:
+def _last_products(starts: list[Parameters], ends: list[Parameters], name: str) -> Tensor:
     """A table's last residual times each of them; chunk by chunk, as none of them is stored."""
-    before, after = ([Parameters(layout, x)[name].view(-1) for x in each] for each in (starts, ends))
+    before, after = ([x[name].view(-1) for x in each] for each in (starts, ends))
     size = len(after[-1])
     chunks = [*range(0, size, _CHUNK), size]
     found = torch.zeros(len(chunks) - 1, len(after), dtype=torch.float64)

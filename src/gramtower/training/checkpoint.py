@@ -2,9 +2,10 @@
 
 A run that is killed at any moment leaves either the old checkpoint or the new one. Nothing is unpickled. The header
 holds a fingerprint of the run (fingerprint.py); another run's file, or a damaged one, is refused. Records are in a file
-beside it (stored_history.py). Parameters are stored tensor by tensor, rows of tables by whoever holds them
-(distributed/shard_files.py), so that a run can go on with another number of processes. Checked by
-tests/test_checkpoint.py and tests/test_distributed_fit.py.
+next to it (stored_history.py). Parameters are stored tensor by tensor, and rows of tables by the process that holds
+them (distributed/shard_files.py), so that a run can go on with another number of processes; the types of the values in
+a method's state say what is cut how (optim/parts.py). Checked by tests/test_checkpoint.py and
+tests/test_distributed_fit.py.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from torch import Tensor
 
 from gramtower._schema import build
 from gramtower.distributed import shard_files
-from gramtower.distributed.shards import Shards
+from gramtower.distributed.shards import Sharded, Shards
 from gramtower.engine.towers.linearization import Work
-from gramtower.engine.towers.parameters import Layout, Parameters, side_of
-from gramtower.optim.parts import State, Stateful, join_state, split_state
+from gramtower.engine.towers.parameters import Parameters, side_of
+from gramtower.optim.parts import STORED, State, Stateful, Stored, join_state, split_state
 from gramtower.training.fingerprint import global_shapes
 from gramtower.training.result import Record
 from gramtower.training.stored_history import StoredHistory, history_path, read_stored
 
-_KIND = ("gramtower-checkpoint", 4)
+_KIND = ("gramtower-checkpoint", 5)
 
 
 @dataclass
 class _Header:
-    """What a checkpoint holds besides its tensors."""
+    """What a checkpoint holds besides its tensors; ``sides`` names the tensors that have rows of a side's entities."""
 
     fingerprint: dict[str, str]
     values: dict[str, Any]
@@ -45,48 +46,41 @@ class _Header:
     waited: int
     first_norm: float | None
     history: dict[str, int]
+    sides: dict[str, str]
 
 
 @dataclass
 class Saved:
     """A run as it stood after an iteration."""
 
-    parameters: Tensor
+    parameters: Parameters
     method: State
     seconds: float
     work: dict[str, float]
     memory_budget: int
     history: list[Record]
-    best: Tensor | None
+    best: Parameters | None
     best_metric: float | None
     waited: int
     first_norm: float | None
 
 
-def write_checkpoint(
-    path: Path, marks: dict[str, str], saved: Saved, log: StoredHistory, like: Parameters, shards: Shards
-) -> None:
-    """Save a run; what is at ``path`` is replaced in one step, and ``log``, its file of records, appended to.
-
-    ``like`` gives the layout of this process's vectors: parameters, and what of the method's state has their length. A
-    tensor of the state whose name ends in ``rows_left`` or ``rows_right`` has one entry for each local entity.
-    """
+def write_checkpoint(path: Path, marks: dict[str, str], saved: Saved, log: StoredHistory, shards: Shards) -> None:
+    """Save a run; what is at ``path`` is replaced in one step, and ``log``, its file of records, appended to."""
     tensors, values = split_state({"method": saved.method})
     tensors["parameters"] = saved.parameters
     if saved.best is not None:
         tensors["best"] = saved.best
     stored: dict[str, Tensor] = {}
     rows: dict[str, str] = {}
-    for key, tensor in tensors.items():
-        if tensor.shape != like.vector.shape:
-            stored[key] = tensor
-            if (side := _side_of(key)) is not None and shards.group.size > 1:
-                rows[key] = side
-            continue
-        for name, part in Parameters(like.layout, tensor).items():
-            stored[f"{key}|{name}"] = part
-            if name in _tables(like.layout, shards):
-                rows[f"{key}|{name}"] = side_of(name)
+    sides = {key: one.side for key, one in tensors.items() if isinstance(one, Sharded)}
+    for key, one in tensors.items():
+        if isinstance(one, Parameters):
+            stored |= {f"{key}|{name}": part for name, part in one.items()}
+            rows |= {f"{key}|{name}": side_of(name) for name in one.layout.owned}
+        else:
+            stored[key] = one.tensor if isinstance(one, Sharded) else one
+    rows = rows | sides if shards.group.size > 1 else {}
     with shards.group.together():
         if shards.group.rank == 0:
             log.append(saved.history)
@@ -100,6 +94,7 @@ def write_checkpoint(
         "waited": saved.waited,
         "first_norm": saved.first_norm,
         "history": log.mark,
+        "sides": sides,
     }
     shard_files.write(path, _KIND, header, stored, rows, shards)
 
@@ -118,12 +113,12 @@ def read_checkpoint(
             header = build("header", _Header, file.header)
         _refuse_another_run(path, header.fingerprint, marks)
         with _refusing(path):
-            tensors = _read_tensors(file, like, shards)
+            tensors = _read_tensors(file, header.sides, like, shards)
             file.close()
             build("work", Work, header.work)
-            if "parameters" not in tensors:
+            parameters, best = tensors.pop("parameters", None), tensors.pop("best", None)
+            if not isinstance(parameters, Parameters) or not isinstance(best, (Parameters, type(None))):
                 raise ValueError("got no parameters, expected those of the run")
-            parameters, best = tensors.pop("parameters"), tensors.pop("best", None)
             state = _joined(tensors, header.values)
             stored, records = read_stored(path, header.history)
     saved = Saved(
@@ -171,13 +166,16 @@ def _check_state(name: str, state: Any, like: Any) -> None:
     if isinstance(like, dict):
         if not isinstance(state, dict):
             raise ValueError(f"got {name} of type {type(state).__name__}, expected a part of the method's state")
-        values = {key for key, value in like.items() if not isinstance(value, (Tensor, dict))}
-        extra = [key for key, value in state.items() if key not in like and not isinstance(value, Tensor)]
+        values = {key for key, value in like.items() if not isinstance(value, (*STORED, dict))}
+        extra = [key for key, value in state.items() if key not in like and not isinstance(value, STORED)]
         if extra or not values <= set(state):
             raise ValueError(f"got {name} with {', '.join(map(str, state))[:60]}, expected {', '.join(like)}")
         for key in state.keys() & like.keys():
             _check_state(f"{name}.{key}", state[key], like[key])
-    elif not isinstance(like, Tensor):
+    elif isinstance(like, STORED):
+        if not isinstance(state, type(like)):
+            raise ValueError(f"got {name} of type {type(state).__name__}, expected {type(like).__name__}")
+    else:
         number = (int, float, type(None))
         kinds = number if isinstance(like, number) and not isinstance(like, bool) else (type(like),)
         same = isinstance(state, kinds) and isinstance(state, bool) == isinstance(like, bool)
@@ -191,7 +189,7 @@ def _names(state: Any) -> Any:
     return {key: value for key, value in below.items() if value != {}} if below is not None else None
 
 
-def _joined(tensors: dict[str, Tensor], values: dict[str, Any]) -> State:
+def _joined(tensors: dict[str, Stored], values: dict[str, Any]) -> State:
     """The method's state; every name lies below "method"."""
     if any(name.split("/")[0] != "method" for name in (*tensors, *values)):
         raise ValueError(f"got {', '.join((*tensors, *values))[:60]}, expected the state of a method")
@@ -212,41 +210,31 @@ def _refuse_another_run(path: Path, found: dict[str, str], marks: dict[str, str]
         )
 
 
-def _tables(layout: Layout, shards: Shards) -> frozenset[str]:
-    """Tensors that hold one row for each local entity; none with one process."""
-    return layout.owned if shards.group.size > 1 else frozenset()
-
-
-def _side_of(key: str) -> str | None:
-    """The side whose entities a tensor of the method's state has one entry for each of."""
-    return next((side for side in ("left", "right") if key.endswith(f"rows_{side}")), None)
-
-
-def _read_tensors(file: shard_files.Reader, like: Parameters, shards: Shards) -> dict[str, Tensor]:
-    """The stored tensors, those of the parameters' layout put together to vectors."""
+def _read_tensors(
+    file: shard_files.Reader, held: dict[str, str], like: Parameters, shards: Shards
+) -> dict[str, Stored]:
+    """The stored tensors: vectors of the parameters' layout, rows of the entities that are here, and others."""
     sides = {"left": shards.left, "right": shards.right}
-    tensors: dict[str, Tensor] = {}
-    vectors: dict[str, dict[str, Tensor]] = {}
+    tensors: dict[str, Stored] = {}
+    parts: dict[str, dict[str, Tensor]] = {}
     shapes = global_shapes(like.layout, shards)
     for stored, shape in file.shapes.items():
         key, _, name = stored.partition("|")
         kinds = (like.vector.dtype,) if name else (torch.float32, torch.float64)
         if file.dtypes[stored] not in kinds or (name and list(shape) != shapes.get(name)):
             raise ValueError(f"got {stored} of shape {shape} and {file.dtypes[stored]}")
-        if not name:
-            side = _side_of(key)
-            tensors[key] = file.read(stored, None if side is None else sides[side])
-            continue
-        local = sides[side_of(name)]
-        part = file.read(stored, local if file.spread(stored) or name in like.layout.owned else None)
-        vectors.setdefault(key, {})[name] = part
-    for key, parts in vectors.items():
-        if key in tensors or set(parts) != set(like.layout.shapes):
-            raise ValueError(f"got {key} without {', '.join(set(like.layout.shapes) - set(parts))}")
-        tensors[key] = torch.cat([parts[name].reshape(-1) for name in like.layout.shapes])
+        if name:
+            local = sides[side_of(name)] if file.spread(stored) or name in like.layout.owned else None
+            parts.setdefault(key, {})[name] = file.read(stored, local)
+        elif key in held:
+            side = sides.get(held[key])
+            if side is None or not shape or shape[0] != side.total:
+                raise ValueError(f"got {key} of shape {shape} with rows of {held[key][:20]!r} entities")
+            tensors[key] = Sharded(file.read(stored, side), held[key])
+        else:
+            tensors[key] = file.read(stored)
+    for key, found in parts.items():
+        if key in tensors or set(found) != set(like.layout.shapes):
+            raise ValueError(f"got {key} without {', '.join(set(like.layout.shapes) - set(found))}")
+        tensors[key] = Parameters(like.layout, torch.cat([found[name].reshape(-1) for name in like.layout.shapes]))
     return tensors
-
-
-def as_parameters_like(vector: Tensor, like: Parameters) -> Parameters:
-    """A stored vector as parameters of a layout."""
-    return Parameters(like.layout, vector.to(like.vector))

@@ -37,7 +37,7 @@ from gramtower.optim.parts import State
 from gramtower.optim.solvers import Solver, as_solver
 from gramtower.runtime.memory import explained
 from gramtower.training.callbacks import Callback, Started, Watchers
-from gramtower.training.checkpoint import Saved, as_parameters_like, read_checkpoint, restore, write_checkpoint
+from gramtower.training.checkpoint import Saved, read_checkpoint, restore, write_checkpoint
 from gramtower.training.fingerprint import fingerprint
 from gramtower.training.limits import Limits
 from gramtower.training.lock import locked
@@ -258,7 +258,7 @@ class _Run:
         saved, self.stored = read_checkpoint(path, self.marks, like, problem.shards, self.towers.device)
         if saved.memory_budget:  # the same blocks and rounding, unless one is given
             problem.planned_budgets[self.towers.device] = saved.memory_budget
-        point = problem.at(self.towers, as_parameters_like(saved.parameters, like))
+        point = problem.at(self.towers, saved.parameters)
         self.towers.bind(point.parameters)
         last = saved.history[-1]
         if abs(point.value - last.value) > _SAME * abs(last.value) + 100 * point.value_noise:
@@ -271,7 +271,7 @@ class _Run:
         self.saved_at = saved.seconds
         self.reached = _Reached(
             point, self.method.state(), last.iteration, saved.seconds, Work(**saved.work), saved.waited,
-            saved.first_norm, None if saved.best is None else as_parameters_like(saved.best, like), saved.best_metric,
+            saved.first_norm, saved.best, saved.best_metric,
         )  # fmt: skip
         records.begin(saved.history)
 
@@ -411,17 +411,17 @@ class _Run:
     def _save(self, path: Path, records: History) -> None:
         reached = self.reached
         saved = Saved(
-            reached.point.parameters.vector,
+            reached.point.parameters,
             reached.method,
             reached.seconds,
             dict(vars(reached.work)),
             self.problem.planned_budgets.get(self.towers.device, 0),
             records.records,
-            None if reached.best is None else reached.best.vector,
+            reached.best,
             reached.best_metric,
             reached.waited,
             reached.first_norm,
         )
         assert self.stored is not None
-        write_checkpoint(path, self.marks, saved, self.stored, reached.point.parameters, self.problem.shards)
+        write_checkpoint(path, self.marks, saved, self.stored, self.problem.shards)
         self.saved_at = reached.seconds

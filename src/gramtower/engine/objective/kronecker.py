@@ -22,11 +22,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from gramtower.distributed.shards import Sharded
 from gramtower.engine.objective.evaluation import Evaluation, Moments
 from gramtower.engine.objective.executor import EAGER, Executor
 from gramtower.engine.objective.inverses import Inverses
@@ -42,7 +44,16 @@ _TINY = 1e-12
 
 
 class Kronecker(LinearOperator):
-    """M ≈ (G + damping·I)⁻¹: symmetric, positive definite, applied block by block. Made by Point.preconditioner."""
+    """M ≈ (G + damping·I)⁻¹: symmetric, positive definite, applied block by block. Made by Point.preconditioner.
+
+    Args:
+        like: parameters of the layout.
+        blocks: of weights and biases.
+        diagonal: of all other parameters, by name.
+        still: parameters that M is zero on.
+        tables: weights with a row for each entity of a side.
+        executor: applies it.
+    """
 
     def __init__(
         self,
@@ -50,10 +61,12 @@ class Kronecker(LinearOperator):
         blocks: list[_Block],
         diagonal: dict[str, Tensor],
         still: Collection[str] = (),
+        tables: Mapping[str, str] = MappingProxyType({}),
         executor: Executor = EAGER,
     ) -> None:
         super().__init__(like.blank())  # it may outlive the point by many iterations
         self._blocks, self._diagonal, self._still, self.executor = blocks, diagonal, still, executor
+        self._tables = tables
 
     @torch.no_grad()
     def product(self, d: Parameters, out: Parameters | None = None) -> Parameters:
@@ -74,37 +87,42 @@ class Kronecker(LinearOperator):
         """What it is made of, always in the same order."""
         return [t for block in self._blocks for t in (block.A, block.S)] + list(self._diagonal.values())
 
-    def state(self) -> dict[str, Tensor]:
-        """What it is made of, by name; names that end in ``rows_left`` or ``rows_right`` have one entry an entity."""
-        found = {f"diagonal{i}": tensor for i, tensor in enumerate(self._diagonal.values())}
-        for i, block in enumerate(self._blocks):
-            found |= {f"A{i}" + ("" if block.side is None else f"_rows_{block.side}"): block.A, f"S{i}": block.S}
+    def state(self) -> dict[str, Sharded | Tensor]:
+        """What it is made of; the number in a name is that of the parameter."""
+        number = {name: i for i, name in enumerate(self.like)}
+        found = {f"diagonal{number[name]}": self._stored(name, tensor) for name, tensor in self._diagonal.items()}
+        for block in self._blocks:
+            A = self._stored(block.weight, block.A) if block.A.dim() == 1 else block.A
+            found |= {f"A{number[block.weight]}": A, f"S{number[block.weight]}": block.S}
         return found
 
-    def load(self, state: dict[str, Tensor]) -> Kronecker:
-        """Take over the ``state`` of another that was made of the same towers."""
-        for name, own in self.state().items():
-            own.copy_(state[name])
-        return self
+    def _stored(self, name: str, tensor: Tensor) -> Sharded | Tensor:
+        return Sharded(tensor, self._tables[name]) if name in self._tables else tensor
+
+    def load(self, state: Mapping[str, Sharded | Tensor]) -> bool:
+        """Take over the ``state`` of another of the same towers, unless other blocks of that were finite."""
+        own = {name: _plain(one) for name, one in self.state().items()}
+        stored = {name: _plain(one) for name, one in state.items()}
+        if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in stored.items()}:
+            return False
+        for name, tensor in own.items():
+            tensor.copy_(stored[name])
+        return True
 
     def copy(self) -> Kronecker:
         """The same in memory of its own."""
         blocks = [copy.copy(block) for block in self._blocks]
         for block in blocks:
             block.A, block.S = block.A.clone(), block.S.clone()
-        return Kronecker(self.like, blocks, {name: t.clone() for name, t in self._diagonal.items()}, self._still)
+        diagonal = {name: t.clone() for name, t in self._diagonal.items()}
+        return Kronecker(self.like, blocks, diagonal, self._still, self._tables)
 
 
 class _Block:
-    """The inverse of one damped A ⊗ S, for a weight and the bias that A covers.
-
-    Attributes:
-        side: whose entities the numbers of A belong to, if they do.
-    """
+    """The inverse of one damped A ⊗ S, for a weight and the bias that A covers."""
 
     def __init__(self, weight: str, bias: str | None, inputs_first: bool, A: Tensor, S: Tensor) -> None:
         self.weight, self.bias, self.inputs_first, self.A, self.S = weight, bias, inputs_first, A, S
-        self.side: str | None = None
 
     def apply(self, r: Parameters, out: Parameters) -> None:
         R, result = r[self.weight], out[self.weight]
@@ -174,9 +192,12 @@ def kronecker(
         for name in at.parameters
         if name in moved and name not in covered
     }
-    for block in blocks:
-        block.side = tables.get(block.weight) if block.A.dim() == 1 else None
-    return Kronecker(at.parameters, blocks, diagonal, [name for name in at.parameters if name not in moved], executor)
+    still = [name for name in at.parameters if name not in moved]
+    return Kronecker(at.parameters, blocks, diagonal, still, tables, executor)
+
+
+def _plain(one: Sharded | Tensor) -> Tensor:
+    return one.tensor if isinstance(one, Sharded) else one
 
 
 def _collect(factors: Factors, names: dict[str, str], extra: dict[str, list[tuple[Tensor, Tensor]]]) -> None:
