@@ -2,13 +2,16 @@
 
 FOLDER is ml-1m. A fifth of the items (of ratings of 4 and 5) is held out with all pairs. A model learns from the others
 with genres and titles as features of the right side; then the held-out items are described by theirs and ranked among
-all items, what a user has seen left out. Recall@20 and MAP@5 of the held-out pairs, `gt.TwoTower()` as it comes:
+all items, what a user has seen left out. Recall@20 and MAP@5 of the held-out pairs, also among new items only, and the
+share of the places of all lists of 20 that new items take, of `gt.TwoTower()` with default settings:
 
-    features             genres and titles alone
-    id + features        and an id of each item beside them
+    features             genres and titles only
+    id + features        and an id of each item next to them
     id*0.3 + features    the same with a larger penalty on what ids learn, and id*0.1
+    zero id + features   as id + features, without the id vectors that are expected of new items
+                         (estimator/expected_ids.py)
 
-beside lists that are the same for all users, which say of new items
+next to lists that are the same for all users, which say of new items
 
     popularity               nothing: they come after all known ones
     popularity by genres     the mean number of pairs of the known items of each of their genres
@@ -24,14 +27,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from common import write_result
 from numpy.typing import NDArray
 
 import gramtower as gt
+import gramtower.estimator.fit as fitting
 from gramtower.data.interactions import Interactions
 from gramtower.data.readers import movielens, movielens_table
 from gramtower.data.splits import held_out, random_pairs
@@ -45,6 +51,7 @@ MODELS: dict[str, list[str]] = {
     "id + features": ["id"],
     "id*0.3 + features": ["id*0.3"],
     "id*0.1 + features": ["id*0.1"],
+    "zero id + features": ["id"],
 }
 
 
@@ -86,9 +93,14 @@ def measure(pairs: Interactions, films: Any, seed: int, args: argparse.Namespace
     found = popularity(train, split.test, films)
     table = FeatureTable(films, id="movie", lists=["genres"], text=["title"])
     for name in args.models:
-        model = gt.TwoTower(device=args.device, seed=seed).fit(train, right_features=[*MODELS[name], table])
-        model.add(right_features=films.filter(films["movie"].is_in(split.test.right_ids.tolist())))
+        with patch.object(fitting, "move_expected_ids") if name.startswith("zero") else nullcontext():
+            model = gt.TwoTower(device=args.device, seed=seed).fit(train, right_features=[*MODELS[name], table])
+        new = split.test.right_ids.tolist()
+        model.add(right_features=films.filter(films["movie"].is_in(new)))
         found[name] = dict(model.evaluate(split.test, METRICS))
+        among = model.evaluate(split.test, METRICS, allow=new)
+        found[name] |= {f"{metric} among new": float(among[metric]) for metric in METRICS}
+        found[name]["places"] = float(np.isin(model.recommend(model.left_.ids, 20)[0], new).mean())
         if held is not None:
             for where, candidates in (("all", "all"), ("known", "trained")):
                 known = model.evaluate(held, METRICS, candidates=candidates)

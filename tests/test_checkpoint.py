@@ -180,10 +180,10 @@ def test_towers_that_compute_something_else_in_the_same_words_are_refused(tmp_pa
     gt.minimize(problem, towers, max_iterations=2, checkpoint=path)
     problem, towers = planted()
     loss = problem.loss
-    twice = gt.Loss(loss.value, loss.first, loss.second, loss.labels, loss.name)
-    object.__setattr__(twice, "value", lambda y, s: 2 * loss.value(y, s))
-    for function in ("__module__", "__qualname__"):
-        setattr(twice.value, function, getattr(loss.value, function))
+    functions = [lambda y, s, own=own: 2 * own(y, s) for own in (loss.value, loss.first, loss.second)]
+    for doubled, own in zip(functions, (loss.value, loss.first, loss.second), strict=True):
+        doubled.__module__, doubled.__qualname__ = own.__module__, own.__qualname__
+    twice = gt.Loss(*functions, loss.labels, loss.name)
     problem = gt.Problem(planted_pairs(50, 40, 300, groups=4, seed=1), omega=2**-3, l2=0.5, loss=twice)
     with pytest.raises(ValueError, match=r"belongs to another run: at its parameters the objective is .*, and was"):
         gt.minimize(problem, towers, max_iterations=2, checkpoint=path)

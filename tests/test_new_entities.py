@@ -270,7 +270,6 @@ def test_ids_of_new_entities_are_of_the_type_of_the_others():
         (lambda m: m.recommend("u1", right_features=items([40, 40])), "right_features: got id 'i40' in several rows"),
         (lambda m: m.recommend("u1", right_features=np.ones((1, 2))), "right_features: got ndarray"),
         (lambda m: m.recommend("u1", candidates="some"), "candidates: got 'some'"),
-        (lambda m: m.recommend("u1", allow=["i40"]), "right ids: got unknown ids 'i40'.*or right_features for new"),
         (lambda m: m.similar("i1", left_features=users([1])), "left_features: got features, expected None"),
         (lambda m: m.similar(), "ids: got None, expected ids, or right_features"),
         (
@@ -378,6 +377,20 @@ def test_expected_ids_are_those_of_the_file_and_of_exports(tmp_path):
     new = [name for name in table["item"] if name not in set(train.right_ids)]
     rows = [table["item"].index(name) for name in new]
     np.testing.assert_allclose(added.embed(new, side="right"), expected[rows], atol=1e-6)
+
+
+@pytest.mark.parametrize("seen", ["history", ["id", "history"]])
+def test_an_entity_without_a_history_is_like_the_average_one(seen, tmp_path):
+    train, _, _ = catalogue(60, 40, 8)
+    model = small().fit(train, left_features=seen)
+    unknown, known = model.embed(histories=[[], ["i3"]]), model.embed()
+    spread = np.linalg.norm(known - known.mean(0), axis=1).mean()
+    assert np.linalg.norm(unknown[0] - known.mean(0)) < 0.5 * spread
+    assert np.allclose(unknown[1:], model.embed(histories=[["i3"]]), atol=1e-6)
+    model.add(histories=[[]], left_ids=["nobody"])
+    assert np.allclose(model.embed(["nobody"]), unknown[:1], atol=1e-6)
+    model.save(tmp_path / "m")
+    np.testing.assert_allclose(gt.load(tmp_path / "m").embed(histories=[[]]), unknown[:1], atol=1e-6)
 
 
 def test_towers_of_ones_own_without_an_input_layer_stay_as_they_are():

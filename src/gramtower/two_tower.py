@@ -161,8 +161,8 @@ class TwoTower(ModelSettings):
             left_features: what the left tower sees: None or "id" for ids alone, one row for each entity (scipy.sparse,
                 numpy or torch), a :class:`~gramtower.data.tables.FeatureTable` joined by id, "history" for the entity's
                 own observed right entities, or a list of these side by side, such as ``["id", "history", table]``.
-                With ``"id*0.1"`` in a list, ids are a smaller correction of what features say: new entities, which
-                have no id, rank higher among known ones (docs/choosing.md).
+                In a list with features, the id vector of a new entity is predicted from its features, and
+                ``"id*0.1"`` makes ids a smaller correction of what features say (docs/choosing.md).
             right_features: the same for the right tower, without "history".
             validation: what to stop early on by ``metric`` and ``patience``: held-out pairs (same ids), or a share of
                 each left entity's pairs, such as 0.1, drawn with the model's seed and not learned from; every left

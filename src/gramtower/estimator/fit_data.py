@@ -158,6 +158,7 @@ def prepare_data(
         left_parts = training_parts("left", left_features, ids[0], matrix, shards.left)
         right_parts = training_parts("right", right_features, right_ids, matrix.T, shards.right)
     left, left_rows = training_inputs("left", left_parts, shards.left, group, scale)
+    left = left.with_usual_history(matrix, group)
     right, right_rows = training_inputs("right", right_parts, shards.right, group, scale)
     normalize, alone = bool(given_length), (left.features_alone, right.features_alone)
     if refine is None:

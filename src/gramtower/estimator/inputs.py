@@ -2,7 +2,8 @@
 
     "id"            a column for each entity of the training data; a new entity has none of them. "id*0.1" beside other
                     parts: entries of 0.1 in the place of 1, which is λ / 0.1² in the place of λ on what ids learn
-    "history"       the observed right entities of a left one, equal values, length one
+    "history"       the observed right entities of a left one, equal values, length one; for an entity without any, the
+                    mean of the histories in training, as a tower has learned nothing for an empty one
     a FeatureTable  its columns, joined by id; the encoding is kept, the rows are not
     a matrix        one row for each entity, in the order of the ids
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,13 @@ from gramtower._schema import build
 from gramtower.data.lookup import index_of, join
 from gramtower.data.matrices import checked
 from gramtower.data.tables import FeatureTable
+from gramtower.distributed.group import SINGLE, Group
 from gramtower.estimator.scaling import Scaling
 
 Ids = tuple[NDArray[Any] | None, NDArray[Any] | None]  # of a side, and of the other one
 NAMES = ("id", "history")
 _GIVEN = ("table", "sparse", "dense")  # parts that the caller describes new entities by
+_USUAL = 1024  # entries of the mean history that are kept, the largest ones
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Part:
         table: how a table is encoded.
         scaling: how its columns are scaled, or None.
         factor: entry of an id in its own column.
+        usual: of histories, the row of an entity without one; None for an empty row.
     """
 
     kind: str
@@ -51,6 +55,7 @@ class Part:
     table: FeatureTable | None = None
     scaling: Scaling | None = None
     factor: float = 1.0
+    usual: sp.csr_matrix | None = field(default=None, compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -141,8 +146,8 @@ class Inputs:
             side: "left" or "right", for errors.
             features: rows for the part that is a table or a matrix; a sequence if there are several. Without them a
                 table's columns count as missing.
-            history: their observed right entities; without it nothing was observed. Right entities that were not there
-                in training are nothing that a tower knows.
+            history: their observed right entities, or None. Right entities that were not there in training are nothing
+                that a tower knows. An entity without any other gets the mean of the histories in training.
         """
         if history is not None and not self.has_history:
             check.fail("histories", "lists of ids", 'a model fitted with left_features="history"')
@@ -175,11 +180,33 @@ class Inputs:
             if part.kind in _GIVEN:
                 matrix = next(rest)
                 made.append(_missing(side, part, rows) if matrix is None else matrix)
-            elif part.kind == "history" and history is not None:
-                made.append(history_features(sp.csr_matrix(history[:, : part.width])))
+            elif part.kind == "history":
+                empty = sp.csr_matrix((rows, part.width), dtype=np.float32)
+                known = empty if history is None else history_features(sp.csr_matrix(history[:, : part.width]))
+                made.append(_or_usual(known, part.usual))
             else:
                 made.append(sp.csr_matrix((rows, part.width), dtype=np.float32))
         return beside(made)
+
+    def with_usual_history(self, pairs: sp.csr_matrix, group: Group = SINGLE) -> Inputs:
+        """The same with the mean history of training, for entities without one.
+
+        Args:
+            pairs: those of training, of local left entities.
+            group: the processes, which must call it together.
+        """
+        if not self.has_history:
+            return self
+        seen = history_features(sp.csr_matrix(pairs))
+        total = group.sum_(torch.from_numpy(np.asarray(seen.sum(0), dtype=np.float64).ravel())).numpy()
+        (count,) = group.totals(float((np.diff(seen.indptr) > 0).sum()))
+        most = np.sort(np.argsort(-total, kind="stable")[:_USUAL])
+        most = most[total[most] > 0]
+        values = total[most] * (total.sum() / max(total[most].sum(), 1e-30) / max(count, 1.0))
+        entries = values.astype(np.float32), most, [0, len(most)]
+        usual = sp.csr_matrix(entries, shape=(1, seen.shape[1]))
+        parts = (replace(part, usual=usual[:, : part.width]) if part.kind == "history" else part for part in self.parts)
+        return Inputs(tuple(parts))
 
     def columns_in(
         self, side: str, old: Inputs, ids: Ids, old_ids: Ids
@@ -293,6 +320,15 @@ def history_features(matrix: sp.csr_matrix) -> sp.csr_matrix:
     counts = np.diff(matrix.indptr)
     values = np.repeat(1 / np.sqrt(np.maximum(counts, 1)), counts).astype(np.float32)
     return sp.csr_matrix((values, matrix.indices, matrix.indptr), shape=matrix.shape)
+
+
+def _or_usual(rows: sp.csr_matrix, usual: sp.csr_matrix | None) -> sp.csr_matrix:
+    """Rows with the usual one in the place of empty ones."""
+    empty = np.flatnonzero(np.diff(rows.indptr) == 0)
+    if usual is None or not len(empty):
+        return rows
+    entries = np.ones(len(empty), np.float32), (empty, np.zeros(len(empty), np.int64))
+    return sp.csr_matrix(rows + sp.csr_matrix(entries, shape=(rows.shape[0], 1)) @ usual)
 
 
 def is_matrix(value: Any) -> bool:

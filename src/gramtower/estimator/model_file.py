@@ -156,6 +156,7 @@ def read_model(
                    for side in ("left", "right")}  # fmt: skip
             tensors = {name: read(name) for name in file.shapes}
             inputs = {side: inputs[side].with_tensors(side, tensors) for side in inputs}
+            inputs["left"] = inputs["left"].with_usual_history(pairs[0])
         file.close()
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not _finite(tensor):

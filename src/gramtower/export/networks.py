@@ -6,7 +6,8 @@
     anything else                 columns and values (batch × length): of each entity the columns with a value and these
                                   values, in any order; −1 fills up shorter rows. The columns of the parts follow one
                                   another: ids have the value 1 in their own, histories 1 in those of their entities,
-                                  tables and matrices what they are encoded as; a dense matrix among them has all.
+                                  tables and matrices what they are encoded as; a dense matrix among them has all. An
+                                  entity without a history gets the mean one of training.
 
 Scaling (estimator/scaling.py) is in float64 as in the model, the rest in float32. Cost of sparse rows: batch × length ×
 width of the first layer. Checked by tests/test_export.py against model.embed, in torch, TorchScript and onnxruntime.
@@ -78,6 +79,14 @@ class SparseNetwork(nn.Module):
             self.table, self.bias = _constant(weight.detach()), None if first.bias is None else _constant(first.bias)
             tower = nn.Sequential(*layers[1:])
         self.rest = tower
+        self.usual: nn.Parameter | None = None  # of entities without a history, before the bias
+        self.first, self.stop, start = 0, 0, 0
+        for part in inputs.parts:
+            if part.usual is not None:
+                self.first, self.stop, row = start, start + part.width, torch.zeros(1, self.width)
+                row[0, self.first : self.stop] = torch.from_numpy(part.usual.toarray()[0])
+                self.usual = _constant(row if self.table is None else row @ self.table)
+            start += part.width
 
     def forward(self, columns: Tensor, values: Tensor) -> Tensor:
         """Embeddings of sparse rows."""
@@ -89,6 +98,9 @@ class SparseNetwork(nn.Module):
         else:
             rows = torch.matmul(scaled.unsqueeze(1), self.table[at]).squeeze(1)
             rows = rows if self.bias is None else rows + self.bias
+        if self.usual is not None:
+            seen = there & (columns >= self.first) & (columns < self.stop)
+            rows = rows + (seen.float().sum(1, keepdim=True) == 0).float() * self.usual
         return self.rest(rows)  # type: ignore[no-any-return]
 
 

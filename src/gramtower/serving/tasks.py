@@ -52,7 +52,7 @@ class ListTask:
             head = {} if self.asked is None else {self.field: self.asked[place]}
             answers.append(head | {"results": places(this, rows[there], scores[there].tolist(), self.columns)})
         if self.lines:
-            return b"".join(encode(answer | notes) + b"\n" for answer in answers)
+            return b"".join(encode(answer | dict(notes)) + b"\n" for answer in answers)
         return encode({"model": self.snapshot.name, "answers": answers, **notes})
 
 

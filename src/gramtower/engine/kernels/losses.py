@@ -157,6 +157,8 @@ def _compare(name: str, other: str, loss: Loss, found: dict[str, Tensor], y: Ten
     larger = torch.maximum(slope.abs(), found[name].abs())
     noise = 1e-2 * larger + 1e-4 * found[other].abs().nan_to_num(0.0, 0.0, 0.0).max()
     wrong = (found[name] - slope).abs() > noise  # never where something is not finite
+    if loss.labels is None:  # the label of plain pairs; formulas of losses for ±1 may hold for no others
+        wrong &= y == 1
     if bool(wrong.any()):
         e = int(wrong.int().argmax())
         given = f"{float(found[name][e]):.4g} at label {float(y[e]):g} and score {float(s[e]):g}"
