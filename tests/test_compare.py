@@ -329,7 +329,7 @@ def test_feature_tables_reach_the_towers(pairs, tmp_path, capsys):
     (tmp_path / "items.csv").write_text("item,kind\n" + "\n".join(lines) + "\n")
     more = ["--optimizers", "gd", "--max-iterations", "1", "--right-features", tmp_path / "items.csv"]
     found = answer(capsys, command(pairs, tmp_path / "out", *more))
-    assert found["settings"]["towers"]["features"] == {"left": "id", "right": "id + table"}
+    assert found["settings"]["towers"]["features"] == {"left": "id", "right": "table"}
 
 
 def test_bad_input_is_refused_before_anything_is_written(pairs, tmp_path, capsys):

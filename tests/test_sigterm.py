@@ -64,6 +64,13 @@ def gramtower(*tokens, kill=None):
     )
 
 
+@pytest.fixture(scope="module")
+def fitted(data):
+    out = data.parent / "run"
+    assert gramtower("fit", data, *COLUMNS, *SMALL, "--max-iterations", "2", "--out", out).returncode == 0
+    return out
+
+
 def locks(folder):
     return [path.name for path in folder.rglob("*") if path.name.endswith((".lock", ".partial"))]
 
@@ -165,16 +172,14 @@ def test_several_processes_stop_after_the_same_iteration_and_keep_it(data, tmp_p
         ("recommend", "gramtower.cli.query:TwoTower.recommend_all:1"),
     ],
 )
-def test_every_long_command_ends_with_143(command, kill, data, tmp_path):
+def test_every_long_command_ends_with_143(command, kill, data, fitted, tmp_path):
     small, out = [*COLUMNS, *SMALL], ["--out", tmp_path / "out"]
-    if command in ("update", "recommend"):
-        assert gramtower("fit", data, *small, "--max-iterations", "2", "--out", tmp_path / "run").returncode == 0
     tokens = {
         "compare": [data, *small, *out, "--optimizers", "gd", "--max-iterations", "5"],
         "cross-validate": [data, *small, "--out", tmp_path / "out.json"],
-        "update": [tmp_path / "run", data, *out],
+        "update": [fitted, data, *out],
         "partition": [data, *COLUMNS, *out],
-        "recommend": [tmp_path / "run", "--all", "--out", tmp_path / "out.csv"],
+        "recommend": [fitted, "--all", "--out", tmp_path / "out.csv"],
     }[command]
     assert_terminated(gramtower(command, *tokens, kill=kill), tmp_path)
 
