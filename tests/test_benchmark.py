@@ -257,6 +257,14 @@ def test_a_model_without_all_its_seeds_does_not_win():
     assert summarise(manifest(["a"], [0]), [])["verdict"] == "No model has ended yet, so none won."
 
 
+def test_what_a_kill_left_next_to_finished_runs_goes(tmp_path):
+    given = {"metrics": "recall@5", "baselines": ["popularity"], "seeds": 1, "out": tmp_path}
+    gt.benchmark(sample(), 0.2, **given)
+    (tmp_path / "runs/.gramtower-abc.partial").mkdir()
+    gt.benchmark(sample(), 0.2, **given)
+    assert not list((tmp_path / "runs").glob(".gramtower*"))
+
+
 def test_an_interrupted_benchmark_goes_on_and_ends_as_an_uninterrupted_one(tmp_path):
     given = {"metrics": "recall@5", "baselines": ["popularity"], "models": {"mine": Stopped()}, "seeds": 2}
     lines = []

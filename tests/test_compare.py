@@ -240,6 +240,16 @@ def test_an_iteration_longer_than_the_limit_is_said(pairs, tmp_path, capsys, mon
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_checkpoints_of_methods_that_ended_go_even_after_a_kill(pairs, tmp_path, capsys):
+    tokens = command(pairs, tmp_path / "run", "--optimizers", "gd", "--max-iterations", 2)
+    answer(capsys, tokens)
+    left = [tmp_path / "run" / f"gd.safetensors{ending}" for ending in ("", ".history")]
+    for path in left:
+        path.write_bytes(b"of a run that was killed")
+    answer(capsys, tokens)
+    assert not [path for path in left if path.exists()]
+
+
 def test_an_interrupted_comparison_says_so_and_goes_on(pairs, tmp_path, capsys, monkeypatch):
     method = contest.minimize
 

@@ -57,6 +57,12 @@ def is_left_over(name: str) -> bool:
     return name.startswith(_PREFIX) and name.endswith(_SUFFIX)
 
 
+def remove_left_overs(folder: Path) -> None:
+    """Remove what killed processes left in a folder, where nothing may be written that would do so."""
+    for left in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
+        _remove_if_left(left)
+
+
 def write_text(path: Path, text: str) -> None:
     """Save UTF-8 text in one step; file names that were not read as UTF-8 keep their bytes."""
     with replacing(path) as partial:
@@ -113,8 +119,7 @@ def _writing_folder(path: Path) -> tuple[Path, int | None]:
     """A new folder beside ``path`` to write in, and its lock; removes those that killed processes left there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(f"{_PREFIX}*{_SUFFIX}"):
-            _remove_if_left(left)
+        remove_left_overs(path.parent)
         while True:
             folder = Path(tempfile.mkdtemp(_SUFFIX, _PREFIX, path.parent))
             try:

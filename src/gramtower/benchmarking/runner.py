@@ -18,12 +18,13 @@ import numpy as np
 import scipy.sparse as sp
 
 from gramtower import _checks as check
-from gramtower._files import plain
+from gramtower._files import plain, remove_left_overs
 from gramtower.benchmarking.build import Benchmark, build, result_of
 from gramtower.benchmarking.data import Cut, checked_metrics, describe, digest_of, known_pairs, make_cut
 from gramtower.benchmarking.models import Entry, make_entries
 from gramtower.benchmarking.store import (
     MANIFEST,
+    RUNS,
     Manifest,
     Run,
     read_manifest,
@@ -122,6 +123,7 @@ def benchmark(
         if folder is not None:
             manifest = _joined(folder, manifest, check.flag("fresh", fresh))
             write_manifest(folder, manifest)
+            remove_left_overs(folder / RUNS)
         runner = _Runner(known, test, manifest, {e.name: e for e in entries}, folder, lines)
         runner.run()
         return result_of(runner.manifest, runner.runs) if folder is None else build(folder)

@@ -162,6 +162,8 @@ def _run_all(runner: Runner, about: dict[str, Any], outcomes: dict[str, dict[str
             outcomes[name] = waits
     write_manifest(runner.folder, about | {"methods": outcomes})
     waiting = [name for name in names if outcomes[name]["status"] == "unfinished"]
+    for name in set(names) - set(waiting):  # a kill may have come between its end and this
+        remove_checkpoint(checkpoint_path(runner.folder, name))
     if waiting:
         runner.prepare()
     for name in waiting:
