@@ -114,6 +114,11 @@ def select(settings: ModelSettings, pairs: Any, features: tuple[Any, Any], given
     names = tuple(name for name in _PENALTIES[data.seen] if getattr(settings, name) is None)
     if not names:
         return Selection(settings.metric, "nothing", note=f"{' and '.join(_PENALTIES[data.seen])} given")
+    ranked = data.held_out if part.unseen is None else part.unseen.truth
+    assert ranked is not None
+    count = int(data.shards.group.totals(float((np.diff(ranked.indptr) > 0).sum()))[0])
+    if count < _LEAST:
+        return Selection(settings.metric, part.text, note=_too_few(count))
     with threads_of_fit(is_tiny(settings, data)):
         search = _Search(settings, data, part.unseen, names)
         best, scale = search.run()
@@ -129,6 +134,10 @@ def select(settings: ModelSettings, pairs: Any, features: tuple[Any, Any], given
         more = part.kept * part.sample**_WHOLE
         chosen["embedding_l2"] = search.problem.embedding_l2 * scale * more
     return Selection(settings.metric, part.text, tried, chosen)
+
+
+def _too_few(count: int) -> str:
+    return f"{count} entities to rank are too few to choose by; at least {_LEAST} are needed"
 
 
 def hold_out_part(settings: ModelSettings, pairs: Any, features: tuple[Any, Any]) -> HeldOut | str:
@@ -148,15 +157,13 @@ def hold_out_part(settings: ModelSettings, pairs: Any, features: tuple[Any, Any]
             unseen = hold_out_entities(settings, whole, features, share, what, seed)
         except ValueError as error:
             if isinstance(settings.select, str):
-                raise
+                check.fail("select", repr(what), f"pairs, or a side whose entities can be held out ({error})")
             return f"no {what} entities can be held out ({error})"
-        if (ranked := int((np.diff(unseen.truth.indptr) > 0).sum())) < _LEAST:
-            return f"{ranked} entities to rank are too few to choose by; at least {_LEAST} are needed"
         text = f"{unseen.count:,} {what} entities"
         return HeldOut(unseen.train, unseen.features, None, unseen, 1.0, sample, text)
     held, rows = _held_pairs(whole.matrix, seed)
     if rows < _LEAST:
-        return f"{rows} left entities with pairs to hold out are too few to choose by; at least {_LEAST} are needed"
+        return _too_few(rows)
     parts: list[Any] = [whole.subset(~held), whole.subset(held)]
     if not isinstance(pairs, Interactions) and sample == 1.0:
         parts = [part.matrix for part in parts]
@@ -183,7 +190,7 @@ def _hold_out_of_part(part: Shard, features: tuple[Any, Any], seed: int) -> Held
     before = sum(group.gather_json(int(part.matrix.nnz))[: group.rank])
     held, rows = _held_pairs(part.matrix, seed, group, part.shards.left.first, before)
     if rows < _LEAST:
-        return f"{rows} left entities with pairs to hold out are too few to choose by; at least {_LEAST} are needed"
+        return _too_few(rows)
     coo = part.matrix.tocoo()
     train, test = (
         sp.csr_matrix((coo.data[mask], (coo.row[mask], coo.col[mask])), shape=part.matrix.shape)

@@ -1,0 +1,255 @@
+"""Penalties and shapes of towers that a fit chooses on held-out data."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import shared_fits
+import torch
+from processes import run_group
+
+import gramtower as gt
+from gramtower.data.partition import write_partition
+from gramtower.data.splits import per_user
+from gramtower.data.synthetic import planted_pairs
+from gramtower.estimator import penalty_path
+from gramtower.estimator.penalty_path import _held_pairs
+
+
+def faint(seed=0):
+    """Pairs whose groups say little: a model that follows each of them learns noise."""
+    return planted_pairs(300, 120, 2400, groups=3, affinity=0.6, skew=0.3, seed=seed)
+
+
+def small(**options):
+    return gt.TwoTower(**{"dim": 16, "device": "cpu", **options})
+
+
+def test_a_fit_of_faint_pairs_chooses_a_stronger_penalty_than_the_rule_and_ranks_better():
+    split = per_user(gt.Interactions.from_matrix(faint()), 0.2, seed=1)
+    rule, chosen = small(select=False).fit(split.train), small().fit(split.train)
+    assert rule.path_ is None
+    assert chosen.embedding_l2_ == chosen.path_.chosen["embedding_l2"] > 1.5 * rule.embedding_l2_
+    assert chosen.evaluate(split.test)["ndcg@20"] > 1.02 * rule.evaluate(split.test)["ndcg@20"]
+    assert "chosen from" in repr(chosen)
+
+
+def test_the_path_starts_at_the_rule_and_keeps_metric_and_standard_error_of_each_point():
+    model = small().fit(faint())
+    path = model.path_
+    assert path.tried[0].settings["embedding_l2"] == small(select=False).fit(faint()).embedding_l2_
+    assert path.metric == model.metric
+    assert len(path.tried) >= 4
+    assert all(0 < point.metric < 1 and 0 < point.standard_error < 0.1 for point in path.tried)
+    best = max(path.tried, key=lambda point: point.metric)
+    assert 0.4 < path.chosen["embedding_l2"] / best.settings["embedding_l2"] < 2.1
+
+
+def test_the_choice_is_the_same_for_the_same_seed():
+    assert small(seed=3).fit(faint()).path_ == small(seed=3).fit(faint()).path_
+
+
+def test_a_penalty_that_is_given_is_never_changed():
+    model = small(embedding_l2=0.5).fit(faint())
+    assert model.embedding_l2_ == 0.5
+    assert not model.path_.tried
+    assert "embedding_l2" in model.path_.note
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        planted_pairs(20, 15, 100),  # too few entities to rank
+        sp.csr_matrix(np.eye(200, 150)[:, :150]),  # one pair each, which stays
+        sp.csr_matrix(np.ones((1, 40))),  # one left entity
+    ],
+)
+def test_data_without_enough_to_hold_out_are_fitted_by_the_rule(pairs):
+    model, rule = small(max_iterations=2).fit(pairs), small(max_iterations=2, select=False).fit(pairs)
+    assert model.embedding_l2_ == rule.embedding_l2_
+    assert not model.path_.tried
+    assert "too few" in model.path_.note
+
+
+def test_a_metric_that_stays_the_same_leaves_the_rule():
+    pairs = sp.csr_matrix(np.ones((80, 12)))  # all observed: the one that is held out is all there is to rank
+    model = small(max_iterations=2, metric="recall@20").fit(pairs)
+    assert model.embedding_l2_ == small(max_iterations=2, select=False).fit(pairs).embedding_l2_
+    assert "the same for all" in model.path_.note
+
+
+def test_validation_pairs_of_the_user_take_the_place_of_the_held_out_part():
+    split = per_user(gt.Interactions.from_matrix(faint()), 0.2, seed=1)
+    model = small().fit(split.train, validation=split.test)
+    assert model.path_.held_out == "the validation part"
+    assert model.path_.tried
+    given = max(model.path_.tried, key=lambda point: point.metric)
+    assert model.best_metric_ >= 0.95 * given.metric
+
+
+@pytest.mark.parametrize("select", ["rows", "both", 1.5, None])
+def test_select_takes_a_flag_or_a_part_to_hold_out(select):
+    with pytest.raises(ValueError, match="select"):
+        small(select=select).fit(faint())
+
+
+def test_entities_without_features_cannot_be_held_out():
+    with pytest.raises(ValueError, match="select"):
+        small(select="left").fit(faint())
+
+
+def words(groups, width, rng):
+    """Rows of features: the group of each entity, and noise."""
+    noise = sp.random(len(groups), width, 0.1, random_state=rng, format="csr")
+    return sp.hstack([sp.csr_matrix(np.eye(groups.max() + 1)[groups]), noise]).tocsr().astype(np.float32)
+
+
+def described():
+    """Pairs of entities on both sides that groups explain, and features that tell them."""
+    rng = np.random.default_rng(0)
+    left, right = rng.integers(6, size=400), rng.integers(6, size=150)
+    pairs = sp.csr_matrix(rng.random((400, 150)) < np.where(left[:, None] == right, 0.2, 0.01)).astype(np.float32)
+    return pairs, words(left, 30, rng), words(right, 30, rng)
+
+
+def test_features_on_both_sides_compare_linear_and_normalised_towers_by_new_entities():
+    model = small(hidden=None, dim=8).fit(*described())
+    path = model.path_
+    shapes = [(point.settings.get("hidden"), point.settings["normalize"]) for point in path.tried]
+    assert (None, False) in shapes
+    assert ((), False) in shapes
+    assert True in {shape[1] for shape in shapes}
+    assert "left entities" in path.held_out
+    assert model.l2_ == path.chosen["l2"]
+    assert model.normalize_ == path.chosen["normalize"]
+    assert (model.hidden_ == ((), ())) == ("hidden" in path.chosen)
+
+
+def test_shapes_that_are_given_are_not_compared():
+    model = small(hidden=(8,), normalize=False).fit(*described())
+    assert all(set(point.settings) == {"l2"} for point in model.path_.tried)
+
+
+def test_ids_next_to_features_hold_out_pairs_and_rank_known_entities_as_well_as_ids_do():
+    pairs, left, right = described()
+    split = per_user(gt.Interactions.from_matrix(pairs), 0.2, seed=0)
+    ids = small().fit(split.train)
+    both = small().fit(split.train, ["id", left], ["id", right])
+    assert "pairs of" in both.path_.held_out
+    assert both.hidden_ == ((), ())
+    assert both.evaluate(split.test)["ndcg@20"] > 0.98 * ids.evaluate(split.test)["ndcg@20"]
+
+
+def test_a_model_file_keeps_the_path_and_updates_keep_its_penalty(tmp_path):
+    pairs = gt.Interactions.from_matrix(faint())
+    model = small().fit(pairs)
+    model.save(tmp_path / "m")
+    loaded = gt.load(tmp_path / "m")
+    assert loaded.path_ == model.path_
+    assert loaded.get_params() == model.get_params()
+    loaded.update(gt.Interactions.from_arrays([0, 1], [5, 7]))
+    assert loaded.embedding_l2_ == model.embedding_l2_
+
+
+def test_a_continued_run_keeps_its_choice_and_ends_as_an_uninterrupted_one(tmp_path, monkeypatch):
+    whole = small(max_iterations=6).fit(faint(), checkpoint=tmp_path / "whole")
+    small(max_iterations=3).fit(faint(), checkpoint=tmp_path / "half")
+    monkeypatch.setattr(penalty_path, "_Search", None)  # no point may be tried again
+    resumed = small(max_iterations=6).fit(faint(), checkpoint=tmp_path / "half")
+    assert resumed.path_.chosen == whole.path_.chosen
+    assert resumed.history_[-1].value == whole.history_[-1].value
+    chosen = tmp_path / "half.selection.json"
+    chosen.write_text(json.dumps({"chosen": 3}))
+    with pytest.raises(ValueError, match=r"half\.selection\.json"):
+        small(max_iterations=8).fit(faint(), checkpoint=tmp_path / "half")
+
+
+def test_an_interrupt_on_the_path_ends_the_fit_and_leaves_the_model_as_it_was(monkeypatch):
+    model, calls = small().fit(faint()), []
+    before, point = model.fitted_, penalty_path._Search.point
+
+    def stop(self, *given):
+        calls.append(given)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return point(self, *given)
+
+    monkeypatch.setattr(penalty_path._Search, "point", stop)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(faint(1))
+    assert model.fitted_ is before
+
+
+def test_verbose_fits_print_a_line_for_each_point(capsys):
+    model = small(verbose=True, max_iterations=2).fit(faint())
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("select:")]
+    assert len(lines) == len(model.path_.tried)
+    assert "embedding_l2=" in lines[0]
+    assert "±" in lines[0]
+
+
+def test_the_plot_has_the_path():
+    pytest.importorskip("matplotlib", reason="figures need matplotlib")
+    assert len(small().fit(faint()).plot().axes) == len(small(select=False).fit(faint()).plot().axes) + 1
+
+
+def test_held_out_pairs_leave_each_entity_one_and_are_the_same_in_any_number_of_parts():
+    pairs = planted_pairs(500, 80, 3000, skew=1.5)
+    held, rows = _held_pairs(pairs, 7)
+    counts = np.diff(pairs.indptr)
+    out = np.add.reduceat(np.append(held, False), pairs.indptr[:-1]) * (counts > 0)
+    assert rows == (out > 0).sum() >= 50
+    assert held.sum() <= 0.12 * pairs.nnz
+    assert (out < np.maximum(counts, 1)).all()
+    assert not out[counts == 1].any()
+
+    class Together:  # both processes, whose totals are those of all
+        def totals(self, *given):
+            return next(asked)
+
+    whole = (float((counts > 1).sum()), float(np.clip(np.floor(0.1 * counts + 0.5), 1, None)[counts > 1].sum()))
+    for first, stop in ((0, 211), (211, 500)):
+        asked = iter([(*whole, float(pairs.nnz)), (0.0,)])
+        part, _ = _held_pairs(pairs[first:stop], 7, Together(), first, int(pairs.indptr[first]))
+        assert np.array_equal(part, held[pairs.indptr[first] : pairs.indptr[stop]])
+
+
+def test_a_large_set_is_chosen_for_by_a_sample_of_its_left_entities(monkeypatch):
+    monkeypatch.setattr(penalty_path, "_PAIRS", 1500)
+    model = small().fit(faint())
+    assert model.path_.tried
+    assert model.left_.embeddings.shape[0] == 300
+    ranked = int(model.path_.held_out.split(" pairs of ")[1].split()[0])
+    assert 50 <= ranked < 230  # of 300
+
+
+def test_several_processes_choose_what_one_does(tmp_path):
+    write_partition(gt.Interactions.from_matrix(faint()), tmp_path / "parts", 4)
+    alone = shared_fits.selected_fit(tmp_path / "parts")
+    many = run_group("shared_fits:selected_fit", 2, tmp_path / "parts")
+    assert many[0] == many[1]
+    for found in (many[0], alone):
+        assert found["whole"] == pytest.approx(found["parts"], rel=1e-3)
+    assert many[0]["whole"] == pytest.approx(alone["whole"], rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64])
+def test_a_problem_with_other_penalties_is_the_one_made_with_them(dtype):
+    pairs = planted_pairs(30, 20, 120)
+    base = gt.Problem(pairs, omega=0.1, l2=0.3, embedding_l2=0.2, right_weights="degree^0.5")
+    towers = gt.mlp_towers(base, hidden=(6,), dim=4).to(dtype)
+    first = base.at(towers)
+    found = base.with_penalties(0.7, 0.05).at(towers)
+    expected = gt.Problem(pairs, omega=0.1, l2=0.7, embedding_l2=0.05, right_weights="degree^0.5").at(towers)
+    assert found.value == pytest.approx(expected.value, rel=1e-13)
+    assert found.value != first.value
+    assert torch.allclose(found.gradient().vector, expected.gradient().vector, rtol=1e-11, atol=1e-13)
+    d = first.gradient()
+    assert torch.allclose((found.gauss_newton() @ d).vector, (expected.gauss_newton() @ d).vector, rtol=1e-11)
+    assert first.value == base.at(towers).value
+    for bad in ({"l2": -1.0, "embedding_l2": 0.0}, {"l2": 0.0, "embedding_l2": float("nan")}):
+        with pytest.raises(ValueError, match="l2"):
+            base.with_penalties(**bad)
