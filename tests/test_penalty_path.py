@@ -156,7 +156,9 @@ def test_a_model_file_keeps_the_path_and_updates_keep_its_penalty(tmp_path):
 
 def test_a_continued_run_keeps_its_choice_and_ends_as_an_uninterrupted_one(tmp_path, monkeypatch):
     whole = small(max_iterations=6).fit(faint(), checkpoint=tmp_path / "whole")
-    small(max_iterations=3).fit(faint(), checkpoint=tmp_path / "half")
+    small(max_iterations=6).fit(
+        faint(), checkpoint=tmp_path / "half", callbacks=[lambda record, _: record.iteration == 3]
+    )
     monkeypatch.setattr(penalty_path, "_Search", None)  # no point may be tried again
     resumed = small(max_iterations=6).fit(faint(), checkpoint=tmp_path / "half")
     assert resumed.path_.chosen == whole.path_.chosen
@@ -228,8 +230,8 @@ def test_a_large_set_is_chosen_for_by_a_sample_of_its_left_entities(monkeypatch)
 
 def test_several_processes_choose_what_one_does(tmp_path):
     write_partition(gt.Interactions.from_matrix(faint()), tmp_path / "parts", 4)
-    alone = shared_fits.selected_fit(tmp_path / "parts")
-    many = run_group("shared_fits:selected_fit", 2, tmp_path / "parts")
+    alone = shared_fits.selected_fit(tmp_path, tmp_path / "parts")
+    many = run_group("shared_fits:selected_fit", 2, tmp_path / "many", tmp_path / "parts")
     assert many[0] == many[1]
     for found in (many[0], alone):
         assert found["whole"] == pytest.approx(found["parts"], rel=1e-3)

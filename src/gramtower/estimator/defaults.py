@@ -6,9 +6,9 @@
     k               min(m, n)/5          half of the hidden layer's width
     ω               4 |O| / (mn − |O|)   2 |O| / (mn − |O|)            as for ids
     b               degree^0.1           degree^0.2 to degree^0.4      degree^0.3
-    λ               2⁻⁵                  0.03 |O| / min(m, n), less     as for features
-                                         with many features
-    μ               0.0065 max(1, √(k/1024))   0.0005 to 0.006         as for ids
+    λ               2⁻⁵; with features   0.03 |O| / min(m, n), less    as for features
+                    as well 0.3          with many features
+    μ               0.0065 and more      0.0005 to 0.006               as for ids
     iterations      20, of sweeps 12      12                            12
     refined         no                   if both sides have features   no
 
@@ -17,11 +17,11 @@ total weight of unobserved pairs is thus four times (twice) that of observed one
 starts (estimator/penalty_path.py), which finds the right ones on held-out data; towers over features on both sides are
 also compared with linear and with normalised ones there.
 
-The μ of embeddings made of features is 8·10⁻⁵ |O| / √(mn). The power of degrees in b is 6 √(mn) / |O|, between 0.2 and
-0.4: the fewer pairs an entity has, the more frequent ones are held back; it is 0.4 where only right entities have
-features, because new ones have no pairs at all. With ids k is the nearest power of two, at least 64, at most 256 on a
-CPU and 2048 on a GPU; it is halved while training would take more than half of the memory: ten vectors of (m + n) k
-numbers.
+The μ of ids is 0.0065 max(1, √(k/1024)), that of embeddings made of features 8·10⁻⁵ |O| / √(mn). The power of degrees
+in b is 6 √(mn) / |O|, between 0.2 and 0.4: the fewer pairs an entity has, the more frequent ones are held back; it is
+0.4 where only right entities have features, because new ones have no pairs at all. With ids k is the nearest power of
+two, at least 64, at most 256 on a CPU and 2048 on a GPU; it is halved while training would take more than half of the
+memory: ten vectors of (m + n) k numbers.
 
 docs/evidence/defaults.md has the measurements.
 """
@@ -42,7 +42,7 @@ IDS, FEATURES, HISTORIES = "ids", "features", "histories"  # what towers see
 _SHARE = {IDS: 4.0, FEATURES: 2.0, HISTORIES: 4.0}
 _POWERS, _POWER_BY_PAIRS, _FEATURE_POWERS = {IDS: 0.1, HISTORIES: 0.3}, 6.0, (0.2, 0.4)  # of degrees in b
 _ITERATIONS = {IDS: 20, FEATURES: 12, HISTORIES: 12}
-_L2, _L2_PER_PAIR = 2.0**-5, 0.03
+_L2, _L2_NEXT_TO_FEATURES, _L2_PER_PAIR = 2.0**-5, 0.3, 0.03
 _LONG_ROWS, _LEAST_OF_LONG_ROWS = 64, 1 / 3  # entries of a row of features above which λ falls, and how far
 _LEAST_PENALTY, _PENALTY_PER_PAIR, _MOST_PENALTY = 5e-4, 8e-5, 6e-3  # of embeddings made of features
 _WIDTHS, _ROWS_PER_UNIT = {"cpu": (64, 1024, 24), "cuda": (64, 2048, 30)}, 4  # widths; bits of a first layer's size
@@ -121,8 +121,10 @@ def default_l2(shape: tuple[int, int], observed: int, seen: str, entries: float 
 
     It falls to a third where entities have more than 64 features each, which need less regularisation.
     """
+    if seen == IDS:
+        return _L2_NEXT_TO_FEATURES if entries else _L2
     long = min(1.0, max(_LEAST_OF_LONG_ROWS, math.sqrt(_LONG_ROWS / max(1.0, entries))))
-    return _L2 if seen == IDS else _L2_PER_PAIR * long * max(1, observed) / min(shape)
+    return _L2_PER_PAIR * long * max(1, observed) / min(shape)
 
 
 def default_embedding_l2(shape: tuple[int, int], observed: int, dim: int, seen: str) -> float:

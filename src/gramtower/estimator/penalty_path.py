@@ -7,13 +7,13 @@ show. :func:`select` holds out a part of the data, fits the rest along a path of
     features on a side           path over λ; a sample of the entities of that side is held out with all their pairs
     histories                    path over μ and λ together; pairs are held out, because known entities have them
 
-The path starts at the rule's value (estimator/defaults.py), moves up or down by a factor while the metric improves, and
-is refined once between the best point and its better neighbour; the top of the polynomial through them is taken. Of
-points whose difference to the best is within one standard error of that difference, the one with the strongest penalty
-is preferred. Towers over ids start from the parameters of the best point so far, as glmnet does, and take a fraction of
-a fit's iterations. Networks over features start from scratch, because from another point they end elsewhere; they are
-narrower than those of the fit, and the rule's value stays if it is within one standard error of the best. Where
-features describe both sides, linear and normalised towers are compared at the rule's value first.
+The path starts at the rule's value (defaults.py), moves up by a factor while the metric does not fall, or down
+while it improves, and is refined once between the best point and its better neighbour; the top of the polynomial
+through them is taken. Of points whose difference to the best is within one standard error of that difference, the one
+with the strongest penalty is preferred. Towers over ids start from the parameters of the point before, as glmnet does,
+and take a fraction of a fit's iterations. Networks over features start from scratch, because from another point they
+end elsewhere; they are narrower than those of the fit, and the rule's value stays if it is within one standard error of
+the best. Where features describe both sides, linear and normalised towers are compared at the rule's value first.
 
 More pairs want a weaker penalty on embeddings: μ is multiplied by the share of pairs that was kept.
 From 5 million pairs on, a sample of the left entities is enough to choose by.
@@ -52,6 +52,7 @@ from gramtower.estimator.fitted import Selection, Tried, short
 from gramtower.estimator.refinement import refine
 from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.unseen import SIDES, Unseen, cut, hold_out_entities
+from gramtower.optim.solvers import NewtonKron, as_solver
 from gramtower.runtime.threads import threads_of_fit
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason
@@ -298,6 +299,8 @@ class _Search:
         self.own = over_ids(settings, data, data.dim) if data.refine else None
         self.measure = make_validation(settings, data, unseen)
         self.warm = data.seen != defaults.FEATURES  # networks that start warm end elsewhere than from scratch
+        given = as_solver(settings.optimizer, dict(settings.solver_options()))
+        self.solver = given if isinstance(given, NewtonKron) else NewtonKron()  # others end before they have converged
         self.points: list[_Point] = []
 
     def run(self) -> tuple[_Point | None, float]:
@@ -331,23 +334,26 @@ class _Search:
         return self.point(_Shape(changes, self.resized(changes)), 0.0, None)
 
     def walk(self, first: _Point) -> list[_Point]:
-        """Follow the penalty of a shape of towers up or down while it helps, then look once between neighbours."""
-        points, best = {0.0: first}, 0.0
-        for direction in (1.0, -1.0):
-            while abs(best + direction) <= (_STEPS if self.warm else _FEW_STEPS):
-                at = best + direction
-                points[at] = self.point(first.shape, at, points[best].parameters)
-                gain = points[at].metric - points[best].metric
-                if not gain > (0.0 if direction > 0 else self.error(points[at], points[best])):
-                    break
-                points[best].parameters = None  # only the best one is started from
-                best = at
-            if best:
+        """Follow the penalty up while it does no harm, or down while it helps, then look once between neighbours."""
+        points, best, most = {0.0: first}, first, _STEPS if self.warm else _FEW_STEPS
+        last = first
+        while last.exponent < most:
+            last = self.point(first.shape, last.exponent + 1, last.parameters)
+            points[last.exponent] = last
+            best = max(best, last, key=lambda point: point.metric)
+            if best.metric - last.metric > (self.error(last, best) if self.warm else 0.0):
                 break
-        around = [at for at in (best - 1, best + 1) if at in points]
-        if self.warm and len(around) == 2:  # refine once, towards the better neighbour
-            between = best + 0.5 * (max(around, key=lambda at: points[at].metric) - best)
-            points[between] = self.point(first.shape, between, points[best].parameters)
+        last = first
+        while best is last and last.exponent > -most:
+            last = self.point(first.shape, last.exponent - 1, last.parameters)
+            points[last.exponent] = last
+            if last.metric - best.metric > self.error(last, best):
+                best = last
+        around = [points[at] for at in (best.exponent - 1, best.exponent + 1) if at in points]
+        if self.warm and len(around) == 2:
+            nearer = max(around, key=lambda point: point.metric)
+            between = (best.exponent + nearer.exponent) / 2
+            points[between] = self.point(first.shape, between, best.parameters)
         return list(points.values())
 
     def resized(self, changes: dict[str, Any]) -> FitData:
@@ -373,7 +379,7 @@ class _Search:
             towers.load(start)
         share = 1.0 if not self.warm else _FIRST if start is None else _NEXT
         count = max(1, round(share * iterations(settings, shape.data, problem, towers)))
-        result = minimize(problem, towers, "newton-kron", count, seed=settings.seed)
+        result = minimize(problem, towers, self.solver, count, seed=settings.seed)
         if result.reason is Reason.INTERRUPTED:
             raise KeyboardInterrupt
         at = problem.at(towers)
