@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -20,7 +22,6 @@ from functools import lru_cache
 
 import torch
 
-import gramtower
 from gramtower.runtime import host
 
 
@@ -69,7 +70,13 @@ def threads_of_fit(tiny: bool) -> Iterator[None]:
 
 def _busy_cpus() -> int:
     """CPUs that others use now, where torch's threads would wait in long loops (gramtower/__init__.py); 0 elsewhere."""
-    return max(0, min(host.running_tasks() for _ in range(3)) - 1) if gramtower._long_waits else 0
+    if not sys.modules["gramtower"]._long_waits:
+        return 0
+    found = []
+    for _ in range(3):
+        time.sleep(0.005)  # until threads of this process that wait in such a loop sleep
+        found.append(host.running_tasks())
+    return max(0, min(found) - 1)
 
 
 @lru_cache(maxsize=1)
