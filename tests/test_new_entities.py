@@ -16,7 +16,7 @@ METRICS = ("recall@3", "map@3", "psp@3", "novelty@3", "coverage@3")
 
 
 def small(**options):
-    return gt.TwoTower(**{"dim": 6, "hidden": (8,), "max_iterations": 10, "device": "cpu", **options})
+    return gt.TwoTower(**{"dim": 6, "hidden": (8,), "max_iterations": 10, "device": "cpu", "select": False, **options})
 
 
 def items(numbers):
@@ -331,7 +331,7 @@ def without_expected_ids(monkeypatch):
 @pytest.mark.parametrize(("hidden", "ids"), [((), "id"), ((16,), "id"), ((16,), "id*0.3")])
 def test_ids_give_trained_items_no_constant_advantage_over_new_ones(hidden, ids, monkeypatch):
     train, test, table = catalogue()
-    options = dict(dim=8, hidden=hidden, seed=1, max_iterations=10, device="cpu")
+    options = dict(dim=8, hidden=hidden, seed=1, max_iterations=10, device="cpu", select=False)
     found, known, share = {}, {}, {}
     for name in ("zero", "expected"):
         with monkeypatch.context() as patch:

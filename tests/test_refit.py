@@ -15,7 +15,7 @@ from gramtower.data.synthetic import planted_pairs
 
 def small(**options):
     given = dict(dim=4, hidden=(), max_iterations=40, patience=3, metric="recall@20", device="cpu", omega=0.1, seed=2)
-    return gt.TwoTower(**given | options)
+    return gt.TwoTower(**given | {"select": False} | options)
 
 
 def planted(weights=None):

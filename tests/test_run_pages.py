@@ -214,10 +214,10 @@ def test_a_damaged_report_of_a_tuning_is_refused(text, tmp_path, capsys):
 
 def test_plots_draw_the_records_and_the_trials(folder):
     model = gt.load(folder / "run/model.gramtower")
-    objective, metric = model.plot().axes
+    objective, metric, *_ = model.plot().axes
     assert objective.lines[0].get_ydata().tolist() == [record.value for record in model.history_]
     assert metric.lines[0].get_ydata().tolist() == [record.metric for record in model.history_]
-    assert metric.get_ylabel() == "validation map@5"
+    assert metric.get_ylabel() == "validation ndcg@20"
     search = read_search(folder / "tuned")
     trials, curves, importance = search.plot().axes
     values = [trial.value for trial in search.trials if not trial.pruned]

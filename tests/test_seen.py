@@ -19,7 +19,7 @@ METRICS = ("recall@5", "map@5", "psp@5", "novelty@5", "auc")
 
 
 def small(**options):
-    return gt.TwoTower(**{"dim": 6, "hidden": (8,), "max_iterations": 10, "device": "cpu", **options})
+    return gt.TwoTower(**{"dim": 6, "hidden": (8,), "max_iterations": 10, "device": "cpu", "select": False, **options})
 
 
 def log(seed=0, users=60, items=45):

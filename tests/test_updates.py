@@ -17,7 +17,7 @@ from gramtower.data.tables import FeatureTable
 from gramtower.data.union import union
 from gramtower.training.lock import locked
 
-OPTIONS = dict(dim=8, hidden=(), max_iterations=12, device="cpu", omega=0.05)
+OPTIONS = dict(dim=8, hidden=(), max_iterations=12, device="cpu", omega=0.05, select=False)
 
 
 def whole(kind=str):

@@ -184,7 +184,7 @@ class FittedModel(RankedLists):
     def predict(
         self, left: Any, right: Any, *, left_features: Any = None, right_features: Any = None
     ) -> NDArray[np.float32]:
-        """Scores p_iᵀq_j of pairs of ids, element by element: how well the two entities of each pair go together.
+        """Scores of pairs of ids, element by element: how well the two entities of each pair go together.
 
         Args:
             left: ids of left entities.

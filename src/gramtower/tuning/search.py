@@ -49,7 +49,6 @@ from gramtower.tuning.space import (
     linear,
 )
 from gramtower.tuning.trial import (
-    Outcome,
     Parts,
     changed_arguments,
     make_parts,
@@ -59,7 +58,7 @@ from gramtower.tuning.trial import (
     start_values,
     validation_part,
 )
-from gramtower.tuning.tried import Gain, Tried, Verdict, gain, judge, pick
+from gramtower.tuning.tried import Gain, Outcome, Tried, Verdict, gain, judge, pick
 from gramtower.tuning.warm import Solutions, weights_beside
 
 #: Arguments of the model that a name of the space stands for, where they differ.

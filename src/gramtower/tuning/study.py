@@ -27,7 +27,7 @@ from gramtower.tuning.warm import weights_beside
 if TYPE_CHECKING:
     import optuna
 
-    from gramtower.tuning.trial import Outcome
+    from gramtower.tuning.tried import Outcome
 
 _NAME = "gramtower"
 _AGAIN = "confirmations"

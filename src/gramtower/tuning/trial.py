@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -27,7 +27,7 @@ from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Record
 from gramtower.tuning import curve as curves
 from gramtower.tuning.space import Value, rescaled_penalty
-from gramtower.tuning.tried import REPORTED
+from gramtower.tuning.tried import REPORTED, Outcome
 
 _SCORES = {"cpu": 2 * 10**8, "cuda": 4 * 10**9}  # most scores computed for one look at the validation part
 
@@ -63,32 +63,6 @@ def validation_part(parts: Parts) -> HeldOut:
         if isinstance(parts.train, Interactions):
             held_out = Interactions.from_matrix(held_out, parts.train.left_ids, parts.train.right_ids)
     return HeldOut(parts.train, parts.features, held_out, parts.unseen)
-
-
-@dataclass
-class Outcome:
-    """How a trial ended."""
-
-    curve: list[float]
-    seconds: float
-    reason: Reason
-    pruned: bool
-    late: bool
-    warm: bool
-    parameters: Tensor
-    rough: bool = False
-    without: list[float] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def value(self) -> float:
-        """The metric that counts for it."""
-        return curves.outcome(self.curve, self.warm, self.rough)[0]
-
-    @property
-    def iteration(self) -> int:
-        """The iteration it was reached at."""
-        return curves.outcome(self.curve, self.warm, self.rough)[1]
 
 
 def make_parts(pairs: Any, validation: Any, features: tuple[Any, Any], seed: int, device: str) -> Parts:

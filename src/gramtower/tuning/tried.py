@@ -11,17 +11,42 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from gramtower.metrics.jackknife import standard_error
+from gramtower.training.result import Reason
+from gramtower.tuning import curve as curves
 from gramtower.tuning.space import Value
-
-if TYPE_CHECKING:
-    from gramtower.tuning.trial import Outcome
-
 
 #: Metrics that a report has next to the one that is maximised: lists can gain by one and lose by another.
 REPORTED = ("map@5", "recall@20", "ndcg@20")
+
+
+@dataclass
+class Outcome:
+    """How a trial ended."""
+
+    curve: list[float]
+    seconds: float
+    reason: Reason
+    pruned: bool
+    late: bool
+    warm: bool
+    parameters: Tensor
+    rough: bool = False
+    without: list[float] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def value(self) -> float:
+        """The metric that counts for it."""
+        return curves.outcome(self.curve, self.warm, self.rough)[0]
+
+    @property
+    def iteration(self) -> int:
+        """The iteration it was reached at."""
+        return curves.outcome(self.curve, self.warm, self.rough)[1]
 
 
 @dataclass(frozen=True)
