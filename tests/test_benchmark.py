@@ -271,6 +271,7 @@ def test_an_interrupted_benchmark_goes_on_and_ends_as_an_uninterrupted_one(tmp_p
     with pytest.raises(KeyboardInterrupt):
         gt.benchmark(sample(), 0.2, **given, out=tmp_path / "a", progress=lines.append)
     assert [line.split(":")[0] for line in lines] == [
+        "4 runs to do; first",
         "1/4  popularity, seed 0",
         "2/4  mine, seed 0",
         "3/4  popularity, seed 1",

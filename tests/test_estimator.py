@@ -275,6 +275,7 @@ def test_scikit_learn_conventions():
     assert params["omega"] == 0.1
     assert gt.TwoTower(**params).get_params() == params
     assert estimator.set_params(dim=4).dim == 4
+    estimator.set_params(select=True)
     assert repr(estimator) == "TwoTower(device='cpu', dim=4, hidden=(16,), max_iterations=25, omega=0.1)"
     with pytest.raises(ValueError, match="parameter: got 'size'"):
         estimator.set_params(size=3)

@@ -153,7 +153,7 @@ def test_the_shell_does_the_same(tmp_path, capsys):
     assert run([*command, "--validation", "0.2", "--refit", "--out", str(out), "--quiet", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     read = gt.Interactions.from_csv(tmp_path / "pairs.csv", "user", "item")
-    expected = small().fit(read, validation=0.2, refit=True)
+    expected = small(select=True).fit(read, validation=0.2, refit=True)
     assert same(gt.load(out / "model.gramtower"), expected)
     assert facts["metric_value"] == expected.best_metric_
     assert facts["iterations"] == expected.history_[-1].iteration

@@ -85,7 +85,7 @@ def assert_terminated(done, *folders):
 
 
 def test_a_fit_that_was_terminated_goes_on_from_its_last_iteration(data, tmp_path):
-    tokens = ["fit", data, *COLUMNS, *SMALL, "--optimizer", "gd", "--max-iterations", "40", "--json"]
+    tokens = ["fit", data, *COLUMNS, *SMALL, "--optimizer", "gd", "--max-iterations", "40", "--select", "off", "--json"]
     whole = gramtower(*tokens, "--out", tmp_path / "whole")
     cut = gramtower(*tokens, "--out", tmp_path / "run", kill=AT + "24")
     assert_terminated(cut, tmp_path)
@@ -97,6 +97,17 @@ def test_a_fit_that_was_terminated_goes_on_from_its_last_iteration(data, tmp_pat
     assert (found["resumed"], found["iterations"]) == (True, 40)
     assert found["objective"] == expected["objective"]
     assert not locks(tmp_path)
+
+
+def test_a_fit_that_was_terminated_while_it_chose_a_penalty_chooses_the_same_one(data, tmp_path):
+    tokens = ["fit", data, *COLUMNS, *SMALL, "--json"]
+    whole = gramtower(*tokens, "--out", tmp_path / "whole")
+    assert whole.stderr.count("select: ") >= 3
+    cut = gramtower(*tokens, "--out", tmp_path / "run", kill=AT + "6")
+    assert_terminated(cut, tmp_path)
+    assert "iter " not in cut.stderr  # no iteration of the fit itself
+    found, expected = (json.loads(done.stdout) for done in (gramtower(*tokens, "--out", tmp_path / "run"), whole))
+    assert (found["resumed"], found["objective"]) == (False, expected["objective"])
 
 
 def test_a_signal_from_outside_ends_a_fit_in_time(data, tmp_path):

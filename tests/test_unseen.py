@@ -35,7 +35,7 @@ def words(rows, seed=0):
 
 def small(**options):
     base = {"dim": 4, "hidden": (8,), "max_iterations": 4, "device": "cpu", "metric": "ndcg@5", "refine": False}
-    return gt.TwoTower(**base | options)
+    return gt.TwoTower(**base | {"select": False} | options)
 
 
 def recomputed(pairs, features, side, metric, **options):

@@ -46,10 +46,10 @@ from gramtower.estimator.settings import ModelSettings
 from gramtower.estimator.side import Side
 from gramtower.estimator.unseen import Unseen, hold_out_entities
 from gramtower.estimator.warm_start import refuse_increment
+from gramtower.optim.solvers import as_solver
 from gramtower.runtime.memory import readable
 from gramtower.runtime.threads import threads_of_fit
 from gramtower.training.callbacks import Callback
-from gramtower.training.lock import locked
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Result
 
@@ -71,6 +71,7 @@ def fit(
 ) -> FittedModel:
     """Learn from observed pairs, starting from a previous model if there is one; see TwoTower.fit."""
     features, watchers = (left_features, right_features), check.functions("callbacks", callbacks)
+    as_solver(settings.optimizer, dict(settings.solver_options()))  # refused before any work
     if check.choice("candidates", candidates, CANDIDATES) == "all":
         described = {"left": tables_of("left", left_features), "right": tables_of("right", right_features)}
         found = fit(
@@ -132,12 +133,11 @@ def _selected(
         return select(settings, pairs, features, given)
     group, path = current_group(), check.path("checkpoint", checkpoint)
     file = selection_file(path)
-    with locked(file, group):
-        if group.from_first(path.exists() and file.exists()):
-            return Selection.from_plain(str(file), json.loads(file.read_text("utf-8")))
-        found = select(settings, pairs, features, given)
-        if group.rank == 0:
-            write_text(file, json.dumps(found.to_plain()))
+    if group.from_first(path.exists() and file.exists()):
+        return Selection.from_plain(str(file), json.loads(file.read_text("utf-8")))
+    found = select(settings, pairs, features, given)
+    if group.rank == 0 and found.tried:
+        write_text(file, json.dumps(found.to_plain()))
     return found
 
 

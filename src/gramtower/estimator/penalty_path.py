@@ -36,6 +36,7 @@ from gramtower import _checks as check
 from gramtower.data.interactions import Interactions
 from gramtower.data.lookup import index_of, join
 from gramtower.data.partition import Shard
+from gramtower.distributed.agreement import agree
 from gramtower.distributed.group import SINGLE, Group, current_group
 from gramtower.engine.towers.parameters import Parameters
 from gramtower.estimator import defaults
@@ -104,7 +105,10 @@ def select(settings: ModelSettings, pairs: Any, features: tuple[Any, Any], given
     Returns:
         The path, with the settings that the fit is to use: empty, with a note, where nothing can be chosen.
     """
-    part = given or hold_out_part(settings, pairs, features)
+    group = current_group()
+    agree(group, {name: getattr(settings, name) for name in ("select", "metric", "l2", "embedding_l2")})
+    with group.together():
+        part = given or hold_out_part(settings, pairs, features)
     if isinstance(part, str):
         return Selection(settings.metric, "nothing", note=part)
     if part.sample < 1 and settings.dim is None and settings.towers is None:  # towers as large as those for all data

@@ -27,7 +27,7 @@ CONFIG, REPORT, TABLE = "config.toml", "report.json", "report.md"
 #: Arguments that belong to the table [train] of a config file; the others of a model belong to [model].
 TRAIN = ("optimizer", "max_iterations", "device", "seed", "memory_budget", "precision", "pair_precision")
 #: And those of a search, which a fit of all pairs has no use for.
-SKIPPED = ("time_limit", "patience", "metric", "optimizer_options")
+SKIPPED = ("time_limit", "patience", "metric", "optimizer_options", "select")
 _LISTED = 5  # trials in a notebook
 WEIGHTS = ("left_weights", "right_weights")
 
