@@ -276,7 +276,7 @@ def test_an_interrupted_benchmark_goes_on_and_ends_as_an_uninterrupted_one(tmp_p
         "2/4  mine, seed 0",
         "3/4  popularity, seed 1",
     ]
-    assert lines[0].endswith("; next: mine, seed 0")
+    assert lines[1].endswith("; next: mine, seed 0")
     assert Stopped.fits == 1
     half = build(tmp_path / "a")  # what report makes of it meanwhile
     assert half.summary["models"]["mine"]["status"] == "unfinished"
