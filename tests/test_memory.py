@@ -22,6 +22,7 @@ from gramtower.engine.objective.plan import Streamed, plan_blocks
 from gramtower.runtime import host, memory
 from gramtower.runtime.memory import BlockPlan, default_budget, free_memory, total_memory
 from gramtower.runtime.resident import ResidentPeak
+from gramtower.runtime.threads import threads_of_fit
 
 CPU = torch.device("cpu")
 
@@ -211,6 +212,7 @@ import scipy.sparse as sp
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
 from gramtower.runtime.resident import ResidentPeak
+from gramtower.runtime.threads import threads_of_fit
 
 def half_of_all_pairs(m, n):
     return sp.csr_matrix((np.random.default_rng(0).random((m, n)) < 0.5).astype(np.float32))
@@ -297,3 +299,57 @@ def test_the_peak_of_the_resident_set_is_that_since_a_moment():
     assert first.bytes() - first.start > 35e6
     second = ResidentPeak()
     assert second.bytes() - second.start < 20e6  # what was there before does not count
+
+
+@pytest.mark.parametrize(("quota", "cpus"), [("150000 100000", 2), ("50000 100000", 1), ("max 100000", 64), ("", 64)])
+def test_a_process_may_use_the_cpus_of_its_affinity_and_its_containers_quota(quota, cpus, tmp_path, monkeypatch):
+    (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr(host, "_CONTAINER", (str(tmp_path / "memory.max"), str(tmp_path / "v1" / "limit")))
+    monkeypatch.setattr(host, "_OWN_GROUPS", str(tmp_path / "none"))
+    monkeypatch.setattr(host, "_CPU_V1", tmp_path / "none")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)), raising=False)
+    assert host.cpu_count() == cpus
+
+
+def test_an_older_control_group_has_a_quota_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(host, "_CONTAINER", (str(tmp_path / "memory.max"), str(tmp_path / "limit")))
+    monkeypatch.setattr(host, "_OWN_GROUPS", str(tmp_path / "none"))
+    monkeypatch.setattr(host, "_CPU_V1", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)), raising=False)
+    for quota, cpus in ((-1, 64), (250_000, 3)):
+        (tmp_path / "cpu.cfs_quota_us").write_text(str(quota))
+        (tmp_path / "cpu.cfs_period_us").write_text("100000")
+        assert host.cpu_count() == cpus
+
+
+@pytest.mark.parametrize(
+    ("cpus", "waits", "running", "threads"), [(2, False, 9, 2), (1, False, 1, 1), (4, True, 4, 1), (4, True, 1, 3)]
+)
+def test_a_fit_takes_no_more_threads_than_cpus_that_it_may_use(cpus, waits, running, threads, monkeypatch):
+    monkeypatch.setattr(host, "cpu_count", lambda: cpus)
+    monkeypatch.setattr(host, "running_tasks", lambda: running)
+    monkeypatch.setattr(gt, "_long_waits", waits)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(min(cpus + 1, 3))
+        with threads_of_fit(False):
+            assert torch.get_num_threads() == threads
+        assert torch.get_num_threads() == min(cpus + 1, 3)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("first", "variables", "expected"),
+    [
+        ("", {}, "1000 False"),
+        ("import torch", {}, "1000 True"),
+        ("import torch", {"GOMP_SPINCOUNT": "7"}, "7 False"),
+        ("", {"OMP_WAIT_POLICY": "passive"}, "None False"),
+    ],
+)
+def test_threads_of_torch_wait_shortly_unless_the_user_says_how(first, variables, expected):
+    code = f"{first}\nimport os, gramtower\nprint(os.environ.get('GOMP_SPINCOUNT'), gramtower._long_waits)"
+    env = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")} | variables
+    found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == expected

@@ -90,9 +90,9 @@ def cpu_count() -> int:
             quota, period = (folder / "cpu.max").read_text().split()[:2]
             quotas.append(math.ceil(int(quota) / int(period)))
     with contextlib.suppress(OSError, ValueError):  # version 1
-        quota, period = (int((_CPU_V1 / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
-        if quota > 0:
-            quotas.append(math.ceil(quota / period))
+        most, of = (int((_CPU_V1 / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        if most > 0:
+            quotas.append(math.ceil(most / of))
     return max(1, min(quotas))
 
 
