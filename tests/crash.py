@@ -400,7 +400,8 @@ def trial(
         os.kill(pid, sent)
         code = ended(pid)
         counts[sent.name] += 1
-        assert code in (-sent, 0, 130 if sent is signal.SIGINT else -sent), f"{sent.name} ended it with {code}"
+        own = {signal.SIGINT: 130, signal.SIGTERM: 143}.get(sent, -sent)  # after the command's own clean-up
+        assert code in (-sent, 0, own), f"{sent.name} ended it with {code}"
         job.whole(folder)
     code = ended(start(job, folder, log))
     assert code == 0, f"the last run ended with {code}"
