@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -153,7 +154,7 @@ def hold_out_part(settings: ModelSettings, pairs: Any, features: tuple[Any, Any]
     matrix, _ = matrix_and_ids(pairs)
     whole = pairs if isinstance(pairs, Interactions) else Interactions.from_matrix(matrix, same_entities=False)
     sample = 1.0
-    if matrix.nnz > _PAIRS:
+    if matrix.nnz > _PAIRS and _weights_by_name(settings):
         sample = _PAIRS / matrix.nnz
         whole, features = _sampled(whole, features, sample, seed)
     if what != "pairs":
@@ -220,14 +221,18 @@ def _held_side(settings: ModelSettings, features: tuple[Any, Any]) -> str:
     """The kind of part to hold out: "pairs", or the side whose entities are held out."""
     if isinstance(settings.select, str):
         return settings.select
-    weights = settings.left_weights, settings.right_weights
-    if current_group().size > 1 or not all(isinstance(given, str | None) for given in weights):
+    if current_group().size > 1 or not _weights_by_name(settings):
         return "pairs"
     for side, given in zip(SIDES, features, strict=True):
         parts = list(given) if isinstance(given, list | tuple) else [given]
         if parts and not any(part is None or isinstance(part, str) for part in parts):
             return side
     return "pairs"
+
+
+def _weights_by_name(settings: ModelSettings) -> bool:
+    """Whether weights of entities are given by name, not as arrays of all entities."""
+    return all(isinstance(given, str | None) for given in (settings.left_weights, settings.right_weights))
 
 
 def _held_pairs(
@@ -272,6 +277,13 @@ def _top(points: list[_Point], best: _Point) -> float:
     return float(grid[np.argmax(np.polyval(np.polyfit(x, y, len(x) - 1), grid))])
 
 
+def _forget(points: Iterable[_Point], *kept: _Point) -> None:
+    """Free the parameters of all points but some: the next ones start from these."""
+    for point in points:
+        if not any(point is one for one in kept):
+            point.parameters = None
+
+
 @dataclass(frozen=True)
 class _Shape:
     """The shape of towers: the changes of settings it takes, and the data with these sizes."""
@@ -300,7 +312,8 @@ class _Search:
         self.settings, self.data, self.names = settings, data, names
         self.group, self.factor = data.shards.group, _FACTOR[names[0]]
         self.problem = make_problem(settings, data)
-        self.own = over_ids(settings, data, data.dim) if data.refine else None
+        moved = data.refine and settings.memory_budget is None  # a fit asks whether its budget has room for it
+        self.own = over_ids(settings, data, data.dim) if moved else None
         self.measure = make_validation(settings, data, unseen)
         self.warm = data.seen != defaults.FEATURES  # networks that start warm end elsewhere than from scratch
         given = as_solver(settings.optimizer, dict(settings.solver_options()))
@@ -345,6 +358,7 @@ class _Search:
             last = self.point(first.shape, last.exponent + 1, last.parameters)
             points[last.exponent] = last
             best = max(best, last, key=lambda point: point.metric)
+            _forget(points.values(), first, best, last)
             if best.metric - last.metric > (self.error(last, best) if self.warm else 0.0):
                 break
         last = first
@@ -353,6 +367,7 @@ class _Search:
             points[last.exponent] = last
             if last.metric - best.metric > self.error(last, best):
                 best = last
+            _forget(points.values(), best, last)
         around = [points[at] for at in (best.exponent - 1, best.exponent + 1) if at in points]
         if self.warm and len(around) == 2:
             nearer = max(around, key=lambda point: point.metric)
