@@ -83,7 +83,7 @@ def _update(
     settings.data = merged(settings.data, data)
     settings.features = merged(settings.features, features)
     for side, inputs in (("left", model.left_.inputs), ("right", model.right_.inputs)):
-        ids = any(part.kind == "id" for part in inputs.parts)  # of a run whose config does not say so too
+        ids = any(part.kind == "id" for part in inputs.parts)  # also of a run whose config does not have the key
         setattr(settings.features, f"{side}_identity", ids or None)
     more = read_pairs(path, settings.data, name="MORE", loss=model.loss)
     pairs = grown_pairs(model.fitted_, more)

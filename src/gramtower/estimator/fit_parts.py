@@ -71,7 +71,7 @@ def _local_weights(name: str, weights: Any, rows: Rows) -> Any:
 
 
 def over_ids(settings: ModelSettings, data: FitData, dim: int) -> Problem:
-    """The same pairs, ω and weights, over ids, for what is learned of single entities."""
+    """The same pairs, ω and weights over ids, to fit the embeddings of single entities."""
     budget = settings.memory_budget
     if budget is not None:
         budget = max(1, check.memory_size("memory_budget", budget) - held_bytes(data, dim))
