@@ -340,7 +340,7 @@ def test_workers_share_a_port_a_new_model_and_an_end(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="files are kept by their descriptors")
-@pytest.mark.parametrize("watch", [True])
+@pytest.mark.parametrize("watch", [True, False])
 def test_a_worker_that_is_started_again_serves_what_the_others_serve(watch, tmp_path):
     path = tmp_path / "model.gramtower"
     shutil.copy(folder() / "history.gramtower", path)

@@ -47,13 +47,13 @@ def of_known(known: Entities, test: Any, ranking: Ranking) -> Scores:
     found, group = known.aligned("test", test), known.shards.group
     if known.shards.single:
         refuse_strangers("test", found, known.ids, _hint(known, found, 0, ranking))
-    beside = [] if ranking.exclude is None else [known.excluded(ranking.exclude)]
+    also = [] if ranking.exclude is None else [known.excluded(ranking.exclude)]
     if ranking.exclude_seen:
         of_training = np.arange(len(known.left)) < known.left.trained
-        beside.append(without(known.further, _masked(found.pairs, of_training)))
+        also.append(without(known.further, _masked(found.pairs, of_training)))
     scores = _measured(
         known.left.embeddings, known.right.embeddings, found.pairs, ranking, train=known.trained,
-        exclude=union(*beside) if beside else None, processes=group,
+        exclude=union(*also) if also else None, processes=group,
     )  # fmt: skip
     return _counted(scores, known, found, int(group.totals(float(found.pairs.nnz))[0]), ranking)
 
@@ -100,12 +100,12 @@ def of_described(known: Entities, test: Any, ranking: Ranking, features: Any, hi
     seen = sp.csr_matrix(picked @ known.trained)
     seen = seen if history is None else union(seen, _masked(history, new))
     of_training = _masked(found.pairs, (own >= 0) & (own < known.left.trained))
-    beside = [without(sp.csr_matrix(picked @ known.further), of_training)] if ranking.exclude_seen else []
+    also = [without(sp.csr_matrix(picked @ known.further), of_training)] if ranking.exclude_seen else []
     if ranking.exclude is not None:
-        beside.append(align("exclude", given_pairs("exclude", ranking.exclude), ids, shape, numbered, trained).pairs)
+        also.append(align("exclude", given_pairs("exclude", ranking.exclude), ids, shape, numbered, trained).pairs)
     scores = _measured(
         P, known.right.embeddings, found.pairs, ranking, train=seen,
-        exclude=union(*beside) if beside else None, popularity=known.trained,
+        exclude=union(*also) if also else None, popularity=known.trained,
     )  # fmt: skip
     return _counted(scores, known, found, found.pairs.nnz, ranking)
 
