@@ -23,11 +23,11 @@ import torch
 from bench_engine import _resident, _status
 from common import median_ratio, side_by_side, write_result
 
+from gramtower._util.threads import pool
 from gramtower.data.synthetic import planted_pairs
 from gramtower.metrics import evaluate_embeddings
 from gramtower.retrieval.scores import rows_in_block
 from gramtower.retrieval.tiles import tile_shape
-from gramtower.runtime.threads import pool
 
 USERS, ITEMS, TRAIN, TEST, DIM = 29_858, 40_981, 810_128, 217_242, 128
 METRICS = ("recall@20", "ndcg@20")

@@ -23,9 +23,9 @@ import triton.language as tl
 from common import random_pairs, write_result
 
 import gramtower as gt
+from gramtower._util.precision import products_in
 from gramtower.data.synthetic import PAPER_SHAPES
 from gramtower.engine.towers.towers import clone
-from gramtower.runtime.precision import products_in
 
 
 def median_ms(function: Callable[[], Any], repeats: int = 15, warmup: int = 3) -> float:

@@ -23,7 +23,7 @@ import torch
 from common import median_seconds, write_result
 from torch import Tensor
 
-from gramtower._files import write_text
+from gramtower._util.files import write_text
 from gramtower.serving.index import KINDS, Index, build_index
 from gramtower.serving.lists import Query, best_lists
 

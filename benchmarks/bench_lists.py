@@ -36,14 +36,14 @@ import torch
 from bench_engine import _resident, _status
 from common import median_ratio, write_result
 
+from gramtower._util.threads import pool
 from gramtower.distributed.shards import unsharded
-from gramtower.estimator.entities import Entities
-from gramtower.estimator.listing import _streamed, write_lists
-from gramtower.estimator.side import Side
+from gramtower.model.entities import Entities
+from gramtower.model.listing import _streamed, write_lists
+from gramtower.model.side import Side
 from gramtower.retrieval.scores import rows_in_block
 from gramtower.retrieval.tiles import tile_shape
 from gramtower.retrieval.topk import Ranking, ranking
-from gramtower.runtime.threads import pool
 
 WRITES = importlib.util.find_spec("polars") is not None
 

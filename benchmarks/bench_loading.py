@@ -21,7 +21,7 @@ import numpy as np
 from common import median_ratio, side_by_side, write_result
 
 import gramtower as gt
-from gramtower._tensors import TensorFile
+from gramtower._util.tensors import TensorFile
 from gramtower.data.synthetic import planted_pairs
 
 CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {

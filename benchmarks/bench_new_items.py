@@ -9,7 +9,7 @@ share of the places of all lists of 20 that new items take, of `gt.TwoTower()` w
     id + features        and an id of each item next to them
     id*0.3 + features    the same with a larger penalty on what ids learn, and id*0.1
     zero id + features   as id + features, without the id vectors that are expected of new items
-                         (estimator/expected_ids.py)
+                         (model/expected_ids.py)
 
 next to lists that are the same for all users, which say of new items
 
@@ -37,13 +37,13 @@ from common import write_result
 from numpy.typing import NDArray
 
 import gramtower as gt
-import gramtower.estimator.fit as fitting
+import gramtower.model.fit as fitting
 from gramtower.data.interactions import Interactions
 from gramtower.data.readers import movielens, movielens_table
 from gramtower.data.splits import held_out, random_pairs
 from gramtower.data.tables import FeatureTable
-from gramtower.estimator.fit_data import align
 from gramtower.metrics import evaluate_embeddings
+from gramtower.model.fit_data import align
 
 METRICS = ("recall@20", "map@5")
 MODELS: dict[str, list[str]] = {

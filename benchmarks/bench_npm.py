@@ -20,8 +20,8 @@ import torch
 from common import write_result
 
 import gramtower as gt
-from gramtower.estimator.defaults import pick_device
 from gramtower.metrics import evaluate_embeddings
+from gramtower.model.defaults import pick_device
 
 
 def read(path: Path) -> sp.csr_matrix:

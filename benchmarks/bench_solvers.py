@@ -36,9 +36,9 @@ from gramtower.data.readers.extreme import extreme_classification
 from gramtower.data.readers.lists import edge_list, item_lists, thesaurus
 from gramtower.data.synthetic import planted_pairs
 from gramtower.engine.towers.towers import clone
-from gramtower.estimator.fit_data import prepare_data
-from gramtower.estimator.fit_parts import make_problem, make_towers
-from gramtower.estimator.settings import ModelSettings
+from gramtower.model.fit_data import prepare_data
+from gramtower.model.fit_parts import make_problem, make_towers
+from gramtower.model.settings import ModelSettings
 from gramtower.optim.solvers import SOLVERS
 
 DEFAULT = "newton-kron"

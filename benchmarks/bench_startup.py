@@ -39,7 +39,7 @@ FIT = """
 import json, sys, time
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
-from gramtower.two_tower import TwoTower
+from gramtower.model.two_tower import TwoTower
 m, n, count, fits = map(int, sys.argv[1:])
 pairs = gt.Interactions.from_matrix(planted_pairs(m, n, count))
 for _ in range(fits):

@@ -18,7 +18,7 @@ import scipy.sparse as sp
 import torch
 
 import gramtower
-from gramtower._files import write_text
+from gramtower._util.files import write_text
 
 
 def median_seconds(function: Callable[[], Any], repeats: int = 9, warmup: int = 2) -> float:

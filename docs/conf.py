@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import sys
@@ -70,6 +71,22 @@ def _commands(app, docname, source):
     source[0] += "\n" + text[first:]
 
 
+def _modules(app, docname, source):
+    """Fill in the tree of modules on the page of the architecture: each with the first line of its docstring."""
+    if docname != "architecture":
+        return
+    lines, root = [], Path(SOURCES) / "gramtower"
+    for path in sorted(root.rglob("*.py")):
+        place = path.relative_to(root)
+        summary = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+        if place.name == "__init__.py":
+            lines.append(f"{'  ' * (len(place.parts) - 1)}{path.parent.name}/".ljust(32) + summary)
+        else:
+            lines.append(f"{'  ' * len(place.parts)}{place.name}".ljust(32) + summary)
+    source[0] = source[0].replace("<!-- modules -->", "```\n" + "\n".join(lines) + "\n```")
+
+
 def setup(app):
     """Connect what this file adds to sphinx."""
+    app.connect("source-read", _modules)
     app.connect("source-read", _commands)

@@ -34,15 +34,15 @@ import numpy as np
 import torch
 
 import gramtower as gt
-from gramtower._tensors import TensorFile
+from gramtower._util.tensors import TensorFile
 from gramtower.cli.app import run
 from gramtower.compare import runner
 from gramtower.data import list_files
 from gramtower.data.partition import read_part
 from gramtower.distributed.group import SINGLE
 from gramtower.distributed.shard_files import Reader
-from gramtower.estimator.model_file import KIND
 from gramtower.export.write import write_export
+from gramtower.model.model_file import KIND
 from gramtower.optim.solvers import SOLVERS
 from gramtower.training.result import read_history
 

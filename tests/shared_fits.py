@@ -14,7 +14,7 @@ from gramtower.distributed import watch
 from gramtower.distributed.group import SINGLE, current_group
 from gramtower.distributed.shards import Rows, Shards
 from gramtower.engine.towers import stack
-from gramtower.estimator.fit_data import local_pairs, spread_pairs
+from gramtower.model.fit_data import local_pairs, spread_pairs
 
 SAMPLED = dict(ratio=0.1, steps=4, step_size=2**-13)
 METHODS = {"gd-diag": {}, "newton": {}, "newton-kron": {}, "sogram": SAMPLED}
@@ -250,7 +250,7 @@ def disagreements(folder):
     attempt("embedding_l2", lambda: gt.TwoTower(embedding_l2=0.004 if odd else None, **options).fit(pairs))
     attempt("hidden", lambda: gt.TwoTower(hidden="8" if odd else (8,), **options).fit(pairs))
     import gramtower.distributed.agreement as agreement
-    from gramtower.estimator import defaults
+    from gramtower.model import defaults
 
     real_memory = defaults.total_memory
     defaults.total_memory = lambda device: 2 * 2 * 4 * (10 * 50 // 2 + 5 * 20) * 9 if odd else 10**12

@@ -20,11 +20,11 @@ pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 pytest.importorskip("polars", reason="the command line reads tables with polars")
 
 import gramtower.training.log
-from gramtower._toml import toml
+from gramtower._util.toml import toml
 from gramtower.cli.app import run
 from gramtower.cli.config import TABLES
+from gramtower.model.two_tower import TwoTower, load
 from gramtower.training.lock import locked
-from gramtower.two_tower import TwoTower, load
 
 SMALL = ["--dim", "4", "--hidden", "8", "--device", "cpu", "--quiet"]
 COLUMNS = ["--left", "user", "--right", "item"]

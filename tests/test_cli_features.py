@@ -17,7 +17,7 @@ from gramtower.cli.app import run
 from gramtower.cli.query import listed
 from gramtower.data.frames import read_frame
 from gramtower.data.tables import FeatureTable
-from gramtower.two_tower import load
+from gramtower.model.two_tower import load
 
 SMALL = ["--dim", "4", "--hidden", "8", "--device", "cpu"]
 COLUMNS = ["--left", "user", "--right", "item"]

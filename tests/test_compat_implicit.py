@@ -14,7 +14,7 @@ import scipy.sparse as sp
 from test_estimator import checkerboard
 
 from gramtower.compat.implicit import TwoTower
-from gramtower.two_tower import TwoTower as Estimator
+from gramtower.model.two_tower import TwoTower as Estimator
 
 
 @pytest.fixture(scope="module")

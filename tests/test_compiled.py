@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from numba.core.dispatcher import Dispatcher
 
-from gramtower.runtime import code_files
-from gramtower.runtime import compiled as module
-from gramtower.runtime.code_files import CodeFiles
-from gramtower.runtime.compiled import compiled
+from gramtower._util import code_files
+from gramtower._util import compiled as module
+from gramtower._util.code_files import CodeFiles
+from gramtower._util.compiled import compiled
 
 READ_ONLY = """
 import warnings

@@ -16,7 +16,7 @@ from gramtower.cli.app import run
 from gramtower.data.bundle import packages, thesaurus
 from gramtower.data.interactions import Interactions
 from gramtower.data.splits import held_out
-from gramtower.two_tower import load
+from gramtower.model.two_tower import load
 
 KINDS, STYLES = ("grunt", "react", "karma", "mongo"), ("lint", "test")
 

@@ -169,20 +169,6 @@ def test_links_between_pages_lead_somewhere():
     assert [(page.name, link) for page, link in links if not (page.parent / link).exists()] == []
 
 
-def test_files_named_in_the_architecture_exist():
-    tree = re.search(r"```\n(src/gramtower/\n.*?)```", (ROOT / "docs/architecture.md").read_text(), re.DOTALL)[1]
-    folders, missing, named = [], [], 0
-    for line in tree.splitlines():
-        name = line.split()[0]
-        folders = folders[: (len(line) - len(line.lstrip())) // 2]
-        path = ROOT.joinpath(*folders, name)
-        missing += [] if path.exists() else [str(path)]
-        folders += [name] if name.endswith("/") else []
-        named += 1
-    assert missing == []
-    assert named > 20
-
-
 def test_every_dependency_has_its_line():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     groups = [project["build-system"]["requires"], project["project"]["dependencies"]]

@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 import gramtower as gt
+from gramtower._util import host, memory
 from gramtower.data.splits import random_pairs
 from gramtower.data.synthetic import planted_pairs
 from gramtower.distributed.group import SINGLE
-from gramtower.estimator import defaults, fit_data
-from gramtower.estimator.fit import sized_as
-from gramtower.estimator.fit_data import prepare_data
-from gramtower.estimator.fit_parts import make_problem
-from gramtower.estimator.inputs import history_features
-from gramtower.runtime import host, memory
+from gramtower.model import defaults, fit_data
+from gramtower.model.fit import sized_as
+from gramtower.model.fit_data import prepare_data
+from gramtower.model.fit_parts import make_problem
+from gramtower.model.inputs import history_features
 
 CPU = torch.device("cpu")
 

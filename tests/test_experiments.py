@@ -15,9 +15,9 @@ import gramtower as gt
 from gramtower.cli.experiment import Experiment, is_experiment, load_experiment
 from gramtower.cli.reading import read_pairs, split_validation
 from gramtower.data.synthetic import PAPER_SHAPES
-from gramtower.estimator.fit_data import prepare_data
-from gramtower.estimator.fit_parts import make_problem
-from gramtower.estimator.settings import ModelSettings
+from gramtower.model.fit_data import prepare_data
+from gramtower.model.fit_parts import make_problem
+from gramtower.model.settings import ModelSettings
 
 FOLDER = Path(__file__).parent.parent / "experiments"
 TABLE = {  # Table "Data statistics and the selected hyper-parameters": m, n, |O|, log2 omega, log2 lambda

@@ -14,8 +14,8 @@ import scipy.sparse as sp
 import torch
 
 import gramtower as gt
-from gramtower import _files
-from gramtower._files import replacing, write_text
+from gramtower._util import files as _files
+from gramtower._util.files import replacing, write_text
 from gramtower.tuning.warm import Solutions
 
 

@@ -105,7 +105,7 @@ import re
 import numpy as np
 import torch
 from gramtower.data.grouping import Piece, group
-from gramtower.runtime import host
+from gramtower._util import host
 
 torch.set_num_threads(2)
 

@@ -10,7 +10,7 @@ import pytest
 import scipy.sparse as sp
 
 import gramtower as gt
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data.ids import as_ids, as_objects, id_array
 from gramtower.data.interactions import Interactions
 from gramtower.data.left_out import LeftOutWarning

@@ -15,13 +15,13 @@ import scipy.sparse as sp
 import torch
 from cases import make_case
 
+from gramtower._util import threads as thread_pool
 from gramtower.data.pairs import SEGMENT, from_sparse
 from gramtower.engine import kernels
 from gramtower.engine.kernels import cpu, reference
 from gramtower.engine.kernels.activations import activation_of
 from gramtower.engine.kernels.losses import LOSSES, LossTerms, Scored
 from gramtower.engine.objective import problem
-from gramtower.runtime import threads as thread_pool
 
 BACKENDS = {"numba": cpu, "reference": reference}
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-13}  # of the largest number in the result

@@ -14,15 +14,15 @@ from cases import make_case
 from test_engine import relative
 
 import gramtower as gt
-from gramtower._checks import memory_size
+from gramtower._util import host, memory
+from gramtower._util.checks import memory_size
+from gramtower._util.memory import BlockPlan, default_budget, free_memory, total_memory
+from gramtower._util.resident import ResidentPeak
+from gramtower._util.threads import threads_of_fit
 from gramtower.data.synthetic import planted_pairs
 from gramtower.engine.objective import plan
 from gramtower.engine.objective.footprint import Footprint
 from gramtower.engine.objective.plan import Streamed, plan_blocks
-from gramtower.runtime import host, memory
-from gramtower.runtime.memory import BlockPlan, default_budget, free_memory, total_memory
-from gramtower.runtime.resident import ResidentPeak
-from gramtower.runtime.threads import threads_of_fit
 
 CPU = torch.device("cpu")
 
@@ -211,8 +211,8 @@ import numpy as np
 import scipy.sparse as sp
 import gramtower as gt
 from gramtower.data.synthetic import planted_pairs
-from gramtower.runtime.resident import ResidentPeak
-from gramtower.runtime.threads import threads_of_fit
+from gramtower._util.resident import ResidentPeak
+from gramtower._util.threads import threads_of_fit
 
 def half_of_all_pairs(m, n):
     return sp.csr_matrix((np.random.default_rng(0).random((m, n)) < 0.5).astype(np.float32))

@@ -12,13 +12,13 @@ import scipy.sparse as sp
 import torch
 
 import gramtower as gt
-from gramtower import _tensors
-from gramtower._tensors import TensorFile
+from gramtower._util import tensors as _tensors
+from gramtower._util.tensors import TensorFile
 from gramtower.data.partition import read_part, write_partition
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import current_group
 from gramtower.engine.towers.mlp import mlp_shapes
-from gramtower.estimator.model_file import KIND
+from gramtower.model.model_file import KIND
 
 
 def fitted(**options):

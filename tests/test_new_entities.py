@@ -325,7 +325,7 @@ def group_table(table):
 
 
 def without_expected_ids(monkeypatch):
-    monkeypatch.setattr("gramtower.estimator.fit.move_expected_ids", lambda *given: None)
+    monkeypatch.setattr("gramtower.model.fit.move_expected_ids", lambda *given: None)
 
 
 @pytest.mark.parametrize(("hidden", "ids"), [((), "id"), ((16,), "id"), ((16,), "id*0.3")])
@@ -359,7 +359,7 @@ def test_towers_with_expected_ids_embed_trained_entities_as_before(hidden, norma
         train, ["id", "history", left], ["id*0.5", group_table(table)]
     )
     from gramtower.data.features import as_features
-    from gramtower.estimator.fit_data import prepare_data
+    from gramtower.model.fit_data import prepare_data
 
     data = prepare_data(model, train, ["id", "history", left], ["id*0.5", group_table(table)])
     for side, rows in zip(("left", "right"), data.features, strict=True):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import gramtower as gt
-from gramtower import _html as html
+from gramtower._util import html as html
 from gramtower.data.splits import held_out_users, random_pairs
 from gramtower.training.bars import in_notebook
 from gramtower.tuning.report import Search

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gramtower._util import host
 from gramtower.data import pairs as module
 from gramtower.data.pairs import cut_rows, from_sparse
-from gramtower.runtime import host
 
 DENSE = np.array([[0, 2.0, 0, 3], [0, 0, 0, 0], [5, 0, 0, 7], [0, 1, 0, 0]])  # row 1 and column 2 are empty
 

@@ -10,8 +10,8 @@ import pytest
 import shared_fits
 import torch
 
-from gramtower import _tensors
-from gramtower._tensors import TensorFile
+from gramtower._util import tensors as _tensors
+from gramtower._util.tensors import TensorFile
 from gramtower.data.partition import read_part, write_partition
 from gramtower.data.splits import random_pairs
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from gramtower._util import host
 from gramtower.data import part_stream, part_worker, parts
 from gramtower.data.interactions import Interactions
 from gramtower.data.left_out import LeftOutWarning
-from gramtower.runtime import host
 
 pl = pytest.importorskip("polars", reason="reading tables needs polars")
 

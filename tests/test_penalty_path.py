@@ -15,8 +15,8 @@ import gramtower as gt
 from gramtower.data.partition import write_partition
 from gramtower.data.splits import per_user
 from gramtower.data.synthetic import planted_pairs
-from gramtower.estimator import penalty_path
-from gramtower.estimator.penalty_path import _held_pairs
+from gramtower.model import penalty_path
+from gramtower.model.penalty_path import _held_pairs
 
 
 def faint(seed=0):

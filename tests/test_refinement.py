@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 
 import gramtower as gt
-from gramtower.estimator.fit_data import prepare_data
-from gramtower.estimator.fit_parts import make_problem, make_towers
-from gramtower.estimator.refinement import refine
+from gramtower.model.fit_data import prepare_data
+from gramtower.model.fit_parts import make_problem, make_towers
+from gramtower.model.refinement import refine
 
 M, N, K = 23, 17, 4
 

@@ -12,7 +12,7 @@ import pytest
 
 import gramtower as gt
 from gramtower.data import partition, tables
-from gramtower.estimator import model_file
+from gramtower.model import model_file
 from gramtower.serving import index
 from gramtower.training import checkpoint
 

@@ -13,8 +13,8 @@ import torch
 from serving_cases import ITEMS, folder, genres, model, source
 
 import gramtower as gt
+from gramtower._util.mapped import release
 from gramtower.data import frames
-from gramtower.runtime.mapped import release
 from gramtower.serving.entities import Entities
 from gramtower.serving.errors import Refused, shown
 from gramtower.serving.lists import Query, best_lists

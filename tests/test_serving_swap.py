@@ -10,7 +10,7 @@ import weakref
 import pytest
 from serving_cases import Client, client, folder, model, service, source
 
-from gramtower._tensors import write
+from gramtower._util.tensors import write
 from gramtower.cli.app import run
 from gramtower.data import frames
 from gramtower.serving import server

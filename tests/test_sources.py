@@ -14,6 +14,7 @@ import zlib
 
 import pytest
 
+from gramtower._util import host
 from gramtower.cli.config import parse_option, read_config
 from gramtower.data import readers, sources, streams
 from gramtower.data.interactions import Interactions
@@ -21,7 +22,6 @@ from gramtower.data.left_out import LeftOutWarning
 from gramtower.data.readers.mediawiki import mediawiki_links
 from gramtower.data.readers.netflix import netflix
 from gramtower.data.tables import FeatureTable
-from gramtower.runtime import host
 from gramtower.tuning.space import read_space
 
 pl = pytest.importorskip("polars", reason="reading tables needs polars")

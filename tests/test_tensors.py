@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from gramtower._schema import build
-from gramtower._tensors import CHUNK, Damaged, TensorFile, checksum, write
+from gramtower._util.schema import build
+from gramtower._util.tensors import CHUNK, Damaged, TensorFile, checksum, write
 
 TENSORS = {
     "large": torch.arange(3 * CHUNK // 4 + 77, dtype=torch.int32).reshape(-1, 1)[: 3 * CHUNK // 4 + 76].reshape(-1, 4),

@@ -16,10 +16,10 @@ import scipy.sparse as sp
 import torch
 
 import gramtower as gt
-from gramtower._widths import parse_hidden
+from gramtower._util.widths import parse_hidden
 from gramtower.data.synthetic import planted_pairs
-from gramtower.estimator.fit_data import prepare_data
 from gramtower.metrics.jackknife import deal
+from gramtower.model.fit_data import prepare_data
 from gramtower.training.lock import locked
 from gramtower.tuning import curve as curves
 from gramtower.tuning.report import read_search

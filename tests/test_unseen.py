@@ -11,11 +11,11 @@ import scipy.sparse as sp
 import gramtower as gt
 from gramtower.data.splits import held_out
 from gramtower.data.synthetic import planted_pairs
-from gramtower.estimator.fit_data import prepare_data
-from gramtower.estimator.settings import ModelSettings
-from gramtower.estimator.unseen import hold_out_entities
 from gramtower.metrics import evaluate_embeddings
 from gramtower.metrics.jackknife import deal
+from gramtower.model.fit_data import prepare_data
+from gramtower.model.settings import ModelSettings
+from gramtower.model.unseen import hold_out_entities
 from gramtower.tuning.tried import Gain, gain, pick
 
 SHAPE = (80, 50)

@@ -53,9 +53,9 @@ from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.factors import _ROWS as SAMPLED
 from gramtower.engine.towers.linearization import Work
 from gramtower.engine.towers.towers import Towers
-from gramtower.estimator.fit_data import prepare_data
-from gramtower.estimator.fit_parts import make_problem, make_towers
-from gramtower.estimator.settings import ModelSettings
+from gramtower.model.fit_data import prepare_data
+from gramtower.model.fit_parts import make_problem, make_towers
+from gramtower.model.settings import ModelSettings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import best_seconds, median_ratio, side_by_side, write_result

@@ -16,8 +16,8 @@ from typing import Any
 from data import FILES, inner_split, load
 from rows import METRICS, stored, train
 
-from gramtower.estimator import defaults
 from gramtower.metrics import evaluate_embeddings
+from gramtower.model import defaults
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import write_result

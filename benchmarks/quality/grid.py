@@ -39,8 +39,8 @@ from data import FILES, inner_split, load, omega_of_share
 import gramtower as gt
 from gramtower.distributed.group import SINGLE
 from gramtower.distributed.shards import Rows
-from gramtower.estimator.training_inputs import training_inputs, training_parts
 from gramtower.metrics import evaluate_embeddings
+from gramtower.model.training_inputs import training_inputs, training_parts
 from gramtower.tuning.space import rescaled_penalty
 from gramtower.tuning.trial import chosen_features
 

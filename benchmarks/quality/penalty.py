@@ -21,8 +21,8 @@ from data import inner_split, read_lists
 import gramtower as gt
 from gramtower.data.bundle import packages, thesaurus
 from gramtower.data.readers.lists import edge_list
-from gramtower.estimator import defaults
 from gramtower.metrics import evaluate_embeddings
+from gramtower.model import defaults
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "features"))
 from sets import DATA, load

@@ -20,9 +20,9 @@ import scipy.sparse as sp
 from torch import Tensor
 
 import gramtower as gt
-from gramtower.estimator.fit_data import prepare_data
-from gramtower.estimator.fit_parts import iterations, make_problem, make_towers
-from gramtower.estimator.settings import ModelSettings
+from gramtower.model.fit_data import prepare_data
+from gramtower.model.fit_parts import iterations, make_problem, make_towers
+from gramtower.model.settings import ModelSettings
 
 HERE = Path(__file__).resolve().parent
 ROWS = ("popularity", "als", "softmax", "hidden", "ours")

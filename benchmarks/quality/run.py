@@ -23,7 +23,7 @@ import torch
 from data import FILES, Data, inner_split, load, read_lists, write_result
 from rows import METRICS, ROWS, stored, train
 
-from gramtower._files import replacing, write_text
+from gramtower._util.files import replacing, write_text
 from gramtower.metrics import evaluate_embeddings, ranking_metrics
 from gramtower.retrieval.topk import top_k
 

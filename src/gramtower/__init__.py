@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from gramtower.evaluation.cross_validation import cross_validate as cross_validate
     from gramtower.evaluation.selection import PairSplit as PairSplit
     from gramtower.evaluation.selection import ranking_scorer as ranking_scorer
+    from gramtower.model.two_tower import TwoTower as TwoTower
+    from gramtower.model.two_tower import load as load
     from gramtower.optim.line_search import Backtracking as Backtracking
     from gramtower.optim.methods import Descent as Descent
     from gramtower.optim.methods import Method as Method
@@ -62,8 +64,6 @@ if TYPE_CHECKING:
     from gramtower.training.result import Record as Record
     from gramtower.training.result import Result as Result
     from gramtower.training.result import read_history as read_history
-    from gramtower.two_tower import TwoTower as TwoTower
-    from gramtower.two_tower import load as load
 
 __version__ = "0.2.0"  # the one place of the version; pyproject.toml reads it
 
@@ -89,7 +89,7 @@ _PLACES = {
     "training.callbacks": "ProgressBar",
     "training.loop": "minimize",
     "training.result": "Reason Record Result read_history",
-    "two_tower": "TwoTower load",
+    "model.two_tower": "TwoTower load",
 }
 
 if not TYPE_CHECKING:  # a type checker knows the names, and would take any other for one of these

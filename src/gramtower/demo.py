@@ -4,7 +4,7 @@ The data: packages of npm in 2016 and what they depend on (data/bundle.py). The 
 the tools, which describe a package; the others are what is to be found. A fifth of the packages is held out whole. The
 left tower sees a package's tools, so that any combination of them can be asked about; the right one knows dependencies
 by id. Shown beside it: linear towers over the same features, and the dependencies that are used most. Linear towers add
-up what each tool suggests; a hidden layer can learn what two of them need together. Checked by tests/test_demo.py.
+up what each tool suggests; a hidden layer can learn what two of them need together.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from gramtower import _checks as check
-from gramtower._files import replacing
-from gramtower._optional import install_line
+from gramtower._util import checks as check
+from gramtower._util.files import replacing
+from gramtower._util.optional import install_line
 from gramtower.data.bundle import packages
 from gramtower.data.interactions import Interactions
 from gramtower.data.splits import held_out
 from gramtower.data.tables import FeatureTable
-from gramtower.estimator.fit_data import aligned
 from gramtower.metrics import evaluate_embeddings
+from gramtower.model.fit_data import aligned
+from gramtower.model.two_tower import TwoTower
 from gramtower.training.result import Reason
-from gramtower.two_tower import TwoTower
 
 USES = (("gulp", "browserify"), ("grunt", "karma"), ("karma", "webpack", "mocha"), ("express", "mocha"))
 METRICS = ("map@5", "recall@20")

@@ -22,11 +22,11 @@ import torch
 from harness import MINUTES, Fuzz, mutated
 
 import gramtower as gt
-from gramtower import _tensors
-from gramtower._tensors import TensorFile
+from gramtower._util import tensors as _tensors
+from gramtower._util.tensors import TensorFile
 from gramtower.data.partition import read_part, write_partition
 from gramtower.data.tables import FeatureTable
-from gramtower.estimator.model_file import KIND
+from gramtower.model.model_file import KIND
 from gramtower.training import checkpoint
 
 pytestmark = pytest.mark.usefixtures("without_waiting_for_the_disk")

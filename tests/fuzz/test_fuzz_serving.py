@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from serving_cases import ODD, Client, client, folder, listening, service, source
 
 import gramtower as gt
-from gramtower._files import replacing
+from gramtower._util.files import replacing
 from gramtower.serving.limits import Limits
 from gramtower.serving.patience import PatientProtocol
 

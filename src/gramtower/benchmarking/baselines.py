@@ -9,7 +9,6 @@ All learn from the pattern of the positive pairs, X (users × items, ones), with
     ALS         p_iᵀq_j by implicit's AlternatingLeastSquares, with its defaults unless told otherwise
 
 Seen pairs are left out by the caller's matrix, ties go to the smaller column: the rules of retrieval/topk.py.
-Checked by tests/test_baselines.py against dense twins in float64.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
-from gramtower._optional import install_line, need
+from gramtower._util import checks as check
+from gramtower._util.host import memory_size
+from gramtower._util.optional import install_line, need
 from gramtower.data.matrices import canonical
 from gramtower.retrieval.select import best
 from gramtower.retrieval.topk import top_k
-from gramtower.runtime.host import memory_size
 
 Lists = NDArray[np.int64]
 _BLOCK_BYTES = 64_000_000  # of scores made at once

@@ -1,7 +1,4 @@
-"""From the runs of a benchmark to what is shown of them: the result object, summary.json and report.html.
-
-Checked by tests/test_benchmark.py.
-"""
+"""From the runs of a benchmark to what is shown of them: the result object, summary.json and report.html."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gramtower import _checks as check
-from gramtower._files import plain, write_json, write_text
+from gramtower._util import checks as check
+from gramtower._util.files import plain, write_json, write_text
 from gramtower.benchmarking.page import page
 from gramtower.benchmarking.store import MANIFEST, Manifest, Run, read_manifest, read_runs
 from gramtower.benchmarking.summary import summarise

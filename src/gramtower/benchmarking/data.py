@@ -1,7 +1,7 @@
 """The split that all models of a benchmark share: what they learn from, what is seen, and what is relevant to whom.
 
-Seen is the library's one rule (estimator/fitted.py): the pairs that are learned from and, where both sides are one set,
-every entity with itself. All right entities are candidates. Checked by tests/test_benchmark.py.
+Seen is the library's one rule (model/fitted.py): the pairs that are learned from and, where both sides are one set,
+every entity with itself. All right entities are candidates.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import union, without
 from gramtower.data.splits import random_pairs
 from gramtower.data.tables import FeatureTable
-from gramtower.estimator.fit_data import aligned, own_pairs
 from gramtower.metrics.definitions import parse
 from gramtower.metrics.evaluation import ranking_metrics
 from gramtower.metrics.tally import Scores
+from gramtower.model.fit_data import aligned, own_pairs
 
 _REFUSED = {
     "auc": "it needs scores of all items, and a model here gives lists",

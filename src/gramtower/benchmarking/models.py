@@ -2,7 +2,7 @@
 
 A model of the caller is a baseline of this package; an estimator with ``get_params``, ``fit(pairs, …)`` and
 ``recommend(ids, k)``, such as :class:`gramtower.TwoTower`; or a model of ``implicit``, whose factors or similarities
-are ranked. Each run fits a copy, with the run's seed where it takes one. Checked by tests/test_benchmark.py.
+are ranked. Each run fits a copy, with the run's seed where it takes one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.benchmarking.baselines import (
     ALS,
     EASE,
@@ -34,12 +34,12 @@ from gramtower.benchmarking.baselines import (
 from gramtower.benchmarking.data import Cut, describe
 from gramtower.data.interactions import Interactions
 from gramtower.data.lookup import index_of, join
-from gramtower.estimator.fit_data import prepare_data
-from gramtower.estimator.fit_parts import make_problem
-from gramtower.estimator.settings import ModelSettings
 from gramtower.evaluation.cross_validation import fit_copy
+from gramtower.model.fit_data import prepare_data
+from gramtower.model.fit_parts import make_problem
+from gramtower.model.settings import ModelSettings
+from gramtower.model.two_tower import TwoTower
 from gramtower.optim.solvers import as_solver
-from gramtower.two_tower import TwoTower
 
 BASELINES: dict[str, Callable[[], Any]] = {"popularity": Popularity, "item-knn": ItemKNN, "ease": EASE, "als": ALS}
 TOWERS: dict[str, Callable[[], TwoTower]] = {

@@ -1,7 +1,4 @@
-"""report.html of a benchmark: one file that needs nothing else, without scripts; the tables and a drawing of intervals.
-
-Checked by tests/test_benchmark.py.
-"""
+"""report.html of a benchmark: one self-contained file without scripts, with tables and a chart of intervals."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 For each seed one split, shared by all models; for each model a fit, lists of the users with test pairs, and their
 metrics. An error ends a run, not the benchmark. Cost: that of the fits and lists, and of the bootstrap
-(benchmarking/summary.py). Checked by tests/test_benchmark.py.
+(benchmarking/summary.py).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from gramtower import _checks as check
-from gramtower._files import plain, remove_left_overs
+from gramtower._util import checks as check
+from gramtower._util.files import plain, remove_left_overs
+from gramtower._util.resident import ResidentPeak
 from gramtower.benchmarking.build import Benchmark, build, result_of
 from gramtower.benchmarking.data import Cut, checked_metrics, describe, digest_of, known_pairs, make_cut
 from gramtower.benchmarking.models import Entry, make_entries
@@ -36,10 +37,9 @@ from gramtower.compare.machine import OthersBusy, environment
 from gramtower.data.interactions import Interactions
 from gramtower.distributed.group import current_group
 from gramtower.metrics.definitions import DEFAULT, parse
-from gramtower.runtime.resident import ResidentPeak
+from gramtower.model.two_tower import TwoTower
 from gramtower.training.lock import locked
 from gramtower.training.log import progress_lines
-from gramtower.two_tower import TwoTower
 
 _MOST_SEEDS = 1000
 

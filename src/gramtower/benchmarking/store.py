@@ -4,7 +4,7 @@
     runs/NAME-SEED.tensors  a finished run: times, memory, metrics, and the values of each user
 
 summary.json and report.html are made from these by benchmarking/build.py. A finished run is never made again, so that
-the same benchmark goes on after a kill; a failed one is tried again. Checked by tests/test_benchmark.py.
+the same benchmark goes on after a kill; a failed one is tried again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
-from gramtower import _schema, _tensors
-from gramtower._files import plain, write_json
+from gramtower._util import checks as check
+from gramtower._util import schema as _schema
+from gramtower._util import tensors as _tensors
+from gramtower._util.files import plain, write_json
 
 MANIFEST, RUNS = "benchmark.json", "runs"
 KIND, VERSION = "gramtower benchmark", 1

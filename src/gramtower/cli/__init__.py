@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from gramtower._optional import need
+from gramtower._util.optional import need
 from gramtower.cli.leaving import interrupt_on_sigterm, interruption, leave
 from gramtower.cli.streams import prepare_streams
 

@@ -3,7 +3,7 @@
 A command's module is imported when it is asked for: the list of commands, ``--version`` and misspelt commands need
 neither torch nor what commands are made of (tests/test_imports.py).
 
-0: fine. 1: the run failed. 2: bad input. 130: interrupted by Ctrl-C. 143: by SIGTERM. Checked by tests/test_cli.py.
+0: fine. 1: the run failed. 2: bad input. 130: interrupted by Ctrl-C. 143: by SIGTERM.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from importlib.metadata import version
 
 from cyclopts import App, CycloptsError, MissingArgumentError
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.cli.errors import explain as error_text
 from gramtower.cli.leaving import interruption
 from gramtower.cli.output import help_console, note, show_warning

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.benchmarking.build import PAGE, Benchmark, build
 from gramtower.benchmarking.models import BUILT_IN, TOWERS
 from gramtower.benchmarking.runner import benchmark as run_benchmark
@@ -27,9 +27,9 @@ from gramtower.cli.output import note, print_json, print_table
 from gramtower.cli.reading import read_pairs, share_or_pairs, validation_of
 from gramtower.compare.store import MANIFEST as COMPARISON
 from gramtower.data.interactions import Interactions
-from gramtower.estimator.settings import ModelSettings
 from gramtower.metrics.definitions import DEFAULT
-from gramtower.two_tower import TwoTower
+from gramtower.model.settings import ModelSettings
+from gramtower.model.two_tower import TwoTower
 
 Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
 

@@ -2,7 +2,7 @@
 
 What was asked for is in comparison.json before the first method runs; each method's end is added when it comes. The
 same command therefore goes on after a kill: methods with an end are left alone, an interrupted one continues from its
-checkpoint. Tables, figures and page are made by report/ from the folder alone. Checked by tests/test_compare.py.
+checkpoint. Tables, figures and page are made by report/ from the folder alone.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from gramtower import _checks as check
-from gramtower._files import plain
+from gramtower._util import checks as check
+from gramtower._util.files import plain
 from gramtower.cli.config import nearest
 from gramtower.cli.folder import HISTORY, for_writing, held
 from gramtower.cli.options import (

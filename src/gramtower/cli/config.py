@@ -1,6 +1,6 @@
 """The config file: TOML tables ``[data]``, ``[features]``, ``[model]``, ``[train]``; keys are the names of flags.
 
-A flag wins over the file. A key nobody knows is an error that names the nearest one. Checked by tests/test_cli.py.
+A flag wins over the file. A key nobody knows is an error that names the nearest one.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from gramtower import _checks as check
-from gramtower._toml import toml
-from gramtower._widths import parse_hidden
+from gramtower._util import checks as check
+from gramtower._util.toml import toml
+from gramtower._util.widths import parse_hidden
 from gramtower.cli.options import DataOptions, FeatureOptions, ModelOptions, TrainOptions
 from gramtower.data.sources import read_toml, reading
 

@@ -10,8 +10,8 @@ import numpy as np
 from cyclopts import Parameter
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
-from gramtower._files import replacing
+from gramtower._util import checks as check
+from gramtower._util.files import replacing
 from gramtower.cli.config import merge_flags
 from gramtower.cli.options import Common, DataOptions
 from gramtower.cli.output import print_facts, print_json

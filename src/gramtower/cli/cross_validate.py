@@ -1,7 +1,4 @@
-"""``gramtower cross-validate``: the metrics of a model's settings, fold by fold, with intervals.
-
-Checked by tests/test_cross_validation.py.
-"""
+"""``gramtower cross-validate``: the metrics of a model's settings, fold by fold, with intervals."""
 
 from __future__ import annotations
 
@@ -10,8 +7,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from gramtower import _checks as check
-from gramtower._files import write_json
+from gramtower._util import checks as check
+from gramtower._util.files import write_json
 from gramtower.cli.config import merge_flags
 from gramtower.cli.features import tower_features
 from gramtower.cli.options import (
@@ -29,7 +26,7 @@ from gramtower.cli.reading import read_pairs
 from gramtower.evaluation.cross_validation import cross_validate as validate
 from gramtower.evaluation.intervals import Interval
 from gramtower.metrics.definitions import DEFAULT, parse
-from gramtower.two_tower import TwoTower
+from gramtower.model.two_tower import TwoTower
 
 
 def cross_validate(

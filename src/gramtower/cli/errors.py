@@ -1,7 +1,7 @@
 """From an exception to one line and an exit status, in this library's words.
 
 0: fine. 1: the run failed. 2: bad input, which are ``ValueError`` and files that are not there or not usable. Anything
-else is a fault of the library: the line says where it is and what to report. Checked by tests/test_cli.py.
+else is a fault of the library: the line says where it is and what to report.
 """
 
 from __future__ import annotations

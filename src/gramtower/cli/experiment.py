@@ -8,7 +8,7 @@
 
 Keys are the names of the flags of ``gramtower fit`` and of the options of :func:`gramtower.minimize`; one that nobody
 knows is an error that names the nearest. Without the data, pairs of the same shape are generated. The files of the
-paper's four data sets are in ``experiments/``. Checked by tests/test_experiments.py.
+paper's four data sets are in ``experiments/``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.cli.config import Settings, nearest, read_tables
 from gramtower.cli.options import DataOptions, ModelOptions, TrainOptions
 from gramtower.data.interactions import Interactions

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.cli.features import new_rows
 from gramtower.cli.folder import open_model
 from gramtower.cli.options import Common

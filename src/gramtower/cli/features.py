@@ -1,7 +1,4 @@
-"""Feature tables of the command line: from ``--left-features FILE`` to what the towers see, with the join stated.
-
-Checked by tests/test_cli_features.py.
-"""
+"""Feature tables of the command line: from ``--left-features FILE`` to what the towers see, with the join stated."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.cli.config import Settings, parse_option
 from gramtower.cli.output import note
 from gramtower.data import frames, readers
@@ -21,7 +18,7 @@ from gramtower.data.partition import Shard
 from gramtower.data.sources import existing
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import SINGLE, Group
-from gramtower.two_tower import TwoTower
+from gramtower.model.two_tower import TwoTower
 
 NO_ID = "(no id)"
 _MOVIELENS = {"left": ("user",), "right": ("movie",)}

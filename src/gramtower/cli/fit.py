@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from gramtower import _checks as check
-from gramtower._files import write_json
-from gramtower._toml import write_config
-from gramtower._widths import config_hidden
+from gramtower._util import checks as check
+from gramtower._util.files import write_json
+from gramtower._util.toml import write_config
+from gramtower._util.widths import config_hidden
 from gramtower.cli import folder
 from gramtower.cli.config import Settings, merge_flags, parse_option
 from gramtower.cli.features import seen_line, tower_features
@@ -25,13 +25,13 @@ from gramtower.data.interactions import Interactions
 from gramtower.data.left_out import rows_left_out
 from gramtower.data.partition import Shard, is_partition, read_part
 from gramtower.distributed.group import Group
-from gramtower.estimator.fit import refit_checkpoint, selection_file
-from gramtower.estimator.fit_data import known_pairs
-from gramtower.estimator.unseen import unseen_pairs
+from gramtower.model.fit import refit_checkpoint, selection_file
+from gramtower.model.fit_data import known_pairs
+from gramtower.model.two_tower import TwoTower
+from gramtower.model.unseen import unseen_pairs
 from gramtower.training.checkpoint import remove_checkpoint
 from gramtower.training.lock import locked
 from gramtower.training.result import Reason, Record
-from gramtower.two_tower import TwoTower
 
 
 def fit(

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.cli.config import Settings, read_config
 from gramtower.distributed.group import SINGLE, Group
+from gramtower.model.two_tower import TwoTower, load
 from gramtower.training.lock import locked
-from gramtower.two_tower import TwoTower, load
 
 MODEL, CONFIG, HISTORY, SUMMARY = "model.gramtower", "config.toml", "history.jsonl", "summary.json"
 CHECKPOINT = "checkpoint.safetensors"

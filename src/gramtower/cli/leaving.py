@@ -1,7 +1,6 @@
 """How the program ends: by itself, by a signal, or among processes that torchrun started; loads nothing of torch.
 
 SIGTERM, which Kubernetes, Slurm and spot machines send, is an interrupt like Ctrl-C with an exit code of its own.
-Checked by tests/test_sigterm.py.
 """
 
 from __future__ import annotations

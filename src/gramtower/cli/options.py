@@ -2,7 +2,6 @@
 
 None means "not given", so that a flag can win over the file and the file over the library's default. The flags of
 ``[model]`` and ``[train]`` are the arguments of :class:`gramtower.TwoTower`, whose defaults the help shows.
-Checked by tests/test_cli.py.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from gramtower import _checks as check
-from gramtower.estimator.settings import ModelSettings
+from gramtower._util import checks as check
+from gramtower.model.settings import ModelSettings
 
 FORMATS = ("csv", "parquet", "movielens", "netflix", "mediawiki", "citeulike", "musae", "wikispeedia", "lists", "edges")
 _DEFAULTS = ModelSettings().get_params()

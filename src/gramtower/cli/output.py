@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gramtower._files import plain
+from gramtower._util.files import plain
 from gramtower.cli.streams import showable, visible
 from gramtower.data.left_out import LeftOutWarning
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.cli.config import merge_flags
 from gramtower.cli.folder import for_writing
 from gramtower.cli.options import Common, DataOptions

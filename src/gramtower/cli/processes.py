@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.cli.leaving import started_among_several
 from gramtower.cli.rendezvous import agreed_name
 from gramtower.distributed.group import Group, current_group
-from gramtower.estimator.defaults import pick_device
+from gramtower.model.defaults import pick_device
 
 TIMEOUT = "GRAMTOWER_TIMEOUT"  # seconds after which a process that does not answer ends the run
 

@@ -12,7 +12,7 @@ import numpy as np
 from cyclopts import Parameter
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.cli.config import Settings, merged
 from gramtower.cli.features import NO_ID, described_rows, id_column, new_rows, read_frame, right_rows
 from gramtower.cli.folder import open_model
@@ -22,9 +22,9 @@ from gramtower.cli.reading import read_pairs
 from gramtower.data.ids import as_objects, id_series
 from gramtower.data.lookup import as_known
 from gramtower.metrics.definitions import DEFAULT
+from gramtower.model.two_tower import TwoTower
 from gramtower.serving.errors import Refused
 from gramtower.serving.table import EntityTable
-from gramtower.two_tower import TwoTower
 
 Ids = Annotated[list[str] | None, Parameter(negative=())]
 Many = Annotated[list[str] | None, Parameter(negative=(), consume_multiple=True)]

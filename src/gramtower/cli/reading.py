@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.cli.options import FORMATS, DataOptions
 from gramtower.cli.output import note
 from gramtower.data import readers, splits
@@ -27,7 +27,7 @@ from gramtower.data.readers.mediawiki import is_mediawiki, mediawiki_links
 from gramtower.data.readers.netflix import is_netflix, netflix
 from gramtower.data.sources import opened
 from gramtower.engine.kernels.losses import LOSSES, Loss
-from gramtower.estimator.fit_data import hold_out
+from gramtower.model.fit_data import hold_out
 
 #: Formats that are folders of several files: what reads them, and names by which such a folder is told.
 _FOLDERS: dict[str, tuple[Callable[[Path], CiteULike | Graph], tuple[str, ...]]] = {

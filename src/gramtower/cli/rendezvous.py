@@ -3,7 +3,7 @@
 The store outlives the processes: after a restart it holds the addresses of those that are gone, and what connects them
 needs names of its own. Torchrun's count of restarts is not such a name over several hosts: each agent counts the
 failures of its own host, so that after a loss the counts differ. Nothing read from the store is believed until it
-answers something written in this attempt. Checked by tests/test_rendezvous.py.
+answers something written in this attempt.
 """
 
 from __future__ import annotations

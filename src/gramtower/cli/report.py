@@ -1,7 +1,6 @@
 """``gramtower report``: the page of a fit, a tuning, a comparison or a benchmark, from what its folder holds.
 
-The kind of folder says which function makes the page (KINDS). Checked by tests/test_run_pages.py and
-tests/test_compare.py.
+The kind of folder says which function makes the page (KINDS).
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gramtower import _checks as check
-from gramtower._files import write_text
+from gramtower._util import checks as check
+from gramtower._util.files import write_text
 from gramtower.benchmarking.store import MANIFEST as BENCHMARK
 from gramtower.cli import folder
 from gramtower.cli.benchmark import report_benchmark
@@ -28,14 +27,14 @@ from gramtower.compare.build import PAGE, build
 from gramtower.compare.store import MANIFEST
 from gramtower.data.readers import movielens_table
 from gramtower.data.sources import read_toml
-from gramtower.estimator.fit import validated_history
+from gramtower.model.fit import validated_history
+from gramtower.model.two_tower import TwoTower
 from gramtower.reports.fit import FitRun, Titles, fit_page
 from gramtower.reports.measures import validation_pairs
 from gramtower.reports.tuning import tuning_page
 from gramtower.serving.table import EntityTable
 from gramtower.training.result import Record, read_history
 from gramtower.tuning.report import REPORT, read_search
-from gramtower.two_tower import TwoTower
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from gramtower import _checks as check
-from gramtower._optional import missing
+from gramtower._util import checks as check
+from gramtower._util.optional import missing
 from gramtower.cli.config import Settings, read_config
 from gramtower.cli.features import id_column, read_frame
 from gramtower.cli.folder import CONFIG, model_file

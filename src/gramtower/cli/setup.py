@@ -1,7 +1,4 @@
-"""What methods are compared on: data, objective, start and constants, from flags, a config or an experiment.
-
-Checked by tests/test_compare.py.
-"""
+"""What methods are compared on: data, objective, start and constants, from flags, a config or an experiment."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gramtower import _checks as check
-from gramtower._widths import config_hidden
+from gramtower._util import checks as check
+from gramtower._util.widths import config_hidden
 from gramtower.cli.config import Settings, merge_flags, merged
 from gramtower.cli.experiment import Experiment, is_experiment, load_experiment
 from gramtower.cli.features import tower_features
@@ -19,9 +16,9 @@ from gramtower.cli.output import note
 from gramtower.cli.reading import read_pairs, split_validation
 from gramtower.compare.runner import Runner
 from gramtower.data.interactions import Interactions
-from gramtower.estimator.fit_data import FitData, prepare_data
-from gramtower.estimator.fit_parts import make_problem, make_towers, make_validation, right_weights
-from gramtower.estimator.settings import ModelSettings
+from gramtower.model.fit_data import FitData, prepare_data
+from gramtower.model.fit_parts import make_problem, make_towers, make_validation, right_weights
+from gramtower.model.settings import ModelSettings
 from gramtower.optim.solvers import SOLVERS
 from gramtower.training.fingerprint import fingerprint
 

@@ -16,8 +16,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from gramtower import _checks as check
-from gramtower._files import is_left_over, write_json
+from gramtower._util import checks as check
+from gramtower._util.files import is_left_over, write_json
 from gramtower.cli.config import merge_flags
 from gramtower.cli.convert import columns, has_values, write_pairs
 from gramtower.cli.options import Common, DataOptions

@@ -1,7 +1,4 @@
-"""Standard streams that can always be written to: closed ones lead nowhere, and every character becomes one they have.
-
-Checked by tests/test_streams.py.
-"""
+"""Standard streams that can always be written to, even when closed or unable to encode a character."""
 
 from __future__ import annotations
 

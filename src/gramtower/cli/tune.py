@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.cli.config import merge_flags
 from gramtower.cli.features import tower_features
 from gramtower.cli.fit import features_table
@@ -16,7 +16,7 @@ from gramtower.cli.folder import for_writing, held
 from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions, refuse_refit
 from gramtower.cli.output import note, print_facts, print_json, print_table
 from gramtower.cli.reading import read_pairs, validation_of
-from gramtower.estimator.settings import ModelSettings
+from gramtower.model.settings import ModelSettings
 from gramtower.tuning.report import CONFIG, TABLE, Search, trial_lines
 from gramtower.tuning.search import tune as search
 from gramtower.tuning.space import read_space

@@ -1,4 +1,4 @@
-"""``gramtower update``: more pairs for the model of a run. Checked by tests/test_updates.py."""
+"""``gramtower update``: more pairs for the model of a run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from gramtower import _checks as check
-from gramtower._files import write_json
-from gramtower._toml import write_config
+from gramtower._util import checks as check
+from gramtower._util.files import write_json
+from gramtower._util.toml import write_config
 from gramtower.cli import folder
 from gramtower.cli.config import merged
 from gramtower.cli.features import tower_features
@@ -18,7 +18,7 @@ from gramtower.cli.options import Common, DataOptions, FeatureOptions, refuse_ca
 from gramtower.cli.output import note, print_facts, print_json
 from gramtower.cli.reading import read_pairs
 from gramtower.compare.machine import environment
-from gramtower.estimator.update import ITERATIONS, grown_pairs
+from gramtower.model.update import ITERATIONS, grown_pairs
 from gramtower.training.result import History, Reason
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gramtower._files import plain, write_json, write_text
+from gramtower._util.files import plain, write_json, write_text
 from gramtower.compare.figures import draw
 from gramtower.compare.levels import summarise
 from gramtower.compare.page import page

@@ -4,7 +4,6 @@
     passes.png, .svg   against data passes
 
 The record that is L* itself has a relative difference of 0 and no place on a logarithmic axis; it is left out.
-Checked by tests/test_report.py.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gramtower._files import replacing
+from gramtower._util.files import replacing
 from gramtower.compare.levels import lowest_value, relative_difference
 from gramtower.compare.store import Comparison, MethodRun
 from gramtower.compare.style import line_of

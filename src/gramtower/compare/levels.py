@@ -1,12 +1,10 @@
 """The numbers of a comparison: L*, relative differences, when each method reached a level, who was how much sooner.
 
-    relative difference   (L − L*) / L*, L* the lowest value that any method reached (Section "A Comparison on the
-                          Convergence Speed")
-    reached               the first record at or below a level; times are not interpolated between records
-    speed-up of A over B  B's seconds to a level over A's. If B never got there it is at least B's whole time over A's;
-                          if A never got there it is at most B's time over A's whole time.
-
-Checked by tests/test_report.py.
+relative difference   (L − L*) / L*, L* the lowest value that any method reached (Section "A Comparison on the
+Convergence Speed")
+reached               the first record at or below a level; times are not interpolated between records
+speed-up of A over B  B's seconds to a level over A's. If B never got there it is at least B's whole time over A's;
+if A never got there it is at most B's time over A's whole time.
 """
 
 from __future__ import annotations

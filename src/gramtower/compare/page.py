@@ -1,7 +1,7 @@
 """report.html: one file that needs nothing else, with tables as plain HTML and curves drawn by page.js from its data.
 
 Under 3 MB whatever the length of the histories: at most POINTS records of a method are put into it, and the page says
-so. The parts that it shares with other pages are in pages/html.py. Checked by tests/test_report.py.
+so. The parts that it shares with other pages are in pages/html.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from gramtower._files import plain
+from gramtower._util.files import plain
 from gramtower.compare.figures import FLOOR
 from gramtower.compare.levels import LEVELS
 from gramtower.compare.store import STATUSES, Comparison

@@ -2,7 +2,6 @@
 
 A method that was interrupted goes on from its checkpoint. Whatever ends a method (a limit, divergence, an error, an
 iteration longer than the limit) is an outcome with a status of compare/store.py; none of them ends the comparison.
-Checked by tests/test_compare.py.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     NAME.safetensors  checkpoint of a method that has not ended
 
 Everything else in the folder (summary.json, figures, report.html) is made from these by compare/build.py. Histories
-alone are enough: without comparison.json the page lacks only what is written there. Checked by tests/test_report.py.
+alone are enough: without comparison.json the page lacks only what is written there.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gramtower import _checks as check
-from gramtower._files import write_json
-from gramtower._schema import fits
+from gramtower._util import checks as check
+from gramtower._util.files import write_json
+from gramtower._util.schema import fits
 from gramtower.training.result import Record, read_history
 
 MANIFEST = "comparison.json"

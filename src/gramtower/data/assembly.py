@@ -1,6 +1,6 @@
 """From columns of ids and numbers to the fields of Interactions: what is left out, numbered, merged and counted.
 
-Cost: O(rows) time; a few arrays of that length. Checked by tests/test_interactions.py.
+Cost: O(rows) time; a few arrays of that length.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data.ids import Coded, by_appearance
 from gramtower.data.left_out import warn_of_rows
 from gramtower.data.merging import RULES, merge

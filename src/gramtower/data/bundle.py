@@ -3,7 +3,7 @@
     packages()    15,722 packages × 661 dependencies, 139,933 pairs: bundled/npm-core.txt.xz; MIT, see its LICENSE.txt
     thesaurus()   8,655 heads × 8,655 words, 674,945 pairs: bundled/moby-core.txt.xz; public domain
 
-O(pairs). Checked by tests/test_demo.py.
+O(pairs).
 """
 
 from __future__ import annotations

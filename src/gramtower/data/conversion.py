@@ -1,6 +1,6 @@
 """What the cells of a column hold: texts, numbers, or times.
 
-polars does the work (frames.py). Checked by tests/test_interactions.py and tests/test_tables.py.
+polars does the work (frames.py).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data.frames import polars
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@
     vector       each of its numbers like a numeric column; an indicator column when the table has missing vectors
 
 A category that the table did not have counts as missing; a list element that it did not have is left out; both are
-counted. Each ``transform`` costs O(entries). Checked by tests/test_tables.py.
+counted. Each ``transform`` costs O(entries).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
-from gramtower._schema import build
+from gramtower._util import checks as check
+from gramtower._util.schema import build
 from gramtower.data import conversion, frames
 
 if TYPE_CHECKING:

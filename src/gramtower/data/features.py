@@ -1,7 +1,7 @@
 """Entity features: one-hot ids, sparse rows or dense rows, handed to towers block by block.
 
 Ids are row numbers and never become one-hot vectors; sparse rows stay a :class:`~gramtower.data.pairs.Pairs`
-pattern with values. Checked by tests/test_problem.py (input errors) and tests/test_engine.py (products).
+pattern with values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import scipy.sparse as sp
 import torch
 from torch import Tensor
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data.pairs import Pairs, from_sparse
 
 

@@ -1,7 +1,7 @@
 """Tables from files and from other libraries' frames, with errors that say what is wrong with the file.
 
 polars does the work; it is imported here, when a table is asked for, and by nothing else in the library at import
-time. Checked by tests/test_interactions.py and tests/test_tables.py.
+time.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from gramtower import _checks as check
-from gramtower._optional import need
+from gramtower._util import checks as check
+from gramtower._util import host
+from gramtower._util.optional import need
 from gramtower.data import sources, trial
 from gramtower.data.sources import BOM, PACKED, Budget, existing, reading
-from gramtower.runtime import host
 
 if TYPE_CHECKING:
     from polars import DataFrame, Series

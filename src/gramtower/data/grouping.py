@@ -8,7 +8,6 @@
 So besides the arrays of the result, in their final size, there are a few pieces and a bucket for each thread: memory
 of a bucket is taken as rows are moved there, while that of pieces is given back (host.own_pages). What is computed is
 that of merging.merge and does not depend on the number of threads. Cost: O(rows log(entries of a row)).
-Checked by tests/test_grouping.py; timed by benchmarks/bench_setup.py.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
-from gramtower.runtime import host
-from gramtower.runtime.compiled import compiled
-from gramtower.runtime.threads import parallel_for
+from gramtower._util import checks as check
+from gramtower._util import host
+from gramtower._util.compiled import compiled
+from gramtower._util.threads import parallel_for
 
 _BUCKETS = 256
 _NUMBERS = ("value", "weight", "time")

@@ -11,7 +11,7 @@ The ids of a side are whole numbers (an int64 array) or text (an object array of
     lists and everything else           which are no longer exact
 
 None, NaN and pandas' NA are missing. Codes do not depend on how polars cuts a column into chunks. Cost: O(rows) for
-text, a sort for numbers that are far apart. Checked by tests/test_ids.py and tests/fuzz/test_fuzz_ids.py.
+text, a sort for numbers that are far apart.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data import frames
 
 if TYPE_CHECKING:

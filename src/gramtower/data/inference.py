@@ -7,7 +7,7 @@
     vector       lists of floating-point numbers, all of one length of at least two
     skip         dates, columns without a value, and anything else
 
-Cost: O(cells). Checked by tests/test_tables.py.
+Cost: O(cells).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data import frames
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 Ids are whole numbers or text, as the source has them (data/ids.py says when); rows are numbered in order of first
 appearance among the rows kept.
 Cost: O(rows) time and memory beyond reading the file; see data/merging.py for the order of entries.
-Checked by tests/test_interactions.py; benchmarks/bench_reading.py compares time and memory with polars alone.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
-from gramtower import _html as html
+from gramtower._util import checks as check
+from gramtower._util import html as html
 from gramtower.data import conversion, frames
 from gramtower.data.assembly import Rule, assemble, given_ids
 from gramtower.data.frames import Choice, Column

@@ -7,7 +7,6 @@ whole input it was. :meth:`Table.finish` ranks ids by place: the order of first 
 
 Whole numbers are compared as they are and need no text. Memory for each id: 12 bytes for each slot of tables between a
 third and two thirds full, 8 for its place, and 8 for a whole number, or its UTF-8 and 8. Cost: O(ids given).
-Checked by tests/test_interning.py.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gramtower._util import host
+from gramtower._util.compiled import compiled
 from gramtower.data.ids import as_objects
-from gramtower.runtime import host
-from gramtower.runtime.compiled import compiled
 
 SHARDS = 16
 _BITS = 4  # of a hash say which shard

@@ -1,7 +1,4 @@
-"""Warnings about what was left out of the data: rows that make no pair, and pairs of entities that are not known.
-
-Checked by tests/test_interactions.py and tests/test_estimator.py.
-"""
+"""Warnings about what was left out of the data: rows that make no pair, and pairs of entities that are not known."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Parts are files in a folder beside the table, ``NAME.parts``, whose manifest says what they are parts of; each is
 written whole or not at all. The last step joins them to the table, in one step too, and removes the folder. A run that
 was killed goes on after its last part if everything in the manifest is as it was, and is refused by the name of what
-is not. Memory: one part and what polars holds of a few row groups. Checked by tests/test_recommend_all.py.
+is not. Memory: one part and what polars holds of a few row groups.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
-from gramtower._files import is_left_over, replacing, write_json
+from gramtower._util import checks as check
+from gramtower._util.files import is_left_over, replacing, write_json
 from gramtower.data import frames
 
 ENDINGS = (".parquet", ".csv", ".tsv")

@@ -2,7 +2,7 @@
 
 Columns of a second table, such as titles, are put beside the answers by id; reading that one takes polars.
 
-Cost: O(answers). Checked by tests/test_fit_frames.py.
+Cost: O(answers).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
-from gramtower._optional import missing
+from gramtower._util import checks as check
+from gramtower._util.optional import missing
 from gramtower.data import frames
 from gramtower.data.ids import id_series
 from gramtower.data.lookup import join

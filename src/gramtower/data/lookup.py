@@ -2,7 +2,7 @@
 
 Who asks by id asks by type: 7 is not "7", and the error says so. Joins of tables (pairs to evaluate, features, a warm
 start) match a whole number with the text that writes it, "7" but not "007": ids of CSV files are text, and those of a
-Parquet file with the same entities may be numbers. Checked by tests/test_ids.py.
+Parquet file with the same entities may be numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data.ids import Key, key_of
 
 _NUMBER = re.compile(r"0|-?[1-9][0-9]*")  # whole numbers as Python writes them

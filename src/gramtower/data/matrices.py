@@ -2,7 +2,7 @@
 
 scipy checks little of what a matrix holds, and its own conversions read beyond their arrays when offsets fall or
 columns are out of range. Everything that takes a matrix calls :func:`checked` or :func:`canonical` first; patterns that
-were stored go through :func:`pattern`. Cost: O(entries), by numpy on all cores. Checked by tests/test_matrices.py.
+were stored go through :func:`pattern`. Cost: O(entries), by numpy on all cores.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
-from gramtower.runtime.threads import parallel_for
+from gramtower._util import checks as check
+from gramtower._util.threads import parallel_for
 
 _CHUNK = 1 << 20  # entries that one thread looks at before the next
 

@@ -3,7 +3,6 @@
 One sort of 64-bit keys, which numpy does with vector instructions, puts the rows in order of (left, right) and, where
 there are numbers to carry along, of their place in the file. Then rows of the same pair are merged by a rule.
 O(rows log rows) time. Many rows are handed to data/grouping.py, which does the same on all cores.
-Checked by tests/test_interactions.py and tests/test_grouping.py; timed by benchmarks/bench_reading.py.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
-from gramtower.runtime import host
+from gramtower._util import checks as check
+from gramtower._util import host
 
 _MANY, _PIECE = 1 << 22, 1 << 20  # rows from which on all cores are used, and of a piece that one of them takes
 RULES = ("max", "sum", "first", "last", "error")

@@ -3,7 +3,7 @@
 They are if at least half of the smaller side's ids are on the other side too and, if these were ids of different
 things, such as users and films that are both numbered from 1, at least twenty pairs would be expected to have the same
 id twice, of which there are not a tenth. Cost: O(ids + pairs), and an index of the smaller side's ids, which is not
-kept. Checked by tests/test_same_entities.py.
+kept.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Ids as tensors: whole numbers as they are, text as one block of UTF-8 with offsets. Nothing is pickled.
 
-A hundred thousand ids load in milliseconds. Checked by tests/test_packing.py, tests/fuzz/test_fuzz_ids.py.
+A hundred thousand ids load in milliseconds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data.ids import as_objects, id_array
 
 

@@ -4,7 +4,7 @@ Holds the observed set O of eq:obj and also sparse feature matrices (rows × fea
 (CSR); columns are the same entries in column order (CSC) with, for each, its position in row order, so that a
 value computed per pair is stored once and read from both sides.
 
-Cost: O(|O|) time and memory. Checked by tests/test_pairs.py.
+Cost: O(|O|) time and memory.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
+from gramtower._util import host
+from gramtower._util.threads import parallel_for
 from gramtower.data.matrices import checked, rows_increase
-from gramtower.runtime import host
-from gramtower.runtime.threads import parallel_for
 
 SEGMENT = 4096  # entries of a row handled as one piece
 _MANY = 1 << 20  # pairs from which on all cores are used

@@ -4,8 +4,6 @@ Held at once: 8 bytes for each row kept (its two ids as numbers; 4 more for each
 table of distinct ids (data/interning.py), and a piece for each worker. The result takes as much or more, and is made of
 these nearly in place (data/grouping.py). Ids are numbered in order of first appearance, parts in order of their
 names, so that the result is that of the same rows in one file, whatever the number of workers.
-
-Checked by tests/test_parts.py; benchmarks/bench_reading.py measures time and memory.
 """
 
 from __future__ import annotations
@@ -21,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
+from gramtower._util import host
 from gramtower.data import conversion, frames, part_stream
 from gramtower.data.assembly import Fields, Rule, check_rows
 from gramtower.data.frames import Choice
@@ -31,7 +30,6 @@ from gramtower.data.interning import Table, first_rows
 from gramtower.data.part_stream import Cells, Described, Workers
 from gramtower.data.parts import Part, check_unchanged, key_values, list_parts
 from gramtower.data.sources import reading
-from gramtower.runtime import host
 
 _NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 _WITHIN = 40  # bits of a place that say which row of a part

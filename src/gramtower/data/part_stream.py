@@ -3,7 +3,7 @@
 Each worker (data/part_worker.py) decodes one part at a time with one thread; a thread of this process waits for its
 pieces and handles them. Pieces of different parts come in any order. No part is decoded twice, and none in this
 process, which a damaged file could end. A worker that goes away is an error that names its part; after any error, and
-after Ctrl-C, all workers are ended before the call returns. Checked by tests/test_parts.py.
+after Ctrl-C, all workers are ended before the call returns.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
+from gramtower._util import host
 from gramtower.data.parts import Part
-from gramtower.runtime import host
 
 STEP = 1 << 19  # rows of a piece
 _MOST = 16  # workers: each holds an interpreter, polars and a piece, about 200 MB

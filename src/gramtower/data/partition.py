@@ -8,8 +8,8 @@
 Parts hold about equal work: pairs plus tower work. A process of N takes a run of whole parts, so there must be at least
 N. Left rows keep the order of the Interactions that were written, so that a fit is the same for any N. A partition that
 is written over another gets new names, the manifest is replaced in one step, and then the old files are removed: a kill
-at any moment leaves the old partition or the new one. Files have checksums (_tensors.py) and are checked against the
-manifest. Checked by tests/test_partition.py and tests/fuzz/test_fuzz_models.py.
+at any moment leaves the old partition or the new one. Files have checksums (tensors.py) and are checked against the
+manifest.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gramtower import _checks as check
-from gramtower import _tensors
-from gramtower._files import is_left_over, write_text
-from gramtower._schema import build
+from gramtower._util import checks as check
+from gramtower._util import tensors as _tensors
+from gramtower._util.files import is_left_over, write_text
+from gramtower._util.schema import build
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import pattern
 from gramtower.data.packing import pack_ids, unpack_ids

@@ -5,7 +5,7 @@ begin with ``_`` or ``.`` and those ending in .crc are what writers leave beside
 ``_temporary``), and are passed over. Any other file is refused, and so is a Delta table, whose log says which parts
 still count. A folder called ``key=value`` gives every row below it a column ``key``, as Hive does.
 
-Cost: one stat for each file. Checked by tests/test_parts.py.
+Cost: one stat for each file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 
 _ENDINGS = (".parquet", ".pq")
 _TABLES = (".csv", ".tsv", ".dat", ".data", ".txt")  # of the folders that public sets come in

@@ -1,7 +1,7 @@
 """Pairs as scikit-learn takes its data: a sequence of samples, one for each pair, that is cut by positions.
 
 Interactions have the shape of their matrix, whose rows are entities; scikit-learn's searches count and cut what they
-are given by its first axis. Cost: that of ``Interactions.subset``. Checked by tests/test_sklearn.py.
+are given by its first axis. Cost: that of ``Interactions.subset``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data.interactions import Interactions
 
 

@@ -3,7 +3,7 @@
 Whatever is wrong with a file ends in ``ValueError`` or ``OSError`` with its name: the readers work inside
 :func:`reading`, the one place that translates what the layers below raise. Decompression is bounded, so that a small
 file cannot fill the memory: what is read whole may take a quarter of the machine's memory, what is read in pieces
-1 GiB and 200 times the file's size. Checked by tests/test_sources.py and tests/fuzz/test_fuzz_readers.py.
+1 GiB and 200 times the file's size.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from gramtower import _checks as check
-from gramtower.runtime import host
+from gramtower._util import checks as check
+from gramtower._util import host
 
 PathLike = str | os.PathLike[str]
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}

@@ -4,7 +4,7 @@ Splits of pairs (random, of each user, the last, by time, folds) keep the ids of
 entities (held out whole) keep in each part only the entities that have pairs there: an entity that was held out is no
 empty row of the training part, which a model would learn as one that goes with nothing.
 Every split takes Interactions and a seed and is the same for the same seed. O(pairs log pairs) time at most. Users are
-the left entities, items the right ones. Checked by tests/test_splits.py.
+the left entities, items the right ones.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
-from gramtower import _html as html
+from gramtower._util import checks as check
+from gramtower._util import html as html
 from gramtower.data.interactions import Interactions
 from gramtower.data.times import moment
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data import sources
 from gramtower.data.sources import OPENERS, Budget, Metered, opened, reading
 

@@ -1,7 +1,7 @@
 """Problems with planted structure at any size, including the shapes of the paper's Table "Data statistics".
 
 Entities belong to groups; a pair is observed more often inside its group; activity and popularity are skewed, as in
-real data. O(|O| log |O|) time. Checked by tests/test_synthetic.py.
+real data. O(|O| log |O|) time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 
 #: (m, n, |O|) of the paper's four data sets.
 PAPER_SHAPES = {

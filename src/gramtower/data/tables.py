@@ -1,7 +1,7 @@
 """Feature tables: entities' columns, joined by id, as one sparse matrix in the order the ids are asked for.
 
 The encoding is remembered: rows of new entities are encoded alike, and it is saved as JSON. See data/encoders.py for
-what becomes of each kind of column. Cost: O(entries). Checked by tests/test_tables.py.
+what becomes of each kind of column. Cost: O(entries).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
-from gramtower._schema import build
+from gramtower._util import checks as check
+from gramtower._util.schema import build
 from gramtower.data import frames
 from gramtower.data.encoders import (
     MOST_BITS,

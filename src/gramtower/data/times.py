@@ -1,6 +1,6 @@
 """Moments as seconds since 1970 (UTC): from numbers, dates, datetimes of Python, numpy and pandas, and ISO 8601 text.
 
-A time without a zone is UTC; one with a zone is converted. Checked by tests/test_times.py.
+A time without a zone is UTC; one with a zone is converted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data.ids import is_missing
 
 _EXPECTED = "a number, a date, a datetime, or text such as 2020-01-31 or 2020-01-31T12:00:00+01:00"

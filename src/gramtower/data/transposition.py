@@ -4,8 +4,7 @@ Ranges of columns are *buckets*. Blocks of rows are counted by bucket, then move
 is then put in order of its columns, with a copy of the bucket alone. Both steps keep the order of entries that go to
 the same place, so that the entries of a column come by row and the result is one, whatever the number of threads.
 
-Cost: O(|O|) time; 4 bytes for each entry besides the result. Checked by tests/test_pairs.py; timed by
-benchmarks/bench_setup.py.
+Cost: O(|O|) time; 4 bytes for each entry besides the result.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gramtower.runtime.compiled import compiled
-from gramtower.runtime.threads import parallel_for
+from gramtower._util.compiled import compiled
+from gramtower._util.threads import parallel_for
 
 _BUCKETS = 256  # more of them write to more pages at a time than the processor keeps addresses of
 

@@ -2,7 +2,6 @@
 
 polars ends the whole process ("memory allocation of 2305843009213693944 bytes failed") or panics on some damaged files,
 and nothing in that process can prevent it. The trial takes as long as reading does, and the start of an interpreter.
-Checked by tests/test_sources.py.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gramtower import _checks as check
-from gramtower.runtime import host
+from gramtower._util import checks as check
+from gramtower._util import host
 
 _OVERHEAD = 1 << 33  # bytes of address space for the interpreter and its threads
 _PROGRAM = """

@@ -1,7 +1,7 @@
 """Two sets of observed pairs as one: the entities of the first, then those that only the second has.
 
 A pair that both have is taken from the second, with its label, weight and time. Ids are joined as in data/lookup.py and
-keep the type of the first. Cost: O(pairs log pairs). Checked by tests/test_updates.py.
+keep the type of the first. Cost: O(pairs log pairs).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data.interactions import Interactions
 from gramtower.data.lookup import as_known, index_of, join
 

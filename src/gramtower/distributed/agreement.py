@@ -2,7 +2,6 @@
 
 :func:`agree` compares named facts and says in which process one differs. :class:`Digest` is a fingerprint of rows
 spread over processes, the same however they are spread: a sum, modulo 2⁶⁴, of one hashed number for each entry.
-Checked by tests/test_distributed.py and tests/test_failures.py.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
+from gramtower._util.threads import parallel_for
 from gramtower.distributed.group import Group
-from gramtower.runtime.threads import parallel_for
 
 _CHUNK = 1 << 16  # entries at a time, so that what numpy makes of them on the way stays in cache
 

@@ -1,6 +1,6 @@
 """The sums of agreement.Digest over the entries of sparse rows, compiled by numba: without arrays of keys on the way.
 
-Imported where there are many entries. Checked by tests/test_checkpoint.py.
+Imported where there are many entries.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gramtower._util.compiled import compiled
 from gramtower.distributed.agreement import mix
-from gramtower.runtime.compiled import compiled
 
 _mix: Any = compiled(inline="always")(mix)
 

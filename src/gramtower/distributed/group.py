@@ -9,8 +9,6 @@ same over torch.distributed (gloo on CPUs, NCCL on GPUs). No other module of the
     gather    (N − 1) times the largest shard
     scatter   the rows that go to others
     scalars   (N − 1) times the numbers gathered
-
-Checked by tests/test_distributed.py.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
 The main file holds JSON, the replicated tensors, and the first process's rows of tables; every other process
 writes its rows beside it. The main file names the others and says which rows are where, so that any number of processes
 can read what any number wrote, each reading its local rows alone. The main file is renamed into place after all others
-are written: whoever is killed at any moment leaves the old set or the new one. Each file has checksums (_tensors.py).
+are written: whoever is killed at any moment leaves the old set or the new one. Each file has checksums (tensors.py).
 
-Used for checkpoints (training/checkpoint.py) and models (estimator/model_file.py). Checked by tests/test_checkpoint.py
-and tests/test_distributed_fit.py.
+Used for checkpoints (training/checkpoint.py) and models (model/model_file.py).
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gramtower import _tensors
-from gramtower._schema import build
-from gramtower._tensors import Damaged, TensorFile
+from gramtower._util import tensors as _tensors
+from gramtower._util.schema import build
+from gramtower._util.tensors import Damaged, TensorFile
 from gramtower.distributed.shards import Rows, Shards
 
 _THREADS = 2

@@ -5,7 +5,7 @@ right entities with their features. Rows of id tables are held by one process ea
 processes' right rows comes through ``gather`` and goes back through ``add_right_sum``; with one process both do
 nothing.
 
-Ranges are chosen by :func:`balanced` so that work is even. Checked by tests/test_distributed.py.
+Ranges are chosen by :func:`balanced` so that work is even.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.distributed.group import SINGLE, Group, Pending
 
 

@@ -5,7 +5,7 @@ of its own, which shows that the process is alive. When an operation fails or ti
 process whose count stands still is gone, one that began fewer operations is hung. NCCL ends a process by itself on a
 time-out; there the thread prints who is missing while the process waits.
 
-Cost: one small message every two seconds. Checked by tests/test_failures.py.
+Cost: one small message every two seconds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Cross-validation: a fresh copy of a model fitted on all folds but one and measured on that one, for each in turn.
 
 Works with whatever has ``get_params``, ``fit`` and ``evaluate`` as :class:`gramtower.TwoTower` has them. Cost: as many
-fits and evaluations as folds, one after the other. Checked by tests/test_cross_validation.py.
+fits and evaluations as folds, one after the other.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
-from gramtower import _html as html
+from gramtower._util import checks as check
+from gramtower._util import html as html
 from gramtower.data.frames import Column
 from gramtower.data.interactions import Interactions
 from gramtower.data.lookup import index_of, join
 from gramtower.data.splits import Split
 from gramtower.data.splits import folds as cut
 from gramtower.distributed.group import current_group
-from gramtower.estimator.columns import Columns
 from gramtower.evaluation.intervals import Interval, bootstrap_interval, t_interval
 from gramtower.metrics.definitions import DEFAULT, parse
+from gramtower.model.columns import Columns
 from gramtower.training.result import Reason
 
 _SHOWN = 10  # folds whose values a repr lists

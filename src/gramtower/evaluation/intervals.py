@@ -3,7 +3,7 @@
 t: mean ± t_{n−1}(½ + level/2) s/√n. Folds share training pairs, so that their values are not independent and the
 interval is a guide rather than a promise. Bootstrap (percentiles): users are drawn with replacement, each with all its
 values in all folds, so that a user who is in every fold does not count as several. Cost of the bootstrap:
-O(replicates · users · folds · metrics) as matrix products, in blocks. Checked by tests/test_cross_validation.py.
+O(replicates · users · folds · metrics) as matrix products, in blocks.
 """
 
 from __future__ import annotations

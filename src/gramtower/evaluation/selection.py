@@ -4,7 +4,7 @@
     search.fit(gt.PairSamples(pairs))
 
 Neither imports scikit-learn. Splits of whole entities have no positions: :func:`gramtower.cross_validate` takes them.
-Cost of a split: that of data/splits.py, and O(pairs log pairs) to find positions. Checked by tests/test_sklearn.py.
+Cost of a split: that of data/splits.py, and O(pairs log pairs) to find positions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data import splits
 from gramtower.data.interactions import Interactions
 from gramtower.data.samples import PairSamples, pairs_of

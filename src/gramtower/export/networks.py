@@ -9,8 +9,8 @@
                                   tables and matrices what they are encoded as; a dense matrix among them has all. An
                                   entity without a history gets the mean one of training.
 
-Scaling (estimator/scaling.py) is in float64 as in the model, the rest in float32. Cost of sparse rows: batch × length ×
-width of the first layer. Checked by tests/test_export.py against model.embed, in torch, TorchScript and onnxruntime.
+Scaling (model/scaling.py) is in float64 as in the model, the rest in float32. Cost of sparse rows: batch × length ×
+width of the first layer.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gramtower.engine.towers.layers import InputLinear
-from gramtower.estimator.inputs import Inputs, Part
-from gramtower.estimator.scaling import MOST_DEVIATIONS
+from gramtower.model.inputs import Inputs, Part
+from gramtower.model.scaling import MOST_DEVIATIONS
 
 
 class IdNetwork(nn.Module):

@@ -9,7 +9,7 @@
 With all but Parquet, left_ids.json and right_ids.json hold the ids in the order of the rows. export.json says what was
 written, and for networks their inputs and how tables are encoded. Every file is replaced in one step. The export.json
 of an earlier export is removed first and the new one is written last: a folder that has one holds all of one model.
-Nothing is pickled. Checked by tests/test_export.py.
+Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from gramtower import _checks as check
-from gramtower._files import replacing, write_json, write_text
-from gramtower._optional import need
+from gramtower._util import checks as check
+from gramtower._util.files import replacing, write_json, write_text
+from gramtower._util.optional import need
 from gramtower.data import frames
 from gramtower.data.encoders import to_plain
-from gramtower.estimator.fitted import FittedModel
-from gramtower.estimator.inputs import Inputs
-from gramtower.estimator.side import Side
 from gramtower.export.networks import example, network_of
+from gramtower.model.fitted import FittedModel
+from gramtower.model.inputs import Inputs
+from gramtower.model.side import Side
 
 FORMATS = ("onnx", "torchscript", "numpy", "parquet", "faiss")
 _OPSET, _LARGEST = 18, 2**31 - 2**20  # bytes that one file of ONNX can hold

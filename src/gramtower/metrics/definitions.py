@@ -3,7 +3,7 @@
 Four kinds. AT_K: of one user's hits (users × K, is the item at this place relevant?) and how many items are relevant to
 each user, at least one. psp: the same with items that count by their inverse propensity. Of a list alone, whatever is
 relevant: novelty and diversity, NaN for a list too short to have one. OF_ITEMS: of how often each item is in the lists
-of all users. Checked by tests/test_metrics.py and tests/test_list_metrics.py against slow loops and ir_measures.
+of all users.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 
 DEFAULT = ("map@5", "recall@20", "ndcg@20")
 PROPENSITY = (0.55, 1.5)  # A and B of Jain et al. (2016), who estimated them on Wikipedia

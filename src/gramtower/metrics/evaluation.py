@@ -1,8 +1,7 @@
 """Ranking metrics of given lists, and of embeddings against held-out pairs in bounded memory.
 
 Users are taken in blocks: the products of their scores, one pass for the top K, and for the AUC one count for each
-test pair. Nothing of users × items is made. Checked by tests/test_metrics.py and tests/test_list_metrics.py; timed by
-benchmarks/bench_evaluation.py.
+test pair. Nothing of users × items is made.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data.matrices import canonical, union, without
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.metrics.definitions import (

@@ -8,7 +8,6 @@ d_g = θ₍₋g₎ of one model − θ₍₋g₎ of another, the standard error 
 It is paired: what makes an entity hard for both models cancels. G numbers for each model are all that is kept, whatever
 the number of entities. For a mean over entities, with parts of one entity each, it is the usual standard error of the
 mean difference; for other metrics it is rather too large than too small (Efron and Stein, 1981). Cost: O(entities).
-Checked by tests/test_jackknife.py.
 """
 
 from __future__ import annotations

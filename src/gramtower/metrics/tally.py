@@ -1,7 +1,7 @@
 """Metrics added up block by block: one value for each user and metric is kept, and the means in the end.
 
 A break-down has three more groups: users of a tercile, or all users with only the relevant items of a tercile counted.
-Cost: O(users · K · log pairs). Checked by tests/test_metrics.py and tests/test_list_metrics.py.
+Cost: O(users · K · log pairs).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gramtower import _html as html
+from gramtower._util import html as html
 from gramtower.distributed.group import SINGLE
 from gramtower.distributed.group import Group as Processes
 from gramtower.metrics.definitions import (

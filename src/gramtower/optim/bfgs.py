@@ -1,6 +1,6 @@
 """The inverse of limited-memory BFGS (Nocedal and Wright, "Numerical Optimization", Alg. 7.4) times a vector.
 
-Four passes over θ for each pair of a step and the change of the gradient along it. Checked by tests/test_optim.py.
+Four passes over θ for each pair of a step and the change of the gradient along it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Levenberg-Marquardt damping: more of it where a quadratic model promised too much, less where it was right.
-
-Checked by tests/test_optim.py and tests/test_secant.py.
-"""
+"""Levenberg-Marquardt damping: more of it where a quadratic model promised too much, less where it was right."""
 
 from __future__ import annotations
 

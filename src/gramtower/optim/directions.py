@@ -5,7 +5,7 @@
     NewtonCG   G s = −∇L to a relative residual ξ          (eq:general_ls)
     LBFGS      limited-memory BFGS                         (bfgs.py)
 
-newton_kron.py and secant.py have the preconditioned ones. Checked by tests/test_optim.py.
+newton_kron.py and secant.py have the preconditioned ones.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The paper checks δ in {δ_init, δ_init/2, δ_init/4, …}, δ_init being the last step taken, doubled every five iterations
 (Section "Compared Optimization Methods"). A value has rounding errors; once the decrease that the slope promises is
-below them, the search ends without a point. Checked by tests/test_line_search.py.
+below them, the search ends without a point.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What runs an iteration: exact gradients, a direction and a line search. stochastic.py has estimated gradients.
 
-solvers.py says which parts the methods of each name are made of. Checked by tests/test_optim.py.
+solvers.py says which parts the methods of each name are made of.
 """
 
 from __future__ import annotations

@@ -10,8 +10,6 @@ Where both towers are linear in their parameters, secant.py takes its place: wit
 and with memory for none by steps that move one side at a time. With other towers it takes over, where there is memory
 for a pair, once damping is above what it started with after it has been far below, or far above: the model is no longer
 right. From there on what G lacks of the Hessian decides, and damping would only make steps shorter.
-
-Checked by tests/test_optim.py; timed by `make reproduce`, benchmarks/bench_als.py and bench_solvers.py.
 """
 
 from __future__ import annotations

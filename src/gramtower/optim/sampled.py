@@ -4,7 +4,7 @@
     Subsets   Ô₁, Ô₂ ⊂ O of size ρ|O|; Gramians averaged with rate α over steps  (`sogram`, eq:grad_sogram)
 
 Draws come from a generator whose state is part of a checkpoint. The estimates themselves are
-engine/objective/subsampling.py. Checked by tests/test_subsampling.py and tests/test_optim.py.
+engine/objective/subsampling.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.objective.subsampling import Gramians, block_gradient, subset_gradient, subset_gramians

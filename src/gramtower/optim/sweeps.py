@@ -14,7 +14,6 @@ quadratic, and what was remembered is forgotten. Where no step of the sweep decr
 Cost of an iteration: two values, two passes over O more for the rows' systems, a pass over what is remembered. Memory:
 two vectors of θ's size for each sweep remembered, and four while one is made. Not in the paper. Over several processes
 a right row's pairs are not in one place, and secant steps are made (secant.py).
-Checked by tests/test_sweeps.py; timed by benchmarks/bench_als.py and bench_solvers.py.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gramtower._util.allocation import Vectors
+from gramtower._util.threads import parallel_for
 from gramtower.engine.objective.evaluation import Evaluation
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
@@ -33,8 +34,6 @@ from gramtower.engine.towers.parameters import Parameters
 from gramtower.engine.towers.towers import Towers
 from gramtower.optim.methods import Descent, IterationResult, Method
 from gramtower.optim.parts import State, Stateful, vectors
-from gramtower.runtime.allocation import Vectors
-from gramtower.runtime.threads import parallel_for
 
 _STEPS, _TOLERANCE = 2, 0.1  # of each row's conjugate gradient
 _HALVINGS = 6

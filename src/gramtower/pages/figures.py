@@ -1,7 +1,7 @@
 """Figures by matplotlib, which is optional: curves of a run, numbers of pairs per entity, trials of a search.
 
 They know records and plain numbers, nothing of models; `TwoTower.plot`, `Search.plot` and the pages of runs hand them
-theirs. The same numbers give the same SVG, byte for byte. Checked by tests/test_run_pages.py.
+theirs. The same numbers give the same SVG, byte for byte.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gramtower._optional import need
+from gramtower._util.optional import need
 from gramtower.training.result import Record
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The page of a fit: curves, settings, data, metrics by popularity and activity, and examples of lists with titles.
 
-Made from what the run's folder holds; a fit that has not ended has curves alone. Checked by tests/test_run_pages.py.
+Made from what the run's folder holds; a fit that has not ended has curves alone.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 import scipy.sparse as sp
 
-from gramtower._files import plain
-from gramtower.estimator.fitted import FittedModel
-from gramtower.estimator.side import Side
+from gramtower._util.files import plain
 from gramtower.metrics.definitions import DEFAULT
+from gramtower.model.fitted import FittedModel
+from gramtower.model.side import Side
 from gramtower.pages.figures import as_svg, degree_figure, run_figure
 from gramtower.pages.html import document, facts, number, picture, table
 from gramtower.reports.measures import QUANTILES, Group, degree_quantiles, degrees, examples, groups_of

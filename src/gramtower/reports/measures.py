@@ -1,7 +1,7 @@
 """What the page of a fit says of its data and of its lists: degrees, metrics by group with counts, examples.
 
 Held-out pairs are those of a test, or the validation pairs that a model keeps. Cost: that of two evaluations and of a
-few lists. Checked by tests/test_run_pages.py.
+few lists.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import without
-from gramtower.estimator.fit_data import own_pairs
-from gramtower.estimator.fitted import FittedModel
 from gramtower.metrics.tally import GROUPS, Scores, terciles
+from gramtower.model.fit_data import own_pairs
+from gramtower.model.fitted import FittedModel
 
 QUANTILES = {"least": 0.0, "quarter": 0.25, "median": 0.5, "three quarters": 0.75, "most": 1.0}
 EXAMPLES, LENGTH, SHOWN = 5, 10, 3  # left entities, right ones of a list, pairs that a left entity has

@@ -1,6 +1,6 @@
 """The page of a tuning: trials, curves, what each choice explains and where it was tried, and the settings found.
 
-Made from report.json alone. Checked by tests/test_run_pages.py.
+Made from report.json alone.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from gramtower._files import plain
+from gramtower._util.files import plain
 from gramtower.pages.figures import as_svg
 from gramtower.pages.html import document, facts, number, picture, table
 from gramtower.tuning.report import Search, shown

@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gramtower._util.compiled import compiled
+from gramtower._util.threads import parallel_for
 from gramtower.retrieval.scan import ShortLists, leave_out, tasks
-from gramtower.runtime.compiled import compiled
-from gramtower.runtime.threads import parallel_for
 
 _TOGETHER = 64  # scores compared before a branch
 _SEQUENCE = np.uint64(0x03F79D71B4CB0A89)  # de Bruijn's: shifted by any l, its six highest bits are all different

@@ -3,7 +3,6 @@
 For a relevant item r of user i with score s: #{j not relevant, s_ij > s} + ½ #{j not relevant, s_ij = s}, where items
 left out of the ranking score −inf and are never above. Cost: one pass over the user's scores for each relevant item,
 and two for the place of the first.
-Checked by tests/test_metrics.py.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gramtower.runtime.compiled import compiled
-from gramtower.runtime.threads import parallel_for
+from gramtower._util.compiled import compiled
+from gramtower._util.threads import parallel_for
 
 _TOGETHER = 64  # scores compared before a branch
 

@@ -3,7 +3,6 @@
 One buffer of at most ``block_bytes`` (or one row) is used again for every block, or several by turns, so nothing of m·n
 elements is made.
 Pairs that must not be ranked are −inf. Cost: the product, 2·rows·n·k operations, and one write for each excluded pair.
-Checked by tests/test_topk.py.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 
 _DEFAULT_BYTES = {"cpu": 64_000_000, "cuda": 1_000_000_000}
 

@@ -1,7 +1,7 @@
 """The k best of each row of a block of scores, the same answer from every implementation.
 
 Best first; equal scores in order of columns, so that nothing depends on threads, blocks or the device. Places that no
-finite score fills hold column −1 and score −inf. Cost: one pass over the block. Checked by tests/test_topk.py.
+finite score fills hold column −1 and score −inf. Cost: one pass over the block.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gramtower.runtime import host
+from gramtower._util import host
 
 _MOST_KEPT = 512  # compiled passes sort the best by insertion, which pays for lists that are not long
 _WORTH_LOADING = 1 << 20  # scores; with fewer, loading compiled code takes longer than it saves

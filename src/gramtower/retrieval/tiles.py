@@ -5,7 +5,6 @@ its rows' lists while they are in its cache, so that scores never go to memory a
 all, and some of the columns: every row of Q is then read once. Elsewhere, for long lists and for little work, blocks of
 full rows; a GPU is given the next block before the lists of the last one are fetched. Cost: the score products and one
 pass over the scores.
-Checked by tests/test_topk.py against sorted dense scores; timed by benchmarks/bench_evaluation.py.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
+from gramtower._util.threads import pool
 from gramtower.retrieval.scores import score_blocks
 from gramtower.retrieval.select import WORTH_CALLING, best, best_but_for_ties, settle_ties, use_compiled
-from gramtower.runtime.threads import pool
 
 _ROWS = 512  # of a tile; with fewer, products are slower
 _TILE = 1 << 18  # scores of a tile

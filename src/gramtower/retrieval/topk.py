@@ -1,7 +1,6 @@
 """Exact top-K: the k right entities with the highest p_iᵀq_j for each left entity, in bounded memory.
 
 Cost: the score products and one pass over the scores while they are in cache. Ties go to the smaller column.
-Checked by tests/test_topk.py against sorted dense scores; timed by benchmarks/bench_evaluation.py.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data.matrices import canonical
 from gramtower.retrieval.scores import embeddings
 from gramtower.retrieval.tiles import Lists, best_lists

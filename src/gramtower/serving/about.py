@@ -1,7 +1,4 @@
-"""What the page shows of a model: search, an entity with its history, the map, the run.
-
-Checked by tests/test_serving_page.py.
-"""
+"""What the page shows of a model: search, an entity with its history, the map, the run."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gramtower._files import plain
+from gramtower._util.files import plain
 from gramtower.serving.entities import Entities, Key
 from gramtower.serving.errors import Refused, shown
 from gramtower.serving.metrics import Labels

@@ -1,8 +1,7 @@
 """The HTTP interface: routes, each a body that is checked, a task for the worker, and its answer.
 
 The event loop parses, waits and sends; everything else is the worker's. Answers of one shape: {"error": …} with a
-status from 400 on, otherwise what the route says. Checked by tests/test_serving.py, and by hostile requests in
-tests/fuzz/test_fuzz_serving.py.
+status from 400 on, otherwise what the route says.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 While the worker is busy, requests gather; what has gathered is its next batch. When it is idle it waits for company
 only if there was any the last time: until as many requests are there as in the last batch, and never longer than
 ``wait`` seconds. So a lone client is answered at once, and many share each product with all embeddings. The event
-loop never computes anything. Checked by tests/test_serving_batching.py.
+loop never computes anything.
 """
 
 from __future__ import annotations

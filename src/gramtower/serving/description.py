@@ -1,7 +1,4 @@
-"""The interface in the words of OpenAPI, made by fastapi from the handlers and the schemas of their bodies.
-
-Checked by tests/test_serving.py.
-"""
+"""The interface in the words of OpenAPI, made by fastapi from the handlers and the schemas of their bodies."""
 
 from __future__ import annotations
 

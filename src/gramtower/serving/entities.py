@@ -2,7 +2,7 @@
 
 Ids are looked up by their hashes. A search goes through one text of all ids and titles in lower
 case, joined by line ends: matches at the beginning of an id or title first, then anywhere; O(characters), without a
-Python loop over entities. Checked by tests/test_serving_snapshot.py.
+Python loop over entities.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data.lookup import as_known, is_of_other_type
 from gramtower.serving.errors import Refused, shown
 from gramtower.serving.rowindex import RowIndex

@@ -3,7 +3,7 @@
 A pure ASGI layer around the app. Refuses, before anything of a body is read: a missing or wrong bearer token
 (compared in constant time), and names of other hosts where the server is for this machine alone (which stops web
 pages that point a name of theirs at 127.0.0.1). Adds headers against sniffing, framing and caching; CORS is off:
-there are no headers for it unless origins were given. Checked by tests/test_serving_security.py.
+there are no headers for it unless origins were given.
 """
 
 from __future__ import annotations

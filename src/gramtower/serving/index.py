@@ -7,7 +7,6 @@
 How far a search goes (the clusters or candidates visited) is doubled until recall@k on a sample of left entities is
 what was asked for; what it is then is stored with the index. The file also holds a digest of the right ids and
 embeddings, and is refused beside any other model. Nothing is pickled. Cost of a search: of the visited entities.
-Checked by tests/test_serving_index.py; table of sizes in docs/serving.md.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gramtower import _checks as check
-from gramtower._optional import need
-from gramtower._schema import build
-from gramtower._tensors import TensorFile, write
+from gramtower._util import checks as check
+from gramtower._util.optional import need
+from gramtower._util.schema import build
+from gramtower._util.tensors import TensorFile, write
 from gramtower.retrieval.topk import top_k
 
 KINDS = ("faiss", "faiss-hnsw", "hnsw")

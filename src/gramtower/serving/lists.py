@@ -7,7 +7,7 @@ excluded, is answered exactly. Queries that choose among some entities only are 
 
 Embeddings are finite: those of a model are checked when it is read, those of new entities when they are made.
 
-Cost: rows × entities × dim for a group. Checked by tests/test_serving_snapshot.py against model.recommend, one by one.
+Cost: rows × entities × dim for a group.
 """
 
 from __future__ import annotations

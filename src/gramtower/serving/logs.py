@@ -1,7 +1,7 @@
 """What a server logs on standard error, as text or as one JSON object a line.
 
 A line is one event, whatever is in it: characters that a terminal or a reader of lines might obey are escaped, and
-lines of a traceback are indented, so that no client can write a line of its own. Checked by tests/test_serving_logs.py.
+lines of a traceback are indented, so that no client can write a line of its own.
 """
 
 from __future__ import annotations

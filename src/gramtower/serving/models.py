@@ -2,7 +2,7 @@
 
 A new file is read beside the old model; only when it is whole, of this version, and its index belongs to it, does it
 take the old one's place, in one assignment. Requests that were under way end with the model they began with. A file
-that is refused is not tried again until it changes. Checked by tests/test_serving_swap.py.
+that is refused is not tried again until it changes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.serving.errors import Refused, shown
 from gramtower.serving.metrics import Labels, Metrics
 from gramtower.serving.snapshot import Snapshot, Source

@@ -4,7 +4,7 @@ A timer runs while a connection is open and no request is under way on it but by
 its end closes the connection. So does a client that takes nothing of its answer for some time: each connection counts
 towards the limit of all, and a few hundred of such clients would keep out everyone else. A head of a request may have
 64 KiB: httptools has no limit of its own, and copies all of a header with every piece of it that comes. Bodies have
-their own time (http.read_body), and idle connections uvicorn's keep-alive. Checked by tests/test_serving_process.py.
+their own time (http.read_body), and idle connections uvicorn's keep-alive.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Computed once for a model: the covariance of all embeddings (float64, blocks of rows) and its first two eigenvectors,
 each with the sign that makes its largest part positive. Shown are the entities with the most pairs. Cost: O(entities
-dim² + dim³). Checked by tests/test_serving_snapshot.py against a singular value decomposition.
+dim² + dim³).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ids → rows in twelve bytes an id, where a dictionary takes seventy and more: sorted hashes, and the row of each.
 
 A look-up finds the id's hash by bisection and compares the ids at its rows, so that ids with the same hash are told
-apart. Cost: O(n log n) once, O(log n) a look-up. Checked by tests/test_serving_snapshot.py against a dictionary.
+apart. Cost: O(n log n) once, O(log n) a look-up.
 """
 
 from __future__ import annotations

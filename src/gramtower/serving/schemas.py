@@ -1,7 +1,7 @@
 """The bodies of requests, checked by pydantic: types exactly as written here, no further fields, finite numbers.
 
 Lengths are bounded by :class:`~gramtower.serving.limits.Limits` when a body is taken up, so that messages name the
-bound. Checked by tests/test_serving.py.
+bound.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 SIGHUP reads all models again, SIGTERM and SIGINT end the server once the requests under way are answered. The port is
 bound before models are loaded, so that one in use is known at once, and listened on when they are ready to answer.
-Checked by tests/test_serving_process.py.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 import uvicorn
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.retrieval.select import WORTH_CALLING
 from gramtower.serving import logs
 from gramtower.serving.app import make_app

@@ -25,18 +25,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
+from gramtower._util.mapped import release
 from gramtower.data.interactions import Interactions
 from gramtower.distributed.shard_files import others
-from gramtower.estimator.explain import Explainer, Explanation
-from gramtower.runtime.mapped import release
+from gramtower.model.explain import Explainer, Explanation
+from gramtower.model.two_tower import TwoTower, load
 from gramtower.serving.entities import Entities, Key
 from gramtower.serving.errors import Refused
 from gramtower.serving.index import Facts, Index, digest, path_beside, read_index
 from gramtower.serving.lists import Found, Query, best_lists
 from gramtower.serving.projection import Map
 from gramtower.serving.table import EntityTable
-from gramtower.two_tower import TwoTower, load
 
 if TYPE_CHECKING:
     from polars import DataFrame

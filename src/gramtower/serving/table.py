@@ -2,7 +2,7 @@
 
 Joined by id once, when a model is loaded. A filter asks for one value or several (any of them) of a column, or for a
 range {"min", "max"} of numbers; a list column such as ``Comedy|Drama`` matches by its elements; of several columns all
-must match. Rows that match a value are found once and kept. Checked by tests/test_serving_snapshot.py.
+must match. Rows that match a value are found once and kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data import frames
 from gramtower.data.ids import id_series
 from gramtower.data.inference import infer_kinds

@@ -1,7 +1,7 @@
 """What the worker does: requests as tasks, answered in batches, and their JSON.
 
 Tasks over one model and of one kind are answered together; a task that fails is refused alone. Answers are made as
-bytes here, off the event loop. Checked by tests/test_serving.py.
+bytes here, off the event loop.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The parent holds the socket and computes nothing: it starts the workers, hands S
 them on SIGTERM and SIGINT once their requests are answered, and starts one again that died while it served. It keeps
 the files of the models that are served open, so that such a worker gets them although other files are in their place.
 A worker that cannot start ends all before the server is ready; afterwards it is tried again while another one serves. A
-worker whose parent is gone ends by itself. Checked by tests/test_serving_process.py.
+worker whose parent is gone ends by itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.distributed.shard_files import others
 from gramtower.serving.index import path_beside
 from gramtower.serving.snapshot import Source

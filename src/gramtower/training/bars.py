@@ -10,8 +10,8 @@ import sys
 import time
 from typing import Any, Protocol
 
-from gramtower import _html as html
-from gramtower._optional import need
+from gramtower._util import html as html
+from gramtower._util.optional import need
 
 
 class Bar(Protocol):

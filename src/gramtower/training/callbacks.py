@@ -4,7 +4,7 @@ A callback is any function of a record and a point, called after each iteration;
 it has them, ``begin`` is called before the first iteration and ``end`` after the last, whatever ended the run. An
 exception in a callback ends the run and reaches the caller; checkpoints stay whole. Over several processes every one
 calls its callbacks; those here act in the first alone. The packages they write to are imported when a run begins.
-A fit with ``refit=True`` is two runs. Checked by tests/test_callbacks.py.
+A fit with ``refit=True`` is two runs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gramtower import _checks as check
-from gramtower._optional import need
+from gramtower._util import checks as check
+from gramtower._util.optional import need
 from gramtower.engine.objective.point import Point
 from gramtower.training.bars import Bar, open_bar
 from gramtower.training.result import Record, Result

@@ -1,11 +1,10 @@
-"""Checkpoints: JSON and tensors with checksums (_tensors.py), written under another name and renamed.
+"""Checkpoints: JSON and tensors with checksums (_util/tensors.py), written under another name and renamed.
 
 A run that is killed at any moment leaves either the old checkpoint or the new one. Nothing is unpickled. The header
 holds a fingerprint of the run (fingerprint.py); another run's file, or a damaged one, is refused. Records are in a file
 next to it (stored_history.py). Parameters are stored tensor by tensor, and rows of tables by the process that holds
 them (distributed/shard_files.py), so that a run can go on with another number of processes; the types of the values in
-a method's state say what is cut how (optim/parts.py). Checked by tests/test_checkpoint.py and
-tests/test_distributed_fit.py.
+a method's state say what is cut how (optim/parts.py).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gramtower._schema import build
+from gramtower._util.schema import build
 from gramtower.distributed import shard_files
 from gramtower.distributed.shards import Sharded, Shards
 from gramtower.engine.towers.linearization import Work

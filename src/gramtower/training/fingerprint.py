@@ -2,7 +2,6 @@
 
 Digests of pairs, features and weights, the towers' modules with their settings, the method with its options, the metric
 and what it is measured on. Limits (iterations, seconds, tolerance) are left out: a run may be given more of them.
-Checked by tests/test_checkpoint.py.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gramtower._util import host
+from gramtower._util.threads import parallel_for
 from gramtower.data.features import Features
 from gramtower.distributed.agreement import Digest
 from gramtower.distributed.group import SINGLE, Group
@@ -21,8 +22,6 @@ from gramtower.distributed.shards import Rows, Shards
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.parameters import Layout, side_of
 from gramtower.engine.towers.towers import Towers
-from gramtower.runtime import host
-from gramtower.runtime.threads import parallel_for
 
 _MANY = 1 << 20  # entries from which on compiled code takes them
 

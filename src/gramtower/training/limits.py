@@ -1,11 +1,11 @@
 """The limits that a caller sets to a run: iterations, seconds of training, tolerance, and patience with a metric.
 
-The tolerance is compared with the gradient in loop.py, which knows it. Checked by tests/test_training.py.
+The tolerance is compared with the gradient in loop.py, which knows it.
 """
 
 from __future__ import annotations
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.training.result import Reason, Stop
 
 

@@ -1,7 +1,7 @@
 """Locks on what runs write, so that no two of them write the same.
 
 The operating system gives a lock back when its process ends, however it ends. Where there are no POSIX locks there is
-none. Checked by tests/test_failures.py.
+none.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gramtower._files import take_lock
+from gramtower._util.files import take_lock
 from gramtower.distributed.group import SINGLE, Group
 
 

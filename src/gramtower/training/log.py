@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TextIO
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.training.bars import in_notebook
 from gramtower.training.result import Record
 

@@ -6,7 +6,6 @@ for those that draw and have a given step size, the value is wanted by the recor
 
 An iteration counts once it has its record: the run then steps to the next `_Reached` by one assignment. Whatever is
 interrupted, or ends in no point, before that has not happened; checkpoints and results are of what was reached.
-Checked by tests/test_training.py and tests/test_checkpoint.py.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ from typing import Any
 
 import torch
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
+from gramtower._util.memory import explained
 from gramtower.distributed.agreement import agree, versions
 from gramtower.distributed.group import Group
 from gramtower.engine.objective.point import Point
@@ -35,7 +35,6 @@ from gramtower.engine.towers.towers import Towers
 from gramtower.optim.methods import IterationResult, Method
 from gramtower.optim.parts import State
 from gramtower.optim.solvers import Solver, as_solver
-from gramtower.runtime.memory import explained
 from gramtower.training.callbacks import Callback, Started, Watchers
 from gramtower.training.checkpoint import Saved, read_checkpoint, restore, write_checkpoint
 from gramtower.training.fingerprint import fingerprint

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from gramtower import _checks as check
-from gramtower import _html as html
-from gramtower._files import write_text
-from gramtower._schema import build
+from gramtower._util import checks as check
+from gramtower._util import html as html
+from gramtower._util.files import write_text
+from gramtower._util.schema import build
 from gramtower.engine.towers.parameters import Parameters
 
 

@@ -2,7 +2,7 @@
 
 A checkpoint therefore costs as much late in a run as early, and no history is too long for it. The checkpoint says how
 many bytes of the file are its own, and their checksum: what a kill left behind them is ignored, and overwritten by the
-next checkpoint. Checked by tests/test_checkpoint.py.
+next checkpoint.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gramtower._schema import build
+from gramtower._util.schema import build
 from gramtower.training.result import Record
 
 

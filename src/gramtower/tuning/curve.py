@@ -9,7 +9,7 @@ it is the value it settles at, not the best on the way.
 
 On entities that training has not seen, curves are rough: few entities are held out, all rankings share them, and the
 best point on the way is often an early one that is best for these alone. There a trial runs to its end, and counts with
-the mean of its last points. Checked by tests/test_tuning.py.
+the mean of its last points.
 """
 
 from __future__ import annotations

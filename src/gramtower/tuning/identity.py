@@ -13,10 +13,10 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.engine.kernels.losses import Loss
-from gramtower.estimator.fit_data import FitData
-from gramtower.estimator.settings import ModelSettings
+from gramtower.model.fit_data import FitData
+from gramtower.model.settings import ModelSettings
 from gramtower.tuning.space import Space, describe
 from gramtower.tuning.trial import Parts
 

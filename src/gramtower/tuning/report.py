@@ -1,7 +1,4 @@
-"""What a search found: its trials, the importance of each choice, and the settings as JSON, as Markdown and as TOML.
-
-Checked by tests/test_tuning.py.
-"""
+"""What a search found: its trials, the importance of each choice, and the settings as JSON, as Markdown and as TOML."""
 
 from __future__ import annotations
 
@@ -11,11 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gramtower import _html as html
-from gramtower._files import write_text
-from gramtower._schema import build
-from gramtower._toml import config_text
-from gramtower._widths import config_hidden
+from gramtower._util import html as html
+from gramtower._util.files import write_text
+from gramtower._util.schema import build
+from gramtower._util.toml import config_text
+from gramtower._util.widths import config_hidden
 from gramtower.pages.figures import search_figure
 from gramtower.tuning.space import Value
 from gramtower.tuning.tried import Tried, pick

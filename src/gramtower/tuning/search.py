@@ -9,7 +9,6 @@ unless a trial is better beyond noise (tried.py); where entities were held out, 
 A time limit counts everything from the first split to the last confirmation, for which the time that it takes is kept
 back. Only the first trial runs to its end whatever the limit. Larger towers than its are tried only
 while there is time for many trials.
-Checked by tests/test_tuning.py; benchmarks/bench_tuning.py has the time it takes on ml1m.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from typing import Any
 
 import numpy as np
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.distributed.group import current_group
-from gramtower.estimator.fit_data import prepare_data
-from gramtower.estimator.fitted import Selection
-from gramtower.estimator.penalty_path import select
-from gramtower.estimator.settings import ModelSettings
 from gramtower.metrics.definitions import to_maximise
+from gramtower.model.fit_data import prepare_data
+from gramtower.model.fitted import Selection
+from gramtower.model.penalty_path import select
+from gramtower.model.settings import ModelSettings
 from gramtower.training.lock import locked
 from gramtower.training.result import Reason
 from gramtower.tuning import study as studies

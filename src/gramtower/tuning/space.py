@@ -8,7 +8,7 @@ Names are those of :class:`gramtower.TwoTower`'s arguments, with four of their o
     right_power   s of right_weights
     features      "ids", "history", "ids+history", or "given": the features handed to tune
 
-Ranges are centred on the defaults for the size of the data. Checked by tests/test_space.py.
+Ranges are centred on the defaults for the size of the data.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from gramtower import _checks as check
-from gramtower._widths import check_hidden, hidden_text, parse_hidden
+from gramtower._util import checks as check
+from gramtower._util.widths import check_hidden, hidden_text, parse_hidden
 from gramtower.data.sources import read_toml
 from gramtower.engine.kernels.activations import make_activation
 from gramtower.engine.kernels.losses import LOSSES

@@ -16,9 +16,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gramtower import _checks as check
-from gramtower._optional import need
-from gramtower._schema import build
+from gramtower._util import checks as check
+from gramtower._util.optional import need
+from gramtower._util.schema import build
 from gramtower.tuning.space import SIZES, Range, Space, Value, searched
 from gramtower.tuning.space import larger as is_larger
 from gramtower.tuning.tried import Tried, pick

@@ -12,17 +12,17 @@ import numpy as np
 import scipy.sparse as sp
 from torch import Tensor
 
-from gramtower import _checks as check
-from gramtower._widths import hidden_text, parse_hidden
+from gramtower._util import checks as check
+from gramtower._util.widths import hidden_text, parse_hidden
 from gramtower.data.interactions import Interactions
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.weights import degree_power
-from gramtower.estimator import defaults
-from gramtower.estimator.fit_data import FitData, aligned, hold_out, matrix_and_ids, prepare_data
-from gramtower.estimator.fit_parts import RankingValidator, iterations, make_problem, make_towers, right_weights
-from gramtower.estimator.penalty_path import HeldOut
-from gramtower.estimator.settings import ModelSettings
-from gramtower.estimator.unseen import Unseen, UnseenValidator, hold_out_entities
+from gramtower.model import defaults
+from gramtower.model.fit_data import FitData, aligned, hold_out, matrix_and_ids, prepare_data
+from gramtower.model.fit_parts import RankingValidator, iterations, make_problem, make_towers, right_weights
+from gramtower.model.penalty_path import HeldOut
+from gramtower.model.settings import ModelSettings
+from gramtower.model.unseen import Unseen, UnseenValidator, hold_out_entities
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Record
 from gramtower.tuning import curve as curves
@@ -91,7 +91,7 @@ def make_parts(pairs: Any, validation: Any, features: tuple[Any, Any], seed: int
 def make_parts_of_entities(
     model: ModelSettings, pairs: Any, share: Any, side: str, features: tuple[Any, Any], seed: int
 ) -> Parts:
-    """Hold out a share of the entities of a side with all their pairs; see estimator/unseen.py."""
+    """Hold out a share of the entities of a side with all their pairs; see model/unseen.py."""
     unseen = hold_out_entities(model, pairs, features, share, side, seed)
     kept, users, shown = _ranked_often(unseen.truth, seed, model.device)
     unseen = replace(unseen, truth=kept)

@@ -3,7 +3,7 @@
 A trial replaces the defaults where it is better beyond what the choice of validation entities explains: its gain, the
 difference of both metrics, must exceed one standard error of that difference (gramtower/metrics/jackknife.py), paired
 over the entities that both were measured on. Held-out entities are what varies where some were held out, users where
-pairs were. Of the trials that pass, the best wins; if none does, the defaults stay. Checked by tests/test_tried.py.
+pairs were. Of the trials that pass, the best wins; if none does, the defaults stay.
 """
 
 from __future__ import annotations

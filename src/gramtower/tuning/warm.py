@@ -2,7 +2,6 @@
 
 A solution is a file with the towers' parameters. Files beyond the budget are dropped, worst trials first, so that what
 a trial starts from depends on the finished trials alone and a resumed search goes the same way.
-Checked by tests/test_tuning.py.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gramtower._files import replacing
+from gramtower._util.files import replacing
 from gramtower.tuning.space import LOGARITHMIC
 
 SAME = (

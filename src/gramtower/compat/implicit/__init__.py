@@ -4,8 +4,7 @@
     + from gramtower.compat.implicit.als import AlternatingLeastSquares
 
 :class:`AlternatingLeastSquares` minimises implicit's own objective; :class:`TwoTower` has the same methods over this
-library's model; `evaluation` has the functions of `implicit.evaluation`. Checked by tests/test_compat_implicit.py,
-tests/test_compat_als.py and tests/test_compat_evaluation.py.
+library's model; `evaluation` has the functions of `implicit.evaluation`.
 """
 
 from gramtower.compat.implicit.als import AlternatingLeastSquares as AlternatingLeastSquares

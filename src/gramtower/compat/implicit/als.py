@@ -6,8 +6,6 @@
 The objective (objective.py) is implicit's to the last term. It is minimised by preconditioned Gauss-Newton over both
 sides at once (`newton-kron`) instead of by turns, and in the end over the users alone, so that stored and recalculated
 users agree. Factors differ from implicit's: they are other coordinates, or another minimum, of the same objective.
-
-Checked by tests/test_compat_als.py, which also runs implicit beside it.
 """
 
 from __future__ import annotations
@@ -22,7 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
+from gramtower._util.memory import free_memory, readable
 from gramtower.compat.implicit.base import Callback, Recommender
 from gramtower.compat.implicit.least_squares import explained, solve_rows
 from gramtower.compat.implicit.objective import calculate_loss as calculate_loss
@@ -44,7 +43,6 @@ from gramtower.compat.implicit.utils import (
     warn_of_ignored,
 )
 from gramtower.engine.objective.point import Point
-from gramtower.runtime.memory import free_memory, readable
 from gramtower.training.result import Record
 
 

@@ -2,7 +2,7 @@
 
 Lists are exact and are ranked in float32 (retrieval/topk.py). As in implicit, items that are filtered are not missing
 from a list that has room for them: they come last, with the lowest score there is. Lists are never longer than there
-are items to choose from. Checked by tests/test_compat_implicit.py.
+are items to choose from.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.compat.implicit.utils import as_device, check_csr, known_rows, row_numbers
 from gramtower.retrieval.topk import top_k
 

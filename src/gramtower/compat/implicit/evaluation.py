@@ -20,7 +20,7 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data.matrices import canonical, checked
 
 _BATCH = 1000  # users whose lists are asked for at a time

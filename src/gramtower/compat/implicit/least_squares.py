@@ -5,8 +5,7 @@
 the minimiser over x of Σ_j c_j (t_j − x·y_j)² + λ‖x‖² over all items j, where c_j = 1 and t_j = 0 without an entry.
 If λ = 0 and the factors do not span all dimensions, it is the shortest of the minimisers.
 
-Cost: n k² once, then entries · k² + k³ for each row. In float64. Checked by tests/test_compat_als.py against a dense
-weighted least-squares problem.
+Cost: n k² once, then entries · k² + k³ for each row. In float64.
 """
 
 from __future__ import annotations

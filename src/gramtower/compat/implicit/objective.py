@@ -19,7 +19,7 @@ import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.compat.implicit.utils import check_csr
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem

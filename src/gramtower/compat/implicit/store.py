@@ -10,8 +10,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from gramtower import _checks as check
-from gramtower._files import replacing
+from gramtower._util import checks as check
+from gramtower._util.files import replacing
 
 
 def write_npz(file: str | Path | IO[bytes], values: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@
     + from gramtower.compat.implicit import TwoTower as AlternatingLeastSquares
 
 Users and items are row and column numbers. Arguments keep implicit's meaning, order and names; those without a meaning
-here warn when they are given. als.py has implicit's own objective. Checked by tests/test_compat_implicit.py.
+here warn when they are given. als.py has implicit's own objective.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.compat.implicit.base import Callback, Recommender
 from gramtower.compat.implicit.utils import as_seed, check_csr, warn_of_ignored
 from gramtower.data.interactions import Interactions
-from gramtower.two_tower import TwoTower as Estimator
-from gramtower.two_tower import load as load_estimator
+from gramtower.model.two_tower import TwoTower as Estimator
+from gramtower.model.two_tower import load as load_estimator
 
 
 class TwoTower(Recommender):

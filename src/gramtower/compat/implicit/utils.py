@@ -11,7 +11,7 @@ import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data.matrices import canonical
 
 _FAR = 2**62

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import scipy.sparse as sp
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data.interactions import Interactions
 from gramtower.data.readers.folders import file_in
 from gramtower.data.readers.lists import lines

@@ -1,6 +1,6 @@
 """The text format of extreme classification: labels and sparse features of a document on each line.
 
-Reads the whole file: O(size) time and memory. Checked by tests/test_readers.py.
+Reads the whole file: O(size) time and memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data.interactions import Interactions
 from gramtower.data.readers.lists import lines
 from gramtower.data.sources import PathLike, reading

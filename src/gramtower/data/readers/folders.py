@@ -1,11 +1,11 @@
-"""Data sets that are a folder of several files: which file is which. Checked by tests/test_readers.py."""
+"""Data sets that are a folder of several files: which file is which."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data.sources import PACKED, PathLike, existing
 from gramtower.data.streams import members
 

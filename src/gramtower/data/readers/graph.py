@@ -1,4 +1,4 @@
-"""Graphs whose nodes have features: what the readers of such sets return. Checked by tests/test_readers.py."""
+"""Graphs whose nodes have features: what the readers of such sets return."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data.interactions import Interactions
 from gramtower.data.sources import PathLike
 

@@ -1,4 +1,4 @@
-"""Lines of ids: ``user item item …`` lists, thesaurus lines, edge lists. O(size). Checked by tests/test_readers.py."""
+"""Lines of ids: ``user item item …`` lists, thesaurus lines, edge lists. O(size)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data import frames
 from gramtower.data.frames import Column
 from gramtower.data.interactions import Interactions

@@ -11,7 +11,7 @@ from other pages, to pages that do not exist, to other namespaces, and of a page
 are merged. Ids are titles with spaces.
 
 The dumps are read once each, in pieces. Held besides a piece: the titles of namespace 0, the targets of linktarget
-(12 bytes each) and 8 bytes for each link. Checked by tests/test_mediawiki.py; benchmarks/bench_dumps.py measures it.
+(12 bytes each) and 8 bytes for each link.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data import streams
 from gramtower.data.ids import as_objects
 from gramtower.data.interactions import Interactions

@@ -1,4 +1,4 @@
-"""MovieLens folders and zips, of every edition. Reads the whole file: O(size). Checked by tests/test_readers.py."""
+"""MovieLens folders and zips, of every edition. Reads the whole file: O(size)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import re
 import zipfile
 from typing import TYPE_CHECKING, Any
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
+from gramtower._util import host
 from gramtower.data import frames
 from gramtower.data.frames import Column
 from gramtower.data.interactions import Interactions
 from gramtower.data.readers.lists import one_byte
 from gramtower.data.sources import BOM, PathLike, existing, reading
 from gramtower.data.streams import members, read_members
-from gramtower.runtime import host
 
 if TYPE_CHECKING:
     from polars import DataFrame

@@ -4,7 +4,7 @@
     *features.json                {"node": [feature, feature, …], …}
     *target.csv or *pages.csv     a header, then a line a node: its id first, then name, kind and the like
 
-Reads the whole files: O(size). Checked by tests/test_readers.py.
+Reads the whole files: O(size).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data import frames
 from gramtower.data.ids import as_ids
 from gramtower.data.lookup import index_of

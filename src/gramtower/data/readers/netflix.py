@@ -5,8 +5,7 @@
 
 Both are lines ``movie:`` followed by its ratings ``user,rating,date``. Read once in chunks: besides one chunk 8 bytes
 are held for each rating kept (16 with times), and about 50 while the matrix is put together. A rating that is NaN is
-left out and counted; an infinite one and any other line are refused. Checked by tests/test_netflix.py;
-benchmarks/bench_dumps.py measures time and memory.
+left out and counted; an infinite one and any other line are refused.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data import conversion, frames, streams
 from gramtower.data.assembly import Rule, assemble
 from gramtower.data.ids import Coded, as_objects

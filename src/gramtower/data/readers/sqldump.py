@@ -2,7 +2,7 @@
 
 A dump is statements; rows stand in ``INSERT INTO `t` VALUES (…),(…);``. Rows are matched one after the other without a
 gap, so that quotes and brackets inside text cannot be taken for the end of a row, and a row that a buffer cuts waits
-for the rest of it. What is held is one piece of the file and one row. Checked by tests/test_mediawiki.py.
+for the rest of it. What is held is one piece of the file and one row.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data import streams
 
 Row = tuple[bytes, ...]

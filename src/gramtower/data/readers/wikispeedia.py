@@ -3,7 +3,7 @@
     links.tsv         from<TAB>to, titles URL-encoded
     categories.tsv    article<TAB>category, several lines for an article with several
 
-Lines that begin with # and blank ones are left out. Reads the whole files: O(size). Checked by tests/test_readers.py.
+Lines that begin with # and blank ones are left out. Reads the whole files: O(size).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data import frames
 from gramtower.data.ids import as_objects
 from gramtower.data.readers.folders import file_in

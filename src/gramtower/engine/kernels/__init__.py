@@ -35,9 +35,9 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 from torch import Tensor
 
-import gramtower.runtime.threads  # noqa: F401  # registers its fork handler
-from gramtower import _checks as check
-from gramtower._optional import install_line
+import gramtower._util.threads  # noqa: F401  # registers its fork handler
+from gramtower._util import checks as check
+from gramtower._util.optional import install_line
 from gramtower.data.pairs import Pairs
 from gramtower.engine.kernels.activations import Activation
 from gramtower.engine.kernels.layout import Order

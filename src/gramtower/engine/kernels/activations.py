@@ -2,7 +2,7 @@
 
 A line of ``TABLE`` defines an activation. Where φ′ is a function of the output y = φ(z), nothing has to be
 kept for it besides what the next layer keeps anyway (on backends with SLOPES_FROM_OUTPUTS); otherwise φ′ comes by
-autodiff and is stored. Checked by tests/test_towers.py and tests/test_gpu_kernels.py.
+autodiff and is stored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 
 ELU, LEAKY_RELU, TANH, SIGMOID = range(4)  # numbers of the GPU programs, see ``_slope`` in programs.py
 

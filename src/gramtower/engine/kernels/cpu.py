@@ -22,13 +22,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gramtower._util import threads
+from gramtower._util.compiled import compiled
 from gramtower.data.pairs import Pairs, Segments
 from gramtower.engine.kernels import reference
 from gramtower.engine.kernels.cpu_rows import SUMS, solve_rows
 from gramtower.engine.kernels.losses import LossTerms, Observed, Scored, loss_left_from_scores
 from gramtower.engine.kernels.row_systems import RowSystems
-from gramtower.runtime import threads
-from gramtower.runtime.compiled import compiled
 
 activate, slope_product = reference.activate, reference.slope_product  # torch has nothing faster for these
 column_sums, column_lines = reference.column_sums, reference.column_lines

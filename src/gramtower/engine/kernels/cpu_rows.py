@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gramtower.runtime.compiled import compiled
+from gramtower._util.compiled import compiled
 
 SUMS = {"reassoc", "contract", "nsz", "arcp"}  # sums may be reordered; NaN and infinity keep their meaning
 

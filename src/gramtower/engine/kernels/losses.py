@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data.pairs import Pairs
 
 Function = Callable[[Tensor, Tensor], Tensor]

@@ -9,7 +9,7 @@ With B the other side's embeddings in a basis where the all-pairs curvature is d
 with y_i the row itself and t_i what imputed labels pull it to, by a few steps of conjugate gradient over A_i's own
 diagonal. Nothing is averaged over rows: this is what alternating least squares solves. Cost: a row's pairs are gathered
 once, and then twice in each step out of the cache where they fit: O(|O| k steps). :func:`solve_batched` is the
-definition, in plain torch. Checked by tests/test_row_steps.py.
+definition, in plain torch.
 """
 
 from __future__ import annotations

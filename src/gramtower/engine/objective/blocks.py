@@ -7,7 +7,7 @@ One evaluation (evaluation.py) loops over these blocks, which know what is kept:
 
 Pairs of streamed blocks stay on the device, or in pinned host memory from where a block's columns, weights and orders
 are copied on a copy stream while the previous block is used: double-buffered, block t + 1 is copied once block t − 1
-has been freed. Checked by tests/test_blocks.py.
+has been freed.
 """
 
 from __future__ import annotations

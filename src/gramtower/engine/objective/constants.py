@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data.matrices import extremes
 from gramtower.data.pairs import Pairs
 from gramtower.distributed.shards import Shards

@@ -1,7 +1,7 @@
 """Small problems on a GPU run from CUDA graphs: one launch instead of a hundred.
 
 A slot is one evaluation over fixed memory: θ is copied in and the value is replayed; gradients and Gauss-Newton
-products are replayed when they are asked for, the right side's kernels on a side stream (runtime/streams.py); so is the
+products are replayed when they are asked for, the right side's kernels on a side stream (_util/streams.py); so is the
 preconditioner, whose factors are copied in. The work is the same as kernel by kernel. A slot belongs to a point until
 nobody holds that point or its G; a line search needs two. Large problems, and towers that are not analytic steps over
 ids, gain nothing and are evaluated kernel by kernel.
@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gramtower._util.streams import SideStream
 from gramtower.engine.objective.evaluation import Evaluation
 from gramtower.engine.objective.executor import Damped, Executor, Factored
 from gramtower.engine.objective.gauss_newton import GaussNewton
 from gramtower.engine.towers.linearization import Work
 from gramtower.engine.towers.parameters import Parameters
-from gramtower.runtime.streams import SideStream
 
 _SLOTS = 3
 _FEW = 4  # tensors of a preconditioner, as two tables have, that are applied as soon as a graph of them is launched

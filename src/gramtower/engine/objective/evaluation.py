@@ -21,6 +21,8 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
+from gramtower._util.precision import products_in
+from gramtower._util.streams import SideStream
 from gramtower.distributed.group import Pending
 from gramtower.engine.kernels import Kernels
 from gramtower.engine.objective.blocks import LeftBlock, LeftRows
@@ -30,8 +32,6 @@ from gramtower.engine.objective.gramians import gram
 from gramtower.engine.towers.linearization import Linearization, Work
 from gramtower.engine.towers.parameters import Parameters
 from gramtower.engine.towers.towers import Towers
-from gramtower.runtime.precision import products_in
-from gramtower.runtime.streams import SideStream
 
 Gramians = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]  # (P_c, Q_c), (P̂_c, Q̂_c)
 

@@ -15,8 +15,6 @@ two more than conjugate gradient in the line search: the gradient and the last o
 On a CPU, where the towers hold θ already, the count of θ stands for the best one of early stopping; features and the
 columns of the pairs are not counted, and a point holds scores, from which slopes and curvatures are made when asked
 for. Over several processes each counts the rows and pairs that it holds, and outputs of all right rows.
-
-Checked by tests/test_plan.py (planned against allocated bytes) and tests/test_memory.py.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
+from gramtower._util.precision import products_in
 from gramtower.engine.objective.blocks import LeftBlock
 from gramtower.engine.objective.evaluation import Evaluation
 from gramtower.engine.objective.executor import EAGER, Executor
@@ -25,7 +26,6 @@ from gramtower.engine.objective.formulas import output_curvature
 from gramtower.engine.objective.gramians import gram
 from gramtower.engine.objective.operators import LinearOperator
 from gramtower.engine.towers.parameters import Parameters
-from gramtower.runtime.precision import products_in
 
 
 class GaussNewton(LinearOperator):

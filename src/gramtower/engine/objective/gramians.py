@@ -5,7 +5,7 @@ difference of large Frobenius products, so rounding that grows with the number o
 early. A BLAS may add the rows of a product one after the other, as several do where there are few columns, so on
 a CPU a block has at most 1,024 rows: whatever the CPU and the number of rows, ‖error‖ < 10⁻⁶ ‖AᵀDB‖ in float32
 where the terms have one sign. O(rows k²) time, O(k²) memory beyond 8,192 rows; on a GPU weighted rows take up to 256 MB
-in float32. Checked by tests/test_gramians.py.
+in float32.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Imputed labels of unobserved pairs, ỹ_ij = p̃_iᵀ q̃_j (eq:tYij), constant or of low rank r.
 
 A constant c is p̃_i = (c), q̃_j = (1): rank one. It is never stored as a matrix (constants.py). The paper takes r = k;
-any r works, because P̃ and Q̃ enter only through r × k products. Checked by tests/test_engine.py against the dense twin.
+any r works, because P̃ and Q̃ enter only through r × k products.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 By Cholesky in float64, all matrices of a size at once; on a GPU, which has no fast batches of larger ones, those one
 by one, and it is waited for once for all of them. A matrix that Cholesky cannot factorise is inverted by its clamped
-eigenvalues. Cost: O(size³) a matrix. Checked by tests/test_inverses.py.
+eigenvalues. Cost: O(size³) a matrix.
 """
 
 from __future__ import annotations

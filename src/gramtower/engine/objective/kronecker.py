@@ -15,7 +15,7 @@ finite gets 1/λ′. A GPU is waited for once, to hear of such matrices.
 For one side alone M is zero on the other side's parameters, and what only they need is left out.
 
 Cost of building: O((m+n) width²) and a few factorisations of layer width; of applying: one product of each parameter
-matrix with factors of its width. Not in the paper. Checked by tests/test_kronecker.py.
+matrix with factors of its width. Not in the paper.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 An operator is known by its products. ``A @ d`` takes Parameters, a flat torch or numpy vector, or a matrix of columns,
 and gives the same kind back; ``A @ B``, ``A + B``, ``A + 0.1`` (a multiple of the identity), ``2.0 * A`` and ``A.T``
 are operators again; ``A.to_scipy()`` hands any of them to scipy's solvers. After curvlinops' PyTorchLinearOperator:
-vectors are converted in one place, operators compute on Parameters alone. Checked by tests/test_operators.py.
+vectors are converted in one place, operators compute on Parameters alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.engine.towers.parameters import Parameters, as_parameters
 
 

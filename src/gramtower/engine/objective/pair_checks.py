@@ -1,6 +1,6 @@
 """Labels and weights of observed pairs, checked by all threads before a problem takes them.
 
-Cost: a pass or two over the pairs. Checked by tests/test_problem.py.
+Cost: a pass or two over the pairs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data.matrices import everywhere, extremes
 from gramtower.data.pairs import Pairs
 from gramtower.engine.kernels.losses import Loss

@@ -9,9 +9,7 @@ What is kept follows from the largest moment of training, in this order:
                            waits for many small launches longer than for the pairs
 
 A budget below the smallest of these is refused before work, with the smallest that would do. Small problems on a GPU
-run from CUDA graphs as well. Checked by tests/test_memory.py, tests/test_plan.py (planned against allocated bytes) and
-tests/test_blocks.py; against the memory of a process by benchmarks/bench_memory.py, and of a GPU by
-benchmarks/bench_scale.py.
+run from CUDA graphs as well.
 """
 
 from __future__ import annotations
@@ -19,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from gramtower._util.memory import BlockPlan, readable
 from gramtower.engine.objective.footprint import GPU_BLOCK, LARGEST, SMALLEST, Footprint
-from gramtower.runtime.memory import BlockPlan, readable
 
 _CPU_BLOCK = 1 << 13  # rows that a tower works on; each block goes through a first layer's matrix
 _GRAPHED = 1 << 30  # bytes of parameters, activations and pairs above which launches no longer matter

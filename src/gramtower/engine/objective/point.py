@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.engine.objective.evaluation import Evaluation
 from gramtower.engine.objective.executor import EAGER, Executor
 from gramtower.engine.objective.gauss_newton import GaussNewton

@@ -22,7 +22,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
+from gramtower._util import host
+from gramtower._util.memory import default_budget, explained, free_memory, readable
+from gramtower._util.precision import PAIR_PRECISIONS, PRECISIONS, products_in
 from gramtower.data.features import as_features
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import extremes
@@ -44,9 +47,6 @@ from gramtower.engine.towers.linearization import Work
 from gramtower.engine.towers.parameters import Parameters, as_parameters
 from gramtower.engine.towers.steps import Scratch
 from gramtower.engine.towers.towers import Towers
-from gramtower.runtime import host
-from gramtower.runtime.memory import default_budget, explained, free_memory, readable
-from gramtower.runtime.precision import PAIR_PRECISIONS, PRECISIONS, products_in
 
 
 class Problem:

@@ -7,7 +7,7 @@ likewise on the right. In the eigenbasis of Q_c all but the observed pairs is di
 matrix: two to four steps of conjugate gradient over its pairs (kernels/row_systems.py) do.
 
 Cost: one eigendecomposition of k × k, three products of rows × k × k, one pass over O out of memory, the others out of
-the cache. Memory: one matrix of the size of each table. Checked by tests/test_row_steps.py.
+the cache. Memory: one matrix of the size of each table.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Weights are as given, or by name from how often an entity is observed:
 The mean is 1, so that Σ_ij a_i b_j = mn and ω keeps its meaning whatever the powers. An entity without pairs counts as
 one with a single pair: its weight stays finite for s < 0 and does not vanish for s > 0, where a weight of zero would
 leave its embedding to the penalties alone. The penalty on p_i is ½ μ c_i ‖p_i‖² with c_i = (|O_i| + ω Σ_j b_j)^ν, and
-likewise on the right. O(m + n). Checked by tests/test_weights.py against explicit arrays.
+likewise on the right. O(m + n).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.distributed.group import SINGLE, Group
 
 EXPECTED = 'an array of weights, or text such as "degree^0.5", "degree^-0.5", or "degree^0" for none'

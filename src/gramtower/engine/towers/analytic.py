@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data.features import Block, Features, IdBlock, SparseBlock
 from gramtower.engine.kernels.activations import Activation
 from gramtower.engine.towers.layer_factors import column_squares, mean_column, outer

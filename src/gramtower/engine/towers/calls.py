@@ -2,7 +2,7 @@
 
 torch.func.functional_call puts back what it replaced name by name. A module that stands in another under two names, as
 a layer used twice does, is replaced twice then, and put back to what the first replacement was. Here every tensor of
-every module is replaced once. Checked by tests/test_networks.py.
+every module is replaced once.
 """
 
 from __future__ import annotations

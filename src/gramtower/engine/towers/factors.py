@@ -14,7 +14,7 @@ diagonal, so that tables are preconditioned row by row. Parameters of other step
 get the diagonal Σ_i r_i J_iᵀ S J_i, from the same drawn vectors.
 
 Cost: about one matrix product of rows × width² for each layer, over some two thousand rows; where some step has no
-formula, a forward and ``draws`` backward passes of those rows. Checked by tests/test_kronecker.py.
+formula, a forward and ``draws`` backward passes of those rows.
 """
 
 from __future__ import annotations

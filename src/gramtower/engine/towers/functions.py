@@ -2,7 +2,7 @@
 
 Activations by function and by method (``torch.relu(h)``, ``h.tanh()``), F.linear, F.layer_norm, sums, differences,
 products, multiples, concatenation and columns. A call is recognised when its operands are rows × columns of the same
-rows, or numbers, or parameters; anything else is left to autodiff. Checked by tests/test_networks.py.
+rows, or numbers, or parameters; anything else is left to autodiff.
 """
 
 from __future__ import annotations

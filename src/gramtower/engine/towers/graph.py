@@ -10,7 +10,7 @@ pulled through by
     S_ab ← S_ab + mean(J_a)ᵀ S_jb + S_aj mean(J_b) + mean(J_aᵀ S_jj J_b),     S_ak ← S_ak + mean(J_a)ᵀ S_jk
 
 which is mean(JᵀSJ) of everything live at once, so that it stays positive semidefinite; for a chain it is what
-factors.py says. Of a node without ``pull_mean`` the terms S_jk are left out. Checked by tests/test_networks.py.
+factors.py says. Of a node without ``pull_mean`` the terms S_jk are left out.
 """
 
 from __future__ import annotations

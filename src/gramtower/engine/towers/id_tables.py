@@ -1,7 +1,7 @@
 """Tables with one row for each entity, spread over processes: which tensors they are, and their first values.
 
 Over several processes a tower sees local entities numbered from 0, and a table over ids holds their rows alone. All
-other tensors are replicated. Checked by tests/test_distributed.py.
+other tensors are replicated.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
+from gramtower._util.threads import parallel_for
 from gramtower.data.features import Features
 from gramtower.distributed.shards import Shards
 from gramtower.engine.towers.stack import steps
-from gramtower.runtime.threads import parallel_for
 
 _BLOCK = 1 << 15  # rows drawn at a time; a multiple of 16, see draw_rows_
 _MANY = 1 << 23  # numbers of a table beyond which threads draw its blocks: a thread takes a tenth of a second

@@ -1,7 +1,7 @@
 """A ⊗ S of single layers: what the steps of a tower add for the preconditioner, and what they make it from.
 
 A = Σ_i r_i x_i x_iᵀ are the moments of a layer's inputs (the bias is an input of 1), S is the curvature at its outputs;
-see factors.py. Checked by tests/test_kronecker.py.
+see factors.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """One tower evaluated at θ for all its entities: outputs, jvp (eq:Jvp) and vjp (eq:ten-mat).
 
 Forward once; each jvp or vjp after it costs one pass of the tower and no forward, unless the memory budget asks
-for recomputation. Rows never depend on how they are cut into blocks. Checked by tests/test_engine.py; counted in
-:class:`Work` and asserted in tests/test_cost.py.
+for recomputation. Rows never depend on how they are cut into blocks.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gramtower._util.memory import BlockPlan
 from gramtower.data.features import Features
 from gramtower.engine.towers.steps import Named, Op, Shifted, Summed, Values, materialise
-from gramtower.runtime.memory import BlockPlan
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The paper's network (Section "Model and Hyper-parameters"), drawn from a seed, or uninitialised.
 
-Torch's global generator is left as it was. Checked by tests/test_towers.py.
+Torch's global generator is left as it was.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from gramtower import _checks as check
-from gramtower._widths import Hidden, check_hidden
+from gramtower._util import checks as check
+from gramtower._util.memory import free_memory, readable
+from gramtower._util.widths import Hidden, check_hidden
 from gramtower.data.features import Features
 from gramtower.engine.kernels.activations import make_activation
 from gramtower.engine.towers.id_tables import draw_rows_
 from gramtower.engine.towers.layers import InputLinear
 from gramtower.engine.towers.towers import Towers, TwoSided
-from gramtower.runtime.memory import free_memory, readable
 
 _LONGEST = 10.0  # largest score of normalised rows at the start
 _EPS = 1e-5  # added to the mean square of a row before it is divided by its root

@@ -4,7 +4,6 @@ Its vjp is back-propagation, its jvp the derivative of that back-propagation wit
 is linear. For the preconditioner, hooks find A and S of the layers inside, S from vectors drawn at the output of a
 sample of rows. A ⊗ S needs the layer to be called for each entity, once or several times; a layer that is called with
 something else, such as a parameter from which it computes a weight, gets the diagonal that other parameters get.
-Checked by tests/test_towers.py, tests/test_kronecker.py and tests/test_opaque.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """θ: the trainable tensors of both towers as named views of one flat vector.
 
 One flat vector makes the vector operations of an optimizer (dot, axpy, norm) single passes. Sums are
-accumulated in float64. Checked by tests/test_parameters.py.
+accumulated in float64.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
+from gramtower._util.allocation import empty_like
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.engine.kernels import select
-from gramtower.runtime.allocation import empty_like
 
 
 def side_of(name: str) -> str:

@@ -2,7 +2,7 @@
 
 Linear, Embedding, EmbeddingBag, InputLinear, LayerNorm, RMSNorm and elementwise activations have steps of their own.
 ``nn.Sequential`` is opened, however nested; the ``forward`` of any other class is traced (trace.py); what remains, and
-any module that carries hooks, is called as it is. Checked by tests/test_towers.py and tests/test_networks.py.
+any module that carries hooks, is called as it is.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data.features import Block, Features
 from gramtower.distributed.group import Group
 from gramtower.engine.kernels import Kernels

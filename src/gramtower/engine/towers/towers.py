@@ -1,7 +1,7 @@
 """The two towers f and g: any two torch modules (mlp.py has the paper's network ready made).
 
 A :class:`Towers` holds the modules, knows which parameters are trainable and shared, and linearises both sides at
-given parameters. Checked by tests/test_towers.py.
+given parameters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
+from gramtower._util.memory import BlockPlan
 from gramtower.data.features import Features, SparseBlock
 from gramtower.distributed.shards import Shards
 from gramtower.engine.kernels import Kernels, select
@@ -28,7 +29,6 @@ from gramtower.engine.towers.sparse import FIRST_LAYER
 from gramtower.engine.towers.stack import is_hooked, is_stack, opaque, refuse_unfit, steps
 from gramtower.engine.towers.steps import Named, Op, Scratch, Values, materialise
 from gramtower.engine.towers.trials import check_magnitude, differ, same_mode, try_module
-from gramtower.runtime.memory import BlockPlan
 
 _PROBE = 3  # rows probed before the first evaluation
 _Probes = WeakKeyDictionary[Features, dict[tuple[str, str], tuple[int, int]]]  # by side and steps: columns, row_bytes

@@ -7,7 +7,7 @@ single result is all that is read later, the graph is cut: a class that is a pla
 steps of the same nn.Sequential. A module inside whose ``forward`` cannot be traced, because it branches on numbers for
 example, stands as one part; so does the whole, if nothing can be made of it.
 
-Cost: some milliseconds, once for a pair of towers. Checked by tests/test_networks.py.
+Cost: some milliseconds, once for a pair of towers.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 An objective over all pairs with exact derivatives needs a module that gives the same result each time, maps every row
 by itself, keeps its mode, and has a derivative; and features whose squares the dtype can hold. The torch functions that
-``forward`` calls are recorded, so that the message names the step that fails. Checked by tests/test_towers.py and
-tests/test_networks.py.
+``forward`` calls are recorded, so that the message names the step that fails.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gramtower import _checks as check
+from gramtower._util import checks as check
 from gramtower.data.features import Block, Features, IdBlock, SparseBlock
 from gramtower.engine.towers.calls import call_with
 from gramtower.engine.towers.sparse import SparseRows

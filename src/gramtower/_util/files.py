@@ -1,0 +1,152 @@
+"""Files that are never half written: in a folder of their own first, then onto the disk, then renamed.
+
+What a killed process leaves is such a folder, ``.gramtower-….partial``; the next write beside it removes it. A lock
+tells it from the folder of a process that is still writing. Used by everything that writes a file that something else
+may read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+_PREFIX, _SUFFIX, _LOCK = ".gramtower-", ".partial", "lock"
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name to write under; what is there when the block ends well takes the place of ``path`` in one step.
+
+    If the block or the disk fails, the file at ``path`` stays as it was and nothing is left beside it. Folders above
+    it are made. The new file has the permissions that an ordinary new file gets. A device, a pipe or a folder is never
+    replaced.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"path: got {path}, which is no ordinary file, expected one, or a new name")
+    folder, lock = _writing_folder(path)
+    try:
+        partial = folder / "content"
+        partial.touch()
+        mode = partial.stat().st_mode
+        try:
+            yield partial
+        except Exception as error:
+            if type(error).__name__ == "SafetensorError":  # a full disk, in the words of another package
+                raise OSError(f"{path} cannot be written: {error}") from error
+            raise
+        partial.chmod(mode)  # some writers make theirs private
+        _to_disk(partial)
+        partial.replace(path)
+        with suppress(OSError):  # systems differ in what they can do for folders
+            _to_disk(path.parent)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def is_left_over(name: str) -> bool:
+    """Whether a name is that of a folder that a killed process wrote in; the next write next to it removes it."""
+    return name.startswith(_PREFIX) and name.endswith(_SUFFIX)
+
+
+def remove_left_overs(folder: Path) -> None:
+    """Remove what killed processes left in a folder, where nothing may be written that would do so."""
+    for left in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
+        _remove_if_left(left)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Save UTF-8 text in one step; file names that were not read as UTF-8 keep their bytes."""
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8", errors="surrogateescape")
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Save a JSON object in one step; see :func:`plain` for what becomes of other values."""
+    write_text(path, json.dumps(plain(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def plain(value: Any) -> Any:
+    """Values that JSON can hold: numbers that are not finite become None, arrays lists, paths and the like text."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy arrays and scalars
+        return plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def take_lock(path: Path) -> int | None:
+    """An open file with an exclusive lock, made if need be; None where the system or the file system has no locks.
+
+    Raises:
+        BlockingIOError: if another holds it.
+    """
+    if os.name != "posix":
+        return None
+    import fcntl
+
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            raise
+        except OSError:
+            os.close(file)
+            return None
+        try:
+            if os.path.samestat(os.fstat(file), path.stat()):
+                return file
+        except FileNotFoundError:
+            pass
+        os.close(file)  # its holder has just removed it: take the new one
+
+
+def _writing_folder(path: Path) -> tuple[Path, int | None]:
+    """A new folder beside ``path`` to write in, and its lock; removes those that killed processes left there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_left_overs(path.parent)
+        while True:
+            folder = Path(tempfile.mkdtemp(_SUFFIX, _PREFIX, path.parent))
+            try:
+                return folder, take_lock(folder / _LOCK)
+            except (FileNotFoundError, BlockingIOError):
+                continue  # another process took it for one that was left
+            except OSError:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _remove_if_left(folder: Path) -> None:
+    try:
+        lock = take_lock(folder / _LOCK)
+    except OSError:  # it is being written in, or has just gone
+        return
+    if lock is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

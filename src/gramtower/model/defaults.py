@@ -1,0 +1,185 @@
+"""Defaults that follow from the data: towers, ω, λ, μ, weights by degree, iterations, and the device.
+
+                    ids                  features                      histories
+    hidden layers   none                 one on each side with features, see default_hidden
+    activation      relu                 relu, gelu if normalised      relu
+    k               min(m, n)/5          half of the hidden layer's width
+    ω               4 |O| / (mn − |O|)   2 |O| / (mn − |O|)            as for ids
+    b               degree^0.1           degree^0.2 to degree^0.4      degree^0.3
+    λ               2⁻⁵; with features   0.03 |O| / min(m, n), less    as for features
+                    as well 0.3          with many features
+    μ               0.0065 and more      0.0005 to 0.006               as for ids
+    iterations      20, of sweeps 12      12                            12
+    refined         no                   if both sides have features   no
+
+An entity with an id counts as "ids" even if it has features as well: its id can learn whatever its pairs show. The
+total weight of unobserved pairs is thus four times (twice) that of observed ones. λ and μ are where the selection
+starts (model/penalty_path.py), which finds the right ones on held-out data; towers over features on both sides are
+also compared with linear and with normalised ones there.
+
+The μ of ids is 0.0065 max(1, √(k/1024)), that of embeddings made of features 8·10⁻⁵ |O| / √(mn). The power of degrees
+in b is 6 √(mn) / |O|, between 0.2 and 0.4: the fewer pairs an entity has, the more frequent ones are held back; it is
+0.4 where only right entities have features, because new ones have no pairs at all. With ids k is the nearest power of
+two, at least 64, at most 256 on a CPU and 2048 on a GPU; it is halved while training would take more than half of the
+memory: ten vectors of (m + n) k numbers.
+
+docs/evidence/defaults.md has the measurements.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from gramtower._util import checks as check
+from gramtower._util.memory import total_memory
+from gramtower.distributed.group import Group
+
+IMPUTED, ACTIVATION = -0.5, "relu"
+_NORMALISED_ACTIVATION = "gelu"
+IDS, FEATURES, HISTORIES = "ids", "features", "histories"  # what towers see
+_SHARE = {IDS: 4.0, FEATURES: 2.0, HISTORIES: 4.0}
+_POWERS, _POWER_BY_PAIRS, _FEATURE_POWERS = {IDS: 0.1, HISTORIES: 0.3}, 6.0, (0.2, 0.4)  # of degrees in b
+_ITERATIONS = {IDS: 20, FEATURES: 12, HISTORIES: 12}
+_L2, _L2_NEXT_TO_FEATURES, _L2_PER_PAIR = 2.0**-5, 0.3, 0.03
+_LONG_ROWS, _LEAST_OF_LONG_ROWS = 64, 1 / 3  # entries of a row of features above which λ falls, and how far
+_LEAST_PENALTY, _PENALTY_PER_PAIR, _MOST_PENALTY = 5e-4, 8e-5, 6e-3  # of embeddings made of features
+_WIDTHS, _ROWS_PER_UNIT = {"cpu": (64, 1024, 24), "cuda": (64, 2048, 30)}, 4  # widths; bits of a first layer's size
+Layers = tuple[tuple[int, ...], tuple[int, ...]]  # widths of hidden layers, left and right
+_PENALTY, _LARGE = 0.0065, 1024
+_PER_DIMENSION, _LEAST_DIM, _MOST_DIM = 5, 64, {"cpu": 256, "cuda": 2048}  # entities of the smaller side; sizes
+_VECTORS, _ALL_RIGHT = 10, 5  # vectors of the size of P and Q in training (on a CPU 8.5 were measured), and of Q alone
+
+
+def default_dim(shape: tuple[int, int], hidden: Layers, device: torch.device, room: int, processes: int = 1) -> int:
+    """k from the size of the data and what the device can bear.
+
+    Never more than there are entities on a side, or than the last hidden layer is wide: outputs have no more rank.
+
+    Args:
+        shape: m and n.
+        hidden: widths of hidden layers of both towers.
+        device: where it is trained.
+        room: bytes that training may take in each process, :func:`room_for_training`.
+        processes: how many share the entities; each also holds outputs of all right ones.
+    """
+    last = [widths[-1] for widths in hidden if widths]
+    nearest = min(last) // 2 if last else 1 << round(math.log2(max(1.0, min(shape) / _PER_DIMENSION)))
+    dim = min(max(_LEAST_DIM, nearest), _MOST_DIM.get(device.type, 256) * (2 if last else 1))
+    numbers = _VECTORS * sum(shape) / processes + (_ALL_RIGHT * shape[1] if processes > 1 else 0)
+    while dim > 1 and 4 * numbers * dim > room:
+        dim //= 2
+    return max(1, min(*shape, *last, dim))
+
+
+def room_for_training(device: torch.device, group: Group, budget: int | str | None) -> int:
+    """Bytes that training may take in each process: half of what the poorest has, or the memory budget.
+
+    Processes on a host's CPU share its memory. All processes must call it, and get the same number.
+    """
+    own = total_memory(device) // 2
+    if device.type != "cuda":
+        own //= group.local_size
+    if budget is not None:
+        own = min(own, check.memory_size("memory_budget", budget))
+    return int(min(group.gather_json(own)))
+
+
+def default_hidden(shape: tuple[int, int], features: tuple[int, int], device: torch.device) -> Layers:
+    """One hidden layer on each side whose entities have features; ids are served as well by a table alone.
+
+    Its width is the power of two nearest a quarter of the side's entities, from 64 to 1024 on a CPU and 2048 on a GPU,
+    and less where a first layer of so many features would have more than 2²⁴ numbers on a CPU, 2³⁰ on a GPU.
+
+    Args:
+        shape: m and n.
+        features: how many each side has; 0 for ids alone.
+        device: where it is trained.
+    """
+    least, most, numbers = _WIDTHS.get(device.type, _WIDTHS["cpu"])
+
+    def width(rows: int, inputs: int) -> int:
+        wanted = min(most, max(least, 1 << round(math.log2(max(1.0, rows / _ROWS_PER_UNIT)))))
+        return max(least, min(wanted, 1 << (numbers - math.ceil(math.log2(inputs)))))
+
+    left, right = ((width(*side),) if side[1] else () for side in zip(shape, features, strict=True))
+    return left, right
+
+
+def default_omega(shape: tuple[int, int], observed: int, seen: str) -> float:
+    """ω that gives unobserved pairs a fixed total weight relative to observed ones, as long as they are the more.
+
+    Few of them never outweigh all that was observed: their total weight vanishes with their number.
+    """
+    unobserved = shape[0] * shape[1] - observed
+    return _SHARE[seen] * max(1, observed) / max(1, observed, unobserved)
+
+
+def default_l2(shape: tuple[int, int], observed: int, seen: str, entries: float = 0.0) -> float:
+    """λ: with features in proportion to the pairs of an entity of the smaller side.
+
+    It falls to a third where entities have more than 64 features each, which need less regularisation.
+    """
+    if seen == IDS:
+        return _L2_NEXT_TO_FEATURES if entries else _L2
+    long = min(1.0, max(_LEAST_OF_LONG_ROWS, math.sqrt(_LONG_ROWS / max(1.0, entries))))
+    return _L2_PER_PAIR * long * max(1, observed) / min(shape)
+
+
+def default_embedding_l2(shape: tuple[int, int], observed: int, dim: int, seen: str) -> float:
+    """μ: for features from the pairs of an entity; otherwise a constant that grows with large k."""
+    if seen == FEATURES:
+        return min(_MOST_PENALTY, max(_LEAST_PENALTY, _PENALTY_PER_PAIR * _pairs_of_entity(shape, observed)))
+    return _PENALTY * max(1.0, math.sqrt(dim / _LARGE))
+
+
+def default_right_weights(shape: tuple[int, int], observed: int, seen: str, described: tuple[bool, bool]) -> str:
+    """b by name: with features alone the higher a power of degrees the fewer pairs an entity has.
+
+    Where right entities alone have features it is high: new ones among them are ranked against frequent ones.
+    """
+    least, most = _FEATURE_POWERS
+    power = _POWERS.get(seen)
+    if power is None:
+        by_pairs = _POWER_BY_PAIRS / max(1.0, _pairs_of_entity(shape, observed))
+        power = min(most, max(least, by_pairs)) if described[0] else most
+    return f"degree^{power:.3g}"
+
+
+def _pairs_of_entity(shape: tuple[int, int], observed: int) -> float:
+    """|O| / √(mn)."""
+    return observed / math.sqrt(max(1, shape[0] * shape[1]))
+
+
+def default_iterations(seen: str) -> int:
+    """Iterations of an optimizer that has no default of its own for the problem (Solver.default_iterations)."""
+    return _ITERATIONS[seen]
+
+
+def default_refine(features_alone: tuple[bool, bool]) -> bool:
+    """Whether embeddings of known entities are moved by their own pairs: where both sides are known by features alone.
+
+    Where one side has ids, these have fitted themselves to the other's towers already, and new entities are to be
+    ranked against known ones on equal terms.
+    """
+    return all(features_alone)
+
+
+def default_activation(normalize: bool) -> str:
+    """Gelu where embeddings are normalised, which keeps a part of negative inputs; relu otherwise."""
+    return _NORMALISED_ACTIVATION if normalize else ACTIVATION
+
+
+def pick_device(device: str) -> torch.device:
+    """The device for "auto", "cpu" or "cuda".
+
+    Raises:
+        ValueError: if "cuda" is asked for and no GPU can be used.
+    """
+    check.choice("device", device, ("auto", "cpu", "cuda"))
+    if device == "cuda" and not torch.cuda.is_available():
+        check.fail(
+            "device", "'cuda'", "a machine with a GPU that torch can use; here there is none: take 'cpu' or 'auto'"
+        )
+    return torch.device("cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu")

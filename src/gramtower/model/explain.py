@@ -1,0 +1,311 @@
+"""What carried the score of a pair: the score as a sum over what is known of one of its entities.
+
+What a tower f sees of an entity is a row x of features (its history, its table's columns, its own id), and the score
+of the pair is s(x) = q·f(x), q being the embedding of the other entity. Its parts are those of integrated gradients
+along the line from nothing known (x = 0) to x,
+
+    s(x) = s(0) + Σ_c x_c ∫₀¹ ∂s/∂x_c(t x) dt,
+
+    linear towers             x_c (w_c·q), w_c a row of the table: exact, s(0) = 0
+    one hidden layer          the integral in closed form, (σ(b + z) − σ(b)) / z of each hidden unit, z = xW: exact
+    other towers              Gauss-Legendre quadrature, finer until it is exact to 10⁻⁶ or the points are spent
+
+with all integrals through the first layer's outputs, so that the cost is nnz(x) × width and at most _MOST passes of
+one row through the rest. What quadrature misses is ``remainder``. Entities known by their id alone are explained by
+what they were observed with (row_equations.py). All in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from gramtower._util import checks as check
+from gramtower.engine.kernels.activations import ACTIVATIONS
+from gramtower.engine.towers.layers import InputLinear
+from gramtower.model.fitted import FittedModel
+from gramtower.model.row_equations import RowEquations
+from gramtower.model.settings import ModelSettings
+from gramtower.model.side import Side, history_matrix
+
+_FEWEST, _MOST, _CLOSE, _SMALL = 16, 512, 1e-6, 1e-9
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """One part of a score.
+
+    Attributes:
+        kind: "history" (an entity it was observed with), "feature" (a column), or "id" (its own vector).
+        name: the id of that entity, the name or number of the column, or its own id.
+        value: what it adds to the score.
+    """
+
+    kind: str
+    name: Any
+    value: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The score of a pair as a sum: score = base + Σ contributions + remainder.
+
+    Attributes:
+        score: p_iᵀq_j in float64.
+        side: whose entity it is explained by.
+        method: "linear", "integrated gradients" or "normal equations"; see docs/explaining.md.
+        contributions: the parts, from the largest to the smallest.
+        base: the score of an entity of which nothing is known; of the normal equations, what all unobserved pairs add.
+        remainder: what is left: of a quadrature, or of a training that stopped before the row's optimum.
+    """
+
+    score: float
+    side: str
+    method: str
+    contributions: list[Contribution]
+    base: float
+    remainder: float
+
+    def to_plain(self, most: int | None = None) -> dict[str, Any]:
+        """As JSON has it: the ``most`` largest in size, and the sum of all others."""
+        chosen = sorted(self.contributions, key=lambda one: -abs(one.value))[:most]
+        shown = sorted(chosen, key=lambda one: -one.value)
+        others = sum(one.value for one in self.contributions) - sum(one.value for one in shown)
+        return {
+            "score": self.score,
+            "side": self.side,
+            "method": self.method,
+            "contributions": [{"kind": one.kind, "name": _plain(one.name), "value": one.value} for one in shown],
+            "others": {"count": len(self.contributions) - len(shown), "value": others if len(chosen) else 0.0},
+            "base": self.base,
+            "remainder": self.remainder,
+        }
+
+
+class Explainer:
+    """Explains pairs of one fitted model; what all explanations need is computed once.
+
+    Args:
+        settings: the model's arguments.
+        fitted: the model.
+    """
+
+    def __init__(self, settings: ModelSettings, fitted: FittedModel) -> None:
+        if not fitted.shards.single:
+            check.fail("model", f"one in {fitted.shards.group.size} processes", "a loaded model, in one")
+        self._settings, self._fitted = settings, fitted
+        self._towers: dict[str, _Tower] = {}
+        self._equations: dict[str, RowEquations] = {}
+
+    def explain(
+        self,
+        left: Any = None,
+        right: Any = None,
+        *,
+        side: str = "left",
+        left_features: Any = None,
+        right_features: Any = None,
+        histories: Any = None,
+    ) -> Explanation:
+        """See :meth:`gramtower.TwoTower.explain`."""
+        this, that = self._sides(side)
+        keys, given = {"left": left, "right": right}, {"left": left_features, "right": right_features}
+        if given[that.name] is not None:
+            check.fail(f"{that.name}_features", "features", f"None: the score is explained by the {side} entity")
+        if histories is not None and side == "right":
+            check.fail("histories", "a history", 'None with side="right"')
+        other = _one_row(that, keys[that.name])
+        own = None if keys[side] is None else _one_row(this, keys[side])
+        return self.explain_rows(own, other, side, given[side], histories)
+
+    def explain_rows(
+        self, own: int | None, other: int, side: str = "left", features: Any = None, histories: Any = None
+    ) -> Explanation:
+        """The same by row numbers: of the entity that it is explained by (None for a new one), and of the other."""
+        this, that = self._sides(side)
+        q = that.embeddings[other].double()
+        if own is None and features is None and histories is None:
+            check.fail(side, "None", f"an id, or what describes a new entity: {side}_features or histories")
+        if this.inputs.kind == "id":
+            if features is not None or histories is not None or own is None:
+                this.inputs.listed(side, features)
+                check.fail("histories", "a history", f"an id: this model knows {side} entities by their id alone")
+            return self._by_pairs(this, that, own, q)
+        x = self._inputs(this, own, features, histories)
+        return self._by_inputs(this, that, x, q, own)
+
+    def _sides(self, side: str) -> tuple[Side, Side]:
+        return self._fitted.side(side), self._fitted.side("right" if side == "left" else "left")
+
+    def _by_pairs(self, this: Side, that: Side, own: int, q: Tensor) -> Explanation:
+        if this.name not in self._equations:
+            self._equations[this.name] = RowEquations(self._settings, self._fitted, this.name)
+        columns, values, base, score = self._equations[this.name].parts(own, q)
+        found = _named("history", that, columns, values)
+        return _made(score, this.name, "normal equations", found, base)
+
+    def _by_inputs(self, this: Side, that: Side, x: sp.csr_matrix, q: Tensor, own: int | None) -> Explanation:
+        if this.name not in self._towers:
+            towers = self._fitted.known_towers("explain scores")
+            self._towers[this.name] = _Tower(towers.left if this.name == "left" else towers.right)
+        columns, row = x.indices.astype(np.int64), torch.from_numpy(x.data.astype(np.float64))
+        values, base, score, method = self._towers[this.name].parts(columns, row, x.shape[1], q)
+        found: list[Contribution] = []
+        start = 0
+        for part in this.inputs.parts:
+            inside = (columns >= start) & (columns < start + part.width)
+            places, parts = columns[inside] - start, values[inside]
+            if part.kind == "history":
+                found += _named("history", that, places, parts)
+            elif part.kind == "id":
+                found += _named("id", this, places, parts)
+            else:
+                names = None if part.table is None else part.table.feature_names
+                labels = places.tolist() if names is None else [names[place] for place in places.tolist()]
+                pairs = zip(labels, parts.tolist(), strict=True)
+                found += [Contribution("feature", label, value) for label, value in pairs]
+            start += part.width
+        if own is not None and own < this.trained and self._fitted.refine and this.inputs.features_alone:
+            moved = float(this.embeddings[own].double() @ q)
+            found += _named("id", this, np.array([own]), np.array([moved - score]))
+            score = moved
+        return _made(score, this.name, method, found, base)
+
+    def _inputs(self, this: Side, own: int | None, features: Any, histories: Any) -> sp.csr_matrix:
+        """What the tower sees of an entity, one row."""
+        inputs, fitted = this.inputs, self._fitted
+        if features is None and any(
+            part.kind in ("sparse", "dense") or part.table is not None for part in inputs.given
+        ):
+            expected = (
+                f"the row that describes the {this.name} entity: a model keeps how features are made, not the rows"
+            )
+            check.fail(f"{this.name}_features", "None", expected)
+        history = None
+        if histories is not None:
+            history = history_matrix(fitted.right, histories)
+        elif inputs.has_history and own is not None:
+            history = (fitted.trained if own < this.trained else fitted.further)[own]
+        row = inputs.new(this.name, features, history)
+        if row.shape[0] != 1:
+            check.fail(f"{this.name}_features, histories", f"{row.shape[0]} rows", "one, of the entity asked about")
+        x = sp.csr_matrix(row, dtype=np.float32)
+        if own is not None and own < this.trained:
+            start = 0
+            for part in inputs.parts:
+                if part.kind == "id":
+                    one = (np.full(1, part.factor, np.float32), (np.zeros(1, np.int64), np.array([start + own])))
+                    x = sp.csr_matrix(x + sp.csr_matrix(one, shape=x.shape))
+                start += part.width
+        return x
+
+
+class _Tower:
+    """A module as a first layer and the rest, in float64; modules of another form have no first layer."""
+
+    def __init__(self, module: nn.Module) -> None:
+        layers = list(module) if isinstance(module, nn.Sequential) else []
+        first = layers[0] if layers else None
+        self._first = first if isinstance(first, (InputLinear, nn.Linear)) else None
+        self._rest = module if self._first is None else nn.Sequential(*layers[1:])
+
+    @cached_property
+    def _tail(self) -> nn.Module:
+        return copy.deepcopy(self._rest).cpu().double().requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def parts(self, columns: NDArray[np.int64], x: Tensor, width: int, q: Tensor) -> tuple[Array, float, float, str]:
+        """What each column of a sparse row adds, s(0), s(x), and by which method."""
+        places = torch.from_numpy(columns)
+        if self._first is None:
+            z, shift = torch.zeros(width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64)
+            z[places] = x
+            back: Callable[[Tensor], Tensor] = lambda slope: slope[places]  # noqa: E731
+        else:
+            weight = self._first.weight.detach()
+            table = (weight[places] if isinstance(self._first, InputLinear) else weight[:, places].t()).cpu().double()
+            bias = self._first.bias
+            z = x @ table
+            shift = torch.zeros_like(z) if bias is None else bias.detach().cpu().double()
+            back = lambda slope: table @ slope  # noqa: E731
+        slope, base, score, method = self._slopes(z, shift, q)
+        return (x * back(slope)).numpy(), base, score, method
+
+    def _slopes(self, z: Tensor, shift: Tensor, q: Tensor) -> tuple[Tensor, float, float, str]:
+        """∫₀¹ ∇s(shift + t z) dt, with s at both ends."""
+        tail = self._tail
+        if isinstance(tail, nn.Sequential) and not len(tail):
+            return q, float(shift @ q), float((shift + z) @ q), "linear"
+        base, score = (float(one) for one in self._scores(torch.stack([shift, shift + z]), q))
+        if isinstance(tail, nn.Sequential) and len(tail) == 2 and type(tail[0]) in _ELEMENTWISE:
+            last = tail[1]
+            if isinstance(last, nn.Linear):
+                return _secants(tail[0], shift, z) * (q @ last.weight), base, score, "integrated gradients"
+        points = _FEWEST
+        while True:
+            slope = self._quadrature(z, shift, q, points)
+            missed = abs(score - base - float(z @ slope))
+            if missed <= _CLOSE * max(1.0, abs(score)) or points >= _MOST:
+                return slope, base, score, "integrated gradients"
+            points *= 2
+
+    def _quadrature(self, z: Tensor, shift: Tensor, q: Tensor, points: int) -> Tensor:
+        nodes, weights = np.polynomial.legendre.leggauss(points)
+        at = torch.from_numpy((nodes + 1) / 2)[:, None] * z + shift
+        with torch.enable_grad():
+            at.requires_grad_()
+            (slopes,) = torch.autograd.grad(self._scores(at, q).sum(), at)
+        return torch.from_numpy(weights / 2) @ slopes
+
+    def _scores(self, at: Tensor, q: Tensor) -> Tensor:
+        try:
+            return self._tail(at) @ q  # type: ignore[no-any-return]
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            reason = " ".join(str(error).split())[:120]
+            check.fail(
+                "towers", f"a module that cannot take dense rows ({reason})", "one that begins with a linear layer"
+            )
+
+
+_ELEMENTWISE = tuple(type(make()) for make in ACTIVATIONS.values())
+
+
+def _secants(activation: nn.Module, shift: Tensor, z: Tensor) -> Tensor:
+    """(σ(b + z) − σ(b)) / z of each unit, the slope half way where z vanishes."""
+    small = z.abs() < _SMALL
+    with torch.enable_grad():
+        middle = (shift + z / 2).requires_grad_()
+        (slope,) = torch.autograd.grad(activation(middle).sum(), middle)
+    rise = activation(shift + z) - activation(shift)
+    return torch.where(small, slope, rise / torch.where(small, torch.ones_like(z), z))
+
+
+def _one_row(side: Side, key: Any) -> int:
+    if key is None or (isinstance(key, (list, tuple, np.ndarray)) and not (isinstance(key, tuple) and len(key) == 2)):
+        check.fail(side.name, type(key).__name__ if key is not None else "None", "one id")
+    return int(side.rows([key])[0])
+
+
+def _named(kind: str, side: Side, rows: NDArray[np.int64], values: Array) -> list[Contribution]:
+    names = (rows if side.ids is None else side.ids[rows]).tolist()
+    return [Contribution(kind, name, value) for name, value in zip(names, values.tolist(), strict=True)]
+
+
+def _made(score: float, side: str, method: str, found: list[Contribution], base: float) -> Explanation:
+    ordered = sorted(found, key=lambda one: -one.value)
+    remainder = score - base - sum(one.value for one in ordered)
+    return Explanation(score, side, method, ordered, base, remainder)
+
+
+def _plain(name: Any) -> Any:
+    return list(name) if isinstance(name, tuple) else name

@@ -1,0 +1,288 @@
+"""From pairs to a fitted model: the data are prepared, a problem and towers are made for them, and it is minimised.
+
+Each step is a function of the settings and of what the steps before it returned; tuning and comparisons take the same
+steps with another end.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import scipy.sparse as sp
+
+from gramtower._util import checks as check
+from gramtower._util.files import write_text
+from gramtower._util.memory import readable
+from gramtower._util.threads import threads_of_fit
+from gramtower.data.interactions import Interactions
+from gramtower.data.partition import Shard, read_manifest
+from gramtower.data.tables import FeatureTable
+from gramtower.distributed.group import current_group
+from gramtower.engine.objective.cuda_graphs import return_memory
+from gramtower.engine.objective.point import Point
+from gramtower.engine.objective.problem import Problem
+from gramtower.model.entities import CANDIDATES
+from gramtower.model.expected_ids import move_expected_ids
+from gramtower.model.fit_data import FitData, hold_out, own_pairs, prepare_data, rejoined
+from gramtower.model.fit_parts import (
+    auto_weights,
+    held_bytes,
+    is_tiny,
+    iterations,
+    make_problem,
+    make_towers,
+    make_validation,
+    over_ids,
+    refined,
+)
+from gramtower.model.fitted import FittedModel, Selection, pattern_of
+from gramtower.model.penalty_path import HOLDS, HeldOut, select
+from gramtower.model.refinement import least_budget
+from gramtower.model.settings import ModelSettings
+from gramtower.model.side import Side
+from gramtower.model.unseen import Unseen, hold_out_entities
+from gramtower.model.warm_start import refuse_increment
+from gramtower.optim.solvers import as_solver
+from gramtower.training.callbacks import Callback
+from gramtower.training.loop import minimize
+from gramtower.training.result import Reason, Result
+
+
+def fit(
+    settings: ModelSettings,
+    pairs: Any,
+    left_features: Any = None,
+    right_features: Any = None,
+    validation: Any = None,
+    previous: FittedModel | None = None,
+    checkpoint: str | Path | None = None,
+    history: str | Path | None = None,
+    *,
+    refit: bool = False,
+    callbacks: Iterable[Callback] = (),
+    candidates: str = "trained",
+    validation_side: str | None = None,
+) -> FittedModel:
+    """Learn from observed pairs, starting from a previous model if there is one; see TwoTower.fit."""
+    features, watchers = (left_features, right_features), check.functions("callbacks", callbacks)
+    as_solver(settings.optimizer, dict(settings.solver_options()))  # refused before any work
+    if check.choice("candidates", candidates, CANDIDATES) == "all":
+        described = {"left": tables_of("left", left_features), "right": tables_of("right", right_features)}
+        found = fit(
+            settings, pairs, left_features, right_features, validation, previous, checkpoint, history,
+            refit=refit, callbacks=watchers, validation_side=validation_side,
+        )  # fmt: skip
+        return found.with_added(described["left"], described["right"])
+    train, held_out, unseen, known = pairs, validation, None, features
+    if validation_side is not None:
+        seed = check.seed(settings.seed)
+        unseen = hold_out_entities(settings, pairs, features, validation, validation_side, seed)
+        train, held_out, known = unseen.train, None, unseen.features
+    elif isinstance(validation, Real):
+        train, held_out = hold_out(pairs, validation, check.seed(settings.seed))
+    if check.flag("refit", refit):
+        if isinstance(pairs, Shard):
+            check.fail("refit", True, "False: a partition has its held-out pairs in files of their own")
+        if validation is None:
+            check.fail("refit", True, "validation as well: a share such as 0.1, or pairs, to find the iterations")
+    path = None
+    if not isinstance(settings.select, bool):
+        check.choice("select", settings.select, HOLDS)
+    if settings.select and previous is None:
+        given = None if validation is None else HeldOut(train, known, held_out, unseen)
+        path = _selected(settings, pairs, features, given, checkpoint)
+        settings = settings.with_changes(**path.chosen)
+    if not refit:
+        found = _fit(settings, train, known, held_out, previous, checkpoint, history, watchers, unseen)
+        return replace(found, path=path)
+    everything = rejoined(pairs, validation) if train is pairs else pairs
+    first_history = None if history is None else validated_history(check.path("history", history))
+    found = _fit(settings, train, known, held_out, previous, checkpoint, first_history, watchers, unseen)
+    if found.reason is Reason.INTERRUPTED:
+        return found
+    count = best_iteration(found)
+    if count == 0 and previous is None:  # nobody wants the numbers that were drawn
+        warnings.warn("no iteration ranks the validation part better than the start did; one is made", stacklevel=3)
+        count = 1
+    again = None if checkpoint is None else refit_checkpoint(check.path("checkpoint", checkpoint))
+    final = _fit(
+        settings.with_changes(max_iterations=count), everything, features, None, previous, again, history, watchers
+    )
+    reason, message = final.reason, final.message
+    if reason is Reason.MAX_ITERATIONS:  # the number of them was found, and how is what there is to say
+        reason, message = found.reason, f"{found.message}; then all pairs were fitted for {count} iterations"
+    return replace(final, reason=reason, message=message, best_metric=found.best_metric, path=path)
+
+
+def selection_file(checkpoint: Path) -> Path:
+    """Where a fit with a checkpoint keeps the settings that it chose."""
+    return checkpoint.with_name(f"{checkpoint.name}.selection.json")
+
+
+def _selected(
+    settings: ModelSettings, pairs: Any, features: tuple[Any, Any], given: HeldOut | None, checkpoint: Any
+) -> Selection:
+    """Settings chosen by held-out data; a continued run takes those in the file next to its checkpoint."""
+    if checkpoint is None:
+        return select(settings, pairs, features, given)
+    group, path = current_group(), check.path("checkpoint", checkpoint)
+    file = selection_file(path)
+    if group.from_first(path.exists() and file.exists()):
+        return Selection.from_plain(str(file), json.loads(file.read_text("utf-8")))
+    found = select(settings, pairs, features, given)
+    if group.rank == 0 and found.tried:
+        write_text(file, json.dumps(found.to_plain()))
+    return found
+
+
+def tables_of(side: str, features: Any) -> Any:
+    """The tables of a side, as those of its entities without pairs; None for a left side that has none.
+
+    Raises:
+        ValueError: if there is no table, or something without ids beside it.
+    """
+    if (processes := current_group().size) > 1:
+        check.fail("candidates", f"'all' in {processes} processes", "'trained', and model.add after loading")
+    parts = [part for part in (features if isinstance(features, (list, tuple)) else [features]) if part is not None]
+    given = [part for part in parts if not isinstance(part, str)]
+    if side == "left" and not given:
+        return None
+    if not given or not all(isinstance(part, FeatureTable) for part in given):
+        shown = f"'all' with {side}_features of {', '.join(type(part).__name__ for part in given) or 'ids alone'}"
+        check.fail("candidates", shown, f"{side}_features with a FeatureTable, whose rows without pairs are kept")
+    return given if len(given) > 1 else given[0]
+
+
+def refit_checkpoint(checkpoint: Path) -> Path:
+    """Where the second half of a fit with ``refit`` has its checkpoint."""
+    return checkpoint.with_name(f"{checkpoint.name}.refit")
+
+
+def validated_history(history: Path) -> Path:
+    """Where the first half of a fit with ``refit``, that with validation, has its records."""
+    return history.with_name(f"{history.stem}-validation{history.suffix}")
+
+
+def best_iteration(fitted: FittedModel) -> int:
+    """The iteration that a fit with validation kept."""
+    return next(record.iteration for record in fitted.history if record.metric == fitted.best_metric)
+
+
+def _fit(
+    settings: ModelSettings,
+    pairs: Any,
+    features: tuple[Any, Any],
+    validation: Any,
+    previous: FittedModel | None,
+    checkpoint: str | Path | None,
+    history: str | Path | None,
+    callbacks: list[Callback],
+    unseen: Unseen | None = None,
+) -> FittedModel:
+    """One fit, from the arguments to the model."""
+    options = settings.solver_options()
+    if previous is not None:
+        settings = sized_as(settings, previous)
+    data = prepare_data(settings, pairs, *features, validation)
+    if previous is not None:
+        refuse_increment(previous, data)
+    with threads_of_fit(is_tiny(settings, data)):
+        problem = make_problem(settings, data)
+        towers = make_towers(settings, data, problem, previous)
+        moved = data.refine and _has_room(settings, data, problem.plan(towers).needs.columns)
+        measure = make_validation(settings, data, unseen)
+        result = minimize(
+            problem, towers, settings.optimizer, iterations(settings, data, problem, towers), settings.time_limit,
+            settings.seed, callbacks, validation=measure, patience=None if measure is None else settings.patience,
+            checkpoint=checkpoint, history=history,
+            verbose=settings.verbose, **options,
+        )  # fmt: skip
+        point = problem.at(towers)
+        _refuse_non_finite(problem, point, result)
+        left, right = point.P.cpu(), point.right_rows.cpu()
+        chosen: dict[str, Any] = {
+            "omega": problem.omega, "l2": problem.l2, "embedding_l2": problem.embedding_l2, "shards": problem.shards
+        }  # fmt: skip
+        del point, problem, measure
+        return_memory()
+    move_expected_ids(towers, data, left, right)
+    if moved:
+        left, right = refined(settings, data, left, right)
+    return FittedModel(
+        left=Side("left", data.ids[0], left, data.inputs[0], data.numbered[0]),
+        right=Side("right", data.ids[1], right, data.inputs[1], data.numbered[1]),
+        trained=pattern_of(data.matrix), further=_further(data), towers=towers,
+        same_entities=data.same_entities, plain_pairs=data.weights is None and bool((data.matrix.data == 1).all()),
+        dim=right.shape[1], hidden=data.hidden if settings.towers is None else ((), ()),
+        normalize=data.normalize and settings.towers is None, refine=moved,
+        history=result.history, reason=result.reason, message=result.message, best_metric=result.best_metric,
+        activation=data.activation, auto_weights=auto_weights(data), names=_names(pairs, previous), **chosen,
+    )  # fmt: skip
+
+
+def _names(pairs: Any, previous: FittedModel | None) -> tuple[str, str]:
+    """What the data calls left and right entities; what the previous model calls them where the data does not say."""
+    found = FittedModel.names
+    if isinstance(pairs, Interactions):
+        found = str(pairs.left_name), str(pairs.right_name)
+    elif isinstance(pairs, Shard):
+        manifest = read_manifest(pairs.folder)
+        found = manifest.left, manifest.right
+    return previous.names if previous is not None and found == FittedModel.names else found
+
+
+def _has_room(settings: ModelSettings, data: FitData, dim: int) -> bool:
+    """Whether a memory budget leaves room to refine embeddings; an error before training if that was asked for."""
+    if settings.memory_budget is None or not data.shards.single:
+        return True
+    held = held_bytes(data, dim)
+    least = held + least_budget(
+        over_ids(settings.with_changes(memory_budget=None), data, dim), dim, data.device, data.features_alone
+    )
+    enough = check.memory_size("memory_budget", settings.memory_budget) >= least
+    if settings.refine and not enough:
+        check.fail("refine", f"True with a memory budget of {settings.memory_budget}", f"{readable(least)!r}, or False")
+    return enough
+
+
+def _further(data: FitData) -> sp.csr_matrix:
+    """What answers leave out beside training pairs: held-out ones and, where both sides are one set, self-pairs."""
+    held_out = pattern_of(data.held_out, data.matrix.shape)
+    return pattern_of(held_out + own_pairs(data.ids, held_out.shape)) if data.same_entities else held_out
+
+
+def sized_as(settings: ModelSettings, previous: FittedModel) -> ModelSettings:
+    """Settings whose towers stay as large as a previous model's, whatever the default for more data."""
+    if (processes := current_group().size) > 1:
+        check.fail("warm_start", f"True in {processes} processes", "False, or a fit in one process")
+    if settings.towers is not None:  # their size is their own
+        return settings
+    chosen = {} if previous.path is None else previous.path.chosen  # penalties that held-out data chose stay
+    return settings.with_changes(
+        dim=previous.dim, hidden=previous.hidden, normalize=previous.normalize, activation=previous.activation,
+        **{name: chosen[name] for name in ("l2", "embedding_l2") if name in chosen},
+    )  # fmt: skip
+
+
+def _refuse_non_finite(problem: Problem, point: Point, result: Result) -> None:
+    """Refuse a model that is not finite, or that learned nothing because the objective was not."""
+    stopped = result.reason is Reason.NON_FINITE and result.history[-1].iteration == 0
+    bad = [name for name, rows in (("left", point.P), ("right", point.Q)) if not bool(rows.isfinite().all())]
+    if problem.shards.group.totals(float(bool(bad)))[0] or stopped:
+        found = f"{' and '.join(bad) or 'other'} embeddings"
+        if stopped:
+            terms = f"at the start, the term {', '.join(result.non_finite)}"
+            found = "the gradient" if result.non_finite == ["gradient"] else terms
+        dtype = str(point.Q.dtype).removeprefix("torch.")
+        check.fail(
+            "fit",
+            f"NaN or infinite numbers: {found}",
+            f"an objective that is finite in {dtype}: smaller labels, imputed, omega, l2, embedding_l2 or weights, "
+            "features scaled to about 1, or a smaller step_size",
+        )

@@ -1,0 +1,396 @@
+"""The data of a fit as this process holds them: everything with one process, its local rows with several.
+
+:func:`prepare_data` is the only place where they are put together. Over several processes pairs come as a
+:class:`~gramtower.data.partition.Shard`, or whole and the same in every process; then each keeps its local rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from numpy.typing import NDArray
+
+from gramtower._util import checks as check
+from gramtower._util.widths import check_hidden
+from gramtower.data.interactions import Interactions
+from gramtower.data.left_out import warn_of_pairs
+from gramtower.data.lookup import index_of, join
+from gramtower.data.matrices import checked, resized
+from gramtower.data.partition import Shard
+from gramtower.data.splits import per_user
+from gramtower.data.tables import FeatureTable
+from gramtower.data.union import union
+from gramtower.distributed.agreement import Digest, agree
+from gramtower.distributed.group import SINGLE, Group, current_group
+from gramtower.distributed.shards import Rows, Shards, entity_costs, row_work, spread, unsharded
+from gramtower.metrics.definitions import to_maximise
+from gramtower.model import defaults
+from gramtower.model.columns import Columns
+from gramtower.model.inputs import Ids, Inputs
+from gramtower.model.settings import ModelSettings
+from gramtower.model.training_inputs import feature_width, training_inputs, training_parts
+
+Numbered = tuple[int | None, int | None]  # see Interactions.numbered
+
+
+@dataclass(frozen=True, eq=False)
+class FitData:
+    """What a fit learns from, and the sizes of towers for so much data.
+
+    Attributes:
+        matrix: the observed pairs, local left rows × all right columns.
+        weights: of the local pairs, or None.
+        ids: of the local left rows, and of all right columns.
+        shards: which process holds which rows.
+        observed: number of pairs of all processes.
+        held_out: local pairs to validate on, or None.
+        inputs: what each tower sees.
+        features: that of the local entities of both sides.
+        device: where it is trained.
+        hidden: widths of the hidden layers of the left and of the right tower.
+        dim: size of the embeddings.
+        normalize: whether embeddings of a side are brought to one length.
+        numbered: where ids are row numbers of a matrix without ids, how many it had; see Interactions.
+        same_entities: whether both sides are one set.
+        activation: of the hidden layers.
+        entries: of sparse features, of an entity on average; of the side with fewer. 0 without such features.
+        refine: whether the embeddings of known entities are moved by their own pairs after training.
+    """
+
+    matrix: sp.csr_matrix
+    weights: NDArray[Any] | None
+    ids: Ids
+    shards: Shards
+    observed: int
+    held_out: sp.csr_matrix | None
+    inputs: tuple[Inputs, Inputs]
+    features: tuple[Any, Any]
+    device: torch.device
+    hidden: tuple[tuple[int, ...], tuple[int, ...]]
+    dim: int
+    normalize: bool = False
+    numbered: Numbered = (None, None)
+    same_entities: bool = False
+    activation: str = defaults.ACTIVATION
+    refine: bool = False
+    entries: float = 0.0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(m, n) of all processes."""
+        return self.shards.left.total, self.shards.right.total
+
+    @property
+    def described(self) -> tuple[bool, bool]:
+        """Whether anything but ids is known of left and of right entities."""
+        return self.inputs[0].described, self.inputs[1].described
+
+    @property
+    def features_alone(self) -> tuple[bool, bool]:
+        """Whether left and right entities are known by features, and neither by ids nor by histories."""
+        return self.inputs[0].features_alone, self.inputs[1].features_alone
+
+    @property
+    def seen(self) -> str:
+        """What towers see, for defaults; see :func:`seen_by_towers`."""
+        return seen_by_towers(self.inputs)
+
+
+def seen_by_towers(both: tuple[Inputs, Inputs]) -> str:
+    """What towers see, for defaults: ids on each side, next to which there may be features; features; or histories."""
+    described = [inputs for inputs in both if inputs.described]
+    if all(any(part.kind == "id" for part in inputs.parts) for inputs in described):  # an id can learn all there is
+        return defaults.IDS
+    return defaults.FEATURES if all(inputs.features_alone for inputs in described) else defaults.HISTORIES
+
+
+def prepare_data(
+    settings: ModelSettings, pairs: Any, left_features: Any = None, right_features: Any = None, validation: Any = None
+) -> FitData:
+    """A fit's arguments, checked, as this process holds them; see TwoTower.fit for what they may be."""
+    group, part = current_group(), pairs if isinstance(pairs, Shard) else None
+    with group.together():
+        device = defaults.pick_device(settings.device)
+        given_hidden = None
+        if settings.hidden is not None and settings.towers is None:
+            given_hidden = check_hidden(settings.hidden)
+        scale = check.flag("scale_features", settings.scale_features)
+        given_dim = None if settings.dim is None else check.count("dim", settings.dim)
+        given_length = None if settings.normalize is None else check.flag("normalize", settings.normalize)
+        refine = None if settings.refine is None else check.flag("refine", settings.refine)
+    agree(
+        group, {"dim": given_dim, "hidden": given_hidden, "scale_features": scale, "normalize": given_length,
+                "refine": refine}
+    )  # fmt: skip
+    room = defaults.room_for_training(device, group, settings.memory_budget)
+    with group.together():
+        matrix, ids, weights = _read_pairs(pairs, group)
+    shape = matrix.shape if part is None else part.shape
+    hidden = given_hidden
+    if hidden is None:
+        with group.together():
+            widths = feature_width(left_features, shape[1]), feature_width(right_features, shape[1])
+        agree(group, {"features": widths})
+        hidden = defaults.default_hidden(shape, widths, device)
+    dim = given_dim or defaults.default_dim(shape, hidden, device, room, group.size)
+    if part is not None:
+        shards, observed, held_out = part.shards, part.pairs, part.held_out
+    else:
+        _agree_on_pairs(group, matrix)
+        shards, observed, held_out = spread_pairs(group, matrix, row_work(dim, max(hidden))), matrix.nnz, None
+    numbered = pairs.numbered if isinstance(pairs, Interactions) else shape if sp.issparse(pairs) else (None, None)
+    with group.together():
+        if held_out is not None or validation is not None:
+            to_maximise(settings.metric)
+        if validation is not None:
+            held_out = _held_out(validation, part, ids, shape, shards.left, numbered)
+        if part is None:
+            matrix, weights = local_pairs(matrix, weights, shards)
+            ids = shards.left.local_rows("left ids", ids[0]), ids[1]
+        left_features = _local_features("left_features", left_features, shards.left, part is not None)
+        right_features = _local_features("right_features", right_features, shards.right, part is not None)
+        right_ids = shards.right.local_rows("right ids", ids[1])
+        left_parts = training_parts("left", left_features, ids[0], matrix, shards.left)
+        right_parts = training_parts("right", right_features, right_ids, matrix.T, shards.right)
+    left, left_rows = training_inputs("left", left_parts, shards.left, group, scale)
+    left = left.with_usual_history(matrix, group)
+    right, right_rows = training_inputs("right", right_parts, shards.right, group, scale)
+    normalize, alone = bool(given_length), (left.features_alone, right.features_alone)
+    if refine is None:
+        refine = defaults.default_refine(alone) and settings.towers is None
+    elif refine and not any(alone):
+        check.fail("refine", True, "features on a side, and no ids or histories beside them: these are its own already")
+    activation = defaults.default_activation(normalize) if settings.activation is None else settings.activation
+    return FitData(
+        matrix, weights, ids, shards, observed, held_out, (left, right), (left_rows, right_rows), device, hidden, dim,
+        normalize, numbered, isinstance(pairs, Interactions) and pairs.one_set, activation,
+        refine, _entries(group, (left, right), (left_rows, right_rows), shape),
+    )  # fmt: skip
+
+
+def _entries(group: Group, inputs: tuple[Inputs, Inputs], rows: tuple[Any, Any], shape: tuple[int, int]) -> float:
+    """Entries of sparse features of an entity on average, of the side that has fewer; 0 without such features."""
+    local = [float(part.nnz) if sp.issparse(part) else 0.0 for part in rows]
+    totals = zip(inputs, group.totals(*local), shape, strict=True)
+    return min((total / count for seen, total, count in totals if seen.described and total), default=0.0)
+
+
+def spread_pairs(group: Group, matrix: sp.csr_matrix, work: float) -> Shards:
+    """Which process holds which rows of pairs that all know; ``work`` is that of a tower row in units of a pair's."""
+    if group.size == 1:
+        return unsharded(matrix.shape)
+    return spread(group, entity_costs(np.diff(matrix.indptr), work), np.ones(matrix.shape[1]))
+
+
+def local_pairs(
+    matrix: sp.csr_matrix, weights: NDArray[Any] | None, shards: Shards
+) -> tuple[sp.csr_matrix, NDArray[Any] | None]:
+    """The local left rows of all pairs, and the weights of these pairs, which are in the order of sorted rows."""
+    if shards.single:
+        return matrix, weights
+    if not matrix.has_sorted_indices:
+        matrix = matrix.sorted_indices()
+    rows = shards.left
+    span = slice(int(matrix.indptr[rows.first]), int(matrix.indptr[rows.stop]))
+    return matrix[rows.first : rows.stop], None if weights is None else weights[span]
+
+
+def matrix_and_ids(pairs: Any, name: str = "pairs") -> tuple[sp.csr_matrix, Ids]:
+    """The matrix of Interactions or of a sparse matrix, and the ids of its rows and columns if it has any."""
+    if isinstance(pairs, Interactions):
+        return pairs.matrix, (pairs.left_ids, pairs.right_ids)
+    if sp.issparse(pairs):
+        return sp.csr_matrix(checked(name, pairs)), (None, None)
+    expected = "gramtower.Interactions, such as those of Interactions.from_csv, a table, or a scipy.sparse matrix"
+    check.fail(name, type(pairs).__name__, expected)
+
+
+def hold_out(pairs: Any, share: object, seed: int) -> tuple[Any, Any]:
+    """Pairs to learn from and to validate on: a share of each left entity's pairs, drawn with the seed.
+
+    Every left entity keeps a pair to learn from. Both parts are of the kind that was given, with all ids.
+    """
+    if isinstance(pairs, Shard):
+        check.fail("validation", share, "nothing: a partition holds its own held-out pairs")
+    matrix, _ = matrix_and_ids(pairs)
+    taken = check.number("validation", share, above=0.0)
+    if taken >= 1:
+        check.fail("validation", share, "a share of each user's pairs, above 0 and below 1, or pairs")
+    counts = np.diff(matrix.indptr)
+    if not (np.minimum(np.floor(taken * counts + 0.5), counts - 1) > 0).any():  # what per_user holds out
+        given = (
+            f"{share}, which leaves no user both a pair to learn from and one to be ranked on "
+            f"(pairs of the most active user: {counts.max(initial=0)})"
+        )
+        check.fail("validation", given, "a larger share, or users with more pairs")
+    if isinstance(pairs, Interactions):
+        split = per_user(pairs, taken, minimum=1, seed=seed)
+        return split.train, split.test
+    split = per_user(Interactions.from_matrix(matrix), taken, minimum=1, seed=seed)
+    return split.train.matrix, split.test.matrix
+
+
+def rejoined(pairs: Any, held_out: Any) -> Any:
+    """Pairs with those that were held out of them; held-out pairs of unknown entities are left out."""
+    matrices = matrix_and_ids(pairs)[0], matrix_and_ids(held_out, "validation")[0]
+    both = [
+        one if isinstance(one, Interactions) else Interactions.from_matrix(matrix)
+        for one, matrix in zip((pairs, held_out), matrices, strict=True)
+    ]
+    found = union(both[0], both[1], "validation", strangers=False)
+    return found if isinstance(pairs, Interactions) else found.matrix
+
+
+def given_pairs(name: str, pairs: Any) -> Any:
+    """Interactions and matrices as they are; of a frame or a file the first two columns, left and right ids."""
+    return Columns().read_pairs(name, pairs)
+
+
+@dataclass(frozen=True, eq=False)
+class Aligned:
+    """Pairs in the row numbers of a model.
+
+    Attributes:
+        pairs: those with two known ids.
+        total: how many were given.
+        unknown_right: pairs whose right id is not known; the others that are missing have an unknown left one.
+        example: an unknown id, and the side it is of (0 or 1); None if there is none.
+    """
+
+    pairs: sp.csr_matrix
+    total: int
+    unknown_right: int
+    example: tuple[Any, int] | None
+
+
+def align(
+    name: str,
+    given: Any,
+    ids: Ids,
+    shape: tuple[int, int],
+    numbered: Numbered | None = None,
+    trained: tuple[int, int] | None = None,
+) -> Aligned:
+    """Pairs joined by id, or refused; a matrix without ids by place, if it has all the rows and columns there are.
+
+    Args:
+        name: of the argument, for errors.
+        given: Interactions, or a scipy.sparse matrix.
+        ids: of the model; None for row numbers.
+        shape: of the model.
+        numbered: which of the model's ids are row numbers of a matrix, and of how many; None to ask nothing about it.
+        trained: the shape without entities that were added, which a matrix without ids has; None if there are none.
+    """
+    matrix, its = matrix_and_ids(given, name)
+    if its[0] is None or its[1] is None:
+        sizes, place = numbered or (None, None), trained or shape
+        if any(own is not None and size != n for own, size, n in zip(ids, sizes, place, strict=True)):
+            expected = "gramtower.Interactions, as in training: Interactions.from_matrix(matrix, left_ids, right_ids)"
+            check.fail(name, "a matrix without ids", expected)
+        if matrix.shape != place:
+            check.fail(name, f"shape {matrix.shape}", f"shape {place}, as in training; other entities need features")
+        return Aligned(resized(matrix, shape), matrix.nnz, 0, None)
+    for name_of_side, size, own in zip(("left", "right"), given.numbered, numbered or given.numbered, strict=True):
+        if size is not None and size != own:
+            there = "ids of its own" if own is None else f"the numbers of {own:,}"
+            expected = f"those of training, which has {there}: Interactions.from_matrix(matrix, left_ids, right_ids), "
+            given_text = f"the numbers of {size:,} rows of a matrix without ids as {name_of_side} ids"
+            check.fail(name, given_text, expected + f"or {name_of_side}_features of other entities")
+    known = [np.arange(size) if own is None else own for own, size in zip(ids, shape, strict=True)]
+    rows, columns = join(its[0], index_of(known[0])), join(its[1], index_of(known[1]))
+    coo = matrix.tocoo()
+    i, j = rows[coo.row], columns[coo.col]
+    keep = (i >= 0) & (j >= 0)
+    example = None
+    if not keep.all():
+        entry = int(np.argmin(keep))
+        side, place = (0, coo.row[entry]) if i[entry] < 0 else (1, coo.col[entry])
+        example = ((its[0], its[1])[side].tolist()[place], side)
+    pairs = sp.csr_matrix((coo.data[keep], (i[keep], j[keep])), shape=shape)
+    pairs.sum_duplicates()  # which scipy 1.13.0 leaves, and the columns of a row out of order
+    return Aligned(pairs, len(keep), int((j < 0).sum()), example)
+
+
+def refuse_strangers(name: str, found: Aligned, ids: Ids, hint: str = "") -> None:
+    """Refuse pairs of which not one has two known ids; a hint says what can be done about it."""
+    if found.example is not None and not found.pairs.nnz:
+        example, side = found.example
+        known = ids[side]
+        shown = f"{found.total:,} pairs, none of them with two known ids ({example!r} is not known)"
+        such = f", with ids such as {known.tolist()[0]!r}" if known is not None and len(known) else ""
+        check.fail(name, shown, f"pairs of entities of the model{such}{'; ' if hint else ''}{hint}")
+
+
+def aligned(name: str, test: Any, ids: Ids, shape: tuple[int, int], numbered: Numbered | None = None) -> sp.csr_matrix:
+    """Held-out pairs in the model's row numbers; those of unknown entities are left out, with a warning."""
+    found = align(name, test, ids, shape, numbered)
+    refuse_strangers(name, found, ids)
+    if found.example is not None:
+        warn_of_pairs(name, found.total - found.pairs.nnz, found.total, found.example[0])
+    return found.pairs
+
+
+def own_pairs(ids: Ids, shape: tuple[int, int]) -> sp.csr_matrix:
+    """Every entity that is on both sides with itself, as ones; by number where there are no ids."""
+    rows = np.arange(min(shape)) if ids[0] is None or ids[1] is None else join(ids[1], index_of(ids[0]))
+    columns = np.flatnonzero(rows >= 0)
+    entries = np.ones(len(columns), dtype=np.float32), (rows[columns], columns)
+    return sp.csr_matrix(entries, shape=shape)
+
+
+def known_pairs(ids: Ids, pairs: Interactions) -> int:
+    """How many pairs have both ids among those known; None for a side whose every id will do."""
+    given = (pairs.left_ids, pairs.right_ids)
+    there = [
+        np.ones(len(new), dtype=bool) if known is None else join(new, index_of(known)) >= 0
+        for known, new in zip(ids, given, strict=True)
+    ]
+    coo = pairs.matrix.tocoo()
+    return int((there[0][coo.row] & there[1][coo.col]).sum())
+
+
+def _read_pairs(pairs: Any, group: Group) -> tuple[sp.csr_matrix, Ids, NDArray[Any] | None]:
+    """Matrix, ids and weights of pairs: of all of them, or of the part that this process read."""
+    if not isinstance(pairs, Shard):
+        return *matrix_and_ids(pairs), pairs.weights if isinstance(pairs, Interactions) else None
+    if pairs.shards.group.size != group.size:
+        given = f"a part read for {pairs.shards.group.size} processes"
+        check.fail("pairs", given, f"one read for {group.size}: read_part inside the process group")
+    return pairs.matrix, (pairs.left_ids, pairs.right_ids()), pairs.weights
+
+
+def _agree_on_pairs(group: Group, matrix: sp.csr_matrix) -> None:
+    """Refuse pairs that are not the same in every process."""
+    if group.size > 1:
+        keys = np.arange(matrix.nnz) * np.int64(matrix.shape[1]) + matrix.indices
+        digest = Digest().add(keys, matrix.data).text(SINGLE)
+        agree(group, {"pairs": f"{matrix.shape[0]} × {matrix.shape[1]}, {matrix.nnz} pairs, digest {digest}"})
+
+
+def _held_out(
+    validation: Any, part: Shard | None, ids: Ids, shape: tuple[int, int], rows: Rows, numbered: Numbered
+) -> sp.csr_matrix:
+    """The local rows of pairs to validate on."""
+    if part is None:
+        return aligned("validation", validation, ids, shape, numbered)[rows.first : rows.stop]
+    if not isinstance(validation, Shard):
+        check.fail("validation", type(validation).__name__, "nothing: a partition holds its own held-out pairs")
+    return validation.matrix
+
+
+def _local_features(name: str, features: Any, rows: Rows, local: bool) -> Any:
+    """Matrices among the features as rows of the local entities: given so, or cut from those of all."""
+    if isinstance(features, (list, tuple)):
+        return [_local_features(name, part, rows, local) for part in features]
+    if isinstance(features, FeatureTable) or not hasattr(features, "shape") or rows.count == rows.total:
+        return features
+    if not local:
+        return rows.local_rows(name, checked(name, features).tocsr() if sp.issparse(features) else features)
+    if features.shape[0] != rows.count:
+        expected = f"{rows.count}, one for each of this process's own entities of that side"
+        check.fail(name, f"{features.shape[0]} rows", expected)
+    return features

@@ -1,0 +1,376 @@
+"""What a tower sees of its entities: parts side by side, remembered so that new entities are described alike.
+
+    "id"            a column for each entity of the training data; a new entity has none of them. "id*0.1" beside other
+                    parts: entries of 0.1 in the place of 1, which is λ / 0.1² in the place of λ on what ids learn
+    "history"       the observed right entities of a left one, equal values, length one; for an entity without any, the
+                    mean of the histories in training, as a tower has learned nothing for an empty one
+    a FeatureTable  its columns, joined by id; the encoding is kept, the rows are not
+    a matrix        one row for each entity, in the order of the ids
+
+Tables and matrices are brought to a common scale (scaling.py), learned from the training data, the same for new ones.
+One part is handed to the tower as it is, ids as row numbers and dense rows dense; several become one sparse matrix.
+Cost: O(entries).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gramtower._util import checks as check
+from gramtower._util.schema import build
+from gramtower.data.lookup import index_of, join
+from gramtower.data.matrices import checked
+from gramtower.data.tables import FeatureTable
+from gramtower.distributed.group import SINGLE, Group
+from gramtower.model.scaling import Scaling
+
+Ids = tuple[NDArray[Any] | None, NDArray[Any] | None]  # of a side, and of the other one
+NAMES = ("id", "history")
+_GIVEN = ("table", "sparse", "dense")  # parts that the caller describes new entities by
+_USUAL = 1024  # entries of the mean history that are kept, the largest ones
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some columns: their kind (``id``, ``history``, ``table``, ``sparse``, ``dense``) and number.
+
+    Attributes:
+        table: how a table is encoded.
+        scaling: how its columns are scaled, or None.
+        factor: entry of an id in its own column.
+        usual: of histories, the row of an entity without one; None for an empty row.
+    """
+
+    kind: str
+    width: int
+    table: FeatureTable | None = None
+    scaling: Scaling | None = None
+    factor: float = 1.0
+    usual: sp.csr_matrix | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        """What a caller says for ids and histories."""
+        return self.kind if self.factor == 1 else f"{self.kind}*{self.factor!r}"
+
+    @property
+    def text(self) -> str:
+        """In a few words, for people."""
+        return self.name + ("" if self.scaling is None else f" ({self.scaling.text})")
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A part as it is stored."""
+
+    kind: str
+    width: int
+    table: dict[str, Any] | None = None
+    scaling: dict[str, Any] | None = None
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The parts of one side's features, in the order of their columns."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def kind(self) -> str:
+        """The kinds of the parts, such as ``"id + history"``."""
+        return " + ".join(part.kind for part in self.parts)
+
+    @property
+    def text(self) -> str:
+        """What the tower sees, and how it is scaled, for people."""
+        return " + ".join(part.text for part in self.parts)
+
+    @property
+    def described(self) -> bool:
+        """Whether anything but ids is known of the entities."""
+        return any(part.kind != "id" for part in self.parts)
+
+    @property
+    def features_alone(self) -> bool:
+        """Whether entities are known by features, and neither by ids nor by histories, which are a kind of ids."""
+        return all(part.kind not in ("id", "history") for part in self.parts)
+
+    @property
+    def width(self) -> int:
+        """Number of features."""
+        return sum(part.width for part in self.parts)
+
+    @property
+    def has_history(self) -> bool:
+        """Whether entities are described by their history."""
+        return any(part.kind == "history" for part in self.parts)
+
+    def placeholder(self, rows: int) -> Any:
+        """Features without entries, to build towers with; None for ids."""
+        if self.kind == "id":
+            return None
+        return np.zeros((rows, self.width), np.float32) if self.kind == "dense" else sp.csr_matrix((rows, self.width))
+
+    @property
+    def given(self) -> list[Part]:
+        """The parts that the caller describes new entities by."""
+        return [part for part in self.parts if part.kind in _GIVEN]
+
+    def listed(self, side: str, features: Any) -> list[Any]:
+        """What was given for new entities, part by part."""
+        wanted = self.given
+        if features is not None and not wanted:
+            known = "histories" if self.has_history else "ids"
+            expected = f"a model fitted with {side}_features; this one knows {side} {known} only"
+            check.fail(f"{side}_features", "features", expected)
+        several = len(wanted) > 1 and features is not None
+        if several and (not isinstance(features, (list, tuple)) or len(features) != len(wanted)):
+            kinds = ", ".join(part.kind for part in wanted)
+            check.fail(f"{side}_features", type(features).__name__, f"a list of {len(wanted)}: {kinds}")
+        return list(features) if several else [features] * len(wanted)
+
+    def new(self, side: str, features: Any, history: sp.csr_matrix | None) -> Any:
+        """Features of entities that were not there in training, one row for each.
+
+        Args:
+            side: "left" or "right", for errors.
+            features: rows for the part that is a table or a matrix; a sequence if there are several. Without them a
+                table's columns count as missing.
+            history: their observed right entities, or None. Right entities that were not there in training are nothing
+                that a tower knows. An entity without any other gets the mean of the histories in training.
+        """
+        if history is not None and not self.has_history:
+            check.fail("histories", "lists of ids", 'a model fitted with left_features="history"')
+        listed = self.listed(side, features)
+        encoded = [_new_part(side, part, rows) for part, rows in zip(self.given, listed, strict=True)]
+        counts = {matrix.shape[0] for matrix in (*encoded, history) if matrix is not None}
+        if len(counts) != 1:
+            given_rows = " and ".join(map(str, sorted(counts)))
+            check.fail(f"{side}_features, histories", f"{given_rows} rows", "as many rows in each")
+        return self._side_by_side(side, encoded, history, counts.pop())
+
+    def encoded(self, side: str, rows: Sequence[Any]) -> Any:
+        """Features of entities that were not there in training, from the rows of each given part before scaling.
+
+        Args:
+            side: "left" or "right", for errors.
+            rows: of each part in :attr:`given`: of a table as it encodes them, of a matrix as they are.
+        """
+        name = f"{side}_features"
+        scaled = [
+            one if part.scaling is None else part.scaling(name, one) for part, one in zip(self.given, rows, strict=True)
+        ]
+        return self._side_by_side(side, scaled, None, scaled[0].shape[0])
+
+    def _side_by_side(self, side: str, encoded: Sequence[Any], history: sp.csr_matrix | None, rows: int) -> Any:
+        """All parts of new entities: those given, None for missing ones, histories, and ids that are none."""
+        made: list[Any] = []
+        rest = iter(encoded)
+        for part in self.parts:
+            if part.kind in _GIVEN:
+                matrix = next(rest)
+                made.append(_missing(side, part, rows) if matrix is None else matrix)
+            elif part.kind == "history":
+                empty = sp.csr_matrix((rows, part.width), dtype=np.float32)
+                known = empty if history is None else history_features(sp.csr_matrix(history[:, : part.width]))
+                made.append(_or_usual(known, part.usual))
+            else:
+                made.append(sp.csr_matrix((rows, part.width), dtype=np.float32))
+        return beside(made)
+
+    def with_usual_history(self, pairs: sp.csr_matrix, group: Group = SINGLE) -> Inputs:
+        """The same with the mean history of training, for entities without one.
+
+        Args:
+            pairs: those of training, of local left entities.
+            group: the processes, which must call it together.
+        """
+        if not self.has_history:
+            return self
+        seen = history_features(sp.csr_matrix(pairs))
+        total = group.sum_(torch.from_numpy(np.asarray(seen.sum(0), dtype=np.float64).ravel())).numpy()
+        (count,) = group.totals(float((np.diff(seen.indptr) > 0).sum()))
+        most = np.sort(np.argsort(-total, kind="stable")[:_USUAL])
+        most = most[total[most] > 0]
+        values = total[most] * (total.sum() / max(total[most].sum(), 1e-30) / max(count, 1.0))
+        entries = values.astype(np.float32), most, [0, len(most)]
+        usual = sp.csr_matrix(entries, shape=(1, seen.shape[1]))
+        parts = (replace(part, usual=usual[:, : part.width]) if part.kind == "history" else part for part in self.parts)
+        return Inputs(tuple(parts))
+
+    def columns_in(
+        self, side: str, old: Inputs, ids: Ids, old_ids: Ids
+    ) -> list[tuple[slice, slice, NDArray[np.int64]]]:
+        """For each part its columns here and in ``old``, and for each column its place in the old part, or −1.
+
+        Ids and history are matched by id, tables by the names of their features, matrices by place. ``side`` is for
+        errors.
+        """
+        names = [" + ".join(part.name for part in inputs.parts) for inputs in (self, old)]
+        if names[0] != names[1]:
+            check.fail(f"{side}_features", repr(names[0]), f"{names[1]!r} as before")
+        found, start, old_start = [], 0, 0
+        for part, before in zip(self.parts, old.parts, strict=True):
+            keys: tuple[Any, Any] = (None, None)
+            if part.kind in NAMES:
+                place = NAMES.index(part.kind)
+                keys = (old_ids[place], ids[place])
+            elif part.table is not None and before.table is not None:
+                keys = (np.array(before.table.feature_names), np.array(part.table.feature_names))
+            elif part.width != before.width:
+                check.fail(f"{side}_features", f"{part.width} columns", f"{before.width}, as before")
+            here, there = slice(start, start + part.width), slice(old_start, old_start + before.width)
+            if keys[0] is None or keys[1] is None:
+                numbers = np.arange(part.width)
+                places = np.where(numbers < before.width, numbers, -1)
+            else:
+                places = join(keys[1], index_of(keys[0]))
+                places[places >= before.width] = -1  # entities that were added after training have no column
+            found.append((here, there, places))
+            start, old_start = here.stop, there.stop
+        return found
+
+    def to_plain(self) -> list[dict[str, Any]]:
+        """The parts without their rows, as JSON has them."""
+        return [
+            {"kind": p.kind, "width": p.width}
+            | ({} if p.table is None else {"table": json.loads(p.table.to_json())})
+            | ({} if p.scaling is None else {"scaling": p.scaling.to_plain()})
+            | ({} if p.factor == 1 else {"factor": p.factor})
+            for p in self.parts
+        ]
+
+    @classmethod
+    def from_plain(cls, plain: Sequence[object]) -> Inputs:
+        """What :meth:`to_plain` gave.
+
+        Raises:
+            ValueError: if it is anything else.
+        """
+        parts = []
+        for one in plain:
+            form = build("inputs", _Form, one)
+            kind = check.choice("inputs.kind", form.kind, (*NAMES, *_GIVEN))
+            if (kind == "table") != (form.table is not None):
+                check.fail("inputs", f"{kind} with {type(form.table).__name__}", "a table for the kind table alone")
+            table = None if form.table is None else FeatureTable.encoder_from_json(json.dumps(form.table))
+            if not 0 < form.width < 2**31 or (table is not None and table.width != form.width):
+                check.fail("inputs.width", form.width, "a positive number" if table is None else f"{table.width}")
+            scaling = None if form.scaling is None else Scaling.unfilled(form.scaling, form.width)
+            if not 0 < form.factor < np.inf or (form.factor != 1 and kind != "id"):
+                check.fail("inputs.factor", form.factor, "a positive number for ids, 1 for others")
+            parts.append(Part(kind, form.width, table, scaling, form.factor))
+        kinds = [part.kind for part in parts if part.kind in NAMES]
+        if not parts or len(set(kinds)) < len(kinds):
+            check.fail("inputs", " + ".join(kinds) or "nothing", "parts, id and history once each")
+        return cls(tuple(parts))
+
+    def tensors(self, side: str) -> dict[str, Tensor]:
+        """The numbers of the scalings, by the names that a file has them under."""
+        found = ((place, part.scaling) for place, part in enumerate(self.parts) if part.scaling is not None)
+        return {
+            f"scale|{side}|{place}|{name}": torch.from_numpy(array)
+            for place, scaling in found
+            for name, array in (("factor", scaling.factor), ("shift", scaling.shift))
+            if array is not None
+        }
+
+    def tensor_widths(self, side: str) -> dict[str, int]:
+        """The same names and the lengths of these tensors."""
+        found = ((place, part) for place, part in enumerate(self.parts) if part.scaling is not None)
+        return {
+            f"scale|{side}|{place}|{name}": part.width
+            for place, part in found
+            for name in ("factor", "shift")
+            if name == "factor" or (part.scaling is not None and part.scaling.shift is not None)
+        }
+
+    def with_tensors(self, side: str, tensors: Mapping[str, Tensor]) -> Inputs:
+        """The same with the numbers that :meth:`tensors` gave."""
+        parts = []
+        for place, part in enumerate(self.parts):
+            scaling = part.scaling
+            if scaling is not None:
+                factor = tensors[f"scale|{side}|{place}|factor"].numpy()
+                shift = None if scaling.shift is None else tensors[f"scale|{side}|{place}|shift"].numpy()
+                scaling = replace(scaling, factor=factor, shift=shift)
+            parts.append(replace(part, scaling=scaling))
+        return Inputs(tuple(parts))
+
+    def check_sizes(self, side: str, rows: int, right: int) -> None:
+        """Refuse an id for each of other than ``rows`` entities, and a history over other than all right ones."""
+        for part in self.parts:
+            wanted = {"id": rows, "history": right}.get(part.kind, part.width)
+            if part.width != wanted or (part.kind == "history" and side == "right"):
+                check.fail(f"inputs.{side}", f"{part.width} columns of {part.kind}", f"{wanted}")
+
+
+def history_features(matrix: sp.csr_matrix) -> sp.csr_matrix:
+    """Each row's observed columns with equal values and length one."""
+    counts = np.diff(matrix.indptr)
+    values = np.repeat(1 / np.sqrt(np.maximum(counts, 1)), counts).astype(np.float32)
+    return sp.csr_matrix((values, matrix.indices, matrix.indptr), shape=matrix.shape)
+
+
+def _or_usual(rows: sp.csr_matrix, usual: sp.csr_matrix | None) -> sp.csr_matrix:
+    """Rows with the usual one in the place of empty ones."""
+    empty = np.flatnonzero(np.diff(rows.indptr) == 0)
+    if usual is None or not len(empty):
+        return rows
+    entries = np.ones(len(empty), np.float32), (empty, np.zeros(len(empty), np.int64))
+    return sp.csr_matrix(rows + sp.csr_matrix(entries, shape=(rows.shape[0], 1)) @ usual)
+
+
+def is_matrix(value: Any) -> bool:
+    """Whether a value has rows of numbers: scipy.sparse, torch, numpy or what numpy makes an array of."""
+    return hasattr(value, "shape") and (sp.issparse(value) or hasattr(value, "__array__"))
+
+
+def _new_part(side: str, part: Part, rows: Any) -> Any:
+    """The rows of one part, None if they were not given."""
+    if rows is None:
+        return None
+    name = f"{side}_features"
+    if part.table is not None:
+        encoded = part.table.encode_frame(rows.source if isinstance(rows, FeatureTable) else rows, name)
+        return encoded if part.scaling is None else part.scaling(name, encoded)
+    rows = new_matrix(name, part, rows)
+    return rows if part.scaling is None else part.scaling(name, rows)
+
+
+def new_matrix(name: str, part: Part, rows: Any) -> Any:
+    """Rows of a matrix for new entities: checked, sparse or numpy."""
+    if not is_matrix(rows) or len(rows.shape) != 2 or rows.shape[1] != part.width:
+        shape = f" of shape {tuple(rows.shape)}" if hasattr(rows, "shape") else ""
+        check.fail(name, type(rows).__name__ + shape, f"{part.width} columns, as in training")
+    return checked(name, rows) if sp.issparse(rows) else check.as_float_array(name, rows)
+
+
+def _missing(side: str, part: Part, rows: int) -> sp.csr_matrix:
+    if part.table is None:
+        check.fail(f"{side}_features", "None", f"a matrix of {part.width} columns, as in training")
+    row = part.table.missing_row()
+    row = row if part.scaling is None else part.scaling(f"{side}_features", row)
+    return sp.vstack([row] * rows, format="csr") if rows else row[:0]
+
+
+def beside(features: Sequence[Any]) -> Any:
+    """One part as it is; several as one sparse matrix."""
+    if len(features) == 1:
+        return features[0]
+    parts = [one if sp.issparse(one) else _as_sparse(one) for one in features]
+    return sp.csr_matrix(sp.hstack(parts, format="csr"), dtype=np.float32)
+
+
+def _as_sparse(dense: Any) -> sp.csr_matrix:
+    return sp.csr_matrix(check.as_float_array("features", dense), dtype=np.float32)

@@ -1,0 +1,432 @@
+"""Choose the penalty, and the shape of towers where it matters, by data that are held out of a fit.
+
+No rule over sizes knows the right penalty: it depends on how much signal the pairs carry, which only held-out pairs
+show. :func:`select` holds out a part of the data, fits the rest along a path of penalties and keeps the best one:
+
+    ids on each side             path over μ; a tenth of the pairs of a sample of left entities is held out
+    features on a side           path over λ; a sample of the entities of that side is held out with all their pairs
+    histories                    path over μ and λ together; pairs are held out, because known entities have them
+
+The path starts at the rule's value (defaults.py), moves up by a factor while the metric does not fall, or down
+while it improves, and is refined once between the best point and its better neighbour; the top of the polynomial
+through them is taken. Of points whose difference to the best is within one standard error of that difference, the one
+with the strongest penalty is preferred. Towers over ids start from the parameters of the point before, as glmnet does,
+and take a fraction of a fit's iterations. Networks over features start from scratch, because from another point they
+end elsewhere; they are narrower than those of the fit, and the rule's value stays if it is within one standard error of
+the best. Where features describe both sides, linear and normalised towers are compared at the rule's value first.
+
+More pairs want a weaker penalty on embeddings: μ is multiplied by the share of pairs that was kept.
+From 5 million pairs on, a sample of the left entities is enough to choose by.
+Cost: four to six points, each a third to a half of a fit.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+
+from gramtower._util import checks as check
+from gramtower._util.threads import threads_of_fit
+from gramtower.data.interactions import Interactions
+from gramtower.data.lookup import index_of, join
+from gramtower.data.partition import Shard
+from gramtower.distributed.agreement import agree
+from gramtower.distributed.group import SINGLE, Group, current_group
+from gramtower.engine.towers.parameters import Parameters
+from gramtower.model import defaults
+from gramtower.model.fit_data import FitData, matrix_and_ids, prepare_data
+from gramtower.model.fit_parts import (
+    is_tiny,
+    iterations,
+    make_problem,
+    make_towers,
+    make_validation,
+    over_ids,
+)
+from gramtower.model.fitted import Selection, Tried, short
+from gramtower.model.refinement import refine
+from gramtower.model.settings import ModelSettings
+from gramtower.model.unseen import SIDES, Unseen, cut, hold_out_entities
+from gramtower.optim.solvers import NewtonKron, as_solver
+from gramtower.training.loop import minimize
+from gramtower.training.result import Reason
+
+HOLDS = ("pairs", "left", "right")  # parts that select="…" can ask to hold out
+_PENALTIES = {defaults.IDS: ("embedding_l2",), defaults.FEATURES: ("l2",), defaults.HISTORIES: ("embedding_l2", "l2")}
+_SHARE, _RANKED, _LEAST = 0.1, 5_000, 50  # of an entity's pairs, and of all; most and least entities that are ranked
+_ENTITIES = 0.2  # of the entities of a side with features
+_FACTOR = {"embedding_l2": 2.0, "l2": 4.0}
+_STEPS, _FEW_STEPS = 6, 2  # points of a path in one direction: of towers over ids, and of networks over features
+_FIRST, _NEXT = 0.5, 0.25  # of a fit's iterations: from scratch, and from another point
+_NARROW = {"cpu": 512, "cuda": 1024}  # hidden units of towers over features that are compared
+_WHOLE = 0.3  # power of the share of a sample that μ is multiplied by
+_PAIRS = 5_000_000  # from which on a sample of the left entities is enough to choose by
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """A part of the data to learn from, and the part that was held out of it.
+
+    Attributes:
+        pairs: to learn from.
+        features: of its entities, left and right.
+        validation: held-out pairs, or None.
+        unseen: held-out entities, or None.
+        kept: share of the pairs that is left to learn from, where pairs are held out.
+        sample: share of the pairs of all data that this part and the held-out one are of.
+        text: the held-out part, for people.
+    """
+
+    pairs: Any
+    features: tuple[Any, Any]
+    validation: Any = None
+    unseen: Unseen | None = None
+    kept: float = 1.0
+    sample: float = 1.0
+    text: str = "the validation part"
+
+
+def select(settings: ModelSettings, pairs: Any, features: tuple[Any, Any], given: HeldOut | None = None) -> Selection:
+    """Choose the penalties that ``settings`` leaves open, and the shape of towers where features describe both sides.
+
+    Args:
+        settings: of the model; arguments that are given are never changed.
+        pairs: all pairs of the fit.
+        features: of all its entities, left and right.
+        given: the user's validation part; by default one is held out here, with the model's seed.
+
+    Returns:
+        The path, with the settings that the fit is to use: empty, with a note, where nothing can be chosen.
+    """
+    group = current_group()
+    agree(group, {name: getattr(settings, name) for name in ("select", "metric", "l2", "embedding_l2")})
+    with group.together():
+        part = given or hold_out_part(settings, pairs, features)
+    if isinstance(part, str):
+        return Selection(settings.metric, "nothing", note=part)
+    if part.sample < 1 and settings.dim is None and settings.towers is None:  # towers as large as those for all data
+        settings = settings.with_changes(dim=_dim(settings, pairs, part.pairs.shape))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the fit of all pairs gives the same ones
+        data = prepare_data(settings, part.pairs, *part.features, part.validation)
+    names = tuple(name for name in _PENALTIES[data.seen] if getattr(settings, name) is None)
+    if not names:
+        return Selection(settings.metric, "nothing", note=f"{' and '.join(_PENALTIES[data.seen])} given")
+    ranked = data.held_out if part.unseen is None else part.unseen.truth
+    assert ranked is not None
+    count = int(data.shards.group.totals(float((np.diff(ranked.indptr) > 0).sum()))[0])
+    if count < _LEAST:
+        return Selection(settings.metric, part.text, note=_too_few(count))
+    with threads_of_fit(is_tiny(settings, data)):
+        search = _Search(settings, data, part.unseen, names)
+        best, scale = search.run()
+    tried = [Tried(point.settings, point.metric, point.standard_error) for point in search.points]
+    if best is None:
+        return Selection(settings.metric, part.text, tried, note=f"{settings.metric} is the same for all")
+    chosen = {**best.shape.changes}
+    if "l2" in names:
+        chosen["l2"] = search.problem.l2 * scale
+        if part.unseen is not None and given is None:  # a sum over pairs grows with them
+            chosen["l2"] *= _pairs_of_entity(matrix_and_ids(pairs)[0]) / _pairs_of_entity(data.matrix)
+    if "embedding_l2" in names:
+        more = part.kept * part.sample**_WHOLE
+        chosen["embedding_l2"] = search.problem.embedding_l2 * scale * more
+    return Selection(settings.metric, part.text, tried, chosen)
+
+
+def _too_few(count: int) -> str:
+    return f"{count} entities to rank are too few to choose by; at least {_LEAST} are needed"
+
+
+def hold_out_part(settings: ModelSettings, pairs: Any, features: tuple[Any, Any]) -> HeldOut | str:
+    """Hold out a part of the data as the module's first lines say; the reason if that cannot be done."""
+    seed, what = check.seed(settings.seed), _held_side(settings, features)
+    if isinstance(pairs, Shard):
+        return _hold_out_of_part(pairs, features, seed)
+    matrix, _ = matrix_and_ids(pairs)
+    whole = pairs if isinstance(pairs, Interactions) else Interactions.from_matrix(matrix, same_entities=False)
+    sample = 1.0
+    if matrix.nnz > _PAIRS and _weights_by_name(settings):
+        sample = _PAIRS / matrix.nnz
+        whole, features = _sampled(whole, features, sample, seed)
+    if what != "pairs":
+        share = min(_ENTITIES, _RANKED / max(1, whole.shape[SIDES.index(what)]))
+        try:
+            unseen = hold_out_entities(settings, whole, features, share, what, seed)
+        except ValueError as error:
+            if isinstance(settings.select, str):
+                check.fail("select", repr(what), f"pairs, or a side whose entities can be held out ({error})")
+            return f"no {what} entities can be held out ({error})"
+        text = f"{unseen.count:,} {what} entities"
+        return HeldOut(unseen.train, unseen.features, None, unseen, 1.0, sample, text)
+    held, rows = _held_pairs(whole.matrix, seed)
+    if rows < _LEAST:
+        return _too_few(rows)
+    parts: list[Any] = [whole.subset(~held), whole.subset(held)]
+    if not isinstance(pairs, Interactions) and sample == 1.0:
+        parts = [part.matrix for part in parts]
+    text = f"{int(held.sum()):,} pairs of {rows:,} left entities"
+    return HeldOut(parts[0], features, parts[1], None, 1 - float(held.mean()), sample, text)
+
+
+def _sampled(
+    pairs: Interactions, features: tuple[Any, Any], share: float, seed: int
+) -> tuple[Interactions, tuple[Any, Any]]:
+    """The pairs of a share of the left entities, without entities that have none, and the features of the others."""
+    chosen = np.random.default_rng(seed).random(pairs.shape[0]) < share
+    found = pairs.subset(np.repeat(chosen, np.diff(pairs.matrix.indptr))).without_empty()
+    sides = zip(SIDES, features, (pairs.left_ids, pairs.right_ids), (found.left_ids, found.right_ids), strict=True)
+    left, right = (cut(side, given, old, join(new, index_of(old))) for side, given, old, new in sides)
+    return found, (left, right)
+
+
+def _hold_out_of_part(part: Shard, features: tuple[Any, Any], seed: int) -> HeldOut | str:
+    """Hold out pairs of a partition, the same ones whatever the number of processes."""
+    group = part.shards.group
+    if part.held_out is not None:
+        return HeldOut(part, features)
+    before = sum(group.gather_json(int(part.matrix.nnz))[: group.rank])
+    held, rows = _held_pairs(part.matrix, seed, group, part.shards.left.first, before)
+    if rows < _LEAST:
+        return _too_few(rows)
+    coo = part.matrix.tocoo()
+    train, test = (
+        sp.csr_matrix((coo.data[mask], (coo.row[mask], coo.col[mask])), shape=part.matrix.shape)
+        for mask in (~held, held)
+    )
+    count = int(group.totals(float(held.sum()))[0])
+    weights = None if part.weights is None else part.weights[~held]
+    inner = replace(part, matrix=train, weights=weights, held_out=test, pairs=part.pairs - count, held_out_pairs=count)
+    return HeldOut(
+        inner, features, None, None, 1 - count / part.pairs, 1.0, f"{count:,} pairs of {rows:,} left entities"
+    )
+
+
+def _dim(settings: ModelSettings, pairs: Any, most: tuple[int, int]) -> int | None:
+    """The size of embeddings over ids for all pairs, as far as a sample allows; None for other towers."""
+    device = defaults.pick_device(settings.device)
+    room = defaults.room_for_training(device, current_group(), settings.memory_budget)
+    return min(*most, defaults.default_dim(matrix_and_ids(pairs)[0].shape, ((), ()), device, room))
+
+
+def _held_side(settings: ModelSettings, features: tuple[Any, Any]) -> str:
+    """The kind of part to hold out: "pairs", or the side whose entities are held out."""
+    if isinstance(settings.select, str):
+        return settings.select
+    if current_group().size > 1 or not _weights_by_name(settings):
+        return "pairs"
+    for side, given in zip(SIDES, features, strict=True):
+        parts = list(given) if isinstance(given, list | tuple) else [given]
+        if parts and not any(part is None or isinstance(part, str) for part in parts):
+            return side
+    return "pairs"
+
+
+def _weights_by_name(settings: ModelSettings) -> bool:
+    """Whether weights of entities are given by name, not as arrays of all entities."""
+    return all(isinstance(given, str | None) for given in (settings.left_weights, settings.right_weights))
+
+
+def _held_pairs(
+    matrix: sp.csr_matrix, seed: int, group: Group = SINGLE, row: int = 0, entry: int = 0
+) -> tuple[NDArray[np.bool_], int]:
+    """Which local pairs are held out, and of how many entities in all processes.
+
+    A tenth of an entity's pairs is, at least one, of a random sample of the entities that have two or more. The sample
+    is as large as 5,000 entities or a tenth of all pairs allow. Draws go by the numbers of rows and pairs.
+    """
+    counts = np.diff(matrix.indptr).astype(np.int64)
+    out = np.where(counts > 1, np.clip(np.floor(_SHARE * counts + 0.5), 1, counts - 1), 0).astype(np.int64)
+    able, held, total = group.totals(float((out > 0).sum()), float(out.sum()), float(matrix.nnz))
+    share = min(_RANKED / max(1.0, able), _SHARE * total / max(1.0, held))
+    taken = np.where(_draws(seed, row, len(counts)) < share, out, 0)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    places = np.lexsort((_draws(seed + 1, entry, matrix.nnz), rows))  # the pairs of each entity, in random order
+    rank = np.empty(matrix.nnz, dtype=np.int64)
+    rank[places] = np.arange(matrix.nnz) - np.repeat(matrix.indptr[:-1], counts)
+    return rank < np.repeat(taken, counts), int(group.totals(float((taken > 0).sum()))[0])
+
+
+def _draws(seed: int, first: int, count: int) -> NDArray[np.float64]:
+    """Numbers ``first``, ``first`` + 1, … of a random sequence; Philox makes four at a time."""
+    skipped = first % 4
+    return np.random.Generator(np.random.Philox(seed).advance(first // 4)).random(skipped + count)[skipped:]
+
+
+def _pairs_of_entity(matrix: sp.csr_matrix) -> float:
+    """Pairs of an entity of the smaller side, of those that have any; the rule for λ goes by it."""
+    return int(matrix.nnz) / max(1, min(int((np.diff(matrix.indptr) > 0).sum()), len(np.unique(matrix.indices))))
+
+
+def _top(points: list[_Point], best: _Point) -> float:
+    """The exponent at which the polynomial through the best point and those around it is largest, between them."""
+    near = sorted(points, key=lambda point: abs(point.exponent - best.exponent))[:4]
+    x, y = np.array([point.exponent for point in near]), np.array([point.metric for point in near])
+    if not x.min() < best.exponent < x.max():  # the path ended before the metric fell
+        return best.exponent
+    low, high = x[x < best.exponent].max(), x[x > best.exponent].min()
+    grid = np.linspace(low, high, 201)
+    return float(grid[np.argmax(np.polyval(np.polyfit(x, y, len(x) - 1), grid))])
+
+
+def _forget(points: Iterable[_Point], *kept: _Point) -> None:
+    """Free the parameters of all points but some: the next ones start from these."""
+    for point in points:
+        if not any(point is one for one in kept):
+            point.parameters = None
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The shape of towers: the changes of settings it takes, and the data with these sizes."""
+
+    changes: dict[str, Any]
+    data: FitData
+
+
+@dataclass
+class _Point:
+    """A fit of the part to learn from."""
+
+    shape: _Shape
+    exponent: float  # of the factor between points, for the multiple of the rule's penalties
+    settings: dict[str, Any]
+    metric: float
+    standard_error: float
+    values: NDArray[np.float64] | None  # of the entities that are ranked
+    parameters: Parameters | None
+
+
+class _Search:
+    """The points of a path on one part of the data."""
+
+    def __init__(self, settings: ModelSettings, data: FitData, unseen: Unseen | None, names: tuple[str, ...]) -> None:
+        self.settings, self.data, self.names = settings, data, names
+        self.group, self.factor = data.shards.group, _FACTOR[names[0]]
+        self.problem = make_problem(settings, data)
+        moved = data.refine and settings.memory_budget is None  # a fit asks whether its budget has room for it
+        self.own = over_ids(settings, data, data.dim) if moved else None
+        self.measure = make_validation(settings, data, unseen)
+        self.warm = data.seen != defaults.FEATURES  # networks that start warm end elsewhere than from scratch
+        given = as_solver(settings.optimizer, dict(settings.solver_options()))
+        self.solver = given if isinstance(given, NewtonKron) else NewtonKron()  # others end before they have converged
+        self.points: list[_Point] = []
+
+    def run(self) -> tuple[_Point | None, float]:
+        """The best point, or None if all are alike, and the multiple of the rule's penalties to use with its shape."""
+        walked = self.walk(self.first())
+        if not max(point.metric for point in self.points) > min(point.metric for point in self.points):
+            return None, 1.0
+        best = max(walked, key=lambda point: point.metric)
+        level = [point for point in walked if best.metric - point.metric <= self.error(point, best)]
+        if not self.warm and any(point.exponent == 0.0 for point in level):
+            return best, 1.0
+        strongest = max(level, key=lambda point: point.exponent)
+        return best, self.factor ** (_top(walked, best) if strongest is best else strongest.exponent)
+
+    def first(self) -> _Point:
+        """The best shape of towers at the rule's penalties; linear and normalised ones need features on both sides."""
+        settings, normalize = self.settings, self.data.normalize
+        both = settings.towers is None and all(self.data.features_alone)
+        best = self.tried({"normalize": normalize} if both and settings.normalize is None else {})
+        if both and settings.hidden is None:
+            linear = self.tried({**best.shape.changes, "hidden": ()})
+            if linear.metric - best.metric > self.error(linear, best):
+                best = linear
+        if both and settings.normalize is None:
+            turned = self.tried({**best.shape.changes, "normalize": not normalize})
+            best = max(best, turned, key=lambda point: point.metric)
+        return best
+
+    def tried(self, changes: dict[str, Any]) -> _Point:
+        """Towers of a shape at the rule's penalties."""
+        return self.point(_Shape(changes, self.resized(changes)), 0.0, None)
+
+    def walk(self, first: _Point) -> list[_Point]:
+        """Follow the penalty up while it does no harm, or down while it helps, then look once between neighbours."""
+        points, best, most = {0.0: first}, first, _STEPS if self.warm else _FEW_STEPS
+        last = first
+        while last.exponent < most:
+            last = self.point(first.shape, last.exponent + 1, last.parameters)
+            points[last.exponent] = last
+            best = max(best, last, key=lambda point: point.metric)
+            _forget(points.values(), first, best, last)
+            if best.metric - last.metric > (self.error(last, best) if self.warm else 0.0):
+                break
+        last = first
+        while best is last and last.exponent > -most:
+            last = self.point(first.shape, last.exponent - 1, last.parameters)
+            points[last.exponent] = last
+            if last.metric - best.metric > self.error(last, best):
+                best = last
+            _forget(points.values(), best, last)
+        around = [points[at] for at in (best.exponent - 1, best.exponent + 1) if at in points]
+        if self.warm and len(around) == 2:
+            nearer = max(around, key=lambda point: point.metric)
+            between = (best.exponent + nearer.exponent) / 2
+            points[between] = self.point(first.shape, between, best.parameters)
+        return list(points.values())
+
+    def resized(self, changes: dict[str, Any]) -> FitData:
+        """The data with towers of a shape, over features as narrow as is enough to compare them."""
+        data, settings = self.data, self.settings.with_changes(**changes)
+        if self.warm or settings.towers is not None:
+            return data
+        most = _NARROW.get(data.device.type, _NARROW["cpu"])
+        left, right = ((), ()) if changes.get("hidden") == () else data.hidden
+        hidden = tuple(min(width, most) for width in left), tuple(min(width, most) for width in right)
+        dim = data.dim if settings.dim is not None else min(data.dim, most // 2)
+        normalize = changes.get("normalize", data.normalize)
+        activation = defaults.default_activation(normalize) if settings.activation is None else settings.activation
+        return replace(data, hidden=hidden, dim=dim, normalize=normalize, activation=activation)
+
+    def point(self, shape: _Shape, exponent: float, start: Parameters | None) -> _Point:
+        """Fit towers of a shape at a multiple of the rule's penalties; those over ids from a start, if there is one."""
+        settings, problem = self.settings, self.problem
+        values = {name: getattr(self.problem, name) * self.factor**exponent for name in self.names}
+        problem = problem.with_penalties(**{"l2": problem.l2, "embedding_l2": problem.embedding_l2, **values})
+        towers = make_towers(settings, shape.data, problem)
+        if self.warm and start is not None:
+            towers.load(start)
+        share = 1.0 if not self.warm else _FIRST if start is None else _NEXT
+        count = max(1, round(share * iterations(settings, shape.data, problem, towers)))
+        result = minimize(problem, towers, self.solver, count, seed=settings.seed)
+        if result.reason is Reason.INTERRUPTED:
+            raise KeyboardInterrupt
+        at = problem.at(towers)
+        P, Q = at.P, at.right_rows
+        if self.own is not None:
+            P, Q = refine(self.own, (P, Q), self.data.features_alone)
+        assert self.measure is not None
+        scores = self.measure.scores(at, (settings.metric,), (P, Q))
+        metric, ranked = float(scores[settings.metric]), scores.per_user.get(settings.metric)
+        kept = result.parameters if self.warm else None
+        found = _Point(shape, exponent, {**shape.changes, **values}, metric, 0.0, ranked, kept)
+        found.standard_error = self.error(found)
+        self.points.append(found)
+        if settings.verbose and self.group.rank == 0:
+            text = ", ".join(f"{name}={short(value)}" for name, value in found.settings.items())
+            line = f"select: {text}: {settings.metric} {metric:.4f} ± {found.standard_error:.4f}"
+            print(line, file=sys.stderr, flush=True)
+        return found
+
+    def error(self, one: _Point, other: _Point | None = None) -> float:
+        """The standard error of a point's metric, or of the difference of two; 0 where it is no mean over entities."""
+        values = one.values
+        if values is None:
+            return 0.0
+        if other is not None:
+            if other.values is None:
+                return 0.0
+            values = values - other.values
+        values = values[np.isfinite(values)]
+        count, total, square = self.group.totals(float(len(values)), float(values.sum()), float((values**2).sum()))
+        return math.sqrt(max(0.0, square / count - (total / count) ** 2) / max(1.0, count - 1)) if count else 0.0
