@@ -27,7 +27,7 @@ from typing import Any
 
 from common import write_result
 
-from gramtower.compare.machine import OthersBusy
+from gramtower.experiments.machine import OthersBusy
 
 IMPORTS = {
     "torch and scipy": "import torch, scipy.sparse",

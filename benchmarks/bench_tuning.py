@@ -18,7 +18,7 @@ from common import movielens_pairs, write_result
 
 import gramtower as gt
 from gramtower.data.bundle import thesaurus
-from gramtower.tuning.trial import chosen_features
+from gramtower.experiments.tuning.trial import chosen_features
 
 
 def main(arguments: argparse.Namespace) -> None:

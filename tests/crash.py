@@ -36,11 +36,11 @@ import torch
 import gramtower as gt
 from gramtower._util.tensors import TensorFile
 from gramtower.cli.app import run
-from gramtower.compare import runner
 from gramtower.data import list_files
 from gramtower.data.partition import read_part
 from gramtower.distributed.group import SINGLE
 from gramtower.distributed.shard_files import Reader
+from gramtower.experiments import comparison_runner as runner
 from gramtower.export.write import write_export
 from gramtower.model.model_file import KIND
 from gramtower.optim.solvers import SOLVERS

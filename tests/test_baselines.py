@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-from gramtower.benchmarking import baselines
-from gramtower.benchmarking.baselines import ALS, EASE, ItemKNN, Popularity, needs_implicit, settings_of
+from gramtower.experiments import baselines
+from gramtower.experiments.baselines import ALS, EASE, ItemKNN, Popularity, needs_implicit, settings_of
 
 implicit = pytest.mark.skipif(importlib.util.find_spec("implicit") is None, reason="implicit is not installed")
 

@@ -14,14 +14,14 @@ import pytest
 import scipy.sparse as sp
 
 import gramtower as gt
-from gramtower.benchmarking import models as entries
-from gramtower.benchmarking.baselines import EASE, Popularity
-from gramtower.benchmarking.build import build
-from gramtower.benchmarking.data import make_cut
-from gramtower.benchmarking.page import about, page, ticks
-from gramtower.benchmarking.store import Manifest, Run, read_manifest, read_run, run_path, write_run
-from gramtower.benchmarking.summary import summarise
 from gramtower.data.splits import random_pairs
+from gramtower.experiments import benchmark_models as entries
+from gramtower.experiments.baselines import EASE, Popularity
+from gramtower.experiments.benchmark_build import build
+from gramtower.experiments.benchmark_data import make_cut
+from gramtower.experiments.benchmark_page import about, page, ticks
+from gramtower.experiments.benchmark_store import Manifest, Run, read_manifest, read_run, run_path, write_run
+from gramtower.experiments.benchmark_summary import summarise
 
 METRICS = ("recall@5", "ndcg@5", "coverage@5")
 implicit = pytest.mark.skipif(importlib.util.find_spec("implicit") is None, reason="implicit is not installed")

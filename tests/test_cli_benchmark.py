@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 pytest.importorskip("polars", reason="the command line reads tables with polars")
 
-from gramtower.benchmarking import models as entries
-from gramtower.benchmarking import runner
 from gramtower.cli.app import run
+from gramtower.experiments import benchmark_models as entries
+from gramtower.experiments import benchmark_runner as runner
 
 COLUMNS = ["--left", "user", "--right", "item"]
 CONFIG = '[data]\nvalidation = "0.2"\n[model]\ndim = 4\nhidden = "none"\n[train]\nmax-iterations = 2\nrefit = true\n'

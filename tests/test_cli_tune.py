@@ -15,8 +15,8 @@ pytest.importorskip("optuna", reason="tuning needs optuna")
 
 from gramtower.cli.app import run
 from gramtower.cli.options import ModelOptions, TrainOptions
+from gramtower.experiments.tuning.report import SKIPPED, TRAIN
 from gramtower.model.two_tower import TwoTower, load
-from gramtower.tuning.report import SKIPPED, TRAIN
 
 COLUMNS = ["--left", "user", "--right", "item"]
 SPACE = '[space]\nomega = [0.001, 1.0]\nleft-power = true\ndim = [2, 4]\nhidden = ["none", "4"]\n'

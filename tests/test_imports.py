@@ -23,14 +23,13 @@ ORDER = (
     ("optim",),
     ("training",),
     ("retrieval", "metrics"),
-    ("pages",),
     ("model",),
-    ("export", "tuning", "evaluation", "compare", "benchmarking", "reports", "compat", "serving"),
+    ("export", "experiments", "compat", "serving"),
     ("demo",),
     ("cli", "__main__"),
 )  # each package may import from its own line and from those above it
 LAZY = {  # imports inside of functions, for methods of the estimator that start a tool
-    "model.two_tower": {"export", "pages", "tuning"},
+    "model.two_tower": {"export", "experiments"},
 }
 HEAVY = ("numba", "triton", "polars", "matplotlib", "rich", "cyclopts", "safetensors", "pandas", "optuna")
 HEAVY += ("implicit", "threadpoolctl", "fastapi", "uvicorn", "pydantic", "faiss", "hnswlib", "onnx", "onnxscript")

@@ -23,7 +23,7 @@ UNUSED = {"playwright"}  # by the library: tests of pages need it
 GUARDED = {
     "cli": {"cyclopts", "rich"},  # by cli.main
     "serving": {"fastapi", "pydantic", "uvicorn", "starlette"},  # by cli.serve, which all of it is imported by
-    "tuning/study.py": {"optuna"},  # by open_study, which makes what the rest works on
+    "experiments/tuning/study.py": {"optuna"},  # by open_study, which makes what the rest works on
     "engine/kernels/programs.py": {"triton"},  # by select, which warns
     "demo.py": {"matplotlib"},  # says how to get the picture
     "data/part_worker.py": {"polars"},  # by part_reading, whose processes run it
@@ -44,8 +44,8 @@ sys.modules |= dict.fromkeys(uses)
 import numpy as np, gramtower as gt
 from gramtower.training.callbacks import ProgressBar as bar
 from gramtower.serving import index
-from gramtower.compare.figures import draw
-from gramtower.compare.store import Comparison
+from gramtower.experiments.comparison_figures import draw
+from gramtower.experiments.comparison_store import Comparison
 pairs = gt.Interactions.from_arrays(np.arange(40) % 8, np.arange(40) % 7)
 for package, use in uses.items():
     try:

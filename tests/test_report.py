@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from gramtower.compare import figures
-from gramtower.compare.build import build
-from gramtower.compare.levels import relative_difference, speed_up, summarise
-from gramtower.compare.page import POINTS, page, thinned
-from gramtower.compare.store import MethodRun, read_comparison, write_manifest
+from gramtower.experiments import comparison_figures as figures
+from gramtower.experiments.comparison_build import build
+from gramtower.experiments.comparison_levels import relative_difference, speed_up, summarise
+from gramtower.experiments.comparison_page import POINTS, page, thinned
+from gramtower.experiments.comparison_store import MethodRun, read_comparison, write_manifest
 from gramtower.training.result import Record
 
 BROWSER = Path("/usr/bin/chromium")

@@ -15,10 +15,10 @@ import pytest
 
 import gramtower as gt
 from gramtower.data.interactions import Interactions
-from gramtower.pages.figures import binned
-from gramtower.reports.fit import FitRun, fit_page
-from gramtower.reports.measures import examples, groups_of, validation_pairs
-from gramtower.tuning.report import read_search
+from gramtower.experiments.figures import binned
+from gramtower.experiments.fit_measures import examples, groups_of, validation_pairs
+from gramtower.experiments.fit_report import FitRun, fit_page
+from gramtower.experiments.tuning.report import read_search
 
 pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 pytest.importorskip("polars", reason="the command line reads tables with polars")

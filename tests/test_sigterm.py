@@ -131,7 +131,7 @@ def test_a_search_that_was_terminated_goes_on_after_its_trials(data, tmp_path):
     tokens = ["tune", data, *COLUMNS, *SMALL, "--max-iterations", "3", "--trials", "3"]
     tokens += ["--space", tmp_path / "space.toml", "--json"]
     whole = gramtower(*tokens, "--out", tmp_path / "whole")
-    cut = gramtower(*tokens, "--out", tmp_path / "run", kill="gramtower.tuning.search:run_trial:3")
+    cut = gramtower(*tokens, "--out", tmp_path / "run", kill="gramtower.experiments.tuning.search:run_trial:3")
     assert_terminated(cut, tmp_path)
     rest = gramtower(*tokens, "--out", tmp_path / "run")
     found, expected = (json.loads(done.stdout) for done in (rest, whole))
@@ -142,7 +142,7 @@ def test_a_search_that_was_terminated_goes_on_after_its_trials(data, tmp_path):
 
 def test_a_benchmark_that_was_terminated_goes_on_after_its_runs(data, tmp_path):
     tokens = ["benchmark", data, *COLUMNS, "--models", "popularity,item-knn", "--seeds", "1", "--out", tmp_path / "run"]
-    cut = gramtower(*tokens, kill="gramtower.benchmarking.runner:measure:2")
+    cut = gramtower(*tokens, kill="gramtower.experiments.benchmark_runner:measure:2")
     assert_terminated(cut, tmp_path)
     rest = gramtower(*tokens)
     assert rest.returncode == 0

@@ -22,7 +22,7 @@ from gramtower.data.left_out import LeftOutWarning
 from gramtower.data.readers.mediawiki import mediawiki_links
 from gramtower.data.readers.netflix import netflix
 from gramtower.data.tables import FeatureTable
-from gramtower.tuning.space import read_space
+from gramtower.experiments.tuning.space import read_space
 
 pl = pytest.importorskip("polars", reason="reading tables needs polars")
 

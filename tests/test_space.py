@@ -8,7 +8,7 @@ import scipy.sparse as sp
 
 import gramtower as gt
 from gramtower._util.widths import parse_hidden
-from gramtower.tuning.space import (
+from gramtower.experiments.tuning.space import (
     FEATURES_FIRST,
     NAMES,
     Choices,

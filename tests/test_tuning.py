@@ -18,14 +18,14 @@ import torch
 import gramtower as gt
 from gramtower._util.widths import parse_hidden
 from gramtower.data.synthetic import planted_pairs
+from gramtower.experiments.tuning import curve as curves
+from gramtower.experiments.tuning.report import read_search
+from gramtower.experiments.tuning.trial import changed_arguments, make_parts, start_values
+from gramtower.experiments.tuning.tried import gain, judge, pick
+from gramtower.experiments.tuning.warm import Solutions, distance
 from gramtower.metrics.jackknife import deal
 from gramtower.model.fit_data import prepare_data
 from gramtower.training.lock import locked
-from gramtower.tuning import curve as curves
-from gramtower.tuning.report import read_search
-from gramtower.tuning.trial import changed_arguments, make_parts, start_values
-from gramtower.tuning.tried import gain, judge, pick
-from gramtower.tuning.warm import Solutions, distance
 
 pytest.importorskip("optuna", reason="tuning needs optuna")
 
@@ -88,7 +88,7 @@ def test_a_stopped_search_goes_on_as_if_it_had_not_stopped(name, search, tmp_pat
 
 @pytest.mark.parametrize("moment", [19, 20, 21, 22, 23])
 def test_an_interrupted_trial_is_tried_again(moment, search, tmp_path, monkeypatch):
-    from gramtower.tuning import trial
+    from gramtower.experiments.tuning import trial
 
     options = dict(metric="ndcg@10", space=SPACE, storage=tmp_path / "log.journal")
     real, looks = trial.RankingValidator, []
@@ -111,7 +111,7 @@ def test_an_interrupted_trial_is_tried_again(moment, search, tmp_path, monkeypat
 
 @pytest.mark.parametrize("kind", [RuntimeError, FileNotFoundError])
 def test_an_interrupt_that_optuna_makes_an_error_of_is_one(kind, search, tmp_path, monkeypatch):
-    from gramtower.tuning.study import Trial
+    from gramtower.experiments.tuning.study import Trial
 
     options = dict(metric="ndcg@10", space=SPACE, refit=False, storage=tmp_path / "log.journal")
     small().tune(data(), trials=3, **options)
@@ -370,8 +370,8 @@ def test_the_time_limit_ends_a_search():
 
 
 def test_a_trial_that_the_time_limit_cuts_is_tried_again(search, tmp_path, monkeypatch):
-    from gramtower.tuning import search as searching
-    from gramtower.tuning import trial
+    from gramtower.experiments.tuning import search as searching
+    from gramtower.experiments.tuning import trial
 
     real, looks = trial.RankingValidator, []
 
@@ -397,8 +397,8 @@ class Clock:
     """A clock that moves on by one second with each look at the validation part."""
 
     def __init__(self, monkeypatch):
-        from gramtower.tuning import search as searching
-        from gramtower.tuning import trial
+        from gramtower.experiments.tuning import search as searching
+        from gramtower.experiments.tuning import trial
 
         clock, real, self.now = self, trial.RankingValidator, 0.0
 
@@ -493,12 +493,12 @@ def test_winners_of_warm_starts_are_confirmed_cold(name, tmp_path, monkeypatch):
     again = found.confirmations[0]
     row = f"| {again.number} | {again.value:.4f} | cold start; {again.confirmed:.4f} warm | {len(again.curve) - 1} |"
     assert row in found.markdown()
-    monkeypatch.setattr("gramtower.tuning.search.run_trial", None)  # all of it is in the log
+    monkeypatch.setattr("gramtower.experiments.tuning.search.run_trial", None)  # all of it is in the log
     assert model.tune(data(), **options).confirmations == found.confirmations
 
 
 def test_a_winner_that_cannot_be_trained_again_gives_way_to_a_cold_one(monkeypatch):
-    from gramtower.tuning.search import _Run
+    from gramtower.experiments.tuning.search import _Run
 
     def fail(run, tried):
         raise RuntimeError("out of memory")
@@ -523,7 +523,7 @@ def test_the_verdict_is_of_the_best_trial_also_where_it_started_warm():
 
 
 def test_settings_that_come_to_the_same_are_trained_once(monkeypatch):
-    from gramtower.tuning import search as searching
+    from gramtower.experiments.tuning import search as searching
 
     real, trained = searching.run_trial, []
 
@@ -553,7 +553,7 @@ def test_the_activation_of_towers_without_hidden_layers_is_not_searched():
 
 
 def test_a_failing_setting_is_left_out_and_failing_defaults_are_an_error(tmp_path, monkeypatch):
-    from gramtower.tuning import search as searching
+    from gramtower.experiments.tuning import search as searching
 
     real = searching.run_trial
 
@@ -616,7 +616,7 @@ def test_every_user_keeps_a_pair_and_has_its_share_ranked():
 
 
 def test_large_validation_parts_are_ranked_for_some_users(monkeypatch):
-    from gramtower.tuning import trial
+    from gramtower.experiments.tuning import trial
 
     monkeypatch.setitem(trial._SCORES, "cpu", 40 * 10)
     parts = make_parts(data(), 0.3, (None, None), 0, "cpu")

@@ -11,12 +11,12 @@ import scipy.sparse as sp
 import gramtower as gt
 from gramtower.data.splits import held_out
 from gramtower.data.synthetic import planted_pairs
+from gramtower.experiments.tuning.tried import Gain, gain, pick
 from gramtower.metrics import evaluate_embeddings
 from gramtower.metrics.jackknife import deal
 from gramtower.model.fit_data import prepare_data
 from gramtower.model.settings import ModelSettings
 from gramtower.model.unseen import hold_out_entities
-from gramtower.tuning.tried import Gain, gain, pick
 
 SHAPE = (80, 50)
 
@@ -149,7 +149,7 @@ def test_what_wins_is_confirmed_on_other_entities_from_another_start(tmp_path, m
     assert model.l2 == found.best.settings["l2"] < 500
     for trial in again:
         assert f"| {trial.number} | {trial.value:.4f} | on other held-out entities | 4 |" in found.markdown()
-    monkeypatch.setattr("gramtower.tuning.search.run_trial", None)  # all of it is in the log
+    monkeypatch.setattr("gramtower.experiments.tuning.search.run_trial", None)  # all of it is in the log
     _, resumed = from_a_bad_start(storage=tmp_path / "log.journal")
     assert resumed.confirmations == again
     assert resumed.verdict == found.verdict
@@ -161,7 +161,7 @@ def test_what_wins_is_confirmed_on_other_entities_from_another_start(tmp_path, m
 )
 def test_what_is_not_confirmed_does_not_replace_the_defaults(other, but, monkeypatch):
     pytest.importorskip("optuna", reason="tuning needs optuna")
-    from gramtower.tuning import search as searching
+    from gramtower.experiments.tuning import search as searching
 
     asked = []
     monkeypatch.setattr(searching._Run, "_gain_on_others", lambda run, tried: asked.append(tried.number) or other)

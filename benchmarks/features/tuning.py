@@ -29,8 +29,8 @@ from defaults import given_features, scores
 from sets import DATA, NAMES, FeatureSet, load
 
 import gramtower as gt
-from gramtower.tuning.report import Search
-from gramtower.tuning.search import tune
+from gramtower.experiments.tuning.report import Search
+from gramtower.experiments.tuning.search import tune
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import write_result

@@ -39,10 +39,10 @@ from data import FILES, inner_split, load, omega_of_share
 import gramtower as gt
 from gramtower.distributed.group import SINGLE
 from gramtower.distributed.shards import Rows
+from gramtower.experiments.tuning.space import rescaled_penalty
+from gramtower.experiments.tuning.trial import chosen_features
 from gramtower.metrics import evaluate_embeddings
 from gramtower.model.training_inputs import training_inputs, training_parts
-from gramtower.tuning.space import rescaled_penalty
-from gramtower.tuning.trial import chosen_features
 
 METRICS = ("recall@20", "ndcg@20", "paper_map@5")
 DEFAULTS: dict[str, Any] = {

@@ -24,8 +24,8 @@ from data import FILES, inner_split, load, omega_of_share
 from rows import HERE, METRICS, train
 from torch import Tensor
 
+from gramtower.experiments.tuning.space import rescaled_penalty
 from gramtower.metrics import evaluate_embeddings
-from gramtower.tuning.space import rescaled_penalty
 
 Draw = Callable[[np.random.Generator], Any]
 

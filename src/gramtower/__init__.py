@@ -24,8 +24,6 @@ if not _own_wait:
     os.environ["GOMP_SPINCOUNT"] = "1000"
 
 if TYPE_CHECKING:
-    from gramtower.benchmarking.build import Benchmark as Benchmark
-    from gramtower.benchmarking.runner import benchmark as benchmark
     from gramtower.data.interactions import Interactions as Interactions
     from gramtower.data.samples import PairSamples as PairSamples
     from gramtower.engine.kernels.losses import Loss as Loss
@@ -35,10 +33,12 @@ if TYPE_CHECKING:
     from gramtower.engine.towers.mlp import mlp_towers as mlp_towers
     from gramtower.engine.towers.parameters import Parameters as Parameters
     from gramtower.engine.towers.towers import Towers as Towers
-    from gramtower.evaluation.cross_validation import CrossValidation as CrossValidation
-    from gramtower.evaluation.cross_validation import cross_validate as cross_validate
-    from gramtower.evaluation.selection import PairSplit as PairSplit
-    from gramtower.evaluation.selection import ranking_scorer as ranking_scorer
+    from gramtower.experiments.benchmark_build import Benchmark as Benchmark
+    from gramtower.experiments.benchmark_runner import benchmark as benchmark
+    from gramtower.experiments.cross_validation import CrossValidation as CrossValidation
+    from gramtower.experiments.cross_validation import cross_validate as cross_validate
+    from gramtower.experiments.selection import PairSplit as PairSplit
+    from gramtower.experiments.selection import ranking_scorer as ranking_scorer
     from gramtower.model.two_tower import TwoTower as TwoTower
     from gramtower.model.two_tower import load as load
     from gramtower.optim.line_search import Backtracking as Backtracking
@@ -68,8 +68,8 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"  # the one place of the version; pyproject.toml reads it
 
 _PLACES = {
-    "benchmarking.build": "Benchmark",
-    "benchmarking.runner": "benchmark",
+    "experiments.benchmark_build": "Benchmark",
+    "experiments.benchmark_runner": "benchmark",
     "data.interactions": "Interactions",
     "data.samples": "PairSamples",
     "engine.kernels.losses": "Loss",
@@ -79,8 +79,8 @@ _PLACES = {
     "engine.towers.mlp": "mlp_towers",
     "engine.towers.parameters": "Parameters",
     "engine.towers.towers": "Towers",
-    "evaluation.cross_validation": "CrossValidation cross_validate",
-    "evaluation.selection": "PairSplit ranking_scorer",
+    "experiments.cross_validation": "CrossValidation cross_validate",
+    "experiments.selection": "PairSplit ranking_scorer",
     "optim.line_search": "Backtracking",
     "optim.methods": "Descent Method",
     "optim.parts": "Direction DirectionResult StepResult StepRule",

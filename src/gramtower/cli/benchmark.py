@@ -15,18 +15,18 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from gramtower._util import checks as check
-from gramtower.benchmarking.build import PAGE, Benchmark, build
-from gramtower.benchmarking.models import BUILT_IN, TOWERS
-from gramtower.benchmarking.runner import benchmark as run_benchmark
-from gramtower.benchmarking.text import notes_of, table_of
 from gramtower.cli.config import Settings, merge_flags, read_config
 from gramtower.cli.features import tower_features
 from gramtower.cli.folder import CONFIG, HISTORY, for_writing
 from gramtower.cli.options import Common, DataOptions, FeatureOptions, refuse_candidates
 from gramtower.cli.output import note, print_json, print_table
 from gramtower.cli.reading import read_pairs, share_or_pairs, validation_of
-from gramtower.compare.store import MANIFEST as COMPARISON
 from gramtower.data.interactions import Interactions
+from gramtower.experiments.benchmark_build import PAGE, Benchmark, build
+from gramtower.experiments.benchmark_models import BUILT_IN, TOWERS
+from gramtower.experiments.benchmark_runner import benchmark as run_benchmark
+from gramtower.experiments.benchmark_text import notes_of, table_of
+from gramtower.experiments.comparison_store import MANIFEST as COMPARISON
 from gramtower.metrics.definitions import DEFAULT
 from gramtower.model.settings import ModelSettings
 from gramtower.model.two_tower import TwoTower

@@ -30,10 +30,10 @@ from gramtower.cli.options import (
 )
 from gramtower.cli.output import note, print_json, print_table
 from gramtower.cli.setup import make_setup
-from gramtower.compare.build import PAGE, build
-from gramtower.compare.machine import environment
-from gramtower.compare.runner import Runner
-from gramtower.compare.store import MANIFEST, RAN, checkpoint_path, read_manifest, write_manifest
+from gramtower.experiments.comparison_build import PAGE, build
+from gramtower.experiments.comparison_runner import Runner
+from gramtower.experiments.comparison_store import MANIFEST, RAN, checkpoint_path, read_manifest, write_manifest
+from gramtower.experiments.machine import environment
 from gramtower.optim.solvers import SOLVERS
 from gramtower.training.checkpoint import remove_checkpoint
 

@@ -23,8 +23,8 @@ from gramtower.cli.options import (
 )
 from gramtower.cli.output import note, print_json, print_table, shown
 from gramtower.cli.reading import read_pairs
-from gramtower.evaluation.cross_validation import cross_validate as validate
-from gramtower.evaluation.intervals import Interval
+from gramtower.experiments.cross_validation import cross_validate as validate
+from gramtower.experiments.intervals import Interval
 from gramtower.metrics.definitions import DEFAULT, parse
 from gramtower.model.two_tower import TwoTower
 

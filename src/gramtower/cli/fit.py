@@ -19,12 +19,12 @@ from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOpti
 from gramtower.cli.output import note, print_facts, print_json
 from gramtower.cli.processes import joined
 from gramtower.cli.reading import held_out_of, read_pairs, validation_of
-from gramtower.compare.machine import environment
-from gramtower.compare.store import MANIFEST
 from gramtower.data.interactions import Interactions
 from gramtower.data.left_out import rows_left_out
 from gramtower.data.partition import Shard, is_partition, read_part
 from gramtower.distributed.group import Group
+from gramtower.experiments.comparison_store import MANIFEST
+from gramtower.experiments.machine import environment
 from gramtower.model.fit import refit_checkpoint, selection_file
 from gramtower.model.fit_data import known_pairs
 from gramtower.model.two_tower import TwoTower

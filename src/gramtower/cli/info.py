@@ -15,8 +15,8 @@ from gramtower.cli.output import print_facts, print_json, print_table
 from gramtower.cli.reading import read_pairs
 from gramtower.data.interactions import Interactions
 from gramtower.data.partition import is_partition, read_manifest, read_part
+from gramtower.experiments.fit_measures import QUANTILES, degree_quantiles
 from gramtower.model.two_tower import TwoTower
-from gramtower.reports.measures import QUANTILES, degree_quantiles
 
 
 def info(

@@ -13,7 +13,6 @@ from typing import Any
 
 from gramtower._util import checks as check
 from gramtower._util.files import write_text
-from gramtower.benchmarking.store import MANIFEST as BENCHMARK
 from gramtower.cli import folder
 from gramtower.cli.benchmark import report_benchmark
 from gramtower.cli.compare import show
@@ -23,18 +22,19 @@ from gramtower.cli.options import Common
 from gramtower.cli.output import note, print_facts, print_json
 from gramtower.cli.query import options_of_test
 from gramtower.cli.reading import guess_format, read_pairs
-from gramtower.compare.build import PAGE, build
-from gramtower.compare.store import MANIFEST
 from gramtower.data.readers import movielens_table
 from gramtower.data.sources import read_toml
+from gramtower.experiments.benchmark_store import MANIFEST as BENCHMARK
+from gramtower.experiments.comparison_build import PAGE, build
+from gramtower.experiments.comparison_store import MANIFEST
+from gramtower.experiments.fit_measures import validation_pairs
+from gramtower.experiments.fit_report import FitRun, Titles, fit_page
+from gramtower.experiments.tuning.report import REPORT, read_search
+from gramtower.experiments.tuning_page import tuning_page
 from gramtower.model.fit import validated_history
 from gramtower.model.two_tower import TwoTower
-from gramtower.reports.fit import FitRun, Titles, fit_page
-from gramtower.reports.measures import validation_pairs
-from gramtower.reports.tuning import tuning_page
 from gramtower.serving.table import EntityTable
 from gramtower.training.result import Record, read_history
-from gramtower.tuning.report import REPORT, read_search
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from gramtower.cli.features import tower_features
 from gramtower.cli.options import DataOptions, FeatureOptions, ModelOptions, TrainOptions
 from gramtower.cli.output import note
 from gramtower.cli.reading import read_pairs, split_validation
-from gramtower.compare.runner import Runner
 from gramtower.data.interactions import Interactions
+from gramtower.experiments.comparison_runner import Runner
 from gramtower.model.fit_data import FitData, prepare_data
 from gramtower.model.fit_parts import make_problem, make_towers, make_validation, right_weights
 from gramtower.model.settings import ModelSettings

@@ -16,10 +16,10 @@ from gramtower.cli.folder import for_writing, held
 from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions, refuse_refit
 from gramtower.cli.output import note, print_facts, print_json, print_table
 from gramtower.cli.reading import read_pairs, validation_of
+from gramtower.experiments.tuning.report import CONFIG, TABLE, Search, trial_lines
+from gramtower.experiments.tuning.search import tune as search
+from gramtower.experiments.tuning.space import read_space
 from gramtower.model.settings import ModelSettings
-from gramtower.tuning.report import CONFIG, TABLE, Search, trial_lines
-from gramtower.tuning.search import tune as search
-from gramtower.tuning.space import read_space
 
 STORAGE = "search.journal"
 _HELD_OUT = 0.1

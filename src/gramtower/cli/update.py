@@ -17,7 +17,7 @@ from gramtower.cli.fit import summary, used
 from gramtower.cli.options import Common, DataOptions, FeatureOptions, refuse_candidates
 from gramtower.cli.output import note, print_facts, print_json
 from gramtower.cli.reading import read_pairs
-from gramtower.compare.machine import environment
+from gramtower.experiments.machine import environment
 from gramtower.model.update import ITERATIONS, grown_pairs
 from gramtower.training.result import History, Reason
 

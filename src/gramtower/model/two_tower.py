@@ -21,6 +21,10 @@ from gramtower.data.frames import Column
 from gramtower.data.samples import pairs_of
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
+from gramtower.experiments.figures import run_figure
+from gramtower.experiments.tuning.report import Search, trial_lines
+from gramtower.experiments.tuning.search import tune
+from gramtower.experiments.tuning.trial import chosen_features
 from gramtower.export.write import write_export
 from gramtower.metrics.definitions import LOWER_IS_BETTER, parse
 from gramtower.model.columns import Columns
@@ -30,12 +34,8 @@ from gramtower.model.fitted import FittedModel
 from gramtower.model.model_file import read_model, write_model
 from gramtower.model.settings import ModelSettings
 from gramtower.model.update import ITERATIONS, update
-from gramtower.pages.figures import run_figure
 from gramtower.training.callbacks import Callback
 from gramtower.training.log import progress_lines
-from gramtower.tuning.report import Search, trial_lines
-from gramtower.tuning.search import tune
-from gramtower.tuning.trial import chosen_features
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -288,7 +288,7 @@ class TwoTower(ModelSettings):
                 the known left ones. A trial runs to its end and counts with the mean of its last points. That side
                 needs a table or a matrix of features. Where both sides are one set, held-out entities are on neither
                 side of what trials learn from.
-            space: names and what to search for each; see gramtower/tuning/space.py and docs/tuning.md.
+            space: names and what to search for each; see gramtower/experiments/tuning/space.py and docs/tuning.md.
             storage: a file that keeps the log, so that a search can be stopped and continued: SQLite if it ends in .db,
                 otherwise a journal.
             seed: of the split and of the proposals.

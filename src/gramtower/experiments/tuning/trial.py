@@ -17,6 +17,9 @@ from gramtower._util.widths import hidden_text, parse_hidden
 from gramtower.data.interactions import Interactions
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.weights import degree_power
+from gramtower.experiments.tuning import curve as curves
+from gramtower.experiments.tuning.space import Value, rescaled_penalty
+from gramtower.experiments.tuning.tried import REPORTED, Outcome
 from gramtower.model import defaults
 from gramtower.model.fit_data import FitData, aligned, hold_out, matrix_and_ids, prepare_data
 from gramtower.model.fit_parts import RankingValidator, iterations, make_problem, make_towers, right_weights
@@ -25,9 +28,6 @@ from gramtower.model.settings import ModelSettings
 from gramtower.model.unseen import Unseen, UnseenValidator, hold_out_entities
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Record
-from gramtower.tuning import curve as curves
-from gramtower.tuning.space import Value, rescaled_penalty
-from gramtower.tuning.tried import REPORTED, Outcome
 
 _SCORES = {"cpu": 2 * 10**8, "cuda": 4 * 10**9}  # most scores computed for one look at the validation part
 

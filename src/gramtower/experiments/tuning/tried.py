@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from gramtower.experiments.tuning import curve as curves
+from gramtower.experiments.tuning.space import Value
 from gramtower.metrics.jackknife import standard_error
 from gramtower.training.result import Reason
-from gramtower.tuning import curve as curves
-from gramtower.tuning.space import Value
 
 #: Metrics that a report has next to the one that is maximised: lists can gain by one and lose by another.
 REPORTED = ("map@5", "recall@20", "ndcg@20")

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gramtower._util.files import replacing
-from gramtower.compare.levels import lowest_value, relative_difference
-from gramtower.compare.store import Comparison, MethodRun
-from gramtower.compare.style import line_of
-from gramtower.pages.figures import drawing, new_figure, save
+from gramtower.experiments.comparison_levels import lowest_value, relative_difference
+from gramtower.experiments.comparison_store import Comparison, MethodRun
+from gramtower.experiments.comparison_style import line_of
+from gramtower.experiments.figures import drawing, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

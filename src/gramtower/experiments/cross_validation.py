@@ -25,7 +25,7 @@ from gramtower.data.lookup import index_of, join
 from gramtower.data.splits import Split
 from gramtower.data.splits import folds as cut
 from gramtower.distributed.group import current_group
-from gramtower.evaluation.intervals import Interval, bootstrap_interval, t_interval
+from gramtower.experiments.intervals import Interval, bootstrap_interval, t_interval
 from gramtower.metrics.definitions import DEFAULT, parse
 from gramtower.model.columns import Columns
 from gramtower.training.result import Reason

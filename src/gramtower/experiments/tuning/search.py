@@ -26,17 +26,10 @@ import numpy as np
 
 from gramtower._util import checks as check
 from gramtower.distributed.group import current_group
-from gramtower.metrics.definitions import to_maximise
-from gramtower.model.fit_data import prepare_data
-from gramtower.model.fitted import Selection
-from gramtower.model.penalty_path import select
-from gramtower.model.settings import ModelSettings
-from gramtower.training.lock import locked
-from gramtower.training.result import Reason
-from gramtower.tuning import study as studies
-from gramtower.tuning.identity import identity, learned_from
-from gramtower.tuning.report import Search
-from gramtower.tuning.space import (
+from gramtower.experiments.tuning import study as studies
+from gramtower.experiments.tuning.identity import identity, learned_from
+from gramtower.experiments.tuning.report import Search
+from gramtower.experiments.tuning.space import (
     NAMES,
     Choices,
     Space,
@@ -47,7 +40,7 @@ from gramtower.tuning.space import (
     first_settings,
     linear,
 )
-from gramtower.tuning.trial import (
+from gramtower.experiments.tuning.trial import (
     Parts,
     changed_arguments,
     make_parts,
@@ -57,8 +50,15 @@ from gramtower.tuning.trial import (
     start_values,
     validation_part,
 )
-from gramtower.tuning.tried import Gain, Outcome, Tried, Verdict, gain, judge, pick
-from gramtower.tuning.warm import Solutions, weights_beside
+from gramtower.experiments.tuning.tried import Gain, Outcome, Tried, Verdict, gain, judge, pick
+from gramtower.experiments.tuning.warm import Solutions, weights_beside
+from gramtower.metrics.definitions import to_maximise
+from gramtower.model.fit_data import prepare_data
+from gramtower.model.fitted import Selection
+from gramtower.model.penalty_path import select
+from gramtower.model.settings import ModelSettings
+from gramtower.training.lock import locked
+from gramtower.training.result import Reason
 
 #: Arguments of the model that a name of the space stands for, where they differ.
 _ARGUMENT = {"penalty": "embedding_l2", "left_power": "left_weights", "right_power": "right_weights"}

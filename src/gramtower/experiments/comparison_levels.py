@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gramtower.compare.store import Comparison, MethodRun
+from gramtower.experiments.comparison_store import Comparison, MethodRun
 from gramtower.training.result import Record
 
 #: Relative differences that tables are made for.

@@ -4,7 +4,7 @@
     NAME.jsonl        history of a method: one record an iteration
     NAME.safetensors  checkpoint of a method that has not ended
 
-Everything else in the folder (summary.json, figures, report.html) is made from these by compare/build.py. Histories
+Everything else in the folder (summary.json, figures, report.html) is made from these by comparison_build.py. Histories
 alone are enough: without comparison.json the page lacks only what is written there.
 """
 

@@ -13,9 +13,9 @@ from gramtower._util.files import write_text
 from gramtower._util.schema import build
 from gramtower._util.toml import config_text
 from gramtower._util.widths import config_hidden
-from gramtower.pages.figures import search_figure
-from gramtower.tuning.space import Value
-from gramtower.tuning.tried import Tried, pick
+from gramtower.experiments.figures import search_figure
+from gramtower.experiments.tuning.space import Value
+from gramtower.experiments.tuning.tried import Tried, pick
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -3,7 +3,7 @@
     benchmark.json          what is compared on what; rewritten when a run failed
     runs/NAME-SEED.tensors  a finished run: times, memory, metrics, and the values of each user
 
-summary.json and report.html are made from these by benchmarking/build.py. A finished run is never made again, so that
+summary.json and report.html are made from these by benchmark_build.py. A finished run is never made again, so that
 the same benchmark goes on after a kill; a failed one is tried again.
 """
 

@@ -2,7 +2,7 @@
 
 For each seed one split, shared by all models; for each model a fit, lists of the users with test pairs, and their
 metrics. An error ends a run, not the benchmark. Cost: that of the fits and lists, and of the bootstrap
-(benchmarking/summary.py).
+(benchmark_summary.py).
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ import scipy.sparse as sp
 from gramtower._util import checks as check
 from gramtower._util.files import plain, remove_left_overs
 from gramtower._util.resident import ResidentPeak
-from gramtower.benchmarking.build import Benchmark, build, result_of
-from gramtower.benchmarking.data import Cut, checked_metrics, describe, digest_of, known_pairs, make_cut
-from gramtower.benchmarking.models import Entry, make_entries
-from gramtower.benchmarking.store import (
+from gramtower.data.interactions import Interactions
+from gramtower.distributed.group import current_group
+from gramtower.experiments.benchmark_build import Benchmark, build, result_of
+from gramtower.experiments.benchmark_data import Cut, checked_metrics, describe, digest_of, known_pairs, make_cut
+from gramtower.experiments.benchmark_models import Entry, make_entries
+from gramtower.experiments.benchmark_store import (
     MANIFEST,
     RUNS,
     Manifest,
@@ -33,9 +35,7 @@ from gramtower.benchmarking.store import (
     write_manifest,
     write_run,
 )
-from gramtower.compare.machine import OthersBusy, environment
-from gramtower.data.interactions import Interactions
-from gramtower.distributed.group import current_group
+from gramtower.experiments.machine import OthersBusy, environment
 from gramtower.metrics.definitions import DEFAULT, parse
 from gramtower.model.two_tower import TwoTower
 from gramtower.training.lock import locked
@@ -74,7 +74,7 @@ def benchmark(
             and diversity.
         models: your own, by name: a :class:`gramtower.TwoTower` or another estimator with ``get_params``,
             ``fit(pairs, …)`` and ``recommend(ids, k)``, which leaves out what is seen; a pair of it and the arguments
-            of its fit; one of :mod:`gramtower.benchmarking.baselines`; or a model of implicit. Each run fits a copy,
+            of its fit; one of :mod:`gramtower.experiments.baselines`; or a model of implicit. Each run fits a copy,
             whose ``seed`` or ``random_state`` is that of the run.
         baselines: which of those that come with it, of popularity, item-knn, ease, als,
             gramtower-linear, gramtower-linear-features and gramtower-hidden-features; None for all, the last two where

@@ -5,8 +5,8 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from gramtower.benchmarking.text import difference, megabytes, ordered, span
-from gramtower.pages.html import document, facts, table
+from gramtower.experiments.benchmark_text import difference, megabytes, ordered, span
+from gramtower.experiments.page import document, facts, table
 
 _WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 560, 165, 20, 26, 12  # of a drawing, in its units: a phone must show its text
 _WIDEST = 660  # pixels of a drawing
@@ -22,7 +22,7 @@ _EXPLAINED = (
 
 
 def page(summary: dict[str, Any]) -> str:
-    """The page of what :func:`gramtower.benchmarking.summary.summarise` found."""
+    """The page of what :func:`gramtower.experiments.benchmark_summary.summarise` found."""
     body = [
         f"<p>{escape(about(summary))}</p>",
         f"<p><strong>{escape(summary['verdict'])}</strong></p>",

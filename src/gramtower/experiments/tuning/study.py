@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 from gramtower._util import checks as check
 from gramtower._util.optional import need
 from gramtower._util.schema import build
-from gramtower.tuning.space import SIZES, Range, Space, Value, searched
-from gramtower.tuning.space import larger as is_larger
-from gramtower.tuning.tried import Tried, pick
-from gramtower.tuning.warm import weights_beside
+from gramtower.experiments.tuning.space import SIZES, Range, Space, Value, searched
+from gramtower.experiments.tuning.space import larger as is_larger
+from gramtower.experiments.tuning.tried import Tried, pick
+from gramtower.experiments.tuning.warm import weights_beside
 
 if TYPE_CHECKING:
     import optuna
 
-    from gramtower.tuning.tried import Outcome
+    from gramtower.experiments.tuning.tried import Outcome
 
 _NAME = "gramtower"
 _AGAIN = "confirmations"

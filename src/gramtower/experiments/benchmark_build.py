@@ -8,10 +8,10 @@ from typing import Any
 
 from gramtower._util import checks as check
 from gramtower._util.files import plain, write_json, write_text
-from gramtower.benchmarking.page import page
-from gramtower.benchmarking.store import MANIFEST, Manifest, Run, read_manifest, read_runs
-from gramtower.benchmarking.summary import summarise
-from gramtower.benchmarking.text import notes_of, table_of
+from gramtower.experiments.benchmark_page import page
+from gramtower.experiments.benchmark_store import MANIFEST, Manifest, Run, read_manifest, read_runs
+from gramtower.experiments.benchmark_summary import summarise
+from gramtower.experiments.benchmark_text import notes_of, table_of
 
 SUMMARY, PAGE = "summary.json", "report.html"
 

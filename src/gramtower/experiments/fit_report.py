@@ -14,12 +14,12 @@ from typing import Any
 import scipy.sparse as sp
 
 from gramtower._util.files import plain
+from gramtower.experiments.figures import as_svg, degree_figure, run_figure
+from gramtower.experiments.fit_measures import QUANTILES, Group, degree_quantiles, degrees, examples, groups_of
+from gramtower.experiments.page import document, facts, number, picture, table
 from gramtower.metrics.definitions import DEFAULT
 from gramtower.model.fitted import FittedModel
 from gramtower.model.side import Side
-from gramtower.pages.figures import as_svg, degree_figure, run_figure
-from gramtower.pages.html import document, facts, number, picture, table
-from gramtower.reports.measures import QUANTILES, Group, degree_quantiles, degrees, examples, groups_of
 from gramtower.training.result import Record
 
 _ENDS = {"INTERRUPTED": "unfinished", "NON_FINITE": "diverged"}  # reasons that are no proper end

@@ -18,7 +18,9 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
-from gramtower.benchmarking.baselines import (
+from gramtower.data.interactions import Interactions
+from gramtower.data.lookup import index_of, join
+from gramtower.experiments.baselines import (
     ALS,
     EASE,
     Baseline,
@@ -31,10 +33,8 @@ from gramtower.benchmarking.baselines import (
     needs_implicit,
     settings_of,
 )
-from gramtower.benchmarking.data import Cut, describe
-from gramtower.data.interactions import Interactions
-from gramtower.data.lookup import index_of, join
-from gramtower.evaluation.cross_validation import fit_copy
+from gramtower.experiments.benchmark_data import Cut, describe
+from gramtower.experiments.cross_validation import fit_copy
 from gramtower.model.fit_data import prepare_data
 from gramtower.model.fit_parts import make_problem
 from gramtower.model.settings import ModelSettings
@@ -253,7 +253,7 @@ def _own(name: str, given: Any, pairs: Interactions, features: Mapping[str, Any]
     shown = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     expected = (
         "a model with get_params, fit and recommend such as gramtower.TwoTower(), a pair of it and the arguments of "
-        "its fit, one of gramtower.benchmarking.baselines, or one of implicit"
+        "its fit, one of gramtower.experiments.baselines, or one of implicit"
     )
     check.fail(f"models[{name!r}]", shown, expected)
 

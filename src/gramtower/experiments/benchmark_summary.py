@@ -1,7 +1,7 @@
 """From finished runs to numbers: means over seeds, bootstrap intervals over users, paired differences, who won.
 
 A mean is that over seeds of the means over users. Intervals: users are drawn with replacement, each with all its values
-under every seed, the same draws for all models (evaluation/intervals.py). A difference is that of a user's values under
+under every seed, the same draws for all models (intervals.py). A difference is that of a user's values under
 the same seed, model − reference, so that what makes a user hard for both cancels. Metrics that are of all users
 together (coverage, Gini) have means alone. Cost: O(replicates · users · seeds · models) for each metric. Checked by
 tests/test_benchmark.py.
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gramtower.benchmarking.store import Manifest, Run
-from gramtower.evaluation.intervals import Interval, bootstrap_intervals
+from gramtower.experiments.benchmark_store import Manifest, Run
+from gramtower.experiments.intervals import Interval, bootstrap_intervals
 from gramtower.metrics.definitions import LOWER_IS_BETTER, parse
 
 REPLICATES = 1000

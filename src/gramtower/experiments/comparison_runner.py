@@ -1,7 +1,7 @@
 """One problem, one start, several methods: what they have in common, and the run of one of them.
 
 A method that was interrupted goes on from its checkpoint. Whatever ends a method (a limit, divergence, an error, an
-iteration longer than the limit) is an outcome with a status of compare/store.py; none of them ends the comparison.
+iteration longer than the limit) is an outcome with a status of comparison_store.py; none of them ends the comparison.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gramtower.compare.machine import OthersBusy, environment
-from gramtower.compare.store import checkpoint_path, history_path
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
+from gramtower.experiments.comparison_store import checkpoint_path, history_path
+from gramtower.experiments.machine import OthersBusy, environment
 from gramtower.training.checkpoint import remove_checkpoint
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Result

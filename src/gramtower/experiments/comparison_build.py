@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from gramtower._util.files import plain, write_json, write_text
-from gramtower.compare.figures import draw
-from gramtower.compare.levels import summarise
-from gramtower.compare.page import page
-from gramtower.compare.store import read_comparison
+from gramtower.experiments.comparison_figures import draw
+from gramtower.experiments.comparison_levels import summarise
+from gramtower.experiments.comparison_page import page
+from gramtower.experiments.comparison_store import read_comparison
 
 SUMMARY, PAGE = "summary.json", "report.html"
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gramtower._util.files import replacing
-from gramtower.tuning.space import LOGARITHMIC
+from gramtower.experiments.tuning.space import LOGARITHMIC
 
 SAME = (
     "dim",

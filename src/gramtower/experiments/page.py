@@ -25,7 +25,7 @@ def document(title: str, body: Iterable[str], data: Mapping[str, Any] | None = N
         data: what the script finds as JSON in the element ``data``.
         script: JavaScript at the end.
     """
-    style = files("gramtower.pages").joinpath("page.css").read_text(encoding="utf-8")
+    style = files("gramtower.experiments").joinpath("page.css").read_text(encoding="utf-8")
     scripts = []
     if data is not None:
         text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")

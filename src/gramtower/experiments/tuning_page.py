@@ -9,10 +9,10 @@ from html import escape
 from typing import Any
 
 from gramtower._util.files import plain
-from gramtower.pages.figures import as_svg
-from gramtower.pages.html import document, facts, number, picture, table
-from gramtower.tuning.report import Search, shown
-from gramtower.tuning.space import Value
+from gramtower.experiments.figures import as_svg
+from gramtower.experiments.page import document, facts, number, picture, table
+from gramtower.experiments.tuning.report import Search, shown
+from gramtower.experiments.tuning.space import Value
 
 
 def tuning_page(search: Search, title: str) -> tuple[str, dict[str, Any], list[str]]:

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower.engine.kernels.losses import Loss
+from gramtower.experiments.tuning.space import Space, describe
+from gramtower.experiments.tuning.trial import Parts
 from gramtower.model.fit_data import FitData
 from gramtower.model.settings import ModelSettings
-from gramtower.tuning.space import Space, describe
-from gramtower.tuning.trial import Parts
 
 
 def identity(parts: Parts, space: Space, metric: str, seed: int, model: ModelSettings) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """report.html: one file that needs nothing else, with tables as plain HTML and curves drawn by page.js from its data.
 
 Under 3 MB whatever the length of the histories: at most POINTS records of a method are put into it, and the page says
-so. The parts that it shares with other pages are in pages/html.py.
+so. The parts that it shares with other pages are in page.py.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from importlib.resources import files
 from typing import Any
 
 from gramtower._util.files import plain
-from gramtower.compare.figures import FLOOR
-from gramtower.compare.levels import LEVELS
-from gramtower.compare.store import STATUSES, Comparison
-from gramtower.compare.style import line_of
-from gramtower.pages.html import document, facts, number, table
+from gramtower.experiments.comparison_figures import FLOOR
+from gramtower.experiments.comparison_levels import LEVELS
+from gramtower.experiments.comparison_store import STATUSES, Comparison
+from gramtower.experiments.comparison_style import line_of
+from gramtower.experiments.page import document, facts, number, table
 from gramtower.training.result import Record
 
 POINTS = 2000
 
 
 def page(comparison: Comparison, summary: dict[str, Any]) -> str:
-    """The page of a comparison with the numbers of :func:`gramtower.compare.levels.summarise`."""
+    """The page of a comparison with the numbers of :func:`gramtower.experiments.comparison_levels.summarise`."""
     title = f"Comparison of methods: {comparison.title}"
-    script = files("gramtower.compare").joinpath("page.js").read_text(encoding="utf-8")
+    script = files("gramtower.experiments").joinpath("comparison_page.js").read_text(encoding="utf-8")
     body = [
         *_synthetic(comparison),
         *_opening(comparison, summary),
