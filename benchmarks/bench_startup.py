@@ -34,7 +34,7 @@ IMPORTS = {
     "gramtower": "import gramtower",
     "TwoTower": "from gramtower import TwoTower",
 }
-HELP = "import sys; from gramtower.cli.app import run; run(['--help']); sys.exit('torch' in sys.modules)"
+HELP = "import sys; from gramtower.cli.program import run; run(['--help']); sys.exit('torch' in sys.modules)"
 FIT = """
 import json, sys, time
 import gramtower as gt

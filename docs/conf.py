@@ -63,7 +63,7 @@ def _commands(app, docname, source):
     """Append every command with its options, from the app itself, to the page of the command line."""
     if docname != "reference/command-line":
         return
-    from gramtower.cli.app import COMMANDS, make_app
+    from gramtower.cli.program import COMMANDS, make_app
 
     text = make_app(*COMMANDS).generate_docs(output_format="markdown", heading_level=1)
     text = re.sub(r"^## `(gramtower .*)`$", r"## \1", text, flags=re.MULTILINE)  # as cyclopts 4.1 has them

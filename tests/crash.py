@@ -35,7 +35,7 @@ import torch
 
 import gramtower as gt
 from gramtower._util.tensors import TensorFile
-from gramtower.cli.app import run
+from gramtower.cli.program import run
 from gramtower.data import list_files
 from gramtower.data.partition import read_part
 from gramtower.distributed.group import SINGLE

@@ -101,7 +101,7 @@ def test_candidates_without_a_table_are_refused_before_training(right, message):
 
 def test_candidates_in_the_shell(tmp_path, capsys):
     pytest.importorskip("cyclopts")
-    from gramtower.cli.app import run
+    from gramtower.cli.program import run
 
     coo = pairs().matrix.tocoo()
     rows = [f"{pairs().left_ids[i]},{pairs().right_ids[j]}" for i, j in zip(coo.row, coo.col, strict=True)]

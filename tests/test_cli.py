@@ -21,8 +21,8 @@ pytest.importorskip("polars", reason="the command line reads tables with polars"
 
 import gramtower.training.log
 from gramtower._util.toml import toml
-from gramtower.cli.app import run
-from gramtower.cli.config import TABLES
+from gramtower.cli.options import TABLES
+from gramtower.cli.program import run
 from gramtower.model.two_tower import TwoTower, load
 from gramtower.training.lock import locked
 
@@ -318,7 +318,7 @@ def test_every_command_ends_with_130_after_ctrl_c(command, pairs, tmp_path, caps
     tokens += SMALL if command in ("fit", "tune", "compare") else []
     tokens += ["--by", "random"] if command == "split" else []
     if command in ("convert", "partition", "split"):
-        monkeypatch.setattr(f"gramtower.cli.{command}.read_pairs", interrupt)
+        monkeypatch.setattr("gramtower.cli.data_commands.read_pairs", interrupt)
     monkeypatch.setattr(Problem, "at", interrupt)
     out = tmp_path / ("out.csv" if command == "convert" else "out")
     assert run([*map(str, [command, *tokens, "--out", out])]) == 130

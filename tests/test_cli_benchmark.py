@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 pytest.importorskip("polars", reason="the command line reads tables with polars")
 
-from gramtower.cli.app import run
+from gramtower.cli.program import run
 from gramtower.experiments import benchmark_models as entries
 from gramtower.experiments import benchmark_runner as runner
 

@@ -13,7 +13,7 @@ pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 pytest.importorskip("polars", reason="the command line reads tables with polars")
 
 import gramtower as gt
-from gramtower.cli.app import run
+from gramtower.cli.program import run
 from gramtower.cli.query import listed
 from gramtower.data.frames import read_frame
 from gramtower.data.tables import FeatureTable

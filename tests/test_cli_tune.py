@@ -13,8 +13,8 @@ pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 pytest.importorskip("polars", reason="the command line reads tables with polars")
 pytest.importorskip("optuna", reason="tuning needs optuna")
 
-from gramtower.cli.app import run
 from gramtower.cli.options import ModelOptions, TrainOptions
+from gramtower.cli.program import run
 from gramtower.experiments.tuning.report import SKIPPED, TRAIN
 from gramtower.model.two_tower import TwoTower, load
 

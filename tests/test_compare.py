@@ -20,7 +20,7 @@ pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 pytest.importorskip("polars", reason="the command line reads tables with polars")
 
 import gramtower as gt
-from gramtower.cli.app import run
+from gramtower.cli.program import run
 from gramtower.data.synthetic import planted_pairs
 from gramtower.experiments import comparison_build as building
 from gramtower.experiments import comparison_runner as contest
@@ -165,7 +165,7 @@ def test_a_folder_of_another_comparison_is_refused_by_what_differs(pairs, tmp_pa
 SCRIPT = """
     import sys
     from gramtower.experiments import comparison_runner as contest
-    from gramtower.cli.app import run
+    from gramtower.cli.program import run
     contest._CHECKPOINT_SECONDS = 0.0  # so short a run would have none otherwise
     sys.exit(run(sys.argv[1:]))
 """

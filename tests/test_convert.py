@@ -12,8 +12,8 @@ pytest.importorskip("polars", reason="the command line reads tables with polars"
 
 import test_mediawiki as wiki
 
-from gramtower.cli import convert as module
-from gramtower.cli.app import run
+from gramtower.cli import data_commands as module
+from gramtower.cli.program import run
 from gramtower.data.interactions import Interactions
 
 

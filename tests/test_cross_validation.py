@@ -197,7 +197,7 @@ FLAGS = ("--left", "user", "--right", "item", "--dim", "3", "--hidden", "none", 
 
 
 def test_the_command_prints_what_the_function_gives(table, tmp_path, capsys):
-    from gramtower.cli.app import run
+    from gramtower.cli.program import run
 
     tokens = ["cross-validate", str(table), *FLAGS, "--device", "cpu", "--folds", "2", "--seed", "3", "--quiet"]
     assert run([*tokens, "--metrics", "recall@5, coverage@5", "--json", "--out", str(tmp_path / "found.json")]) == 0
@@ -213,7 +213,7 @@ def test_the_command_prints_what_the_function_gives(table, tmp_path, capsys):
 
 
 def test_what_a_config_holds_out_is_said_to_be_left_alone(table, tmp_path, capsys):
-    from gramtower.cli.app import run
+    from gramtower.cli.program import run
 
     (tmp_path / "fit.toml").write_text('[data]\nvalidation = "0.1"\n')
     tokens = ["cross-validate", str(table), *FLAGS, "--device", "cpu", "--folds", "2", "--metrics", "recall@5"]
@@ -233,7 +233,7 @@ def test_what_a_config_holds_out_is_said_to_be_left_alone(table, tmp_path, capsy
     ],
 )
 def test_bad_flags_are_refused(flags, text, table, capsys):
-    from gramtower.cli.app import run
+    from gramtower.cli.program import run
 
     assert run(["cross-validate", str(table), *FLAGS, "--quiet", *flags]) == 2
     assert text in capsys.readouterr().err

@@ -12,7 +12,7 @@ pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 pytest.importorskip("polars", reason="tools become features with polars")
 
 from gramtower import demo
-from gramtower.cli.app import run
+from gramtower.cli.program import run
 from gramtower.data.bundle import packages, thesaurus
 from gramtower.data.interactions import Interactions
 from gramtower.data.splits import held_out

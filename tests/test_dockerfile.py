@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 from serving_cases import client
 
-from gramtower.cli.app import COMMANDS, make_app
+from gramtower.cli.program import COMMANDS, make_app
 
 app = make_app(*COMMANDS)
 ROOT = Path(__file__).parent.parent

@@ -177,7 +177,7 @@ def test_whole_numbers_stay_whole_numbers_in_parquet(tmp_path):
 
 def test_the_shell_exports_and_bad_input_is_refused(everything, tmp_path, capsys):
     pytest.importorskip("cyclopts")
-    from gramtower.cli.app import run
+    from gramtower.cli.program import run
 
     everything.save(tmp_path / "model.gramtower")
     assert (

@@ -49,7 +49,7 @@ def save_checkpoint(folder, **options):
 
 def save_table(folder):
     pytest.importorskip("polars", reason="tables are written with polars")
-    from gramtower.cli.convert import write_pairs
+    from gramtower.cli.data_commands import write_pairs
 
     pairs = gt.Interactions.from_arrays(np.arange(5000).astype(str), np.arange(5000).astype(str))
     return lambda: [write_pairs(pairs, folder / f"table.{kind}") for kind in ("csv", "csv.gz", "parquet")]

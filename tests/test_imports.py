@@ -107,7 +107,7 @@ def test_importing_the_library_loads_nothing_that_only_some_uses_need():
 @pytest.mark.parametrize("command", ["--help", "--version", "", "nonsense", "--no-such-flag"])
 def test_the_list_of_commands_and_errors_of_usage_do_without_torch(command):
     pytest.importorskip("cyclopts")
-    script = "import sys; from gramtower.cli.app import run; code = run(sys.argv[1:])"
+    script = "import sys; from gramtower.cli.program import run; code = run(sys.argv[1:])"
     script += "; print('loaded:', [name for name in ('torch', 'scipy', 'numba', 'polars') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script, *command.split()], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1:] == ["loaded: []"], done.stdout + done.stderr
@@ -117,13 +117,13 @@ def test_the_program_itself_does_without_torch():
     pytest.importorskip("cyclopts")
     command = [sys.executable, "-X", "importtime", "-m", "gramtower", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "gramtower.cli.app" in done.stderr
+    assert "gramtower.cli.program" in done.stderr
     assert not [line for line in done.stderr.splitlines() if line.split("|")[-1].strip() in ("torch", "scipy")]
 
 
 def test_every_command_is_listed_by_the_first_line_of_its_help():
     pytest.importorskip("cyclopts")
-    from gramtower.cli.app import COMMANDS
+    from gramtower.cli.program import COMMANDS
 
     for name, (module, line) in COMMANDS.items():
         function = getattr(importlib.import_module(f"gramtower.cli.{module}"), name.replace("-", "_"))

@@ -149,7 +149,7 @@ def test_a_partition_that_was_killed_can_be_written_again(earlier, tmp_path, mon
 def test_fit_learns_from_a_partition_what_it_learns_from_the_file(tmp_path, capsys):
     pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
     pytest.importorskip("polars", reason="the command line reads tables with polars")
-    from gramtower.cli.app import run
+    from gramtower.cli.program import run
 
     pairs = shared_fits.interactions()
     coo = pairs.matrix.tocoo()

@@ -283,7 +283,7 @@ def test_which_folders_are_taken_for_parts(tmp_path):
 
 def test_fit_reads_a_folder_and_says_how_far_it_is(tmp_path, capsys, monkeypatch):
     pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
-    from gramtower.cli.app import run
+    from gramtower.cli.program import run
 
     monkeypatch.setattr("gramtower.cli.reading._EVERY", 0.0)
     folder = write(tmp_path / "parts", table())

@@ -324,7 +324,7 @@ def test_one_part_at_a_time_is_held(models, tmp_path, small_parts, monkeypatch):
 
 def test_the_command_writes_them(model, tmp_path, capsys):
     pytest.importorskip("cyclopts")
-    from gramtower.cli.app import run
+    from gramtower.cli.program import run
 
     model.save(tmp_path / "model.gramtower")
     out = tmp_path / "lists.parquet"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gramtower as gt
-from gramtower.cli.app import run
+from gramtower.cli.program import run
 from gramtower.data.splits import per_user
 from gramtower.data.synthetic import planted_pairs
 

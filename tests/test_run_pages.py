@@ -24,7 +24,7 @@ pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 pytest.importorskip("polars", reason="the command line reads tables with polars")
 pytest.importorskip("matplotlib", reason="figures need matplotlib")
 
-from gramtower.cli.app import run
+from gramtower.cli.program import run
 
 COLUMNS = ["--left", "user", "--right", "item"]
 SMALL = ["--dim", "4", "--hidden", "none", "--device", "cpu", "--quiet", "--max-iterations", "4"]

@@ -7,7 +7,7 @@ import pytest
 import scipy.sparse as sp
 
 import gramtower as gt
-from gramtower.cli.app import run
+from gramtower.cli.program import run
 from gramtower.data.interactions import Interactions
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from serving_cases import client, folder, model, source
 
-from gramtower.cli.app import run
+from gramtower.cli.program import run
 
 
 @pytest.fixture(scope="module")

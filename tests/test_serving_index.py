@@ -14,7 +14,7 @@ from serving_cases import folder, model, source
 pytest.importorskip("faiss", reason="indexes need faiss")
 
 from gramtower._util.tensors import TensorFile, write
-from gramtower.cli.app import run
+from gramtower.cli.program import run
 from gramtower.retrieval.topk import top_k
 from gramtower.serving.index import KINDS, build_index, digest, path_beside, read_index, recall_of, write_index
 from gramtower.serving.lists import Query, best_lists

@@ -15,7 +15,7 @@ import sys
 import pytest
 from serving_cases import client, folder
 
-from gramtower.cli.app import run
+from gramtower.cli.program import run
 from gramtower.serving import logs
 
 HOSTILE = '/x\r\n2030-01-01 fake line\x1b[2J\u202e\u2028"\\\x85é'

@@ -23,8 +23,8 @@ from pathlib import Path
 import pytest
 from serving_cases import folder, listening
 
-from gramtower.cli.app import run
 from gramtower.cli.output import note
+from gramtower.cli.program import run
 from gramtower.serving import server
 from gramtower.serving.limits import Limits
 from gramtower.serving.models import Models

@@ -11,7 +11,7 @@ import pytest
 from serving_cases import Client, client, folder, model, service, source
 
 from gramtower._util.tensors import write
-from gramtower.cli.app import run
+from gramtower.cli.program import run
 from gramtower.data import frames
 from gramtower.serving import server
 from gramtower.serving.metrics import Metrics

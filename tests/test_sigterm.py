@@ -179,7 +179,7 @@ def test_several_processes_stop_after_the_same_iteration_and_keep_it(data, tmp_p
         ("compare", AT + "4"),
         ("cross-validate", AT + "4"),
         ("update", AT + "1"),
-        ("partition", "gramtower.cli.partition:held_out_of:1"),
+        ("partition", "gramtower.cli.data_commands:held_out_of:1"),
         ("recommend", "gramtower.cli.query:TwoTower.recommend_all:1"),
     ],
 )
@@ -198,15 +198,15 @@ def test_every_long_command_ends_with_143(command, kill, data, fitted, tmp_path)
 def test_a_second_signal_does_not_disturb_the_end_and_an_ignored_one_stays_ignored(data, tmp_path):
     code = """
 import os, signal, sys
-from gramtower.cli import leaving
+from gramtower.cli import process
 if sys.argv[1] == "ignored":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-leaving.interrupt_on_sigterm()
+process.interrupt_on_sigterm()
 try:
     os.kill(os.getpid(), signal.SIGTERM)
 except KeyboardInterrupt:
     os.kill(os.getpid(), signal.SIGTERM)
-print(*leaving.interruption())
+print(*process.interruption())
 """
     for given, expected in (("twice", "stopped by SIGTERM 143"), ("ignored", "interrupted 130")):
         done = subprocess.run([sys.executable, "-c", code, given], env=ENVIRONMENT, capture_output=True, text=True)

@@ -15,7 +15,7 @@ import zlib
 import pytest
 
 from gramtower._util import host
-from gramtower.cli.config import parse_option, read_config
+from gramtower.cli.options import parse_option, read_config
 from gramtower.data import readers, sources, streams
 from gramtower.data.interactions import Interactions
 from gramtower.data.left_out import LeftOutWarning

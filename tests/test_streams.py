@@ -17,9 +17,9 @@ pytest.importorskip("polars", reason="the command line reads tables with polars"
 import gramtower as gt
 from gramtower._util import checks as check
 from gramtower._util import compiled
-from gramtower.cli.app import run
 from gramtower.cli.output import note, print_json, print_table
-from gramtower.cli.streams import prepare_streams, showable
+from gramtower.cli.process import prepare_streams, showable
+from gramtower.cli.program import run
 
 NAMES = ["ann", "bo", "naïve → 😀", "日本"]
 

@@ -18,7 +18,7 @@ pytest.importorskip("faiss", reason="index needs faiss")
 
 from gramtower import demo
 from gramtower.cli import options
-from gramtower.cli.app import run
+from gramtower.cli.program import run
 from gramtower.data.interactions import Interactions
 from gramtower.serving import server
 

@@ -308,7 +308,7 @@ def test_mutated_folders_of_commands(tmp_path, capsys):
 
 
 def cli(tokens):
-    from gramtower.cli.app import run
+    from gramtower.cli.program import run
 
     return run(tokens)
 

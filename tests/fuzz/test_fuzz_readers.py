@@ -18,8 +18,8 @@ import zipfile
 import pytest
 from harness import ACCEPTED, Fuzz, mutated
 
-from gramtower.cli.config import read_config
 from gramtower.cli.experiment import load_experiment
+from gramtower.cli.options import read_config
 from gramtower.data import readers
 from gramtower.data.interactions import Interactions
 from gramtower.data.readers.mediawiki import mediawiki_links

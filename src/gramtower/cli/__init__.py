@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 
 from gramtower._util.optional import need
-from gramtower.cli.leaving import interrupt_on_sigterm, interruption, leave
-from gramtower.cli.streams import prepare_streams
+from gramtower.cli.process import interrupt_on_sigterm, interruption, leave, prepare_streams
 
 
 def main() -> None:
@@ -20,7 +19,7 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     try:
-        from gramtower.cli.app import run
+        from gramtower.cli.program import run
 
         code = run(sys.argv[1:])
     except KeyboardInterrupt:  # before a command began, or once more while it ended

@@ -15,12 +15,18 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from gramtower._util import checks as check
-from gramtower.cli.config import Settings, merge_flags, read_config
-from gramtower.cli.features import tower_features
-from gramtower.cli.folder import CONFIG, HISTORY, for_writing
-from gramtower.cli.options import Common, DataOptions, FeatureOptions, refuse_candidates
+from gramtower.cli.options import (
+    Common,
+    DataOptions,
+    FeatureOptions,
+    Settings,
+    merge_flags,
+    read_config,
+    refuse_candidates,
+)
 from gramtower.cli.output import note, print_json, print_table
-from gramtower.cli.reading import read_pairs, share_or_pairs, validation_of
+from gramtower.cli.reading import read_pairs, share_or_pairs, tower_features, validation_of
+from gramtower.cli.run_folder import CONFIG, HISTORY, for_writing
 from gramtower.data.interactions import Interactions
 from gramtower.experiments.benchmark_build import PAGE, Benchmark, build
 from gramtower.experiments.benchmark_models import BUILT_IN, TOWERS

@@ -16,19 +16,19 @@ from cyclopts import Parameter
 
 from gramtower._util import checks as check
 from gramtower._util.files import plain
-from gramtower.cli.config import nearest
-from gramtower.cli.folder import HISTORY, for_writing, held
 from gramtower.cli.options import (
     Common,
     DataOptions,
     FeatureOptions,
     ModelOptions,
     TrainOptions,
+    nearest,
     refuse_candidates,
     refuse_refit,
     refuse_validation_side,
 )
 from gramtower.cli.output import note, print_json, print_table
+from gramtower.cli.run_folder import HISTORY, for_writing, held
 from gramtower.cli.setup import make_setup
 from gramtower.experiments.comparison_build import PAGE, build
 from gramtower.experiments.comparison_runner import Runner

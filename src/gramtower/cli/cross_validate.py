@@ -9,20 +9,19 @@ from cyclopts import Parameter
 
 from gramtower._util import checks as check
 from gramtower._util.files import write_json
-from gramtower.cli.config import merge_flags
-from gramtower.cli.features import tower_features
 from gramtower.cli.options import (
     Common,
     DataOptions,
     FeatureOptions,
     ModelOptions,
     TrainOptions,
+    merge_flags,
     refuse_candidates,
     refuse_refit,
     refuse_validation_side,
 )
 from gramtower.cli.output import note, print_json, print_table, shown
-from gramtower.cli.reading import read_pairs
+from gramtower.cli.reading import read_pairs, tower_features
 from gramtower.experiments.cross_validation import cross_validate as validate
 from gramtower.experiments.intervals import Interval
 from gramtower.metrics.definitions import DEFAULT, parse

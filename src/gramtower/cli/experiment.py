@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from gramtower._util import checks as check
-from gramtower.cli.config import Settings, nearest, read_tables
-from gramtower.cli.options import DataOptions, ModelOptions, TrainOptions
+from gramtower.cli.options import DataOptions, ModelOptions, Settings, TrainOptions, nearest, read_tables
 from gramtower.data.interactions import Interactions
 from gramtower.data.sources import read_toml, reading
 from gramtower.data.synthetic import planted_pairs

@@ -7,9 +7,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from gramtower.cli.folder import model_file
 from gramtower.cli.options import Common
 from gramtower.cli.output import note, print_facts, print_json
+from gramtower.cli.run_folder import model_file
 from gramtower.model.two_tower import load
 from gramtower.serving.index import build_index, path_beside, write_index
 

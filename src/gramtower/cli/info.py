@@ -1,18 +1,20 @@
-"""``gramtower info``: what a model or a file of pairs holds."""
+"""``gramtower info``, ``export`` and ``demo``: what a model or a file holds, a model in other formats, an example."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import scipy.sparse as sp
+from cyclopts import Parameter
 
-from gramtower.cli.config import merge_flags
-from gramtower.cli.fit import traffic_facts
-from gramtower.cli.folder import is_model, open_model
-from gramtower.cli.options import Common, DataOptions
+from gramtower import demo as packages
+from gramtower.cli.fit_command import traffic_facts
+from gramtower.cli.options import Common, DataOptions, merge_flags
 from gramtower.cli.output import print_facts, print_json, print_table
 from gramtower.cli.reading import read_pairs
+from gramtower.cli.run_folder import is_model, open_model
 from gramtower.data.interactions import Interactions
 from gramtower.data.partition import is_partition, read_manifest, read_part
 from gramtower.experiments.fit_measures import QUANTILES, degree_quantiles
@@ -99,3 +101,49 @@ def _counts(matrix: sp.csr_matrix) -> dict[str, Any]:
 
 def _example(ids: Any) -> Any:
     return None if ids is None or not len(ids) else ids[:1].tolist()[0]
+
+
+def export(run: Path, /, *, to: str, out: Path, common: Common | None = None) -> int:
+    """Write a model for other programs: towers as networks, or embeddings with their ids.
+
+    Args:
+        run: Folder of a run, or a model file.
+        to: onnx or torchscript (towers), numpy, parquet or faiss (embeddings).
+        out: Folder to write into.
+        common: Output.
+    """
+    common = common or Common()
+    model, _ = open_model(run)
+    files = model.export(out, to)
+    if common.json:
+        print_json({"to": to, "files": [str(path) for path in files]})
+    elif not common.quiet:
+        print_table(("file", "bytes"), [(str(path), path.stat().st_size) for path in files])
+    return 0
+
+
+def demo(
+    *,
+    uses: Annotated[list[str] | None, Parameter(negative=())] = None,
+    seconds: float | None = None,
+    seed: int = 0,
+    out: Path | None = None,
+    common: Common | None = None,
+) -> int:
+    """Learn from npm packages what a package will need by the tools that it uses, and say it for new ones.
+
+    Args:
+        uses: Tools of a package to ask about, such as "gulp, browserify"; may be repeated.
+        seconds: Training time of each of the two models.
+        seed: For initial weights and the split.
+        out: Folder for pictures and the model.
+        common: Output.
+    """
+    common = common or Common()
+    asked = None if uses is None else [[tool for tool in re.split(r"[,\s]+", text) if tool] for text in uses]
+    found = packages.run(seconds=seconds, seed=seed, out=out, verbose=not common.quiet, uses=asked)
+    if common.json:
+        print_json(found)
+    else:
+        packages.show(found)
+    return 0

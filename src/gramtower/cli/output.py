@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gramtower._util.files import plain
-from gramtower.cli.streams import showable, visible
+from gramtower.cli.process import showable, visible
 from gramtower.data.left_out import LeftOutWarning
 
 _ROOT = Path(__file__).parents[1]

@@ -1,4 +1,4 @@
-"""From a path and options to Interactions: which reader, which columns, which pairs are held out."""
+"""From paths and options to Interactions and feature tables: which reader, which columns, which pairs are held out."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gramtower._util import checks as check
-from gramtower.cli.options import FORMATS, DataOptions
+from gramtower.cli.options import FORMATS, DataOptions, Settings, parse_option
 from gramtower.cli.output import note
-from gramtower.data import readers, splits
+from gramtower.data import frames, readers, splits
 from gramtower.data.frames import separator_of, suffix_of
+from gramtower.data.ids import as_objects, id_series
 from gramtower.data.interactions import Interactions
-from gramtower.data.partition import is_partition
+from gramtower.data.lookup import index_of, join
+from gramtower.data.partition import Shard, is_partition
 from gramtower.data.parts import is_parts
 from gramtower.data.readers.citeulike import CiteULike
 from gramtower.data.readers.folders import holds
 from gramtower.data.readers.graph import Graph
 from gramtower.data.readers.mediawiki import is_mediawiki, mediawiki_links
 from gramtower.data.readers.netflix import is_netflix, netflix
-from gramtower.data.sources import opened
+from gramtower.data.sources import existing, opened
+from gramtower.data.tables import FeatureTable
+from gramtower.distributed.group import SINGLE, Group
 from gramtower.engine.kernels.losses import LOSSES, Loss
 from gramtower.model.fit_data import hold_out
+from gramtower.model.two_tower import TwoTower
 
 #: Formats that are folders of several files: what reads them, and names by which such a folder is told.
 _FOLDERS: dict[str, tuple[Callable[[Path], CiteULike | Graph], tuple[str, ...]]] = {
@@ -227,3 +232,164 @@ def _arguments(options: DataOptions) -> dict[str, Any]:
         "threshold": options.threshold,
         "labels": options.value is not None and options.threshold is None,
     }
+
+
+NO_ID = "(no id)"
+_MOVIELENS = {"left": ("user",), "right": ("movie",)}
+
+
+def tower_features(
+    settings: Settings, pairs: Interactions | Shard, quiet: bool, group: Group = SINGLE
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``left_features`` and ``right_features`` for :meth:`TwoTower.fit`, and what the join by id found, by side."""
+    right_ids = pairs.right_ids() if isinstance(pairs, Shard) else pairs.right_ids
+    spread = group if isinstance(pairs, Shard) else SINGLE  # the processes that the left ids are spread over
+    arguments: dict[str, Any] = {}
+    report: dict[str, Any] = {}
+    for side, ids, processes in (("left", pairs.left_ids, spread), ("right", right_ids, SINGLE)):
+        parts: list[Any] = ["history"] if side == "left" and settings.model.history else []
+        path = getattr(settings.features, f"{side}_features")
+        if path is not None:
+            with group.together():
+                table = read_table(side, Path(path), settings)
+            report[side] = _report_join(side, table, ids, quiet, processes)
+            parts.append(table)
+        identity, scale = getattr(settings.features, f"{side}_identity"), settings.features.identity_scale
+        if identity is False and not parts:
+            check.fail(f"--no-{side}-identity", "no other features", f"--{side}-features to see instead")
+        if identity is False and not quiet:
+            note(f"--no-{side}-identity is deprecated: a tower with features sees ids only with --{side}-identity")
+        if identity is None:
+            identity = not parts or (scale is not None and "history" not in parts)
+        scale = scale if parts else None
+        own = "id" if scale is None else f"id*{check.number('--identity-scale', scale, above=0.0)!r}"
+        arguments[f"{side}_features"] = [own, *parts] if identity else parts
+    return arguments, report
+
+
+def seen_line(features: dict[str, Any]) -> str:
+    """One line about what each tower sees, and what to compare it with where there are features."""
+    sides, described = [], False
+    for side in ("left", "right"):
+        parts = features[f"{side}_features"]
+        tables = [part for part in parts if not isinstance(part, str)]
+        names = [{"id": "ids"}.get(part.partition("*")[0], part) for part in parts if isinstance(part, str)]
+        seen = " and ".join([*names, *(["features"] if tables else [])])
+        sides.append(f"the {side} tower sees {seen}{' without ids' if tables and 'ids' not in names else ''}")
+        described |= bool(tables)
+    advice = "; lists of known entities may be better with ids only, new entities need features" if described else ""
+    return "; ".join(sides) + advice
+
+
+def read_table(side: str, path: Path, settings: Settings) -> FeatureTable:
+    """A file of features: the kinds of its columns as the options say, the others told from their content."""
+    options = settings.features
+    frame = read_frame(f"{side}_features", path)
+    column = id_column(side, frame, getattr(options, f"{side}_id"), getattr(settings.data, side))
+    given = getattr(options, f"{side}_column") or []
+    further: dict[str, Any] = {
+        "separator": options.list_separator,
+        "hash_bits": options.hash_bits,
+        "ngrams": options.ngrams,
+    }
+    return FeatureTable.inferred(
+        frame,
+        column,
+        {name: str(kind) for name, kind in map(parse_option, given)},
+        **{name: value for name, value in further.items() if value is not None},
+    )
+
+
+def read_frame(name: str, path: Path) -> Any:
+    """A table with all columns: CSV as text, Parquet, or ``users.dat`` and ``movies.dat`` of MovieLens."""
+    found = existing(name, path)
+    if frames.suffix_of(found) == ".dat":
+        return readers.movielens_table(found, found.name.split(".")[0])
+    return frames.read_frame(name, found)
+
+
+def id_column(side: str, frame: Any, given: str | None, pairs_column: str | None) -> str:
+    """The column of ids: the one given, else one called like that of the pairs, else ``id``."""
+    present = frame.columns
+    if given is not None:
+        return frames.pick(f"--{side}-id", given, present)
+    named = [name for name in (pairs_column, "id", *_MOVIELENS[side]) if name in present]
+    if not named:
+        check.fail(f"--{side}-id", "nothing", f"the column of ids of the {side} table: one of {', '.join(present)}")
+    return str(named[0])
+
+
+def new_rows(
+    model: TwoTower, path: Path, chosen: list[str] | None, quiet: bool, side: str = "left"
+) -> tuple[Any, list[str]]:
+    """The rows of a table of new entities, all or those of some ids, and their ids (or numbers, without ids)."""
+    table, frame = _table_of(model, path, side), read_frame(f"{side}_features", path)
+    if table.id not in frame.columns:
+        if chosen is not None:
+            check.fail(f"--{side}", ", ".join(chosen), f"a column {table.id!r} in {path} to find them by")
+        return frame, [f"row {number + 1}" for number in range(len(frame))]
+    found = id_series("id", frame[table.id])
+    ids = found.cast(frames.polars().String).fill_null(NO_ID).to_list()
+    if chosen is not None:
+        places = {name: row for row, name in reversed(list(enumerate(ids)))}  # of an id in several rows the first
+        unknown = [name for name in chosen if name not in places]
+        if unknown:
+            check.fail(f"--{side}", unknown[0], f"ids of column {table.id!r} of {path}")
+        frame = frame[[places[name] for name in chosen]]
+        ids = chosen
+    this = model.left_ if side == "left" else model.right_
+    known = 0 if this.ids is None else int((join(as_objects(ids), index_of(this.ids)) >= 0).sum())
+    if known and not quiet:
+        note(f"{known:,} of {len(ids):,} ids were in the training data; here their features alone describe them")
+    return frame, ids
+
+
+def described_rows(model: TwoTower, path: Path, ids: Any, quiet: bool) -> Any:
+    """A table of left entities with a column of ids; how many of some ids are not in it is stated."""
+    table, frame = _table_of(model, path, "left"), read_frame("left_features", path)
+    name = frames.pick(f"id column of {path}", table.id, frame.columns)
+    keys = id_series("id", frame[name]).drop_nulls().to_list()
+    without = int((join(ids, {key: row for row, key in enumerate(keys)}) < 0).sum())
+    if without and not quiet:
+        note(f"{without:,} of {len(ids):,} left entities have no features")
+    return frame
+
+
+def right_rows(model: TwoTower, path: Path, quiet: bool) -> Any:
+    """A table of right entities, those that the model does not know counted."""
+    table, frame = _table_of(model, path, "right"), read_frame("right_features", path)
+    name = frames.pick(f"id column of {path}", table.id, frame.columns)
+    keys = id_series("id", frame[name]).drop_nulls()
+    known = np.arange(len(model.right_)) if model.right_.ids is None else model.right_.ids
+    new = int((join(keys.to_numpy(), index_of(known)) < 0).sum()) if len(keys) else 0
+    if not quiet:
+        note(f"{new:,} of {len(keys):,} right entities of {path.name} are new")
+    return frame
+
+
+def _table_of(model: TwoTower, path: Path, side: str) -> FeatureTable:
+    inputs = (model.left_ if side == "left" else model.right_).inputs
+    table = next((part.table for part in inputs.parts if part.table is not None), None)
+    if table is None:
+        seen = "history: use --history" if inputs.has_history else inputs.kind
+        check.fail(f"--{side}-features", path, f"a model fitted with --{side}-features; this one sees {seen}")
+    return table
+
+
+def _report_join(side: str, table: FeatureTable, ids: Any, quiet: bool, group: Group) -> dict[str, Any]:
+    table.match(ids)
+    found = dict(table.report) | {"columns": table.kinds, "features": len(table.feature_names)}
+    local, unused = found["ids_without_features"], found["features_without_ids"]
+    without, count = (int(total) for total in group.totals(local, len(ids)))
+    unused += (len(ids) - local) - (count - without)  # what other processes' ids use
+    found |= {"ids_without_features": without, "features_without_ids": unused}
+    if without == count:
+        given = f"{found['rows']:,} rows, none of them with the id of a {side} entity"
+        example = str(ids[0]) if len(ids) else ""
+        check.fail(f"{side}_features", given, f"ids such as {example!r} in column {table.id!r}")
+    if not quiet:
+        kinds = ", ".join(f"{name} ({kind})" for name, kind in found["columns"].items())
+        skipped = f"; left out: {', '.join(found['skipped'])}" if found["skipped"] else ""
+        note(f"{side} features: {kinds}{skipped}")
+        note(f"{without:,} of {count:,} {side} entities have no features; {unused:,} rows of features have no pairs")
+    return found

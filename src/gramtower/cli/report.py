@@ -13,15 +13,13 @@ from typing import Any
 
 from gramtower._util import checks as check
 from gramtower._util.files import write_text
-from gramtower.cli import folder
+from gramtower.cli import run_folder
 from gramtower.cli.benchmark import report_benchmark
 from gramtower.cli.compare import show
-from gramtower.cli.config import Settings
-from gramtower.cli.features import id_column, read_frame
-from gramtower.cli.options import Common
+from gramtower.cli.options import Common, Settings
 from gramtower.cli.output import note, print_facts, print_json
 from gramtower.cli.query import options_of_test
-from gramtower.cli.reading import guess_format, read_pairs
+from gramtower.cli.reading import guess_format, id_column, read_frame, read_pairs
 from gramtower.data.readers import movielens_table
 from gramtower.data.sources import read_toml
 from gramtower.experiments.benchmark_store import MANIFEST as BENCHMARK
@@ -114,7 +112,7 @@ def _fit(run: Path, asked: Asked) -> tuple[dict[str, Any], list[str]]:
 #: Kinds of folders in the order in which they are told, and what makes their pages; the last is any other.
 KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path, Asked], tuple[dict[str, Any], list[str]]]], ...] = (
     (lambda run: (run / MANIFEST).exists(), _comparison),
-    (lambda run: (run / folder.HISTORY).exists() or (run / folder.MODEL).exists(), _fit),
+    (lambda run: (run / run_folder.HISTORY).exists() or (run / run_folder.MODEL).exists(), _fit),
     (lambda run: (run / REPORT).exists(), _tuning),
     (lambda run: True, _comparison),
 )
@@ -122,17 +120,17 @@ KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path, Asked], tuple[dict[st
 
 def read_fit(run: Path, asked: Asked) -> tuple[FitRun, list[str]]:
     """What the folder of a fit holds, and what of it could not be read."""
-    history = _records(run / folder.HISTORY)
-    config, notes = run / folder.CONFIG, list[str]()
+    history = _records(run / run_folder.HISTORY)
+    config, notes = run / run_folder.CONFIG, list[str]()
     tables = read_toml("config", config) if config.exists() else {}
     refitted = not tables or bool(tables.get("train", {}).get("refit"))  # otherwise a file of an earlier fit
-    first = _records(validated_history(run / folder.HISTORY)) if refitted else []
+    first = _records(validated_history(run / run_folder.HISTORY)) if refitted else []
     title = run.resolve().name
-    if not (run / folder.MODEL).exists():
+    if not (run / run_folder.MODEL).exists():
         if asked != Asked():
-            folder.model_file(run)  # which says that there is none
+            run_folder.model_file(run)  # which says that there is none
         return FitRun(title, _named(history, first)), notes
-    model, settings = folder.open_model(run)
+    model, settings = run_folder.open_model(run)
     truth, left_out = _held_out(model, settings, asked)
     titles: dict[str, Titles] = {}
     for side, given in (("left", asked.left_table), ("right", asked.right_table)):
@@ -143,7 +141,7 @@ def read_fit(run: Path, asked: Asked) -> tuple[FitRun, list[str]]:
                 raise
             notes.append(f"no titles of {side} entities: {error}")
     return FitRun(
-        title, _named(history or model.history_, first), _summary(run / folder.SUMMARY),
+        title, _named(history or model.history_, first), _summary(run / run_folder.SUMMARY),
         tables, model.fitted_, truth, titles, left_out, tested=asked.test is not None,
     ), notes  # fmt: skip
 

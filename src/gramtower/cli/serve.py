@@ -12,14 +12,12 @@ from cyclopts import Parameter
 
 from gramtower._util import checks as check
 from gramtower._util.optional import missing
-from gramtower.cli.config import Settings, read_config
-from gramtower.cli.features import id_column, read_frame
-from gramtower.cli.folder import CONFIG, model_file
-from gramtower.cli.leaving import was_terminated
-from gramtower.cli.options import Common
+from gramtower.cli.options import Common, Settings, read_config
 from gramtower.cli.output import print_json
+from gramtower.cli.process import was_terminated
 from gramtower.cli.query import options_of_test
-from gramtower.cli.reading import read_pairs
+from gramtower.cli.reading import id_column, read_frame, read_pairs
+from gramtower.cli.run_folder import CONFIG, model_file
 from gramtower.data.interactions import Interactions
 from gramtower.serving import logs
 from gramtower.serving.limits import Limits

@@ -8,12 +8,10 @@ from typing import Any
 
 from gramtower._util import checks as check
 from gramtower._util.widths import config_hidden
-from gramtower.cli.config import Settings, merge_flags, merged
 from gramtower.cli.experiment import Experiment, is_experiment, load_experiment
-from gramtower.cli.features import tower_features
-from gramtower.cli.options import DataOptions, FeatureOptions, ModelOptions, TrainOptions
+from gramtower.cli.options import DataOptions, FeatureOptions, ModelOptions, Settings, TrainOptions, merge_flags, merged
 from gramtower.cli.output import note
-from gramtower.cli.reading import read_pairs, split_validation
+from gramtower.cli.reading import read_pairs, split_validation, tower_features
 from gramtower.data.interactions import Interactions
 from gramtower.experiments.comparison_runner import Runner
 from gramtower.model.fit_data import FitData, prepare_data

@@ -9,13 +9,19 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from gramtower._util import checks as check
-from gramtower.cli.config import merge_flags
-from gramtower.cli.features import tower_features
-from gramtower.cli.fit import features_table
-from gramtower.cli.folder import for_writing, held
-from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions, refuse_refit
+from gramtower.cli.fit_command import features_table
+from gramtower.cli.options import (
+    Common,
+    DataOptions,
+    FeatureOptions,
+    ModelOptions,
+    TrainOptions,
+    merge_flags,
+    refuse_refit,
+)
 from gramtower.cli.output import note, print_facts, print_json, print_table
-from gramtower.cli.reading import read_pairs, validation_of
+from gramtower.cli.reading import read_pairs, tower_features, validation_of
+from gramtower.cli.run_folder import for_writing, held
 from gramtower.experiments.tuning.report import CONFIG, TABLE, Search, trial_lines
 from gramtower.experiments.tuning.search import tune as search
 from gramtower.experiments.tuning.space import read_space

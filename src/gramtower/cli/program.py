@@ -1,29 +1,32 @@
-"""The app: its commands, and one place where errors become a line and an exit code (cli/errors.py).
+"""The program ``gramtower``: its commands, and one place where errors become a line and an exit code.
 
 A command's module is imported when it is asked for: the list of commands, ``--version`` and misspelt commands need
 neither torch nor what commands are made of (tests/test_imports.py).
 
-0: fine. 1: the run failed. 2: bad input. 130: interrupted by Ctrl-C. 143: by SIGTERM.
+0: fine. 1: the run failed. 2: bad input, which are ``ValueError`` and files that are not there or not usable. 130:
+interrupted by Ctrl-C. 143: by SIGTERM. Anything else is a fault of the library: the line says where it is and what to
+report.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 
 from cyclopts import App, CycloptsError, MissingArgumentError
 
 from gramtower._util import checks as check
-from gramtower.cli.errors import explain as error_text
-from gramtower.cli.leaving import interruption
 from gramtower.cli.output import help_console, note, show_warning
-from gramtower.cli.streams import abandon_output, visible
+from gramtower.cli.process import abandon_output, interruption, visible
 from gramtower.data.left_out import LeftOutWarning
 
 MOST_THREADS = 4096
@@ -31,11 +34,11 @@ LONGEST = 1000  # characters of an error
 
 
 COMMANDS = {
-    "fit": ("fit", "Learn a model from observed pairs."),
-    "update": ("update", "Add pairs to those that a model knows, and run a few iterations from its weights."),
-    "split": ("split", "Cut the pairs of any DATA into files to train on and to test on."),
+    "fit": ("fit_command", "Learn a model from observed pairs."),
+    "update": ("fit_command", "Add pairs to those that a model knows, and run a few iterations from its weights."),
+    "split": ("data_commands", "Cut the pairs of any DATA into files to train on and to test on."),
     "partition": (
-        "partition",
+        "data_commands",
         "Cut pairs into parts of about equal work, by left entity, for a fit by several processes.",
     ),
     "evaluate": ("query", "Measure the ranking of held-out pairs."),
@@ -46,7 +49,7 @@ COMMANDS = {
     "recommend": ("query", "List the best right entities for left ones."),
     "similar": ("query", "List the entities of the same side whose embeddings point most alike (cosine)."),
     "explain": (
-        "explain",
+        "query",
         "Show what carried the score of a pair: the parts of what is known of its left entity, whose sum is the score.",
     ),
     "info": ("info", "Say what a model or a file of pairs holds: counts, pairs per entity, settings."),
@@ -62,13 +65,13 @@ COMMANDS = {
         "report",
         "Make report.html of a fit, a tuning, a comparison or a benchmark, from what its folder holds.",
     ),
-    "convert": ("convert", "Write the pairs of any DATA as a table with a header, which fit reads again faster."),
+    "convert": ("data_commands", "Write the pairs of any DATA as a table with a header, which fit reads again faster."),
     "tune": ("tune", "Choose a model's settings by how well they rank a validation part of the training data."),
     "index": ("index", "Build an approximate index over the right entities, for models too large for exact lists."),
-    "export": ("export", "Write a model for other programs: towers as networks, or embeddings with their ids."),
+    "export": ("info", "Write a model for other programs: towers as networks, or embeddings with their ids."),
     "serve": ("serve", "Serve models over HTTP, with a page to look around in; SIGHUP reads their files again."),
     "demo": (
-        "demo",
+        "info",
         "Learn from npm packages what a package will need by the tools that it uses, and say it for new ones.",
     ),
 }  # name: its module, and the first line of its help, so that the list of commands needs none of the modules
@@ -180,3 +183,64 @@ def _say(text: str, code: int) -> int:
     with contextlib.suppress(OSError):  # nobody reads standard error
         note(f"error: {line}")
     return code
+
+
+_ROOT = Path(__file__).parents[1]
+_FAILURES = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EPIPE}
+_WORDS = {
+    errno.ENOENT: "no such file or folder",
+    errno.EEXIST: "exists already, and is not a folder",
+    errno.ENOTDIR: "a part of this path is a file, not a folder",
+    errno.EISDIR: "is a folder, expected a file",
+    errno.EACCES: "no permission to read or write it",
+    errno.EPERM: "no permission to read or write it",
+    errno.EROFS: "the file system is read-only",
+    errno.ENAMETOOLONG: "the name is too long",
+    errno.ENOSPC: "no space left on the disk",
+    errno.EDQUOT: "the disk quota is used up",
+}
+_MEMORY = re.compile(r"out of memory|can.t allocate memory|not enough memory|unable to allocate", re.IGNORECASE)
+
+
+def error_text(error: BaseException) -> tuple[str, int]:
+    """The line and the exit status for an exception."""
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _MEMORY.search(str(error))):
+        detail = f": {error}" if str(error) and _ours(error) else "; try a smaller --dim, --hidden or --memory-budget"
+        return f"not enough memory{detail}", 1
+    if isinstance(error, RecursionError):
+        return "input that is nested too deeply", 2
+    if isinstance(error, UnicodeEncodeError):
+        return f"got {error.object!r}, expected text that UTF-8 can hold", 2
+    if isinstance(error, OSError):
+        return _about_file(error)
+    if isinstance(error, ImportError):
+        return str(error), 1
+    if isinstance(error, ValueError) and _ours(error):
+        return str(error), 2
+    return f"a fault of gramtower{_place(error)}: please report it, with the command and what --debug shows", 1
+
+
+def _about_file(error: OSError) -> tuple[str, int]:
+    if error.errno is None:  # raised with its own message
+        return str(error), 2
+    words = _WORDS.get(error.errno) or (error.strerror or "cannot be read or written").lower()
+    name = error.filename2 if error.filename2 is not None else error.filename
+    if isinstance(name, bytes):
+        name = name.decode(errors="backslashreplace")
+    return words if name is None else f"{name}: {words}", 1 if error.errno in _FAILURES else 2
+
+
+def _frames(error: BaseException) -> list[traceback.FrameSummary]:
+    return list(traceback.extract_tb(error.__traceback__))
+
+
+def _ours(error: BaseException) -> bool:
+    """Whether an exception was raised by this library rather than by one that it calls."""
+    frames = _frames(error)
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(_ROOT)
+
+
+def _place(error: BaseException) -> str:
+    """The last place of the library that an exception came through."""
+    frames = [f for f in _frames(error) if Path(f.filename).is_relative_to(_ROOT)]
+    return f" ({Path(frames[-1].filename).relative_to(_ROOT).as_posix()}, line {frames[-1].lineno})" if frames else ""

@@ -1,4 +1,4 @@
-"""``gramtower fit``: from a file of pairs to a folder with a model."""
+"""``gramtower fit`` and ``update``: from files of pairs to a folder with a model."""
 
 from __future__ import annotations
 
@@ -12,26 +12,37 @@ from gramtower._util import checks as check
 from gramtower._util.files import write_json
 from gramtower._util.toml import write_config
 from gramtower._util.widths import config_hidden
-from gramtower.cli import folder
-from gramtower.cli.config import Settings, merge_flags, parse_option
-from gramtower.cli.features import seen_line, tower_features
-from gramtower.cli.options import Common, DataOptions, FeatureOptions, ModelOptions, TrainOptions
+from gramtower.cli import run_folder
+from gramtower.cli.options import (
+    Common,
+    DataOptions,
+    FeatureOptions,
+    ModelOptions,
+    Settings,
+    TrainOptions,
+    merge_flags,
+    merged,
+    parse_option,
+    refuse_candidates,
+)
 from gramtower.cli.output import note, print_facts, print_json
-from gramtower.cli.processes import joined
-from gramtower.cli.reading import held_out_of, read_pairs, validation_of
+from gramtower.cli.reading import held_out_of, read_pairs, seen_line, tower_features, validation_of
 from gramtower.data.interactions import Interactions
 from gramtower.data.left_out import rows_left_out
 from gramtower.data.partition import Shard, is_partition, read_part
 from gramtower.distributed.group import Group
+from gramtower.distributed.launch import joined
 from gramtower.experiments.comparison_store import MANIFEST
 from gramtower.experiments.machine import environment
+from gramtower.model.defaults import pick_device
 from gramtower.model.fit import refit_checkpoint, selection_file
 from gramtower.model.fit_data import known_pairs
 from gramtower.model.two_tower import TwoTower
 from gramtower.model.unseen import unseen_pairs
+from gramtower.model.update import ITERATIONS, grown_pairs
 from gramtower.training.checkpoint import remove_checkpoint
 from gramtower.training.lock import locked
-from gramtower.training.result import Reason, Record
+from gramtower.training.result import History, Reason, Record
 
 
 def fit(
@@ -84,10 +95,10 @@ def fit(
         settings.data.path = str(path)
     if settings.data.path is None:
         check.fail("DATA", "nothing", "a file of pairs, as an argument or as path below [data] of the config")
-    out = folder.for_writing(out)
+    out = run_folder.for_writing(out)
     if (out / MANIFEST).exists():
         check.fail("out", f"{out}, which holds a comparison", "a folder of its own for a fit")
-    with joined(settings.train.device) as group:
+    with joined(pick_device(settings.train.device or "auto").type == "cuda") as group:
         return _fit(group, settings, out, fresh, common)
 
 
@@ -129,8 +140,8 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
     if loud:
         note(seen_line(seen))
 
-    checkpoint = out / folder.CHECKPOINT
-    with folder.held(out, group):
+    checkpoint = out / run_folder.CHECKPOINT
+    with run_folder.held(out, group):
         if fresh:
             with locked(checkpoint, group), group.together():
                 if group.rank == 0:
@@ -143,21 +154,21 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
         try:
             estimator.fit(
                 observed, **seen, validation=held_out, refit=bool(settings.train.refit), checkpoint=checkpoint,
-                history=out / folder.HISTORY, candidates=settings.features.candidates or "trained",
+                history=out / run_folder.HISTORY, candidates=settings.features.candidates or "trained",
                 validation_side=side,
             )  # fmt: skip
         except KeyboardInterrupt:
             kept = f"{checkpoint} is whole, and the same command goes on from it" if checkpoint.exists() else ""
             raise KeyboardInterrupt(kept or "nothing was learned yet; the same command starts anew") from None
-        estimator.save(out / folder.MODEL)
+        estimator.save(out / run_folder.MODEL)
         if group.rank > 0:
             return 0
         used_now = used(settings, estimator)
-        write_config(out / folder.CONFIG, used_now, "what this run used; gramtower fit --config reads it")
+        write_config(out / run_folder.CONFIG, used_now, "what this run used; gramtower fit --config reads it")
         facts = summary(estimator, observed, validation_pairs)
         facts |= left_out | ({"features": matched} if matched else {})
-        facts |= {"resumed": resumed, "model": str(out / folder.MODEL)}
-        write_json(out / folder.SUMMARY, facts | {"environment": environment()})
+        facts |= {"resumed": resumed, "model": str(out / run_folder.MODEL)}
+        write_json(out / run_folder.SUMMARY, facts | {"environment": environment()})
         if estimator.reason_ not in (Reason.MAX_ITERATIONS, Reason.TIME_LIMIT, Reason.INTERRUPTED):
             remove_checkpoint(refit_checkpoint(checkpoint))
             remove_checkpoint(checkpoint)  # until then a kill leaves something to go on from
@@ -237,3 +248,87 @@ def _report(facts: dict[str, Any], common: Common) -> int:
     if failed:
         note(f"error: {facts['stopped']}")
     return int(failed)
+
+
+def update(
+    run: Annotated[Path, Parameter(name="RUN")],
+    path: Annotated[Path, Parameter(name="MORE")],
+    /,
+    *,
+    iterations: int = ITERATIONS,
+    out: Path | None = None,
+    data: DataOptions | None = None,
+    features: FeatureOptions | None = None,
+    common: Common | None = None,
+) -> int:
+    """Add pairs to those that a model knows, and run a few iterations from its weights.
+
+    Old pairs, entities and seen lists stay; new entities are added. MORE is read with the columns and the threshold of
+    the run, unless told otherwise. Of the old pairs the model keeps which there are: all count with the label 1 and
+    without weights, and a model fitted with other labels or with weights is refused.
+
+    Tables of features are read again, from where the run has them or as told: they must have the rows of all entities,
+    old and new, as a model does not keep them.
+
+    Args:
+        run: Folder of a fit, or a model file.
+        path: Pairs to add, as for fit.
+        iterations: How many.
+        out: Folder for the new model; without it the one in RUN is replaced, in one step.
+        data: Data.
+        features: Features.
+        common: Output.
+    """
+    common = common or Common()
+    refuse_candidates(features)
+    if data is not None and data.validation is not None:
+        check.fail("--validation", data.validation, "nothing: an update runs --iterations")
+    run_folder.model_file(run)  # which says if there is none
+    out = out or (run if run.is_dir() else None)
+    if out is None:
+        check.fail("out", out, "a folder, as RUN is a file")
+    with run_folder.held(run_folder.for_writing(out)):  # before the model is read: of two updates neither loses pairs
+        facts = _update(run, path, out, iterations, data, features, common)
+    if common.json:
+        print_json(facts)
+    else:
+        named = ("objective", "iterations", "added_pairs", "new_left", "new_right", "pairs", "model")
+        print_facts({name.replace("_", " "): facts[name] for name in named})
+    return 0
+
+
+def _update(
+    run: Path,
+    path: Path,
+    out: Path,
+    iterations: int,
+    data: DataOptions | None,
+    features: FeatureOptions | None,
+    common: Common,
+) -> dict[str, Any]:
+    """From the model of one folder and more pairs to the folder of a new model; returns what summary.json has."""
+    model, settings = run_folder.open_model(run)
+    settings.data = merged(settings.data, data)
+    settings.features = merged(settings.features, features)
+    for side, inputs in (("left", model.left_.inputs), ("right", model.right_.inputs)):
+        ids = any(part.kind == "id" for part in inputs.parts)  # also of a run whose config does not have the key
+        setattr(settings.features, f"{side}_identity", ids or None)
+    more = read_pairs(path, settings.data, name="MORE", loss=model.loss)
+    pairs = grown_pairs(model.fitted_, more)
+    before = len(model.left_), len(model.right_), model.fitted_.observed().nnz
+    if not common.quiet:
+        note(f"{len(more):,} pairs for {before[2]:,} known ones; {pairs.shape[0] - before[0]:,} new left entities and "
+             f"{pairs.shape[1] - before[1]:,} right ones")  # fmt: skip
+    seen, matched = tower_features(settings, pairs, common.quiet)
+    model.set_params(verbose=not common.quiet).update(more, **seen, iterations=iterations)
+    if model.reason_ is Reason.INTERRUPTED:
+        raise KeyboardInterrupt
+    model.save(out / run_folder.MODEL)
+    write_config(out / run_folder.CONFIG, used(settings, model), "what this run used; gramtower fit --config reads it")
+    History(out / run_folder.HISTORY).begin(model.history_)
+    facts = summary(model, pairs, None)
+    facts |= {"new_left": len(model.left_) - before[0], "new_right": len(model.right_) - before[1]}
+    facts |= {"added_pairs": len(pairs) - before[2], "model": str(out / run_folder.MODEL)}
+    facts |= {"features": matched} if matched else {}
+    write_json(out / run_folder.SUMMARY, facts | {"environment": environment()})
+    return facts

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gramtower._util import checks as check
-from gramtower.cli.config import Settings, read_config
+from gramtower.cli.options import Settings, read_config
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.model.two_tower import TwoTower, load
 from gramtower.training.lock import locked
