@@ -37,10 +37,8 @@ from bench_engine import _resident, _status
 from common import median_ratio, write_result
 
 from gramtower._util.threads import pool
-from gramtower.distributed.shards import unsharded
-from gramtower.model.entities import Entities
-from gramtower.model.listing import _streamed, write_lists
-from gramtower.model.side import Side
+from gramtower.model.feature_spec import Ids
+from gramtower.model.recommend_all import _streamed, write_lists
 from gramtower.retrieval.scores import rows_in_block
 from gramtower.retrieval.tiles import tile_shape
 from gramtower.retrieval.topk import Ranking, ranking
@@ -48,8 +46,8 @@ from gramtower.retrieval.topk import Ranking, ranking
 WRITES = importlib.util.find_spec("polars") is not None
 
 
-def made(left: int, right: int, dim: int, seen: int) -> tuple[Entities, Ranking]:
-    """Entities with random embeddings, text ids and seen pairs, and how they are ranked."""
+def made(left: int, right: int, dim: int, seen: int) -> tuple[Ids, tuple[int, int], Ranking]:
+    """Text ids of entities, their numbers, and a ranking by random embeddings with seen pairs."""
     g, rng = torch.Generator().manual_seed(0), np.random.default_rng(0)
     P, Q = torch.randn(left, dim, generator=g), torch.randn(right, dim, generator=g)
     columns = rng.integers(0, right, (left, seen)).astype(np.int32)
@@ -57,12 +55,9 @@ def made(left: int, right: int, dim: int, seen: int) -> tuple[Entities, Ranking]
         (np.ones(columns.size, np.float32), columns.ravel(), np.arange(left + 1) * seen), (left, right)
     )
     pairs.sum_duplicates()
-    names = (
-        np.array([f"{kind}-{i:07d}" for i in range(size)], object) for kind, size in (("user", left), ("item", right))
-    )
-    sides = [Side(name, ids, X, None) for name, ids, X in zip(("left", "right"), names, (P, Q), strict=True)]
-    entities = Entities(*sides, pairs, sp.csr_matrix(pairs.shape, dtype=np.float32), None, unsharded(pairs.shape))
-    return entities, ranking(P, Q, exclude=pairs)
+    users = np.array([f"user-{i:07d}" for i in range(left)], object)
+    items = np.array([f"item-{i:07d}" for i in range(right)], object)
+    return (users, items), (left, right), ranking(P, Q, exclude=pairs)
 
 
 def products(P: torch.Tensor, Q: torch.Tensor) -> None:
@@ -104,12 +99,12 @@ def measured(ways: dict[str, Callable[[], Any]], repeats: int) -> dict[str, dict
 
 
 def times_of(options: argparse.Namespace) -> dict[str, Any]:
-    entities, ranked = made(options.left, options.right, options.dim, options.seen)
+    ids, shape, ranked = made(options.left, options.right, options.dim, options.seen)
     device = torch.device(options.device)
     P, Q = ranked.P.to(device), ranked.Q.to(device)
 
     def lists() -> None:
-        for _ in _streamed(ranked, options.k, 0, device):
+        for _ in _streamed(ranked, options.k, 0, len(P), device):
             pass
 
     with tempfile.TemporaryDirectory() as folder:
@@ -119,7 +114,7 @@ def times_of(options: argparse.Namespace) -> dict[str, Any]:
             ways["tiles"] = lambda: tile_products(P, Q)
         ways["lists"] = lists
         if WRITES:
-            ways["file"] = lambda: write_lists(entities, ranked, path, options.k, device, False, None)
+            ways["file"] = lambda: write_lists(ids, shape, ranked, path, options.k, device, False, None)
         times = measured(ways, options.repeats)
         size = path.stat().st_size if WRITES else None
     for kind in times:
@@ -148,10 +143,10 @@ def memory(options: argparse.Namespace) -> int:
         few = made(2048, options.right, options.dim, options.seen)
         write_lists(*few, Path(folder) / "few.parquet", options.k, device, False, None)  # loads libraries, compiles
         del few
-        entities, ranked = made(options.left, options.right, options.dim, options.seen)
+        ids, shape, ranked = made(options.left, options.right, options.dim, options.seen)
         before = _resident()
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-        write_lists(entities, ranked, Path(folder) / "lists.parquet", options.k, device, False, None)
+        write_lists(ids, shape, ranked, Path(folder) / "lists.parquet", options.k, device, False, None)
         return _status("VmHWM") - before
 
 

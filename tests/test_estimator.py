@@ -21,10 +21,10 @@ from gramtower.data.splits import random_pairs
 from gramtower.data.synthetic import planted_pairs
 from gramtower.distributed.group import SINGLE
 from gramtower.model import defaults, fit_data
-from gramtower.model.fit import sized_as
+from gramtower.model.feature_spec import history_features
 from gramtower.model.fit_data import prepare_data
 from gramtower.model.fit_parts import make_problem
-from gramtower.model.inputs import history_features
+from gramtower.model.fitting import sized_as
 
 CPU = torch.device("cpu")
 

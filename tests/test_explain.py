@@ -10,7 +10,7 @@ from dense import Dense
 from torch import nn
 
 import gramtower as gt
-from gramtower.model.explain import Explainer
+from gramtower.model.explanation import Explainer
 
 RNG = np.random.default_rng(0)
 PAIRS = sp.csr_matrix((RNG.random((14, 11)) < 0.35) | (np.arange(14)[:, None] % 11 == np.arange(11)), dtype=np.float32)

@@ -12,7 +12,7 @@ from torch import nn
 
 import gramtower as gt
 from gramtower.data.tables import FeatureTable
-from gramtower.export.networks import as_columns, network_of
+from gramtower.model.exporting import as_columns, network_of
 
 RNG = np.random.default_rng(0)
 LEFT, RIGHT = [f"u{i}" for i in range(13)], [f"i{j}" for j in range(9)]

@@ -24,12 +24,12 @@ ORDER = (
     ("training",),
     ("retrieval", "metrics"),
     ("model",),
-    ("export", "experiments", "compat", "serving"),
+    ("experiments", "compat", "serving"),
     ("demo",),
     ("cli", "__main__"),
 )  # each package may import from its own line and from those above it
 LAZY = {  # imports inside of functions, for methods of the estimator that start a tool
-    "model.two_tower": {"export", "experiments"},
+    "model.two_tower": {"experiments"},
 }
 HEAVY = ("numba", "triton", "polars", "matplotlib", "rich", "cyclopts", "safetensors", "pandas", "optuna")
 HEAVY += ("implicit", "threadpoolctl", "fastapi", "uvicorn", "pydantic", "faiss", "hnswlib", "onnx", "onnxscript")

@@ -11,8 +11,7 @@ from gramtower.data.splits import held_out_users
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import SINGLE
 from gramtower.distributed.shards import Rows
-from gramtower.model.inputs import Inputs
-from gramtower.model.training_inputs import training_inputs, training_parts
+from gramtower.model.feature_spec import Inputs, training_inputs, training_parts
 
 pytest.importorskip("polars", reason="feature tables need polars")
 
@@ -137,7 +136,7 @@ def test_a_matrix_without_ids_is_joined_by_row_number():
 
 @pytest.mark.parametrize("parts", [["id"], ["id", "history"], ["history", "table"], ["id", "table"]])
 def test_a_warm_start_carries_features_over_by_name(parts, monkeypatch):
-    monkeypatch.setattr("gramtower.model.fit.move_expected_ids", lambda *given: None)  # between ids and features
+    monkeypatch.setattr("gramtower.model.fitting.move_expected_ids", lambda *given: None)  # between ids and features
     first, grown = pairs(20), pairs(SIZE)
 
     def features(size):

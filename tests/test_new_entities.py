@@ -325,7 +325,7 @@ def group_table(table):
 
 
 def without_expected_ids(monkeypatch):
-    monkeypatch.setattr("gramtower.model.fit.move_expected_ids", lambda *given: None)
+    monkeypatch.setattr("gramtower.model.fitting.move_expected_ids", lambda *given: None)
 
 
 @pytest.mark.parametrize(("hidden", "ids"), [((), "id"), ((16,), "id"), ((16,), "id*0.3")])

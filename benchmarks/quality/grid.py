@@ -42,7 +42,7 @@ from gramtower.distributed.shards import Rows
 from gramtower.experiments.tuning.space import rescaled_penalty
 from gramtower.experiments.tuning.trial import chosen_features
 from gramtower.metrics import evaluate_embeddings
-from gramtower.model.training_inputs import training_inputs, training_parts
+from gramtower.model.feature_spec import training_inputs, training_parts
 
 METRICS = ("recall@20", "ndcg@20", "paper_map@5")
 DEFAULTS: dict[str, Any] = {

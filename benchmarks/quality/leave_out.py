@@ -25,7 +25,7 @@ from data import FILES, inner_split, load, omega_of_share, write_result
 
 import gramtower as gt
 from gramtower.metrics import evaluate_embeddings
-from gramtower.model.inputs import history_features
+from gramtower.model.feature_spec import history_features
 
 METRICS = ("recall@20", "ndcg@20", "paper_map@5")
 

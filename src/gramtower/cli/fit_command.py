@@ -35,11 +35,11 @@ from gramtower.distributed.launch import joined
 from gramtower.experiments.comparison_store import MANIFEST
 from gramtower.experiments.machine import environment
 from gramtower.model.defaults import pick_device
-from gramtower.model.fit import refit_checkpoint, selection_file
 from gramtower.model.fit_data import known_pairs
+from gramtower.model.fitting import ITERATIONS, refit_checkpoint, selection_file
 from gramtower.model.two_tower import TwoTower
 from gramtower.model.unseen import unseen_pairs
-from gramtower.model.update import ITERATIONS, grown_pairs
+from gramtower.model.warm_start import grown_pairs
 from gramtower.training.checkpoint import remove_checkpoint
 from gramtower.training.lock import locked
 from gramtower.training.result import History, Reason, Record

@@ -29,7 +29,7 @@ from gramtower.experiments.fit_measures import validation_pairs
 from gramtower.experiments.fit_report import FitRun, Titles, fit_page
 from gramtower.experiments.tuning.report import REPORT, read_search
 from gramtower.experiments.tuning_page import tuning_page
-from gramtower.model.fit import validated_history
+from gramtower.model.fitting import validated_history
 from gramtower.model.two_tower import TwoTower
 from gramtower.serving.table import EntityTable
 from gramtower.training.result import Record, read_history

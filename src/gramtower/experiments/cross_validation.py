@@ -27,7 +27,7 @@ from gramtower.data.splits import folds as cut
 from gramtower.distributed.group import current_group
 from gramtower.experiments.intervals import Interval, bootstrap_interval, t_interval
 from gramtower.metrics.definitions import DEFAULT, parse
-from gramtower.model.columns import Columns
+from gramtower.model.fit_data import Columns
 from gramtower.training.result import Reason
 
 _SHOWN = 10  # folds whose values a repr lists

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,14 @@ from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower._util.widths import check_hidden
+from gramtower.data import frames
+from gramtower.data.frames import Column
 from gramtower.data.interactions import Interactions
 from gramtower.data.left_out import warn_of_pairs
 from gramtower.data.lookup import index_of, join
 from gramtower.data.matrices import checked, resized
 from gramtower.data.partition import Shard
+from gramtower.data.samples import pairs_of
 from gramtower.data.splits import per_user
 from gramtower.data.tables import FeatureTable
 from gramtower.data.union import union
@@ -29,12 +32,60 @@ from gramtower.distributed.group import SINGLE, Group, current_group
 from gramtower.distributed.shards import Rows, Shards, entity_costs, row_work, spread, unsharded
 from gramtower.metrics.definitions import to_maximise
 from gramtower.model import defaults
-from gramtower.model.columns import Columns
-from gramtower.model.inputs import Ids, Inputs
+from gramtower.model.feature_spec import Ids, Inputs, feature_width, is_frame, is_path, training_inputs, training_parts
 from gramtower.model.settings import ModelSettings
-from gramtower.model.training_inputs import feature_width, training_inputs, training_parts
 
 Numbered = tuple[int | None, int | None]  # see Interactions.numbered
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a frame of pairs, by name or by position; see :meth:`gramtower.Interactions.from_frame`."""
+
+    left: Column | None = None
+    right: Column | None = None
+    value: Column | None = None
+    weight: Column | None = None
+    time: Column | None = None
+    threshold: float | None = None
+
+    def read(self, name: str, given: Any) -> Any:
+        """A frame as Interactions; anything else as it is, for which no columns may be given.
+
+        As in the shell, rows whose value is at least the threshold are pairs labelled 1; without a threshold the values
+        are the labels; without a value every row is a pair labelled 1.
+
+        Raises:
+            ValueError: if columns are given without a frame, or a frame without the columns of its ids.
+        """
+        given = pairs_of(given)
+        chosen = {column: value for column, value in vars(self).items() if value is not None}
+        if not is_frame(given):
+            if chosen:
+                shown = ", ".join(f"{column}={value!r}" for column, value in chosen.items())
+                check.fail(name, f"{type(given).__name__} with {shown}", "a polars, pandas or pyarrow table with them")
+            return given
+        if self.left is None or self.right is None:
+            expected = 'left= and right= as well: its columns of ids, as in fit(frame, left="user", right="item")'
+            check.fail(name, f"a {type(given).__name__}", expected)
+        return Interactions.from_frame(
+            given, self.left, self.right, value=self.value, weight=self.weight, time=self.time,
+            threshold=self.threshold, labels=self.value is not None and self.threshold is None,
+        )  # fmt: skip
+
+    def read_pairs(self, name: str, given: Any) -> Any:
+        """The same, where of a frame or file without named columns the first two hold left and right ids."""
+        if not is_frame(given) and not is_path(given):
+            return self.read(name, given)
+        frame = frames.read_frame(name, check.path(name, given)) if is_path(given) else frames.as_frame(name, given)
+        if self.left is None and self.right is None and len(frame.columns) < 2:
+            check.fail(name, f"a table of {len(frame.columns)} columns", "left and right ids in two of them")
+        chosen = self if self.left is not None or self.right is not None else replace(self, left=0, right=1)
+        return chosen.read(name, frame)
+
+    def read_also(self, name: str, given: Any) -> Any:
+        """A second frame with the same columns as Interactions; anything else as it is."""
+        return self.read(name, given) if is_frame(given) else pairs_of(given)
 
 
 @dataclass(frozen=True, eq=False)

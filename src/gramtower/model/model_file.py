@@ -45,8 +45,8 @@ from gramtower.engine.towers.mlp import mlp_shapes, undrawn_towers
 from gramtower.engine.towers.parameters import side_of
 from gramtower.engine.towers.towers import Towers
 from gramtower.model import defaults
+from gramtower.model.feature_spec import Inputs
 from gramtower.model.fitted import FittedModel, Selection, pattern_of
-from gramtower.model.inputs import Inputs
 from gramtower.model.settings import ModelSettings
 from gramtower.model.side import Side
 from gramtower.training.result import Reason, Record

@@ -1,8 +1,20 @@
-"""One side of a fitted model: ids, features and embeddings of its entities."""
+"""One side of a fitted model: ids, features and embeddings of its entities, and entities that training did not have.
+
+    described(side, features)        rows of tables and matrices, with the ids that a table has
+    extended(side, …)                the same side with new entities after its own; those it knows stay as they are
+
+A FeatureTable, frame or file with the column of ids that the model was fitted with (a FeatureTable: its own) gives
+ids; rows without one are left out of joins, and an id twice is an error. A matrix has no ids: its entities are known by
+place. In a model whose rows are numbers they get the next numbers, otherwise the names ("new", 0), ("new", 1), ….
+Cost: O(entries) and a pass of the new rows through their tower.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,11 +25,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower._util import checks as check
-from gramtower.data.ids import key_of
+from gramtower.data import frames
+from gramtower.data.features import as_features
+from gramtower.data.ids import as_ids, as_objects, id_array, key_of
 from gramtower.data.left_out import warn_of_ids
-from gramtower.data.lookup import index_of, is_of_other_type, rows_of
+from gramtower.data.lookup import as_known, index_of, is_of_other_type, join, rows_of
 from gramtower.data.matrices import canonical, resized
-from gramtower.model.inputs import Inputs
+from gramtower.data.tables import FeatureTable
+from gramtower.engine.towers.towers import Towers
+from gramtower.model.feature_spec import Inputs, new_matrix
 
 
 @dataclass
@@ -119,3 +135,177 @@ def history_matrix(right: Side, histories: Any) -> sp.csr_matrix:
     matrix.sum_duplicates()
     matrix.data[:] = 1.0
     return matrix
+
+
+@dataclass(frozen=True, eq=False)
+class Described:
+    """Rows that describe entities of a side.
+
+    Attributes:
+        parts: for each part of the side's inputs that the caller gives, a polars frame or a matrix, row by row alike.
+        ids: of the rows, or None if nothing has any.
+        missing: rows without an id; None if there are none.
+        count: how many rows.
+    """
+
+    parts: list[Any]
+    ids: NDArray[Any] | None
+    missing: NDArray[np.bool_] | None
+    count: int
+
+    def places(self, name: str) -> dict[Any, int]:
+        """The row of each id."""
+        assert self.ids is not None
+        rows = np.arange(self.count) if self.missing is None else np.flatnonzero(~self.missing)
+        keys = self.ids[rows].tolist()
+        found = dict(zip(keys, rows.tolist(), strict=True))
+        if len(found) < len(keys):
+            twice = next(key for key, count in Counter(keys).items() if count > 1)
+            check.fail(name, f"id {twice!r} in several rows", "each id in one row")
+        return found
+
+    def rows_in(self, index: Mapping[Any, int]) -> NDArray[np.int64]:
+        """The row of each id in an index, −1 where it has none; all −1 without ids."""
+        if self.ids is None:
+            return np.full(self.count, -1, dtype=np.int64)
+        found = join(self.ids, index)
+        return found if self.missing is None else np.where(self.missing, -1, found)
+
+    def take(self, name: str, rows: NDArray[np.int64]) -> Any:
+        """Some rows, as Inputs.new takes them; −1 for an entity that nothing describes: its every column is missing."""
+        made = [_taken(name, part, rows) for part in self.parts]
+        return made if len(made) > 1 else made[0]
+
+
+def described(side: Side, features: Any) -> Described:
+    """What was given for entities of a side; tables among several parts are joined by id, matrices by place."""
+    name = f"{side.name}_features"
+    listed = side.inputs.listed(side.name, features)
+    parts: list[Any] = []
+    found: list[tuple[NDArray[Any], NDArray[np.bool_] | None] | None] = []
+    for part, rows in zip(side.inputs.given, listed, strict=True):
+        column = rows.id if isinstance(rows, FeatureTable) else None if part.table is None else part.table.id
+        if rows is not None and part.table is None:
+            rows = new_matrix(name, part, rows)
+        elif rows is not None:
+            rows = _frame(name, rows.source if isinstance(rows, FeatureTable) else rows)
+        parts.append(rows)
+        has_ids = rows is not None and part.table is not None and column in rows.columns
+        found.append(id_array(name, rows[column]) if has_ids else None)
+    if all(part is None for part in parts):
+        check.fail(name, "None", "rows of a table or of a matrix")
+    first = next((place for place, ids in enumerate(found) if ids is not None), None)
+    ids, missing = (None, None) if first is None else found[first] or (None, None)
+    for place, other in enumerate(found):
+        if other is not None and place != first and ids is not None:
+            there = Described([parts[place]], *other, len(parts[place]))
+            parts[place] = there.take(name, Described([], ids, missing, len(ids)).rows_in(there.places(name)))
+    counts = sorted({int(part.shape[0]) for part in parts if part is not None})
+    if len(counts) > 1:
+        check.fail(name, f"{' and '.join(map(str, counts))} rows", "as many rows in each")
+    return Described(parts, ids, missing, counts[0])
+
+
+def read_once(side: Side, features: Any) -> Any:
+    """What was given for entities of a side with its files read, for several uses."""
+    if features is None:
+        return None
+    listed = side.inputs.listed(side.name, features)
+    read = [
+        _frame(f"{side.name}_features", rows)
+        if part.table is not None and isinstance(rows, (str, os.PathLike))
+        else rows
+        for part, rows in zip(side.inputs.given, listed, strict=True)
+    ]
+    return read if len(read) > 1 else read[0]
+
+
+def embedded(side: Side, towers: Towers, features: Any, history: sp.csr_matrix | None) -> Tensor:
+    """New entities through their tower."""
+    rows = side.inputs.new(side.name, features, history)
+    return towers.embed(side.name, as_features(side.name, rows, rows.shape[0])).cpu()
+
+
+def extended(
+    side: Side, towers: Towers, features: Any, history: sp.csr_matrix | None = None, ids: Any = None, kept: bool = False
+) -> tuple[Side, NDArray[np.int64]]:
+    """A side with entities that it does not know yet, and the row there of each row that was given.
+
+    Args:
+        side: what is known.
+        towers: what embeds them.
+        features: what describes them, or None where their histories do.
+        history: their right entities, row by row, or None.
+        ids: names for rows that bring none.
+        kept: whether they are to stay: then they must have ids, if others have.
+    """
+    name = f"{side.name}_features"
+    what = None if features is None else described(side, features)
+    count = what.count if what is not None else 0 if history is None else history.shape[0]
+    names = what.ids if what is not None else None
+    if ids is not None:
+        if names is not None:
+            check.fail(f"{side.name}_ids", "ids", f"none: {name} has a column of ids")
+        names = as_ids(f"{side.name}_ids", check.listed(f"{side.name}_ids", ids))
+        if len(names) != count:
+            check.fail(f"{side.name}_ids", f"{len(names)} ids", f"{count}, one for each row")
+    if names is None and kept and side.ids is not None:
+        check.fail(name, "rows without ids", f"a table with a column of ids, or {side.name}_ids")
+    if names is None:
+        rows = np.arange(count)
+        places = len(side) + rows
+        all_ids = None if side.ids is None else as_objects([*side.ids.tolist(), *(("new", i) for i in range(count))])
+    else:
+        rows, places, all_ids = _joined(side, name, what, names)
+    taken = None if what is None else what.take(name, rows)
+    shown = None if history is None else sp.csr_matrix(history[rows])
+    new = embedded(side, towers, taken, shown).to(side.embeddings.dtype)
+    grown = replace(side, ids=all_ids, embeddings=torch.cat([side.embeddings, new]), added=side.added + len(rows))
+    return grown, places
+
+
+def _joined(
+    side: Side, name: str, what: Described | None, names: NDArray[Any]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
+    """The rows of unknown ids, the place of every row in the grown side (−1 without an id), and all its ids."""
+    known = np.arange(len(side)) if side.ids is None else side.ids
+    own = what is not None and what.ids is not None
+    index = what.places(name) if own and what is not None else {key: row for row, key in enumerate(names.tolist())}
+    keys = np.array(list(index), dtype=names.dtype) if names.dtype != object else as_objects(list(index))
+    rows = np.fromiter(index.values(), dtype=np.int64, count=len(index))
+    found = join(keys, index_of(known))
+    fresh = found < 0
+    more = _alike(name, keys[fresh], known)
+    places = np.full(len(names), -1, dtype=np.int64)
+    places[rows[~fresh]] = found[~fresh]
+    places[rows[fresh]] = len(side) + np.arange(int(fresh.sum()))
+    return rows[fresh], places, np.concatenate([known, more])
+
+
+def _alike(name: str, new: NDArray[Any], known: NDArray[Any]) -> NDArray[Any]:
+    """New ids of the type of those known: text, or whole numbers."""
+    if known.dtype == object:
+        return as_objects([str(key) for key in new.tolist()])
+    keys = new.tolist() if new.dtype != object else as_known(new.tolist(), known)
+    strange = next((key for key in keys if isinstance(key, str)), None)
+    if strange is not None:
+        check.fail(name, f"the id {strange!r}", "whole numbers, as the model's ids are")
+    return np.array(keys, dtype=np.int64)
+
+
+def _frame(name: str, rows: Any) -> Any:
+    if isinstance(rows, (str, os.PathLike)):
+        return frames.read_frame(name, check.path(name, rows))
+    return frames.as_frame(name, rows)
+
+
+def _taken(name: str, part: Any, rows: NDArray[np.int64]) -> Any:
+    if part is None:
+        return None
+    absent = bool((rows < 0).any())
+    if type(part).__module__.startswith("polars"):
+        pl = frames.polars()
+        return part.select(pl.all().gather(pl.Series(rows, dtype=pl.Int64).replace(-1, None))) if absent else part[rows]
+    if absent:
+        check.fail(name, "no row for some entity", "a row of the matrix for each one")
+    return sp.csr_matrix(part)[rows] if sp.issparse(part) else part[rows]

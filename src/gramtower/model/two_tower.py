@@ -25,15 +25,14 @@ from gramtower.experiments.figures import run_figure
 from gramtower.experiments.tuning.report import Search, trial_lines
 from gramtower.experiments.tuning.search import tune
 from gramtower.experiments.tuning.trial import chosen_features
-from gramtower.export.write import write_export
 from gramtower.metrics.definitions import LOWER_IS_BETTER, parse
-from gramtower.model.columns import Columns
-from gramtower.model.explain import Explainer, Explanation
-from gramtower.model.fit import fit
+from gramtower.model.explanation import Explainer, Explanation
+from gramtower.model.exporting import write_export
+from gramtower.model.fit_data import Columns
 from gramtower.model.fitted import FittedModel
+from gramtower.model.fitting import ITERATIONS, fit, update
 from gramtower.model.model_file import read_model, write_model
 from gramtower.model.settings import ModelSettings
-from gramtower.model.update import ITERATIONS, update
 from gramtower.training.callbacks import Callback
 from gramtower.training.log import progress_lines
 

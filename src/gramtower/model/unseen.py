@@ -41,11 +41,10 @@ from gramtower.distributed.shards import Shards
 from gramtower.engine.objective.point import Point
 from gramtower.metrics import Scores, evaluate_embeddings
 from gramtower.metrics.jackknife import deal, means_without
-from gramtower.model.expected_ids import ExpectedIds
+from gramtower.model.feature_spec import is_matrix, refuse_frame
 from gramtower.model.fit_data import FitData, known_pairs, matrix_and_ids
-from gramtower.model.inputs import is_matrix
+from gramtower.model.refinement import ExpectedIds
 from gramtower.model.settings import ModelSettings
-from gramtower.model.training_inputs import refuse_frame
 from gramtower.training.fingerprint import features_text, sparse_digest
 
 SIDES = ("left", "right")

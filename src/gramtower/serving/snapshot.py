@@ -29,7 +29,7 @@ from gramtower._util import checks as check
 from gramtower._util.mapped import release
 from gramtower.data.interactions import Interactions
 from gramtower.distributed.shard_files import others
-from gramtower.model.explain import Explainer, Explanation
+from gramtower.model.explanation import Explainer, Explanation
 from gramtower.model.two_tower import TwoTower, load
 from gramtower.serving.entities import Entities, Key
 from gramtower.serving.errors import Refused

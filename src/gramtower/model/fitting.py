@@ -21,14 +21,13 @@ from gramtower._util.files import write_text
 from gramtower._util.memory import readable
 from gramtower._util.threads import threads_of_fit
 from gramtower.data.interactions import Interactions
+from gramtower.data.lookup import index_of, join
 from gramtower.data.partition import Shard, read_manifest
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import current_group
 from gramtower.engine.objective.cuda_graphs import return_memory
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
-from gramtower.model.entities import CANDIDATES
-from gramtower.model.expected_ids import move_expected_ids
 from gramtower.model.fit_data import FitData, hold_out, own_pairs, prepare_data, rejoined
 from gramtower.model.fit_parts import (
     auto_weights,
@@ -41,17 +40,19 @@ from gramtower.model.fit_parts import (
     over_ids,
     refined,
 )
-from gramtower.model.fitted import FittedModel, Selection, pattern_of
+from gramtower.model.fitted import CANDIDATES, FittedModel, Selection, pattern_of
 from gramtower.model.penalty_path import HOLDS, HeldOut, select
-from gramtower.model.refinement import least_budget
+from gramtower.model.refinement import least_budget, move_expected_ids
 from gramtower.model.settings import ModelSettings
-from gramtower.model.side import Side
+from gramtower.model.side import Side, described
 from gramtower.model.unseen import Unseen, hold_out_entities
-from gramtower.model.warm_start import refuse_increment
+from gramtower.model.warm_start import all_tables, described_features, grown_pairs, refuse_increment, sides_of
 from gramtower.optim.solvers import as_solver
 from gramtower.training.callbacks import Callback
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Result
+
+ITERATIONS = 2  # unless given; benchmarks/bench_updates.py tries others
 
 
 def fit(
@@ -286,3 +287,45 @@ def _refuse_non_finite(problem: Problem, point: Point, result: Result) -> None:
             f"an objective that is finite in {dtype}: smaller labels, imputed, omega, l2, embedding_l2 or weights, "
             "features scaled to about 1, or a smaller step_size",
         )
+
+
+def update(
+    settings: ModelSettings,
+    fitted: FittedModel,
+    more: Any,
+    left_features: Any = None,
+    right_features: Any = None,
+    iterations: int = ITERATIONS,
+    callbacks: Iterable[Callback] = (),
+) -> FittedModel:
+    """A model of all that a fitted one knows and of more pairs; see TwoTower.update."""
+    settings = settings.with_changes(max_iterations=check.count("iterations", iterations, minimum=0))
+    features = (
+        described_features("left", fitted.left.inputs, fitted.left.ids, left_features),
+        described_features("right", fitted.right.inputs, fitted.right.ids, right_features),
+    )
+    kept = [side.added > 0 and all_tables(given) for side, given in zip(sides_of(fitted), features, strict=True)]
+    pairs = grown_pairs(fitted, more, (kept[0], kept[1]))
+    found = fit(settings, pairs, *features, previous=fitted, callbacks=callbacks)
+    for before, given, there in zip(sides_of(fitted), features, kept, strict=True):
+        found = _with_kept(found, before, tables_of(before.name, given)) if there else found
+    return found
+
+
+def _with_kept(found: FittedModel, before: Side, tables: Any) -> FittedModel:
+    """A model with the entities that were added to a side before and still have no pairs, as tables describe them."""
+    this = found.side(before.name)
+    assert before.ids is not None
+    assert this.ids is not None
+    added = before.ids[before.trained :]
+    wanted, name = added[join(added, index_of(this.ids)) < 0], f"{before.name}_features"
+    if not len(wanted):
+        return found
+    what = described(this, tables)
+    rows = what.take(name, join(wanted, what.places(name)))  # without a row there: every column is missing
+    frames = rows if isinstance(rows, list) else [rows]
+    frames = [
+        frame.drop(part.table.id) if part.table is not None and part.table.id in frame.columns else frame
+        for part, frame in zip(this.inputs.given, frames, strict=True)
+    ]
+    return found.grown(before.name, frames if len(frames) > 1 else frames[0], ids=wanted, kept=True)[0]

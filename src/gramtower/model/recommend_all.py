@@ -17,17 +17,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gramtower._util import checks as check
 from gramtower._util.memory import explained
 from gramtower.data.list_files import ListFile
-from gramtower.model.entities import Entities
+from gramtower.model.feature_spec import Ids
 from gramtower.retrieval.tiles import Lists
 from gramtower.retrieval.topk import Ranking
 from gramtower.training.lock import locked
 
 
 def write_lists(
-    here: Entities,
+    ids: Ids,
+    shape: tuple[int, int],
     ranking: Ranking,
     path: Path,
     k: int,
@@ -38,7 +38,8 @@ def write_lists(
     """Write the lists of all left entities to a table, from where an earlier run of the same was killed.
 
     Args:
-        here: the entities.
+        ids: of the left and right entities; None for row numbers.
+        shape: numbers of left and right entities.
         ranking: their embeddings, and what is left out.
         path: the table: .parquet, .csv or .tsv.
         k: longest list.
@@ -49,9 +50,7 @@ def write_lists(
     Returns:
         The number of answers that this call wrote.
     """
-    if not here.shards.single:
-        check.fail("model", f"one that {here.shards.group.size} processes share", "a loaded model, in one process")
-    file = ListFile(path, here.ids, here.shape, k, _marks(here, ranking))
+    file = ListFile(path, ids, shape, k, _marks(ids, ranking))
     with locked(path, name="path"):
         done, answers = file.begin(fresh), 0
         total, pending = file.lists, None
@@ -120,9 +119,9 @@ def _empty(file: ListFile, part: int, k: int) -> tuple[NDArray[np.int64], NDArra
     return np.full((rows, k), -1, np.int64), np.full((rows, k), -np.inf, np.float32)
 
 
-def _marks(here: Entities, ranking: Ranking) -> dict[str, Any]:
+def _marks(ids: Ids, ranking: Ranking) -> dict[str, Any]:
     """What the lists are of, by digests of all that they depend on."""
-    left, right = here.ids
+    left, right = ids
     out = ranking.exclude
     return {
         "left ids": _digest(left),
