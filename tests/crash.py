@@ -40,7 +40,7 @@ from gramtower.data import list_files
 from gramtower.data.partition import read_part
 from gramtower.distributed.group import SINGLE
 from gramtower.distributed.shard_files import Reader
-from gramtower.experiments import comparison_runner as runner
+from gramtower.experiments import comparison as runner
 from gramtower.model.exporting import write_export
 from gramtower.model.model_file import KIND
 from gramtower.optim.solvers import SOLVERS

@@ -17,11 +17,20 @@ import gramtower as gt
 from gramtower.data.splits import random_pairs
 from gramtower.experiments import benchmark_models as entries
 from gramtower.experiments.baselines import EASE, Popularity
-from gramtower.experiments.benchmark_build import build
-from gramtower.experiments.benchmark_data import make_cut
-from gramtower.experiments.benchmark_page import about, page, ticks
-from gramtower.experiments.benchmark_store import Manifest, Run, read_manifest, read_run, run_path, write_run
-from gramtower.experiments.benchmark_summary import summarise
+from gramtower.experiments.benchmark_models import make_cut
+from gramtower.experiments.benchmark_report import (
+    Manifest,
+    Run,
+    about,
+    build,
+    page,
+    read_manifest,
+    read_run,
+    run_path,
+    summarise,
+    ticks,
+    write_run,
+)
 
 METRICS = ("recall@5", "ndcg@5", "coverage@5")
 implicit = pytest.mark.skipif(importlib.util.find_spec("implicit") is None, reason="implicit is not installed")

@@ -22,9 +22,9 @@ pytest.importorskip("polars", reason="the command line reads tables with polars"
 import gramtower as gt
 from gramtower.cli.program import run
 from gramtower.data.synthetic import planted_pairs
-from gramtower.experiments import comparison_build as building
-from gramtower.experiments import comparison_runner as contest
-from gramtower.experiments.comparison_runner import measured_at
+from gramtower.experiments import comparison as contest
+from gramtower.experiments import comparison_page as building
+from gramtower.experiments.comparison import measured_at
 from gramtower.optim.solvers import SOLVERS
 from gramtower.optim.stochastic import Sampled
 from gramtower.training import loop
@@ -164,7 +164,7 @@ def test_a_folder_of_another_comparison_is_refused_by_what_differs(pairs, tmp_pa
 
 SCRIPT = """
     import sys
-    from gramtower.experiments import comparison_runner as contest
+    from gramtower.experiments import comparison as contest
     from gramtower.cli.program import run
     contest._CHECKPOINT_SECONDS = 0.0  # so short a run would have none otherwise
     sys.exit(run(sys.argv[1:]))

@@ -12,7 +12,7 @@ import torch
 import gramtower as gt
 from gramtower.data.splits import folds, held_out, held_out_users
 from gramtower.data.tables import FeatureTable
-from gramtower.experiments.intervals import bootstrap_interval, t_interval
+from gramtower.experiments.cross_validation import bootstrap_interval, t_interval
 from gramtower.metrics import Scores
 
 
@@ -155,7 +155,7 @@ def test_the_bootstrap_leaves_out_users_without_a_value_and_does_not_depend_on_b
     whole = bootstrap_interval([(keys, values)], seed=3)
     gone = bootstrap_interval([(np.append(keys, 50), np.append(values, np.nan))], seed=3)
     assert gone == whole
-    monkeypatch.setattr("gramtower.experiments.intervals._ELEMENTS", 50)
+    monkeypatch.setattr("gramtower.experiments.cross_validation._ELEMENTS", 50)
     assert bootstrap_interval([(keys, values)], seed=3) == pytest.approx(whole)
     assert np.isnan(bootstrap_interval([(keys[:1], values[:1] * np.nan)])).all()
 

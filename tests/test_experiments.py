@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 
 import gramtower as gt
-from gramtower.cli.experiment import Experiment, is_experiment, load_experiment
+from gramtower.cli.compare import Experiment, is_experiment, load_experiment
 from gramtower.cli.reading import read_pairs, split_validation
 from gramtower.data.synthetic import PAPER_SHAPES
 from gramtower.model.fit_data import prepare_data

@@ -16,7 +16,7 @@ import torch
 import gramtower as gt
 from gramtower._util import files as _files
 from gramtower._util.files import replacing, write_text
-from gramtower.experiments.tuning.warm import Solutions
+from gramtower.experiments.tuning.study import Solutions
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def save_table(folder):
 
 def save_search(folder):
     from gramtower.experiments.tuning.report import Search
-    from gramtower.experiments.tuning.tried import Tried
+    from gramtower.experiments.tuning.study import Tried
 
     trials = [Tried(n, {"omega": 0.1}, 0.5, 1, [0.5] * 20, 0.1, False, None, "TOLERANCE") for n in range(99)]
     search = Search("map@5", trials, 0, {}, {"omega": 0.1}, "ids", {}, {"ranked_users": 1, "left": 1, "right": 1}, 1.0)
@@ -66,7 +66,7 @@ def save_search(folder):
 
 def save_figures(folder):
     pytest.importorskip("matplotlib", reason="figures are drawn with matplotlib")
-    from gramtower.experiments.comparison_build import build
+    from gramtower.experiments.comparison_page import build
 
     gt.minimize((problem := gt.Problem(eye(9))), gt.mlp_towers(problem, (), 2), "gd", 9, history=folder / "gd.jsonl")
     return lambda: build(folder)

@@ -44,8 +44,8 @@ sys.modules |= dict.fromkeys(uses)
 import numpy as np, gramtower as gt
 from gramtower.training.callbacks import ProgressBar as bar
 from gramtower.serving import index
-from gramtower.experiments.comparison_figures import draw
-from gramtower.experiments.comparison_store import Comparison
+from gramtower.experiments.comparison_page import draw
+from gramtower.experiments.comparison import Comparison
 pairs = gt.Interactions.from_arrays(np.arange(40) % 8, np.arange(40) % 7)
 for package, use in uses.items():
     try:

@@ -11,11 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from gramtower.experiments import comparison_figures as figures
-from gramtower.experiments.comparison_build import build
-from gramtower.experiments.comparison_levels import relative_difference, speed_up, summarise
-from gramtower.experiments.comparison_page import POINTS, page, thinned
-from gramtower.experiments.comparison_store import MethodRun, read_comparison, write_manifest
+from gramtower.experiments import comparison_page as figures
+from gramtower.experiments.comparison import (
+    MethodRun,
+    read_comparison,
+    relative_difference,
+    speed_up,
+    summarise,
+    write_manifest,
+)
+from gramtower.experiments.comparison_page import POINTS, build, page, thinned
 from gramtower.training.result import Record
 
 BROWSER = Path("/usr/bin/chromium")

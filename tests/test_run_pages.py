@@ -16,8 +16,7 @@ import pytest
 import gramtower as gt
 from gramtower.data.interactions import Interactions
 from gramtower.experiments.figures import binned
-from gramtower.experiments.fit_measures import examples, groups_of, validation_pairs
-from gramtower.experiments.fit_report import FitRun, fit_page
+from gramtower.experiments.fit_report import FitRun, examples, fit_page, groups_of, validation_pairs
 from gramtower.experiments.tuning.report import read_search
 
 pytest.importorskip("cyclopts", reason="the command line needs cyclopts")

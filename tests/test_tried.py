@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gramtower.experiments.tuning.tried import Tried, judge, pick
+from gramtower.experiments.tuning.study import Tried, judge, pick
 
 
 def tried(number, value, spread=0.0, pruned=False, compared=True):

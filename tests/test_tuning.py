@@ -18,11 +18,10 @@ import torch
 import gramtower as gt
 from gramtower._util.widths import parse_hidden
 from gramtower.data.synthetic import planted_pairs
-from gramtower.experiments.tuning import curve as curves
+from gramtower.experiments.tuning import trial as curves
 from gramtower.experiments.tuning.report import read_search
+from gramtower.experiments.tuning.study import Solutions, distance, gain, judge, pick
 from gramtower.experiments.tuning.trial import changed_arguments, make_parts, start_values
-from gramtower.experiments.tuning.tried import gain, judge, pick
-from gramtower.experiments.tuning.warm import Solutions, distance
 from gramtower.metrics.jackknife import deal
 from gramtower.model.fit_data import prepare_data
 from gramtower.training.lock import locked

@@ -11,7 +11,7 @@ import scipy.sparse as sp
 import gramtower as gt
 from gramtower.data.splits import held_out
 from gramtower.data.synthetic import planted_pairs
-from gramtower.experiments.tuning.tried import Gain, gain, pick
+from gramtower.experiments.tuning.study import Gain, gain, pick
 from gramtower.metrics import evaluate_embeddings
 from gramtower.metrics.jackknife import deal
 from gramtower.model.fit_data import prepare_data

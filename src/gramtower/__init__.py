@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from gramtower.engine.towers.mlp import mlp_towers as mlp_towers
     from gramtower.engine.towers.parameters import Parameters as Parameters
     from gramtower.engine.towers.towers import Towers as Towers
-    from gramtower.experiments.benchmark_build import Benchmark as Benchmark
+    from gramtower.experiments.benchmark_report import Benchmark as Benchmark
     from gramtower.experiments.benchmark_runner import benchmark as benchmark
     from gramtower.experiments.cross_validation import CrossValidation as CrossValidation
+    from gramtower.experiments.cross_validation import PairSplit as PairSplit
     from gramtower.experiments.cross_validation import cross_validate as cross_validate
-    from gramtower.experiments.selection import PairSplit as PairSplit
-    from gramtower.experiments.selection import ranking_scorer as ranking_scorer
+    from gramtower.experiments.cross_validation import ranking_scorer as ranking_scorer
     from gramtower.model.two_tower import TwoTower as TwoTower
     from gramtower.model.two_tower import load as load
     from gramtower.optim.line_search import Backtracking as Backtracking
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"  # the one place of the version; pyproject.toml reads it
 
 _PLACES = {
-    "experiments.benchmark_build": "Benchmark",
+    "experiments.benchmark_report": "Benchmark",
     "experiments.benchmark_runner": "benchmark",
     "data.interactions": "Interactions",
     "data.samples": "PairSamples",
@@ -79,8 +79,7 @@ _PLACES = {
     "engine.towers.mlp": "mlp_towers",
     "engine.towers.parameters": "Parameters",
     "engine.towers.towers": "Towers",
-    "experiments.cross_validation": "CrossValidation cross_validate",
-    "experiments.selection": "PairSplit ranking_scorer",
+    "experiments.cross_validation": "CrossValidation PairSplit cross_validate ranking_scorer",
     "optim.line_search": "Backtracking",
     "optim.methods": "Descent Method",
     "optim.parts": "Direction DirectionResult StepResult StepRule",

@@ -18,7 +18,7 @@ import zipfile
 import pytest
 from harness import ACCEPTED, Fuzz, mutated
 
-from gramtower.cli.experiment import load_experiment
+from gramtower.cli.compare import load_experiment
 from gramtower.cli.options import read_config
 from gramtower.data import readers
 from gramtower.data.interactions import Interactions

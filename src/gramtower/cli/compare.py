@@ -1,41 +1,319 @@
-"""``gramtower compare``: several methods on the same problem, from the same start, one after the other.
+"""``gramtower compare``: several optimizers on the same problem, from the same start, one after the other.
 
-What was asked for is in comparison.json before the first method runs; each method's end is added when it comes. The
-same command therefore goes on after a kill: methods with an end are left alone, an interrupted one continues from its
-checkpoint. Tables, figures and page are made by report/ from the folder alone.
+comparison.json holds the request before the first optimizer runs, and the outcome of each optimizer as it ends. The
+same command therefore continues after a kill: optimizers that have ended are skipped, and an interrupted one continues
+from its checkpoint.
+
+An experiment is a TOML file with everything that decides a comparison, so that others can rerun it:
+
+    [data]       how pairs are read: format, threshold, left, right, ..., validation; and shape = [m, n, pairs]
+    [problem]    loss, omega, l2, imputed, embedding-l2, ...
+    [towers]     hidden, dim, activation
+    [optimizers.NAME]   the options of one optimizer; a table for each optimizer to run, in this order
+    [run]        time-limit, max-iterations, seed, metric, ...
+
+Keys are the names of the flags of ``gramtower fit`` and of the options of :func:`gramtower.minimize`; an unknown key is
+an error that names the nearest one. Without the data, pairs of the same shape are generated. The files of the paper's
+four data sets are in ``experiments/``.
 """
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 from cyclopts import Parameter
 
 from gramtower._util import checks as check
 from gramtower._util.files import plain
+from gramtower._util.widths import config_hidden
 from gramtower.cli.options import (
     Common,
     DataOptions,
     FeatureOptions,
     ModelOptions,
+    Settings,
     TrainOptions,
+    merge_flags,
+    merged,
     nearest,
+    read_tables,
     refuse_candidates,
     refuse_refit,
     refuse_validation_side,
 )
 from gramtower.cli.output import note, print_json, print_table
+from gramtower.cli.reading import read_pairs, split_validation, tower_features
 from gramtower.cli.run_folder import HISTORY, for_writing, held
-from gramtower.cli.setup import make_setup
-from gramtower.experiments.comparison_build import PAGE, build
-from gramtower.experiments.comparison_runner import Runner
-from gramtower.experiments.comparison_store import MANIFEST, RAN, checkpoint_path, read_manifest, write_manifest
+from gramtower.data.interactions import Interactions
+from gramtower.data.sources import read_toml, reading
+from gramtower.data.synthetic import planted_pairs
+from gramtower.experiments.comparison import MANIFEST, RAN, Runner, checkpoint_path, read_manifest, write_manifest
+from gramtower.experiments.comparison_page import PAGE, build
 from gramtower.experiments.machine import environment
-from gramtower.optim.solvers import SOLVERS
+from gramtower.model.fit_data import FitData, prepare_data
+from gramtower.model.fit_parts import make_problem, make_towers, make_validation, right_weights
+from gramtower.model.settings import ModelSettings
+from gramtower.optim.solvers import SOLVERS, as_solver
 from gramtower.training.checkpoint import remove_checkpoint
+from gramtower.training.fingerprint import fingerprint
+
+_TABLES = ("problem", "towers", "optimizers", "run")  # tables that a config of fit does not have
+_TOWERS = ("hidden", "dim", "activation")
+_BY_METHOD = ("optimizer", "option", "patience")  # of fit, where one method runs
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A comparison as a file says.
+
+    Attributes:
+        path: the file.
+        settings: data, model and training as the flags of ``fit`` would have set them.
+        optimizers: constants of each method to run, by name, in order.
+        shape: (m, n, training pairs) of the data it is about, or None.
+    """
+
+    path: Path
+    settings: Settings
+    optimizers: dict[str, dict[str, Any]]
+    shape: tuple[int, int, int] | None
+
+    @property
+    def name(self) -> str:
+        """The name of the file without its ending."""
+        return self.path.stem
+
+    @property
+    def synthetic_note(self) -> str:
+        """What must be said of every result on generated pairs."""
+        m, n, observed = self._shape()
+        return f"generated pairs of the shape of {self.name} ({m:,} x {n:,}, {observed:,} pairs), not the data itself"
+
+    def synthetic_pairs(self) -> Interactions:
+        """Generated pairs with planted groups; holding out the share ``validation`` leaves as many as ``shape`` says.
+
+        The same for the same seed of ``[run]``.
+        """
+        m, n, observed = self._shape()
+        try:
+            share = float(self.settings.data.validation or 0.0)
+        except ValueError:
+            share = 0.0  # a file of its own
+        total = round(observed / (1 - share)) if 0 < share < 1 else observed
+        seed = self.settings.train.seed or 0
+        made = planted_pairs(m, n, total, groups=max(1, min(64, m // 8, n // 8)), seed=seed)
+        return Interactions.from_matrix(made)
+
+    def _shape(self) -> tuple[int, int, int]:
+        if self.shape is None:
+            check.fail("synthetic", f"{self.path} without a shape", "shape = [m, n, pairs] below [data]")
+        return self.shape
+
+
+def is_experiment(path: Path) -> bool:
+    """Whether a TOML file has a table that only experiments have; otherwise it is a config as for fit."""
+    return any(name in _TABLES for name in read_toml("config", path))
+
+
+def load_experiment(path: Path) -> Experiment:
+    """An experiment from its file.
+
+    Raises:
+        ValueError: if it is not TOML, or holds an unknown table, method, key or constant, or a wrong value.
+    """
+    model, train = get_type_hints(ModelOptions), get_type_hints(TrainOptions)
+    known = {
+        "data": get_type_hints(DataOptions) | {"shape": list[int] | None},
+        "problem": {key: kind for key, kind in model.items() if key not in _TOWERS},
+        "towers": {key: model[key] for key in _TOWERS},
+        "optimizers": dict.fromkeys(SOLVERS),
+        "run": {key: kind for key, kind in train.items() if key not in _BY_METHOD},
+    }
+    with reading(path, "config"):
+        content = read_toml("config", path)
+        methods = content.pop("optimizers", {})
+        tables = read_tables(path, content, known)
+        data = tables.get("data", {})
+        shape = data.pop("shape", None)
+        if shape is not None and (len(shape) != 3 or not 0 < shape[2] <= 0.8 * shape[0] * shape[1]):
+            check.fail("config: [data] shape", shape, "[m, n, pairs], with at most 80% of the m·n pairs")
+        settings = Settings(
+            DataOptions(**data),
+            ModelOptions(**tables.get("problem", {}), **tables.get("towers", {})),
+            TrainOptions(**tables.get("run", {})),
+        )
+        return Experiment(path, settings, _methods(path, methods), None if shape is None else tuple(shape))
+
+
+def _methods(path: Path, given: Any) -> dict[str, dict[str, Any]]:
+    """Constants by method, each checked as the method will check it."""
+    if not isinstance(given, dict) or not given:
+        check.fail("config", f"{path} with optimizers = {given!r}", "a table [optimizers.NAME] for each method to run")
+    found: dict[str, dict[str, Any]] = {}
+    for name, constants in given.items():
+        if name not in SOLVERS:
+            expected = f"[optimizers.{nearest(name, SOLVERS)}]"
+            check.fail("config", f"unknown method [optimizers.{name}] in {path}", expected)
+        if not isinstance(constants, dict):
+            check.fail("config", f"optimizers.{name} = {constants!r}", f"a table [optimizers.{name}]")
+        found[name] = {key.replace("-", "_"): value for key, value in constants.items()}
+        try:
+            as_solver(name, found[name])
+        except ValueError as error:
+            raise ValueError(f"config: [optimizers.{name}] of {path}: {error}") from error
+    return found
+
+
+_SECONDS, _HELD_OUT = 60.0, "0.1"
+_METHODS = ("gd", "newton", "newton-kron")
+
+
+@dataclass
+class Setup:
+    """What methods are compared on.
+
+    Attributes:
+        settings: the options in force.
+        title: a name for people.
+        synthetic: a notice for generated pairs, None for real ones.
+        methods: constants by method; without --optimizers these are the methods to run.
+        pairs: to learn from.
+        held_out: for the metric.
+    """
+
+    settings: Settings
+    title: str
+    synthetic: str | None
+    methods: dict[str, dict[str, Any]]
+    pairs: Interactions
+    held_out: Interactions | None
+
+    @property
+    def model(self) -> ModelSettings:
+        """The settings of the model whose objective and towers these are."""
+        arguments = self.settings.estimator_arguments()
+        return ModelSettings(**{k: v for k, v in arguments.items() if k not in ("optimizer_options", "optimizer")})
+
+    def runner(self, out: Path, verbose: bool) -> tuple[Runner, dict[str, Any]]:
+        """The methods' runner in a folder, and what comparison.json says of everything but the methods."""
+        model = self.model
+        features, _ = tower_features(self.settings, self.pairs, not verbose)
+        data = prepare_data(model, self.pairs, **features, validation=self.held_out)
+        problem = make_problem(model, data)
+        limit = _SECONDS if model.time_limit is None else model.time_limit
+        iterations = self.settings.train.max_iterations
+        if iterations is not None:
+            check.count("max_iterations", iterations)
+        runner = Runner(
+            problem, lambda: make_towers(model, data, problem), make_validation(model, data),
+            check.number("time_limit", limit, above=0.0), iterations, check.seed(model.seed),
+            out, self.methods, verbose, note,
+        )  # fmt: skip
+        return runner, self._about(runner, model, data)
+
+    def _about(self, runner: Runner, model: ModelSettings, fit_data: FitData) -> dict[str, Any]:
+        problem, data = runner.problem, self.settings.data
+        marks = fingerprint(problem, runner.start(), "", {}, runner.seed, runner.validation)
+        return {
+            "title": self.title,
+            "synthetic": self.synthetic,
+            "metric": model.metric,
+            "data": {
+                "path": None if self.synthetic else data.path,
+                "left": self.pairs.shape[0],
+                "right": self.pairs.shape[1],
+                "pairs": len(self.pairs),
+                "validation": data.validation,
+                "validation_pairs": None if self.held_out is None else len(self.held_out),
+                "fingerprint": {name: marks[name] for name in ("pairs", "features", "validation")},
+            },
+            "settings": {
+                "problem": {
+                    "loss": problem.loss.name,
+                    "precision": problem.precision,
+                    "pair_precision": problem.pair_precision,
+                    "omega": problem.omega,
+                    "l2": problem.l2,
+                    "imputed": model.imputed,
+                    "embedding_l2": problem.embedding_l2,
+                    "frequency_power": problem.frequency_power,
+                    "left_weights": model.left_weights,
+                    "right_weights": right_weights(model, fit_data),
+                },
+                "towers": {
+                    "features": {"left": fit_data.inputs[0].kind, "right": fit_data.inputs[1].kind},
+                    "hidden": config_hidden(fit_data.hidden),
+                    "dim": fit_data.dim,
+                    "normalize": fit_data.normalize,
+                    "activation": fit_data.activation,
+                    "seed": runner.seed,
+                    "device": model.device,
+                },
+                "limits": {"time_limit": runner.time_limit, "max_iterations": runner.max_iterations},
+            },
+        }
+
+
+def make_setup(
+    path: Path | None,
+    config: Path | None,
+    synthetic: bool,
+    flags: tuple[DataOptions | None, ModelOptions | None, TrainOptions | None, FeatureOptions | None],
+) -> Setup:
+    """Read everything that was asked for; flags win over the file.
+
+    Raises:
+        ValueError: if something is missing or wrong; FileNotFoundError if a file is not there.
+    """
+    experiment = load_experiment(config) if config is not None and is_experiment(config) else None
+    if experiment is None:
+        settings = merge_flags(config, *flags)
+    else:
+        file = experiment.settings
+        parts = zip((file.data, file.model, file.train, file.features), flags, strict=True)
+        settings = Settings(*(merged(defaults, flags) for defaults, flags in parts))  # type: ignore[type-var, arg-type]
+    if path is not None:
+        settings.data.path = str(path)
+    settings.data.validation = settings.data.validation or _HELD_OUT
+    methods = _constants(settings, experiment)
+    seed = settings.train.seed or 0
+    if synthetic:
+        if experiment is None or path is not None:
+            given = "a config without a shape" if experiment is None else f"DATA {path} as well"
+            check.fail("synthetic", given, "--config with an experiment that has a shape, and no DATA")
+        experiment = replace(experiment, settings=settings)
+        title, remark, everything = f"{experiment.name} shape", experiment.synthetic_note, experiment.synthetic_pairs()
+    else:
+        source = _source(settings, experiment)
+        title = experiment.name if experiment else source.stem if source.is_file() else source.resolve().name
+        remark, everything = None, read_pairs(source, settings.data, loss=settings.model.loss or ModelSettings.loss)
+    pairs, held_out = split_validation(everything, settings.data, seed)
+    return Setup(settings, title, remark, methods, pairs, held_out)
+
+
+def _source(settings: Settings, experiment: Experiment | None) -> Path:
+    if settings.data.path is None:
+        or_else = "" if experiment is None or experiment.shape is None else "; or --synthetic for pairs of its shape"
+        expected = f"a file of pairs, as an argument or as path below [data] of the config{or_else}"
+        check.fail("DATA", "nothing", expected)
+    return Path(settings.data.path)
+
+
+def _constants(settings: Settings, experiment: Experiment | None) -> dict[str, dict[str, Any]]:
+    """Constants by method: the experiment's, overridden by --option METHOD.NAME=VALUE."""
+    optimizers = experiment.optimizers if experiment else {name: {} for name in _METHODS}
+    found: dict[str, dict[str, Any]] = {name: dict(options) for name, options in optimizers.items()}
+    for key, value in settings.estimator_arguments().get("optimizer_options", {}).items():
+        method, dot, name = key.partition(".")
+        if not dot or method not in SOLVERS:
+            check.fail("option", repr(key), "METHOD.NAME=VALUE with a METHOD of " + ", ".join(SOLVERS))
+        found.setdefault(method, {})[name] = value
+    return found
+
 
 _SHOWN = ("0.5", "0.1", "0.01")
 Switch = Annotated[bool, Parameter(negative=(), show_default=False)]

@@ -32,7 +32,7 @@ from gramtower.data.left_out import rows_left_out
 from gramtower.data.partition import Shard, is_partition, read_part
 from gramtower.distributed.group import Group
 from gramtower.distributed.launch import joined
-from gramtower.experiments.comparison_store import MANIFEST
+from gramtower.experiments.comparison import MANIFEST
 from gramtower.experiments.machine import environment
 from gramtower.model.defaults import pick_device
 from gramtower.model.fit_data import known_pairs

@@ -43,7 +43,7 @@ COMMANDS = {
     ),
     "evaluate": ("query", "Measure the ranking of held-out pairs."),
     "cross-validate": (
-        "cross_validate",
+        "experiments",
         "Measure settings by cross-validation: as many fits as folds, each tested on pairs that it has not seen.",
     ),
     "recommend": ("query", "List the best right entities for left ones."),
@@ -58,11 +58,11 @@ COMMANDS = {
         "Run several methods from the same start, one after the other, and report when each was how far.",
     ),
     "benchmark": (
-        "benchmark",
+        "experiments",
         "Compare models: popularity, item-knn, ease, als, linear and hidden towers of gramtower, and your own configs.",
     ),
     "report": (
-        "report",
+        "experiments",
         "Make report.html of a fit, a tuning, a comparison or a benchmark, from what its folder holds.",
     ),
     "convert": ("data_commands", "Write the pairs of any DATA as a table with a header, which fit reads again faster."),

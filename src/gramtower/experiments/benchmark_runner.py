@@ -1,8 +1,7 @@
-"""``gt.benchmark``: models × seeds, one after the other, each finished run kept.
+"""Run ``gt.benchmark``: models × seeds, one after the other, each finished run kept.
 
-For each seed one split, shared by all models; for each model a fit, lists of the users with test pairs, and their
-metrics. An error ends a run, not the benchmark. Cost: that of the fits and lists, and of the bootstrap
-(benchmark_summary.py).
+There is one split for each seed, shared by all models; for each model a fit, lists of the users with test pairs, and
+their metrics. An error ends a run, not the benchmark. Cost: that of the fits and lists, and of the bootstrap.
 """
 
 from __future__ import annotations
@@ -22,16 +21,26 @@ from gramtower._util.files import plain, remove_left_overs
 from gramtower._util.resident import ResidentPeak
 from gramtower.data.interactions import Interactions
 from gramtower.distributed.group import current_group
-from gramtower.experiments.benchmark_build import Benchmark, build, result_of
-from gramtower.experiments.benchmark_data import Cut, checked_metrics, describe, digest_of, known_pairs, make_cut
-from gramtower.experiments.benchmark_models import Entry, make_entries
-from gramtower.experiments.benchmark_store import (
+from gramtower.experiments.benchmark_models import (
+    Cut,
+    Entry,
+    checked_metrics,
+    describe,
+    digest_of,
+    known_pairs,
+    make_cut,
+    make_entries,
+)
+from gramtower.experiments.benchmark_report import (
     MANIFEST,
     RUNS,
+    Benchmark,
     Manifest,
     Run,
+    build,
     read_manifest,
     read_run,
+    result_of,
     write_manifest,
     write_run,
 )

@@ -1,29 +1,147 @@
-"""report.html: one file that needs nothing else, with tables as plain HTML and curves drawn by page.js from its data.
+"""Build the page, the figures and summary.json of a comparison from its saved histories.
 
-Under 3 MB whatever the length of the histories: at most POINTS records of a method are put into it, and the page says
-so. The parts that it shares with other pages are in page.py.
+report.html needs no other file: tables are plain HTML, and comparison_page.js draws the curves. It stays under 3 MB,
+because at most POINTS records of a history are put into it. Figures have the form of the paper's (fig:time-f,
+fig:time-map): time.png and .svg against seconds of training, passes.png and .svg against data passes. The record that
+is L* itself has a relative difference of 0 and no place on a logarithmic axis; it is left out.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from html import escape
 from importlib.resources import files
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gramtower._util.files import plain
-from gramtower.experiments.comparison_figures import FLOOR
-from gramtower.experiments.comparison_levels import LEVELS
-from gramtower.experiments.comparison_store import STATUSES, Comparison
-from gramtower.experiments.comparison_style import line_of
+from gramtower._util.files import plain, replacing, write_json, write_text
+from gramtower.experiments.comparison import (
+    LEVELS,
+    STATUSES,
+    Comparison,
+    MethodRun,
+    lowest_value,
+    read_comparison,
+    relative_difference,
+    summarise,
+)
+from gramtower.experiments.figures import drawing, new_figure, save
 from gramtower.experiments.page import document, facts, number, table
 from gramtower.training.result import Record
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+class Line(NamedTuple):
+    """Colour, dashes (lengths on and off; none for a solid line) and width."""
+
+    colour: str
+    dashes: tuple[int, ...] = ()
+    width: float = 2.0
+
+
+_DASHED = (5, 3)
+LINES = {
+    "newton-kron": Line("#000000", width=2.8),
+    "newton": Line("#D55E00"),
+    "gd-diag": Line("#0072B2"),
+    "gd": Line("#0072B2", _DASHED),
+    "sogram-diag": Line("#CC79A7"),
+    "sogram": Line("#CC79A7", _DASHED),
+    "sampling-diag": Line("#009E73"),
+    "sampling": Line("#009E73", _DASHED),
+    "lbfgs": Line("#8A6D00", (2, 2)),
+}
+_OTHER = Line("#777777", (1, 2))
+
+
+def line_of(name: str) -> Line:
+    """The line of a method; grey for one that is not known here."""
+    return LINES.get(name, _OTHER)
+
+
+AXES = {"time": ("seconds", "seconds of training"), "passes": ("data_passes", "data passes")}
+FORMATS = ("png", "svg")
+#: Smallest relative difference that is shown.
+FLOOR = 1e-4
+
+
+def draw(comparison: Comparison) -> list[Path]:
+    """Write the figures; returns their paths.
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    paths: list[Path] = []
+    with drawing():
+        for name in AXES:
+            figure = new_figure(10.5 if comparison.metric else 6.0, 4.6)
+            _fill(figure, comparison, name)
+            for kind in FORMATS:
+                path = comparison.folder / f"{name}.{kind}"
+                with replacing(path) as partial:
+                    save(figure, partial, kind)
+                paths.append(path)
+    return paths
+
+
+def value_range(curves: list[list[float]]) -> tuple[float, float]:
+    """Limits of the axis of relative differences: down to FLOOR at most, up to twice the start."""
+    shown = [y for curve in curves for y in curve if y > 0 and math.isfinite(y)]
+    top = 2.0 * max((curve[0] for curve in curves if curve and curve[0] > 0), default=1.0)
+    return max(FLOOR, 0.8 * min(shown, default=FLOOR)), top
+
+
+def _fill(figure: Figure, comparison: Comparison, axis: str) -> None:
+    what, label = AXES[axis]
+    ran = [method for method in comparison.methods if method.history]
+    left, *rest = figure.subplots(1, 2 if comparison.metric else 1, squeeze=False)[0]
+    lowest = lowest_value(ran)
+    if lowest is not None:
+        curves = [[relative_difference(record.value, lowest) for record in m.history] for m in ran]
+        for method, curve in zip(ran, curves, strict=True):
+            points = [(getattr(r, what), y) for r, y in zip(method.history, curve, strict=True) if y > 0]
+            _curve(left, method, points)
+        left.set_ylim(*value_range(curves))
+    left.set_yscale("log")
+    left.set_ylabel("(L − L*) / L*")
+    for axes in rest:
+        for method in ran:
+            _curve(axes, method, [(getattr(r, what), r.metric) for r in method.history if r.metric is not None])
+        axes.set_ylabel(str(comparison.metric))
+    for axes in (left, *rest):
+        axes.set_xlabel(label)
+        if any(x > 0 for line in axes.lines for x in line.get_xdata()):  # starts alone are no axis
+            axes.set_xscale("log")
+        axes.grid(True, which="major", alpha=0.35)
+        axes.grid(True, which="minor", alpha=0.12)
+    marks = "SYNTHETIC DATA: " if comparison.about.get("synthetic") else ""
+    figure.suptitle(marks + comparison.title)
+    handles, labels = left.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside right upper", fontsize=9)
+
+
+def _curve(axes: Axes, method: MethodRun, points: list[tuple[float, float]]) -> None:
+    line = line_of(method.name)
+    style: Any = (0, line.dashes) if line.dashes else "-"
+    status = method.outcome["status"]
+    label = method.name if status == "finished" else f"{method.name} ({status})"
+    marker = "o" if len(points) < 40 else None
+    axes.plot(
+        [x for x, _ in points], [y for _, y in points], color=line.colour, linestyle=style, linewidth=line.width * 0.8,
+        marker=marker, markersize=2.5, label=label,
+    )  # fmt: skip
+
 
 POINTS = 2000
 
 
 def page(comparison: Comparison, summary: dict[str, Any]) -> str:
-    """The page of a comparison with the numbers of :func:`gramtower.experiments.comparison_levels.summarise`."""
+    """The page of a comparison with the numbers of :func:`gramtower.experiments.comparison.summarise`."""
     title = f"Comparison of methods: {comparison.title}"
     script = files("gramtower.experiments").joinpath("comparison_page.js").read_text(encoding="utf-8")
     body = [
@@ -206,3 +324,33 @@ def _machine(outcome: dict[str, Any]) -> dict[str, Any]:
 
 def _times(found: dict[str, Any] | None) -> str:
     return "–" if found is None else f"{found['bound']}{' ' if found['bound'] else ''}{number(found['times'])}"
+
+
+SUMMARY, PAGE = "summary.json", "report.html"
+
+
+def build(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Rebuild everything that is derived from histories.
+
+    Returns:
+        What summary.json holds, and what could not be made and why.
+
+    Raises:
+        ValueError: if the folder holds no comparison, or a file of it is damaged.
+    """
+    comparison = read_comparison(folder)
+    numbers = summarise(comparison)
+    problems = []
+    write_text(folder / PAGE, page(comparison, numbers))
+    try:
+        draw(comparison)
+    except ImportError as error:
+        problems.append(f"no PNG and SVG figures: {error}")
+    content = plain({"title": comparison.title, **numbers, **_about(comparison.about)})
+    write_json(folder / SUMMARY, content)
+    return content, problems
+
+
+def _about(about: dict[str, Any]) -> dict[str, Any]:
+    kept = ("synthetic", "data", "settings", "commands", "environment")
+    return {key: about[key] for key in kept if key in about}

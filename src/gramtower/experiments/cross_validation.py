@@ -1,13 +1,28 @@
-"""Cross-validation: a fresh copy of a model fitted on all folds but one and measured on that one, for each in turn.
+"""Cross-validation, intervals around metrics, and adapters for scikit-learn's model selection.
 
-Works with whatever has ``get_params``, ``fit`` and ``evaluate`` as :class:`gramtower.TwoTower` has them. Cost: as many
-fits and evaluations as folds, one after the other.
+``cross_validate`` fits a copy of a model on all folds but one and measures it on that one, for each fold in turn. It
+works with every model that has ``get_params``, ``fit`` and ``evaluate`` like :class:`gramtower.TwoTower`. Cost: as many
+fits and evaluations as folds.
+
+Intervals. Student's t over folds: mean ± t_{n−1}(½ + level/2) s/√n. Folds share training pairs, so their values are not
+independent and the interval is a guide rather than a promise. Bootstrap over users (percentiles): users are drawn with
+replacement, each with all its values in all folds, so that a user who is in every fold does not count as several. Cost
+of the bootstrap: O(replicates · users · folds · metrics) as matrix products, in blocks.
+
+``PairSplit`` and ``ranking_scorer`` give scikit-learn the splits of this library as positions of pairs, and its metrics
+as scorers, without importing scikit-learn:
+
+    search = GridSearchCV(gt.TwoTower(), {"dim": [32, 64]}, scoring=gt.ranking_scorer("ndcg@20"), cv=gt.PairSplit(3))
+    search.fit(gt.PairSamples(pairs))
+
+Splits of whole entities have no positions; :func:`gramtower.cross_validate` takes them.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -19,16 +34,105 @@ from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower._util import html as html
+from gramtower.data import splits
 from gramtower.data.frames import Column
 from gramtower.data.interactions import Interactions
 from gramtower.data.lookup import index_of, join
+from gramtower.data.samples import PairSamples, pairs_of
 from gramtower.data.splits import Split
 from gramtower.data.splits import folds as cut
 from gramtower.distributed.group import current_group
-from gramtower.experiments.intervals import Interval, bootstrap_interval, t_interval
-from gramtower.metrics.definitions import DEFAULT, parse
+from gramtower.metrics.definitions import DEFAULT, LOWER_IS_BETTER, parse
 from gramtower.model.fit_data import Columns
 from gramtower.training.result import Reason
+
+Interval = tuple[float, float]
+_ELEMENTS = 1 << 22  # of a block of drawn users
+
+
+def t_interval(values: Sequence[float], level: float = 0.95) -> Interval:
+    """Of the mean of a few values; NaN for fewer than two."""
+    array = np.asarray(values, dtype=np.float64)
+    n = len(array)
+    if n < 2:
+        return (math.nan, math.nan)
+    from scipy.special import stdtrit  # which `import gramtower` has no other use for
+
+    half = float(stdtrit(n - 1, 0.5 + level / 2)) * float(array.std(ddof=1)) / math.sqrt(n)
+    return (float(array.mean()) - half, float(array.mean()) + half)
+
+
+def bootstrap_interval(
+    folds: Sequence[tuple[NDArray[np.int64], NDArray[Any]]],
+    *,
+    level: float = 0.95,
+    replicates: int = 1000,
+    seed: int = 0,
+) -> Interval:
+    """Of the mean over folds of the means over users, for other users of the same kind.
+
+    Args:
+        folds: for each, the users as numbers that are the same in all folds, and their values; NaN for no value.
+        level: share of replicates inside.
+        replicates: how often users are drawn.
+        seed: of the draws.
+    """
+    single = [(keys, np.asarray(values)[:, None]) for keys, values in folds]
+    return bootstrap_intervals(single, level=level, replicates=replicates, seed=seed)[0]
+
+
+def bootstrap_intervals(
+    folds: Sequence[tuple[NDArray[np.int64], NDArray[Any]]],
+    *,
+    level: float = 0.95,
+    replicates: int = 1000,
+    seed: int = 0,
+) -> list[Interval]:
+    """Of several such means with the same draws of users, so that they can be of differences too.
+
+    Args:
+        folds: as for :func:`bootstrap_interval`, with values users × means.
+        level: share of replicates inside.
+        replicates: how often users are drawn.
+        seed: of the draws.
+    """
+    users, width = 1 + max(int(keys.max(initial=-1)) for keys, _ in folds), folds[0][1].shape[1]
+    sums, counts = np.zeros((users, width, len(folds))), np.zeros((users, width, len(folds)))
+    for fold, (keys, values) in enumerate(folds):
+        there = np.isfinite(values)
+        sums[keys, :, fold] = np.where(there, values, 0.0)
+        counts[keys, :, fold] = there
+    known = counts.any((1, 2))
+    users = int(known.sum())
+    if not users:
+        return [(math.nan, math.nan)] * width
+    flat_sums, flat_counts = sums[known].reshape(users, -1), counts[known].reshape(users, -1)
+    generator = np.random.default_rng(seed)
+    size, found = max(1, _ELEMENTS // users), []
+    for start in range(0, replicates, size):
+        rows = min(size, replicates - start)
+        chosen = generator.integers(users, size=(rows, users)) + users * np.arange(rows)[:, None]
+        drawn = np.bincount(chosen.ravel(), minlength=rows * users).reshape(rows, users).astype(np.float64)
+        weight = drawn @ flat_counts
+        means = np.divide(drawn @ flat_sums, weight, out=np.full(weight.shape, np.nan), where=weight > 0)
+        found.append(_mean_of_there(means.reshape(rows, width, len(folds))))
+    replicated = np.concatenate(found)
+    return [_percentiles(values[np.isfinite(values)], level) for values in replicated.T]
+
+
+def _mean_of_there(means: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Means over the last axis of what is not NaN; NaN where all is."""
+    there = np.isfinite(means)
+    total, count = np.where(there, means, 0.0).sum(-1), there.sum(-1)
+    return np.asarray(np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0))
+
+
+def _percentiles(values: NDArray[np.float64], level: float) -> Interval:
+    if not len(values):
+        return (math.nan, math.nan)
+    low, high = np.quantile(values, [0.5 - level / 2, 0.5 + level / 2])
+    return (float(low), float(high))
+
 
 _SHOWN = 10  # folds whose values a repr lists
 
@@ -231,3 +335,101 @@ def _user_intervals(
 
 def _span(interval: Interval | None) -> str:
     return "-" if interval is None or not np.isfinite(interval[0]) else f"{interval[0]:.4f} to {interval[1]:.4f}"
+
+
+Positions = NDArray[np.int64]
+_DRAWN: dict[str, Callable[..., splits.Split]] = {
+    "random_pairs": splits.random_pairs,
+    "per_user": splits.per_user,
+    "leave_one_out": splits.leave_one_out,
+    "leave_last": splits.leave_last,
+    "by_time": splits.by_time,
+}
+
+
+class PairSplit:
+    """Which pairs to learn from and which to rank, for ``cv=`` of scikit-learn's searches.
+
+    Args:
+        count: how many splits: folds, or draws with the seeds ``seed``, ``seed + 1``, ….
+        method: "folds", of which each pair is tested in one; or a function of :mod:`gramtower.data.splits`:
+            "random_pairs", "per_user", "leave_one_out", "leave_last" or "by_time".
+        seed: of the draws.
+        options: of that function, such as ``test=0.2``.
+    """
+
+    def __init__(self, count: int = 5, method: str = "folds", *, seed: int = 0, **options: Any) -> None:
+        self.method = check.choice("method", method, ("folds", *_DRAWN))
+        self.count = check.count("count", count, minimum=2 if method == "folds" else 1)
+        self.seed, self.options = check.seed(seed), options
+        if method == "folds" and options:
+            check.fail("options", ", ".join(options), "none: folds of pairs have none")
+
+    def get_n_splits(self, X: Any = None, y: Any = None, groups: Any = None) -> int:
+        """How many splits there are."""
+        return self.count
+
+    def split(self, X: Any, y: Any = None, groups: Any = None) -> Iterator[tuple[Positions, Positions]]:
+        """Positions of training and test pairs, split by split.
+
+        Args:
+            X: :class:`gramtower.PairSamples`.
+            y: not used; scikit-learn hands it on.
+            groups: likewise.
+        """
+        if not isinstance(X, PairSamples):
+            check.fail("X", type(X).__name__, "gramtower.PairSamples(pairs): one sample for each pair")
+        pairs, everything = X.pairs, np.arange(len(X))
+        for part in self._parts(pairs):
+            held = np.isin(_keys(pairs), _keys(part.test), assume_unique=True)
+            yield everything[~held], everything[held]
+
+    def _parts(self, pairs: Interactions) -> Iterator[splits.Split]:
+        if self.method == "folds":
+            yield from splits.folds(pairs, self.count, seed=self.seed)
+            return
+        for turn in range(self.count):
+            yield _DRAWN[self.method](pairs, seed=self.seed + turn, **self.options)
+
+    def __repr__(self) -> str:
+        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        return f"PairSplit({self.count}, {self.method!r}, seed={self.seed}{options})"
+
+
+@dataclass(frozen=True)
+class RankingScorer:
+    """A ranking metric of held-out pairs, as ``scoring=`` of scikit-learn's searches; see :func:`ranking_scorer`.
+
+    Attributes:
+        metric: its name.
+        sign: −1 for a metric of which less is better, as scikit-learn maximises.
+    """
+
+    metric: str
+    sign: float = 1.0
+
+    def __call__(self, model: Any, X: Any, y: Any = None) -> float:
+        """The metric of a fitted model."""
+        return self.sign * float(model.evaluate(pairs_of(X), (self.metric,))[self.metric])
+
+
+def ranking_scorer(metric: str = "ndcg@20") -> RankingScorer:
+    """A metric of how well held-out pairs are ranked, for ``scoring=`` of scikit-learn's searches.
+
+    Training pairs are left out of the rankings, as in ``TwoTower.evaluate``. A dictionary of several scorers works as
+    it does for scikit-learn's own.
+
+    Args:
+        metric: its name, see docs/metrics.md. One of which less is better is negated.
+    """
+    if not isinstance(metric, str):
+        check.fail("metric", repr(metric), "the name of one metric")
+    (found,) = parse((metric,))
+    return RankingScorer(found.name, -1.0 if found.kind in LOWER_IS_BETTER else 1.0)
+
+
+def _keys(pairs: Interactions) -> Positions:
+    """A number for each pair, increasing; parts of the same pairs have the same numbers."""
+    matrix = pairs.matrix
+    rows = np.repeat(np.arange(matrix.shape[0], dtype=np.int64), np.diff(matrix.indptr))
+    return np.asarray(rows * matrix.shape[1] + matrix.indices)

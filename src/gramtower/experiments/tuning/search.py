@@ -27,7 +27,6 @@ import numpy as np
 from gramtower._util import checks as check
 from gramtower.distributed.group import current_group
 from gramtower.experiments.tuning import study as studies
-from gramtower.experiments.tuning.identity import identity, learned_from
 from gramtower.experiments.tuning.report import Search
 from gramtower.experiments.tuning.space import (
     NAMES,
@@ -40,7 +39,20 @@ from gramtower.experiments.tuning.space import (
     first_settings,
     linear,
 )
+from gramtower.experiments.tuning.study import (
+    Gain,
+    Solutions,
+    Tried,
+    Verdict,
+    gain,
+    identity,
+    judge,
+    learned_from,
+    pick,
+    weights_beside,
+)
 from gramtower.experiments.tuning.trial import (
+    Outcome,
     Parts,
     changed_arguments,
     make_parts,
@@ -50,8 +62,6 @@ from gramtower.experiments.tuning.trial import (
     start_values,
     validation_part,
 )
-from gramtower.experiments.tuning.tried import Gain, Outcome, Tried, Verdict, gain, judge, pick
-from gramtower.experiments.tuning.warm import Solutions, weights_beside
 from gramtower.metrics.definitions import to_maximise
 from gramtower.model.fit_data import prepare_data
 from gramtower.model.fitted import Selection

@@ -1,33 +1,274 @@
-"""The log of a search: optuna's study behind the few questions that the search asks of it.
+"""The log of a search: records of trials, which of them wins, and what is tried next.
 
-Kept in memory, in a journal file (text, one JSON object a line) or in an SQLite file (``.db``, ``.sqlite``). A study
-remembers which data, space, metric and seed it belongs to, and refuses others. Needs optuna.
+A trial replaces the defaults only if it is better by more than the choice of validation entities explains: its gain,
+the difference of both metrics, must exceed one standard error of that difference (metrics/jackknife.py), paired over
+the entities that both were measured on. These are the held-out entities, or the users where pairs were held out. The
+best of the trials that pass wins; if none does, the defaults stay.
+
+optuna proposes settings. Its study is kept in memory, in a journal file (text, one JSON object a line) or in an SQLite
+file (``.db``, ``.sqlite``). A study remembers which data, space, metric and seed it belongs to, and refuses others.
+
+Solutions of finished trials are files with the towers' parameters, to start a neighbour from: towers of the same shape,
+other ω, λ, μ, ν or weights. Files beyond the budget are dropped, worst trials first, so that the start of a trial
+depends only on the finished trials and a resumed search goes the same way.
 """
 
 from __future__ import annotations
 
 import glob
 import json
+import math
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import scipy.sparse as sp
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
 from gramtower._util import checks as check
+from gramtower._util.files import replacing
 from gramtower._util.optional import need
 from gramtower._util.schema import build
-from gramtower.experiments.tuning.space import SIZES, Range, Space, Value, searched
+from gramtower.engine.kernels.losses import Loss
+from gramtower.experiments.tuning.space import LOGARITHMIC, SIZES, Range, Space, Value, describe, searched
 from gramtower.experiments.tuning.space import larger as is_larger
-from gramtower.experiments.tuning.tried import Tried, pick
-from gramtower.experiments.tuning.warm import weights_beside
+from gramtower.experiments.tuning.trial import Outcome, Parts
+from gramtower.metrics.jackknife import standard_error
+from gramtower.model.fit_data import FitData
+from gramtower.model.settings import ModelSettings
 
 if TYPE_CHECKING:
     import optuna
 
-    from gramtower.experiments.tuning.tried import Outcome
+
+@dataclass(frozen=True)
+class Tried:
+    """One trial.
+
+    Attributes:
+        number: trials are numbered as they end, from 0.
+        settings: by the names of the search space, fixed ones too.
+        value: the metric that counts: the best on the way for a cold start, the last for a warm one; the mean of the
+            last ones where entities were held out.
+        iteration: where it was reached.
+        curve: metric at the start and after each iteration.
+        seconds: of training.
+        pruned: whether it was given up on the way.
+        warm_from: the trial whose solution it started from, or None for a cold start.
+        reason: why it stopped.
+        confirmed: for a winner that started warm, its value then; ``value`` is that of the cold start after it.
+        without: the metric at its end without each part of the validation entities, for the defaults and for what
+            was better than they; empty for a metric that is of no single entities.
+        metrics: several metrics at its end (``REPORTED`` and the one that is maximised), for the same trials; empty in
+            a log of an earlier version.
+        same_as: the trial whose settings come to the same, and whose results these are; None if it was trained.
+    """
+
+    number: int
+    settings: dict[str, Value]
+    value: float
+    iteration: int
+    curve: list[float]
+    seconds: float
+    pruned: bool
+    warm_from: int | None
+    reason: str
+    confirmed: float | None = None
+    without: list[float] = field(default_factory=list)
+    same_as: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def started_cold(self) -> bool:
+        """Whether its value is that of a cold start."""
+        return self.warm_from is None or self.confirmed is not None
+
+    @property
+    def note(self) -> str:
+        """How it started, and whether it was given up or trained again, for people."""
+        if self.same_as is not None:
+            return f"same as {self.same_as}"
+        notes = [f"warm from {self.warm_from}"] if self.warm_from is not None else []
+        notes += ["given up"] if self.pruned else []
+        notes += [f"confirmed cold; {self.confirmed:.4f} warm"] if self.confirmed is not None else []
+        return ", ".join(notes)
+
+    @classmethod
+    def of(cls, number: int, settings: dict[str, Value], outcome: Outcome, warm_from: int | None) -> Tried:
+        """A record from how a trial ended."""
+        return cls(
+            number, settings, outcome.value, outcome.iteration, outcome.curve, outcome.seconds, outcome.pruned,
+            warm_from, outcome.reason.name, without=outcome.without, metrics=outcome.metrics,
+        )  # fmt: skip
+
+    @property
+    def repeated(self) -> str:
+        """How it was trained once more, for people; of the record of such a training."""
+        return "on other held-out entities" if self.confirmed is None else f"cold start; {self.confirmed:.4f} warm"
+
+    def again(self, outcome: Outcome) -> Tried:
+        """The record of the same settings trained once more: from a cold start, or where it had one, on other data."""
+        once_more = Tried.of(self.number, self.settings, outcome, self.warm_from)
+        return once_more if self.started_cold else replace(once_more, confirmed=self.value, pruned=False)
+
+
+def pick(trials: Sequence[Tried]) -> Tried:
+    """The trial with the largest metric; the earliest of equals. One that was given up only where all were."""
+    return max(trials, key=_rank)
+
+
+def _rank(trial: Tried) -> tuple[bool, float, int]:
+    return not trial.pruned, trial.value, -trial.number
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which trial wins, and why.
+
+    Attributes:
+        winner: the trial.
+        text: a sentence that says what it was compared with, and how that came out.
+    """
+
+    winner: Tried
+    text: str
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How much better a trial is than the defaults.
+
+    Attributes:
+        value: the difference of their metrics.
+        error: its standard error; infinite where it is not known.
+        base: the metric of the defaults.
+    """
+
+    value: float
+    error: float
+    base: float
+
+    @property
+    def sure(self) -> bool:
+        """Whether it is beyond noise."""
+        return self.value > self.error
+
+    def __str__(self) -> str:
+        scale, unit, digits = (100 / self.base, " %", 1) if self.base > 0 else (1.0, "", 4)
+        known = f" ± {scale * self.error:.{digits}f}{unit}" if math.isfinite(self.error) else ""
+        return f"{scale * self.value:.{digits}f}{unit}{known}"
+
+
+def gain(trial: Tried, first: Tried) -> Gain:
+    """What a trial has more than the first one, paired over the entities of both."""
+    error = standard_error(trial.without, first.without) if trial.without else math.inf
+    return Gain(trial.value - first.value, error, first.value)
+
+
+def judge(trials: Sequence[Tried], refused: Collection[int] = ()) -> Verdict:
+    """The best trial that is better than the defaults, trial 0, beyond noise; the defaults if there is none.
+
+    Args:
+        trials: in order.
+        refused: numbers of trials that may not win.
+    """
+    first, best = trials[0], pick(trials)
+    if first.number != 0:
+        return Verdict(best, f"trial {best.number} is the best; the defaults failed, and are not compared with it")
+    if best is first:
+        return Verdict(first, "the defaults stay: no trial was better")
+    if not first.without:
+        text = f"trial {best.number} replaces the defaults: it gains {gain(best, first)} on the validation part"
+        return Verdict(best, f"{text}, not compared by entities")
+    better = [t for t in trials if gain(t, first).sure and not t.pruned and t.number not in refused]
+    if not better:
+        return Verdict(first, f"the defaults stay: the best trial, {best.number}, gains {gain(best, first)}")
+    winner = pick(better)
+    text = f"trial {winner.number} replaces the defaults: it gains {gain(winner, first)} on the validation part"
+    if winner is not best:
+        text += f" (the best, trial {best.number}, {gain(best, first)})"
+    return Verdict(winner, text)
+
+
+SAME = (
+    "dim",
+    "hidden",
+    "normalize",
+    "loss",
+    "imputed",
+    "features",
+)  # must be equal: another shape, or another scale of scores
+RADIUS = 4.0  # octaves of ω, λ, μ, or quarters of a power, beyond which a cold start is as good
+
+
+def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """How far two settings are apart: octaves of ω, λ, μ and quarters of powers; infinite for other towers."""
+    if any(one.get(name) != other.get(name) for name in SAME):
+        return math.inf
+    steps = []
+    for name in ("omega", "l2", "penalty", "frequency_power", "left_power", "right_power"):
+        if name in one and name in other:
+            a, b = float(one[name]), float(other[name])
+            if name in LOGARITHMIC:
+                steps.append(math.inf if min(a, b) <= 0 < max(a, b) else math.log2(a / b) if a > 0 else 0.0)
+            else:
+                steps.append(4 * (a - b))
+    return math.hypot(*steps)
+
+
+def weights_beside(storage: str | Path) -> Path:
+    """The folder of solutions that belongs to a log."""
+    return Path(str(storage) + ".weights")
+
+
+class Solutions:
+    """Parameters of finished trials in a folder.
+
+    Args:
+        folder: where the files are.
+        budget: most bytes of files.
+    """
+
+    def __init__(self, folder: Path, budget: int) -> None:
+        self.folder, self.budget = folder, budget
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def nearest(self, settings: dict[str, Any], finished: Iterable[tuple[int, dict[str, Any]]]) -> int | None:
+        """The finished trial with a solution that is nearest to settings, or None if none is near."""
+        found = [(distance(settings, other), number) for number, other in finished if self._path(number).exists()]
+        near = min(found, default=(math.inf, -1))
+        return near[1] if near[0] <= RADIUS else None
+
+    def load(self, number: int) -> Tensor:
+        """The parameters of a trial."""
+        from safetensors.torch import load_file
+
+        return load_file(self._path(number))["parameters"]
+
+    def keep(self, number: int, parameters: Tensor) -> None:
+        """Keep a trial's parameters."""
+        from safetensors.torch import save_file
+
+        with replacing(self._path(number)) as partial:
+            save_file({"parameters": parameters.detach().to("cpu", torch.float32).contiguous()}, partial)
+
+    def drop(self, values: dict[int, float]) -> None:
+        """Drop what is beyond the budget, the worst by ``values`` (number → metric) first."""
+        there = sorted((n for n in values if self._path(n).exists()), key=lambda n: (values[n], -n))
+        while there and sum(self._path(n).stat().st_size for n in there) > self.budget:
+            self._path(there.pop(0)).unlink()
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{number}.safetensors"
+
 
 _NAME = "gramtower"
 _AGAIN = "confirmations"
@@ -304,3 +545,51 @@ def is_interrupt(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error is not None
+
+
+def identity(parts: Parts, space: Space, metric: str, seed: int, model: ModelSettings) -> dict[str, Any]:
+    """What must be the same for a stored search to be continued, beside what :func:`learned_from` says."""
+    marks = _marks(parts.matrix.indptr, parts.matrix.indices)
+    held = _marks(parts.held_out.indptr, parts.held_out.indices)
+    unseen = parts.unseen
+    entities = "" if unseen is None else f"{unseen.count} {unseen.side} entities, "
+    fixed = {k: v for k, v in model.get_params().items() if k not in ("device", "verbose", "memory_budget", "metric")}
+    return {
+        "pairs": f"{parts.matrix.shape[0]} × {parts.matrix.shape[1]}, {parts.matrix.nnz} pairs, {marks}",
+        "validation": f"{entities}{parts.held_out.nnz} pairs, {held}",
+        "space": describe(space),
+        "metric": metric,
+        "seed": seed,
+        "model": {name: _text(name, value) for name, value in fixed.items()},
+    }
+
+
+def _text(name: str, value: Any) -> str:
+    """A setting in one form in every process: weights by all their numbers, a loss of one's own by its name."""
+    if isinstance(value, Loss):
+        return value.name
+    if name in ("left_weights", "right_weights") and not isinstance(value, (str, type(None))):
+        return str(_marks(check.as_float_array(name, value).astype(np.float64)))
+    return str(value)
+
+
+def learned_from(data: FitData) -> dict[str, Any]:
+    """Labels, weights and features of a fit, by checksums."""
+    weights = "none" if data.weights is None else str(_marks(data.weights))
+    return {
+        "labels": str(_marks(data.matrix.data)),
+        "weights": weights,
+        "left features": _features_mark(data.features[0]),
+        "right features": _features_mark(data.features[1]),
+    }
+
+
+def _features_mark(rows: Any) -> str:
+    if rows is None:
+        return "ids"
+    arrays = (rows.indptr, rows.indices, rows.data) if sp.issparse(rows) else (np.asarray(rows),)
+    return f"{rows.shape[0]} × {rows.shape[1]}, {_marks(*arrays)}"
+
+
+def _marks(*arrays: NDArray[Any]) -> list[int]:
+    return [zlib.crc32(np.ascontiguousarray(array).tobytes()) for array in arrays]

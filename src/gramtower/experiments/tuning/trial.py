@@ -1,10 +1,20 @@
-"""One trial: settings of the search space as a model, trained on the inner training part and ranked as it goes."""
+"""Run one trial: train a model with settings of the search space, and rank the validation part as it goes.
+
+When a trial is stopped early. Validation curves of second-order methods rise steeply and bend: extended in a straight
+line at the slope of the last few iterations, they end too high. A trial whose extended curve still stays below the best
+is pruned. The rule looks at one curve only, so it holds for cold starts and for starts from a neighbour's solution.
+
+A warm start begins at a point that other settings reached, and its first values are theirs: its value is the one that
+it settles at, not the best on the way. On entities that training has not seen, curves are rough: few entities are held
+out, all rankings share them, and the best point on the way is often an early one that is best for these only. There a
+trial runs to its end, and its value is the mean of its last points.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
@@ -17,9 +27,7 @@ from gramtower._util.widths import hidden_text, parse_hidden
 from gramtower.data.interactions import Interactions
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.weights import degree_power
-from gramtower.experiments.tuning import curve as curves
 from gramtower.experiments.tuning.space import Value, rescaled_penalty
-from gramtower.experiments.tuning.tried import REPORTED, Outcome
 from gramtower.model import defaults
 from gramtower.model.fit_data import FitData, aligned, hold_out, matrix_and_ids, prepare_data
 from gramtower.model.fit_parts import RankingValidator, iterations, make_problem, make_towers, right_weights
@@ -29,7 +37,82 @@ from gramtower.model.unseen import Unseen, UnseenValidator, hold_out_entities
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Record
 
+LOOK_BACK = 3  # iterations that a slope is taken over
+COLD_START = 6  # iterations that a cold start is given before it is judged
+SETTLED = 2e-3  # relative change over LOOK_BACK iterations under which a curve is flat
+
+
+def hopeless(curve: Sequence[float], remaining: int, best: float | None, warm: bool, rough: bool = False) -> bool:
+    """Whether a curve, carried on in a straight line for the remaining iterations, stays below the best.
+
+    Args:
+        curve: metric at the start and after each iteration.
+        remaining: iterations to come.
+        best: metric of the best trial so far, or None.
+        warm: whether the trial started from another one's solution.
+        rough: whether it is measured on entities that training has not seen; the line then begins at the best of the
+            last few points.
+    """
+    iterations = len(curve) - 1
+    if best is None or iterations < (LOOK_BACK if warm else COLD_START):
+        return False
+    if not (warm or rough) and max(curve) >= best:
+        return False  # it counts with its best point
+    slope = (curve[-1] - curve[-1 - LOOK_BACK]) / LOOK_BACK
+    now = max(curve[-LOOK_BACK:]) if rough else curve[-1]
+    return now + max(0.0, slope) * remaining < best
+
+
+def settled(curve: Sequence[float]) -> bool:
+    """Whether the last iterations changed next to nothing."""
+    if len(curve) <= LOOK_BACK + 1:
+        return False
+    last = curve[-1 - LOOK_BACK :]
+    return max(last) - min(last) <= SETTLED * abs(last[-1])
+
+
+def outcome(curve: Sequence[float], warm: bool, rough: bool = False) -> tuple[float, int]:
+    """A trial's value and its iteration: the best of a cold curve, the end of a warm one, of a rough one its mean."""
+    if rough:
+        last = curve[-min(LOOK_BACK, max(1, len(curve) - 1)) :]
+        return sum(last) / len(last), len(curve) - 1
+    if warm:
+        return curve[-1], len(curve) - 1
+    best = max(range(len(curve)), key=lambda i: curve[i])
+    return curve[best], best
+
+
 _SCORES = {"cpu": 2 * 10**8, "cuda": 4 * 10**9}  # most scores computed for one look at the validation part
+
+
+#: Metrics that a report has next to the one that is maximised: lists can gain by one and lose by another.
+REPORTED = ("map@5", "recall@20", "ndcg@20")
+
+
+@dataclass
+class Outcome:
+    """How a trial ended."""
+
+    curve: list[float]
+    seconds: float
+    reason: Reason
+    pruned: bool
+    late: bool
+    warm: bool
+    parameters: Tensor
+    rough: bool = False
+    without: list[float] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def value(self) -> float:
+        """The metric that counts for it."""
+        return outcome(self.curve, self.warm, self.rough)[0]
+
+    @property
+    def iteration(self) -> int:
+        """The iteration it was reached at."""
+        return outcome(self.curve, self.warm, self.rough)[1]
 
 
 @dataclass(frozen=True)
@@ -258,8 +341,8 @@ def run_trial(
         nonlocal pruned, late, last
         last = point.parameters.vector
         late = deadline is not None and time.perf_counter() >= deadline
-        pruned = curves.hopeless(curve, most - record.iteration, best, warm is not None, rough)
-        return late or pruned or (warm is not None and curves.settled(curve))
+        pruned = hopeless(curve, most - record.iteration, best, warm is not None, rough)
+        return late or pruned or (warm is not None and settled(curve))
 
     result = minimize(
         problem, towers, model.optimizer, most, model.time_limit, model.seed, [watch],

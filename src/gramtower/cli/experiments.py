@@ -1,0 +1,473 @@
+"""The commands ``gramtower benchmark``, ``gramtower cross-validate`` and ``gramtower report``.
+
+Finished runs of a benchmark are in its folder as they come, so that the same command continues after a kill.
+``report`` builds the page of a fit, a search, a comparison or a benchmark; the kind of folder says which.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from gramtower._util import checks as check
+from gramtower._util.files import write_json, write_text
+from gramtower.cli import run_folder
+from gramtower.cli.compare import show as show_comparison
+from gramtower.cli.options import (
+    Common,
+    DataOptions,
+    FeatureOptions,
+    ModelOptions,
+    Settings,
+    TrainOptions,
+    merge_flags,
+    read_config,
+    refuse_candidates,
+    refuse_refit,
+    refuse_validation_side,
+)
+from gramtower.cli.output import note, print_facts, print_json, print_table, shown
+from gramtower.cli.query import options_of_test
+from gramtower.cli.reading import (
+    guess_format,
+    id_column,
+    read_frame,
+    read_pairs,
+    share_or_pairs,
+    tower_features,
+    validation_of,
+)
+from gramtower.cli.run_folder import CONFIG, HISTORY, for_writing
+from gramtower.data.interactions import Interactions
+from gramtower.data.readers import movielens_table
+from gramtower.data.sources import read_toml
+from gramtower.experiments.benchmark_models import BUILT_IN, TOWERS
+from gramtower.experiments.benchmark_report import MANIFEST as BENCHMARK
+from gramtower.experiments.benchmark_report import PAGE, Benchmark, notes_of, table_of
+from gramtower.experiments.benchmark_report import build as build_benchmark
+from gramtower.experiments.benchmark_runner import benchmark as run_benchmark
+from gramtower.experiments.comparison import MANIFEST as COMPARISON
+from gramtower.experiments.comparison_page import build as build_comparison
+from gramtower.experiments.cross_validation import Interval
+from gramtower.experiments.cross_validation import cross_validate as validate
+from gramtower.experiments.fit_report import FitRun, Titles, fit_page, validation_pairs
+from gramtower.experiments.tuning.report import REPORT, read_search, tuning_page
+from gramtower.metrics.definitions import DEFAULT, parse
+from gramtower.model.fitting import validated_history
+from gramtower.model.settings import ModelSettings
+from gramtower.model.two_tower import TwoTower
+from gramtower.serving.table import EntityTable
+from gramtower.training.result import Record, read_history
+
+Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
+
+
+def benchmark(
+    path: Annotated[Path | None, Parameter(name="DATA")] = None,
+    /,
+    *,
+    out: Annotated[Path | None, Parameter(required=True)] = None,
+    test: str = "0.1",
+    models: str | None = None,
+    config: Annotated[list[str] | None, Parameter(negative=())] = None,
+    metrics: str = ",".join(DEFAULT),
+    seeds: int = 3,
+    reference: str | None = None,
+    fresh: Switch = False,
+    data: DataOptions | None = None,
+    features: FeatureOptions | None = None,
+    common: Common | None = None,
+    tokens: Annotated[Sequence[str], Parameter(parse=False)] = (),
+) -> int:
+    """Compare models: popularity, item-knn, ease, als, linear and hidden towers of gramtower, and your own configs.
+
+    All learn from the same pairs, rank all right entities for the same left ones and leave out what these have in the
+    training pairs. Of each metric there are the mean over the seeds, its 95% interval by a bootstrap over left
+    entities, and the paired difference from the best model. Models that cannot run here are left out, with the reason.
+
+    The same command goes on where a killed one stopped; other models and more seeds are added to those in the folder.
+    Nothing else should run on the machine meanwhile; the page says how many cores others kept busy.
+
+    Args:
+        path: Pairs, as for fit.
+        out: Folder for report.html, summary.json, benchmark.json and the finished runs.
+        test: Share of the pairs to test on, drawn anew with each seed, or a file like DATA, the same for all seeds.
+        models: Names separated by commas, of popularity, item-knn, ease, als, gramtower-linear,
+            gramtower-linear-features and gramtower-hidden-features [default: all, the last two where there are
+            features]; none for your own configs only.
+        config: A model of your own: a TOML file as for fit, or NAME=FILE; may be repeated. The table [data] of the
+            first says how DATA is read.
+        metrics: Names separated by commas; the first decides who is the best.
+        seeds: How many, from 0 on: of the splits and of the models.
+        reference: The model that differences are from [default: the best].
+        fresh: Start anew even if the folder holds a benchmark.
+        data: Data.
+        features: Features that gramtower-linear-features and gramtower-hidden-features see.
+        common: Output.
+        tokens: The command line itself.
+    """
+    common = common or Common()
+    out = for_writing(out)
+    for name in (HISTORY, COMPARISON):
+        if (out / name).exists():
+            check.fail("out", f"{out}, which holds {name}", "a folder of its own for a benchmark")
+    if data is not None and data.validation is not None:
+        check.fail("--validation", data.validation, "nothing: --test says what is held out")
+    refuse_candidates(features)
+    configs = _configs(config or [])
+    settings = merge_flags(None, data, features=features)
+    settings.data = _data_of(settings.data, configs)
+    source = settings.data.path if path is None else str(path)
+    if source is None:
+        check.fail("DATA", "nothing", "a file of pairs, as an argument or as path below [data] of a config")
+    names = None if models is None else _split(models)
+    if names == ["none"]:
+        names = []
+    if names is not None and (unknown := [name for name in names if name not in BUILT_IN]):
+        check.fail("models", repr(unknown[0]), f"names of {', '.join(BUILT_IN)}, or none; --config adds your own")
+    towers = names is None or any(name in TOWERS for name in names)
+    pairs = read_pairs(Path(source), settings.data, loss=ModelSettings.loss if towers else None)
+    held_out = share_or_pairs("--test", test, settings.data)
+    if not common.quiet:
+        note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities, {seeds} seeds")
+    given = _features(settings, pairs, common.quiet)
+    own = {name: _model(each, settings.data, pairs, common.quiet) for name, each in configs.items()}
+    try:
+        found = run_benchmark(
+            pairs, held_out, metrics=_split(metrics), models=own, baselines=names, **given, seeds=seeds,
+            reference=reference, out=out, fresh=fresh, title=Path(source).name,
+            command=shlex.join(["gramtower", *tokens]), progress=None if common.quiet else note, verbose=False,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"runs that ended are in {out}, and the same command goes on after them") from None
+    if common.json:
+        print_json(found.to_dict())
+    else:
+        show(found, out)
+    return 0 if ended_well(found) else 1
+
+
+def report_benchmark(run: Path, common: Common) -> int:
+    """``gramtower report`` of a benchmark's folder: its page and summary anew, from its finished runs."""
+    found = build_benchmark(run)
+    if common.json:
+        print_json(found.to_dict())
+    else:
+        show(found, run)
+    return 0
+
+
+def ended_well(found: Benchmark) -> bool:
+    """Whether every model ran, or was left out for a reason that was said."""
+    return all(facts["status"] in ("finished", "left out") for facts in found.summary["models"].values())
+
+
+def show(found: Benchmark, out: Path) -> None:
+    """The table, what is missing in it and why, and who won."""
+    print_table(*table_of(found.summary))
+    for line in notes_of(found.summary):
+        print(line)
+    print(found.verdict)
+    print(f"report: {out / PAGE}")
+
+
+def _split(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _configs(given: list[str]) -> dict[str, Settings]:
+    """Settings by the name of the model: the one given, the file's, or that of the folder of a run."""
+    found: dict[str, Settings] = {}
+    for text in given:
+        name, equals, rest = text.partition("=")
+        named = bool(equals) and not Path(text).exists()
+        path = Path(rest if named else text)
+        if not named:
+            name = path.resolve().parent.name if path.name == CONFIG else path.stem
+        if name in found or name in BUILT_IN:
+            check.fail("--config", text, f"NAME={path} with a name other than {name!r}, which is taken")
+        found[name] = read_config(path)
+    return found
+
+
+def _data_of(flags: DataOptions, configs: dict[str, Settings]) -> DataOptions:
+    """How DATA is read: as flags say, otherwise as the first config does; another config must not differ."""
+    told = {name: value for name, value in asdict(flags).items() if value is not None}
+    first = next(iter(configs.values()), Settings()).data
+    base = {name: value for name, value in asdict(first).items() if value is not None} | told
+    for name, settings in configs.items():
+        for key, value in asdict(settings.data).items():
+            if key not in ("validation", "path", *told) and value is not None and value != base.get(key):
+                expected = f"{key} = {base.get(key)!r} as for the others, or a flag: all models read the same pairs"
+                check.fail("--config", f"{key} = {value!r} in [data] of {name}", expected)
+    return replace(DataOptions(), **base | {"validation": None})
+
+
+def _features(settings: Settings, pairs: Interactions, quiet: bool) -> dict[str, Any]:
+    """What towers see beside ids."""
+    given, _ = tower_features(settings, pairs, quiet)
+    return {name: parts for name, parts in given.items() if parts != ["id"]}
+
+
+def _model(settings: Settings, data: DataOptions, pairs: Interactions, quiet: bool) -> Any:
+    """A config as the model and what its fit is given."""
+    arguments = _features(replace(settings, data=data), pairs, quiet)
+    validation = validation_of(settings.data)
+    if isinstance(validation, Interactions):
+        check.fail("--config", "[data] validation, a file", "a share: pairs of a file may be among those tested")
+    if validation is not None:
+        arguments["validation"] = validation
+    if settings.train.refit:
+        arguments["refit"] = True
+    if settings.train.validation_side is not None:
+        arguments["validation_side"] = settings.train.validation_side
+    return TwoTower(**settings.estimator_arguments()), arguments
+
+
+def cross_validate(
+    path: Annotated[Path | None, Parameter(name="DATA")] = None,
+    /,
+    *,
+    folds: int = 5,
+    metrics: str = ",".join(DEFAULT),
+    out: Path | None = None,
+    config: Path | None = None,
+    data: DataOptions | None = None,
+    features: FeatureOptions | None = None,
+    model: ModelOptions | None = None,
+    train: TrainOptions | None = None,
+    common: Common | None = None,
+) -> int:
+    """Measure settings by cross-validation: as many fits as folds, each tested on pairs that it has not seen.
+
+    Every pair is tested once. Of each metric there are the mean over the folds, its 95% interval by Student's t over
+    the folds, and one by a bootstrap over left entities.
+
+    Args:
+        path: Pairs, as for fit.
+        folds: How many, drawn with --seed.
+        metrics: Names, separated by commas, as for evaluate.
+        out: File for the numbers, as JSON.
+        config: TOML file, as for fit.
+        data: Data.
+        features: Features.
+        model: Model.
+        train: Training of each fit.
+        common: Output.
+    """
+    common = common or Common()
+    refuse_refit(train)
+    refuse_validation_side(train)
+    refuse_candidates(features)
+    settings = merge_flags(config, data, model, train, features)
+    source = settings.data.path if path is None else str(path)
+    if source is None:
+        check.fail("DATA", "nothing", "a file of pairs, as an argument or as path below [data] of the config")
+    if data is not None and data.validation is not None:
+        check.fail("--validation", data.validation, "nothing: the folds are what is held out")
+    if out is not None and out.is_dir():
+        check.fail("--out", f"{out}, which is a folder", "a file for JSON")
+    names = [metric.name for metric in parse([name.strip() for name in metrics.split(",") if name.strip()])]
+    estimator = TwoTower(**settings.estimator_arguments(), verbose=not common.quiet)
+    pairs = read_pairs(Path(source), settings.data, loss=estimator.loss)
+    if not common.quiet:
+        if settings.data.validation is not None:
+            unused = f"[data] validation {settings.data.validation} of the config is not used"
+            note(f"{unused}: the folds are what is held out")
+        note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities, {folds} folds")
+    seen, _ = tower_features(settings, pairs, common.quiet)
+    found = validate(estimator, pairs, folds, names, **seen, seed=estimator.seed)
+    content = {"pairs": len(pairs), "folds": folds, "seed": estimator.seed, "metrics": found.to_dict()}
+    if out is not None:
+        write_json(out, content)
+    if common.json:
+        print_json(content)
+        return 0
+    print_table(
+        ("metric", "mean", "95% over folds", "95% over left entities", "folds"),
+        [
+            (
+                name,
+                found.mean[name],
+                _span(found.interval[name]),
+                _span(found.user_interval.get(name)),
+                " ".join(shown(float(f"{value:.4g}")) for value in found.values(name).tolist()),
+            )
+            for name in names
+        ],
+    )
+    return 0
+
+
+def _span(interval: Interval | None) -> str | None:
+    return None if interval is None else f"{interval[0]:.4f} to {interval[1]:.4f}"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command was given beside the folder; only a fit has a use for it."""
+
+    test: Path | None = None
+    left_table: Path | None = None
+    right_table: Path | None = None
+
+
+def report(
+    run: Path,
+    /,
+    *,
+    test: Path | None = None,
+    left_table: Path | None = None,
+    right_table: Path | None = None,
+    common: Common | None = None,
+) -> int:
+    """Make report.html of a fit, a tuning, a comparison or a benchmark, from what its folder holds.
+
+    Of a fit: curves, settings, data, metrics by popularity and by activity, and examples of lists. Metrics are those of
+    --test, or of the validation pairs that the model keeps. Titles are those of a column title, name or label of a
+    table: the one given, the run's own table of features, or the films of a MovieLens folder. Of a tuning: trials,
+    importance of choices, settings. Of a comparison: all that compare makes, anew from its saved histories alone. Of a
+    benchmark: from its finished runs.
+
+    Args:
+        run: Folder that fit, tune, compare or benchmark wrote, finished or not.
+        test: Of a fit, held-out pairs to measure, a file like the one the run read.
+        left_table: Of a fit, table with titles of left entities: .csv, .tsv, .parquet.
+        right_table: The same for right entities.
+        common: Output.
+    """
+    common = common or Common()
+    if not run.is_dir():
+        check.fail("DIR", run, "the folder of a fit, a tuning, a comparison or a benchmark")
+    benchmark = (run / BENCHMARK).exists()
+    make = next(maker for is_one, maker in KINDS if is_one(run))
+    asked = Asked(test, left_table, right_table)
+    if asked != Asked() and (benchmark or make is not _fit):
+        check.fail("--test, --left-table, --right-table", "a folder of something else", "the folder of a fit")
+    if benchmark:
+        return report_benchmark(run, common)
+    content, problems = make(run, asked)
+    for problem in problems:
+        note(problem)
+    if common.json:
+        print_json(content)
+    elif make is _comparison:
+        show_comparison(content, run)
+    else:
+        kinds = (str, int, float)
+        shown = {name: value for name, value in content.items() if isinstance(value, kinds) and name != "kind"}
+        print_facts(shown | {"report": str(run / PAGE)})
+    return 0
+
+
+def _comparison(run: Path, asked: Asked) -> tuple[dict[str, Any], list[str]]:
+    return build_comparison(run)
+
+
+def _tuning(run: Path, asked: Asked) -> tuple[dict[str, Any], list[str]]:
+    page, content, problems = tuning_page(read_search(run), run.resolve().name)
+    write_text(run / PAGE, page)
+    return content, problems
+
+
+def _fit(run: Path, asked: Asked) -> tuple[dict[str, Any], list[str]]:
+    found, notes = read_fit(run, asked)
+    page, content, problems = fit_page(found)
+    write_text(run / PAGE, page)
+    return content, notes + problems
+
+
+#: Kinds of folders in the order in which they are told, and what makes their pages; the last is any other.
+KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path, Asked], tuple[dict[str, Any], list[str]]]], ...] = (
+    (lambda run: (run / COMPARISON).exists(), _comparison),
+    (lambda run: (run / run_folder.HISTORY).exists() or (run / run_folder.MODEL).exists(), _fit),
+    (lambda run: (run / REPORT).exists(), _tuning),
+    (lambda run: True, _comparison),
+)
+
+
+def read_fit(run: Path, asked: Asked) -> tuple[FitRun, list[str]]:
+    """What the folder of a fit holds, and what of it could not be read."""
+    history = _records(run / run_folder.HISTORY)
+    config, notes = run / run_folder.CONFIG, list[str]()
+    tables = read_toml("config", config) if config.exists() else {}
+    refitted = not tables or bool(tables.get("train", {}).get("refit"))  # otherwise a file of an earlier fit
+    first = _records(validated_history(run / run_folder.HISTORY)) if refitted else []
+    title = run.resolve().name
+    if not (run / run_folder.MODEL).exists():
+        if asked != Asked():
+            run_folder.model_file(run)  # which says that there is none
+        return FitRun(title, _named(history, first)), notes
+    model, settings = run_folder.open_model(run)
+    truth, left_out = _held_out(model, settings, asked)
+    titles: dict[str, Titles] = {}
+    for side, given in (("left", asked.left_table), ("right", asked.right_table)):
+        try:
+            titles[side] = _titles(model, settings, side, given)
+        except (OSError, ValueError) as error:
+            if given is not None:
+                raise
+            notes.append(f"no titles of {side} entities: {error}")
+    return FitRun(
+        title, _named(history or model.history_, first), _summary(run / run_folder.SUMMARY),
+        tables, model.fitted_, truth, titles, left_out, tested=asked.test is not None,
+    ), notes  # fmt: skip
+
+
+def _named(history: list[Record], first: list[Record]) -> dict[str, list[Record]]:
+    """The records of a fit, and of a fit with refit those of both halves."""
+    return {"with validation": first, "on all pairs": history} if first and history else {"fit": history or first}
+
+
+def _records(path: Path) -> list[Record]:
+    try:
+        return read_history(path) if path.exists() else []
+    except ValueError as error:
+        raise ValueError(f"folder: {path} is not a history: {error}") from error
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _held_out(model: TwoTower, settings: Settings, asked: Asked) -> tuple[tuple[Any, str] | None, int]:
+    """Pairs to measure in the model's rows and what to call them, and how many were left out."""
+    fitted = model.fitted_
+    if asked.test is not None:
+        pairs = read_pairs(asked.test, options_of_test(settings, asked.test, None), name="--test")
+        found = fitted.aligned("test", pairs)
+        if not found.pairs.nnz:
+            check.fail("test", f"{found.total:,} pairs, none of them with two known ids", "pairs of the model's ids")
+        return (found.pairs, f"{found.pairs.nnz:,} pairs of {asked.test.name}"), found.total - found.pairs.nnz
+    kept = validation_pairs(fitted)
+    if kept is None:
+        return None, 0
+    called = f"the {kept.nnz:,} validation pairs, by which the iteration that was kept was chosen"
+    return (kept, called), 0
+
+
+def _titles(model: TwoTower, settings: Settings, side: str, given: Path | None) -> Titles:
+    """Titles from a table, from the run's own features, or from the films of a MovieLens folder."""
+    named = given if given is not None else getattr(settings.features, f"{side}_features")
+    this = model.left_ if side == "left" else model.right_
+    if named is not None:
+        frame = read_frame(f"--{side}-table", Path(named))
+    else:
+        path = None if settings.data.path is None else Path(settings.data.path)
+        if side == "left" or path is None or not path.exists():
+            return None
+        if (settings.data.format or guess_format(path)) != "movielens":
+            return None
+        frame = movielens_table(path, "movies")
+    id = id_column(side, frame, getattr(settings.features, f"{side}_id"), getattr(settings.data, side))
+    return EntityTable(f"--{side}-table", frame, id, this.ids, len(this)).titles()

@@ -1,0 +1,649 @@
+"""Turn the runs of a benchmark into numbers, a table and a page.
+
+A mean is that over seeds of the means over users. For intervals, users are drawn with replacement, each with all its
+values under every seed, with the same draws for all models. A difference is that of a user's values under the same
+seed, model − reference, so that whatever makes a user hard for both cancels. Metrics of all users together (coverage,
+Gini) have means only. Cost: O(replicates · users · seeds · models) for each metric.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from dataclasses import asdict, dataclass, field, fields
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gramtower._util import checks as check
+from gramtower._util import schema as _schema
+from gramtower._util import tensors as _tensors
+from gramtower._util.files import plain, write_json, write_text
+from gramtower.experiments.cross_validation import Interval, bootstrap_intervals
+from gramtower.experiments.page import document, table
+from gramtower.experiments.page import facts as facts_html
+from gramtower.metrics.definitions import LOWER_IS_BETTER, parse
+
+MANIFEST, RUNS = "benchmark.json", "runs"
+KIND, VERSION = "gramtower benchmark", 1
+_RUN_KIND = "run of a gramtower benchmark"
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What is known of a model before it runs; see Entry."""
+
+    kind: str
+    settings: dict[str, Any]
+    random: bool
+    left_out: str | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is compared on what.
+
+    Attributes:
+        title: of the page.
+        data: counts, a fingerprint, and how pairs are held out.
+        fixed_test: whether all seeds test the same pairs.
+        metrics: names; the first decides.
+        seeds: of the runs.
+        reference: the model that others are compared with; None for the best.
+        models: by name, in order.
+        failures: of models, by seed: the error.
+        commands: command lines, if any.
+        kind: of the file.
+        version: of the file.
+    """
+
+    title: str
+    data: dict[str, Any]
+    fixed_test: bool
+    metrics: list[str]
+    seeds: list[int]
+    reference: str | None
+    models: dict[str, dict[str, Any]]
+    failures: dict[str, dict[str, str]] = field(default_factory=dict)
+    commands: list[str] = field(default_factory=list)
+    kind: str = KIND
+    version: int = VERSION
+
+    def facts(self, name: str) -> ModelFacts:
+        """Of a model."""
+        return _schema.build(f"models[{name!r}]", ModelFacts, self.models[name])
+
+    def seeds_of(self, name: str) -> list[int]:
+        """The seeds that a model is run with: one, if neither it nor the split depends on it."""
+        return self.seeds if self.facts(name).random or not self.fixed_test else self.seeds[:1]
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A finished run of a model.
+
+    Attributes:
+        name: of the model.
+        seed: of the split and of the model.
+        metrics: by name.
+        users: rows of the users that metrics are means over.
+        per_user: their values, for metrics that are means over users.
+        seconds: of the fit.
+        list_seconds: of the lists.
+        peak_bytes: the largest resident set meanwhile; None if unknown.
+        start_bytes: the resident set before.
+        others_busy: cores that other processes kept busy meanwhile; None if unknown.
+        environment: where and with what it ran.
+    """
+
+    name: str
+    seed: int
+    metrics: dict[str, float]
+    users: NDArray[np.int64]
+    per_user: dict[str, NDArray[np.float64]]
+    seconds: float
+    list_seconds: float
+    peak_bytes: int | None = None
+    start_bytes: int | None = None
+    others_busy: float | None = None
+    environment: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Header:
+    name: str
+    seed: int
+    metrics: dict[str, float | None]
+    seconds: float
+    list_seconds: float
+    peak_bytes: int | None
+    start_bytes: int | None
+    others_busy: float | None
+    environment: dict[str, Any]
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Save benchmark.json in one step."""
+    write_json(folder / MANIFEST, asdict(manifest))
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """benchmark.json, or None if there is none.
+
+    Raises:
+        ValueError: if it is damaged, or of another version.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict) and content.get("kind") == KIND and content.get("version") != VERSION:
+            raise ValueError(f"version {content.get('version')!r}, expected {VERSION}")
+        found = _schema.build("benchmark", Manifest, content)
+        for name in found.models:
+            found.facts(name)
+        if found.kind != KIND or not found.metrics or not found.seeds or not found.models:
+            raise ValueError("no models, metrics or seeds")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"folder: {path} is damaged or of something else ({error})") from error
+    return found
+
+
+def run_path(folder: Path, name: str, seed: int) -> Path:
+    """Where a finished run is; names that differ have different files."""
+    letters = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:40] or "model"
+    return folder / RUNS / f"{letters}-{zlib.crc32(name.encode()):08x}-{seed}.tensors"
+
+
+def write_run(folder: Path, run: Run) -> None:
+    """Save a finished run in one step."""
+    header = {part.name: getattr(run, part.name) for part in fields(_Header)}
+    tensors = {"users": torch.from_numpy(run.users)}
+    tensors |= {f"metric {name}": torch.from_numpy(values) for name, values in run.per_user.items()}
+    _tensors.write(run_path(folder, run.name, run.seed), _RUN_KIND, VERSION, plain(header), tensors)
+
+
+def read_run(folder: Path, name: str, seed: int) -> Run | None:
+    """A finished run, or None if there is none.
+
+    Raises:
+        ValueError: if its file is damaged or of another run.
+    """
+    path = run_path(folder, name, seed)
+    if not path.exists():
+        return None
+    file = _tensors.TensorFile(path, _RUN_KIND, VERSION)
+    try:
+        header = _schema.build(str(path), _Header, file.header)
+        users = file.read("users").numpy().copy() if "users" in file.shapes else np.empty(0, dtype=np.int64)
+        prefix = "metric "
+        values = {key.removeprefix(prefix): file.read(key).numpy().copy() for key in file.shapes if key != "users"}
+    finally:
+        file.close()
+    if (header.name, header.seed) != (name, seed) or any(len(part) != len(users) for part in values.values()):
+        check.fail("folder", f"{path}, a run of {header.name!r} with seed {header.seed}", f"one of {name!r}, {seed}")
+    metrics = {key: float("nan") if value is None else value for key, value in header.metrics.items()}
+    return Run(**vars(header) | {"metrics": metrics, "users": users, "per_user": values})
+
+
+def read_runs(folder: Path, manifest: Manifest) -> list[Run]:
+    """All finished runs of a benchmark."""
+    asked = [(name, seed) for name in manifest.models for seed in manifest.seeds_of(name)]
+    return [run for name, seed in asked if (run := read_run(folder, name, seed)) is not None]
+
+
+REPLICATES = 1000
+#: What can become of a model, and what that means.
+STATUSES = {
+    "finished": "all its runs ended",
+    "failed": "a run raised an error",
+    "unfinished": "not all its runs have ended; the same benchmark goes on",
+    "left out": "it was not run",
+}
+
+
+def summarise(manifest: Manifest, runs: list[Run], replicates: int = REPLICATES, seed: int = 0) -> dict[str, Any]:
+    """The numbers of a benchmark, for JSON.
+
+    Args:
+        manifest: what was asked for.
+        runs: those that ended.
+        replicates: of the bootstrap.
+        seed: of the bootstrap.
+    """
+    found = {(run.name, run.seed): run for run in runs}
+    models = {name: _facts(manifest, name, found) for name in manifest.models}
+    complete = [name for name, facts in models.items() if facts["status"] == "finished"]
+    first = manifest.metrics[0]
+    ranked = sorted(complete, key=lambda name: _key(first, models[name]["means"][first]))
+    best = ranked[0] if ranked else None
+    reference = manifest.reference if manifest.reference in complete else best
+    shown = [name for name in manifest.models if models[name]["runs"]]
+    for metric in manifest.metrics:
+        spans, differences = _intervals(manifest, found, shown, reference, metric, replicates, seed)
+        for name in shown:
+            models[name]["metrics"][metric] = {
+                "mean": models[name]["means"][metric],
+                "interval": spans.get(name),
+                "by_seed": {str(s): run.metrics[metric] for s, run in _runs(manifest, name, found).items()},
+                "difference": differences.get(name),
+            }
+    for facts in models.values():
+        del facts["means"]
+    summary: dict[str, Any] = {
+        "title": manifest.title,
+        "data": manifest.data,
+        "metrics": manifest.metrics,
+        "seeds": manifest.seeds,
+        "users": {str(run.seed): len(run.users) for run in runs},
+        "best": best,
+        "reference": reference,
+        "ranking": ranked,
+        "models": models,
+        "intervals": {"level": 0.95, "over": "users", "replicates": replicates, "seed": seed},
+        "environments": _environments(runs),
+        "commands": manifest.commands,
+    }
+    return summary | {"verdict": verdict(summary, found, manifest, replicates, seed)}
+
+
+def verdict(
+    summary: dict[str, Any], found: dict[tuple[str, int], Run], manifest: Manifest, replicates: int, seed: int
+) -> str:
+    """Who won, by how much, and whether chance could say the same."""
+    metric, ranked, models = summary["metrics"][0], summary["ranking"], summary["models"]
+    if not ranked:
+        return "No model has ended yet, so none won."
+    winner = models[ranked[0]]["metrics"][metric]
+    whole = all(facts["status"] in ("finished", "left out") for facts in models.values())
+    text = "" if whole else "Of the models whose runs have all ended, "
+    text += f"{ranked[0]} has the best {metric}, {winner['mean']:.4f}{_shown(winner['interval'])}"
+    if len(ranked) == 1:
+        return text + "; no other model ran to compare it with."
+    second = ranked[1]
+    by = _intervals(manifest, found, ranked[:2], second, metric, replicates, seed)[1].get(ranked[0])
+    if by is None:
+        gap = winner["mean"] - models[second]["metrics"][metric]["mean"]
+        return f"{text}, {gap:+.4f} against {second}, the next; {metric} has no values of single users to judge it by."
+    text += f": {by['mean']:+.4f}{_shown(by['interval'])} against {second}, the next. "
+    if by["excludes_zero"]:
+        return text + "The interval excludes zero."
+    return text + "The interval includes zero: these users cannot tell the two apart."
+
+
+def _key(metric: str, value: float) -> float:
+    """For sorting, the best first; a value that is none comes last."""
+    if not math.isfinite(value):
+        return math.inf
+    return value if parse(metric)[0].kind in LOWER_IS_BETTER else -value
+
+
+def _runs(manifest: Manifest, name: str, found: dict[tuple[str, int], Run]) -> dict[int, Run]:
+    """The runs of a model by seed; one that depends on no seed stands for all."""
+    own = manifest.seeds_of(name)
+    return {seed: found[key] for seed in manifest.seeds if (key := (name, seed if seed in own else own[0])) in found}
+
+
+def _facts(manifest: Manifest, name: str, found: dict[tuple[str, int], Run]) -> dict[str, Any]:
+    """Status, times and memory of a model."""
+    facts, failed = manifest.facts(name), manifest.failures.get(name, {})
+    runs = [found[name, seed] for seed in manifest.seeds_of(name) if (name, seed) in found]
+    missing = len(manifest.seeds_of(name)) - len(runs)
+    status, message = "finished", ""
+    if facts.left_out is not None and missing:
+        status, message = "left out", facts.left_out
+    elif missing and failed:
+        status, message = "failed", "; ".join(f"seed {seed}: {text}" for seed, text in failed.items())
+    elif missing:
+        status, message = "unfinished", f"{missing} of {len(manifest.seeds_of(name))} runs have not ended"
+    peaks = [run.peak_bytes for run in runs if run.peak_bytes is not None]
+    added = [max(0, run.peak_bytes - run.start_bytes) for run in runs if run.peak_bytes and run.start_bytes]
+    means = {
+        metric: float(np.mean([run.metrics[metric] for run in _runs(manifest, name, found).values()]))
+        for metric in (manifest.metrics if runs else [])
+    }
+    return {
+        "kind": facts.kind,
+        "status": status,
+        "message": message,
+        "runs": len(runs),
+        "fit_seconds": float(np.median([run.seconds for run in runs])) if runs else None,
+        "list_seconds": float(np.median([run.list_seconds for run in runs])) if runs else None,
+        "fit_seconds_by_seed": {str(run.seed): run.seconds for run in runs},
+        "peak_bytes": max(peaks, default=None),
+        "added_bytes": max(added, default=None),
+        "others_busy": max((run.others_busy for run in runs if run.others_busy is not None), default=None),
+        "settings": facts.settings,
+        "means": means,
+        "metrics": {},
+    }
+
+
+def _environments(runs: list[Run]) -> list[dict[str, Any]]:
+    """The machines and versions that runs ran on, each once."""
+    found: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        found.setdefault(str({key: value for key, value in run.environment.items() if key != "date"}), run.environment)
+    return list(found.values())
+
+
+def _intervals(
+    manifest: Manifest,
+    found: dict[tuple[str, int], Run],
+    names: list[str],
+    reference: str | None,
+    metric: str,
+    replicates: int,
+    seed: int,
+) -> tuple[dict[str, Interval], dict[str, dict[str, Any]]]:
+    """Intervals of the means of models, and means and intervals of their differences from one of them."""
+    own = {name: _runs(manifest, name, found) for name in names}
+    measured = [name for name in names if all(metric in run.per_user for run in own[name].values())]
+    if not measured:
+        return {}, {}
+    others = [name for name in measured if name != reference] if reference in measured else []
+    folds = []
+    for one in manifest.seeds:
+        there = {name: own[name][one] for name in measured if one in own[name]}
+        if there:
+            users = next(iter(there.values())).users  # the same for all: they share the split
+            folds.append((users, _columns(there, measured, others, reference, metric, len(users))))
+    spans = bootstrap_intervals(folds, replicates=replicates, seed=seed)
+    differences = {}
+    for place, name in enumerate(others):
+        values = [values[:, len(measured) + place] for _, values in folds]
+        means = [float(np.nanmean(part)) for part in values if np.isfinite(part).any()]
+        span = spans[len(measured) + place]
+        excludes = bool(np.isfinite(span).all() and (span[0] > 0 or span[1] < 0))
+        mean = float(np.mean(means)) if means else math.nan
+        differences[name] = {"mean": mean, "interval": span, "excludes_zero": excludes}
+    return dict(zip(measured, spans, strict=False)), differences
+
+
+def _columns(
+    there: dict[str, Run], measured: list[str], others: list[str], reference: str | None, metric: str, users: int
+) -> NDArray[np.float64]:
+    """One column of users' values for each model, and one for each difference; NaN where a run is missing."""
+    nothing = np.full(users, np.nan)
+    values = {name: there[name].per_user[metric] if name in there else nothing for name in measured}
+    apart = [values[name] - values[reference] for name in others if reference is not None]
+    return np.stack([*(values[name] for name in measured), *apart], axis=1)
+
+
+def _shown(interval: Interval | None) -> str:
+    return "" if interval is None else f" (95% {interval[0]:.4f} to {interval[1]:.4f})"
+
+
+def ordered(summary: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Models with what is known of them, the best first, those that have not ended last."""
+    models, ranked = summary["models"], summary["ranking"]
+    return [(name, models[name]) for name in (*ranked, *(name for name in models if name not in ranked))]
+
+
+def table_of(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows of the plain table: models with a run, the best first."""
+    first, *others = summary["metrics"]
+    apart = [f"difference from {summary['reference']}"] if len(summary["ranking"]) > 1 else []
+    heads = ["model", first, "95%", *apart, *others, "fit s", "peak MB", "added MB"]
+    rows = []
+    for name, facts in ordered(summary):
+        if facts["runs"]:
+            found = facts["metrics"][first]
+            cells = [name, f"{found['mean']:.4f}", span(found["interval"])]
+            cells += [difference(found["difference"]) for _ in apart]
+            cells += [f"{facts['metrics'][metric]['mean']:.4f}" for metric in others]
+            cells += [f"{facts['fit_seconds']:.2f}", megabytes(facts["peak_bytes"]), megabytes(facts["added_bytes"])]
+            rows.append(cells)
+    return heads, rows
+
+
+def notes_of(summary: dict[str, Any]) -> list[str]:
+    """A line for each model that did not end."""
+    return [
+        f"{name} {facts['status']}: {facts['message']}"
+        for name, facts in summary["models"].items()
+        if facts["status"] != "finished"
+    ]
+
+
+def span(interval: Any) -> str:
+    """An interval for people."""
+    return "-" if interval is None else f"{interval[0]:.4f} to {interval[1]:.4f}"
+
+
+def difference(found: Any) -> str:
+    """A difference for people, with its interval."""
+    if found is None:
+        return "-"
+    low, high = found["interval"]
+    return f"{found['mean']:+.4f} ({low:+.4f} to {high:+.4f})"
+
+
+def megabytes(value: int | None) -> str:
+    """Bytes for people; - where they are not known."""
+    return "-" if value is None else f"{value / 1e6:,.0f}"
+
+
+_WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 560, 165, 20, 26, 12  # of a drawing, in its units: a phone must show its text
+_WIDEST = 660  # pixels of a drawing
+_DIGITS = 4
+_BUSY = 0.1  # cores of other processes that are worth a warning
+_EXPLAINED = (
+    "All models learn from the same pairs, rank all items for the same users, and leave out what a user has in the "
+    "training pairs. Means are over seeds of means over users. Intervals: percentiles of {replicates:,} bootstrap "
+    "replicates, in which users are drawn with replacement, the same draws for all models. A difference is that of the "
+    "same users under the same seeds. Each is a statement about one pair of models: with many of them, some exclude "
+    "zero by chance."
+)
+
+
+def page(summary: dict[str, Any]) -> str:
+    """The page of what :func:`gramtower.experiments.benchmark_report.summarise` found."""
+    body = [
+        f"<p>{escape(about(summary))}</p>",
+        f"<p><strong>{escape(summary['verdict'])}</strong></p>",
+        *_troubles(summary),
+        *(part for metric in summary["metrics"] for part in _metric(summary, metric)),
+        *_costs(summary),
+        *_seeds(summary),
+        *_settings(summary),
+    ]
+    return document(f"Benchmark of models: {summary['title']}", body)
+
+
+def about(summary: dict[str, Any]) -> str:
+    """A sentence about the data."""
+    data, users = summary["data"], summary["users"]
+    counts = {seed: users[str(seed)] for seed in summary["seeds"] if str(seed) in users}
+    if len(set(counts.values())) == 1:
+        tested = f"{next(iter(counts.values())):,} users have test pairs"
+    else:
+        each = ", ".join(f"{count:,} with seed {seed}" for seed, count in counts.items())
+        tested = f"users with test pairs: {each}" if each else "no run has ended yet"
+    return (
+        f"{data['left']:,} left × {data['right']:,} right entities, {data['pairs']:,} pairs; {data['test']}; {tested}."
+    )
+
+
+def _troubles(summary: dict[str, Any]) -> list[str]:
+    found = [(name, one) for name, one in summary["models"].items() if one["status"] != "finished"]
+    if not found:
+        return []
+    lines = [f"<li>{escape(name)} {one['status']}: {escape(one['message'])}</li>" for name, one in found]
+    return [f'<div class="warn"><p>Not all models are compared:</p><ul>{"".join(lines)}</ul></div>']
+
+
+def _metric(summary: dict[str, Any], metric: str) -> list[str]:
+    """Means, intervals and differences of a metric, as a drawing and as a table."""
+    found = {name: one["metrics"][metric] for name, one in ordered(summary) if one["runs"]}
+    if not found:
+        return []
+    reference = summary["reference"]
+    rows = [[name, f"{one['mean']:.{_DIGITS}f}", span(one["interval"]), difference(one["difference"]),
+             "" if one["difference"] is None else "yes" if one["difference"]["excludes_zero"] else "no"]
+            for name, one in found.items()]  # fmt: skip
+    heads = ["model", metric, "95% interval", f"difference from {reference}", "interval excludes zero"]
+    return [f"<h2>{escape(metric)}</h2>", _drawing(metric, found), table(heads, rows)]
+
+
+def _drawing(metric: str, found: dict[str, dict[str, Any]]) -> str:
+    """Dots with intervals, one line a model, over a common axis from zero."""
+    ends = [value for one in found.values() for value in (one["mean"], *(one["interval"] or ()))]
+    low, high = min(0.0, *ends), max(1e-12, *ends)
+    step, first = ticks(low, high)
+
+    def at(value: float) -> float:
+        return float(_LEFT + (_WIDTH - _LEFT - _RIGHT) * (value - low) / (high - low))
+
+    bottom = _TOP + _ROW * len(found)
+    parts = []
+    for number in range(first, int(high / step + 1e-9) + 1):
+        x = at(number * step)
+        parts.append(f'<path d="M{x:.1f} {_TOP}V{bottom}" stroke="#d8d8d8"/>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{number * step:.6g}</text>')
+    for row, (name, one) in enumerate(found.items()):
+        y = _TOP + _ROW * (row + 0.5)
+        parts.append(f'<text x="{_LEFT - 10}" y="{y + 4:.1f}" text-anchor="end">{escape(_short(name))}</text>')
+        if one["interval"] is not None:
+            a, b = (at(value) for value in one["interval"])
+            parts.append(f'<path d="M{a:.1f} {y:.1f}H{b:.1f}" stroke="#0072B2" stroke-width="3"/>')
+        parts.append(f'<circle cx="{at(one["mean"]):.1f}" cy="{y:.1f}" r="4.5" fill="#000"/>')
+    label = escape(f"{metric} of each model with its 95% interval")
+    return (
+        f'<figure><figcaption>{label}</figcaption><svg viewBox="0 0 {_WIDTH} {bottom + 24}" role="img" '
+        f'aria-label="{label}" style="max-width:{_WIDEST}px">{"".join(parts)}</svg></figure>'
+    )
+
+
+def ticks(low: float, high: float) -> tuple[float, int]:
+    """A round distance between about five marks of an axis, and the number of the first one."""
+    rough = (high - low) / 5
+    power = 10.0 ** int(f"{rough:e}".split("e")[1])
+    step = next(power * times for times in (1, 2, 5, 10) if power * times >= rough * (1 - 1e-9))
+    return step, -int(-low / step + 1e-9)
+
+
+def _costs(summary: dict[str, Any]) -> list[str]:
+    rows = [
+        [name, f"{one['fit_seconds']:.2f}", f"{one['list_seconds']:.2f}", megabytes(one["peak_bytes"]),
+         megabytes(one["added_bytes"])]
+        for name, one in ordered(summary) if one["runs"]
+    ]  # fmt: skip
+    heads = ["model", "fit, seconds", "lists, seconds", "peak, MB", "added, MB"]
+    note = (
+        "Seconds are medians over seeds, of the fit alone and of the lists of all users. Memory is the resident set of "
+        "the process: its largest size during fit and lists, and by how much that is above the size before, the "
+        "largest over seeds. Memory of a GPU is not in it. Models run one after the other; nothing else should."
+    )
+    busy = max((one["others_busy"] or 0.0 for one in summary["models"].values()), default=0.0)
+    warned = (
+        [f'<p class="warn">Other processes kept up to {busy:.2f} cores busy meanwhile; times are no measurement.</p>']
+        if busy > _BUSY
+        else []
+    )
+    return ["<h2>Time and memory</h2>", table(heads, rows), f'<p class="soft">{note}</p>', *warned] if rows else []
+
+
+def _seeds(summary: dict[str, Any]) -> list[str]:
+    metric = summary["metrics"][0]
+    rows = []
+    for name, one in ordered(summary):
+        if one["runs"]:
+            values = one["metrics"][metric]["by_seed"]
+            cells = (values.get(str(seed)) for seed in summary["seeds"])
+            rows.append([name, *("–" if value is None else f"{value:.{_DIGITS}f}" for value in cells)])
+    heads = ["model", *(f"seed {seed}" for seed in summary["seeds"])]
+    explained = _EXPLAINED.format(replicates=summary["intervals"]["replicates"])
+    tables = [f"<h2>{escape(metric)} of each seed</h2>", table(heads, rows)] if rows else []
+    return [*tables, "<h2>How it was measured</h2>", f"<p>{escape(explained)}</p>"]
+
+
+def _settings(summary: dict[str, Any]) -> list[str]:
+    found = ["<h2>Models</h2>"]
+    found += [_known(name, one["settings"]) for name, one in summary["models"].items()]
+    found += ["<h2>Data</h2>", _known("", summary["data"])]
+    if summary["commands"]:
+        found += ["<h2>Command</h2>", *(f"<pre>{escape(command)}</pre>" for command in summary["commands"])]
+    found.append("<h2>Machine</h2>")
+    if len(summary["environments"]) > 1:
+        found.append('<p class="warn">Runs were on different machines or versions; their times do not compare.</p>')
+    return [*found, *(_known("", one) for one in summary["environments"])]
+
+
+def _known(name: str, values: dict[str, Any]) -> str:
+    return facts_html(name, {key: value for key, value in values.items() if value is not None})
+
+
+def _short(name: str, most: int = 22) -> str:
+    return name if len(name) <= most else name[: most - 1] + "…"
+
+
+SUMMARY, PAGE = "summary.json", "report.html"
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Benchmark:
+    """What a benchmark found.
+
+    Attributes:
+        summary: all numbers: for each model its status, settings, seconds, bytes, and for each metric the mean, the 95%
+            interval, the value of each seed and the difference from the reference.
+        runs: the finished runs, with the values of each user.
+    """
+
+    summary: dict[str, Any]
+    runs: list[Run]
+
+    @property
+    def best(self) -> str | None:
+        """The model with the best mean of the first metric; None if none has ended."""
+        name: str | None = self.summary["best"]
+        return name
+
+    @property
+    def verdict(self) -> str:
+        """A sentence: who won, by how much, and whether the interval excludes zero."""
+        return str(self.summary["verdict"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """All numbers, for JSON."""
+        content: dict[str, Any] = plain(self.summary)
+        return content
+
+    def to_html(self) -> str:
+        """The page, which needs no other file."""
+        return page(self.summary)
+
+    def __repr__(self) -> str:
+        heads, rows = table_of(self.summary)
+        lines = [heads, *rows]
+        widths = [max(len(line[place]) for line in lines) for place in range(len(heads))]
+        text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+        return "\n".join([*(line.rstrip() for line in text), *notes_of(self.summary), self.verdict])
+
+
+def build(folder: Path) -> Benchmark:
+    """Make summary.json and report.html of a folder anew, from benchmark.json and the runs in it.
+
+    Raises:
+        ValueError: if the folder holds no benchmark, or a file of it is damaged.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        check.fail("folder", folder, f"a folder with {MANIFEST}, as gramtower benchmark writes")
+    found = result_of(manifest, read_runs(folder, manifest))
+    write_json(folder / SUMMARY, found.to_dict())
+    write_text(folder / PAGE, found.to_html())
+    return found
+
+
+def result_of(manifest: Manifest, runs: list[Run]) -> Benchmark:
+    """The result of runs."""
+    return Benchmark(summarise(manifest, runs), runs)
