@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 import gramtower as gt
-from gramtower.data.synthetic import paper_shape
+from gramtower.data.datasets import paper_shape
 
 HERE = Path(__file__).resolve()
 

@@ -33,7 +33,7 @@ import torch
 from common import best_seconds, write_result
 
 import gramtower as gt
-from gramtower.data.synthetic import planted_pairs
+from gramtower.data.datasets import planted_pairs
 from gramtower.engine.kernels import select
 from gramtower.engine.objective.gramians import gram
 from gramtower.engine.towers.linearization import Work

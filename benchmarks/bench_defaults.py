@@ -20,7 +20,7 @@ import torch
 from common import movielens_pairs, write_result
 
 import gramtower as gt
-from gramtower.data.bundle import thesaurus
+from gramtower.data.datasets import thesaurus
 from gramtower.metrics import evaluate_embeddings
 
 METRICS = ("paper_map@5", "recall@20", "ndcg@20")

@@ -27,9 +27,9 @@ import torch
 from common import write_result
 
 import gramtower as gt
-from gramtower.data.partition import read_part, write_partition
-from gramtower.data.synthetic import PAPER_SHAPES, planted_pairs
+from gramtower.data.datasets import PAPER_SHAPES, planted_pairs
 from gramtower.distributed.group import current_group
+from gramtower.distributed.partition import read_part, write_partition
 
 HIDDEN, DIM = (256, 256), 128
 SHAPES = PAPER_SHAPES | {"many rows": (20_000, 15_000, 300_000), "many pairs": (12_000, 4_000, 1_500_000)}

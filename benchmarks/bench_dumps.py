@@ -30,7 +30,7 @@ from pathlib import Path
 import polars as pl
 import scipy.sparse
 from gramtower.data.readers.mediawiki import mediawiki_links
-from gramtower.data.readers.netflix import netflix
+from gramtower.data.readers.ratings import netflix
 
 def peak(reset=False):
     if reset:

@@ -23,7 +23,7 @@ import torch
 from common import median_ratio, median_seconds, side_by_side, write_result
 
 import gramtower as gt
-from gramtower.data.synthetic import PAPER_SHAPES, paper_shape, planted_pairs
+from gramtower.data.datasets import PAPER_SHAPES, paper_shape, planted_pairs
 from gramtower.engine.kernels import select
 
 TESTS = Path(__file__).parent.parent / "tests"

@@ -23,8 +23,8 @@ import torch
 from bench_engine import _resident, _status
 from common import median_ratio, side_by_side, write_result
 
-from gramtower._util.threads import pool
-from gramtower.data.synthetic import planted_pairs
+from gramtower._util.torch_runtime import pool
+from gramtower.data.datasets import planted_pairs
 from gramtower.metrics import evaluate_embeddings
 from gramtower.retrieval.scores import rows_in_block
 from gramtower.retrieval.tiles import tile_shape

@@ -27,8 +27,8 @@ from bench_solvers import SOURCES
 from common import write_result
 
 import gramtower as gt
+from gramtower.data.datasets import planted_pairs
 from gramtower.data.splits import per_user
-from gramtower.data.synthetic import planted_pairs
 
 SETS = ("small", "gowalla")
 _SAME = 1e-4  # relative difference of objectives: sums of a GPU are not always in the same order

@@ -23,8 +23,8 @@ import triton.language as tl
 from common import random_pairs, write_result
 
 import gramtower as gt
-from gramtower._util.precision import products_in
-from gramtower.data.synthetic import PAPER_SHAPES
+from gramtower._util.torch_runtime import products_in
+from gramtower.data.datasets import PAPER_SHAPES
 from gramtower.engine.towers.towers import clone
 
 

@@ -22,7 +22,7 @@ from common import median_ratio, side_by_side, write_result
 
 import gramtower as gt
 from gramtower._util.tensors import TensorFile
-from gramtower.data.synthetic import planted_pairs
+from gramtower.data.datasets import planted_pairs
 
 CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "towers": (60_000, 40_000, 500_000, {"hidden": (256, 256)}),

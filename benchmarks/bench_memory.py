@@ -22,7 +22,7 @@ from pathlib import Path
 from common import write_result
 
 import gramtower as gt
-from gramtower.data.synthetic import planted_pairs
+from gramtower.data.datasets import planted_pairs
 
 TOWERS = {"linear": (), "hidden": (256,)}
 

@@ -27,7 +27,7 @@ from common import side_by_side, write_result
 from torch import nn
 
 import gramtower as gt
-from gramtower.data.synthetic import planted_pairs
+from gramtower.data.datasets import planted_pairs
 
 SIZES: dict[str, dict[str, Any]] = {
     "link": {"m": 57_034, "n": 63_436, "pairs": 269_000, "words": 40_000, "per_row": 60, "hidden": 1024, "dim": 512},

@@ -23,9 +23,9 @@ import torch
 from common import write_result
 
 import gramtower as gt
-from gramtower._util.threads import parallel_for
+from gramtower._util.torch_runtime import parallel_for
 from gramtower.data.interning import Table
-from gramtower.data.merging import merge
+from gramtower.data.merge import merge
 from gramtower.data.pairs import bin_count, from_sparse
 from gramtower.distributed.group import SINGLE
 from gramtower.training.fingerprint import sparse_digest

@@ -22,7 +22,7 @@ from pathlib import Path
 import scipy.sparse as sp
 from common import movielens_pairs, write_result
 
-from gramtower.data.synthetic import planted_pairs
+from gramtower.data.datasets import planted_pairs
 
 FIT = """
 import sys, time

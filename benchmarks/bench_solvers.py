@@ -32,9 +32,8 @@ import torch
 from common import environment, movielens_pairs, write_result
 
 import gramtower as gt
-from gramtower.data.readers.extreme import extreme_classification
-from gramtower.data.readers.lists import edge_list, item_lists, thesaurus
-from gramtower.data.synthetic import planted_pairs
+from gramtower.data.datasets import planted_pairs
+from gramtower.data.readers.item_lists import edge_list, extreme_classification, item_lists, thesaurus
 from gramtower.engine.towers.towers import clone
 from gramtower.model.fit_data import prepare_data
 from gramtower.model.fit_parts import make_problem, make_towers

@@ -38,7 +38,7 @@ HELP = "import sys; from gramtower.cli.program import run; run(['--help']); sys.
 FIT = """
 import json, sys, time
 import gramtower as gt
-from gramtower.data.synthetic import planted_pairs
+from gramtower.data.datasets import planted_pairs
 from gramtower.model.two_tower import TwoTower
 m, n, count, fits = map(int, sys.argv[1:])
 pairs = gt.Interactions.from_matrix(planted_pairs(m, n, count))

@@ -17,7 +17,7 @@ from bench_defaults import METRICS, halves
 from common import movielens_pairs, write_result
 
 import gramtower as gt
-from gramtower.data.bundle import thesaurus
+from gramtower.data.datasets import thesaurus
 from gramtower.experiments.tuning.trial import chosen_features
 
 

@@ -27,9 +27,9 @@ import numpy as np
 from common import write_result
 
 import gramtower as gt
+from gramtower.data.datasets import planted_pairs
 from gramtower.data.interactions import Interactions
 from gramtower.data.splits import per_user
-from gramtower.data.synthetic import planted_pairs
 
 METRICS = ("map@5", "recall@20")
 

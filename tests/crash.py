@@ -37,8 +37,8 @@ import gramtower as gt
 from gramtower._util.tensors import TensorFile
 from gramtower.cli.program import run
 from gramtower.data import list_files
-from gramtower.data.partition import read_part
 from gramtower.distributed.group import SINGLE
+from gramtower.distributed.partition import read_part
 from gramtower.distributed.shard_files import Reader
 from gramtower.experiments import comparison as runner
 from gramtower.model.exporting import write_export
@@ -418,7 +418,7 @@ def prepare(data: Path) -> None:
     pairs = sorted({(int(u), int(i)) for u, i in zip(rng.integers(0, 60, 700), rng.integers(0, 40, 700), strict=True)})
     lines = [f"u{u},i{i}" for u, i in pairs if u % 4 == i % 4 or rng.random() < 0.3]
     (data / "pairs.csv").write_text("\n".join(["user,item", *lines]) + "\n")
-    from gramtower.data.synthetic import planted_pairs
+    from gramtower.data.datasets import planted_pairs
 
     matrix, held_out = (planted_pairs(60, 40, 400, groups=4, seed=seed) for seed in (1, 2))
     for name in SOLVERS:

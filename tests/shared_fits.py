@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import gramtower as gt
-from gramtower.data.synthetic import planted_pairs
+from gramtower.data.datasets import planted_pairs
 from gramtower.distributed import watch
 from gramtower.distributed.group import SINGLE, current_group
 from gramtower.distributed.shards import Rows, Shards
@@ -197,8 +197,8 @@ def interactions(user="u{:02d}".format):
 
 def estimator_fit(folder, partition):
     """Fit, evaluate and save by the estimator: from whole data and from a folder of parts."""
-    from gramtower.data.partition import read_part
     from gramtower.data.splits import random_pairs
+    from gramtower.distributed.partition import read_part
 
     split = random_pairs(interactions(int), 0.2, seed=0)
     found = {}
@@ -288,7 +288,7 @@ def misbehave(folder, how):
 
 def selected_fit(folder, partition):
     """The penalty that held-out pairs choose: of whole data, and of a folder of parts."""
-    from gramtower.data.partition import read_part
+    from gramtower.distributed.partition import read_part
 
     pairs = planted_pairs(300, 120, 2400, groups=3, affinity=0.6, skew=0.3, seed=0)
     given = {"whole": pairs, "parts": read_part(partition, group())}

@@ -10,7 +10,7 @@ import pytest
 import scipy.sparse as sp
 from benchmark_scripts import benchmark
 
-from gramtower.data.synthetic import planted_pairs
+from gramtower.data.datasets import planted_pairs
 
 pytest.importorskip("optuna", reason="tuning needs optuna")
 

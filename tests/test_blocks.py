@@ -11,7 +11,7 @@ from cases import FEATURES, LOSSES, TOWERS, make_case
 from test_engine import compare, relative
 
 import gramtower as gt
-from gramtower.data.synthetic import planted_pairs
+from gramtower.data.datasets import planted_pairs
 from gramtower.engine.kernels import select
 from gramtower.engine.objective.footprint import Footprint
 from gramtower.engine.objective.plan import Streamed, plan_streaming

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 import gramtower as gt
-from gramtower.data.synthetic import planted_pairs
+from gramtower.data.datasets import planted_pairs
 from gramtower.training.callbacks import MLflow, ProgressBar, Started, TensorBoard, WeightsAndBiases, numbers_of
 
 

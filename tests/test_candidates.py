@@ -9,7 +9,7 @@ import pytest
 from test_new_entities import ITEMS, NEW, USERS, item_table, items, pairs, small, user_table, users
 
 import gramtower as gt
-from gramtower.data.left_out import LeftOutWarning
+from gramtower._util.checks import LeftOutWarning
 
 WHOLE = [*range(ITEMS), *NEW]
 

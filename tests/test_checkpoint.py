@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import gramtower as gt
-from gramtower.data.synthetic import planted_pairs
+from gramtower.data.datasets import planted_pairs
 from gramtower.distributed import shard_files
 from gramtower.optim.parts import join_state, split_state
 from gramtower.optim.solvers import SOLVERS
@@ -54,7 +54,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name, tmp_path):
 
 SCRIPT = """
     import sys, gramtower as gt
-    from gramtower.data.synthetic import planted_pairs
+    from gramtower.data.datasets import planted_pairs
     for name, path, options in eval(sys.argv[1]):
         problem = gt.Problem(planted_pairs(50, 40, 300, groups=4, seed=1), omega=2**-3, l2=0.5)
         towers = gt.mlp_towers(problem, hidden=(6,), dim=4)

@@ -21,7 +21,7 @@ pytest.importorskip("polars", reason="the command line reads tables with polars"
 
 import gramtower as gt
 from gramtower.cli.program import run
-from gramtower.data.synthetic import planted_pairs
+from gramtower.data.datasets import planted_pairs
 from gramtower.experiments import comparison as contest
 from gramtower.experiments import comparison_page as building
 from gramtower.experiments.comparison import measured_at

@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 from numba.core.dispatcher import Dispatcher
 
-from gramtower._util import code_files
 from gramtower._util import compiled as module
-from gramtower._util.code_files import CodeFiles
-from gramtower._util.compiled import compiled
+from gramtower._util.compiled import CodeFiles, compiled
 
 READ_ONLY = """
 import warnings
@@ -162,7 +160,7 @@ def test_code_is_compiled_anew_when_a_function_that_it_calls_was_changed_in_anot
     (folder / "outer.py").write_text("def outer(x):\n    return inner(x)\n")
     results = []
     for factor in (2, 3):
-        code_files._content.cache_clear()  # as in another process
+        module._content.cache_clear()  # as in another process
         (folder / "inner.py").write_text(f"def inner(x):\n    return {factor} * x\n")
         inner = compiled(inline="always")(defined(folder / "inner.py"))
         results.append(compiled()(defined(folder / "outer.py", inner=inner))(5))

@@ -10,7 +10,7 @@ from cases import COSH, make_tower
 from own_step import LINE, squashed
 
 import gramtower as gt
-from gramtower.data.synthetic import planted_pairs
+from gramtower.data.datasets import planted_pairs
 from gramtower.engine.objective.cuda_graphs import GraphExecutor
 from gramtower.engine.towers import stack
 

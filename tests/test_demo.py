@@ -13,7 +13,7 @@ pytest.importorskip("polars", reason="tools become features with polars")
 
 from gramtower import demo
 from gramtower.cli.program import run
-from gramtower.data.bundle import packages, thesaurus
+from gramtower.data.datasets import packages, thesaurus
 from gramtower.data.interactions import Interactions
 from gramtower.data.splits import held_out
 from gramtower.model.two_tower import load

@@ -17,9 +17,9 @@ import torch
 from processes import HERE, run_group
 
 import gramtower as gt
-from gramtower.data.partition import read_part, write_partition
 from gramtower.data.splits import random_pairs
 from gramtower.distributed import shard_files as shards_file
+from gramtower.distributed.partition import read_part, write_partition
 
 
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path):

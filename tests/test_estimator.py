@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import gramtower as gt
-from gramtower._util import host, memory
+from gramtower._util import host
+from gramtower.data.datasets import planted_pairs
 from gramtower.data.splits import random_pairs
-from gramtower.data.synthetic import planted_pairs
 from gramtower.distributed.group import SINGLE
 from gramtower.model import defaults, fit_data
 from gramtower.model.feature_spec import history_features
@@ -451,13 +451,13 @@ def test_embeddings_are_smaller_where_training_would_not_fit_the_memory(monkeypa
 
 
 def test_what_a_container_may_have_counts(monkeypatch, tmp_path):
-    assert memory.total_memory(CPU) > 10**8
+    assert host.total_memory(CPU) > 10**8
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "limit").write_text("123456\n")
     monkeypatch.setattr(host, "_CONTAINER", (str(tmp_path / "memory.max"), str(tmp_path / "none")))
-    whole = memory.total_memory(CPU)
+    whole = host.total_memory(CPU)
     monkeypatch.setattr(host, "_CONTAINER", (str(tmp_path / "limit"), str(tmp_path / "memory.max")))
-    assert memory.total_memory(CPU) == 123456 < whole
+    assert host.total_memory(CPU) == 123456 < whole
 
 
 def test_a_default_fit_has_the_penalty_of_its_size_and_weights_of_right_entities():

@@ -14,7 +14,7 @@ pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 import gramtower as gt
 from gramtower.cli.compare import Experiment, is_experiment, load_experiment
 from gramtower.cli.reading import read_pairs, split_validation
-from gramtower.data.synthetic import PAPER_SHAPES
+from gramtower.data.datasets import PAPER_SHAPES
 from gramtower.model.fit_data import prepare_data
 from gramtower.model.fit_parts import make_problem
 from gramtower.model.settings import ModelSettings

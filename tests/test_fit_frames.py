@@ -9,7 +9,7 @@ import pytest
 
 import gramtower as gt
 from gramtower.data.interactions import Interactions
-from gramtower.data.lists import lists_frame
+from gramtower.data.list_files import lists_frame
 from gramtower.data.tables import FeatureTable
 
 pl = pytest.importorskip("polars")

@@ -13,8 +13,8 @@ from cases import COSH, make_case
 from test_kernels import TOLERANCE, assert_same, make_operands, make_pairs, run, run_dense
 
 import gramtower as gt
+from gramtower.data.datasets import planted_pairs
 from gramtower.data.pairs import from_sparse
-from gramtower.data.synthetic import planted_pairs
 from gramtower.engine.kernels import gpu, layout, reference
 from gramtower.engine.kernels.activations import activation_of
 from gramtower.engine.kernels.losses import LOSSES, LossTerms

@@ -11,10 +11,9 @@ import scipy.sparse as sp
 
 import gramtower as gt
 from gramtower._util import checks as check
-from gramtower.data.ids import as_ids, as_objects, id_array
+from gramtower._util.checks import LeftOutWarning
+from gramtower.data.ids import as_ids, as_known, as_objects, id_array, index_of, join, rows_of
 from gramtower.data.interactions import Interactions
-from gramtower.data.left_out import LeftOutWarning
-from gramtower.data.lookup import as_known, index_of, join, rows_of
 from gramtower.data.tables import FeatureTable
 
 pl = pytest.importorskip("polars", reason="reading tables needs polars")
@@ -83,7 +82,7 @@ def test_one_type_is_found_for_a_column(cells, expected):
         assert pairs.left_ids.dtype == (np.int64 if isinstance(expected[0], int) else object)
 
 
-@pytest.mark.filterwarnings("ignore::gramtower.data.left_out.LeftOutWarning")
+@pytest.mark.filterwarnings("ignore::gramtower.data.merge.LeftOutWarning")
 def test_missing_ids_leave_numbers_numbers():
     for cells in ([7, None, 8], [7.0, float("nan"), 8.0], np.ma.masked_array([7, 1, 8], [False, True, False])):
         assert Interactions.from_arrays(cells, [1, 2, 3]).left_ids.tolist() == [7, 8]

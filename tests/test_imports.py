@@ -15,7 +15,7 @@ import gramtower
 
 ROOT = Path(gramtower.__file__).parent
 ORDER = (
-    ("_util",),
+    ("_util", "_deprecated"),
     ("distributed", "data"),
     ("engine.kernels",),
     ("engine.towers",),
@@ -145,6 +145,14 @@ def test_packages_are_attributes_without_an_import_of_their_own():
     script = "import gramtower as gt; print(gt.data.splits.__name__, gt.retrieval.topk.__name__)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["gramtower.data.splits", "gramtower.retrieval.topk"]
+
+
+@pytest.mark.parametrize("old", sorted(gramtower._deprecated.MODULES))
+def test_old_module_names_still_work_with_a_warning(old):
+    script = f"import gramtower.{old} as old; print(old.__name__)"
+    done = subprocess.run([sys.executable, "-W", "default", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"gramtower.{gramtower._deprecated.MODULES[old]}"
+    assert "DeprecationWarning" in done.stderr
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error():

@@ -15,8 +15,7 @@ from cases import zstandard
 
 from gramtower.data.ids import by_appearance
 from gramtower.data.interactions import Interactions
-from gramtower.data.left_out import LeftOutWarning
-from gramtower.data.merging import ordered
+from gramtower.data.merge import LeftOutWarning, ordered
 
 pl = pytest.importorskip("polars", reason="reading tables needs polars")
 

@@ -8,7 +8,7 @@ from cases import FEATURES, LOSSES, TOWERS, make_case
 from torch import nn
 
 import gramtower as gt
-from gramtower.data.synthetic import planted_pairs
+from gramtower.data.datasets import planted_pairs
 from gramtower.engine.objective import kronecker as kronecker_module
 from gramtower.engine.towers.analytic import Elementwise
 from gramtower.engine.towers.layer_factors import clamped_spectrum

@@ -10,7 +10,7 @@ import random
 import pytest
 
 from gramtower.data import sources
-from gramtower.data.readers import sqldump
+from gramtower.data.readers import mediawiki as module
 from gramtower.data.readers.mediawiki import is_mediawiki, mediawiki_links
 
 CREATE = {
@@ -139,7 +139,7 @@ def test_text_is_unescaped():
         (rb"'a\'b'", b"a'b"), (rb"'a''b'", b"a'b"), (rb"'\\'", b"\\"), (rb"'\\\''", b"\\'"),
         (rb"'\n\0\Z'", b"\n\0\x1a"), (rb"_binary 'x'", b"x"), (b"NULL", b""), (rb"'\%'", b"%"),
     ]:  # fmt: skip
-        assert sqldump.text_of(written) == meant
+        assert module.text_of(written) == meant
 
 
 def test_dumps_that_lack_something_are_refused(tmp_path):

@@ -14,12 +14,11 @@ from cases import make_case
 from test_engine import relative
 
 import gramtower as gt
-from gramtower._util import host, memory
+from gramtower._util import host
 from gramtower._util.checks import memory_size
-from gramtower._util.memory import BlockPlan, default_budget, free_memory, total_memory
-from gramtower._util.resident import ResidentPeak
-from gramtower._util.threads import threads_of_fit
-from gramtower.data.synthetic import planted_pairs
+from gramtower._util.host import BlockPlan, ResidentPeak, default_budget, free_memory, total_memory
+from gramtower._util.torch_runtime import threads_of_fit
+from gramtower.data.datasets import planted_pairs
 from gramtower.engine.objective import plan
 from gramtower.engine.objective.footprint import Footprint
 from gramtower.engine.objective.plan import Streamed, plan_blocks
@@ -50,7 +49,7 @@ def test_bad_sizes_are_refused_by_name(value):
 
 def test_the_default_is_half_of_what_is_free(monkeypatch):
     for free, expected in ((8_000_000_000, 4_000_000_000), (1001, 500)):
-        monkeypatch.setattr(memory, "free_memory", lambda device, free=free: free)
+        monkeypatch.setattr(host, "free_memory", lambda device, free=free: free)
         assert default_budget(CPU) == expected
 
 
@@ -210,9 +209,9 @@ import sys
 import numpy as np
 import scipy.sparse as sp
 import gramtower as gt
-from gramtower.data.synthetic import planted_pairs
-from gramtower._util.resident import ResidentPeak
-from gramtower._util.threads import threads_of_fit
+from gramtower.data.datasets import planted_pairs
+from gramtower._util.host import ResidentPeak
+from gramtower._util.torch_runtime import threads_of_fit
 
 def half_of_all_pairs(m, n):
     return sp.csr_matrix((np.random.default_rng(0).random((m, n)) < 0.5).astype(np.float32))
@@ -260,7 +259,7 @@ def test_training_stays_within_the_smallest_budget(given):
 FITS = """
 import gc
 import gramtower as gt
-from gramtower.data.synthetic import planted_pairs
+from gramtower.data.datasets import planted_pairs
 
 def resident():
     gc.collect()

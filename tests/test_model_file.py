@@ -14,9 +14,9 @@ import torch
 import gramtower as gt
 from gramtower._util import tensors as _tensors
 from gramtower._util.tensors import TensorFile
-from gramtower.data.partition import read_part, write_partition
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import current_group
+from gramtower.distributed.partition import read_part, write_partition
 from gramtower.engine.towers.mlp import mlp_shapes
 from gramtower.model.model_file import KIND
 

@@ -10,7 +10,7 @@ import zipfile
 import pytest
 
 from gramtower.data import sources
-from gramtower.data.readers.netflix import is_netflix, netflix
+from gramtower.data.readers.ratings import is_netflix, netflix
 
 pytest.importorskip("polars", reason="reading tables needs polars")
 

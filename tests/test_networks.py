@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gramtower as gt
-from gramtower.data.synthetic import planted_pairs
+from gramtower.data.datasets import planted_pairs
 from gramtower.engine.towers.analytic import Affine, Elementwise, InputAffine
 from gramtower.engine.towers.factors import tower_factors
 from gramtower.engine.towers.graph import Graph

@@ -7,7 +7,7 @@ import pytest
 import scipy.sparse as sp
 
 import gramtower as gt
-from gramtower.data.left_out import LeftOutWarning
+from gramtower._util.checks import LeftOutWarning
 from gramtower.data.tables import FeatureTable
 from gramtower.metrics import evaluate_embeddings
 

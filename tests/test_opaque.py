@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gramtower as gt
-from gramtower.data.synthetic import planted_pairs
+from gramtower.data.datasets import planted_pairs
 from gramtower.optim.solvers import SOLVERS
 
 M, N, WIDTH, DIM = 60, 50, 5, 3

@@ -12,7 +12,7 @@ from cases import FEATURES, make_case
 from torch import nn
 
 import gramtower as gt
-from gramtower.data.synthetic import planted_pairs
+from gramtower.data.datasets import planted_pairs
 from gramtower.engine.objective.subsampling import subset_gradient, subset_gramians
 from gramtower.optim.directions import LBFGS, Diagonal
 from gramtower.optim.sampled import Subsets

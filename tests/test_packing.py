@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gramtower.data.ids import as_objects
-from gramtower.data.packing import pack_ids, unpack_ids
+from gramtower.data.ids import as_objects, pack_ids, unpack_ids
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_without_numba_scipy_makes_the_column_order(monkeypatch):
     monkeypatch.setattr(module, "_MANY", 1)
     expected = from_sparse("pairs", sp.csr_matrix(DENSE))[0].by_column
     monkeypatch.setattr(host, "has_numba", lambda: False)
-    monkeypatch.setitem(sys.modules, "gramtower.data.transposition", None)  # importing it fails
+    monkeypatch.setitem(sys.modules, "gramtower.data.grouping", None)  # importing it fails
     found = from_sparse("pairs", sp.csr_matrix(DENSE))[0].by_column
     assert found.rows.tolist() == expected.rows.tolist() == [2, 0, 3, 0, 2]
     assert found.position.tolist() == expected.position.tolist()

@@ -126,7 +126,7 @@ def test_a_product_leaves_its_direction_alone():
 
 
 def test_large_vectors_on_a_cpu_are_like_small_ones():
-    from gramtower._util.allocation import _LARGE, empty_like
+    from gramtower._util.host import _LARGE, empty_like
 
     for dtype in (torch.float32, torch.float64, torch.float16):
         vector = torch.arange(_LARGE // 4 + 1).to(dtype)
@@ -137,7 +137,7 @@ def test_large_vectors_on_a_cpu_are_like_small_ones():
 
 
 def test_vectors_are_used_again_once_nobody_refers_to_them_or_to_a_part():
-    from gramtower._util.allocation import Vectors
+    from gramtower._util.host import Vectors
 
     vectors, like = Vectors(), torch.zeros(100)
     first = vectors.empty_like(like)

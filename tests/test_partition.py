@@ -12,8 +12,8 @@ import torch
 
 from gramtower._util import tensors as _tensors
 from gramtower._util.tensors import TensorFile
-from gramtower.data.partition import read_part, write_partition
 from gramtower.data.splits import random_pairs
+from gramtower.distributed.partition import read_part, write_partition
 
 
 @pytest.mark.parametrize("user", [str, int])
@@ -135,7 +135,7 @@ def test_a_partition_that_was_killed_can_be_written_again(earlier, tmp_path, mon
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gramtower.data.partition.write_text", killed)
+    monkeypatch.setattr("gramtower.distributed.partition.write_text", killed)
     with pytest.raises(KeyboardInterrupt):
         write_partition(pairs, tmp_path, 3)
     monkeypatch.undo()

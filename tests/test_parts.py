@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from gramtower._util import host
+from gramtower._util.checks import LeftOutWarning
 from gramtower.data import part_stream, part_worker, parts
 from gramtower.data.interactions import Interactions
-from gramtower.data.left_out import LeftOutWarning
 
 pl = pytest.importorskip("polars", reason="reading tables needs polars")
 

@@ -12,9 +12,9 @@ import torch
 from processes import run_group
 
 import gramtower as gt
-from gramtower.data.partition import write_partition
+from gramtower.data.datasets import planted_pairs
 from gramtower.data.splits import per_user
-from gramtower.data.synthetic import planted_pairs
+from gramtower.distributed.partition import write_partition
 from gramtower.model import penalty_path
 from gramtower.model.penalty_path import _held_pairs
 

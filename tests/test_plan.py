@@ -16,7 +16,7 @@ from test_gpu_kernels import COLUMN_ORDERS, pieces_of
 from test_kernels import assert_same, make_operands, make_pairs, run
 
 import gramtower as gt
-from gramtower.data.synthetic import planted_pairs
+from gramtower.data.datasets import planted_pairs
 from gramtower.engine.kernels import gpu, layout, programs
 from gramtower.engine.objective.plan import Streamed
 

@@ -9,8 +9,8 @@ import torch
 from cases import make_case
 
 import gramtower as gt
-from gramtower._util.precision import products_in
-from gramtower.data.synthetic import planted_pairs
+from gramtower._util.torch_runtime import products_in
+from gramtower.data.datasets import planted_pairs
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 import scipy.sparse as sp
 
 import gramtower as gt
+from gramtower.data.datasets import planted_pairs
 from gramtower.data.splits import per_user
-from gramtower.data.synthetic import planted_pairs
 from gramtower.metrics import evaluate_embeddings
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks" / "quality"

@@ -9,8 +9,8 @@ import pytest
 
 import gramtower as gt
 from gramtower.cli.program import run
+from gramtower.data.datasets import planted_pairs
 from gramtower.data.splits import per_user
-from gramtower.data.synthetic import planted_pairs
 
 
 def small(**options):

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import gramtower as gt
-from gramtower.data import partition, tables
+from gramtower.data import tables
+from gramtower.distributed import partition
 from gramtower.model import model_file
 from gramtower.serving import index
 from gramtower.training import checkpoint

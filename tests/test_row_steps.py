@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gramtower as gt
-from gramtower.data.synthetic import planted_pairs
+from gramtower.data.datasets import planted_pairs
 from gramtower.engine.kernels import cpu, reference
 from gramtower.engine.kernels.row_systems import RowSystems
 from gramtower.engine.objective.row_steps import row_step, solves_rows

@@ -11,7 +11,7 @@ from cases import make_case
 from torch import nn
 
 import gramtower as gt
-from gramtower.data.synthetic import planted_pairs
+from gramtower.data.datasets import planted_pairs
 from gramtower.engine.objective import kronecker
 from gramtower.engine.towers.towers import clone
 from gramtower.optim import newton_kron

@@ -9,8 +9,8 @@ import pytest
 import scipy.sparse as sp
 
 import gramtower as gt
+from gramtower._util.checks import LeftOutWarning
 from gramtower.data import frames
-from gramtower.data.left_out import LeftOutWarning
 from gramtower.data.splits import random_pairs
 from gramtower.data.tables import FeatureTable
 from gramtower.metrics import evaluate_embeddings

@@ -13,7 +13,7 @@ import torch
 from serving_cases import ITEMS, folder, genres, model, source
 
 import gramtower as gt
-from gramtower._util.mapped import release
+from gramtower._util.host import release
 from gramtower.data import frames
 from gramtower.serving.entities import Entities
 from gramtower.serving.errors import Refused, shown

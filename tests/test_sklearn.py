@@ -13,7 +13,7 @@ import pytest
 import scipy.sparse as sp
 
 import gramtower as gt
-from gramtower.data.samples import pairs_of
+from gramtower.data.interactions import pairs_of
 from gramtower.data.splits import by_time, folds, leave_one_out, per_user
 from gramtower.data.tables import FeatureTable
 

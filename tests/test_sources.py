@@ -15,12 +15,12 @@ import zlib
 import pytest
 
 from gramtower._util import host
+from gramtower._util.checks import LeftOutWarning
 from gramtower.cli.options import parse_option, read_config
 from gramtower.data import readers, sources, streams
 from gramtower.data.interactions import Interactions
-from gramtower.data.left_out import LeftOutWarning
 from gramtower.data.readers.mediawiki import mediawiki_links
-from gramtower.data.readers.netflix import netflix
+from gramtower.data.readers.ratings import netflix
 from gramtower.data.tables import FeatureTable
 from gramtower.experiments.tuning.space import read_space
 

@@ -7,7 +7,7 @@ import pytest
 import scipy.sparse as sp
 
 import gramtower as gt
-from gramtower._util.widths import parse_hidden
+from gramtower._util.checks import parse_hidden
 from gramtower.experiments.tuning.space import (
     FEATURES_FIRST,
     NAMES,

@@ -11,7 +11,7 @@ import scipy.sparse as sp
 import torch
 
 import gramtower as gt
-from gramtower.data.synthetic import planted_pairs
+from gramtower.data.datasets import planted_pairs
 from gramtower.optim import stochastic
 from gramtower.optim.sampled import Subsets
 from gramtower.optim.solvers import as_solver

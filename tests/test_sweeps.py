@@ -10,7 +10,7 @@ import scipy.sparse as sp
 import torch
 
 import gramtower as gt
-from gramtower.data.synthetic import planted_pairs
+from gramtower.data.datasets import planted_pairs
 from gramtower.engine.objective.point import Point
 from gramtower.engine.towers.towers import clone
 from gramtower.optim.sweeps import Sweeps

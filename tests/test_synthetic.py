@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gramtower.data.synthetic import PAPER_SHAPES, paper_shape, planted_pairs
+from gramtower.data.datasets import PAPER_SHAPES, paper_shape, planted_pairs
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from gramtower.data.encoders import grams
-from gramtower.data.inference import infer_kinds
-from gramtower.data.tables import FeatureTable
+from gramtower.data.tables import FeatureTable, infer_kinds
 
 pl = pytest.importorskip("polars", reason="reading tables needs polars")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gramtower.data import splits
+from gramtower.data.ids import moment, moments
 from gramtower.data.interactions import Interactions
-from gramtower.data.times import moment, moments
 
 EAST = timezone(timedelta(hours=2))
 

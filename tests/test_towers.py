@@ -18,8 +18,8 @@ from test_engine import compare, relative
 from torch import nn
 
 import gramtower as gt
+from gramtower.data.datasets import planted_pairs
 from gramtower.data.features import as_features
-from gramtower.data.synthetic import planted_pairs
 from gramtower.engine.kernels import activations, reference
 from gramtower.engine.objective import plan as plan_module
 from gramtower.engine.objective.plan import Streamed

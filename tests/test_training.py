@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import gramtower as gt
-from gramtower.data.synthetic import planted_pairs
+from gramtower.data.datasets import planted_pairs
 from gramtower.training import log, loop
 
 

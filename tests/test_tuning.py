@@ -16,8 +16,8 @@ import scipy.sparse as sp
 import torch
 
 import gramtower as gt
-from gramtower._util.widths import parse_hidden
-from gramtower.data.synthetic import planted_pairs
+from gramtower._util.checks import parse_hidden
+from gramtower.data.datasets import planted_pairs
 from gramtower.experiments.tuning import trial as curves
 from gramtower.experiments.tuning.report import read_search
 from gramtower.experiments.tuning.study import Solutions, distance, gain, judge, pick

@@ -9,8 +9,8 @@ import pytest
 import scipy.sparse as sp
 
 import gramtower as gt
+from gramtower.data.datasets import planted_pairs
 from gramtower.data.splits import held_out
-from gramtower.data.synthetic import planted_pairs
 from gramtower.experiments.tuning.study import Gain, gain, pick
 from gramtower.metrics import evaluate_embeddings
 from gramtower.metrics.jackknife import deal

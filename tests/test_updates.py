@@ -11,10 +11,9 @@ import scipy.sparse as sp
 import gramtower as gt
 from gramtower.cli import run_folder
 from gramtower.cli.program import run
-from gramtower.data.interactions import Interactions
-from gramtower.data.synthetic import planted_pairs
+from gramtower.data.datasets import planted_pairs
+from gramtower.data.interactions import Interactions, union
 from gramtower.data.tables import FeatureTable
-from gramtower.data.union import union
 from gramtower.training.lock import locked
 
 OPTIONS = dict(dim=8, hidden=(), max_iterations=12, device="cpu", omega=0.05, select=False)

@@ -46,8 +46,8 @@ from torch import Tensor
 
 import gramtower as gt
 from gramtower.data import readers
+from gramtower.data.datasets import planted_pairs
 from gramtower.data.features import SparseBlock
-from gramtower.data.synthetic import planted_pairs
 from gramtower.engine.kernels import select
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.factors import _ROWS as SAMPLED

@@ -27,7 +27,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from gramtower.data import readers
-from gramtower.data.bundle import thesaurus
+from gramtower.data.datasets import thesaurus
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 NAMES = ("eurlex", "delicious", "citeulike", "facebook", "ml1m", "moby", "wikispeedia", "npm")

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import movielens_pairs
 from common import write_result as write_result
 
-from gramtower.data.bundle import thesaurus
+from gramtower.data.datasets import thesaurus
 
 FILES = {"gowalla": "gowalla.txt.xz", "yelp2018": "yelp2018.txt.xz", "ml1m": "ratings_no_timestamp.dat.xz", "moby": ""}
 

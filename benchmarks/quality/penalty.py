@@ -19,8 +19,8 @@ import torch
 from data import inner_split, read_lists
 
 import gramtower as gt
-from gramtower.data.bundle import packages, thesaurus
-from gramtower.data.readers.lists import edge_list
+from gramtower.data.datasets import packages, thesaurus
+from gramtower.data.readers.item_lists import edge_list
 from gramtower.metrics import evaluate_embeddings
 from gramtower.model import defaults
 

@@ -16,6 +16,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from gramtower import _deprecated as _deprecated
+
 # Threads of torch wait for each other in loops of about a millisecond (GNU OpenMP's default), so that two processes on
 # the same CPUs hold each other up. OpenMP reads this variable when torch is imported; values of the user's own stay.
 _own_wait = "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ
@@ -25,7 +27,7 @@ if not _own_wait:
 
 if TYPE_CHECKING:
     from gramtower.data.interactions import Interactions as Interactions
-    from gramtower.data.samples import PairSamples as PairSamples
+    from gramtower.data.interactions import PairSamples as PairSamples
     from gramtower.engine.kernels.losses import Loss as Loss
     from gramtower.engine.objective.point import Point as Point
     from gramtower.engine.objective.problem import Problem as Problem
@@ -70,8 +72,7 @@ __version__ = "0.2.0"  # the one place of the version; pyproject.toml reads it
 _PLACES = {
     "experiments.benchmark_report": "Benchmark",
     "experiments.benchmark_runner": "benchmark",
-    "data.interactions": "Interactions",
-    "data.samples": "PairSamples",
+    "data.interactions": "Interactions PairSamples",
     "engine.kernels.losses": "Loss",
     "engine.objective.point": "Point",
     "engine.objective.problem": "Problem",

@@ -1,6 +1,6 @@
 """`gramtower demo`: what else will a new npm package need, given the common tools that it uses?
 
-The data: packages of npm in 2016 and what they depend on (data/bundle.py). The 64 dependencies that are used most are
+The data: packages of npm in 2016 and what they depend on (data/datasets.py). The 64 dependencies that are used most are
 the tools, which describe a package; the others are what is to be found. A fifth of the packages is held out whole. The
 left tower sees a package's tools, so that any combination of them can be asked about; the right one knows dependencies
 by id. Shown beside it: linear towers over the same features, and the dependencies that are used most. Linear towers add
@@ -21,7 +21,7 @@ import numpy as np
 from gramtower._util import checks as check
 from gramtower._util.files import replacing
 from gramtower._util.optional import install_line
-from gramtower.data.bundle import packages
+from gramtower.data.datasets import packages
 from gramtower.data.interactions import Interactions
 from gramtower.data.splits import held_out
 from gramtower.data.tables import FeatureTable

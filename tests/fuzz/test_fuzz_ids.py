@@ -13,10 +13,8 @@ import pytest
 import torch
 from harness import Fuzz, mutated
 
-from gramtower.data.ids import as_objects
+from gramtower.data.ids import as_objects, index_of, join, pack_ids, rows_of, unpack_ids
 from gramtower.data.interactions import Interactions
-from gramtower.data.lookup import index_of, join, rows_of
-from gramtower.data.packing import pack_ids, unpack_ids
 
 pl = pytest.importorskip("polars", reason="reading tables needs polars")
 

@@ -24,8 +24,8 @@ from harness import MINUTES, Fuzz, mutated
 import gramtower as gt
 from gramtower._util import tensors as _tensors
 from gramtower._util.tensors import TensorFile
-from gramtower.data.partition import read_part, write_partition
 from gramtower.data.tables import FeatureTable
+from gramtower.distributed.partition import read_part, write_partition
 from gramtower.model.model_file import KIND
 from gramtower.training import checkpoint
 

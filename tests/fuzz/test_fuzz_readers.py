@@ -23,7 +23,7 @@ from gramtower.cli.options import read_config
 from gramtower.data import readers
 from gramtower.data.interactions import Interactions
 from gramtower.data.readers.mediawiki import mediawiki_links
-from gramtower.data.readers.netflix import netflix
+from gramtower.data.readers.ratings import netflix
 from gramtower.data.tables import FeatureTable
 from gramtower.experiments.tuning.space import read_space
 
@@ -49,7 +49,7 @@ EXPERIMENT = (
     b"[data]\nshape = [20, 10, 40]\n[problem]\nomega = 0.1\n[towers]\ndim = 4\n[optimizers.gd]\n[run]\niterations = 2\n"
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::gramtower.data.left_out.LeftOutWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::gramtower.data.merge.LeftOutWarning")
 
 
 def dump(table, columns, rows):

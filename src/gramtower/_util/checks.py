@@ -1,4 +1,7 @@
-"""Argument checks: each raises ``ValueError`` naming the argument, what was given and what was expected."""
+"""Argument checks: each raises ``ValueError`` naming the argument, what was given and what was expected.
+
+Widths of hidden layers, as arguments and as text.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import math
 import os
 import re
 import string
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,6 +19,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     import torch
+
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -210,3 +214,45 @@ def memory_size(name: str, value: object) -> int:
     if not 1 <= size < math.inf:
         fail(name, repr(value), expected)
     return int(size)
+
+
+Hidden = Sequence[int] | tuple[Sequence[int], Sequence[int]]  # of both towers, or of the left and the right one
+
+
+def check_hidden(hidden: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Widths of the hidden layers of both towers: given for both at once, or as a pair of two such sequences.
+
+    Raises:
+        ValueError: if they are not positive integers.
+    """
+    if not isinstance(hidden, Iterable) or isinstance(hidden, str) or getattr(hidden, "ndim", 1) != 1:
+        fail("hidden", repr(hidden), "a sequence of layer widths, such as (256, 256) or (), or a pair of them")
+    given = tuple(hidden)
+    sides = given if len(given) == 2 and all(isinstance(one, (list, tuple)) for one in given) else (given, given)
+    left, right = (tuple(count("hidden", width) for width in side) for side in sides)
+    return left, right
+
+
+def hidden_text(hidden: Hidden) -> str:
+    """Widths as text: ``"256,256"``, ``"none"``, or ``"1024/none"`` for a left and another right tower."""
+    left, right = (",".join(map(str, widths)) or "none" for widths in check_hidden(hidden))
+    return left if left == right else f"{left}/{right}"
+
+
+def config_hidden(hidden: Hidden) -> list[int] | str:
+    """Widths as a config file has them: a list, or text where the towers differ."""
+    left, right = check_hidden(hidden)
+    return list(left) if left == right else hidden_text(hidden)
+
+
+def parse_hidden(text: str, name: str = "hidden") -> Hidden:
+    """The widths that such a text says."""
+    sides = []
+    for side in text.split("/"):
+        words = [] if side.strip() == "none" else [word.strip() for word in side.split(",") if word.strip()]
+        if not all(word.isascii() and word.isdecimal() and len(word) < 10 for word in words):
+            fail(name, repr(text), "widths such as 256,256, or none, or those of the left/right tower")
+        sides.append(tuple(count(name, int(word)) for word in words))
+    if len(sides) > 2:
+        fail(name, repr(text), "widths of one or two towers")
+    return sides[0] if len(sides) == 1 else (sides[0], sides[1])

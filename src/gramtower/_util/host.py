@@ -1,19 +1,48 @@
-"""What the host has: its memory, or what a container or a batch job may have of it; numba."""
+"""What the host has: its memory, or what a container or a batch job may have of it; numba.
+
+How much memory there is, and the row blocks of a tower; engine/objective/plan.py decides what is kept of them.
+
+The resident set of this process: how much there is now, and its largest size since a moment.
+
+Linux keeps the largest size (VmHWM) and sets it back on request. Elsewhere, and where the request is refused, there is
+no answer rather than a guess.
+
+Pages of a mapped file that this process need not keep: they stay in the system's cache, and come back when read.
+
+Only what /proc/self/maps calls a mapping of that very file is given up, and only pages that nothing was written to:
+anything else is left as it is, as are all systems but Linux.
+
+Large vectors on a CPU, in huge pages where the system has them.
+
+A solver makes several vectors of θ's size in each iteration. The system hands out fresh memory page by page, which
+takes longer than writing to it: a copy of 36 MB took 16 ms, and 5 to 8 in huge pages. numpy asks for them, torch does
+not. :class:`Vectors` does without fresh memory where one iteration drops what the next one needs. Checked by
+tests/test_parameters.py.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib.util
 import math
 import mmap
 import os
+import re
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import DTypeLike, NDArray
+from torch import Tensor
 
 _SMALL = 1 << 18  # bytes; the system keeps count of mappings, and allows some ten thousand
 _CONTAINER = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of cgroups, version 2 and 1
@@ -128,3 +157,161 @@ def return_memory() -> None:
 def has_numba() -> bool:
     """Whether compiled code can be had; without numba everything runs in numpy, scipy and torch."""
     return importlib.util.find_spec("numba") is not None
+
+
+_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """Rows per block, whether activations are kept between forward, jvp and vjp, and whether outputs are."""
+
+    rows: int
+    keep: bool
+    outputs: bool = True
+
+
+def default_budget(device: torch.device) -> int:
+    """Half of the memory that is free now."""
+    return int(free_memory(device) * _SHARE)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be had now; of a host at most what a container may still have of it.
+
+    What torch keeps of a GPU's memory for this process while nothing uses it can be had as well.
+    """
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + int(kept)
+    try:
+        with open("/proc/meminfo") as lines:
+            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return total_memory(device) // 2
+    left = memory_left()
+    return free if left is None else min(free, left)
+
+
+def readable(size: int) -> str:
+    """A size as the argument memory_budget takes it, rounded up."""
+    unit, name = (10**9, "GB") if size >= 10**11 else (10**6, "MB")
+    return f"{-(-size // unit)}{name}"
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes that a device has, whoever uses them now; of a host what a container may have of it."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return memory_size()
+
+
+@contextmanager
+def explained(budget: int | None) -> Iterator[None]:
+    """Turns a GPU's "out of memory" into an error that names the budget to set."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        now = "half of what was free" if budget is None else f"{budget / 1e9:.1f} GB"
+        smaller = "4GB" if budget is None else f"{max(0.1, budget / 2e9):.1f}GB"
+        raise MemoryError(
+            f"the GPU ran out of memory: memory_budget is {now}; give a smaller one, such as memory_budget={smaller!r}"
+            ", so that towers run in row blocks and recompute, or a smaller dim"
+        ) from error
+
+
+_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class ResidentPeak:
+    """Measures from its construction on.
+
+    Attributes:
+        start: bytes at that moment, after what nobody uses any more was given back; None where it cannot be told.
+    """
+
+    def __init__(self) -> None:
+        gc.collect()
+        return_memory()
+        self.start: int | None = None
+        with suppress(OSError):
+            _RESET.write_text("5")  # the largest size becomes the present one
+            self.start = _bytes("VmRSS")
+
+    def bytes(self) -> int | None:
+        """The largest size so far; None where it cannot be told."""
+        return None if self.start is None else _bytes("VmHWM")
+
+
+def _bytes(name: str) -> int | None:
+    found = re.search(rf"{name}:\s+([0-9]+) kB", _STATUS.read_text())
+    return None if found is None else 1024 * int(found[1])
+
+
+_DONT_NEED = 4  # MADV_DONTNEED
+_FIELDS = 5  # of a line of /proc/self/smaps before the path
+
+
+def release(path: Path, tensor: Tensor) -> int:
+    """Give up a tensor's pages of a mapped file; returns how many bytes."""
+    start = tensor.data_ptr()
+    span = _mapping(path, start, start + tensor.numel() * tensor.element_size())
+    if span is None or not tensor.is_contiguous():
+        return 0
+    libc = ctypes.CDLL(None, use_errno=True)
+    first, size = span
+    return size if libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _DONT_NEED) == 0 else 0
+
+
+def _mapping(path: Path, start: int, stop: int) -> tuple[int, int] | None:
+    """The whole pages between two addresses, first and size, if they are an unwritten mapping of the file."""
+    if sys.platform != "linux":
+        return None
+    page = os.sysconf("SC_PAGE_SIZE")
+    first, last = -(-start // page) * page, stop // page * page
+    try:
+        inode, lines = path.stat().st_ino, Path("/proc/self/smaps").read_text().splitlines()
+    except OSError:
+        return None
+    inside = False
+    for line in lines:
+        words = line.split()
+        if not words[0].endswith(":"):  # the head of a mapping: addresses, rights, offset, device, inode, path
+            low, _, high = words[0].partition("-")
+            inside = int(low, 16) <= first and last <= int(high, 16) and words[_FIELDS - 1] == str(inode)
+        elif inside and words[0] in ("Private_Dirty:", "Anonymous:") and words[1] != "0":
+            return None  # something was written into it, which only this process has
+        elif inside and words[0] == "VmFlags:":
+            return (first, last - first) if last > first else None
+    return None
+
+
+_LARGE = 1 << 22  # bytes: two huge pages
+_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
+
+
+def empty_like(vector: Tensor) -> Tensor:
+    """An uninitialised vector of the same length, type and device."""
+    if vector.device.type != "cpu" or vector.nbytes < _LARGE or vector.dtype not in _NUMPY:
+        return torch.empty_like(vector)
+    return torch.from_numpy(np.empty(len(vector), _NUMPY[vector.dtype]))
+
+
+class Vectors:
+    """Uninitialised vectors on a CPU whose memory is used again once neither they nor views of them are in use.
+
+    They are as many as were ever in use at once, and freed with this object.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[NDArray[np.floating]] = []
+
+    def empty_like(self, vector: Tensor) -> Tensor:
+        """One of the same length and type."""
+        dtype = _NUMPY[vector.dtype]
+        fitting = (i for i, array in enumerate(self._idle) if array.dtype == dtype and len(array) == len(vector))
+        place = next(fitting, None)
+        array = np.empty(len(vector), dtype) if place is None else self._idle.pop(place)
+        lent = array.view()  # torch refers to this object as long as any tensor over its memory lives
+        weakref.finalize(lent, self._idle.append, array).atexit = False
+        return torch.from_numpy(lent)

@@ -28,8 +28,8 @@ from typing import Annotated, Any, get_type_hints
 from cyclopts import Parameter
 
 from gramtower._util import checks as check
+from gramtower._util.checks import config_hidden
 from gramtower._util.files import plain
-from gramtower._util.widths import config_hidden
 from gramtower.cli.options import (
     Common,
     DataOptions,
@@ -48,9 +48,9 @@ from gramtower.cli.options import (
 from gramtower.cli.output import note, print_json, print_table
 from gramtower.cli.reading import read_pairs, split_validation, tower_features
 from gramtower.cli.run_folder import HISTORY, for_writing, held
+from gramtower.data.datasets import planted_pairs
 from gramtower.data.interactions import Interactions
 from gramtower.data.sources import read_toml, reading
-from gramtower.data.synthetic import planted_pairs
 from gramtower.experiments.comparison import MANIFEST, RAN, Runner, checkpoint_path, read_manifest, write_manifest
 from gramtower.experiments.comparison_page import PAGE, build
 from gramtower.experiments.machine import environment

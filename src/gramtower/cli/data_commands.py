@@ -27,10 +27,10 @@ from gramtower.cli.reading import held_out_of, read_pairs
 from gramtower.cli.run_folder import for_writing
 from gramtower.data import frames, splits
 from gramtower.data.frames import suffix_of
+from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions
-from gramtower.data.lookup import index_of, join
-from gramtower.data.partition import write_partition
 from gramtower.data.splits import Split
+from gramtower.distributed.partition import write_partition
 
 MANIFEST = "split.json"
 KIND = "gramtower split"

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from gramtower._util import checks as check
+from gramtower._util.checks import config_hidden
 from gramtower._util.files import write_json
 from gramtower._util.toml import write_config
-from gramtower._util.widths import config_hidden
 from gramtower.cli import run_folder
 from gramtower.cli.options import (
     Common,
@@ -28,10 +28,10 @@ from gramtower.cli.options import (
 from gramtower.cli.output import note, print_facts, print_json
 from gramtower.cli.reading import held_out_of, read_pairs, seen_line, tower_features, validation_of
 from gramtower.data.interactions import Interactions
-from gramtower.data.left_out import rows_left_out
-from gramtower.data.partition import Shard, is_partition, read_part
+from gramtower.data.merge import rows_left_out
 from gramtower.distributed.group import Group
 from gramtower.distributed.launch import joined
+from gramtower.distributed.partition import Shard, is_partition, read_part
 from gramtower.experiments.comparison import MANIFEST
 from gramtower.experiments.machine import environment
 from gramtower.model.defaults import pick_device

@@ -16,7 +16,7 @@ from gramtower.cli.output import print_facts, print_json, print_table
 from gramtower.cli.reading import read_pairs
 from gramtower.cli.run_folder import is_model, open_model
 from gramtower.data.interactions import Interactions
-from gramtower.data.partition import is_partition, read_manifest, read_part
+from gramtower.distributed.partition import is_partition, read_manifest, read_part
 from gramtower.experiments.fit_report import QUANTILES, degree_quantiles
 from gramtower.model.two_tower import TwoTower
 

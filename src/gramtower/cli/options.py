@@ -19,8 +19,8 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 from cyclopts import Group, Parameter
 
 from gramtower._util import checks as check
+from gramtower._util.checks import parse_hidden
 from gramtower._util.toml import toml
-from gramtower._util.widths import parse_hidden
 from gramtower.data.sources import read_toml, reading
 from gramtower.model.settings import ModelSettings
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from gramtower._util.checks import LeftOutWarning
 from gramtower._util.files import plain
 from gramtower.cli.process import showable, visible
-from gramtower.data.left_out import LeftOutWarning
 
 _ROOT = Path(__file__).parents[1]
 _NARROWEST, _WIDEST = 40, 1000  # columns of text

@@ -25,9 +25,9 @@ from pathlib import Path
 from cyclopts import App, CycloptsError, MissingArgumentError
 
 from gramtower._util import checks as check
+from gramtower._util.checks import LeftOutWarning
 from gramtower.cli.output import help_console, note, show_warning
 from gramtower.cli.process import abandon_output, interruption, visible
-from gramtower.data.left_out import LeftOutWarning
 
 MOST_THREADS = 4096
 LONGEST = 1000  # characters of an error

@@ -17,8 +17,7 @@ from gramtower.cli.options import Common, DataOptions, Settings, merged
 from gramtower.cli.output import note, print_facts, print_json, print_table
 from gramtower.cli.reading import NO_ID, described_rows, id_column, new_rows, read_frame, read_pairs, right_rows
 from gramtower.cli.run_folder import open_model
-from gramtower.data.ids import as_objects, id_series
-from gramtower.data.lookup import as_known
+from gramtower.data.ids import as_known, as_objects, id_series
 from gramtower.metrics.definitions import DEFAULT
 from gramtower.model.two_tower import TwoTower
 from gramtower.serving.errors import Refused

@@ -17,19 +17,17 @@ from gramtower.cli.options import FORMATS, DataOptions, Settings, parse_option
 from gramtower.cli.output import note
 from gramtower.data import frames, readers, splits
 from gramtower.data.frames import separator_of, suffix_of
-from gramtower.data.ids import as_objects, id_series
+from gramtower.data.ids import as_objects, id_series, index_of, join
 from gramtower.data.interactions import Interactions
-from gramtower.data.lookup import index_of, join
-from gramtower.data.partition import Shard, is_partition
 from gramtower.data.parts import is_parts
-from gramtower.data.readers.citeulike import CiteULike
-from gramtower.data.readers.folders import holds
-from gramtower.data.readers.graph import Graph
+from gramtower.data.readers.graphs import Graph
+from gramtower.data.readers.item_lists import CiteULike
 from gramtower.data.readers.mediawiki import is_mediawiki, mediawiki_links
-from gramtower.data.readers.netflix import is_netflix, netflix
-from gramtower.data.sources import existing, opened
+from gramtower.data.readers.ratings import is_netflix, netflix
+from gramtower.data.sources import existing, holds, opened
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import SINGLE, Group
+from gramtower.distributed.partition import Shard, is_partition
 from gramtower.engine.kernels.losses import LOSSES, Loss
 from gramtower.model.fit_data import hold_out
 from gramtower.model.two_tower import TwoTower

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower._util.schema import build
-from gramtower.data import conversion, frames
+from gramtower.data import frames
 
 if TYPE_CHECKING:
     from polars import Series
@@ -48,7 +48,7 @@ class Numeric:
     @classmethod
     def fit(cls, column: Series) -> Numeric:
         """Mean and standard deviation of the values that are there; a constant column has deviation 1."""
-        values = conversion.numbers("numeric", column).to_numpy()
+        values = frames.numbers("numeric", column).to_numpy()
         present = values[~np.isnan(values)]
         mean = float(present.mean()) if len(present) else 0.0
         deviation = float(present.std()) if len(present) else 0.0
@@ -66,7 +66,7 @@ class Numeric:
 
     def transform(self, column: Series) -> tuple[NDArray[np.float32], int]:
         """The columns made, dense, and how many entries were unseen."""
-        values = conversion.numbers("numeric", column).to_numpy()
+        values = frames.numbers("numeric", column).to_numpy()
         missing = np.isnan(values)
         made = np.where(missing, 0.0, (values - self.mean) / self.deviation)
         parts = [made, missing] if self.indicator else [made]
@@ -84,7 +84,7 @@ class Categorical:
     @classmethod
     def fit(cls, column: Series) -> Categorical:
         """The values in sorted order."""
-        texts = conversion.texts(column)
+        texts = frames.texts(column)
         values = sorted(value for value in texts.unique().to_list() if value is not None)
         return cls(column.name, tuple(values), texts.null_count() > 0)
 
@@ -100,7 +100,7 @@ class Categorical:
 
     def transform(self, column: Series) -> tuple[sp.csr_matrix, int]:
         """The columns made, and how many entries were unseen."""
-        texts = conversion.texts(column)
+        texts = frames.texts(column)
         places = _places(texts, self.values)
         unseen = int((places < 0).sum()) - texts.null_count()
         if self.indicator:
@@ -164,7 +164,7 @@ class Text:
         """The columns made, and how many entries were unseen."""
         places: list[int] = []
         counts = []
-        for cell in conversion.texts(column).to_list():
+        for cell in frames.texts(column).to_list():
             found = [zlib.crc32(gram.encode()) & ((1 << self.bits) - 1) for gram in grams(cell or "", self.ngrams)]
             places += found
             counts.append(len(found))
@@ -288,7 +288,7 @@ def _vectors(column: Series, width: int | None) -> tuple[NDArray[np.float64], ND
     if wanted == 0 or (lengths != wanted).any():
         given = f"column {column.name!r} with lists of {lengths.min()} to {lengths.max()} numbers"
         check.fail("vectors", given, f"lists of {wanted or 'some'} numbers each")
-    values = conversion.numbers("vectors", present.explode()).to_numpy().reshape(-1, wanted)
+    values = frames.numbers("vectors", present.explode()).to_numpy().reshape(-1, wanted)
     if np.isnan(values).any():
         place = int(np.flatnonzero(~missing)[np.isnan(values).any(1)][0])
         check.fail("vectors", f"a missing number in row {place} of column {column.name!r}", "vectors without gaps")
@@ -319,9 +319,9 @@ def _exploded(column: Series, separator: str) -> tuple[NDArray[Any], Series]:
     pl = frames.polars()
     if column.dtype == pl.List:
         table = pl.DataFrame({"row": np.arange(len(column)), "element": column}).explode("element")
-        table = table.with_columns(conversion.texts(table["element"]).alias("element")).lazy()
+        table = table.with_columns(frames.texts(table["element"]).alias("element")).lazy()
     else:
-        table = pl.DataFrame({"row": np.arange(len(column)), "element": conversion.texts(column)}).lazy()
+        table = pl.DataFrame({"row": np.arange(len(column)), "element": frames.texts(column)}).lazy()
         table = table.with_columns(pl.col("element").str.split(separator)).explode("element")
     element = pl.col("element")
     table = table.with_columns(element.str.strip_chars()).filter(element.is_not_null() & (element != "")).collect()

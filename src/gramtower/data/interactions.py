@@ -2,7 +2,17 @@
 
 Ids are whole numbers or text, as the source has them (data/ids.py says when); rows are numbered in order of first
 appearance among the rows kept.
-Cost: O(rows) time and memory beyond reading the file; see data/merging.py for the order of entries.
+Cost: O(rows) time and memory beyond reading the file; see data/merge.py for the order of entries.
+
+Pairs as scikit-learn takes its data: a sequence of samples, one for each pair, that is cut by positions.
+
+Interactions have the shape of their matrix, whose rows are entities; scikit-learn's searches count and cut what they
+are given by its first axis. Cost: that of ``Interactions.subset``.
+
+Two sets of observed pairs as one: the entities of the first, then those that only the second has.
+
+A pair that both have is taken from the second, with its label, weight and time. Ids are joined as in data/ids.py and
+keep the type of the first. Cost: O(pairs log pairs).
 """
 
 from __future__ import annotations
@@ -18,21 +28,29 @@ from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower._util import html as html
-from gramtower.data import conversion, frames
-from gramtower.data.assembly import Rule, assemble, given_ids
+from gramtower.data import frames
 from gramtower.data.frames import Choice, Column
-from gramtower.data.ids import Key, as_ids, code_series, code_values, id_series
-from gramtower.data.left_out import warn_of_header
-from gramtower.data.lookup import index_of, rows_of
-from gramtower.data.matrices import canonical, checked, entry_mask
-from gramtower.data.one_set import are_one_set
+from gramtower.data.ids import (
+    Key,
+    as_ids,
+    as_known,
+    code_series,
+    code_values,
+    id_series,
+    index_of,
+    join,
+    moments,
+    rows_of,
+)
+from gramtower.data.matrices import are_one_set, canonical, checked, entry_mask
+from gramtower.data.merge import Rule, assemble, given_ids, warn_of_header
 from gramtower.data.sources import PathLike, existing, reading
-from gramtower.data.times import moments
 
 if TYPE_CHECKING:
     import polars as pl
 
     from gramtower.data.part_reading import ReadingProgress
+
 
 _SHOWN = 5  # pairs in a notebook
 
@@ -270,7 +288,7 @@ class Interactions:
         for name, _ in reversed(others):
             column = columns.pop()
             if name != "value" or rule.reads_value:
-                read = conversion.seconds if name == "time" else conversion.numbers
+                read = frames.seconds if name == "time" else frames.numbers
                 numbers[name] = read(name, column).to_numpy()  # a missing number is NaN from here on
         left_name, right_name = columns[0].name, columns[1].name
         left, right = code_series(id_series("left", columns.pop(0)), id_series("right", columns.pop(0)))
@@ -311,7 +329,7 @@ class Interactions:
 
     @cached_property
     def one_set(self) -> bool:
-        """Whether both sides are one set of entities: as given, otherwise told from ids and pairs (data/one_set.py)."""
+        """Whether both sides are one set of entities: as given, or by ids and pairs (data/matrices.py)."""
         if self.same_entities is not None:
             return bool(self.same_entities)
         return are_one_set(self.matrix, self.left_ids, self.right_ids)
@@ -390,3 +408,109 @@ def _choices(
 ) -> tuple[list[Choice], list[Choice]]:
     others = [("value", value), ("weight", weight), ("time", time)]
     return [("left", left), ("right", right)], [(name, column) for name, column in others if column is not None]
+
+
+class PairSamples:
+    """Observed pairs as ``X`` of scikit-learn's searches: ``GridSearchCV(...).fit(gt.PairSamples(pairs))``.
+
+    Every pair is a sample. Parts keep the ids of both sides, so that models of different parts know the same entities.
+
+    Args:
+        pairs: the pairs, or a scipy.sparse matrix of them.
+    """
+
+    def __init__(self, pairs: Any) -> None:
+        if not isinstance(pairs, Interactions) and not sp.issparse(pairs):
+            check.fail("pairs", type(pairs).__name__, "gramtower.Interactions or a scipy.sparse matrix")
+        self.pairs = pairs if isinstance(pairs, Interactions) else Interactions.from_matrix(pairs)
+
+    @property
+    def shape(self) -> tuple[int]:
+        """How many pairs there are."""
+        return (len(self.pairs),)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, places: Any) -> PairSamples:
+        """Some of the pairs, by a mask, by places or by a slice; scikit-learn adds an ellipsis for further axes."""
+        if isinstance(places, tuple) and len(places) == 2 and places[1] is Ellipsis:
+            places = places[0]
+        if isinstance(places, slice):
+            places = np.arange(len(self))[places]
+        if isinstance(places, (int, np.integer)):
+            check.fail("places", places, "several: a mask, an array of places or a slice")
+        return PairSamples(self.pairs.subset(places))
+
+    __iter__ = None  # pairs are taken in parts, not one by one
+
+    def __repr__(self) -> str:
+        return f"PairSamples({self.pairs!r})"
+
+
+def pairs_of(given: Any) -> Any:
+    """The pairs of samples; anything else as it is."""
+    return given.pairs if isinstance(given, PairSamples) else given
+
+
+def union(known: Interactions, more: Interactions, name: str = "more", strangers: bool = True) -> Interactions:
+    """The pairs of both.
+
+    Args:
+        known: the first ones; their rows and columns keep their places.
+        more: the second ones; weights that one of the two has not are ones, times are kept if both have them.
+        name: of the argument that gave the second ones, for errors.
+        strangers: whether entities that are new in ``more`` are added; their pairs are left out otherwise.
+    """
+    rows, left_ids = _places(f"{name}: left ids", known.left_ids, more.left_ids, strangers)
+    columns, right_ids = _places(f"{name}: right ids", known.right_ids, more.right_ids, strangers)
+    shape = (len(left_ids), len(right_ids))
+    first, second = known.matrix.tocoo(), more.matrix.tocoo()
+    i, j = rows[second.row], columns[second.col]
+    kept = (i >= 0) & (j >= 0)
+    keys = np.concatenate([_keys(first.row, first.col, shape), _keys(i[kept], j[kept], shape)])
+    order = np.argsort(keys, kind="stable")
+    last = np.append(np.diff(keys[order]) > 0, True)[: len(order)]  # of the entries of one pair, the second's
+    chosen = order[last]
+    offsets = np.searchsorted(keys[chosen], np.arange(shape[0] + 1, dtype=np.int64) * shape[1])
+    data = np.concatenate([first.data, second.data[kept]])[chosen]
+    matrix = sp.csr_matrix((data, keys[chosen] % max(shape[1], 1), offsets), shape=shape)
+    weights = times = None
+    if known.weights is not None or more.weights is not None:
+        parts = [np.ones(len(p), np.float32) if p.weights is None else p.weights for p in (known, more)]
+        weights = np.concatenate([parts[0], parts[1][kept]])[chosen]
+    if known.times is not None and more.times is not None:
+        times = np.concatenate([known.times, more.times[kept]])[chosen]
+    report = {"pairs": int(matrix.nnz), "left": shape[0], "right": shape[1]}
+    left, right = (
+        size if count == len(ids) else None
+        for size, count, ids in zip(known.numbered, shape, (known.left_ids, known.right_ids), strict=True)
+    )
+    return replace(
+        known, matrix=matrix, left_ids=left_ids, right_ids=right_ids, weights=weights, times=times, report=report,
+        numbered=(left, right),
+    )  # fmt: skip
+
+
+def _keys(rows: NDArray[Any], columns: NDArray[Any], shape: tuple[int, int]) -> NDArray[np.int64]:
+    return np.asarray(rows.astype(np.int64) * shape[1] + columns)
+
+
+def _places(
+    name: str, known: NDArray[Any], given: NDArray[Any], strangers: bool
+) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """The row of each given id among those known and, after them, the new ones; and all of these ids."""
+    places = join(given, index_of(known)) if len(known) else np.full(len(given), -1, dtype=np.int64)
+    new = places < 0
+    if not strangers or not new.any():
+        return places, known
+    places[new] = len(known) + np.arange(int(new.sum()))
+    added = given[new].tolist()
+    if len(known) and known.dtype.kind != given.dtype.kind:  # numbers and text
+        added = list(map(str, added)) if known.dtype == object else as_known(added, known)
+        if known.dtype != object and any(isinstance(one, str) for one in added):
+            example = next(one for one in added if isinstance(one, str))
+            check.fail(name, repr(example), "whole numbers, as those that are known")
+    ids = np.empty(len(known) + len(added), dtype=known.dtype if len(known) else given.dtype)
+    ids[: len(known)], ids[len(known) :] = known, added
+    return places, ids

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower._util import host
-from gramtower._util.threads import parallel_for
+from gramtower._util.torch_runtime import parallel_for
 from gramtower.data.matrices import checked, rows_increase
 
 SEGMENT = 4096  # entries of a row handled as one piece
@@ -121,7 +121,7 @@ class Pairs:
     def by_column(self) -> Columns:
         """The column-order view; made on first use in O(|O|) by a counting sort, of many pairs on all cores."""
         if _compiled(len(self)):
-            from gramtower.data.transposition import by_column  # compiled by numba, not worth it for few pairs
+            from gramtower.data.grouping import by_column  # compiled by numba, not worth it for few pairs
 
             arrays = by_column(self.offsets.cpu().numpy(), self.columns.cpu().numpy(), self.shape[1])
             offsets, rows, found = (torch.from_numpy(array).to(self.device) for array in arrays)

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower._util import host
-from gramtower.data import conversion, frames, part_stream
-from gramtower.data.assembly import Fields, Rule, check_rows
+from gramtower.data import frames, part_stream
 from gramtower.data.frames import Choice
 from gramtower.data.grouping import Piece, group
 from gramtower.data.ids import integers
 from gramtower.data.interning import Table, first_rows
+from gramtower.data.merge import Fields, Rule, check_rows
 from gramtower.data.part_stream import Cells, Described, Workers
 from gramtower.data.parts import Part, check_unchanged, key_values, list_parts
 from gramtower.data.sources import reading
@@ -261,12 +261,12 @@ def _numbers(name: str, column: str, cells: Cells) -> NDArray[np.float64]:
     """Values, weights or times of a piece; NaN where they are missing."""
     pl = frames.polars()
     if cells.text is None or cells.lengths is None:
-        found: NDArray[np.float64] = conversion.numbers(name, pl.Series(column, cells.values)).to_numpy()
+        found: NDArray[np.float64] = frames.numbers(name, pl.Series(column, cells.values)).to_numpy()
         return found
     ends = np.cumsum(cells.lengths, dtype=np.int64).tolist()
     data = cells.text.tobytes()
     texts = [data[a:b].decode() for a, b in zip([0, *ends], ends, strict=False)]
-    read = conversion.seconds if name == "time" else conversion.numbers
+    read = frames.seconds if name == "time" else frames.numbers
     known = np.append(read(name, pl.Series(column, texts, dtype=pl.String)).to_numpy(), np.nan)
     result: NDArray[np.float64] = known[np.minimum(cells.values, len(texts))]  # a missing cell has the largest code
     return result

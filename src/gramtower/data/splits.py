@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower._util import html as html
+from gramtower.data.ids import moment
 from gramtower.data.interactions import Interactions
-from gramtower.data.times import moment
 
 
 @dataclass(frozen=True)

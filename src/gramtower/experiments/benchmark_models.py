@@ -22,8 +22,8 @@ import torch
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
+from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions
-from gramtower.data.lookup import index_of, join
 from gramtower.data.matrices import union, without
 from gramtower.data.splits import random_pairs
 from gramtower.data.tables import FeatureTable

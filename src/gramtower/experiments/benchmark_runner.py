@@ -18,7 +18,7 @@ import scipy.sparse as sp
 
 from gramtower._util import checks as check
 from gramtower._util.files import plain, remove_left_overs
-from gramtower._util.resident import ResidentPeak
+from gramtower._util.host import ResidentPeak
 from gramtower.data.interactions import Interactions
 from gramtower.distributed.group import current_group
 from gramtower.experiments.benchmark_models import (

@@ -36,9 +36,8 @@ from gramtower._util import checks as check
 from gramtower._util import html as html
 from gramtower.data import splits
 from gramtower.data.frames import Column
-from gramtower.data.interactions import Interactions
-from gramtower.data.lookup import index_of, join
-from gramtower.data.samples import PairSamples, pairs_of
+from gramtower.data.ids import index_of, join
+from gramtower.data.interactions import Interactions, PairSamples, pairs_of
 from gramtower.data.splits import Split
 from gramtower.data.splits import folds as cut
 from gramtower.distributed.group import current_group

@@ -33,7 +33,7 @@ import math
 import torch
 
 from gramtower._util import checks as check
-from gramtower._util.memory import total_memory
+from gramtower._util.host import total_memory
 from gramtower.distributed.group import Group
 
 IMPUTED, ACTIVATION = -0.5, "relu"

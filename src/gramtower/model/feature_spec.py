@@ -29,7 +29,7 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower._util.schema import build
-from gramtower.data.lookup import index_of, join
+from gramtower.data.ids import index_of, join
 from gramtower.data.matrices import checked
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import SINGLE, Group

@@ -1,7 +1,7 @@
 """The data of a fit as this process holds them: everything with one process, its local rows with several.
 
 :func:`prepare_data` is the only place where they are put together. Over several processes pairs come as a
-:class:`~gramtower.data.partition.Shard`, or whole and the same in every process; then each keeps its local rows.
+:class:`~gramtower.distributed.partition.Shard`, or whole and the same in every process; then each keeps its local rows.
 """
 
 from __future__ import annotations
@@ -15,20 +15,18 @@ import torch
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
-from gramtower._util.widths import check_hidden
+from gramtower._util.checks import check_hidden
 from gramtower.data import frames
 from gramtower.data.frames import Column
-from gramtower.data.interactions import Interactions
-from gramtower.data.left_out import warn_of_pairs
-from gramtower.data.lookup import index_of, join
+from gramtower.data.ids import index_of, join
+from gramtower.data.interactions import Interactions, pairs_of, union
 from gramtower.data.matrices import checked, resized
-from gramtower.data.partition import Shard
-from gramtower.data.samples import pairs_of
+from gramtower.data.merge import warn_of_pairs
 from gramtower.data.splits import per_user
 from gramtower.data.tables import FeatureTable
-from gramtower.data.union import union
 from gramtower.distributed.agreement import Digest, agree
 from gramtower.distributed.group import SINGLE, Group, current_group
+from gramtower.distributed.partition import Shard
 from gramtower.distributed.shards import Rows, Shards, entity_costs, row_work, spread, unsharded
 from gramtower.metrics.definitions import to_maximise
 from gramtower.model import defaults

@@ -26,11 +26,11 @@ from torch import Tensor
 from gramtower._util import checks as check
 from gramtower._util import html as html
 from gramtower.data.frames import Column
+from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions
-from gramtower.data.left_out import warn_of_pairs
-from gramtower.data.lists import columns_beside, lists_frame
-from gramtower.data.lookup import index_of, join
+from gramtower.data.list_files import columns_beside, lists_frame
 from gramtower.data.matrices import canonical, resized, union, without
+from gramtower.data.merge import warn_of_pairs
 from gramtower.distributed.group import SINGLE
 from gramtower.distributed.shards import Shards
 from gramtower.engine.towers.towers import Towers

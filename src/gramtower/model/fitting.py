@@ -18,13 +18,13 @@ import scipy.sparse as sp
 
 from gramtower._util import checks as check
 from gramtower._util.files import write_text
-from gramtower._util.memory import readable
-from gramtower._util.threads import threads_of_fit
+from gramtower._util.host import readable
+from gramtower._util.torch_runtime import threads_of_fit
+from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions
-from gramtower.data.lookup import index_of, join
-from gramtower.data.partition import Shard, read_manifest
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import current_group
+from gramtower.distributed.partition import Shard, read_manifest
 from gramtower.engine.objective.cuda_graphs import return_memory
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem

@@ -34,8 +34,8 @@ from torch import Tensor
 from gramtower._util import checks as check
 from gramtower._util.schema import build, fits
 from gramtower.data.features import Features
+from gramtower.data.ids import pack_ids, unpack_ids
 from gramtower.data.matrices import pattern
-from gramtower.data.packing import pack_ids, unpack_ids
 from gramtower.distributed import shard_files as shards_file
 from gramtower.distributed.shards import unsharded
 from gramtower.engine.kernels.activations import make_activation

@@ -34,12 +34,12 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
-from gramtower._util.threads import threads_of_fit
+from gramtower._util.torch_runtime import threads_of_fit
+from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions
-from gramtower.data.lookup import index_of, join
-from gramtower.data.partition import Shard
 from gramtower.distributed.agreement import agree
 from gramtower.distributed.group import SINGLE, Group, current_group
+from gramtower.distributed.partition import Shard
 from gramtower.engine.towers.parameters import Parameters
 from gramtower.model import defaults
 from gramtower.model.fit_data import FitData, matrix_and_ids, prepare_data

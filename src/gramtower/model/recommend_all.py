@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gramtower._util.memory import explained
+from gramtower._util.host import explained
 from gramtower.data.list_files import ListFile
 from gramtower.model.feature_spec import Ids
 from gramtower.retrieval.tiles import Lists

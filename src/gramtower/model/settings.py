@@ -14,7 +14,7 @@ from functools import wraps
 from typing import Any, Self, TypeVar
 
 from gramtower._util import checks as check
-from gramtower._util.widths import Hidden
+from gramtower._util.checks import Hidden
 from gramtower.engine.kernels.losses import LOSSES, Loss
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers

@@ -27,10 +27,9 @@ from torch import Tensor
 from gramtower._util import checks as check
 from gramtower.data import frames
 from gramtower.data.features import as_features
-from gramtower.data.ids import as_ids, as_objects, id_array, key_of
-from gramtower.data.left_out import warn_of_ids
-from gramtower.data.lookup import as_known, index_of, is_of_other_type, join, rows_of
+from gramtower.data.ids import as_ids, as_known, as_objects, id_array, index_of, is_of_other_type, join, key_of, rows_of
 from gramtower.data.matrices import canonical, resized
+from gramtower.data.merge import warn_of_ids
 from gramtower.data.tables import FeatureTable
 from gramtower.engine.towers.towers import Towers
 from gramtower.model.feature_spec import Inputs, new_matrix

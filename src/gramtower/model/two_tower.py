@@ -18,7 +18,7 @@ from gramtower._util import checks as check
 from gramtower._util import html as html
 from gramtower._util.optional import need
 from gramtower.data.frames import Column
-from gramtower.data.samples import pairs_of
+from gramtower.data.interactions import pairs_of
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
 from gramtower.experiments.figures import run_figure
@@ -156,7 +156,7 @@ class TwoTower(ModelSettings):
             pairs: :class:`~gramtower.Interactions`; a polars, pandas or pyarrow table, ``left``, ``right`` … being its
                 columns; or a scipy.sparse matrix whose rows and columns are then the ids.
                 Inside an initialised torch.distributed process group all processes learn one model: every one gives
-                the same pairs and keeps its share, or gives its :func:`~gramtower.data.partition.read_part`.
+                the same pairs and keeps its share, or gives its :func:`~gramtower.distributed.partition.read_part`.
             left_features: what the left tower sees: None or "id" for ids alone, one row for each entity (scipy.sparse,
                 numpy or torch), a :class:`~gramtower.data.tables.FeatureTable` joined by id, "history" for the entity's
                 own observed right entities, or a list of these side by side, such as ``["id", "history", table]``.

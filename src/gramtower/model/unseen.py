@@ -30,13 +30,13 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower.data.features import Features, as_features
+from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions
-from gramtower.data.lookup import index_of, join
 from gramtower.data.matrices import checked
-from gramtower.data.partition import Shard
 from gramtower.data.splits import held_out
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import current_group
+from gramtower.distributed.partition import Shard
 from gramtower.distributed.shards import Shards
 from gramtower.engine.objective.point import Point
 from gramtower.metrics import Scores, evaluate_embeddings

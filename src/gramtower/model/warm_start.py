@@ -21,11 +21,10 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
-from gramtower.data.interactions import Interactions
-from gramtower.data.lookup import index_of, join
+from gramtower.data.ids import index_of, join
+from gramtower.data.interactions import Interactions, union
 from gramtower.data.matrices import checked
 from gramtower.data.tables import FeatureTable
-from gramtower.data.union import union
 from gramtower.engine.towers.parameters import side_of
 from gramtower.engine.towers.towers import Towers
 from gramtower.model.feature_spec import Inputs

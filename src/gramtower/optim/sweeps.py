@@ -24,8 +24,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gramtower._util.allocation import Vectors
-from gramtower._util.threads import parallel_for
+from gramtower._util.host import Vectors
+from gramtower._util.torch_runtime import parallel_for
 from gramtower.engine.objective.evaluation import Evaluation
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem

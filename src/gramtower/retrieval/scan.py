@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower._util.compiled import compiled
-from gramtower._util.threads import parallel_for
+from gramtower._util.torch_runtime import parallel_for
 
 _TOGETHER = 64  # scores compared before a branch
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower._util import checks as check
-from gramtower._util.threads import pool
+from gramtower._util.torch_runtime import pool
 from gramtower.retrieval.scores import score_blocks
 from gramtower.retrieval.select import WORTH_CALLING, best, best_but_for_ties, settle_ties, use_compiled
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower._util import checks as check
-from gramtower.data.lookup import as_known, is_of_other_type
+from gramtower.data.ids import as_known, is_of_other_type
 from gramtower.serving.errors import Refused, shown
 from gramtower.serving.rowindex import RowIndex
 from gramtower.serving.table import EntityTable

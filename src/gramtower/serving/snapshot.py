@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower._util import checks as check
-from gramtower._util.mapped import release
+from gramtower._util.host import release
 from gramtower.data.interactions import Interactions
 from gramtower.distributed.shard_files import others
 from gramtower.model.explanation import Explainer, Explanation

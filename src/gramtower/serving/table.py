@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower.data import frames
-from gramtower.data.ids import id_series
-from gramtower.data.inference import infer_kinds
-from gramtower.data.lookup import join
+from gramtower.data.ids import id_series, join
+from gramtower.data.tables import infer_kinds
 from gramtower.serving.errors import Refused, shown
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gramtower._util import host
-from gramtower._util.threads import parallel_for
+from gramtower._util.torch_runtime import parallel_for
 from gramtower.data.features import Features
 from gramtower.distributed.agreement import Digest
 from gramtower.distributed.group import SINGLE, Group

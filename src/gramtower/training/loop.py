@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from gramtower._util import checks as check
-from gramtower._util.memory import explained
+from gramtower._util.host import explained
 from gramtower.distributed.agreement import agree, versions
 from gramtower.distributed.group import Group
 from gramtower.engine.objective.point import Point

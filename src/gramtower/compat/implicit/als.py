@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
-from gramtower._util.memory import free_memory, readable
+from gramtower._util.host import free_memory, readable
 from gramtower.compat.implicit.base import Callback, Recommender
 from gramtower.compat.implicit.least_squares import explained, solve_rows
 from gramtower.compat.implicit.objective import calculate_loss as calculate_loss

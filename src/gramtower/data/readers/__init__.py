@@ -1,12 +1,16 @@
 """Readers of the layouts that public data sets come in: one file a layout, the functions to call named here."""
 
-from gramtower.data.readers.citeulike import CiteULike, citeulike
-from gramtower.data.readers.extreme import Extreme, extreme_classification
-from gramtower.data.readers.graph import Graph
-from gramtower.data.readers.lists import edge_list, item_lists, thesaurus
-from gramtower.data.readers.movielens import movielens, movielens_table
-from gramtower.data.readers.musae import musae
-from gramtower.data.readers.wikispeedia import wikispeedia
+from gramtower.data.readers.graphs import Graph, musae, wikispeedia
+from gramtower.data.readers.item_lists import (
+    CiteULike,
+    Extreme,
+    citeulike,
+    edge_list,
+    extreme_classification,
+    item_lists,
+    thesaurus,
+)
+from gramtower.data.readers.ratings import movielens, movielens_table
 
 __all__ = [
     "CiteULike",

@@ -1,8 +1,8 @@
 """Small problems on a GPU run from CUDA graphs: one launch instead of a hundred.
 
 A slot is one evaluation over fixed memory: θ is copied in and the value is replayed; gradients and Gauss-Newton
-products are replayed when they are asked for, the right side's kernels on a side stream (_util/streams.py); so is the
-preconditioner, whose factors are copied in. The work is the same as kernel by kernel. A slot belongs to a point until
+products are replayed when they are asked for, the right side's kernels on a side stream; so is the preconditioner,
+whose factors are copied in. The work is the same as kernel by kernel. A slot belongs to a point until
 nobody holds that point or its G; a line search needs two. Large problems, and towers that are not analytic steps over
 ids, gain nothing and are evaluated kernel by kernel.
 
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gramtower._util.streams import SideStream
+from gramtower._util.torch_runtime import SideStream
 from gramtower.engine.objective.evaluation import Evaluation
 from gramtower.engine.objective.executor import Damped, Executor, Factored
 from gramtower.engine.objective.gauss_newton import GaussNewton

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gramtower._util import checks as check
-from gramtower._util.precision import products_in
+from gramtower._util.torch_runtime import products_in
 from gramtower.engine.objective.blocks import LeftBlock
 from gramtower.engine.objective.evaluation import Evaluation
 from gramtower.engine.objective.executor import EAGER, Executor

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from gramtower._util.memory import BlockPlan, readable
+from gramtower._util.host import BlockPlan, readable
 from gramtower.engine.objective.footprint import GPU_BLOCK, LARGEST, SMALLEST, Footprint
 
 _CPU_BLOCK = 1 << 13  # rows that a tower works on; each block goes through a first layer's matrix

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower._util import host
-from gramtower._util.memory import default_budget, explained, free_memory, readable
-from gramtower._util.precision import PAIR_PRECISIONS, PRECISIONS, products_in
+from gramtower._util.host import default_budget, explained, free_memory, readable
+from gramtower._util.torch_runtime import PAIR_PRECISIONS, PRECISIONS, products_in
 from gramtower.data.features import as_features
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import extremes

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gramtower._util import checks as check
-from gramtower._util.threads import parallel_for
+from gramtower._util.torch_runtime import parallel_for
 from gramtower.data.features import Features
 from gramtower.distributed.shards import Shards
 from gramtower.engine.towers.stack import steps

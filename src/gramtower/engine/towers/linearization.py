@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gramtower._util.memory import BlockPlan
+from gramtower._util.host import BlockPlan
 from gramtower.data.features import Features
 from gramtower.engine.towers.steps import Named, Op, Shifted, Summed, Values, materialise
 

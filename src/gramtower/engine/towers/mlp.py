@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from gramtower._util import checks as check
-from gramtower._util.memory import free_memory, readable
-from gramtower._util.widths import Hidden, check_hidden
+from gramtower._util.checks import Hidden, check_hidden
+from gramtower._util.host import free_memory, readable
 from gramtower.data.features import Features
 from gramtower.engine.kernels.activations import make_activation
 from gramtower.engine.towers.id_tables import draw_rows_

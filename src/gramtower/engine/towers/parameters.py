@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gramtower._util import checks as check
-from gramtower._util.allocation import empty_like
+from gramtower._util.host import empty_like
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.engine.kernels import select
 

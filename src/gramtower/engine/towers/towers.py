@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gramtower._util import checks as check
-from gramtower._util.memory import BlockPlan
+from gramtower._util.host import BlockPlan
 from gramtower.data.features import Features, SparseBlock
 from gramtower.distributed.shards import Shards
 from gramtower.engine.kernels import Kernels, select

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gramtower._util import html as html
+from gramtower._util.checks import config_hidden
 from gramtower._util.files import plain, write_text
 from gramtower._util.schema import build
 from gramtower._util.toml import config_text
-from gramtower._util.widths import config_hidden
 from gramtower.experiments.figures import as_svg, search_figure
 from gramtower.experiments.page import document, facts, number, picture, table
 from gramtower.experiments.tuning.space import Value

@@ -22,7 +22,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from gramtower._util import checks as check
-from gramtower._util.widths import check_hidden, hidden_text, parse_hidden
+from gramtower._util.checks import check_hidden, hidden_text, parse_hidden
 from gramtower.data.sources import read_toml
 from gramtower.engine.kernels.activations import make_activation
 from gramtower.engine.kernels.losses import LOSSES

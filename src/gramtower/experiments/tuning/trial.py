@@ -23,7 +23,7 @@ import scipy.sparse as sp
 from torch import Tensor
 
 from gramtower._util import checks as check
-from gramtower._util.widths import hidden_text, parse_hidden
+from gramtower._util.checks import hidden_text, parse_hidden
 from gramtower.data.interactions import Interactions
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.weights import degree_power

@@ -35,9 +35,9 @@ from gramtower._util import checks as check
 from gramtower._util import tensors as _tensors
 from gramtower._util.files import is_left_over, write_text
 from gramtower._util.schema import build
+from gramtower.data.ids import pack_ids, unpack_ids
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import pattern
-from gramtower.data.packing import pack_ids, unpack_ids
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.distributed.shards import Rows, Shards, balanced, entity_costs
 

@@ -2,15 +2,26 @@
 
 Entities belong to groups; a pair is observed more often inside its group; activity and popularity are skewed, as in
 real data. O(|O| log |O|) time.
+
+The pairs that come with the library: npm packages with their dependencies, and words with their synonyms.
+
+    packages()    15,722 packages × 661 dependencies, 139,933 pairs: bundled/npm-core.txt.xz; MIT, see its LICENSE.txt
+    thesaurus()   8,655 heads × 8,655 words, 674,945 pairs: bundled/moby-core.txt.xz; public domain
+
+O(pairs).
 """
 
 from __future__ import annotations
+
+import lzma
+from importlib.resources import files
 
 import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
+from gramtower.data.interactions import Interactions
 
 #: (m, n, |O|) of the paper's four data sets.
 PAPER_SHAPES = {
@@ -79,3 +90,25 @@ def paper_shape(name: str, seed: int = 0) -> sp.csr_matrix:
 def _as_matrix(keys: NDArray[np.int64], m: int, n: int) -> sp.csr_matrix:
     offsets = np.searchsorted(keys, np.arange(m + 1, dtype=np.int64) * n)
     return sp.csr_matrix((np.ones(len(keys), dtype=np.float32), (keys % n).astype(np.int32), offsets), shape=(m, n))
+
+
+def packages() -> Interactions:
+    """Packages of npm in 2016 and what they depend on, to run or to develop: pairs (package, dependency)."""
+    return _lines("npm-core.txt.xz", " ")
+
+
+def thesaurus() -> Interactions:
+    """A core of the Moby thesaurus: pairs (head, word)."""
+    return _lines("moby-core.txt.xz", ",")
+
+
+def _lines(name: str, separator: str) -> Interactions:
+    """Lines of a left entity and its right ones."""
+    packed = files("gramtower.data").joinpath("bundled", name).read_bytes()
+    left: list[str] = []
+    right: list[str] = []
+    for line in lzma.decompress(packed).decode().splitlines():
+        first, *others = line.split(separator)
+        left += [first] * len(others)
+        right += others
+    return Interactions.from_arrays(np.array(left, dtype=object), np.array(right, dtype=object))

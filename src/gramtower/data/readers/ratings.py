@@ -1,4 +1,6 @@
-"""The Netflix Prize ratings, in both layouts that are in circulation.
+"""MovieLens folders and zips, of every edition. Reads the whole file: O(size).
+
+The Netflix Prize ratings, in both layouts that are in circulation.
 
     training_set/mv_0000001.txt …    a file for each movie, in a folder, zip or tar (also training_set.tar in a tar)
     combined_data_1.txt …            the same contents one after the other, in a folder or zip
@@ -11,19 +13,126 @@ left out and counted; an infinite one and any other line are refused.
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
-from gramtower.data import conversion, frames, streams
-from gramtower.data.assembly import Rule, assemble
+from gramtower._util import host
+from gramtower.data import frames, sources
+from gramtower.data.frames import Column
 from gramtower.data.ids import Coded, as_objects
 from gramtower.data.interactions import Interactions
-from gramtower.data.sources import PathLike, existing, reading
+from gramtower.data.merge import Rule, assemble
+from gramtower.data.readers.item_lists import one_byte
+from gramtower.data.sources import BOM, PathLike, existing, members, read_members, reading
+
+if TYPE_CHECKING:
+    from polars import DataFrame
+
+
+_ENDING = r"\.(dat|csv|data)(\.(xz|gz|bz2|zst))?"
+_COLUMNS = {  # of MovieLens files without a header line
+    "ratings": ("user", "movie", "rating", "timestamp"),
+    "movies": ("movie", "title", "genres"),
+    "users": ("user", "gender", "age", "occupation", "zip"),
+}
+_RENAMED = {"userId": "user", "movieId": "movie"}
+
+
+def movielens(
+    path: PathLike, *, threshold: float | None = 4.0, labels: bool = False, times: bool | None = None
+) -> Interactions:
+    """Ratings of MovieLens: ``ratings.dat`` (1M, 10M), ``ratings.csv`` (20M and later) or ``u.data`` (100K).
+
+    Args:
+        path: folder, zip or the ratings file itself, which may be compressed.
+        threshold: smallest rating that makes a pair; None keeps all of them.
+        labels: with ``threshold=None``, whether ratings are the labels.
+        times: whether to keep timestamps; by default, where the file has them.
+
+    Returns:
+        Interactions of ``"user"`` and ``"movie"``.
+    """
+    with reading(path):
+        name, data = _movielens_file(path, "ratings")
+        text, options, present = _movielens_layout(name, data, "ratings")
+        if times and "timestamp" not in present:
+            check.fail("times", f"True with {name}", "a ratings file with timestamps")
+        column = {plain: place for place, plain in enumerate(present)}
+        with_times = "timestamp" in column if times is None else times
+        found = Interactions.from_csv(
+            text,
+            column["user"],
+            column["movie"],
+            value=column["rating"],
+            time=column["timestamp"] if with_times else None,
+            threshold=threshold,
+            labels=labels,
+            **options,
+        )
+        return found.renamed("user", "movie")
+
+
+def movielens_table(path: PathLike, table: str) -> DataFrame:
+    """``"movies"`` (movie, title, genres separated by ``|``) or ``"users"`` (user, gender, age, occupation, zip).
+
+    All columns are text. Give the frame to :class:`~gramtower.data.tables.FeatureTable`.
+    """
+    check.choice("table", table, ("movies", "users"))
+    with reading(path):
+        name, data = _movielens_file(path, table)
+        text, options, present = _movielens_layout(name, data, table)
+        try:
+            text.decode()
+        except UnicodeDecodeError:
+            options["encoding"] = "latin-1"  # what the .dat files of 1M are in
+        chosen: list[tuple[str, Column]] = [("table", place) for place in range(len(present))]
+        series = frames.read_csv(text, chosen, **options)
+        made: DataFrame = frames.polars().DataFrame(
+            [column.alias(name) for column, name in zip(series, present, strict=True)]
+        )
+        return made
+
+
+def _movielens_file(path: PathLike, table: str) -> tuple[str, bytes]:
+    """Name and decompressed content of a table in a folder or zip, or of the file given."""
+    place = existing("path", path, folder=True)
+    stems = r"(ratings\w*|u)" if table == "ratings" else table
+    archive = place.is_dir() or zipfile.is_zipfile(place)
+    if not archive:
+        return place.name, frames.content(place)
+    found = members(place, re.compile(stems + _ENDING, re.IGNORECASE))
+    if not found:
+        listing = ", ".join(members(place, re.compile(".*"))[:20]) or "nothing"
+        kind = "folder" if place.is_dir() else "zip"
+        check.fail("path", f"{place}, which holds {listing}", f"a {kind} with {table}.dat or {table}.csv")
+    if place.is_dir():
+        return found[0], frames.content(place / found[0])
+    return found[0], b"".join(read_members(place, found[:1], most=host.memory_size() // 4)).rstrip(b"\r\n")
+
+
+def _movielens_layout(name: str, data: bytes, table: str) -> tuple[bytes, dict[str, Any], list[str]]:
+    """Text with one-character separators, how to read it, and its columns under our names."""
+    first = data.split(b"\n", 1)[0].strip().removeprefix(BOM)
+    for separator in (b"::", b"\t"):
+        if separator in first:
+            text, single = one_byte(data, separator) if len(separator) > 1 else (data, "\t")
+            present = list(_COLUMNS[table][: first.count(separator) + 1])
+            options: dict[str, Any] = {"separator": single, "header": False, "quote": None}
+            break
+    else:
+        present = [_RENAMED.get(column, column) for column in first.decode("utf-8", "replace").split(",")]
+        text, options = data, {"separator": ",", "header": True}
+    needed = _COLUMNS[table][:3]
+    if not set(needed) <= set(present):
+        check.fail("path", f"{name}, which begins with {first[:60]!r}", f"MovieLens {table}: {', '.join(needed)}")
+    return text, options, present
+
 
 _COMBINED = re.compile(r"combined_data_\d+\.txt(\.gz|\.xz|\.bz2)?")
 _MOVIES = re.compile(r"mv_\d+\.txt")
@@ -53,7 +162,7 @@ def netflix(
         kept: dict[str, list[NDArray[Any]]] = {"user": [], "movie": [], "value": [], "time": []}
         counts = {"rows": 0, "rows_without_number": 0}
         movie = _NONE
-        for chunk in streams.whole_lines(_content(place)):
+        for chunk in sources.whole_lines(_content(place)):
             columns, movie = _ratings(chunk, movie, rule, times, counts)
             for name, column in columns.items():
                 kept[name].append(column)
@@ -69,25 +178,25 @@ def netflix(
 
 def is_netflix(path: Path) -> bool:
     """Whether a folder or archive holds one of the layouts."""
-    return bool(_TARS.fullmatch(path.name) or any(streams.members(path, p) for p in (_COMBINED, _MOVIES, _TARS)))
+    return bool(_TARS.fullmatch(path.name) or any(sources.members(path, p) for p in (_COMBINED, _MOVIES, _TARS)))
 
 
 def _content(path: Path) -> Iterator[bytes]:
     """The lines of all files of either layout, one after the other."""
-    if streams.is_tar(path):
-        return streams.read_tar(path, _MOVIES, _FORGET)
-    combined, movies = streams.members(path, _COMBINED), streams.members(path, _MOVIES)
-    tars = [path / name for name in streams.members(path, _TARS)] if path.is_dir() else []
+    if sources.is_tar(path):
+        return sources.read_tar(path, _MOVIES, _FORGET)
+    combined, movies = sources.members(path, _COMBINED), sources.members(path, _MOVIES)
+    tars = [path / name for name in sources.members(path, _TARS)] if path.is_dir() else []
     if sum(map(bool, (combined, movies, tars))) > 1:
         given = f"{path}, which holds the ratings more than once ({(combined + movies)[0]}, ...)"
         check.fail("path", given, "one of the layouts")
     if tars:
-        return streams.read_tar(tars[0], _MOVIES, _FORGET)
+        return sources.read_tar(tars[0], _MOVIES, _FORGET)
     if combined or movies:
-        return streams.read_members(path, combined or movies, _FORGET)
+        return sources.read_members(path, combined or movies, _FORGET)
     if path.is_dir() or not (_COMBINED.fullmatch(path.name) or _MOVIES.fullmatch(path.name)):
         check.fail("path", path, _EXPECTED)
-    return streams.read_pieces(path)
+    return sources.read_pieces(path)
 
 
 def _ratings(
@@ -123,7 +232,7 @@ def _ratings(
     if rule.labels:
         columns["value"] = kept["value"].to_numpy()
     if times:
-        columns["time"] = conversion.seconds("times", kept["date"]).to_numpy()
+        columns["time"] = frames.seconds("times", kept["date"]).to_numpy()
     return columns, movie
 
 

@@ -1,0 +1,227 @@
+"""The one pool of plain threads, for compiled code and products that release the GIL; ``torch.get_num_threads()`` many.
+
+Idle threads sleep. Thread pools that spin between calls, numba's own among them, would compete with torch's workers for
+the same cores.
+
+A forked process has none of its parent's threads: the pool is recreated there. Torch's own OpenMP threads are gone too,
+and torch would wait for them for ever, so that a forked process works with one torch thread; to use several, start
+processes by "spawn".
+
+How exactly a GPU multiplies float32 matrices, as a choice of the problem and not of the process.
+
+    "float32"   as IEEE float32
+    "tf32"      inputs rounded to 10 bits of mantissa, sums in float32: several times faster on tensor cores
+
+In torch this is a process-wide setting; it is set during a computation and restored after it. Threads that want the
+same precision compute at once; a thread that wants the other one waits until they are done. CPUs and float64 are not
+affected.
+
+A side stream of a GPU, on which the right side's kernels run concurrently with the left side's.
+
+Kernels over few right rows leave most of a GPU idle; run concurrently with others they cost no time. Used for small
+problems, which run from CUDA graphs (engine/objective/cuda_graphs.py): a G·d at ml1m's and ml10m's shapes takes a fifth
+and a tenth less time. Large problems fill a GPU by themselves, and the two sides would evict each other from its cache.
+Results are bit-identical.
+
+Memory is safe because the side stream starts after everything before ``fork`` and is waited for by ``join``, and no
+tensor that one stream reads is freed by the other in between. Without a GPU nothing changes.
+
+Checked on a GPU by tests/test_cuda_graphs.py; timed by benchmarks/bench_gpu.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+
+import torch
+
+from gramtower._util import host
+
+
+def parallel_for(work: Callable[[int, int], None], bounds: list[int]) -> None:
+    """Call ``work(bounds[t], bounds[t + 1])`` for each t, on the next free thread; work releases the GIL."""
+    tasks, threads = len(bounds) - 1, torch.get_num_threads()
+    if min(tasks, threads) <= 1:  # small work is not worth what handing it out costs
+        for t in range(tasks):
+            work(bounds[t], bounds[t + 1])
+        return
+    numbers = itertools.count()
+
+    def run() -> None:
+        while (t := next(numbers)) < tasks:
+            work(bounds[t], bounds[t + 1])
+
+    helpers: list[Future[None]] = []
+    try:
+        helpers += (pool(threads).submit(run) for _ in range(min(threads, tasks) - 1))
+        run()
+    finally:  # also after Ctrl-C: no thread may still write after this returns
+        numbers = itertools.count(tasks)
+        wait(helpers)
+    for helper in helpers:
+        helper.result()
+
+
+@contextmanager
+def threads_of_fit(tiny: bool) -> Iterator[None]:
+    """Work with as many torch threads as suit the machine: one for operations so short that threads would only wait.
+
+    Otherwise as many as torch was given, but no more than the CPUs that this process may use (its affinity mask and the
+    quota of its container).
+    """
+    before = torch.get_num_threads()
+    wanted = 1 if tiny else min(before, max(1, host.cpu_count() - _busy_cpus()))
+    if wanted == before:
+        yield
+        return
+    torch.set_num_threads(wanted)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _busy_cpus() -> int:
+    """CPUs that others use now, where torch's threads would wait in long loops (gramtower/__init__.py); 0 elsewhere."""
+    if not sys.modules["gramtower"]._long_waits:
+        return 0
+    found = []
+    for _ in range(3):
+        time.sleep(0.005)  # until threads of this process that wait in such a loop sleep
+        found.append(host.running_tasks())
+    return max(0, min(found) - 1)
+
+
+@lru_cache(maxsize=1)
+def pool(threads: int) -> ThreadPoolExecutor:
+    """A pool of threads with one torch thread each. Tasks must not wait for other tasks of the pool."""
+    made = ThreadPoolExecutor(threads, "gramtower", _begin_thread)
+    started = threading.Barrier(threads)
+    for future in [made.submit(started.wait) for _ in range(threads)]:
+        future.result()
+    torch.set_num_threads(threads)  # for threads made later: the number set last in any thread is what they begin with
+    return made
+
+
+def _begin_thread() -> None:
+    torch.get_num_threads()  # a thread's first question sets its number to that of all, and would undo the next line
+    torch.set_num_threads(1)
+
+
+def _begin_child() -> None:
+    pool.cache_clear()
+    torch.set_num_threads(1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_child)
+
+
+PRECISIONS = ("float32", "tf32")
+PAIR_PRECISIONS = ("float32", "bfloat16")
+
+
+class _Inside(threading.local):
+    """The blocks that a thread is in."""
+
+    depth = 0
+
+
+_inside = _Inside()
+_turn = threading.Condition()
+_stack = ExitStack()  # restores the setting
+_users, _shared = 0, ""  # threads inside blocks, and the precision that they use
+
+
+@contextmanager
+def products_in(precision: str) -> Iterator[None]:
+    """Matrix products inside the block use that precision; a block within a block sets it for itself."""
+    if _inside.depth:
+        with _set_to(precision):
+            yield
+        return
+    _enter(precision)
+    _inside.depth += 1
+    try:
+        yield
+    finally:
+        _inside.depth -= 1
+        _leave()
+
+
+def _enter(precision: str) -> None:
+    """Wait until no thread uses the other precision, and set this one."""
+    global _users, _shared
+    with _turn:
+        _turn.wait_for(lambda: not _users or _shared == precision)
+        if not _users:
+            _stack.enter_context(_set_to(precision))
+        _users, _shared = _users + 1, precision
+
+
+def _leave() -> None:
+    """Restore the setting if no other thread needs it."""
+    global _users
+    with _turn:
+        _users -= 1
+        if not _users:
+            _stack.close()
+            _turn.notify_all()
+
+
+@contextmanager
+def _set_to(precision: str) -> Iterator[None]:
+    matmul, wanted = torch.backends.cuda.matmul, precision == "tf32"
+    named = getattr(matmul, "fp32_precision", None)  # since torch 2.9: "tf32", "ieee", or "none", which is "ieee"
+    try:
+        allowed = matmul.allow_tf32
+    except RuntimeError:  # the caller has set fp32_precision; torch refuses to mix the two
+        allowed = None
+    if wanted == (named == "tf32" if allowed is None else allowed):
+        yield
+        return
+    if allowed is None:
+        matmul.fp32_precision = "tf32" if wanted else "ieee"
+    else:
+        matmul.allow_tf32 = wanted
+    try:
+        yield
+    finally:
+        if allowed is not None:
+            matmul.allow_tf32 = allowed
+        if named is not None:  # setting allow_tf32 makes "none" into "ieee"
+            matmul.fp32_precision = named
+
+
+class SideStream:
+    """A CUDA stream besides the current one; with None, the current one itself."""
+
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        self.stream = stream
+
+    def fork(self) -> None:
+        """Make the side stream wait for all work submitted to the current stream so far."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """Submit the work of this block to the side stream."""
+        if self.stream is None:
+            yield
+            return
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def join(self) -> None:
+        """Make the current stream wait for the side stream."""
+        if self.stream is not None and self.stream != torch.cuda.current_stream():
+            torch.cuda.current_stream().wait_stream(self.stream)
