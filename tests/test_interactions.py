@@ -13,9 +13,10 @@ import pytest
 import scipy.sparse as sp
 from cases import zstandard
 
+from gramtower._util.checks import LeftOutWarning
 from gramtower.data.ids import by_appearance
 from gramtower.data.interactions import Interactions
-from gramtower.data.merge import LeftOutWarning, ordered
+from gramtower.data.merge import ordered
 
 pl = pytest.importorskip("polars", reason="reading tables needs polars")
 

@@ -17,7 +17,7 @@ import pytest
 from gramtower._util import host
 from gramtower._util.checks import LeftOutWarning
 from gramtower.cli.options import parse_option, read_config
-from gramtower.data import readers, sources, streams
+from gramtower.data import readers, sources
 from gramtower.data.interactions import Interactions
 from gramtower.data.readers.mediawiki import mediawiki_links
 from gramtower.data.readers.ratings import netflix
@@ -167,7 +167,6 @@ def test_streamed_files_may_not_explode_either(tmp_path, monkeypatch):
             super().__init__(path, 1_000_000)
 
     monkeypatch.setattr(sources, "Budget", Small)
-    monkeypatch.setattr(streams, "Budget", Small)
     (tmp_path / "combined_data_1.txt.gz").write_bytes(gzip.compress(ZEROS))
     with pytest.raises(ValueError, match=r"combined_data_1.txt.gz, which decompresses"):
         netflix(tmp_path / "combined_data_1.txt.gz")
@@ -330,7 +329,7 @@ def test_white_space_and_long_lines_take_linear_time(tmp_path):
 
 def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "CHUNK", 1000)
-    monkeypatch.setattr(streams, "_LONGEST", 5000)
+    monkeypatch.setattr(sources, "_LONGEST", 5000)
     (tmp_path / "combined_data_1.txt").write_bytes(b"1" * 20_000)
     with pytest.raises(ValueError, match=r"a line of more than 5,000 bytes.*combined_data_1\.txt"):
         netflix(tmp_path / "combined_data_1.txt")

@@ -31,4 +31,4 @@ class _MovedModules:
         sys.modules[module.__name__] = import_module(new)
 
 
-sys.meta_path.append(_MovedModules())  # type: ignore[arg-type]
+sys.meta_path.append(_MovedModules())

@@ -27,6 +27,10 @@ _COMPARED = 500  # names that a wrong one is compared with letter by letter; amo
 _LONGEST = 32  # letters of a name whose edits are tried
 
 
+class LeftOutWarning(UserWarning):
+    """Some of the data was left out."""
+
+
 def fail(name: str, given: object, expected: str) -> NoReturn:
     """Raise the one form of error message this library uses for bad arguments."""
     raise ValueError(f"{name}: got {given}, expected {expected}")

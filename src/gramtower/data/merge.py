@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower._util import host
+from gramtower._util.checks import LeftOutWarning
 from gramtower.data.ids import Coded, by_appearance
 
 _LOST = ("rows_without_id", "rows_without_number", "rows_below_threshold")
@@ -273,10 +274,6 @@ def _chosen(
 
 _REASONS = {"rows_without_id": "without an id", "rows_without_number": "without a value, weight or time"}
 _SHARE = 0.01  # of the rows; more are worth a warning
-
-
-class LeftOutWarning(UserWarning):
-    """Some of the data was left out."""
 
 
 def rows_left_out(report: Mapping[str, int]) -> int:
