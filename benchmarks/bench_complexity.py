@@ -37,7 +37,7 @@ from gramtower.data.datasets import planted_pairs
 from gramtower.engine.kernels import select
 from gramtower.engine.objective.gramians import gram
 from gramtower.engine.towers.linearization import Work
-from gramtower.optim.sampled import Blocks, Subsets
+from gramtower.optim.stochastic import Blocks, Subsets
 
 METHODS = ("naive", "gradient", "blocks", "subsets")
 ENDS = ("", "_predicted", "_counted")  # measured, by the table, by what is done

@@ -40,8 +40,7 @@ from gramtower._util.torch_runtime import pool
 from gramtower.model.feature_spec import Ids
 from gramtower.model.recommend_all import _streamed, write_lists
 from gramtower.retrieval.scores import rows_in_block
-from gramtower.retrieval.tiles import tile_shape
-from gramtower.retrieval.topk import Ranking, ranking
+from gramtower.retrieval.topk import Ranking, ranking, tile_shape
 
 WRITES = importlib.util.find_spec("polars") is not None
 

@@ -28,7 +28,7 @@ from gramtower.data.interning import Table
 from gramtower.data.merge import merge
 from gramtower.data.pairs import bin_count, from_sparse
 from gramtower.distributed.group import SINGLE
-from gramtower.training.fingerprint import sparse_digest
+from gramtower.training.checkpoint import sparse_digest
 
 AIM = 3.0  # seconds for 100 million pairs
 PIECE = 1 << 19

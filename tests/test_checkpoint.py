@@ -18,7 +18,7 @@ import torch
 import gramtower as gt
 from gramtower.data.datasets import planted_pairs
 from gramtower.distributed import shard_files
-from gramtower.optim.parts import join_state, split_state
+from gramtower.optim.descent import join_state, split_state
 from gramtower.optim.solvers import SOLVERS
 from gramtower.training import checkpoint, loop
 
@@ -259,7 +259,7 @@ def test_a_run_interrupted_anywhere_in_an_iteration_goes_on_as_if_it_had_not_bee
 def test_records_are_appended_to_a_file_and_not_limited_by_the_header(tmp_path):
     from dataclasses import replace
 
-    from gramtower.training.stored_history import StoredHistory, read_stored
+    from gramtower.training.checkpoint import StoredHistory, read_stored
 
     problem, towers = planted()
     record = gt.minimize(problem, towers, max_iterations=0).history[0]

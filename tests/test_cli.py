@@ -19,12 +19,12 @@ import torch
 pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 pytest.importorskip("polars", reason="the command line reads tables with polars")
 
-import gramtower.training.log
+import gramtower.training.callbacks
 from gramtower._util.toml import toml
 from gramtower.cli.options import TABLES
 from gramtower.cli.program import run
 from gramtower.model.two_tower import TwoTower, load
-from gramtower.training.lock import locked
+from gramtower.training.checkpoint import locked
 
 SMALL = ["--dim", "4", "--hidden", "8", "--device", "cpu", "--quiet"]
 COLUMNS = ["--left", "user", "--right", "item"]
@@ -255,14 +255,14 @@ def test_flags_win_over_the_config_and_a_runs_own_config_repeats_it(fitted, tmp_
 def test_an_interrupted_fit_goes_on_by_the_same_command(pairs, tmp_path, capsys, monkeypatch):
     tokens = ["fit", pairs / "train.csv", *COLUMNS, *SMALL[:-1], "--max-iterations", "6", "--validation", "0.2"]
     whole = answer(capsys, *tokens, "--patience", "99", "--out", tmp_path / "whole")
-    show = gramtower.training.log.Log.__call__
+    show = gramtower.training.callbacks.Log.__call__
 
     def interrupt(log, record):
         show(log, record)
         if record.iteration == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(gramtower.training.log.Log, "__call__", interrupt)
+    monkeypatch.setattr(gramtower.training.callbacks.Log, "__call__", interrupt)
     cut = answer(capsys, *tokens, "--patience", "99", "--out", tmp_path / "cut", code=130)
     assert cut["iterations"] == 3
     monkeypatch.undo()

@@ -28,7 +28,7 @@ from gramtower.experiments.comparison import measured_at
 from gramtower.optim.solvers import SOLVERS
 from gramtower.optim.stochastic import Sampled
 from gramtower.training import loop
-from gramtower.training.lock import locked
+from gramtower.training.checkpoint import locked
 from gramtower.training.result import read_history
 
 SMALL = ["--left", "user", "--right", "item", "--dim", "4", "--hidden", "8", "--device", "cpu", "--quiet"]

@@ -9,8 +9,8 @@ import torch
 from gramtower.distributed import agreement
 from gramtower.distributed.agreement import Digest
 from gramtower.distributed.group import SINGLE
-from gramtower.training import fingerprint
-from gramtower.training.fingerprint import sparse_digest
+from gramtower.training import checkpoint
+from gramtower.training.checkpoint import sparse_digest
 
 WIDTH = 50
 
@@ -41,7 +41,7 @@ def by_hand(keys, values):
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("many", [1, 1 << 30], ids=["compiled", "numpy"])
 def test_sparse_rows_have_the_digest_of_their_entries(many, threads, monkeypatch):
-    monkeypatch.setattr(fingerprint, "_MANY", many)
+    monkeypatch.setattr(checkpoint, "_MANY", many)
     monkeypatch.setattr(agreement, "_CHUNK", 700)
     offsets, columns, values, keys = entries()
     before = torch.get_num_threads()
@@ -73,7 +73,7 @@ def test_arrays_are_entries_numbered_from_their_first_row():
 
 
 def test_an_entry_that_changes_changes_the_digest(monkeypatch):
-    monkeypatch.setattr(fingerprint, "_MANY", 1)
+    monkeypatch.setattr(checkpoint, "_MANY", 1)
     offsets, columns, values, _ = entries()
     found = {sparse_digest(offsets, columns, values, 0, WIDTH).text(SINGLE)}
     for change in range(20):

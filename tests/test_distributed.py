@@ -12,8 +12,8 @@ from processes import run_group
 
 import gramtower as gt
 from gramtower.distributed.shards import Rows, balanced
-from gramtower.engine.towers import id_tables
-from gramtower.engine.towers.id_tables import draw_rows_
+from gramtower.engine.towers import mlp
+from gramtower.engine.towers.mlp import draw_rows_
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +80,8 @@ def test_tables_are_drawn_as_one_process_would(rows):
 
 
 def test_large_tables_are_the_same_for_any_number_of_processes_and_threads(monkeypatch):
-    monkeypatch.setattr(id_tables, "_MANY", 1000)
-    monkeypatch.setattr(id_tables, "_SHARE", 64 * 5)
+    monkeypatch.setattr(mlp, "_MANY", 1000)
+    monkeypatch.setattr(mlp, "_SHARE", 64 * 5)
     total, width, before = 1000, 5, torch.get_num_threads()
     features = gt.Problem(shared_fits.planted_pairs(40, 30, 100)).left
     drawn, later = [], []

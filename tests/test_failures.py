@@ -8,7 +8,7 @@ from processes import run_group, start_group
 
 import gramtower as gt
 from gramtower.distributed.group import SINGLE
-from gramtower.training.lock import locked
+from gramtower.training.checkpoint import locked
 
 
 def test_processes_that_were_given_different_things_are_named(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import make_case
 
-from gramtower.optim.line_search import Backtracking
+from gramtower.optim.descent import Backtracking
 
 
 def start(dtype=torch.float64, seed=0):

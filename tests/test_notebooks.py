@@ -16,7 +16,7 @@ from gramtower._util import html as html
 from gramtower.data.splits import held_out_users, random_pairs
 from gramtower.experiments.tuning.report import Search
 from gramtower.experiments.tuning.study import Tried
-from gramtower.training.bars import in_notebook
+from gramtower.training.callbacks import in_notebook
 
 NASTY = "<script>alert('x')</script>&\"'<img src=http://a.b/c>"
 VOID = {"img", "br"}

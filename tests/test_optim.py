@@ -14,9 +14,9 @@ from torch import nn
 import gramtower as gt
 from gramtower.data.datasets import planted_pairs
 from gramtower.engine.objective.subsampling import subset_gradient, subset_gramians
-from gramtower.optim.directions import LBFGS, Diagonal
-from gramtower.optim.sampled import Subsets
+from gramtower.optim.descent import LBFGS, Diagonal
 from gramtower.optim.solvers import SOLVERS, as_solver
+from gramtower.optim.stochastic import Subsets
 
 DESCENDING = ("gd", "gd-diag", "newton", "newton-kron", "lbfgs")
 SAMPLED = ("sogram", "sogram-diag", "sampling", "sampling-diag")

@@ -15,10 +15,8 @@ from gramtower.data.datasets import planted_pairs
 from gramtower.engine.objective import kronecker
 from gramtower.engine.towers.towers import clone
 from gramtower.optim import newton_kron
-from gramtower.optim.bfgs import Pair, inverse_product
-from gramtower.optim.damping import Damping, Verdict
-from gramtower.optim.parts import StepResult
-from gramtower.optim.secant import KroneckerSecant
+from gramtower.optim.descent import Damping, StepResult, Verdict
+from gramtower.optim.secant import KroneckerSecant, Pair, inverse_product
 
 SECANT = gt.NewtonKron(sweeps=0)  # tables on a CPU are swept otherwise
 

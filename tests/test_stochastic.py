@@ -13,9 +13,8 @@ import torch
 import gramtower as gt
 from gramtower.data.datasets import planted_pairs
 from gramtower.optim import stochastic
-from gramtower.optim.sampled import Subsets
 from gramtower.optim.solvers import as_solver
-from gramtower.optim.stochastic import most_steps, searched
+from gramtower.optim.stochastic import Subsets, most_steps, searched
 from gramtower.training.result import Reason
 
 SAMPLED = ("sogram", "sogram-diag", "sampling", "sampling-diag")

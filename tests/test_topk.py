@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gramtower.retrieval import long_lists, scores, select, tiles
+from gramtower.retrieval import scan, scores, topk
 from gramtower.retrieval.topk import top_k
 
-SELECTORS = {"torch": select.best_torch, "numba": long_lists.best, "chosen": select.best}
+SELECTORS = {"torch": topk.best_torch, "numba": scan.best, "chosen": topk.best}
 
 
 def sorted_rows(dense, k):
@@ -62,7 +62,7 @@ def test_long_lists_with_ties_and_gaps(rows, n, k, kinds, seed):
     if rng.random() < 0.3:
         block.sort(axis=1)  # every score is a candidate
     k = min(k, n)
-    columns, values = long_lists.best(torch.from_numpy(block.copy()), k)
+    columns, values = scan.best(torch.from_numpy(block.copy()), k)
     expected = sorted_rows(block, k)
     np.testing.assert_array_equal(columns.numpy(), expected[0])
     np.testing.assert_array_equal(values.numpy(), expected[1])
@@ -71,7 +71,7 @@ def test_long_lists_with_ties_and_gaps(rows, n, k, kinds, seed):
 @pytest.mark.parametrize("k", [1, 7, 64, 65, 200, 700])
 def test_the_implementations_agree_on_large_blocks(k):
     block = torch.randn(64, 20_011)
-    assert block.numel() > select._WORTH_LOADING
+    assert block.numel() > topk._WORTH_LOADING
     expected = block.sort(1, descending=True)
     for best in SELECTORS.values():
         columns, values = best(block.clone(), k)
@@ -82,7 +82,7 @@ def test_the_implementations_agree_on_large_blocks(k):
 @pytest.fixture(params=["whole rows", "tiles"])
 def way(request, monkeypatch):
     """Both ways to lists: tiles are for much work, so here little is called much."""
-    monkeypatch.setattr(select, "_WORTH_LOADING", 1 if request.param == "tiles" else 1 << 60)
+    monkeypatch.setattr(topk, "_WORTH_LOADING", 1 if request.param == "tiles" else 1 << 60)
     return request.param
 
 
@@ -121,7 +121,7 @@ def test_tiles_of_any_shape_give_the_lists_of_whole_rows(rows, n, k, seed, heigh
     dense[exclude.toarray() != 0] = -np.inf
     expected = sorted_rows(dense[chosen], min(k, n))
     threads = torch.get_num_threads()
-    lists = tiles._tiled(P, Q, min(k, n), exclude[chosen], None, chosen, 4 * 64 * height * threads)
+    lists = topk._tiled(P, Q, min(k, n), exclude[chosen], None, chosen, 4 * 64 * height * threads)
     place = 0
     for start, stop, columns, values in lists:
         assert start == place
@@ -140,12 +140,12 @@ def test_threads_that_share_the_columns_of_few_rows_give_the_same_lists(threads,
     dense[exclude.toarray() != 0] = -np.inf
     dense[:, deny] = -np.inf
     taken = []
-    shared = tiles._shared
-    monkeypatch.setattr(tiles, "_shared", lambda *given: taken.append(given) or shared(*given))
+    shared = topk._shared
+    monkeypatch.setattr(topk, "_shared", lambda *given: taken.append(given) or shared(*given))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        ((start, stop, columns, values),) = tiles._tiled(P, Q, k, exclude, deny, None, None)
+        ((start, stop, columns, values),) = topk._tiled(P, Q, k, exclude, deny, None, None)
     finally:
         torch.set_num_threads(before)
     assert len(taken) == 1
@@ -159,7 +159,7 @@ def test_threads_that_share_the_columns_of_few_rows_give_the_same_lists(threads,
     rows=st.integers(1, 10**6), n=st.integers(1, 10**6), threads=st.integers(1, 64), size=st.integers(1 << 14, 1 << 30)
 )
 def test_the_tiles_of_all_threads_are_within_the_bytes_given(rows, n, threads, size):
-    height, width = tiles.tile_shape(rows, n, threads, size)
+    height, width = topk.tile_shape(rows, n, threads, size)
     assert 1 <= height <= rows
     assert 1 <= width <= n
     assert 4 * height * width * threads <= size
@@ -180,7 +180,7 @@ def test_threads_keep_their_numbers_and_the_pool_is_used_again(way):
 
 def test_lists_can_be_left_off_before_the_end():
     P, Q = whole_numbers(300, 90)
-    lists = tiles._tiled(P, Q, 3, None, None, None, 1)
+    lists = topk._tiled(P, Q, 3, None, None, None, 1)
     next(lists)
     lists.close()
     assert top_k(P, Q, 3)[0].shape == (300, 3)
@@ -197,7 +197,7 @@ def test_places_that_nothing_can_fill_are_empty(way):
         assert (found == -1).all()
         assert (values == -np.inf).all()
     assert top_k(P[:0], Q, 2)[0].shape == (0, 2)
-    assert select.best_torch(torch.empty(0, 9), 2)[0].shape == (0, 2)
+    assert topk.best_torch(torch.empty(0, 9), 2)[0].shape == (0, 2)
 
 
 def test_every_stored_pair_is_excluded_whatever_its_value_and_order(way):

@@ -24,7 +24,7 @@ from gramtower.engine.kernels import activations, reference
 from gramtower.engine.objective import plan as plan_module
 from gramtower.engine.objective.plan import Streamed
 from gramtower.engine.towers import stack, steps
-from gramtower.engine.towers.analytic import Affine, Elementwise, InputAffine
+from gramtower.engine.towers.layers import Affine, Elementwise, InputAffine
 from gramtower.engine.towers.opaque import Opaque
 from gramtower.engine.towers.steps import Values
 from gramtower.engine.towers.towers import clone

@@ -15,7 +15,7 @@ from torch import nn
 
 import gramtower as gt
 from gramtower.data.datasets import planted_pairs
-from gramtower.training import log, loop
+from gramtower.training import callbacks, loop
 
 
 def planted(dtype=torch.float64):
@@ -282,14 +282,14 @@ def test_a_start_that_is_not_finite_says_which_term():
 def test_the_log_has_fixed_columns_and_a_live_line_on_a_terminal():
     problem, towers = planted()
     records = gt.minimize(problem, towers, max_iterations=3).history
-    assert {len(log.line(record)) for record in records} == {len(log.HEADER)}
+    assert {len(callbacks.line(record)) for record in records} == {len(callbacks.HEADER)}
 
     class Terminal(io.StringIO):
         def isatty(self):
             return True
 
     for stream, live in ((io.StringIO(), False), (Terminal(), True)):
-        shown = log.Log((5, 60.0), stream)
+        shown = callbacks.Log((5, 60.0), stream)
         for record in records:
             shown(record)
         shown.end("done")

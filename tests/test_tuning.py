@@ -22,9 +22,9 @@ from gramtower.experiments.tuning import trial as curves
 from gramtower.experiments.tuning.report import read_search
 from gramtower.experiments.tuning.study import Solutions, distance, gain, judge, pick
 from gramtower.experiments.tuning.trial import changed_arguments, make_parts, start_values
-from gramtower.metrics.jackknife import deal
+from gramtower.metrics.tally import deal
 from gramtower.model.fit_data import prepare_data
-from gramtower.training.lock import locked
+from gramtower.training.checkpoint import locked
 
 pytest.importorskip("optuna", reason="tuning needs optuna")
 

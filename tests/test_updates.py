@@ -14,7 +14,7 @@ from gramtower.cli.program import run
 from gramtower.data.datasets import planted_pairs
 from gramtower.data.interactions import Interactions, union
 from gramtower.data.tables import FeatureTable
-from gramtower.training.lock import locked
+from gramtower.training.checkpoint import locked
 
 OPTIONS = dict(dim=8, hidden=(), max_iterations=12, device="cpu", omega=0.05, select=False)
 

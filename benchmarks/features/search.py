@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import gramtower as gt
 from gramtower.data.features import as_features
 from gramtower.engine.kernels.activations import ACTIVATIONS
-from gramtower.engine.towers.id_tables import draw_rows_
+from gramtower.engine.towers.mlp import draw_rows_
 
 MEASURED = (3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30)
 BASE: dict[str, Any] = {

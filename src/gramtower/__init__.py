@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from gramtower.experiments.cross_validation import ranking_scorer as ranking_scorer
     from gramtower.model.two_tower import TwoTower as TwoTower
     from gramtower.model.two_tower import load as load
-    from gramtower.optim.line_search import Backtracking as Backtracking
-    from gramtower.optim.methods import Descent as Descent
-    from gramtower.optim.methods import Method as Method
-    from gramtower.optim.parts import Direction as Direction
-    from gramtower.optim.parts import DirectionResult as DirectionResult
-    from gramtower.optim.parts import StepResult as StepResult
-    from gramtower.optim.parts import StepRule as StepRule
+    from gramtower.optim.descent import Backtracking as Backtracking
+    from gramtower.optim.descent import Descent as Descent
+    from gramtower.optim.descent import Direction as Direction
+    from gramtower.optim.descent import DirectionResult as DirectionResult
+    from gramtower.optim.descent import Method as Method
+    from gramtower.optim.descent import StepResult as StepResult
+    from gramtower.optim.descent import StepRule as StepRule
     from gramtower.optim.solvers import LBFGS as LBFGS
     from gramtower.optim.solvers import DiagonalDescent as DiagonalDescent
     from gramtower.optim.solvers import DiagonalSampling as DiagonalSampling
@@ -81,9 +81,7 @@ _PLACES = {
     "engine.towers.parameters": "Parameters",
     "engine.towers.towers": "Towers",
     "experiments.cross_validation": "CrossValidation PairSplit cross_validate ranking_scorer",
-    "optim.line_search": "Backtracking",
-    "optim.methods": "Descent Method",
-    "optim.parts": "Direction DirectionResult StepResult StepRule",
+    "optim.descent": "Backtracking Descent Direction DirectionResult Method StepResult StepRule",
     "optim.solvers": "LBFGS DiagonalDescent DiagonalSampling DiagonalSogram GradientDescent Newton NewtonKron "
     "Sampling Sogram Solver",
     "training.callbacks": "ProgressBar",

@@ -58,8 +58,7 @@ from gramtower.model.fit_data import FitData, prepare_data
 from gramtower.model.fit_parts import make_problem, make_towers, make_validation, right_weights
 from gramtower.model.settings import ModelSettings
 from gramtower.optim.solvers import SOLVERS, as_solver
-from gramtower.training.checkpoint import remove_checkpoint
-from gramtower.training.fingerprint import fingerprint
+from gramtower.training.checkpoint import fingerprint, remove_checkpoint
 
 _TABLES = ("problem", "towers", "optimizers", "run")  # tables that a config of fit does not have
 _TOWERS = ("hidden", "dim", "activation")

@@ -40,8 +40,7 @@ from gramtower.model.fitting import ITERATIONS, refit_checkpoint, selection_file
 from gramtower.model.two_tower import TwoTower
 from gramtower.model.unseen import unseen_pairs
 from gramtower.model.warm_start import grown_pairs
-from gramtower.training.checkpoint import remove_checkpoint
-from gramtower.training.lock import locked
+from gramtower.training.checkpoint import locked, remove_checkpoint
 from gramtower.training.result import History, Reason, Record
 
 

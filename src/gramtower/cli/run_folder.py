@@ -11,7 +11,7 @@ from gramtower._util import checks as check
 from gramtower.cli.options import Settings, read_config
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.model.two_tower import TwoTower, load
-from gramtower.training.lock import locked
+from gramtower.training.checkpoint import locked
 
 MODEL, CONFIG, HISTORY, SUMMARY = "model.gramtower", "config.toml", "history.jsonl", "summary.json"
 CHECKPOINT = "checkpoint.safetensors"

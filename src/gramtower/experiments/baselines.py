@@ -30,8 +30,7 @@ from gramtower._util import checks as check
 from gramtower._util.host import memory_size
 from gramtower._util.optional import install_line, need
 from gramtower.data.matrices import canonical
-from gramtower.retrieval.select import best
-from gramtower.retrieval.topk import top_k
+from gramtower.retrieval.topk import best, top_k
 
 Lists = NDArray[np.int64]
 _BLOCK_BYTES = 64_000_000  # of scores made at once

@@ -42,7 +42,7 @@ from gramtower.experiments.baselines import (
 )
 from gramtower.experiments.cross_validation import fit_copy
 from gramtower.metrics.definitions import parse
-from gramtower.metrics.evaluation import ranking_metrics
+from gramtower.metrics.embedding_metrics import ranking_metrics
 from gramtower.metrics.tally import Scores
 from gramtower.model.fit_data import aligned, own_pairs, prepare_data
 from gramtower.model.fit_parts import make_problem

@@ -47,8 +47,8 @@ from gramtower.experiments.benchmark_report import (
 from gramtower.experiments.machine import OthersBusy, environment
 from gramtower.metrics.definitions import DEFAULT, parse
 from gramtower.model.two_tower import TwoTower
-from gramtower.training.lock import locked
-from gramtower.training.log import progress_lines
+from gramtower.training.callbacks import progress_lines
+from gramtower.training.checkpoint import locked
 
 _MOST_SEEDS = 1000
 

@@ -6,6 +6,6 @@ Each is a mean over the left entities ("users") that have relevant right entitie
 from gramtower.metrics.definitions import DEFAULT as DEFAULT
 from gramtower.metrics.definitions import KNOWN as KNOWN
 from gramtower.metrics.definitions import parse as parse
-from gramtower.metrics.evaluation import evaluate_embeddings as evaluate_embeddings
-from gramtower.metrics.evaluation import ranking_metrics as ranking_metrics
+from gramtower.metrics.embedding_metrics import evaluate_embeddings as evaluate_embeddings
+from gramtower.metrics.embedding_metrics import ranking_metrics as ranking_metrics
 from gramtower.metrics.tally import Scores as Scores

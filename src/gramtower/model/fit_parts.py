@@ -20,7 +20,7 @@ from gramtower.engine.towers.mlp import mlp_towers
 from gramtower.engine.towers.towers import Towers
 from gramtower.metrics import Scores, evaluate_embeddings
 from gramtower.metrics.definitions import to_maximise
-from gramtower.metrics.jackknife import deal, means_without
+from gramtower.metrics.tally import deal, means_without
 from gramtower.model import defaults
 from gramtower.model.fit_data import FitData
 from gramtower.model.fitted import FittedModel
@@ -29,7 +29,7 @@ from gramtower.model.settings import ModelSettings
 from gramtower.model.unseen import Unseen, UnseenValidator
 from gramtower.model.warm_start import carry_over
 from gramtower.optim.solvers import as_solver
-from gramtower.training.fingerprint import sparse_digest
+from gramtower.training.checkpoint import sparse_digest
 
 _TINY = 50_000_000  # multiplications of an evaluation: about ten milliseconds
 

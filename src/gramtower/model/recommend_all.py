@@ -1,6 +1,6 @@
 """The lists of all left entities, streamed to a file: what `TwoTower.recommend_all` does.
 
-The lists are those of `recommend`. Scores are made and ranked some rows at a time (retrieval/tiles.py), a thread
+The lists are those of `recommend`. Scores are made and ranked some rows at a time (retrieval/topk.py), a thread
 writes the last part (data/list_files.py) while the next is ranked. Cost: the score products and one pass over them, and
 O(answers) for the file. Memory: a part of about a million answers, twice.
 """
@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from gramtower._util.host import explained
 from gramtower.data.list_files import ListFile
 from gramtower.model.feature_spec import Ids
-from gramtower.retrieval.tiles import Lists
-from gramtower.retrieval.topk import Ranking
-from gramtower.training.lock import locked
+from gramtower.retrieval.topk import Lists, Ranking
+from gramtower.training.checkpoint import locked
 
 
 def write_lists(

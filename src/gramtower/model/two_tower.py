@@ -33,8 +33,7 @@ from gramtower.model.fitted import FittedModel
 from gramtower.model.fitting import ITERATIONS, fit, update
 from gramtower.model.model_file import read_model, write_model
 from gramtower.model.settings import ModelSettings
-from gramtower.training.callbacks import Callback
-from gramtower.training.log import progress_lines
+from gramtower.training.callbacks import Callback, progress_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

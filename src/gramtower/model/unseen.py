@@ -40,12 +40,12 @@ from gramtower.distributed.partition import Shard
 from gramtower.distributed.shards import Shards
 from gramtower.engine.objective.point import Point
 from gramtower.metrics import Scores, evaluate_embeddings
-from gramtower.metrics.jackknife import deal, means_without
+from gramtower.metrics.tally import deal, means_without
 from gramtower.model.feature_spec import is_matrix, refuse_frame
 from gramtower.model.fit_data import FitData, known_pairs, matrix_and_ids
 from gramtower.model.refinement import ExpectedIds
 from gramtower.model.settings import ModelSettings
-from gramtower.training.fingerprint import features_text, sparse_digest
+from gramtower.training.checkpoint import features_text, sparse_digest
 
 SIDES = ("left", "right")
 

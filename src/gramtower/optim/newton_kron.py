@@ -17,8 +17,7 @@ from __future__ import annotations
 from gramtower.engine.objective.point import Point
 from gramtower.engine.towers.parameters import Parameters
 from gramtower.optim.conjugate_gradient import conjugate_gradient
-from gramtower.optim.damping import Damping, Verdict
-from gramtower.optim.parts import Direction, DirectionResult, State, StepResult
+from gramtower.optim.descent import Damping, Direction, DirectionResult, State, StepResult, Verdict
 from gramtower.optim.secant import KroneckerSecant
 
 _FAR_BELOW, _FAR_ABOVE = 0.1, 30.0  # times the damping at the start

@@ -1,11 +1,15 @@
-"""The direction of `newton-kron` for linear towers: secant steps over the Kronecker preconditioner.
+"""The inverse of limited-memory BFGS (Nocedal and Wright, "Numerical Optimization", Alg. 7.4) times a vector.
+
+Four passes over θ for each pair of a step and the change of the gradient along it.
+
+The direction of `newton-kron` for linear towers: secant steps over the Kronecker preconditioner.
 
 With linear towers L is convex in each side while the other is fixed, but not in both together. Near a minimum the
 Hessian differs from the Gauss-Newton matrix by the slopes of all pairs, which do not vanish where pairs remain
 unexplained: Gauss-Newton then converges linearly, however well its systems are solved. A gradient costs no more than a
 conjugate gradient step and knows the true curvature along the last steps:
 
-    s = −H ∇L,   H the inverse of limited-memory BFGS (bfgs.py) over γM in the place of a multiple of the identity
+    s = −H ∇L,   H the inverse of limited-memory BFGS over γM in the place of a multiple of the identity
 
 M ≈ (G + damping)⁻¹ is the Kronecker preconditioner, made anew where L has fallen by 2% since it was made, or where
 damping grew: in between it hardly changes, and pairs tell what does. γ is ½ without pairs, as both sides then answer
@@ -29,6 +33,7 @@ tests/test_secant.py; timed by benchmarks/bench_solvers.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -38,9 +43,99 @@ from gramtower.engine.objective.kronecker import Kronecker
 from gramtower.engine.objective.operators import LinearOperator
 from gramtower.engine.objective.point import Point
 from gramtower.engine.towers.parameters import Parameters
-from gramtower.optim.bfgs import Pair, inverse_product
-from gramtower.optim.damping import Damping
-from gramtower.optim.parts import Direction, DirectionResult, State, StepResult, vector, vectors
+from gramtower.optim.descent import Damping, Direction, DirectionResult, State, StepResult, vector, vectors
+
+
+class Pair:
+    """A step and the change of the gradient along it.
+
+    Args:
+        step: s.
+        change: y.
+        bend: sᵀy, or None for whoever asks first to compute.
+    """
+
+    __slots__ = ("_bend", "change", "step")
+
+    def __init__(self, step: Parameters, change: Parameters, bend: float | None = None) -> None:
+        self.step, self.change, self._bend = step, change, bend
+
+    @property
+    def bend(self) -> float:
+        """sᵀy."""
+        if self._bend is None:
+            self._bend = self.step.dot(self.change)
+        return self._bend
+
+
+def inverse_product(g: Parameters, pairs: Sequence[Pair], initial: Callable[[Parameters], Parameters]) -> Parameters:
+    """H g: the two-loop recursion over pairs, oldest first.
+
+    Args:
+        g: left as it is.
+        pairs: with sᵀy > 0.
+        initial: the inverse that pairs correct, applied to a vector that it may overwrite.
+    """
+    q = g.clone()
+    coefficients = []
+    for pair in reversed(pairs):
+        a = pair.step.inner(q) / pair.bend
+        coefficients.append(a)
+        q.axpy_(-a, pair.change)
+    q = initial(q)
+    for pair, a in zip(pairs, reversed(coefficients), strict=True):
+        b = pair.change.inner(q) / pair.bend
+        q.axpy_(a - b, pair.step)
+    return q
+
+
+class LBFGS(Direction):
+    """Limited-memory BFGS from the last few steps and gradient changes.
+
+    Args:
+        memory: pairs of steps and gradient changes kept.
+    """
+
+    def __init__(self, memory: int) -> None:
+        self.memory = memory
+        self.pairs: list[Pair] = []  # oldest first
+        self.before: tuple[Parameters, Parameters] | None = None  # θ and gradient of the last call
+
+    def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
+        """The two-loop recursion; the first direction is the gradient scaled to length one."""
+        assert point is not None
+        theta = point.parameters
+        if self.before is not None:
+            step, change = theta - self.before[0], gradient - self.before[1]
+            bend = step.dot(change)
+            if bend > 1e-10 * step.norm() * change.norm():
+                self.pairs = [*self.pairs, Pair(step, change, bend)][-self.memory :]
+        self.before = (theta, gradient)
+        if not self.pairs:
+            return DirectionResult(gradient * (-1.0 / max(gradient.norm(), 1e-30)))
+        last = self.pairs[-1]
+        scale = last.bend / last.change.dot(last.change)
+        return DirectionResult(inverse_product(gradient, self.pairs, lambda q: q.scale_(scale)).scale_(-1.0))
+
+    def retry(self) -> bool:
+        """Forget the pairs and go down the gradient once."""
+        had, self.pairs, self.before = bool(self.pairs), [], None
+        return had
+
+    def state(self) -> State:
+        """The pairs and the last point."""
+        found: State = {f"step{i}": pair.step for i, pair in enumerate(self.pairs)}
+        found |= {f"change{i}": pair.change for i, pair in enumerate(self.pairs)}
+        if self.before is not None:
+            found |= {"theta": self.before[0], "gradient": self.before[1]}
+        return found
+
+    def restore(self, state: State) -> None:
+        """See Stateful."""
+        self.pairs = [Pair(s, y) for s, y in zip(vectors(state, "step"), vectors(state, "change"), strict=True)]
+        theta, gradient = vector(state, "theta"), vector(state, "gradient")
+        self.before = None if theta is None or gradient is None else (theta, gradient)
+
 
 _FIRST = 0.5  # γ while there are no pairs: both sides answer for the same residuals
 _LEAST_BEND = 0.2  # of the curvature that was expected along a step

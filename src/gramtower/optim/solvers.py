@@ -18,16 +18,11 @@ from typing import Any, ClassVar
 from gramtower._util import checks as check
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
-from gramtower.optim.damping import Damping
-from gramtower.optim.directions import LBFGS as LimitedMemory
-from gramtower.optim.directions import Diagonal, NewtonCG, Steepest
-from gramtower.optim.line_search import Backtracking
-from gramtower.optim.methods import Descent, Method
+from gramtower.optim.descent import Backtracking, Damping, Descent, Diagonal, Direction, Method, NewtonCG, Steepest
 from gramtower.optim.newton_kron import KroneckerDirection, KroneckerNewton
-from gramtower.optim.parts import Direction
-from gramtower.optim.sampled import Blocks, Source, Subsets
+from gramtower.optim.secant import LBFGS as LimitedMemory
 from gramtower.optim.secant import KroneckerSecant
-from gramtower.optim.stochastic import Sampled
+from gramtower.optim.stochastic import Blocks, Sampled, Source, Subsets
 from gramtower.optim.sweeps import Sweeps, SweepsFirst
 
 _ENOUGH_SWEEPS = 12

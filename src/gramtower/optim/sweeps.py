@@ -32,8 +32,7 @@ from gramtower.engine.objective.problem import Problem
 from gramtower.engine.objective.row_steps import row_step, solves_rows
 from gramtower.engine.towers.parameters import Parameters
 from gramtower.engine.towers.towers import Towers
-from gramtower.optim.methods import Descent, IterationResult, Method
-from gramtower.optim.parts import State, Stateful, vectors
+from gramtower.optim.descent import Descent, IterationResult, Method, State, Stateful, vectors
 
 _STEPS, _TOLERANCE = 2, 0.1  # of each row's conjugate gradient
 _HALVINGS = 6

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gramtower.retrieval.select import use_compiled
+from gramtower.retrieval.topk import use_compiled
 
 
 def above(scores: Tensor, relevant: sp.csr_matrix, start: int, stop: int) -> NDArray[np.float64]:

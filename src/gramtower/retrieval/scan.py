@@ -5,7 +5,18 @@ any is above the least of them, which after the first few columns is seldom so; 
 one. Columns come in increasing order, so that an equal score at a later column never enters: ties go to the smaller
 column.
 
-Same answers as select.best_torch and ranks.above_torch: tests/test_topk.py, tests/test_metrics.py.
+Same answers as topk.best_torch and ranks.above_torch: tests/test_topk.py, tests/test_metrics.py.
+
+The k best of many rows for k of some hundreds, compiled by numba; ShortLists is for short ones.
+
+Each row keeps a buffer of a little more than 2k candidates. A vector comparison asks of 64 scores at a time whether any
+is above a bound that k candidates are above; that is seldom so, and only then is it asked which, as the bits of one
+number, which is vector work too. A full buffer is cut to not many more than its k best, and its bound raised: about
+log2(n / k) times a row, so that the cost beyond one pass over the scores is O(k log(n / k)) a row, where lists that are
+kept sorted take O(k²). Columns come in increasing order and stay in it, so that an equal score at a later column never
+enters: ties go to the smaller column.
+
+Same answers as topk.best_torch: tests/test_topk.py.
 """
 
 from __future__ import annotations
@@ -24,7 +35,7 @@ _TOGETHER = 64  # scores compared before a branch
 
 
 class ShortLists:
-    """The k best of each row so far, kept sorted, which pays for k of a few dozen; long_lists.py is for more."""
+    """The k best of each row so far, kept sorted, which pays for k of a few dozen; LongLists is for more."""
 
     def __init__(self, rows: int, k: int) -> None:
         self.columns, self.values = np.full((rows, k), -1, np.int64), np.full((rows, k), -np.inf, np.float32)
@@ -121,3 +132,167 @@ def _above(first, last, scores, offsets, columns, counts):  # type: ignore[no-un
             higher -= len(relevant) - np.searchsorted(ordered, s, "right")
             not_below -= len(relevant) - np.searchsorted(ordered, s)
             counts[offsets[i] + e] = 0.5 * (higher + not_below)
+
+
+_SEQUENCE = np.uint64(0x03F79D71B4CB0A89)  # de Bruijn's: shifted by any l, its six highest bits are all different
+_PLACES = np.empty(64, np.int64)  # l by these bits, so that the place of a power of two is a product and a look
+_PLACES[[(0x03F79D71B4CB0A89 << l & 2**64 - 1) >> 58 for l in range(64)]] = np.arange(64)
+_SPARE = 16  # places of a buffer beyond 2k
+_TRIED = 12  # candidates that are tried as the next bound
+_SHORT = 40  # lists up to this long are kept sorted
+
+
+class LongLists:
+    """What may be among the k best of each row so far: places, how many are filled, and the bound of scores to come."""
+
+    def __init__(self, rows: int, k: int) -> None:
+        places = 2 * k + _SPARE + _TOGETHER
+        self.k = k
+        self.columns, self.values = np.empty((rows, places), np.int64), np.empty((rows, places), np.float32)
+        self.counts, self.bounds = np.zeros(rows, np.int64), np.full(rows, -np.inf, np.float32)
+
+    def add(self, scores: NDArray[np.float32], offset: int, *left_out: NDArray[Any]) -> None:
+        """See :meth:`ShortLists.add`."""
+        _add(scores, offset, self.k, self.columns, self.values, self.counts, self.bounds, *left_out)
+
+    def finished(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Columns and scores, best first; −1 and −inf where there are fewer than k."""
+        shape = len(self.counts), self.k
+        columns, values = np.full(shape, -1, np.int64), np.full(shape, -np.inf, np.float32)
+        _finish(self.columns, self.values, self.counts, columns, values)
+        return columns, values
+
+
+def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """See topk.best; for k of at most some hundreds, because the best are sorted by insertion in the end."""
+    rows = len(scores)
+    columns, values = np.empty((rows, k), np.int64), np.empty((rows, k), np.float32)
+    array, none, nothing = scores.numpy(), np.zeros(rows, np.int64), np.empty(0, np.int32)
+
+    def work(first: int, last: int) -> None:
+        part, lists = slice(first, last), lists_of(last - first, k)
+        lists.add(array[part], 0, none[part], none[part], nothing, nothing)
+        columns[part], values[part] = lists.finished()
+
+    parallel_for(work, tasks(rows))
+    return torch.from_numpy(columns), torch.from_numpy(values)
+
+
+def lists_of(rows: int, k: int) -> ShortLists | LongLists:
+    """Lists of length k that hold nothing yet."""
+    return ShortLists(rows, k) if k <= _SHORT else LongLists(rows, k)
+
+
+@compiled()
+def _kth(work, k):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """The k-th largest number, by Hoare's selection; ``work`` is left in another order."""
+    low, high, place = 0, work.shape[0] - 1, k - 1
+    while low < high:
+        pivot, i, j = work[(low + high) // 2], low, high
+        while i <= j:
+            while work[i] > pivot:
+                i += 1
+            while work[j] < pivot:
+                j -= 1
+            if i <= j:
+                work[i], work[j] = work[j], work[i]
+                i += 1
+                j -= 1
+        if place <= j:
+            high = j
+        elif place >= i:
+            low = i
+        else:
+            break
+    return work[place]
+
+
+@compiled()
+def _keep(c, v, k):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Keep the k best candidates, which are more, in their order; returns the least of them."""
+    least, above = _kth(v.copy(), k), 0
+    for e in range(v.shape[0]):
+        above += v[e] > least
+    equal, p = k - above, 0
+    for e in range(v.shape[0]):
+        if v[e] > least or (v[e] == least and equal > 0):
+            equal -= v[e] == least
+            v[p], c[p] = v[e], c[e]
+            p += 1
+    return least
+
+
+@compiled()
+def _cut(c, v, k):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Leave k to 3k/2 of more than 2k candidates in their order; returns how many, and the bound of those to come.
+
+    The bound is the highest of a few candidates that k others are above: counting is a vector operation, where an exact
+    selection is a chain of branches. Many equal scores are left to the exact one.
+    """
+    bound, kept = np.float32(-np.inf), np.int32(v.shape[0])
+    for e in range(0, v.shape[0], max(1, v.shape[0] // _TRIED)):
+        if v[e] > bound:
+            above = np.int32(0)
+            for l in range(v.shape[0]):
+                above += np.int32(v[l] > v[e])
+            if above >= k:
+                bound, kept = v[e], above
+    if kept > k + k // 2:
+        return k, _keep(c, v, k)
+    p = 0
+    for e in range(v.shape[0]):
+        s = v[e]
+        v[p], c[p] = s, c[e]
+        p += 1 if s > bound else 0  # without a branch
+    return p, bound
+
+
+@compiled(nogil=True)
+def _add(scores, offset, k, columns, values, counts, bounds, places, ends, excluded, denied):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """See ShortLists.add."""
+    width, full = scores.shape[1], values.shape[1] - _TOGETHER
+    vectorised = width - width % _TOGETHER
+    first, last = np.searchsorted(denied, offset), np.searchsorted(denied, offset + width)
+    for i in range(scores.shape[0]):
+        row, c, v = scores[i], columns[i], values[i]
+        places[i] = leave_out(row, offset, places[i], ends[i], excluded, denied[first:last])
+        count, bound = counts[i], bounds[i]
+        for start in range(0, vectorised, _TOGETHER):
+            part, any_above = row[start : start + _TOGETHER], np.uint8(0)
+            for l in range(_TOGETHER):
+                any_above |= np.uint8(part[l] > bound)
+            if any_above != 0:
+                mask = np.uint64(0)
+                for l in range(_TOGETHER):
+                    mask |= np.uint64(part[l] > bound) << np.uint64(l)
+                while mask != 0:
+                    lowest = mask & (~mask + np.uint64(1))
+                    l = _PLACES[np.int64((lowest * _SEQUENCE) >> np.uint64(58))]
+                    v[count], c[count] = part[l], offset + start + l
+                    count += 1
+                    mask ^= lowest
+                if count >= full:
+                    count, bound = _cut(c[:count], v[:count], k)
+        for l in range(vectorised, width):
+            if row[l] > bound:
+                v[count], c[count] = row[l], offset + l
+                count += 1
+        if count >= full:
+            count, bound = _cut(c[:count], v[:count], k)
+        counts[i], bounds[i] = count, bound
+
+
+@compiled(nogil=True)
+def _finish(columns, values, counts, best_columns, best_values):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Sort each row's k best candidates; equal scores stay in order of columns."""
+    k = best_columns.shape[1]
+    for i in range(columns.shape[0]):
+        c, v, count = columns[i, : counts[i]], values[i, : counts[i]], counts[i]
+        if count > k:
+            _keep(c, v, k)
+        for e in range(min(count, k)):
+            s, j, p = v[e], c[e], e
+            while p > 0 and best_values[i, p - 1] < s:
+                best_values[i, p], best_columns[i, p] = best_values[i, p - 1], best_columns[i, p - 1]
+                p -= 1
+            best_values[i, p], best_columns[i, p] = s, j

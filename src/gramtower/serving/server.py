@@ -23,7 +23,7 @@ import torch
 import uvicorn
 
 from gramtower._util import checks as check
-from gramtower.retrieval.select import WORTH_CALLING
+from gramtower.retrieval.topk import WORTH_CALLING
 from gramtower.serving import logs
 from gramtower.serving.app import make_app
 from gramtower.serving.http import LOOPBACK

@@ -5,22 +5,32 @@ it has them, ``begin`` is called before the first iteration and ``end`` after th
 exception in a callback ends the run and reaches the caller; checkpoints stay whole. Over several processes every one
 calls its callbacks; those here act in the first alone. The packages they write to are imported when a run begins.
 A fit with ``refit=True`` is two runs.
+
+How a progress bar is drawn: by rich in a terminal, as HTML that is replaced in place in a notebook.
+
+A notebook needs nothing but IPython, whose kernel runs it; rich's own bar would need ipywidgets there. Checked by
+tests/test_notebooks.py and tests/test_callbacks.py.
+
+Lines about progress: one an iteration in fixed columns, and one for each step of a longer call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import numpy as np
 
 from gramtower._util import checks as check
+from gramtower._util import html
 from gramtower._util.optional import need
 from gramtower.engine.objective.point import Point
-from gramtower.training.bars import Bar, open_bar
 from gramtower.training.result import Record, Result
 
 _USE = "this callback"  # in errors about missing packages
@@ -239,3 +249,179 @@ class WeightsAndBiases:
 def _figures(record: Record) -> str:
     metric = "" if record.metric is None else f", validation {record.metric:.4f}"
     return f"objective {record.value:.6g}{metric}"
+
+
+class Bar(Protocol):
+    """One bar on the screen."""
+
+    def move(self, done: int, figures: str) -> None:
+        """Show that so many iterations are done, with figures beside the bar."""
+
+    def stop(self) -> None:
+        """Leave it as it is."""
+
+
+def in_notebook() -> bool:
+    """Whether this code runs in the kernel of a notebook, not in a terminal."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel")
+
+
+def open_bar(total: int, done: int, figures: str, use: str, console: Any = None) -> Bar:
+    """A bar where it can be seen: on ``console`` if there is one, otherwise in the notebook or the terminal.
+
+    Args:
+        total: iterations that there may be.
+        done: iterations before this run.
+        figures: text beside the bar.
+        use: what needs the packages, for errors.
+        console: a ``rich.console.Console``.
+    """
+    if console is None and in_notebook():
+        return NotebookBar(total, done, figures)
+    return TerminalBar(total, done, figures, use, console)
+
+
+class TerminalBar:
+    """A line on standard error, by rich."""
+
+    def __init__(self, total: int, done: int, figures: str, use: str, console: Any) -> None:
+        rich = need("rich.progress", use)
+        console = console or need("rich.console", use).Console(stderr=True)
+        parts = ("iteration", rich.BarColumn(), rich.MofNCompleteColumn(), "{task.fields[figures]}")
+        self._bar = rich.Progress(*parts, rich.TimeRemainingColumn(), console=console)
+        self._bar.start()
+        self._task = self._bar.add_task("", total=total, completed=done, figures=figures)
+
+    def move(self, done: int, figures: str) -> None:
+        """See Bar."""
+        self._bar.update(self._task, completed=done, figures=figures)
+
+    def stop(self) -> None:
+        """See Bar."""
+        self._bar.stop()
+
+
+class NotebookBar:
+    """An output of the cell, replaced after each iteration."""
+
+    def __init__(self, total: int, done: int, figures: str) -> None:
+        self._shown = need("IPython.display", "a bar in a notebook", "ipython")
+        self._total, self._first, self._began = total, done, time.monotonic()
+        self._now = (done, figures)
+        self._handle = self._shown.display(self._content(), display_id=True)
+
+    def move(self, done: int, figures: str) -> None:
+        """See Bar."""
+        self._now = (done, figures)
+        self._handle.update(self._content(self._left(done)))
+
+    def stop(self) -> None:
+        """See Bar: without the time that is left."""
+        self._handle.update(self._content())
+
+    def _left(self, done: int) -> str:
+        passed, made = time.monotonic() - self._began, done - self._first
+        return f"{passed / made * (self._total - done):.0f} s left" if made and done < self._total else ""
+
+    def _content(self, left: str = "") -> Any:
+        done, figures = self._now
+        words = ", ".join(part for part in (f"iteration {done} of {self._total}", figures, left) if part)
+        return _Output(html.progress(done, self._total, words), words)
+
+
+class _Output:
+    """The same as HTML and as text, of which a front end takes what it can show."""
+
+    def __init__(self, markup: str, words: str) -> None:
+        self._markup, self._words = markup, words
+
+    def _repr_html_(self) -> str:
+        return self._markup
+
+    def __repr__(self) -> str:
+        return self._words
+
+
+HEADER = " iter   seconds      objective   decrease       |g|   CG      step   damping    metric"
+
+
+def progress_lines(name: str, verbose: bool | None = None) -> Callable[[str], None] | None:
+    """A function that takes lines about the progress of a call of several fits; None if nobody reads them.
+
+    Args:
+        name: of the logger that gets them at level INFO.
+        verbose: whether they go to standard error too; None for yes in a terminal or a notebook.
+    """
+    shown = (sys.stderr.isatty() or in_notebook()) if verbose is None else check.flag("verbose", verbose)
+    logger = logging.getLogger(name)
+    if not shown and not logger.isEnabledFor(logging.INFO):
+        return None
+
+    def say(text: str) -> None:
+        logger.info("%s", text)
+        if shown:
+            print(text, file=sys.stderr, flush=True)
+
+    return say
+
+
+def line(record: Record) -> str:
+    """The fixed columns of one iteration."""
+    gradient = "-" if record.gradient_norm is None else f"{record.gradient_norm:.2e}"
+    damping = "-" if record.damping is None else f"{record.damping:.1e}"
+    metric = "-" if record.metric is None else f"{record.metric:.4f}"
+    return (
+        f"{record.iteration:5d} {record.seconds:9.2f} {record.value:14.7g} {record.relative_decrease:10.2e} "
+        f"{gradient:>9} {record.cg_steps:4d} {record.step:9.2e} {damping:>9} {metric:>9}"
+    )
+
+
+def traffic(record: Record) -> str:
+    """Bytes sent between processes, as counted by the first one."""
+    product = f", {record.product_bytes / 1e6:.3g} MB for one G·d" if record.product_bytes else ""
+    return f"{record.processes} processes; each sent and received about {record.bytes / 1e6:.3g} MB{product}"
+
+
+class Log:
+    """Writes the lines; on a terminal also a status line that the next line overwrites.
+
+    Args:
+        limits: (max_iterations, time_limit), for the time left.
+        stream: where to, standard error by default.
+    """
+
+    def __init__(self, limits: tuple[int, float | None], stream: TextIO | None = None) -> None:
+        self.max_iterations, self.time_limit = limits
+        self.stream = stream or sys.stderr
+        self.live = self.stream.isatty()
+        self._started = False
+        self._last: Record | None = None
+
+    def __call__(self, record: Record) -> None:
+        """Show a record."""
+        self._last = record
+        clear = "\r\x1b[K" if self.live and self._started else ""
+        if not self._started:
+            print(HEADER, file=self.stream)
+            self._started = True
+        print(clear + line(record), file=self.stream, flush=True)
+        if self.live and record.iteration < self.max_iterations:
+            self.stream.write(f"\r… {self._left(record)}")
+            self.stream.flush()
+
+    def end(self, message: str) -> None:
+        """Say why the run stopped."""
+        clear = "\r\x1b[K" if self.live and self._started else ""
+        print(f"{clear}stopped: {message}", file=self.stream, flush=True)
+        if self._last is not None and self._last.processes > 1:
+            print(traffic(self._last), file=self.stream, flush=True)
+
+    def _left(self, record: Record) -> str:
+        done = f"iteration {record.iteration + 1} of at most {self.max_iterations}"
+        if record.iteration == 0:
+            return done
+        left = (self.max_iterations - record.iteration) * record.seconds / record.iteration
+        if self.time_limit is not None:
+            left = min(left, max(0.0, self.time_limit - record.seconds))
+        return f"{done}, at most {left:.0f} s left"

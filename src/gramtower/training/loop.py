@@ -32,17 +32,19 @@ from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.linearization import Work
 from gramtower.engine.towers.parameters import Parameters
 from gramtower.engine.towers.towers import Towers
-from gramtower.optim.methods import IterationResult, Method
-from gramtower.optim.parts import State
+from gramtower.optim.descent import IterationResult, Method, State
 from gramtower.optim.solvers import Solver, as_solver
-from gramtower.training.callbacks import Callback, Started, Watchers
-from gramtower.training.checkpoint import Saved, read_checkpoint, restore, write_checkpoint
-from gramtower.training.fingerprint import fingerprint
-from gramtower.training.limits import Limits
-from gramtower.training.lock import locked
-from gramtower.training.log import Log
-from gramtower.training.result import History, Reason, Record, Result, Stop
-from gramtower.training.stored_history import StoredHistory
+from gramtower.training.callbacks import Callback, Log, Started, Watchers
+from gramtower.training.checkpoint import (
+    Saved,
+    StoredHistory,
+    fingerprint,
+    locked,
+    read_checkpoint,
+    restore,
+    write_checkpoint,
+)
+from gramtower.training.result import History, Limits, Reason, Record, Result, Stop
 
 _SAME = 1e-3  # relative difference beyond which an objective is another one, not another machine's rounding
 

@@ -9,7 +9,7 @@ last layer and moves down as
     S ← mean(g gᵀ)        through any other step, g the back-propagation of vectors drawn with covariance S
 
 all means weighted by r_i. Each step does its own part (``moment`` and ``pull_curvature`` in steps.py); where a tower
-has branches, graph.py carries S of all that is live beside each other. For ids and sparse features A is kept to its
+has branches, branches.py carries S of all that is live beside each other. For ids and sparse features A is kept to its
 diagonal, so that tables are preconditioned row by row. Parameters of other steps that belong to no Linear or Embedding
 get the diagonal Σ_i r_i J_iᵀ S J_i, from the same drawn vectors.
 

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gramtower._util import checks as check
 from gramtower._util.checks import Hidden, check_hidden
 from gramtower._util.host import free_memory, readable
+from gramtower._util.torch_runtime import parallel_for
 from gramtower.data.features import Features
 from gramtower.engine.kernels.activations import make_activation
-from gramtower.engine.towers.id_tables import draw_rows_
 from gramtower.engine.towers.layers import InputLinear
 from gramtower.engine.towers.towers import Towers, TwoSided
 
@@ -26,6 +26,9 @@ _EPS = 1e-5  # added to the mean square of a row before it is divided by its roo
 _COPIES = (
     2  # of θ on the host: as drawn, and in its dtype or on its way; engine/objective/plan.py counts what training takes
 )
+_BLOCK = 1 << 15  # rows drawn at a time; a multiple of 16, see draw_rows_
+_MANY = 1 << 23  # numbers of a table beyond which threads draw its blocks: a thread takes a tenth of a second
+_SHARE = 1 << 21  # numbers of such a block
 
 
 def mlp_towers(
@@ -139,3 +142,52 @@ def _draw_(tower: nn.Module, features: Features, generator: torch.Generator) -> 
             nn.init.constant_(layer.weight, math.sqrt(_LONGEST / layer.normalized_shape[0]))
         if isinstance(layer, (InputLinear, nn.Linear)) and layer.bias is not None:
             nn.init.zeros_(layer.bias)
+
+
+@torch.no_grad()
+def draw_rows_(table: Tensor, features: Features, std: float, generator: torch.Generator) -> None:
+    """Fill a first layer with normal numbers; over processes with the rows that one process would have drawn.
+
+    A table of few numbers is drawn from the generator itself. Torch draws normal numbers sixteen at a time, so that
+    blocks of a multiple of sixteen give the same stream as one draw of all rows; what is left over at the end is drawn
+    together with the last block. Of a larger one, every block of rows has a generator of its own, which the given one
+    seeds: threads draw blocks side by side, and a process only those it holds rows of.
+    """
+    whole = features.kind != "ids"
+    first, total = (0, len(table)) if whole else (features.first, features.total)
+    stop = first + len(table)
+    if total * table.shape[1] > _MANY:
+        _draw_blocks_(table, first, total, std, generator)
+        return
+    if total == len(table):
+        nn.init.normal_(table, std=std, generator=generator)
+        return
+    start = 0
+    while start < total:
+        end = total if total - start < 2 * _BLOCK else start + _BLOCK
+        block = table.new_empty(end - start, table.shape[1]).normal_(std=std, generator=generator)
+        a, b = max(start, first), min(end, stop)
+        if a < b:
+            table[a - first : b - first] = block[a - start : b - start]
+        start = end
+
+
+def _draw_blocks_(table: Tensor, first: int, total: int, std: float, generator: torch.Generator) -> None:
+    """Rows of a large table, block by block, each from a generator of its own whose seed the given one draws."""
+    stop, height = first + len(table), max(16, _SHARE // table.shape[1] // 16 * 16)
+    seeds = torch.randint(2**62, (-(-total // height),), generator=generator).tolist()
+
+    @torch.no_grad()
+    def draw(number: int, end: int) -> None:
+        for block in range(number, end):
+            start, rows = block * height, min(height, total - block * height)
+            own = torch.Generator().manual_seed(seeds[block])
+            a, b = max(start, first), min(start + rows, stop)
+            if b - a == rows:
+                table[a - first : b - first].normal_(std=std, generator=own)
+            else:  # a part of the block is another process's
+                drawn = table.new_empty(rows, table.shape[1]).normal_(std=std, generator=own)
+                table[a - first : b - first] = drawn[a - start : b - start]
+
+    if first < stop:
+        parallel_for(draw, list(range(first // height, -(-stop // height) + 1)))

@@ -1,4 +1,16 @@
-"""Any module as a step of a tower, by autodiff; see steps.py.
+"""A module called with other tensors in the place of its own, and left as it was.
+
+torch.func.functional_call puts back what it replaced name by name. A module that stands in another under two names, as
+a layer used twice does, is replaced twice then, and put back to what the first replacement was. Here every tensor of
+every module is replaced once.
+
+Sparse feature rows as the input of an arbitrary module, differentiable twice.
+
+A module that begins with ``nn.Linear``, ``nn.EmbeddingBag(mode="sum")`` or ``x @ weight`` receives a
+:class:`SparseRows`; its first product X W then runs on the pair kernels and nothing becomes dense. The two
+products below are each other's derivative, so double backward (see opaque.py) works.
+
+Any module as a step of a tower, by autodiff; see steps.py.
 
 Its vjp is back-propagation, its jvp the derivative of that back-propagation with respect to the vector it is fed, which
 is linear. For the preconditioner, hooks find A and S of the layers inside, S from vectors drawn at the output of a
@@ -8,9 +20,10 @@ something else, such as a parameter from which it computes a weight, gets the di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,12 +32,129 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gramtower.data.features import Features, IdBlock, SparseBlock
 from gramtower.distributed.group import Group
-from gramtower.engine.towers.calls import call_with
-from gramtower.engine.towers.joins import Blocks, Join
+from gramtower.engine.kernels import Kernels
+from gramtower.engine.towers.branches import Blocks, Join
 from gramtower.engine.towers.layer_factors import column_squares, outer, root
 from gramtower.engine.towers.layers import InputLinear
-from gramtower.engine.towers.sparse import SparseRows
 from gramtower.engine.towers.steps import CurvatureContext, Moment, Named, Values
+
+
+def call_with(module: nn.Module, tensors: Mapping[str, Tensor], *inputs: Any) -> Any:
+    """module(*inputs) with some parameters and buffers replaced, by their first names; those used twice everywhere."""
+    names = {id(tensor): name for name, tensor in chain(module.named_parameters(), module.named_buffers())}
+    places: dict[str, Tensor] = {}
+    for path, part in module.named_modules():  # each once, however many names it has
+        for attribute, tensor in chain(part._parameters.items(), part._buffers.items()):
+            name = names.get(id(tensor), "")
+            if name in tensors:
+                places[f"{path}.{attribute}" if path else attribute] = tensors[name]
+    return torch.func.functional_call(module, places, inputs, tie_weights=False)
+
+
+FIRST_LAYER = (
+    'a tower over sparse features must begin with nn.Linear, nn.EmbeddingBag(mode="sum"), gramtower.InputLinear or '
+    "x @ weight, of all columns or of some, x[:, start:stop]"
+)
+
+
+class SparseRows:
+    """A block of sparse rows that answers the few torch functions a first layer calls."""
+
+    def __init__(self, block: SparseBlock, kernels: Kernels) -> None:
+        self.block, self.kernels = block, kernels
+
+    @property
+    def shape(self) -> torch.Size:
+        """(rows, features)."""
+        return torch.Size(self.block.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the values."""
+        return self.block.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the values."""
+        return self.block.values.device
+
+    def size(self, dim: int | None = None) -> Any:
+        """As torch.Tensor.size."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """Two."""
+        return 2
+
+    def __getitem__(self, index: Any) -> SparseRows:
+        """Some columns of all rows, ``x[:, start:stop]``."""
+        match index:
+            case (rows, slice() as columns) if rows == slice(None) and columns.step in (None, 1):
+                start, stop, _ = columns.indices(self.shape[1])
+                return SparseRows(self.block.columns(start, max(start, stop)), self.kernels)
+        raise ValueError(f"sparse features were indexed by {index!r}; only columns can be taken: x[:, start:stop]")
+
+    def __matmul__(self, weight: Tensor) -> Tensor:
+        if weight.dim() != 2 or len(weight) != self.shape[1]:
+            raise ValueError(f"{self.shape[1]} columns of sparse features met a layer for {len(weight)}")
+        return _product(weight, self.block, self.kernels)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is nn.functional.linear:
+            x, weight = args[0], args[1] if len(args) > 1 else kwargs["weight"]
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            y = x @ weight.t()
+            return y if bias is None else y + bias
+        if func is nn.functional.embedding_bag:
+            if kwargs.get("mode", "mean") != "sum":
+                raise ValueError('EmbeddingBag on sparse features: mode must be "sum", so that values are weights')
+            return args[0] @ args[1]
+        if func in (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__):
+            return args[0] @ args[1]
+        raise ValueError(f"sparse features reached {getattr(func, '__name__', func)}; {FIRST_LAYER}")
+
+
+class _Product(torch.autograd.Function):
+    """W ↦ X W."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, block: SparseBlock, kernels: Kernels) -> Tensor:
+        ctx.block, ctx.kernels = block, kernels
+        out = weight.new_zeros(block.shape[0], weight.shape[1])
+        kernels.left_sum(block.pattern, block.values, weight.contiguous(), out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> tuple[Tensor, None, None]:
+        return _transposed_product(g[0], ctx.block, ctx.kernels), None, None
+
+
+class _TransposedProduct(torch.autograd.Function):
+    """G ↦ Xᵀ G."""
+
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, block: SparseBlock, kernels: Kernels) -> Tensor:
+        ctx.block, ctx.kernels = block, kernels
+        out = g.new_zeros(block.shape[1], g.shape[1])
+        kernels.right_sum(block.pattern, block.values, g.contiguous(), out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> tuple[Tensor, None, None]:
+        return _product(g[0], ctx.block, ctx.kernels), None, None
+
+
+_product: Callable[[Tensor, SparseBlock, Kernels], Tensor] = _Product.apply
+_transposed_product: Callable[[Tensor, SparseBlock, Kernels], Tensor] = _TransposedProduct.apply
+
 
 _LAYERS = (nn.Linear, nn.Embedding, nn.EmbeddingBag, InputLinear)
 

@@ -3,22 +3,39 @@
 Linear, Embedding, EmbeddingBag, InputLinear, LayerNorm, RMSNorm and elementwise activations have steps of their own.
 ``nn.Sequential`` is opened, however nested; the ``forward`` of any other class is traced (trace.py); what remains, and
 any module that carries hooks, is called as it is.
+
+A few rows through a module as it is, before it becomes a tower: refuses what the objective cannot use, by name.
+
+An objective over all pairs with exact derivatives needs a module that gives the same result each time, maps every row
+by itself, keeps its mode, and has a derivative; and features whose squares the dtype can hold. The torch functions that
+``forward`` calls are recorded, so that the message names the step that fails.
+
+How many bytes towers take: activations of an entity, features on a GPU, factors of the preconditioner.
+
+What the memory plan (engine/objective/plan.py) asks of towers before anything is allocated. Checked by
+tests/test_plan.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from gramtower._util import checks as check
+from gramtower.data.features import Block, Features, IdBlock, SparseBlock
+from gramtower.engine.kernels import layout
 from gramtower.engine.kernels.activations import TABLE, activation_of
-from gramtower.engine.towers.analytic import Affine, Elementwise, InputAffine
-from gramtower.engine.towers.layers import InputLinear
-from gramtower.engine.towers.opaque import Opaque
-from gramtower.engine.towers.scales import Normalise
-from gramtower.engine.towers.steps import Op
+from gramtower.engine.towers.layers import Affine, Elementwise, InputAffine, InputLinear, Normalise
+from gramtower.engine.towers.opaque import Opaque, SparseRows, call_with
+from gramtower.engine.towers.steps import Op, Values
 from gramtower.engine.towers.trace import Inputs, Untraceable, trace
 
 Names = Mapping[int, str]  # id of a parameter → its name within the tower
@@ -151,3 +168,215 @@ def _has_hooks(module: nn.Module) -> bool:
 def is_hooked(part: nn.Module) -> bool:
     """Whether a module itself carries hooks; those of modules inside do not count."""
     return bool(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks)
+
+
+_LARGEST_FEATURE = {torch.float32: 1e15, torch.float64: 1e150}  # the squares of 10⁸ rows add up within the dtype
+
+
+def try_module(side: str, module: nn.Module, rows: Block, row: Block, values: Values) -> tuple[Any, Any]:
+    """The module's results for some rows, and for ``row`` alone, which is the first of them.
+
+    Raises:
+        ValueError: if it cannot be a tower.
+    """
+    where = f"{side} tower: {type(module).__name__}"
+    first = _run(module, rows, values)
+    second, alone = _run(module, rows, values), _run(module, row, values)
+    if differ(second.result, first.result):
+        raise ValueError(
+            f"{where} gives different results for the same rows{_first_difference(second, first)}; the objective over "
+            "all pairs needs a deterministic module: call .eval() or take the noise out"
+        )
+    if differ(alone.result, first.result):
+        raise ValueError(
+            f"{where} gives a row another result when other rows stand beside it{_first_difference(alone, first)}; "
+            "each row must be mapped by itself (use nn.LayerNorm, not batch statistics)"
+        )
+    if isinstance(first.result, Tensor) and not first.result.requires_grad:
+        stops = [call.name for call in first.calls if call.stops]
+        if stops:
+            raise ValueError(
+                f"{where} has no derivative: no trainable parameter reaches its result by derivatives after step "
+                f"{stops[-1]}; expected a result that can be differentiated (not argmax, detach, no_grad or integers)"
+            )
+    return first.result, alone.result
+
+
+def check_magnitude(side: str, features: Features, dtype: torch.dtype) -> None:
+    """Refuse features whose sums of squares over many rows are beyond the dtype."""
+    if not features.arrays or not (numbers := features.arrays[-1]).numel() or not numbers.is_floating_point():
+        return
+    most = _LARGEST_FEATURE[dtype]
+    if float(torch.stack(numbers.aminmax()).abs().max()) > most:
+        place = int(numbers.abs().argmax())
+        if features.kind == "sparse":
+            offsets, columns, _ = features.arrays
+            row, column = int(torch.searchsorted(offsets, place, right=True)) - 1, int(columns[place])
+        else:
+            row, column = divmod(place, features.width)
+        given = f"{float(numbers.reshape(-1)[place]):g} at row {row}, column {column}"
+        kind = str(dtype).removeprefix("torch.")
+        expected = f"numbers of at most {most:g} with towers in {kind}: divide the column by its largest number"
+        check.fail(f"{side} features", given, expected)
+
+
+@contextmanager
+def same_mode(side: str, module: nn.Module) -> Iterator[None]:
+    """Refuse a module that changes its mode, or that of a module inside, while it is called."""
+    modes = [(name, part, part.training) for name, part in module.named_modules()]
+    yield
+    for name, part, training in modes:
+        if part.training != training:
+            part.training = training
+            raise ValueError(
+                f"{side} tower: {type(module).__name__} changes its mode while it is called: module {name or 'itself'} "
+                f"({type(part).__name__}) was {'' if training else 'not '}in training mode before; set the mode once, "
+                "before it becomes a tower"
+            )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a torch function: where and which, its result, and whether derivatives end there."""
+
+    name: str
+    result: Any
+    stops: bool
+
+
+@dataclass
+class _Calls(TorchFunctionMode):
+    """Records the torch functions that a module calls."""
+
+    calls: list[_Call] = field(default_factory=list)
+    inside: list[str] = field(default_factory=list)
+    result: Any = None
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            given = any(isinstance(x, Tensor) and x.requires_grad for x in _flat((args, kwargs)))
+            place = f" in module {self.inside[-1]}" if self.inside and self.inside[-1] else ""
+            name = f"{len(self.calls) + 1}, {getattr(func, '__name__', str(func))}{place}"
+            self.calls.append(_Call(name, result, given and not result.requires_grad))
+        return result
+
+
+def _run(module: nn.Module, block: Block, values: Values) -> _Calls:
+    """The module called once at θ, with derivatives."""
+    x: Any = block
+    if isinstance(block, SparseBlock):
+        x = SparseRows(block, values.kernels)
+    elif isinstance(block, IdBlock):
+        x = block.tensor(values.device)
+    trainable = {name for name, p in module.named_parameters() if p.requires_grad}
+    tensors = {name: t.detach().requires_grad_(name in trainable) for name, t in values.tensors.items()}
+    calls = _Calls()
+    hooks = []
+    for name, part in module.named_modules():
+        hooks.append(part.register_forward_pre_hook(partial(_enter, calls.inside, name)))
+        hooks.append(part.register_forward_hook(partial(_leave, calls.inside)))
+    try:
+        with torch.enable_grad(), calls:
+            calls.result = call_with(module, tensors, x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _enter(inside: list[str], name: str, module: nn.Module, inputs: Any) -> None:
+    inside.append(name)
+
+
+def _leave(inside: list[str], module: nn.Module, inputs: Any, result: Any) -> None:
+    inside.pop()
+
+
+def _flat(x: Any) -> Iterator[Any]:
+    if isinstance(x, (list, tuple)):
+        for part in x:
+            yield from _flat(part)
+    elif isinstance(x, dict):
+        yield from _flat(list(x.values()))
+    else:
+        yield x
+
+
+def differ(some: Any, all_rows: Any) -> bool:
+    """Whether two results differ beyond rounding where both have rows; what is no tensor of numbers does not count."""
+    if not isinstance(some, Tensor) or not isinstance(all_rows, Tensor) or not some.is_floating_point():
+        return False
+    if some.dim() and all_rows.dim() and some.shape[1:] == all_rows.shape[1:]:
+        all_rows = all_rows[: len(some)]
+    if some.shape != all_rows.shape or not some.numel():
+        return False
+    a, b = some.detach(), all_rows.detach()
+    tolerance = 1e-3 if b.dtype == torch.float32 else 1e-7
+    return float((a - b).abs().max()) > tolerance * (float(b.abs().max()) + 1e-30)
+
+
+def _first_difference(some: _Calls, all_rows: _Calls) -> str:
+    """Where the first call stands whose results differ."""
+    for one, other in zip(some.calls, all_rows.calls, strict=False):
+        if differ(one.result, other.result):
+            return f", first at step {other.name}"
+    return ""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Columns of both towers, bytes of an entity's activations and the least sensible block on each side.
+
+    Attributes:
+        factor_bytes: of the preconditioner's factors with what is needed to invert them.
+        autodiff: whether a module is differentiated by autodiff, which allocates gradients.
+        kept_bytes: of row_bytes, what is kept as long as a point.
+        viewed: whether each side's outputs are views of θ, which take nothing.
+        feature_bytes: of features on a GPU, and of what passes over sparse ones take in blocks of so many rows.
+    """
+
+    columns: int
+    row_bytes: tuple[int, int]
+    least_block: tuple[int, int]
+    factor_bytes: int
+    autodiff: bool
+    kept_bytes: tuple[int, int]
+    viewed: tuple[bool, bool]
+    feature_bytes: Callable[[int], int]
+
+
+def feature_bytes(features: Features, ops: list[Op], values: Values, columns: int) -> Callable[[int], int]:
+    """Features as a GPU reads them: dense rows; of sparse ones columns and values, their orders, and lines of sums."""
+    item = values.dtype.itemsize
+    if features.kind != "sparse":
+        return lambda rows: 0 if features.kind == "ids" else item * features.entries
+    offsets, entries, _ = features.arrays
+    counts = torch.bincount(entries, minlength=features.width)
+    width = ops[0].layer_width(values.tensors) or columns
+    bounds = offsets.cpu().numpy()
+
+    def size(rows: int) -> int:
+        most = int(np.diff(np.append(bounds[:-1:rows], bounds[-1])).max(initial=0))
+        pieces, lines = layout.block_order(counts, features.rows, rows, most)
+        pieces = min(pieces, 2 * features.entries + features.rows)
+        return (16 + item) * features.entries + 16 * features.rows + layout.PIECE_BYTES * pieces + lines * width * item
+
+    return size
+
+
+def factor_bytes(ops: list[Op], kind: str, values: Values) -> int:
+    """A and S of each layer in float64, damped, factorised and inverted."""
+    sides: list[int] = []
+    first = ops[0].parts
+    inputs = {id(op) for op in first if len(first) == 1 or isinstance(op, InputAffine)}
+    for part in (part for op in ops for part in op.parts):
+        shapes = [values.tensors[name].shape for name in part.parameters if name in values.tensors]
+        for shape in (shape for shape in shapes if len(shape) == 2):
+            table = kind != "dense" and id(part) in inputs
+            sides += [min(shape)] if table else list(shape)  # of a table A is a diagonal
+    sides += [op.live_columns for op in ops]
+    return 8 * 4 * sum(side * side for side in sides)

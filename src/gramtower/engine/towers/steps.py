@@ -5,8 +5,8 @@
     vjp       g ↦ gᵀ∂y/∂x, gᵀ∂y/∂θ       the tensor-matrix product of eq:ten-mat, reverse mode
 
 :class:`Op` is the interface, and everything that asks something of a step asks it there. A new step needs ``forward``,
-``jvp`` and ``vjp``; all else has a default that works. analytic.py, joins.py and scales.py have the steps whose
-derivatives are written out, graph.py those that branch, opaque.py wraps any other module by autodiff; stack.py and
+``jvp`` and ``vjp``; all else has a default that works. layers.py has the steps whose
+derivatives are written out, branches.py those that branch, opaque.py wraps any other module by autodiff; stack.py and
 trace.py recognise modules.
 
 Steps hand two things to each other besides plain tensors, each to save a pass over a rows × width matrix:
@@ -257,7 +257,7 @@ class Op:
         return None
 
     def moment_with_mean(self, saved: Any, r: Tensor, some: slice, stride: int) -> Moment:
-        """The same for a step beside branches (graph.py): also what ``pull_mean`` needs, where that is more."""
+        """The same for a step beside branches (branches.py): also what ``pull_mean`` needs, where that is more."""
         return self.moment(saved, r, some, stride)
 
     def input_moment(self, block: Block, r: Tensor) -> Moment:
@@ -296,7 +296,7 @@ class Op:
         return S if below is None else group.sum_(below)
 
     def pull_mean(self, M: Tensor, moment: Any, context: CurvatureContext) -> Tensor | None:
-        """mean(J)ᵀ M, for what a step shares with branches beside it (graph.py); None leaves that out.
+        """mean(J)ᵀ M, for what a step shares with branches beside it (branches.py); None leaves that out.
 
         Scaled as ``pull_curvature`` is: with weights whose mean is c, Σ_i r_i J_iᵀ M / (rows √c).
         """

@@ -21,14 +21,24 @@ from gramtower._util.host import BlockPlan
 from gramtower.data.features import Features, SparseBlock
 from gramtower.distributed.shards import Shards
 from gramtower.engine.kernels import Kernels, select
-from gramtower.engine.towers.id_tables import join
 from gramtower.engine.towers.linearization import Linearization, Work
+from gramtower.engine.towers.opaque import FIRST_LAYER
 from gramtower.engine.towers.parameters import Layout, Parameters, as_parameters
-from gramtower.engine.towers.sizes import Sizes, factor_bytes, feature_bytes
-from gramtower.engine.towers.sparse import FIRST_LAYER
-from gramtower.engine.towers.stack import is_hooked, is_stack, opaque, refuse_unfit, steps
+from gramtower.engine.towers.stack import (
+    Sizes,
+    check_magnitude,
+    differ,
+    factor_bytes,
+    feature_bytes,
+    is_hooked,
+    is_stack,
+    opaque,
+    refuse_unfit,
+    same_mode,
+    steps,
+    try_module,
+)
 from gramtower.engine.towers.steps import Named, Op, Scratch, Values, materialise
-from gramtower.engine.towers.trials import check_magnitude, differ, same_mode, try_module
 
 _PROBE = 3  # rows probed before the first evaluation
 _Probes = WeakKeyDictionary[Features, dict[tuple[str, str], tuple[int, int]]]  # by side and steps: columns, row_bytes
@@ -202,7 +212,7 @@ class Towers:
         """Before the first evaluation over several processes: tell sharded id tables from replicated tensors."""
         if self._layout.group is not shards.group:
             sides = (self.left, left), (self.right, right)
-            owned = frozenset[str]() if shards.single else join(shards, self._trainable, self._names, sides)
+            owned = frozenset[str]() if shards.single else _join(shards, self._trainable, self._names, sides)
             self._layout = Layout.of(self._layout.shapes, owned, shards.group)
 
     def local_tensors(self, side: str, parameters: Parameters) -> Named:
@@ -404,3 +414,48 @@ def clone(towers: Towers) -> Towers:
     """A deep copy (shared modules stay shared)."""
     left, right = copy.deepcopy((towers.left, towers.right))
     return Towers(left, right)
+
+
+@torch.no_grad()
+def _join(
+    shards: Shards,
+    trainable: Mapping[str, nn.Parameter],
+    names: Mapping[str, Mapping[str, str]],
+    sides: tuple[tuple[nn.Module, Features], tuple[nn.Module, Features]],
+) -> frozenset[str]:
+    """The names of the sharded tables; all other tensors are broadcast from the first process.
+
+    Args:
+        shards: the row ranges.
+        trainable: trainable tensors by their name in Parameters.
+        names: for each side, name in the module → name in Parameters.
+        sides: module and features of the left and the right side.
+    """
+    used = [set(names[side].values()) for side in ("left", "right")]
+    owned: set[str] = set()
+    for side, (module, features) in zip(("left", "right"), sides, strict=True):
+        if features.kind == "ids":
+            tables = steps(module, "ids")[0].id_tables(side, features)
+            owned |= {names[side][local] for local in tables if local in names[side]}
+    if twice := sorted(owned & used[0] & used[1]):
+        check.fail(
+            "towers", f"one table {twice[0]} for both sides", "a table of its own for each side of many processes"
+        )
+    shared = {name: list(tensor.shape) for name, tensor in trainable.items() if name not in owned}
+    reports = shards.group.gather_json({"tables": sorted(owned), "shared": shared})
+    for rank, other in enumerate(reports):
+        if other != reports[0]:
+            differing = _first_difference(reports[0], other)
+            check.fail(
+                "towers", f"{differing} in process {rank}", "towers that differ between processes in table rows alone"
+            )
+    for name in shared:
+        shards.group.copy_from_first_(trainable[name].data)
+    return frozenset(owned)
+
+
+def _first_difference(one: dict[str, object], other: dict[str, object]) -> str:
+    for key in ("tables", "shared"):
+        if one[key] != other[key]:
+            return f"{key} {other[key]} instead of {one[key]}"
+    return "nothing"

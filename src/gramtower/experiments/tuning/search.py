@@ -67,7 +67,7 @@ from gramtower.model.fit_data import prepare_data
 from gramtower.model.fitted import Selection
 from gramtower.model.penalty_path import select
 from gramtower.model.settings import ModelSettings
-from gramtower.training.lock import locked
+from gramtower.training.checkpoint import locked
 from gramtower.training.result import Reason
 
 #: Arguments of the model that a name of the space stands for, where they differ.

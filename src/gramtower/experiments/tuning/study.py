@@ -41,7 +41,7 @@ from gramtower.engine.kernels.losses import Loss
 from gramtower.experiments.tuning.space import LOGARITHMIC, SIZES, Range, Space, Value, describe, searched
 from gramtower.experiments.tuning.space import larger as is_larger
 from gramtower.experiments.tuning.trial import Outcome, Parts
-from gramtower.metrics.jackknife import standard_error
+from gramtower.metrics.tally import standard_error
 from gramtower.model.fit_data import FitData
 from gramtower.model.settings import ModelSettings
 

@@ -30,8 +30,7 @@ from gramtower.metrics.definitions import (
 from gramtower.metrics.tally import ItemFacts, Scores, Tally
 from gramtower.retrieval.ranks import above
 from gramtower.retrieval.scores import as_embeddings, embeddings, score_blocks
-from gramtower.retrieval.select import best
-from gramtower.retrieval.tiles import best_lists
+from gramtower.retrieval.topk import best, best_lists
 
 
 def ranking_metrics(
