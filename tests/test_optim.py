@@ -14,7 +14,8 @@ from torch import nn
 import gramtower as gt
 from gramtower.data.datasets import planted_pairs
 from gramtower.engine.objective.subsampling import subset_gradient, subset_gramians
-from gramtower.optim.descent import LBFGS, Diagonal
+from gramtower.optim.descent import Diagonal
+from gramtower.optim.secant import LBFGS
 from gramtower.optim.solvers import SOLVERS, as_solver
 from gramtower.optim.stochastic import Subsets
 
