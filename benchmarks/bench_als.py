@@ -12,7 +12,6 @@ against each other are bench_solvers.py and `make reproduce`.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -22,7 +21,7 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 from bench_solvers import SOURCES
-from common import write_result
+from common import read_result, write_result
 
 import gramtower as gt
 from gramtower.training.result import Result
@@ -91,8 +90,7 @@ def measure(pairs: sp.csr_matrix, repeats: int) -> dict[str, Any]:
 
 def main(options: argparse.Namespace) -> Path:
     """Measure the sets asked for and add them to the result file."""
-    path = options.out / "als.json"
-    sets: dict[str, Any] = json.loads(path.read_text()).get("sets", {}) if path.exists() else {}
+    path, sets = options.out / "als.json", read_result("als", options.out).get("sets", {})
     for name in options.sets:
         data = SOURCES[name].load(options.data, False)
         about = "generated, same shape" if data.generated else name

@@ -18,7 +18,7 @@ does: an embedding is computed once for each *distinct* entity of a step, not on
 sampled method passes over θ for the regulariser, which the table leaves out.
 
 The naive step is written here and is checked against the gradient of the engine: taken over every pair once, it is the
-same vector. Writes benchmarks/results/complexity.json, .png and .svg.
+same vector. Writes benchmarks/results/complexity.json and docs/figures/complexity.png.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from gramtower.engine.objective.gramians import gram
 from gramtower.engine.towers.linearization import Work
 from gramtower.optim.stochastic import Blocks, Subsets
 
+FIGURE = Path(__file__).resolve().parents[1] / "docs" / "figures" / "complexity.png"
 METHODS = ("naive", "gradient", "blocks", "subsets")
 ENDS = ("", "_predicted", "_counted")  # measured, by the table, by what is done
 BATCH = 4096  # pairs in a naive step
@@ -207,7 +208,7 @@ def slope(xs: list[float], ys: list[float]) -> float:
     return float(np.polyfit(np.log(xs), np.log(ys), 1)[0])
 
 
-def draw(rows: dict[str, list[dict[str, float]]], folder: Path) -> None:
+def draw(rows: dict[str, list[dict[str, float]]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 4.6), layout="constrained")
@@ -228,8 +229,7 @@ def draw(rows: dict[str, list[dict[str, float]]], folder: Path) -> None:
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper")
     figure.suptitle("measured (points), the paper's table (lines), what the code does (dotted); unit costs timed apart")
-    for kind in ("png", "svg"):
-        figure.savefig(folder / f"complexity.{kind}", dpi=120)
+    figure.savefig(path, dpi=120)
 
 
 def main(quick: bool) -> None:
@@ -275,8 +275,8 @@ def main(quick: bool) -> None:
     if quick:
         return
     path = write_result("complexity", {"units": vars(units), "rows": rows, "growth": growth, "over_counted": worst})
-    draw(rows, path.parent)
-    print(f"written: {path}, {path.with_suffix('.png').name}, {path.with_suffix('.svg').name}")
+    draw(rows, FIGURE)
+    print(f"written: {path}, {FIGURE}")
 
 
 if __name__ == "__main__":

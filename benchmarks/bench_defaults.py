@@ -5,7 +5,13 @@ Recall@20, NDCG@20 and fit time of `gramtower.TwoTower()` without any option, of
 `implicit.als.AlternatingLeastSquares(factors=128)` with its default alpha and with alpha=40 (needs
 implicit 0.7.3).
 Target: a paper MAP@5 of at least 0.22 on ml1m in at most 60 s. The defaults were chosen on split 0
-(quality/grid.py); split 1 is another draw of the same data. Writes benchmarks/results/defaults_split<seed>.json.
+(docs/evidence/defaults.md); split 1 is another draw of the same data. Writes the section split<seed> of
+benchmarks/results/defaults.json.
+
+With `--tune MINUTES`, on the training part of ml1m (or of the thesaurus): the default model and the model that
+`TwoTower.tune` chose on a validation part of the training data within the time, both fitted on the whole training part
+and scored once on the held-out pairs. Target on two cores: within 1% of the best validation metric known (`--best`) in
+30 minutes. Writes the section tuning-NAME of benchmarks/results/quality.json.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from common import movielens_pairs, write_result
 
 import gramtower as gt
 from gramtower.data.datasets import thesaurus
+from gramtower.experiments.tuning.trial import chosen_features
 from gramtower.metrics import evaluate_embeddings
 
 METRICS = ("paper_map@5", "recall@20", "ndcg@20")
@@ -61,12 +68,55 @@ def compare(name: str, train: sp.csr_matrix, test: sp.csr_matrix) -> dict[str, d
     return rows
 
 
-if __name__ == "__main__":
+def tune(arguments: argparse.Namespace, metric: str = "paper_map@5") -> None:
+    """The defaults against a search of settings."""
+    name = "ml1m" if arguments.ml1m else "moby"
+    train, test = (
+        movielens_pairs(Path(arguments.ml1m), arguments.seed)
+        if arguments.ml1m
+        else halves(thesaurus().matrix, arguments.seed)
+    )
+    rows = {"default": dict(gt.TwoTower(device="cpu").fit(train).evaluate(test, METRICS))}
+    start = time.perf_counter()
+    search = gt.TwoTower(device="cpu", max_iterations=20).tune(
+        train, trials=200, time_limit=60 * arguments.tune, metric=metric, refit=False
+    )
+    seconds = time.perf_counter() - start
+    tuned = gt.TwoTower(device="cpu", **search.arguments)
+    seen, _ = chosen_features({"features": search.features}, (None, None))
+    rows["tuned"] = dict(tuned.fit(train, seen).evaluate(test, METRICS))
+    best = search.best
+    print(f"{name}: {len(search.trials)} trials in {seconds:.0f} s, {metric} {best.value:.4f} on validation pairs "
+          f"(trial {best.number}; the default: {search.trials[0].value:.4f})")  # fmt: skip
+    if arguments.best:
+        print(f"over the best known, {arguments.best}: {best.value / arguments.best:.4f} (target 0.99)")
+    for label, row in rows.items():
+        print(f"{label:10s}" + "".join(f"{metric} {row[metric]:.4f}   " for metric in METRICS))
+    write_result(
+        f"quality/tuning-{name}",
+        {
+            "metric": metric, "trials": len(search.trials), "seconds": seconds, "validation": best.value,
+            "validation_default": search.trials[0].value, "best_known": arguments.best, "settings": best.settings,
+            "test": rows,
+        },
+    )  # fmt: skip
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ml1m", help="MovieLens-1M ratings file")
     parser.add_argument("--seed", type=int, default=1, help="of the split; the defaults were chosen on split 0")
+    parser.add_argument("--tune", type=float, metavar="MINUTES", help="compare with a search of settings instead")
+    parser.add_argument("--best", type=float, help="the best validation metric known, for --tune")
     arguments = parser.parse_args()
+    if arguments.tune is not None:
+        tune(arguments)
+        return
     results = {"moby": compare("moby", *halves(thesaurus().matrix, arguments.seed))}
     if arguments.ml1m:
         results["ml1m"] = compare("ml1m", *movielens_pairs(Path(arguments.ml1m), arguments.seed))
-    write_result(f"defaults_split{arguments.seed}", {"split": arguments.seed, **results})
+    write_result(f"defaults/split{arguments.seed}", {"split": arguments.seed, **results})
+
+
+if __name__ == "__main__":
+    main()

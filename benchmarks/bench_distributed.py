@@ -1,12 +1,18 @@
-"""Several processes against one. `python benchmarks/bench_distributed.py [time|memory|model|all]`.
+"""Several processes against one. `python benchmarks/bench_distributed.py [time|memory|model|all|predict]`.
 
 time     ml10m shape: one gradient and one G·d in two processes on two cores against one process on one core, one thread
          for each process, by turns
 memory   netflix shape: peak memory of reading, evaluating, one gradient and one G·d, per process, four against one
 model    the cost model of docs/scale.md, in CPU seconds of a process for one G·d: constants from one process on two
          shapes, predictions for two processes and for a third shape against measurements
+predict  what measured constants say of one G·d on 1 to 64 GPUs; nothing is timed. One G·d takes a process
+         T = c_pair · pairs / N + c_row · entities / N + bytes / bandwidth + 3 · latency. c_pair and c_row follow from
+         the measured G·d of the ml10m and netflix shapes on one H200 (results/gpu.json: towers 256-256 → 128, tf32).
+         The bytes are those of docs/scale.md, asserted in tests/test_distributed.py. Bandwidth and latency of
+         collectives are assumed, and so are even shares, and that nothing overlaps. Prints the tables of docs/scale.md.
 
-Each prints the ratio and the bound it is held to, and writes benchmarks/results/distributed_<name>.json.
+The first three print the ratio and the bound they are held to, and write the section distributed-<name> of
+benchmarks/results/scale.json.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from pathlib import Path
 import numpy as np
 import scipy.sparse as sp
 import torch
-from common import write_result
+from common import read_result, write_result
 
 import gramtower as gt
 from gramtower.data.datasets import PAPER_SHAPES, planted_pairs
@@ -33,6 +39,13 @@ from gramtower.distributed.partition import read_part, write_partition
 
 HIDDEN, DIM = (256, 256), 128
 SHAPES = PAPER_SHAPES | {"many rows": (20_000, 15_000, 300_000), "many pairs": (12_000, 4_000, 1_500_000)}
+PREDICTED = {
+    "480 k x 18 k, 51 M pairs (netflix)": (478_251, 17_768, 51_228_351),
+    "10 M x 1 M, 300 M pairs": (10_000_000, 1_000_000, 300_000_000),
+    "100 M x 10 M, 10 G pairs": (100_000_000, 10_000_000, 10_000_000_000),
+}
+SHARED = 200_000  # numbers of shared layers
+PROCESSES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def make_folder(shape: str, place: Path, parts: int = 16, planted: bool = True) -> Path:
@@ -160,7 +173,7 @@ def measure_time(place: Path) -> None:
     worst = max(abs(run["value"] / found[1][0]["value"] - 1) for run in found[2])
     print(f"largest relative difference of the objective {worst:.1e}, {found[2][0]['bytes'] / 1e6:.1f} MB per G·d")
     write_result(
-        "distributed_time",
+        "scale/distributed-time",
         {
             "shape": "ml10m",
             "seconds": seconds,
@@ -184,7 +197,7 @@ def measure_memory(place: Path, shape: str) -> None:
     )
     pairs = found[1][0]["pairs"]
     write_result(
-        "distributed_memory", {"shape": shape, "pairs": pairs, "peaks": peaks, "ratio": ratio, "libraries": start}
+        "scale/distributed-memory", {"shape": shape, "pairs": pairs, "peaks": peaks, "ratio": ratio, "libraries": start}
     )
 
 
@@ -215,7 +228,44 @@ def measure_model(place: Path) -> None:
             f"{shape}, {size}: predicted {predicted:.3f} CPU seconds, measured {run['seconds']:.3f}, "
             f"ratio {predicted / run['seconds']:.2f}; {run['bytes'] / 1e6:.1f} MB"
         )
-    write_result("distributed_model", {"pair_s": pair_s, "row_s": row_s, "byte_s": byte_s, "rows": rows})
+    write_result("scale/distributed-model", {"pair_s": pair_s, "row_s": row_s, "byte_s": byte_s, "rows": rows})
+
+
+def constants() -> tuple[float, float]:
+    """Seconds for a pair and for an entity of one G·d, from two shapes."""
+    rows = []
+    for name in ("ml10m", "netflix"):
+        found = read_result(f"gpu/{name}-tf32")[name]
+        m, n, pairs = found["shape"]
+        rows.append((pairs, m + n, found["product"] / 1e3))
+    (p, e, t), (q, f, u) = rows
+    determinant = p * f - q * e
+    return (t * f - u * e) / determinant, (p * u - q * t) / determinant
+
+
+def sent(n: int, processes: int) -> float:
+    """Bytes that a process sends or receives for one G·d."""
+    share = (processes - 1) / processes
+    return 2 * n * share * DIM * 4 + 2 * share * (16 * DIM**2 + SHARED * 4)
+
+
+def predict(inside: float, between: float, latency: float) -> None:
+    """Print the tables of docs/scale.md: GB/s of a GPU within a host of eight and between hosts, µs of a collective."""
+    pair, row = constants()
+    print(f"c_pair {pair * 1e9:.3f} ns, c_row {row * 1e9:.1f} ns")
+    for name, (m, n, pairs) in PREDICTED.items():
+        print(f"\n{name}\n\n| GPUs | compute | bytes, one GPU | collectives | one G·d | times faster |")
+        print("| --- | --- | --- | --- | --- | --- |")
+        alone = pair * pairs + row * (m + n)
+        for processes in PROCESSES:
+            compute = alone / processes
+            rate = inside if processes <= 8 else between
+            travel = sent(n, processes) / (rate * 1e9) + 3e-6 * latency if processes > 1 else 0.0
+            total = compute + travel
+            print(
+                f"| {processes} | {compute * 1e3:,.1f} ms | {sent(n, processes) / 1e9:.2f} GB | {travel * 1e3:,.1f} ms "
+                f"| {total * 1e3:,.1f} ms | {alone / total:.1f} |"
+            )
 
 
 def _status(key: str) -> int:
@@ -225,15 +275,22 @@ def _status(key: str) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="all", choices=["time", "memory", "model", "all", "child"])
+    parser.add_argument(
+        "what", nargs="?", default="all", choices=["time", "memory", "model", "all", "predict", "child"]
+    )
     parser.add_argument("--place", type=Path, help="folder to keep the generated data in; otherwise a temporary one")
     parser.add_argument("--shape", default="netflix", choices=list(PAPER_SHAPES), help="for memory")
+    parser.add_argument("--inside", type=float, default=200.0, help="GB/s of a GPU within a host of eight, for predict")
+    parser.add_argument("--between", type=float, default=40.0, help="GB/s of a GPU between hosts, for predict")
+    parser.add_argument("--latency", type=float, default=50.0, help="microseconds of a collective, for predict")
     for hidden in ("--folder", "--work"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--repeats", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.what == "child":
         child(Path(arguments.folder), arguments.work, arguments.repeats)
+    elif arguments.what == "predict":
+        predict(arguments.inside, arguments.between, arguments.latency)
     else:
         with tempfile.TemporaryDirectory() as temporary:
             place = arguments.place or Path(temporary)

@@ -5,7 +5,7 @@ growth    time of a gradient and of G·d while m, n and |O| double three times
 product   ml1m shape: G·d against its tower matrix products, and the fused pair pass against torch's sparse operations
 memory    ml10m shape: peak memory of one evaluation with one G·d beyond its inputs
 
-Each prints the ratio and the bound it is held to, and writes benchmarks/results/engine_<name>.json.
+Each prints the ratio and the bound it is held to, and writes a section of benchmarks/results/engine.json.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def accuracy() -> None:
         print(
             f"{name}: worst relative error " + ", ".join(f"{k} {v:.1e}" for k, v in errors.items()) + f" (<= {bound:g})"
         )
-    write_result("engine_accuracy", {"worst_relative_error": worst})
+    write_result("engine/accuracy", {"worst_relative_error": worst})
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -87,7 +87,7 @@ def growth() -> None:
             line += "   ratios " + ", ".join(f"{ratio:.2f}" for ratio in row["ratios"]) + " (<= 2.3)"
         rows.append(row)
         print(line)
-    write_result("engine_growth", {"rows": rows})
+    write_result("engine/growth", {"rows": rows})
 
 
 def product() -> None:
@@ -123,7 +123,7 @@ def product() -> None:
     pair_ratio = median_ratio(times, "torch", "ours")
     print(f"pair pass {1e3 * ours:.1f} ms, torch's sparse {1e3 * theirs:.1f} ms: ratio {pair_ratio:.2f} (>= 1.5)")
     write_result(
-        "engine_product",
+        "engine/product",
         {"product_s": whole, "tower_products_s": floor, "ratio": ratio,
          "pair_pass_s": ours, "torch_sparse_s": theirs, "pair_ratio": pair_ratio},
     )  # fmt: skip
@@ -149,7 +149,7 @@ def memory() -> None:
     found = json.loads(subprocess.run(child, check=True, capture_output=True, text=True).stdout)
     milliseconds = 1e3 * found["product_s"]
     print(f"peak {found['extra_bytes'] / 1e9:.2f} GB beyond inputs (<= 1.2), G·d {milliseconds:.0f} ms")
-    write_result("engine_memory", {"runs": {"default": found}})
+    write_result("engine/memory", {"runs": {"default": found}})
 
 
 def memory_child() -> None:

@@ -6,7 +6,7 @@ time    recall@20 and NDCG@20 of all users at the gowalla shape (29,858 × 40,98
 memory  peak memory of the same evaluation beyond embeddings and pairs, in a fresh process
 
 Embeddings are random: what is timed does not depend on how good they are. Prints the ratio and the bound it is held to
-and, at full scale, writes benchmarks/results/evaluation_<name>.json.
+and, at full scale, writes a section of benchmarks/results/lists.json.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def time(scale: float, repeats: int) -> None:
         bound = " (<= 1.3)" if name == "floor" else ""
         print(f"evaluation {seconds['evaluation']:.2f} s, {name} {seconds[name]:.2f} s: ratio {ratio:.2f}{bound}")
     if scale == 1:
-        write_result("evaluation_time", {"users": len(scored), "seconds": seconds, "ratios": ratios, "times": times})
+        write_result(
+            "lists/evaluation-time", {"users": len(scored), "seconds": seconds, "ratios": ratios, "times": times}
+        )
 
 
 def memory(scale: float) -> None:
@@ -93,7 +95,7 @@ def memory(scale: float) -> None:
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     print(f"peak {found['extra_bytes'] / 1e6:.0f} MB beyond embeddings and pairs (< 500)")
     if scale == 1:
-        write_result("evaluation_memory", found)
+        write_result("lists/evaluation-memory", found)
 
 
 def memory_child(scale: float) -> None:

@@ -8,14 +8,14 @@ of a process compiles, or finds compiled code, and is counted by itself; `warm` 
 `training` what the iterations take of it. All must end at the same objective. What the lists are worth is Recall@20 of
 one more fit, of nine tenths of each left entity's pairs, on the last tenth (not with ``--no-lists``).
 
-Needs torch, scipy and numba only. Writes benchmarks/results/fit-DEVICE.json: sets can be measured one at a time.
+Needs torch, scipy and numba only. Writes the section DEVICE of benchmarks/results/fit.json; sets can be measured one at
+a time.
 `--tiny` is for a try.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any
 import scipy.sparse as sp
 import torch
 from bench_solvers import SOURCES
-from common import write_result
+from common import read_result, write_result
 
 import gramtower as gt
 from gramtower.data.datasets import planted_pairs
@@ -74,9 +74,8 @@ def measure(pairs: gt.Interactions, device: str, repeats: int, lists: bool) -> d
 
 def main(options: argparse.Namespace) -> Path:
     """Measure what is asked for and add it to the result file."""
-    name = f"fit-{options.device}" + ("-tiny" if options.tiny else "")
-    path = options.out / f"{name}.json"
-    sets: dict[str, Any] = json.loads(path.read_text())["sets"] if path.exists() else {}
+    name = f"fit/{options.device}" + ("-tiny" if options.tiny else "")
+    path, sets = options.out / "fit.json", read_result(name, options.out).get("sets", {})
     for which in options.sets:
         matrix, generated = load(which, options.data, options.tiny)
         pairs = gt.Interactions.from_matrix(matrix)

@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--outer", type=int, default=20)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--same-objective", action="store_true", help="compare precisions by where training ends")
-    parser.add_argument("--result", default="gpu")
+    parser.add_argument("--result", default="gpu/all", help="name of the result, as gpu/SECTION")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no GPU here: this benchmark needs one")

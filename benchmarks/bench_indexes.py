@@ -6,8 +6,9 @@ batches of a busy server do. Memory is that of the index itself, in the file; th
 candidates need as well, are in no row but that of "exact". Each index reaches recall 0.95 (--recall) on 500 queries
 before it is timed, or says that it cannot.
 
-Writes benchmarks/results/indexes.json, and with --docs the table between the marks "indexes" of docs/serving.md.
-`--small` is for a try in seconds; its figures mean nothing, and go to indexes-small.json. Run it on a quiet machine.
+Writes the section indexes of benchmarks/results/serving.json, and with --docs the table between the marks "indexes" of
+docs/serving.md. `--small` is for a try in seconds; its figures mean nothing, and go to the section indexes-small. Run
+it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -101,7 +102,11 @@ def main() -> None:
         rows += rows_of(n, 16 if options.small else options.dim, kinds, options.recall)
     table = as_table(rows)
     print(table)
-    print(write_result("indexes-small" if options.small else "indexes", {"dim": options.dim, "rows": rows}))
+    print(
+        write_result(
+            "serving/indexes-small" if options.small else "serving/indexes", {"dim": options.dim, "rows": rows}
+        )
+    )
     if options.docs and not options.small:
         text = PAGE.read_text()
         start, end = text.index(MARKS[0]) + len(MARKS[0]), text.index(MARKS[1])

@@ -13,7 +13,7 @@ The floor of a round is the faster of the two products. Bounds: lists and file a
 cores, and lists at most 2 times the products on a GPU, where the file, which the host writes, stands beside it.
 Processor seconds are kept too: they say more where others use the machine. Peak memory is that of a fresh process
 beyond the model. Embeddings are random: what is timed does not depend on how good they are, but ranking is cheaper
-where the best columns come first. Writes benchmarks/results/lists_<device>.json at the default sizes.
+where the best columns come first. Writes the section <device> of benchmarks/results/lists.json at the default sizes.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def main() -> None:
         found["extra_bytes"] = json.loads(again.stdout.splitlines()[-1])
         print(f"peak memory of the host beyond the model: {found['extra_bytes'] / 1e6:.0f} MB")
     if all(parser.get_default(name) == size for name, size in sizes.items()):
-        print(write_result(f"lists_{options.device}", {"sizes": sizes, **found}))
+        print(write_result(f"lists/{options.device}", {"sizes": sizes, **found}))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ budget    100,000 × 50,000 entities, 2,000,000 pairs, dimension 128, linear tow
 fits      ten fits of one model in one process: resident memory after the third and after the tenth (bound: 5%)
 
 Each measurement is a process of its own. Linux only: /proc/self/clear_refs and /proc/self/status. Writes
-benchmarks/results/memory.json.
+the section memory of benchmarks/results/fit.json.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
     fits = _child("fits")
     growth = fits["bytes"][9] / fits["bytes"][2]
     print(f"ten fits: {fits['bytes'][2] / 1e6:.0f} MB after three, {growth:.3f} of it after ten (<= 1.05)")
-    write_result("memory", {"runs": runs, "fits": fits | {"growth": growth}})
+    write_result("fit/memory", {"runs": runs, "fits": fits | {"growth": growth}})
 
 
 def _child(*arguments: str) -> dict:

@@ -10,7 +10,7 @@ features; with LayerNorm; with a gate; and one that cannot be traced and is left
 within one run of: G·d, gradient, the preconditioner, its product, and an outer iteration as newton-kron makes it with
 ten steps of conjugate gradients; and their ratio to mlp_towers (bound: 3 for the outer iteration). ``--iterations`` of
 newton-kron from the same first numbers say whether the preconditioner is as good. Writes
-benchmarks/results/modules_<size>_<device>.json.
+the section modules-<size>-<device> of benchmarks/results/engine.json.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def main() -> None:
     worst = max(rows[variant]["outer iteration"]["ratio"] for variant in variants)
     print(f"outer iteration, worst ratio {worst:.2f} (<= {BOUND:g})")
     write_result(
-        f"modules_{options.size}_{device.type}",
+        f"engine/modules-{options.size}-{device.type}",
         {"size": size, "repeats": options.repeats, "bound": BOUND, "worst_ratio": worst, "variants": rows},
     )
 

@@ -20,7 +20,7 @@ next to lists that are the same for all users, which say of new items
 
 Aim: at least 2 times popularity's Recall@20. With --known a tenth of the other pairs is held out too, and "known" are
 the same metrics of those, ranked among all items and among the known ones: what new items cost there.
-Writes benchmarks/results/new_items.json, with --known new_items_known.json.
+Writes the section new-items of benchmarks/results/features.json, with --known new-items-known.
 """
 
 from __future__ import annotations
@@ -128,7 +128,11 @@ def main() -> None:
         print(f"{name:22s}", {metric: round(value, 4) for metric, value in values.items()})
     if not args.dry:
         seeds = {str(seed): one for seed, one in zip(args.seeds, found, strict=True)}
-        print(write_result("new_items_known" if args.known else "new_items", {"mean": mean, "seeds": seeds}))
+        print(
+            write_result(
+                "features/new-items-known" if args.known else "features/new-items", {"mean": mean, "seeds": seeds}
+            )
+        )
 
 
 if __name__ == "__main__":

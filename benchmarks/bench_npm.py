@@ -87,7 +87,7 @@ def main() -> None:
     if device.type == "cuda":
         print(f"peak memory {torch.cuda.max_memory_allocated() / 1e9:.2f} GB")
     size = train.shape, train.nnz
-    print(write_result("npm", {"shape": size, "dim": arguments.dim, "hidden": arguments.hidden, "flat": flat,
+    print(write_result("gpu/npm", {"shape": size, "dim": arguments.dim, "hidden": arguments.hidden, "flat": flat,
                                "seconds": seconds, "curve": curve}))  # fmt: skip
 
 

@@ -7,14 +7,14 @@ Each run is a fresh process that times the work after its imports; peak memory i
 held before the work (Linux).
 
 csv: time and peak memory of reading string ids, against polars reading and dictionary-encoding the same file. Rounds
-alternate between the two; ratios are those of the medians. Bounds: time ≤ 1.5, memory ≤ 2.5. Writes
-benchmarks/results/reading.json.
+alternate between the two; ratios are those of the medians. Bounds: time ≤ 1.5, memory ≤ 2.5. Writes the
+section csv of benchmarks/results/reading.json.
 
 parts: rows a second, and peak memory over the bytes of the result (matrix and ids): of the process that reads, and of
 it with its workers, whose memory (an interpreter, polars and a piece each) does not grow with the rows; sampled every
-10 ms. Bound: ≤ 1.5 from 100 million rows on, and less than 12 GB in all for 300 million. Writes
-benchmarks/results/reading_parts_IDS.json (with the number of rows in its name unless these are 300 million). Parts are
-made in FOLDER unless it holds some; 300 million rows of text take about 2 GB there.
+10 ms. Bound: ≤ 1.5 from 100 million rows on, and less than 12 GB in all for 300 million. Writes the section parts-IDS
+of that file (with the number of rows in its name unless these are 300 million). Parts are made in FOLDER unless it
+holds some; 300 million rows of text take about 2 GB there.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def measure_parts(options: argparse.Namespace) -> None:
         met = "met" if ratio <= PARTS_BOUND else "MISSED"
         print(f"  {name:12} {found[name] / 1e6:8,.0f} MB, ratio {ratio:.2f}, bound {PARTS_BOUND}: {met}")
     result = {"rows": options.rows, "file_bytes": size, "found": found, "ratios": ratios, "bound": PARTS_BOUND}
-    name = f"reading_parts_{options.ids}" + ("" if options.rows == 300_000_000 else f"_{options.rows}")
+    name = f"reading/parts-{options.ids}" + ("" if options.rows == 300_000_000 else f"-{options.rows}")
     print(write_result(name, result))
 
 
@@ -209,7 +209,7 @@ def main() -> None:
     for key, bound in (("seconds", TIME_BOUND), ("bytes", MEMORY_BOUND)):
         print(f"  {key:8} ratio {ratios[key]:.2f}, bound {bound}: {'met' if ratios[key] <= bound else 'MISSED'}")
     bounds = {"seconds": TIME_BOUND, "bytes": MEMORY_BOUND}
-    name = "reading" if options.rows == 10_000_000 else f"reading_{options.rows}"
+    name = "reading/csv" if options.rows == 10_000_000 else f"reading/csv-{options.rows}"
     result = {"rows": options.rows, "file_bytes": size, "runs": runs, "ratios": ratios, "bounds": bounds}
     print(write_result(name, result))
 

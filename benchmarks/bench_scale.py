@@ -14,7 +14,7 @@ bounds there. The last lines hold the peaks of training against the plan.
 
 Bounds (one H200, 10Mx1M): set-up without the problem's checks <= 10 s, G·d <= 0.15 s, training <= 60 GB; with
 --memory-budget 40GB at most twice the time. 2Mx200k: G·d <= 36 ms. Writes
-benchmarks/results/scale-<size>-<device>.json.
+the section <size>-<device> of benchmarks/results/scale.json.
 
 --columns times one pass over columns (right_sum) in each of the orders of engine/kernels/layout.py, with the lines of
 their partial results, and the pass over rows beside it.
@@ -271,13 +271,13 @@ def main() -> None:
     parser.add_argument("--by", choices=["both", "secant", "cg"], default="both", help="training runs")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--columns", action="store_true", help="time the ways to pass over columns alone")
-    parser.add_argument("--result", help="name of the result file")
+    parser.add_argument("--result", help="name of the result, as FILE/SECTION")
     arguments = parser.parse_args()
     if arguments.columns:
-        print(write_result(arguments.result or f"scale-{arguments.size}-columns", columns(arguments)))
+        print(write_result(arguments.result or f"scale/{arguments.size}-columns", columns(arguments)))
         return
     budget = "" if arguments.memory_budget is None else f"-{arguments.memory_budget}"
-    name = arguments.result or f"scale-{arguments.size}-{torch.device(arguments.device).type}{budget}"
+    name = arguments.result or f"scale/{arguments.size}-{torch.device(arguments.device).type}{budget}"
     print(write_result(name, measure(arguments)))
 
 

@@ -10,8 +10,8 @@
                   that is flat within 5% after the first fifth; --soak 600 --swaps 50 is what the bound is for
 
 bench_indexes.py has the table of indexes. Counts and times are bounded: --seconds of load each, and --limit seconds for
-any start. `--small` is for a try in a minute; its figures mean nothing. Writes benchmarks/results/serving.json (with
---small: serving-small.json). Run it on a quiet machine.
+any start. `--small` is for a try in a minute; its figures mean nothing. Writes the section load of
+benchmarks/results/serving.json (small with --small). Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ def main() -> None:
                     f"{name}: ready in {found['seconds']:.1f} s (<= 5), memory {found['ratio']:.2f} times the arrays"
                     f"{' (<= 1.5)' if options_of else ''}"
                 )
-    print(write_result("serving-small" if options.small else "serving", result))
+    print(write_result("serving/small" if options.small else "serving/load", result))
 
 
 if __name__ == "__main__":

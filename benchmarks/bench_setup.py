@@ -7,7 +7,8 @@ taken through every step that visits all pairs, or every number of the towers: r
 its checks and copies, counts and order by columns, first weights, digests for checkpoints, and ids from several threads
 as numbers. With several --threads, the results of each step are compared with those of the first number: they must be
 equal to the bit. The aim is 3 s in all for a hundred million pairs on 16 cores; the reading of files is timed by
-bench_reading.py. Writes benchmarks/results/setup.json (of other than 100 million pairs with their number in the name).
+bench_reading.py. Writes the section setup of benchmarks/results/reading.json (with the number of pairs in its name
+unless these are 100 million).
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def main() -> None:
         found = [sum(run.values()) if name == "all" else run[name] for run in runs.values()]
         print(f"{name:22}" + "".join(f"{seconds * 1e8 / options.pairs:9.2f}" for seconds in found))
     print(f"aim: {AIM:g} s in all on 16 cores")
-    name = "setup" if options.pairs == 100_000_000 else f"setup_{options.pairs}"
+    name = "reading/setup" if options.pairs == 100_000_000 else f"reading/setup-{options.pairs}"
     print(write_result(name, {"pairs": options.pairs, "dim": options.dim, "aim": AIM, "runs": runs}))
 
 

@@ -6,7 +6,8 @@ gramtower/__init__.py), as before (`long waits`, GNU OpenMP's default of some 30
 imported first, so that its waits stay long and fits that find the machine busy take one thread. `select=False`.
 
 Bounds: two at once at most 2.5 times one by itself, next to a busy loop at most 2 times, by itself within 3% of long
-waits. Run it on a machine with two CPUs and nothing else to do. Writes results/shared.json.
+waits. Run it on a machine with two CPUs and nothing else to do. Writes the section shared of
+benchmarks/results/fit.json.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def main() -> None:
             medians = {name: statistics.median(values) for name, values in seconds.items()}
             found[variant] = {"seconds": seconds, "ratios": {k: v / medians["alone"] for k, v in medians.items()}}
             print(variant, {k: round(v, 2) for k, v in medians.items()}, found[variant]["ratios"], flush=True)
-    print(write_result("shared", {"generated": not ratings.exists(), "variants": found}))
+    print(write_result("fit/shared", {"generated": not ratings.exists(), "variants": found}))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ The table ends with the lead of the default over the best of the others at each 
 them came there, with what the lead is at least. It also says by how much the run that found L* still fell in the last
 quarter of its time: unless that is well below 0.001, L* is not known well enough for that level.
 
-Writes benchmarks/results/solvers-DEVICE.json. Times mean something on a machine that does nothing else.
+Writes the section DEVICE of benchmarks/results/solvers.json; curves go to --curves. Times mean something on a machine
+that does nothing else.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 import torch
-from common import environment, movielens_pairs, write_result
+from common import environment, movielens_pairs, read_result, write_result
 
 import gramtower as gt
 from gramtower.data.datasets import planted_pairs
@@ -267,6 +268,16 @@ def summary(runs: dict[str, Any]) -> dict[str, Any]:
     return {"best": best, "falling": falling, "seconds_to": table, "passes_to": passes, "ratio": ratio}
 
 
+def without_curves(entry: dict[str, Any]) -> dict[str, Any]:
+    """A problem's entry with the lowest value of each run in the place of its curve."""
+    runs = {
+        name: {key: value for key, value in run.items() if key != "curve"}
+        | {"lowest": min((value for _, value, _ in run["curve"]), default=None)}
+        for name, run in entry["runs"].items()
+    }
+    return {**entry, "runs": runs}
+
+
 def show(name: str, found: dict[str, Any], about: str) -> None:
     """The table of a problem: seconds and passes over the observed pairs to each level."""
     if found["best"] is None:
@@ -290,9 +301,8 @@ def lead(cell: dict[str, Any] | None) -> str:
 
 def main(options: argparse.Namespace) -> Path:
     """Measure what is asked for and add it to the result file."""
-    name = f"solvers-{options.device}" + ("-tiny" if options.tiny else "")
-    path = options.out / f"{name}.json"
-    kept: dict[str, Any] = json.loads(path.read_text())["problems"] if path.exists() else {}
+    name = f"solvers/{options.device}" + ("-tiny" if options.tiny else "")
+    path, kept = options.out / "solvers.json", read_result(name, options.curves).get("problems", {})
     iterations, seconds = (3, 5.0) if options.tiny else (10**6, options.seconds)
     for problem_name in options.problems:
         case = CASES[problem_name]
@@ -309,7 +319,10 @@ def main(options: argparse.Namespace) -> Path:
         for method in options.methods:
             entry["runs"][method] = run(problem, towers, method, seconds, iterations)
             entry["summary"] = summary(entry["runs"])
-            path = write_result(name, {"problems": kept}, options.out)
+            write_result(name, {"problems": kept}, options.curves)
+            path = write_result(
+                name, {"problems": {key: without_curves(entry) for key, entry in kept.items()}}, options.out
+            )
         show(problem_name, entry["summary"], entry["data"])
         del problem, towers
     return path
@@ -327,6 +340,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--keep-reference", action="store_true", help="use the reference of an earlier call")
     parser.add_argument("--data", type=Path, default=here.parents[1] / "shared" / "data", help="folder of data sets")
     parser.add_argument("--out", type=Path, default=here / "results", help="folder of the result")
+    parser.add_argument(
+        "--curves", type=Path, default=Path("runs/solvers"), help="folder of the curves, to add to later"
+    )
     parser.add_argument("--tiny", action="store_true", help="generated problems of no size: does it run?")
     parser.add_argument("--list", action="store_true", help="say which problems there are, and end")
     options = parser.parse_args(arguments)

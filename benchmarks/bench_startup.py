@@ -1,4 +1,4 @@
-"""How soon a process answers, and how soon a small fit is over: `python benchmarks/bench_startup.py`.
+"""How soon a process answers, and how soon a small fit is over: `python benchmarks/bench_startup.py [--load]`.
 
     import   `import gramtower` and `from gramtower import TwoTower`, over `import torch, scipy.sparse`    <= 1.1
     help     `python -m gramtower --help`, and whether it loads torch                                     no torch
@@ -9,7 +9,18 @@
 Every process is a new one, with bytecode and compiled code in folders of this run alone; ratios are taken by turns and
 their median is printed. Wall and processor seconds are both kept: the latter say more where others use the machine; how
 many cores those kept busy is in the file. Prints objective and products too: the same fit must end at the same value
-whatever the cache holds. Writes benchmarks/results/startup.json; `--repeats` and `--small` are for a try.
+whatever the cache holds. Writes the section startup of benchmarks/results/fit.json; `--repeats` and `--small` are for a
+try.
+
+With `--load`, the time to load saved models instead, section loading of that file:
+
+    towers   60,000 left and 40,000 right entities with text ids, hidden layers, 500,000 pairs to leave out of lists
+    tables   100,000 and 100,000 entities, linear, 128 columns: the tables are the file
+    large    1,000,000 and 1,000,000 entities, likewise: 1 GB
+
+It prints the time of `gramtower.load` in a process that has imported the library (bound for towers: 0.5 s), its ratio
+to the same without the checksums of the tensors (bound: 1.1; both taken in turn), and whether the loaded model's lists
+equal the saved one's.
 """
 
 from __future__ import annotations
@@ -25,8 +36,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import write_result
+import numpy as np
+from common import median_ratio, side_by_side, write_result
 
+import gramtower as gt
+from gramtower._util.tensors import TensorFile
+from gramtower.data.datasets import planted_pairs
 from gramtower.experiments.machine import OthersBusy
 
 IMPORTS = {
@@ -107,11 +122,72 @@ def fits(folder: Path, size: tuple[int, int, int], repeats: int) -> dict[str, An
     }
 
 
+CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
+    "towers": (60_000, 40_000, 500_000, {"hidden": (256, 256)}),
+    "tables": (100_000, 100_000, 500_000, {"hidden": ()}),
+    "large": (1_000_000, 1_000_000, 2_000_000, {"hidden": (), "optimizer": "gd"}),
+}
+
+
+def load_unverified(path: Path) -> gt.TwoTower:
+    """The model, its tensors taken as they are."""
+    verified = TensorFile.read
+
+    def read(file: TensorFile, name: str, first: int = 0, stop: int | None = None) -> Any:
+        tensor = file._file.get_tensor(name)
+        return tensor if stop is None else tensor[first:stop]
+
+    TensorFile.read = read  # type: ignore[method-assign]
+    try:
+        return gt.load(path)
+    finally:
+        TensorFile.read = verified  # type: ignore[method-assign]
+
+
+def measured(m: int, n: int, count: int, options: dict[str, Any]) -> dict[str, Any]:
+    """One case in numbers."""
+    ids = [f"user-{i:07d}" for i in range(m)], [f"item-{j:07d}" for j in range(n)]
+    pairs = gt.Interactions.from_matrix(planted_pairs(m, n, count, seed=0), *ids)
+    model = gt.TwoTower(dim=128, max_iterations=1, device="cpu", **options).fit(pairs)
+    asked = ids[0][:: max(1, m // 60)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gramtower"
+        model.save(path)
+        loaded = gt.load(path)
+        lists = zip(model.recommend(asked, k=20), loaded.recommend(asked, k=20), strict=True)
+        same = all(np.array_equal(a, b) for a, b in lists)
+        del model, loaded
+        calls = {"load": lambda: gt.load(path), "unverified": lambda: load_unverified(path)}
+        times = side_by_side(calls, repeats=7 if m < 500_000 else 3, warmup=1)
+        size = path.stat().st_size
+    ratio, seconds = median_ratio(times, "load", "unverified"), statistics.median(times["load"])
+    return {"seconds": seconds, "ratio_of_verified": ratio, "bytes": size, "same_lists": same}
+
+
+def loading(small: bool) -> None:
+    """Seconds of `gramtower.load`, printed and saved."""
+    results = {}
+    for name, case in CASES.items():
+        if small and name == "large":
+            continue
+        found = results[name] = measured(*case)
+        print(
+            f"{name}: load {found['seconds']:.2f} s of {found['bytes'] / 1e6:.0f} MB; {found['ratio_of_verified']:.3f} "
+            f"of the time without checksums (<= 1.1); same lists: {found['same_lists']}"
+        )
+    if not small:
+        write_result("fit/loading", results)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--small", action="store_true", help="100 x 100 with 1,000 pairs, nothing written")
+    parser.add_argument("--load", action="store_true", help="time to load saved models instead")
     options = parser.parse_args()
+    if options.load:
+        loading(options.small)
+        return
     others, start = OthersBusy(), time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -133,7 +209,7 @@ def main() -> None:
     print(f"fit: {found['fit']['counts']}, the same objective in all: {found['fit']['same objective']}")
     print(f"cores that others kept busy: {found['others_busy']}")
     if not options.small:
-        print(write_result("startup", found))
+        print(write_result("fit/startup", found))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ each update in under a tenth of its time.
 Data: generated pairs, whose users arrive at different times; and ml-1m (given the ratings file), which has no times:
 the place of a row is its time, in two readings. "users" is the order of the file, which has one user after the other,
 so that every part brings new users. "rows" takes the place of a row among its user's, so that all users go on at once.
-Run it on a quiet machine. Writes benchmarks/results/updates.json.
+Run it on a quiet machine. Writes the section updates of benchmarks/results/fit.json.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def main() -> None:
         for order in args.orders:
             found[f"ml1m, {order}"] = measure(f"ml1m, {order}", movielens(args.ml1m, order), args)
     if not args.dry:
-        print(write_result("updates", found))
+        print(write_result("fit/updates", found))
 
 
 if __name__ == "__main__":

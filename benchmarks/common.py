@@ -1,15 +1,12 @@
-"""What every benchmark shares: timing, the environment it ran in, and the result file."""
+"""Helpers of all benchmarks: timing, data sets, and the result files."""
 
 from __future__ import annotations
 
 import json
 import lzma
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +14,10 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 
-import gramtower
 from gramtower._util.files import write_text
+from gramtower.experiments.machine import environment
+
+RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def median_seconds(function: Callable[[], Any], repeats: int = 9, warmup: int = 2) -> float:
@@ -88,28 +87,23 @@ def random_pairs(m: int, n: int, count: int, device: torch.device, seed: int = 0
     return sp.csr_matrix((np.ones(count, np.float32), columns, offsets), shape=(m, n))
 
 
-def environment() -> dict[str, Any]:
-    """Where and with what this ran."""
-    processor = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as lines:
-            processor = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), processor)
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "gramtower": gramtower.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__.split("+")[0],
-        "numpy": np.__version__,
-        "processor": processor,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
-
-
 def write_result(name: str, result: dict[str, Any], folder: Path | None = None) -> Path:
-    """Save a result with its environment under benchmarks/results/, or in another folder."""
-    folder = Path(__file__).parent / "results" if folder is None else folder
-    path = folder / f"{name}.json"
-    write_text(path, json.dumps({"environment": environment(), **result}, indent=2) + "\n")
+    """Save a result with its environment in benchmarks/results/ or in another folder.
+
+    ``FILE/SECTION`` replaces one section of FILE.json and keeps the others; a plain name is a file with one result.
+    """
+    stem, _, section = name.partition("/")
+    path = (RESULTS if folder is None else folder) / f"{stem}.json"
+    found = {"environment": environment(), **result}
+    if section:
+        found = {**(json.loads(path.read_text()) if path.exists() else {}), section: found}
+    write_text(path, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     return path
+
+
+def read_result(name: str, folder: Path | None = None) -> dict[str, Any]:
+    """The result that was saved under a name, or an empty dictionary."""
+    stem, _, section = name.partition("/")
+    path = (RESULTS if folder is None else folder) / f"{stem}.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found.get(section, {}) if section else found

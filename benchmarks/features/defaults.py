@@ -1,10 +1,10 @@
 """`gt.TwoTower()` as it comes on the sets with features: new entities, and known ones, beside linear towers.
 
-    python benchmarks/features/defaults.py [--sets eurlex,…] [--splits 1,2]     results/features_defaults.json
+    python benchmarks/features/defaults.py [--sets eurlex,…] [--splits 1,2]     results/features.json
     python benchmarks/features/defaults.py --vary '[{"embedding_l2": 0.005}]' --log log.jsonl    defaults changed singly
 
-P@1/3/5 for documents and labels; MAP@5 and Recall@20 for the others. Settings were chosen on split 0 and 1 of
-search.py; split 2 was seen by no choice.
+P@1/3/5 for documents and labels; MAP@5 and Recall@20 for the others. Settings were chosen on splits 0 and 1;
+no choice looked at split 2.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from search import dense, metrics
-from sets import DATA, NAMES, FeatureSet, load, warm
+from sets import DATA, NAMES, FeatureSet, dense, load, metrics, warm
 
 import gramtower as gt
 
@@ -97,7 +96,7 @@ def main() -> None:
                     done = ranked(ids if model == "ids alone" else part, options, beside)
                     found[f"{name} split {split} {task} {model}"] = done
                     print(name, split, task, model, done, flush=True)
-    write_result("features_defaults", {"runs": found}, given.out)
+    write_result("features/defaults", {"runs": found}, given.out)
 
 
 if __name__ == "__main__":

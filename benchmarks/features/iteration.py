@@ -1,6 +1,6 @@
 """One outer iteration of newton-kron on the eurlex shape beside the matrix products that it needs.
 
-    python benchmarks/features/iteration.py [--repeats 5]                    results/features_iteration.json
+    python benchmarks/features/iteration.py [--repeats 5]                    results/features.json
 
 15,511 documents by 5,000 sparse features (237 each) × 3,993 labels by ids, 82,530 pairs: eurlex-4k where it is found,
 generated pairs and words of the same shape otherwise. Problem and towers are those of ``gt.TwoTower()``, which are
@@ -330,7 +330,7 @@ def main() -> None:
     if given.model is None:
         shape = {"documents": pairs.shape[0], "labels": pairs.shape[1], "pairs": pairs.nnz, "features": words.shape[1]}
         shape["entries"] = words.nnz
-        write_result("features_iteration", {"data": source, **shape, "bound": BOUND, "sparse_s": SPARSE, "runs": runs})
+        write_result("features/iteration", {"data": source, **shape, "bound": BOUND, "sparse_s": SPARSE, "runs": runs})
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ from urllib.parse import unquote
 
 import numpy as np
 import scipy.sparse as sp
+import torch
+from torch import Tensor
 
 from gramtower.data import readers
 from gramtower.data.datasets import thesaurus
@@ -252,3 +254,25 @@ if __name__ == "__main__":
             f"{name:10} train {one.train.shape} with {one.train.nnz:,} pairs, new {one.side} {one.new.shape}, "
             f"{one.truth.nnz:,} pairs to find, {one.new.nnz / one.new.shape[0]:.0f} features an entity"
         )
+
+
+def dense(pairs: sp.csr_matrix) -> Tensor:
+    """Ones where there are pairs."""
+    return torch.from_numpy((pairs > 0).toarray()).float()
+
+
+def metrics(P: Tensor, Q: Tensor, truth: Tensor, seen: Tensor | None = None) -> dict[str, float]:
+    """P@1/3/5, paper and usual MAP@5, Recall@20 over the left entities that have something to find."""
+    some = truth.sum(1) > 0
+    P, truth = P[some], truth[some]
+    out = torch.zeros_like(truth) if seen is None else seen[some] * -1e9
+    total = truth.sum(1)
+    blocks = zip(P.split(2048), truth.split(2048), out.split(2048), strict=True)
+    hits = torch.cat([t.gather(1, (p @ Q.T + o).topk(20).indices) for p, t, o in blocks])
+    precision = hits.cumsum(1)[:, :5] / torch.arange(1, 6, device=hits.device)
+    average = (precision * hits[:, :5]).sum(1)
+    made = {
+        "p@1": hits[:, 0].mean(), "p@3": hits[:, :3].mean(), "p@5": hits[:, :5].mean(), "paper_map@5": precision.mean(),
+        "map@5": (average / total.clamp(max=5)).mean(), "recall@20": (hits.sum(1) / total).mean(),
+    }  # fmt: skip
+    return {name: round(float(value), 5) for name, value in made.items()}

@@ -8,11 +8,10 @@ fifth (``validation_side``) and goes by nDCG@5 for documents and labels, which a
 the others, which are judged by MAP@5 and Recall@20. Scores are those of defaults.py. Split 3 was seen by no choice of
 defaults. Where the defaults stay, the tuned model is theirs, and is not fitted again.
 
-Every step is printed when it is done, as is each trial, and results/features_tuning_<set>.json is written anew after
-each, so that a run may be killed at any time: "state" says how far it came, and ``--finish`` fits and scores what had
-been found by then. ``--within`` cuts the search so that both fits end in time. The last line printed is the result
-without the trials, as JSON. Runs without polars; sets may run at the same time, in processes of their own (with
-OPENBLAS_NUM_THREADS and MKL_NUM_THREADS set as ``--threads``, where there are many cores).
+Every step is printed when it is done, as is each trial, and the section tuning-<set> of results/features.json is
+written after each, so that a run may be killed at any time: "state" says how far it came, and ``--finish`` fits and
+scores what had been found by then. ``--within`` cuts the search so that both fits end in time. The last line printed is
+the result as JSON. Runs without polars.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from gramtower.experiments.tuning.report import Search
 from gramtower.experiments.tuning.search import tune
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import write_result
+from common import read_result, write_result
 
 ONE_SET = ("facebook",)  # links within one set of entities: those that are held out are on neither side
 LABELS = ("eurlex", "delicious")
-FILE = "features_tuning_{}"
+NAME = "features/tuning-{}"
 _LAST_FIT = 1.3  # times the seconds of the first fit that are kept back for the last one, with --within
 
 
@@ -76,17 +75,13 @@ class Progress:
                 "defaults": search.trials[0].value, "best": max(t.value for t in search.trials),
                 "found": search.best.value, "trial": search.winner,
             },
-            "arguments": search.arguments, "importance": search.importance,
-            "log": [
-                {"settings": t.settings, "value": t.value, "iterations": len(t.curve) - 1, "seconds": t.seconds,
-                 "note": t.note, "curve": [round(x, 5) for x in t.curve]} for t in search.trials
-            ],
+            "arguments": search.arguments,
         }  # fmt: skip
         self.save()
 
     def save(self) -> None:
         """Write the file."""
-        write_result(FILE.format(self.name), self.known, self.out)
+        write_result(NAME.format(self.name), self.known, self.out)
 
 
 def run(name: str, one: FeatureSet, given: argparse.Namespace) -> dict[str, Any]:
@@ -113,9 +108,8 @@ def run(name: str, one: FeatureSet, given: argparse.Namespace) -> dict[str, Any]
 def finish(name: str, one: FeatureSet, given: argparse.Namespace) -> dict[str, Any]:
     """What a run that was killed had found, fitted and scored."""
     told = Progress(name, given)
-    folder = given.out or Path(__file__).resolve().parents[1] / "results"
-    told.known = json.loads((folder / f"{FILE.format(name)}.json").read_text())
-    del told.known["environment"]
+    told.known = read_result(NAME.format(name), given.out)
+    told.known.pop("environment", None)
     if "arguments" not in told.known or told.known["split"] != given.split:
         raise SystemExit(f"{name}: no trial of split {given.split} had ended; run it without --finish")
     told.began -= told.known["total_seconds"]
@@ -155,7 +149,7 @@ def main() -> None:
         torch.set_num_threads(given.threads)
     for name in given.sets.split(","):
         known = (finish if given.finish else run)(name, load(name, given.split, data=given.data), given)
-        print(json.dumps({key: value for key, value in known.items() if key not in ("log", "importance")}), flush=True)
+        print(json.dumps(known), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """How far the defaults are from the stored settings: `python benchmarks/quality/defaults.py [--data gowalla ml1m]`.
 
-`gt.TwoTower()` as it comes and the settings of configs/NAME.toml, both trained on nine tenths of every user's training
-pairs and ranked on the rest (data.inner_split): nothing of a test part is read. Target: the default within 3% of the
-tuned settings on all four sets, each by the metric it was tuned for, on a GPU; on a CPU default dimensions stop at 256.
-Writes benchmarks/results/quality_defaults.json, on a CPU quality_defaults-cpu.json.
+`gt.TwoTower()` with default settings and with those of settings.toml, both trained on nine tenths of every user's
+training pairs and ranked on the rest (data.inner_split): nothing of a test part is read. Target: the default within 3%
+of the tuned settings on all four sets, each by the metric it was tuned for, on a GPU; on a CPU default dimensions stop
+at 256. Writes the section defaults of benchmarks/results/quality.json, on a CPU defaults-cpu.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data import FILES, inner_split, load
-from rows import METRICS, stored, train
+from models import METRICS, stored, train
 
 from gramtower.metrics import evaluate_embeddings
 from gramtower.model import defaults
@@ -41,7 +41,7 @@ def main(arguments: argparse.Namespace) -> None:
     for name, row in results.items():
         print(f"{name:10s} {row['metric']}: {row['ratio']:.4f} of the tuned settings (target 0.97)")
     on_gpu = defaults.pick_device(arguments.device).type == "cuda"
-    print(write_result("quality_defaults" if on_gpu else "quality_defaults-cpu", results))
+    print(write_result("quality/defaults" if on_gpu else "quality/defaults-cpu", results))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@
     python benchmarks/quality/run.py ml1m                          # its test part is made from the ratings, with a seed
 
 Lists are `user item item …`, the 20 best items not in the training part, ids as in the files, in OUT/NAME/ROW.txt.xz.
-The validation figures come from the same settings trained on nine tenths of the training part; with them the table of
-a run is complete without a test part. Settings are in configs/; how they were chosen is in logs/ (search.py).
-Needs torch, numpy, scipy and numba; implicit for its row. Writes benchmarks/results/quality_NAME.json.
+The validation figures come from the same settings trained on nine tenths of the training part; with them the table of a
+run is complete without a test part. Settings are in settings.toml; docs/evidence/quality.md says how they were chosen.
+Needs torch, numpy, scipy and numba; implicit for its row. Writes the section NAME of benchmarks/results/quality.json.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from data import FILES, Data, inner_split, load, read_lists, write_result
-from rows import METRICS, ROWS, stored, train
+from models import METRICS, ROWS, stored, train
 
 from gramtower._util.files import replacing, write_text
 from gramtower.metrics import evaluate_embeddings, ranking_metrics
@@ -101,7 +101,7 @@ def main(arguments: argparse.Namespace) -> None:
         print(f"{label:12s} {'published':>10s}  {recall:8.4f}{ndcg:9.4f}")
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     published = {k: dict(zip(METRICS[:2], v, strict=True)) for k, v in PUBLISHED.get(name, {}).items()}
-    write_result(f"quality_{name}", {"data": name, "gpu": gpu, "rows": rows, "published": published})
+    write_result(f"quality/{name}", {"data": name, "gpu": gpu, "rows": rows, "published": published})
 
 
 def show(row: str, record: dict[str, Any]) -> None:

@@ -184,7 +184,7 @@ def first_settings(space: Space, start: Mapping[str, Value]) -> list[dict[str, V
 
     The defaults are good on most data, and a space of ten names is too wide to find the neighbourhood of a good point
     by chance: these trials say which way to go from it. With features, where time may end them early, what moved the
-    metric most in benchmarks/features/logs/one-by-one.jsonl comes first, and what makes towers larger last.
+    metric most in one-at-a-time trials on sets with features comes first, and what makes towers larger last.
     """
     centre = {name: space[name].nearest(start[name]) for name in searched(space)}
     names = list(centre)
