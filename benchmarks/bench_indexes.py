@@ -25,8 +25,7 @@ from common import median_seconds, write_result
 from torch import Tensor
 
 from gramtower._util.files import write_text
-from gramtower.serving.index import KINDS, Index, build_index
-from gramtower.serving.lists import Query, best_lists
+from gramtower.serving.ann_index import KINDS, Index, Query, best_lists, build_index
 
 K, BATCH, CENTRES = 20, 32, 256
 PAGE = Path(__file__).parent.parent / "docs" / "serving.md"

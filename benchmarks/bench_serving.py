@@ -40,7 +40,7 @@ from common import median_seconds, write_result
 
 import gramtower as gt
 from gramtower.data.datasets import planted_pairs
-from gramtower.serving.index import build_index, path_beside, write_index
+from gramtower.serving.ann_index import build_index, path_beside, write_index
 
 CLIENTS, K = 32, 20
 

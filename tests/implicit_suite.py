@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ONE = {"implicit.als": "als"}
-ALL = ONE | {"implicit.cpu.als": "als", "implicit.evaluation": "evaluation", "implicit.utils": "utils"}
+ALL = ONE | {"implicit.cpu.als": "als", "implicit.evaluation": "evaluation", "implicit.utils": "base"}
 KEPT = ("implicit.gpu", "implicit.nearest_neighbours")  # what their test files import besides
 
 

@@ -27,13 +27,11 @@ import uvicorn
 import gramtower as gt
 from gramtower.data import frames
 from gramtower.data.tables import FeatureTable
-from gramtower.serving.app import make_app
-from gramtower.serving.metrics import Metrics
-from gramtower.serving.models import Models
-from gramtower.serving.patience import PatientProtocol
-from gramtower.serving.server import bound
+from gramtower.serving.batching import encode
+from gramtower.serving.http_app import make_app
+from gramtower.serving.served_models import Metrics, Models
+from gramtower.serving.server import PatientProtocol, bound
 from gramtower.serving.snapshot import Source, TableSource
-from gramtower.serving.tasks import encode
 
 ODD = ["日本 😀", "a/b", "..", 'say "hi"', "tab\there", "ünïcode", "007"]  # left ids of any Unicode
 ITEMS = 40

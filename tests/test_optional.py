@@ -43,7 +43,7 @@ uses, said = json.loads(sys.argv[1]), {}
 sys.modules |= dict.fromkeys(uses)
 import numpy as np, gramtower as gt
 from gramtower.training.callbacks import ProgressBar as bar
-from gramtower.serving import index
+from gramtower.serving import ann_index as index
 from gramtower.experiments.comparison_page import draw
 from gramtower.experiments.comparison import Comparison
 pairs = gt.Interactions.from_arrays(np.arange(40) % 8, np.arange(40) % 7)

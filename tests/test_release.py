@@ -14,7 +14,7 @@ import gramtower as gt
 from gramtower.data import tables
 from gramtower.distributed import partition
 from gramtower.model import model_file
-from gramtower.serving import index
+from gramtower.serving import ann_index as index
 from gramtower.training import checkpoint
 
 ROOT = Path(__file__).parents[1]

@@ -16,9 +16,18 @@ pytest.importorskip("faiss", reason="indexes need faiss")
 from gramtower._util.tensors import TensorFile, write
 from gramtower.cli.program import run
 from gramtower.retrieval.topk import top_k
-from gramtower.serving.index import KINDS, build_index, digest, path_beside, read_index, recall_of, write_index
-from gramtower.serving.lists import Query, best_lists
-from gramtower.serving.models import Metrics, Models
+from gramtower.serving.ann_index import (
+    KINDS,
+    Query,
+    best_lists,
+    build_index,
+    digest,
+    path_beside,
+    read_index,
+    recall_of,
+    write_index,
+)
+from gramtower.serving.served_models import Metrics, Models
 from gramtower.serving.snapshot import Snapshot
 
 NONE = np.empty(0, np.int64)

@@ -6,7 +6,7 @@ import re
 
 from serving_cases import client
 
-from gramtower.serving.metrics import Metrics
+from gramtower.serving.served_models import Metrics
 
 LINE = re.compile(
     r"(?:# (?:HELP|TYPE) [a-z_]+ .+|[a-z_]+(?:\{[a-z]+=\"[^\"\n]*\"(?:,[a-z]+=\"[^\"\n]*\")*\})? [-+.e\d]+)"

@@ -10,8 +10,8 @@ import pytest
 from serving_cases import ITEMS, ODD, client, genres, held_out, listening, model, source
 
 import gramtower as gt
-from gramtower.serving.page import PAGE_POLICY, page
 from gramtower.serving.snapshot import Source
+from gramtower.serving.web_page import PAGE_POLICY, page
 
 BROWSER = Path("/usr/bin/chromium")
 

@@ -26,10 +26,9 @@ from serving_cases import folder, listening
 from gramtower.cli.output import note
 from gramtower.cli.program import run
 from gramtower.serving import server
-from gramtower.serving.limits import Limits
-from gramtower.serving.models import Models
-from gramtower.serving.patience import PatientProtocol
-from gramtower.serving.server import _watch, bound, is_loopback
+from gramtower.serving.refusals import Limits
+from gramtower.serving.served_models import Models
+from gramtower.serving.server import PatientProtocol, _watch, bound, is_loopback
 from gramtower.serving.snapshot import Source
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")

@@ -9,8 +9,8 @@ from concurrent.futures import wait
 import pytest
 from serving_cases import client, model
 
-from gramtower.serving import http
-from gramtower.serving.limits import Limits
+from gramtower.serving import request_checks as http
+from gramtower.serving.refusals import Limits
 
 PATHS = ("/recommend", "/similar", "/score", "/embed", "/search", "/entity")
 

@@ -15,13 +15,10 @@ from serving_cases import ITEMS, folder, genres, model, source
 import gramtower as gt
 from gramtower._util.host import release
 from gramtower.data import frames
-from gramtower.serving.entities import Entities
-from gramtower.serving.errors import Refused, shown
-from gramtower.serving.lists import Query, best_lists
-from gramtower.serving.projection import project
-from gramtower.serving.rowindex import RowIndex
+from gramtower.serving.ann_index import Query, best_lists
+from gramtower.serving.refusals import Refused, shown
+from gramtower.serving.served_entities import Entities, EntityTable, RowIndex, project
 from gramtower.serving.snapshot import Snapshot
-from gramtower.serving.table import EntityTable
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,7 @@ from gramtower._util.tensors import write
 from gramtower.cli.program import run
 from gramtower.data import frames
 from gramtower.serving import server
-from gramtower.serving.metrics import Metrics
-from gramtower.serving.models import Models
+from gramtower.serving.served_models import Metrics, Models
 from gramtower.serving.snapshot import Source, TableSource
 
 
@@ -138,7 +137,7 @@ def test_no_memory_for_a_second_model_is_no_end_of_the_watch(path, monkeypatch):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr("gramtower.serving.models.Snapshot", fails)
+        patched.setattr("gramtower.serving.served_models.Snapshot", fails)
         assert models.reload(changed_only=True) == []
     assert models.get() is before
     assert "RuntimeError: DefaultCPUAllocator" in models.refused["one"]

@@ -43,8 +43,8 @@ EXTRAS = {
     "io": (PAIRS + "gt.Interactions.from_frame({'u': [1, 2], 'i': [2, 3]}, 'u', 'i')", "reading tables needs polars"),
     "plots": (DRAW, "drawing needs matplotlib"),
     "tune": (PAIRS + TUNE, "tuning needs optuna"),
-    "ann": ("from gramtower.serving import index; index._faiss().IndexFlatIP(4)", "an index needs faiss"),
-    "hnsw": ("from gramtower.serving import index; index._hnswlib().Index(space='ip', dim=4)", "needs hnswlib"),
+    "ann": ("from gramtower.serving import ann_index; ann_index._faiss().IndexFlatIP(4)", "an index needs faiss"),
+    "hnsw": ("from gramtower.serving import ann_index; ann_index._hnswlib().Index(space='ip', dim=4)", "needs hnswlib"),
     "cli": (MAIN.format(["info", "model.gramtower"]), "the command line needs cyclopts"),
     "serve": (MAIN.format(["serve", "model.gramtower", "--host", NOWHERE]), "serve needs"),
 }

@@ -22,8 +22,7 @@ from harness import Fuzz
 import gramtower as gt
 from gramtower.data import list_files
 from gramtower.data.tables import FeatureTable
-from gramtower.serving.index import KINDS, build_index, path_beside, read_index, write_index
-from gramtower.serving.lists import best_lists
+from gramtower.serving.ann_index import KINDS, best_lists, build_index, path_beside, read_index, write_index
 from gramtower.serving.snapshot import Snapshot, Source
 
 pl = pytest.importorskip("polars", reason="tables are read with polars")

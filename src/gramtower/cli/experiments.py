@@ -62,7 +62,7 @@ from gramtower.metrics.definitions import DEFAULT, parse
 from gramtower.model.fitting import validated_history
 from gramtower.model.settings import ModelSettings
 from gramtower.model.two_tower import TwoTower
-from gramtower.serving.table import EntityTable
+from gramtower.serving.served_entities import EntityTable
 from gramtower.training.result import Record, read_history
 
 Switch = Annotated[bool, Parameter(negative=(), show_default=False)]

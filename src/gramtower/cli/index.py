@@ -11,7 +11,7 @@ from gramtower.cli.options import Common
 from gramtower.cli.output import note, print_facts, print_json
 from gramtower.cli.run_folder import model_file
 from gramtower.model.two_tower import load
-from gramtower.serving.index import build_index, path_beside, write_index
+from gramtower.serving.ann_index import build_index, path_beside, write_index
 
 
 def index(

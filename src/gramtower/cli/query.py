@@ -20,8 +20,8 @@ from gramtower.cli.run_folder import open_model
 from gramtower.data.ids import as_known, as_objects, id_series
 from gramtower.metrics.definitions import DEFAULT
 from gramtower.model.two_tower import TwoTower
-from gramtower.serving.errors import Refused
-from gramtower.serving.table import EntityTable
+from gramtower.serving.refusals import Refused
+from gramtower.serving.served_entities import EntityTable
 
 Ids = Annotated[list[str] | None, Parameter(negative=())]
 Many = Annotated[list[str] | None, Parameter(negative=(), consume_multiple=True)]

@@ -20,7 +20,7 @@ from gramtower.cli.reading import id_column, read_frame, read_pairs
 from gramtower.cli.run_folder import CONFIG, model_file
 from gramtower.data.interactions import Interactions
 from gramtower.serving import logs
-from gramtower.serving.limits import Limits
+from gramtower.serving.refusals import Limits
 from gramtower.serving.snapshot import Source, TableSource
 
 Texts = Annotated[list[str] | None, Parameter(negative=())]

@@ -27,16 +27,14 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower._util.host import release
+from gramtower.data.ids import Key
 from gramtower.data.interactions import Interactions
 from gramtower.distributed.shard_files import others
 from gramtower.model.explanation import Explainer, Explanation
 from gramtower.model.two_tower import TwoTower, load
-from gramtower.serving.entities import Entities, Key
-from gramtower.serving.errors import Refused
-from gramtower.serving.index import Facts, Index, digest, path_beside, read_index
-from gramtower.serving.lists import Found, Query, best_lists
-from gramtower.serving.projection import Map
-from gramtower.serving.table import EntityTable
+from gramtower.serving.ann_index import Facts, Found, Index, Query, best_lists, digest, path_beside, read_index
+from gramtower.serving.refusals import Refused
+from gramtower.serving.served_entities import Entities, EntityTable, Map
 
 if TYPE_CHECKING:
     from polars import DataFrame

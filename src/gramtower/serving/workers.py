@@ -30,7 +30,7 @@ import torch
 
 from gramtower._util import checks as check
 from gramtower.distributed.shard_files import others
-from gramtower.serving.index import path_beside
+from gramtower.serving.ann_index import path_beside
 from gramtower.serving.snapshot import Source
 
 _GRACE = 40  # seconds in which workers end

@@ -8,5 +8,5 @@ library's model; `evaluation` has the functions of `implicit.evaluation`.
 """
 
 from gramtower.compat.implicit.als import AlternatingLeastSquares as AlternatingLeastSquares
-from gramtower.compat.implicit.two_tower import TwoTower as TwoTower
-from gramtower.compat.implicit.utils import ParameterWarning as ParameterWarning
+from gramtower.compat.implicit.base import ParameterWarning as ParameterWarning
+from gramtower.compat.implicit.two_tower_adapter import TwoTower as TwoTower

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
-from gramtower.compat.implicit.utils import check_csr
+from gramtower.compat.implicit.base import check_csr
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.mlp import mlp_towers

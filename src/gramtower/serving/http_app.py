@@ -16,17 +16,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Scope
 
-from gramtower.serving import about, schemas
-from gramtower.serving.batching import Batcher
-from gramtower.serving.description import describe
-from gramtower.serving.entities import Key
-from gramtower.serving.errors import Refused, shown
-from gramtower.serving.http import Guard, answer, read_body, refusal
-from gramtower.serving.limits import Limits, within
-from gramtower.serving.metrics import Labels, Metrics
-from gramtower.serving.models import Models
-from gramtower.serving.page import PAGE_POLICY, api_page, page
-from gramtower.serving.tasks import CallTask, ListTask, encode, work
+from gramtower.data.ids import Key
+from gramtower.serving import answers as about
+from gramtower.serving import request_checks as schemas
+from gramtower.serving.batching import Batcher, CallTask, ListTask, encode, work
+from gramtower.serving.refusals import Limits, Refused, shown, within
+from gramtower.serving.request_checks import Guard, answer, read_body, refusal
+from gramtower.serving.served_models import Labels, Metrics, Models
+from gramtower.serving.web_page import PAGE_POLICY, api_page, describe, page
 
 _CHUNK = 64  # lists of one piece of a streamed answer
 _LOG = logging.getLogger("gramtower.serving")

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
-from gramtower.compat.implicit.base import Callback, Recommender
-from gramtower.compat.implicit.utils import as_seed, check_csr, warn_of_ignored
+from gramtower.compat.implicit.base import Callback, Recommender, as_seed, check_csr, warn_of_ignored
 from gramtower.data.interactions import Interactions
 from gramtower.model.two_tower import TwoTower as Estimator
 from gramtower.model.two_tower import load as load_estimator

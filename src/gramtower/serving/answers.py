@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from gramtower._util.files import plain
-from gramtower.serving.entities import Entities, Key
-from gramtower.serving.errors import Refused, shown
-from gramtower.serving.metrics import Labels
-from gramtower.serving.projection import project
+from gramtower.data.ids import Key
+from gramtower.serving.batching import places
+from gramtower.serving.refusals import Refused, shown
+from gramtower.serving.served_entities import Entities, project
+from gramtower.serving.served_models import Labels
 from gramtower.serving.snapshot import Snapshot
-from gramtower.serving.tasks import places
 
 _HISTORY = 200  # pairs of an entity that are shown
 _RECORDS = 400  # points of a curve

@@ -1,28 +1,76 @@
-"""A table of one side's entities beside a served model: titles and columns to show, and filters by column.
+"""Ids → rows in twelve bytes an id, where a dictionary takes seventy and more: sorted hashes, and the row of each.
 
-Joined by id once, when a model is loaded. A filter asks for one value or several (any of them) of a column, or for a
-range {"min", "max"} of numbers; a list column such as ``Comedy|Drama`` matches by its elements; of several columns all
-must match. Rows that match a value are found once and kept.
+A look-up finds the id's hash by bisection and compares the ids at its rows, so that ids with the same hash are told
+apart. Cost: O(n log n) once, O(log n) a look-up.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower.data import frames
-from gramtower.data.ids import id_series, join
+from gramtower.data.ids import Key, as_known, id_series, is_of_other_type, join
 from gramtower.data.tables import infer_kinds
-from gramtower.serving.errors import Refused, shown
+from gramtower.serving.refusals import Refused, shown
 
 if TYPE_CHECKING:
     from polars import DataFrame, Series
+
+
+class RowIndex(Mapping[Key, int]):
+    """The row of each id.
+
+    Args:
+        ids: distinct ids, whole numbers or text.
+    """
+
+    def __init__(self, ids: NDArray[Any]) -> None:
+        self._ids = ids
+        self._text = ids.dtype.kind != "i"
+        hashes = np.fromiter(map(hash, ids), np.int64, len(ids))  # of one process: never stored
+        order = np.argsort(hashes, kind="stable")
+        self._hashes, self._rows = hashes[order], order.astype(np.int32 if len(ids) < 2**31 else np.int64)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __iter__(self) -> Iterator[Key]:
+        for start in range(0, len(self._ids), 4096):
+            yield from self._ids[start : start + 4096].tolist()
+
+    def __getitem__(self, key: Key) -> int:
+        row = self.row(key)
+        if row < 0:
+            raise KeyError(key)
+        return row
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, (str, int)) and self.row(key) >= 0
+
+    def row(self, key: Key) -> int:
+        """The row of an id, −1 if it is unknown."""
+        if isinstance(key, str) != self._text:
+            return -1
+        wanted = hash(key)
+        place = int(self._hashes.searchsorted(wanted))
+        while place < len(self._hashes) and self._hashes[place] == wanted:
+            row = int(self._rows[place])
+            if self._ids[row] == key:
+                return row
+            place += 1
+        return -1
+
 
 _TITLES = ("title", "name", "label")
 _WHOLE = 2.0**53  # beyond it a float says nothing about the last digits
@@ -205,3 +253,163 @@ def _plain(cells: dict[str, Any]) -> dict[str, Any]:
         else str(cell)
         for name, cell in cells.items()
     }  # fmt: skip
+
+
+_NAMED = 3  # unknown ids that an answer names
+
+
+class Entities:
+    """One side.
+
+    Args:
+        side: "left" or "right".
+        ids: one id for each row, whole numbers or text; None where rows are known by number.
+        embeddings: rows × dim.
+        degrees: observed pairs of each.
+        table: columns to show and to filter by.
+
+    Attributes:
+        index: the row of each id; None where rows are known by number.
+    """
+
+    def __init__(
+        self,
+        side: str,
+        ids: NDArray[Any] | None,
+        embeddings: Tensor,
+        degrees: NDArray[np.int64],
+        table: EntityTable | None = None,
+    ) -> None:
+        self.side, self.ids, self.embeddings, self.degrees, self.table = side, ids, embeddings, degrees, table
+        self.index = None if ids is None else RowIndex(ids)
+        self.text = ids is not None and ids.dtype.kind != "i"
+
+    def __len__(self) -> int:
+        return len(self.embeddings)
+
+    def row(self, key: Key) -> int:
+        """The row of an id, −1 if it is unknown."""
+        if self.index is not None:
+            return self.index.row(key)
+        return key if isinstance(key, int) and 0 <= key < len(self) else -1
+
+    def rows(self, keys: Sequence[Key]) -> NDArray[np.int64]:
+        """The rows of ids.
+
+        Raises:
+            Refused: 404, naming unknown ids and near ones.
+        """
+        found = np.fromiter((self.row(key) for key in keys), np.int64, len(keys))
+        if len(found) and found.min() < 0:
+            unknown = list(dict.fromkeys(key for key, row in zip(keys, found, strict=True) if row < 0))
+            raise self._unknown(unknown)
+        return found
+
+    def known_rows(self, keys: Sequence[Key]) -> tuple[NDArray[np.int64], int]:
+        """The rows of known ids, increasing and once each, and the number of unknown ids.
+
+        Raises:
+            Refused: 404 for ids that are known in the other type, as text or as a number.
+        """
+        found = np.fromiter((self.row(key) for key in keys), np.int64, len(keys))
+        unknown = [key for key, row in zip(keys, found, strict=True) if row < 0]
+        if self.index is not None and any(is_of_other_type(key, self.index) for key in unknown):
+            self.rows(keys)
+        return np.unique(found[found >= 0]), len(unknown)
+
+    def names(self, rows: NDArray[np.int64]) -> list[Key]:
+        """The ids of rows."""
+        named: list[Key] = (rows if self.ids is None else self.ids[rows]).tolist()
+        return named
+
+    def near(self, key: Key) -> list[Key]:
+        """Known ids like an unknown one: the same in the other type, or a few edits away."""
+        if self.ids is None or self.index is None:
+            return []
+        other: Key = str(key) if isinstance(key, int) else as_known([key], self.ids)[0]
+        if other in self.index:
+            return [other]
+        return list(check.near(key, self.index)) if self.text and isinstance(key, str) else []  # type: ignore[arg-type]
+
+    def _unknown(self, unknown: Sequence[Key]) -> Refused:
+        near = {str(key)[:200]: self.near(key) for key in unknown[:_NAMED]}
+        named = ", ".join(shown(key) for key in unknown[:_NAMED])
+        more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
+        close = [name for names in near.values() for name in names]
+        hint = f" (nearest: {', '.join(shown(name) for name in close[:_NAMED])})" if close else ""
+        kind = "text" if self.text else "whole numbers"
+        rows = f" from 0 to {len(self) - 1}" if self.ids is None else ""
+        message = f"{self.side} ids: got unknown {named}{more}{hint}, expected ids of the model, which are {kind}{rows}"
+        return Refused(404, message, unknown=[str(key)[:200] for key in unknown[:_NAMED]], near=near)
+
+    @cached_property
+    def _texts(self) -> tuple[str, list[int]]:
+        """Ids and titles, a line each, in lower case; and where each entity begins."""
+        ids = range(len(self)) if self.ids is None else self.ids.tolist()
+        titles = None if self.table is None else self.table.titles()
+        parts, starts, at = [], [], 0
+        for row, key in enumerate(ids):
+            title = None if titles is None else titles[row]
+            names = (key,) if title is None or title == key else (key, title)
+            line = "".join("\n" + str(name).replace("\n", " ").casefold() for name in names)
+            parts.append(line)
+            starts.append(at)
+            at += len(line)
+        return "".join(parts), starts
+
+    def search(self, text: str, most: int) -> list[int]:
+        """Rows whose id or title holds a text, those that begin with it first, then the order of the model."""
+        wanted = text.replace("\n", " ").casefold()
+        everything, starts = self._texts
+        found: dict[int, None] = {}
+        if not wanted:
+            return [int(row) for row in np.argsort(-self.degrees, kind="stable")[:most]]
+        for pattern in ("\n" + wanted, wanted):
+            at = everything.find(pattern)
+            while at >= 0 and len(found) < most:
+                row = bisect_right(starts, at) - 1
+                found[row] = None
+                at = everything.find(pattern, starts[row + 1] if row + 1 < len(starts) else len(everything))
+        return list(found)
+
+
+_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Map:
+    """Places of entities.
+
+    Attributes:
+        rows: the entities, those with the most pairs first.
+        places: one row of two coordinates for each.
+        shares: of the variance, by dimension.
+    """
+
+    rows: NDArray[np.int64]
+    places: NDArray[np.float32]
+    shares: tuple[float, float]
+
+
+def project(this: Entities, most: int = 5000) -> Map:
+    """The map of a side."""
+    axes, mean, shares = _axes(this.embeddings)
+    rows = np.argsort(-this.degrees, kind="stable")[:most].astype(np.int64)
+    shown = this.embeddings[torch.from_numpy(rows)].double()
+    return Map(rows, ((shown - mean) @ axes).float().numpy(), shares)
+
+
+def _axes(X: Tensor) -> tuple[Tensor, Tensor, tuple[float, float]]:
+    """The first two principal axes (dim × 2), the mean, and the shares of the variance."""
+    n, dim = X.shape
+    mean = sum((X[a : a + _BLOCK].double().sum(0) for a in range(0, n, _BLOCK)), torch.zeros(dim).double()) / max(1, n)
+    covariance = torch.zeros(dim, dim, dtype=torch.float64)
+    for start in range(0, n, _BLOCK):
+        centred = X[start : start + _BLOCK].double() - mean
+        covariance += centred.t() @ centred
+    values, vectors = torch.linalg.eigh(covariance)
+    axes = vectors[:, [-1, -2]] if dim > 1 else torch.cat([vectors, torch.zeros(1, 1).double()], 1)
+    signs = torch.sign(axes.gather(0, axes.abs().argmax(0, keepdim=True)))
+    total = max(float(values.clamp(min=0).sum()), 1e-300)
+    second = float(values[-2]) if dim > 1 else 0.0
+    return axes * torch.where(signs == 0, 1.0, signs), mean, (float(values[-1]) / total, max(0.0, second) / total)
