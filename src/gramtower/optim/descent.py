@@ -223,7 +223,6 @@ class Backtracking(StepRule):
         return {"last": self.last, "iterations": self.iterations}
 
     def restore(self, state: State) -> None:
-        """See Stateful."""
         self.last, self.iterations = state["last"], state["iterations"]
 
 
@@ -295,7 +294,6 @@ class Descent(Method):
         return {"direction": self.direction.state(), "rule": self.rule.state()}
 
     def restore(self, state: State) -> None:
-        """See Stateful."""
         self.direction.restore(state.get("direction", {}))
         self.rule.restore(state.get("rule", {}))
 
@@ -375,7 +373,6 @@ class Diagonal(Direction):
         return {} if self.squares is None else {"squares": self.squares}
 
     def restore(self, state: State) -> None:
-        """See Stateful."""
         self.squares = vector(state, "squares")
 
 

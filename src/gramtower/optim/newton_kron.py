@@ -91,7 +91,6 @@ class KroneckerNewton(Direction):
         }  # fmt: skip
 
     def restore(self, state: State) -> None:
-        """See Stateful."""
         self.damping.value, self.lowered = state["damping"], state["lowered"]
         self.steps, self.converged = state["steps"], state["converged"]
 
@@ -133,12 +132,10 @@ class KroneckerDirection(Direction):
         return min(most, *(int(pairs) for pairs in point.parameters.layout.group.gather_json(int(own))))
 
     def learn(self, direction: DirectionResult, step: StepResult) -> None:
-        """See Direction."""
         assert self.chosen is not None
         self.chosen.learn(direction, step)
 
     def retry(self) -> bool:
-        """See Direction."""
         assert self.chosen is not None
         return self.chosen.retry()
 
@@ -151,7 +148,6 @@ class KroneckerDirection(Direction):
         }  # fmt: skip
 
     def restore(self, state: State) -> None:
-        """See Stateful."""
         self.newton.restore(state["newton"])
         self.secant.restore(state["secant"])
         self.secant.memory, self.secant.alternating = state["memory"], state["alternating"]

@@ -131,7 +131,6 @@ class LBFGS(Direction):
         return found
 
     def restore(self, state: State) -> None:
-        """See Stateful."""
         self.pairs = [Pair(s, y) for s, y in zip(vectors(state, "step"), vectors(state, "change"), strict=True)]
         theta, gradient = vector(state, "theta"), vector(state, "gradient")
         self.before = None if theta is None or gradient is None else (theta, gradient)
@@ -278,7 +277,6 @@ class KroneckerSecant(Direction):
         return found
 
     def restore(self, state: State) -> None:
-        """See Stateful."""
         self.damping.value, self.iterations, self.rescaled = state["damping"], state["iterations"], state["rescaled"]
         self.pairs = [Pair(s, y) for s, y in zip(vectors(state, "step"), vectors(state, "change"), strict=True)]
         step, gradient = vector(state, "last_step"), vector(state, "last_gradient")

@@ -75,7 +75,6 @@ class Source(Stateful):
         return {"rng": _plain(self.rng.bit_generator.state)}
 
     def restore(self, state: State) -> None:
-        """See Stateful."""
         self.rng.bit_generator.state = state["rng"]
 
 
@@ -137,7 +136,6 @@ class Subsets(Source):
         return state
 
     def restore(self, state: State) -> None:
-        """See Stateful."""
         super().restore(state)
         self.running = None
         if "P" in state:
@@ -282,7 +280,6 @@ class Sampled(Method):
         return self._parts() | own
 
     def restore(self, state: State) -> None:
-        """See Stateful."""
         self._restore(state)
         self.step_size, self.iterations = state["step_size"], state["iterations"]
         self.first, self.best = state["first"], state["best"]

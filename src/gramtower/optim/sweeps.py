@@ -123,7 +123,6 @@ class Sweeps(Stateful):
         return found | {f"end{i}": one for i, one in enumerate(self.ends)} | {"square": self.square}
 
     def restore(self, state: State) -> None:
-        """See Stateful."""
         self.starts, self.ends = vectors(state, "start"), vectors(state, "end")
         self.square = state.get("square", torch.zeros(0, 0, dtype=torch.float64))
 
@@ -210,7 +209,6 @@ class SweepsFirst(Method):
         return {"chosen": self.chosen, "sweeps": self.sweeps.state(), "descent": self.descent.state()}
 
     def restore(self, state: State) -> None:
-        """See Stateful."""
         self.chosen, self._checked = state["chosen"], False
         self.sweeps.restore(state.get("sweeps", {}))
         self.descent.restore(state["descent"])

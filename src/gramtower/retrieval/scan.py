@@ -88,7 +88,6 @@ def leave_out(row, offset, place, end, excluded, denied):  # type: ignore[no-unt
 
 @compiled(nogil=True)
 def _update_lists(scores, offset, columns, values, places, ends, excluded, denied):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """See ShortLists.add."""
     width, k = scores.shape[1], values.shape[1]
     vectorised = width - width % _TOGETHER
     first, last = np.searchsorted(denied, offset), np.searchsorted(denied, offset + width)
@@ -249,7 +248,6 @@ def _cut(c, v, k):  # type: ignore[no-untyped-def]  # pragma: no cover
 
 @compiled(nogil=True)
 def _add(scores, offset, k, columns, values, counts, bounds, places, ends, excluded, denied):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """See ShortLists.add."""
     width, full = scores.shape[1], values.shape[1] - _TOGETHER
     vectorised = width - width % _TOGETHER
     first, last = np.searchsorted(denied, offset), np.searchsorted(denied, offset + width)

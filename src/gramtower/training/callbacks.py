@@ -294,11 +294,9 @@ class TerminalBar:
         self._task = self._bar.add_task("", total=total, completed=done, figures=figures)
 
     def move(self, done: int, figures: str) -> None:
-        """See Bar."""
         self._bar.update(self._task, completed=done, figures=figures)
 
     def stop(self) -> None:
-        """See Bar."""
         self._bar.stop()
 
 
@@ -312,12 +310,11 @@ class NotebookBar:
         self._handle = self._shown.display(self._content(), display_id=True)
 
     def move(self, done: int, figures: str) -> None:
-        """See Bar."""
         self._now = (done, figures)
         self._handle.update(self._content(self._left(done)))
 
     def stop(self) -> None:
-        """See Bar: without the time that is left."""
+        """Without the time that is left."""
         self._handle.update(self._content())
 
     def _left(self, done: int) -> str:

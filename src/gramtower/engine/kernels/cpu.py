@@ -45,7 +45,6 @@ _RUN = 1 << 20  # elements of a dot product summed in one run
 
 
 def dots(pairs: Pairs, A: Tensor, B: Tensor) -> Tensor:
-    """See reference.dots."""
     x = torch.empty(len(pairs), dtype=A.dtype)
     s = pairs.segments
     tile = _tile(s, B, 1)
@@ -54,18 +53,16 @@ def dots(pairs: Pairs, A: Tensor, B: Tensor) -> Tensor:
 
 
 def left_sum(pairs: Pairs, x: Tensor, B: Tensor, out: Tensor) -> None:
-    """See reference.left_sum."""
     _sum_into(pairs.segments, pairs.columns, x, None, B, out)
 
 
 def right_sum(pairs: Pairs, x: Tensor, A: Tensor, out: Tensor) -> None:
-    """See reference.right_sum."""
     columns = pairs.by_column
     _sum_into(columns.segments, columns.rows, x, _np(columns.position), A, out)
 
 
 def curvature_left(pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: Tensor, out: Tensor) -> Tensor:
-    """See reference.curvature_left; fused, in one pass."""
+    """Fused, in one pass."""
     z = torch.empty_like(c)
     s, result = pairs.segments, _out(out)
     carry = np.zeros((s.continued, Q.shape[1]), dtype=result.dtype)
@@ -78,12 +75,11 @@ def curvature_left(pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: 
 
 
 def solve_left(pairs: Pairs, x: Tensor, c: Tensor, B: Tensor, rows: RowSystems) -> Tensor:
-    """See reference.solve_left; a row's pairs are gathered once and stay in the cache."""
+    """A row's pairs are gathered once and stay in the cache."""
     return _solve(pairs.offsets, pairs.columns, None, x, c, B, rows)
 
 
 def solve_right(pairs: Pairs, x: Tensor, c: Tensor, A: Tensor, rows: RowSystems) -> Tensor:
-    """See reference.solve_right."""
     columns = pairs.by_column
     return _solve(columns.offsets, columns.rows, columns.position, x, c, A, rows)
 
@@ -105,7 +101,6 @@ def _solve(
 
 
 def losses(pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms) -> Observed:
-    """See reference.losses."""
     return Scored(terms, dots(pairs, P, Q))
 
 
@@ -118,13 +113,12 @@ def loss_left(
     tangents: tuple[Tensor, Tensor] | None = None,
     gathered: Tensor | None = None,
 ) -> tuple[Tensor, int]:
-    """See reference.loss_left."""
     observed = losses(pairs, P, Q, terms)
     return loss_left_from_scores(observed, left_sum, curvature_left, pairs, P, Q, out, tangents, gathered), 2
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
-    """See reference.inner; sums of fixed runs, added in order."""
+    """Sums of fixed runs, added in order."""
     runs = -(-len(a) // _RUN)
     x, y = _np(a), _np(b)
     if runs == 1:

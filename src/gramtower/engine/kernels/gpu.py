@@ -36,7 +36,6 @@ _RUN = 1 << 14  # elements of a dot product added up by one program
 
 
 def dots(pairs: Pairs, A: Tensor, B: Tensor) -> Tensor:
-    """See reference.dots."""
     x = torch.empty(len(pairs), dtype=A.dtype, device=A.device)
     order, k = left_order(pairs), A.shape[1]
     if len(order):
@@ -50,17 +49,15 @@ def dots(pairs: Pairs, A: Tensor, B: Tensor) -> Tensor:
 
 
 def left_sum(pairs: Pairs, x: Tensor, B: Tensor, out: Tensor) -> None:
-    """See reference.left_sum."""
     _sum_into(left_order(pairs), x, B, out)
 
 
 def right_sum(pairs: Pairs, x: Tensor, A: Tensor, out: Tensor) -> None:
-    """See reference.right_sum."""
     _sum_into(right_order(pairs), x, A, out)
 
 
 def curvature_left(pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: Tensor, out: Tensor) -> Tensor:
-    """See reference.curvature_left; fused, in one pass."""
+    """Fused, in one pass."""
     k, order = P.shape[1], left_order(pairs)
     if k > LONGEST:
         z = dots(pairs, W, Q).add_(dots(pairs, P, H)).mul_(c)
@@ -91,17 +88,15 @@ class _Fused:
 
 
 def solve_left(pairs: Pairs, x: Tensor, c: Tensor, B: Tensor, rows: RowSystems) -> Tensor:
-    """See reference.solve_left."""
     return solve_batched(rows, x, c, lambda D: dots(pairs, D, B), lambda z, E, out: left_sum(pairs, z, E, out), B)
 
 
 def solve_right(pairs: Pairs, x: Tensor, c: Tensor, A: Tensor, rows: RowSystems) -> Tensor:
-    """See reference.solve_right."""
     return solve_batched(rows, x, c, lambda D: dots(pairs, A, D), lambda z, E, out: right_sum(pairs, z, E, out), A)
 
 
 def losses(pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms) -> Observed:
-    """See reference.losses; value and derivatives in one program where it knows the loss."""
+    """Value and derivatives in one program where it knows the loss."""
     scores = dots(pairs, P, Q)
     if terms.loss.program is None:
         return Scored(terms, scores)
@@ -125,7 +120,7 @@ def loss_left(
     tangents: tuple[Tensor, Tensor] | None = None,
     gathered: Tensor | None = None,
 ) -> tuple[Tensor, int]:
-    """See reference.loss_left; in one pass, without scores, where a program knows the loss and all is of one dtype."""
+    """In one pass, without scores, where a program knows the loss and all is of one dtype."""
     k, order = P.shape[1], left_order(pairs)
     one_dtype = P.dtype == Q.dtype and (gathered is None or gathered.dtype == Q.dtype)
     if terms.loss.program is None or k > LONGEST or not one_dtype:
@@ -162,7 +157,6 @@ def _terms(terms: LossTerms, absent: Tensor) -> tuple[tuple[Tensor | int, ...], 
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
-    """See reference.inner."""
     programs = max(1, _ceil(a.numel(), _RUN))
     sums = torch.empty(programs, dtype=torch.float64, device=a.device)
     p.dot_program[(programs,)](a, b, sums, a.numel(), RUN=_RUN, BLOCK=2048, num_warps=8)
@@ -179,7 +173,7 @@ def slope_product(
     scale: float = 1.0,
     sums: bool = False,
 ) -> Tensor | None:
-    """See reference.slope_product; a scale other than 1 is for float32."""
+    """A scale other than 1 is for float32."""
     if activation.program is None:
         return reference.slope_product(g, bias, y, activation, out, initial, scale, sums)
     rows, columns = y.shape
@@ -198,7 +192,7 @@ def slope_product(
 
 
 def column_sums(x: Tensor, weight: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """See reference.column_sums; all rows in ``dtype``."""
+    """All rows in ``dtype``."""
     dtype = dtype or x.dtype
     while x.shape[0] > 1:
         x, weight = _column_lines(x, weight, dtype), None
@@ -208,7 +202,7 @@ def column_sums(x: Tensor, weight: Tensor | None = None, dtype: torch.dtype | No
 
 
 def column_lines(x: Tensor) -> Tensor:
-    """See reference.column_lines; the sums of a run of rows each, in one launch."""
+    """The sums of a run of rows each, in one launch."""
     return _column_lines(x, None, x.dtype)
 
 
@@ -234,7 +228,7 @@ def _repeats(rows: int, step: int, most: int = 8) -> int:
 
 
 def activate(x: Tensor, bias: Tensor, activation: Activation) -> Tensor:
-    """See reference.activate; in one pass for elu of float32."""
+    """In one pass for elu of float32."""
     if activation.program != ELU or x.dtype != torch.float32:
         return reference.activate(x, bias, activation)
     rows, columns = x.shape
@@ -248,7 +242,7 @@ def activate(x: Tensor, bias: Tensor, activation: Activation) -> Tensor:
 
 
 def export_order(pairs: Pairs) -> tuple[Order | None, dict[str, Tensor]]:
-    """See reference.export_order: the short index tensors, and by name the O(|O|) tensors of the order by columns."""
+    """The short index tensors, and by name the O(|O|) tensors of the order by columns."""
     left, right, none = left_order(pairs), right_order(pairs), pairs.columns[:0].clone()
     assert right.entries is not None
     short = replace(left, gathered=none), replace(right, entries=none, gathered=none)
@@ -256,7 +250,7 @@ def export_order(pairs: Pairs) -> tuple[Order | None, dict[str, Tensor]]:
 
 
 def import_order(pairs: Pairs, order: Order | None, by_columns: dict[str, Tensor] | None) -> None:
-    """See reference.import_order; without the tensors by columns, pairs can be summed over rows alone."""
+    """Without the tensors by columns, pairs can be summed over rows alone."""
     if order is not None:
         left, right = order
         if by_columns is not None:

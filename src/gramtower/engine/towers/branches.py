@@ -81,23 +81,19 @@ class Join(Op):
         return None
 
     def forward(self, x: Any, values: Values, out: Tensor | None = None) -> tuple[Tensor, Any]:
-        """See Op."""
         return self.join(x if isinstance(x, list) else [materialise(x)], values, out)
 
     def jvp(
         self, saved: Any, dx: Tensor | Shifted | None, values: Values, tangent: Named, out: Tensor | None = None
     ) -> Tensor:
-        """See Op."""
         return self.push(saved, [None if dx is None else materialise(dx)], values, tangent)
 
     def vjp(self, saved: Any, g: Tensor | Summed, values: Values, out: Named, need_input: bool) -> Tensor | None:
-        """See Op."""
         g = plain(g)
         (below,) = self.pull(saved, g, values, out, [need_input])
         return g.clone() if below is g else below
 
     def pull_curvature(self, S: Tensor, moment: Moment, context: CurvatureContext) -> Tensor:
-        """See Op."""
         return self.pull_blocks(S, moment, context).get((0, 0), S)
 
 
@@ -109,7 +105,6 @@ class Sum(Join):
     constant: float = 0.0
 
     def join(self, x: list[Tensor], values: Values, out: Tensor | None) -> tuple[Tensor, None]:
-        """See Join."""
         y = _combined(self.coefficients, x)
         return y.add_(self.constant) if self.constant else y, None
 
@@ -148,7 +143,6 @@ class Product(Join):
     """a ∘ b of two inputs of the same shape."""
 
     def join(self, x: list[Tensor], values: Values, out: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-        """See Join."""
         return x[0] * x[1], x
 
     def push(self, saved: list[Tensor], dx: list[Tensor | None], values: Values, tangent: Named) -> Tensor:
@@ -188,7 +182,6 @@ class Concat(Join):
     widths: tuple[int, ...]
 
     def join(self, x: list[Tensor], values: Values, out: Tensor | None) -> tuple[Tensor, None]:
-        """See Join."""
         return torch.cat(x, 1, out=out), None
 
     def push(self, saved: None, dx: list[Tensor | None], values: Values, tangent: Named) -> Tensor:
@@ -225,7 +218,7 @@ class Columns(Op):
     overwrites_tangent = False
 
     def forward(self, x: Any, values: Values, out: Tensor | None = None) -> tuple[Any, None]:
-        """See Op; of sparse features, a block of those columns."""
+        """Of sparse features, a block of those columns."""
         if isinstance(x, SparseBlock):
             return x.columns(self.start, self.stop), None
         return materialise(x)[:, self.start : self.stop].contiguous(), None
@@ -303,27 +296,22 @@ class Graph(Op):
 
     @property
     def analytic(self) -> bool:  # type: ignore[override]
-        """See Op."""
         return all(node.op.analytic for node in self.nodes)
 
     @property
     def kept_copies(self) -> int:  # type: ignore[override]
-        """See Op."""
         return max(node.op.kept_copies for node in self.nodes)
 
     @property
     def label(self) -> str:
-        """See Op."""
         return " and ".join(dict.fromkeys(node.op.label for node in self.nodes))
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """See Op."""
         return tuple(dict.fromkeys(name for node in self.nodes for name in node.op.parameters))
 
     @property
     def parts(self) -> tuple[Op, ...]:
-        """See Op."""
         return tuple(part for node in self.nodes for part in node.op.parts)
 
     def forward(self, x: Any, values: Values, out: Tensor | None = None) -> tuple[Tensor | Shifted, list[Any]]:
@@ -348,7 +336,6 @@ class Graph(Op):
     def jvp(
         self, saved: list[Any], dx: Tensor | Shifted | None, values: Values, tangent: Named, out: Tensor | None = None
     ) -> Tensor | Shifted:
-        """See Op."""
         last = len(self.nodes)
         changes: dict[int, Tensor | Shifted | None] = {0: dx}
         if dx is not None and not self._handed_on(0):
@@ -390,7 +377,6 @@ class Graph(Op):
     def vjp(
         self, saved: list[Any], g: Tensor | Summed, values: Values, out: Named, need_input: bool
     ) -> Tensor | Summed | None:
-        """See Op."""
         pulled: dict[int, Tensor | Summed] = {len(self.nodes): g}
         for number in range(len(self.nodes), 0, -1):
             node = self.nodes[number - 1]
@@ -430,7 +416,6 @@ class Graph(Op):
         return self._uses[i] == 1 and i in self.nodes[i].inputs
 
     def precompute(self, saved: list[Any]) -> None:
-        """See Op."""
         for node, kept in zip(self.nodes, saved, strict=True):
             node.op.precompute(kept)
 
@@ -441,7 +426,7 @@ class Graph(Op):
         return [node.op.moment_with_mean(kept, r, some, stride) for node, kept in zip(self.nodes, saved, strict=True)]
 
     def input_moment(self, block: Block, r: Tensor) -> Moment:
-        """See Op: those of the nodes that read the features, or columns of them."""
+        """Those of the nodes that read the features, or columns of them."""
         blocks, moments = {0: block}, []
         for number, node in enumerate(self.nodes, 1):
             given = blocks.get(node.inputs[0]) if len(node.inputs) == 1 else None
@@ -451,7 +436,6 @@ class Graph(Op):
         return moments
 
     def reduce_moment(self, moment: Moment, group: Group, owned: Collection[str]) -> None:
-        """See Op."""
         for node, part in zip(self.nodes, moment if isinstance(moment, list) else (), strict=True):
             node.op.reduce_moment(part, group, owned)
 
@@ -494,37 +478,33 @@ class Graph(Op):
 
     @property
     def inner_columns(self) -> int:
-        """See Op."""
         return sum(node.width for node in self.nodes[:-1])
 
     @property
     def live_columns(self) -> int:
-        """See Op: two branches, about."""
+        """Two branches, about."""
         return sum(sorted(node.width for node in self.nodes)[-2:])
 
     @property
     def workspace_factor(self) -> float:
-        """See Op: branches wait for each other."""
+        """Branches wait for each other."""
         return 0.5 + max(node.op.workspace_factor for node in self.nodes)
 
     def layer_width(self, tensors: Named) -> int:
-        """See Op: all that is computed."""
+        """All that is computed."""
         return sum(node.width for node in self.nodes)
 
     def _inputs(self) -> list[Op]:
         return [node.op for node in self.nodes if 0 in node.inputs]
 
     def least_block(self, features: Features) -> int:
-        """See Op."""
         return max(op.least_block(features) for op in self._inputs())
 
     def check_features(self, side: str, features: Features) -> None:
-        """See Op."""
         for op in self._inputs():
             op.check_features(side, features)
 
     def id_tables(self, side: str, features: Features) -> list[str]:
-        """See Op."""
         return list(dict.fromkeys(name for op in self._inputs() for name in op.id_tables(side, features)))
 
 

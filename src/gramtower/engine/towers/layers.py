@@ -98,7 +98,6 @@ class InputAffine(Op):
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """See Op."""
         return _named(self.weight, self.bias)
 
     def forward(self, x: Block, values: Values, out: Tensor | None = None) -> tuple[Tensor | Shifted, Block]:
@@ -163,20 +162,18 @@ class InputAffine(Op):
         return out
 
     def fusable_table(self, features: Features) -> str | None:
-        """See Op: ids in order, with a row for each."""
+        """Ids in order, with a row for each."""
         in_order = features.kind == "ids" and features.parent is None and self.width == features.rows
         return self.weight if in_order and self.inputs_first else None
 
     def viewed_table(self, features: Features) -> str | None:
-        """See Op: without a bias, rows of the table are the outputs."""
+        """Without a bias, rows of the table are the outputs."""
         return self.fusable_table(features) if self.bias is None else None
 
     def table_rows(self, saved: IdBlock, tensors: Named) -> Tensor:
-        """See Op."""
         return tensors[self.weight][saved.start : saved.stop]
 
     def vjp_bias(self, lines: Tensor, values: Values, out: Named) -> None:
-        """See Op."""
         if self.bias is not None and self.bias in out:
             values.defer_bias_lines(self.bias, lines)
 
@@ -190,7 +187,7 @@ class InputAffine(Op):
         return outer(saved[some], stride * r[some], self.bias is not None)
 
     def input_moment(self, block: Block, r: Tensor) -> Tensor | None:
-        """See Op: the diagonals."""
+        """The diagonals."""
         return None if isinstance(block, Tensor) else self.moment(block, r, slice(0), 1)
 
     def pull_curvature(self, S: Tensor, moment: Tensor | None, context: CurvatureContext) -> Tensor:
@@ -200,18 +197,15 @@ class InputAffine(Op):
         return S
 
     def layer_width(self, tensors: Named) -> int:
-        """See Op."""
         return int(tensors[self.weight].shape[1 if self.inputs_first else 0])
 
     def check_features(self, side: str, features: Features) -> None:
-        """See Op."""
         fits = self.width >= features.rows if features.kind == "ids" else self.width == features.width
         if not fits:
             need = f"{features.rows} ids" if features.kind == "ids" else f"{features.width} features"
             check.fail(f"{side} tower", f"a first layer for {self.width} inputs", f"one for {need}")
 
     def id_tables(self, side: str, features: Features) -> list[str]:
-        """See Op."""
         if self.width != features.rows:
             self.refuse_table(side, f"a table of {self.width} rows", features)
         return [self.weight]
@@ -231,7 +225,6 @@ class Affine(Op):
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """See Op."""
         return _named(self.weight, self.bias)
 
     def _matrix(self, tensors: Named) -> Tensor:
@@ -291,7 +284,6 @@ class Affine(Op):
         return self._matrix(context.values.tensors).double() @ M
 
     def layer_width(self, tensors: Named) -> int:
-        """See Op."""
         return int(self._matrix(tensors).shape[1])
 
 
@@ -364,18 +356,17 @@ class Elementwise(Op):
         return Summed(g, lines)
 
     def precompute(self, saved: _Slopes) -> None:
-        """See Op: φ′ where it is stored."""
+        """Φ′ where it is stored."""
         if saved.y is None:
             _ = saved.stored
 
     def fuses_initial(self, values: Values) -> bool:
-        """See Op: in float32, the dtype of programs' arguments."""
+        """In float32, the dtype of programs' arguments."""
         return self._keeps_output(values) and values.dtype == torch.float32
 
     def vjp_fused(
         self, saved: _Slopes, g: Tensor | Summed, values: Values, rows: Tensor, initial: Tensor, scale: float
     ) -> Tensor:
-        """See Op."""
         assert saved.y is not None
         lines = values.kernels.slope_product(plain(g), None, saved.y, self.activation, rows, initial, scale, sums=True)
         assert lines is not None
@@ -401,7 +392,7 @@ class Elementwise(Op):
 
     @property
     def workspace_factor(self) -> float:
-        """See Op: a stored φ′ takes memory, also to be made; where it is recovered from outputs, these are reused."""
+        """A stored φ′ takes memory, also to be made; where it is recovered from outputs, these are reused."""
         return 1.0 if self.activation.slope_from_output else 1.75
 
 
@@ -415,11 +406,9 @@ class Scale(Op):
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """See Op."""
         return (self.scale,)
 
     def forward(self, x: Tensor | Shifted, values: Values, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """See Op."""
         x = materialise(x)
         return x * values.tensors[self.scale], x
 
@@ -478,13 +467,12 @@ class Normalise(Op):
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """See Op."""
         return tuple(name for name in (self.weight, self.bias) if name is not None)
 
     def forward(
         self, x: Tensor | Shifted, values: Values, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """See Op; keeps x̂ and 1/σ."""
+        """Keeps x̂ and 1/σ."""
         x = materialise(x)
         x = self._centre(x)
         inverse = x.square().mean(1, keepdim=True).add_(self.eps).rsqrt_()
@@ -572,5 +560,5 @@ class Normalise(Op):
 
     @property
     def workspace_factor(self) -> float:
-        """See Op: x̂ is kept beside the result."""
+        """X̂ is kept beside the result."""
         return 1.75

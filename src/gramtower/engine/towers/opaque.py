@@ -191,12 +191,11 @@ class Opaque(Join):
 
     @property
     def label(self) -> str:
-        """See Op: the module's class."""
+        """The module's class."""
         return self.title or type(self.module).__name__
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """See Op."""
         return tuple(self.names.values())
 
     @cached_property
@@ -279,11 +278,11 @@ class Opaque(Join):
         return result
 
     def least_block(self, features: Features) -> int:
-        """See Op: the gradient of a table is as large as the table, in every block."""
+        """The gradient of a table is as large as the table, in every block."""
         return features.rows if features.kind == "ids" else super().least_block(features)
 
     def id_tables(self, side: str, features: Features) -> list[str]:
-        """See Op: those of the layers inside."""
+        """Those of the layers inside."""
         known = {id(p): local for local, p in self.module.named_parameters()}
         tables = [
             known[id(part.weight)]
@@ -305,7 +304,6 @@ class Opaque(Join):
         return [moments.get(name) for name in self._layers]
 
     def reduce_moment(self, moment: Moment, group: Group, owned: Collection[str]) -> None:
-        """See Op."""
         known = self._tower_names()
         for layer, part in zip(self._layers.values(), moment if isinstance(moment, list) else (), strict=False):
             if part is not None and known.get(id(layer.weight)) not in owned:
