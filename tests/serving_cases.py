@@ -30,7 +30,7 @@ from gramtower.data.tables import FeatureTable
 from gramtower.serving.batching import encode
 from gramtower.serving.http_app import make_app
 from gramtower.serving.served_models import Metrics, Models
-from gramtower.serving.server import PatientProtocol, bound
+from gramtower.serving.server import TimedProtocol, bound
 from gramtower.serving.snapshot import Source, TableSource
 
 ODD = ["日本 😀", "a/b", "..", 'say "hi"', "tab\there", "ünïcode", "007"]  # left ids of any Unicode
@@ -118,7 +118,7 @@ def client(*sources, **options):
 
 
 @contextmanager
-def listening(*sources, http=PatientProtocol, **options):
+def listening(*sources, http=TimedProtocol, **options):
     """A server at a port of this machine, in a thread."""
     app, _ = service(*sources, **options)
     with bound("127.0.0.1", 0) as socket:

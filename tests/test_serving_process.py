@@ -28,7 +28,7 @@ from gramtower.cli.program import run
 from gramtower.serving import server
 from gramtower.serving.refusals import Limits
 from gramtower.serving.served_models import Models
-from gramtower.serving.server import PatientProtocol, _watch, bound, is_loopback
+from gramtower.serving.server import TimedProtocol, _watch, bound, is_loopback
 from gramtower.serving.snapshot import Source
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
@@ -177,12 +177,12 @@ def test_what_cannot_be_served_is_one_line_and_code_2(capsys, arguments, message
     assert message in capsys.readouterr().err
 
 
-class Hurried(PatientProtocol):
-    seconds = 0.2
+class Hurried(TimedProtocol):
+    head_seconds = 0.2
 
 
-class Unhurried(PatientProtocol):
-    seconds = 0.8
+class Unhurried(TimedProtocol):
+    head_seconds = 0.8
 
 
 def connected(address):
@@ -209,8 +209,8 @@ def test_also_after_an_answer_but_a_slow_body_is_waited_for():
             pass
 
 
-class Stalling(PatientProtocol):
-    stalled = 0.5
+class Stalling(TimedProtocol):
+    stalled_seconds = 0.5
 
 
 def long_answer(address):

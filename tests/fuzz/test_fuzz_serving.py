@@ -36,7 +36,7 @@ from serving_cases import ODD, Client, client, folder, listening, service, sourc
 import gramtower as gt
 from gramtower._util.files import replacing
 from gramtower.serving.refusals import Limits
-from gramtower.serving.server import PatientProtocol
+from gramtower.serving.server import TimedProtocol
 
 LEAST = int(os.environ.get("FUZZ_REQUESTS", "10000")) if MINUTES else 400
 POSTS = ("/recommend", "/similar", "/score", "/embed", "/explain", "/search", "/entity")
@@ -232,8 +232,8 @@ def test_hostile_bytes_on_connections_are_answered_or_end():
     """Connections that are broken, cut off, in pieces, reset or that smuggle; the server answers the next one."""
     fuzz = Fuzz("connections", 60)
 
-    class Hurried(PatientProtocol):
-        seconds = 0.4
+    class Hurried(TimedProtocol):
+        head_seconds = 0.4
 
     with listening(source(), http=Hurried, limits=Limits(body=20_000, body_seconds=0.4)) as address:
         port = int(address.split(":")[2].strip("/"))

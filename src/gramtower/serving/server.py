@@ -1,16 +1,14 @@
-"""Connections that are too slow, or whose requests have too long a head, are closed, which uvicorn leaves open.
+"""The server process: its socket, uvicorn, signals, timeouts of connections, and the files it watches.
 
-A timer runs while a connection is open and no request is under way on it but bytes of one, or nothing yet, have come;
-its end closes the connection. So does a client that takes nothing of its answer for some time: each connection counts
-towards the limit of all, and a few hundred of such clients would keep out everyone else. A head of a request may have
-64 KiB: httptools has no limit of its own, and copies all of a header with every piece of it that comes. Bodies have
-their own time (http.read_body), and idle connections uvicorn's keep-alive.
+SIGHUP reloads all models; SIGTERM and SIGINT end the server after the requests in progress are answered. The port is
+bound before models are loaded, so that a port in use is reported at once, and opened when the models are ready.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import errno
 import gc
 import ipaddress
@@ -25,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import uvicorn
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from gramtower._util import checks as check
@@ -38,118 +37,25 @@ from gramtower.serving.served_models import Labels, Loaded, Metrics, Models
 from gramtower.serving.snapshot import Source
 from gramtower.serving.workers import run_workers
 
-SECONDS, STALLED = 10.0, 30.0
-LONGEST = 64 * 1024  # bytes of a head
-
-_Base: Any = AutoHTTPProtocol
-
-
-class PatientProtocol(_Base):  # type: ignore[misc]
-    """HTTP of uvicorn, with an end to its patience."""
-
-    seconds, stalled, longest = SECONDS, STALLED, LONGEST
-    _waiting: asyncio.TimerHandle | None = None  # for a head
-    _writing: asyncio.TimerHandle | None = None  # until it is asked how much of an answer was taken
-    _unsent = _head = _heads = 0
-    _in_head = False
-
-    def connection_made(self, transport: Any) -> None:
-        """A client is there."""
-        super().connection_made(transport)
-        self._wait()
-
-    def data_received(self, data: bytes) -> None:
-        """Some bytes have come."""
-        heads = self._heads
-        super().data_received(data)
-        if self._in_head and heads == self._heads:  # all of these bytes are of a head that began before
-            self._head += len(data)
-            if self._head > self.longest and not self.transport.is_closing():
-                self.send_400_response("The head of the request is too long.")
-        if self._under_way():
-            self._end()
-        else:
-            self._wait()
-
-    def on_message_begin(self) -> None:
-        """A request begins; httptools calls this, h11 has a limit of its own."""
-        self._head, self._heads, self._in_head = 0, self._heads + 1, True
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        """Its head is there."""
-        self._in_head = False
-        super().on_headers_complete()
-
-    def pause_writing(self) -> None:
-        """The client takes an answer more slowly than it is made."""
-        super().pause_writing()
-        self._unsent = self.transport.get_write_buffer_size()
-        self._look_later()
-
-    def resume_writing(self) -> None:
-        """It has taken nearly all of it."""
-        self._end_look()
-        super().resume_writing()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """The client has gone."""
-        self._end()
-        self._end_look()
-        super().connection_lost(exc)
-
-    def _under_way(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
-
-    def _wait(self) -> None:
-        if self._waiting is None:
-            self._waiting = asyncio.get_running_loop().call_later(self.seconds, self._give_up)
-
-    def _end(self) -> None:
-        if self._waiting is not None:
-            self._waiting.cancel()
-            self._waiting = None
-
-    def _give_up(self) -> None:
-        self._waiting = None
-        if not self._under_way():
-            self.transport.close()
-
-    def _look_later(self) -> None:
-        self._end_look()
-        self._writing = asyncio.get_running_loop().call_later(self.stalled, self._look)
-
-    def _end_look(self) -> None:
-        if self._writing is not None:
-            self._writing.cancel()
-            self._writing = None
-
-    def _look(self) -> None:
-        before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
-        if self._unsent < before:
-            self._look_later()
-        else:
-            self.transport.abort()  # closing would wait for the rest to be taken
-
-
-_WARM = 64  # rows of lists that nobody asked for
-_KEEP_ALIVE, _BACKLOG, _GRACE = 30, 512, 30  # seconds between requests of a connection; connections; seconds to end in
+_WARM = 64  # rows of the lists that are computed to load compiled code
+_KEEP_ALIVE, _BACKLOG, _GRACE = 30, 512, 30  # seconds between requests; connections that wait; seconds to shut down
+_TOO_LONG = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 @dataclass
 class Options:
-    """How to serve.
+    """Settings of the server.
 
     Attributes:
-        host: address to listen at.
-        port: 0 for a free one.
-        token: that requests must bear.
-        hosts: further names that requests may be for, where the server is for this machine alone.
-        origins: whose pages may read answers.
-        watch: seconds between looks at the files; None to wait for SIGHUP.
-        wait: most seconds that a request waits for others.
-        limits: of requests.
-        workers: processes that answer.
+        host: address to listen on.
+        port: 0 for a free port.
+        token: bearer token that requests must have; None for no token.
+        hosts: further host names to answer to on a loopback address.
+        origins: origins whose pages may read answers (CORS).
+        watch: seconds between checks of the files; None to reload on SIGHUP only.
+        wait: longest time in seconds that a request waits to be batched with others.
+        limits: bounds on requests.
+        workers: number of processes.
         access_log: whether to log each request.
         log_format: "text" or "json".
     """
@@ -173,20 +79,13 @@ def serve(
     say: Callable[[str], None],
     announce: Callable[[str], None] = lambda address: None,
 ) -> None:
-    """Serve models until a signal ends it.
-
-    Args:
-        sources: the models.
-        options: how to serve.
-        say: takes lines for the operator.
-        announce: told the address when models are loaded.
-    """
-    with bound(options.host, options.port) as listening, _deaf():
+    """Serve models until a signal ends the process; ``announce`` is called with the address once it answers."""
+    with bound(options.host, options.port) as listening, _ignoring_hangup():
         port = listening.getsockname()[1]
         shown = f"[{options.host}]" if ":" in options.host else options.host
         address = f"http://{shown}:{port}/"
         if not is_loopback(options.host) and options.token is None:
-            say(f"warning: everyone who reaches {options.host} can ask; a token in GRAMTOWER_TOKEN stops that")
+            say(f"warning: everyone who reaches {options.host} can send requests; set a token in GRAMTOWER_TOKEN")
 
         def ready() -> None:
             say(f"serving at {address} (interface: /docs)")
@@ -207,15 +106,15 @@ def serve_at(
     labels: Labels = (),
     loaded: Loaded = lambda name, stamp: None,
 ) -> None:
-    """Serve models at a socket, in this process.
+    """Serve models on a socket, in this process.
 
     Args:
-        listening: the socket.
-        sources: the models.
-        options: how to serve.
-        say: takes lines for the operator.
-        ready: called when it takes connections.
-        labels: tell the metrics of this process from those of others.
+        listening: bound socket.
+        sources: models to load.
+        options: settings.
+        say: writes a line for the operator.
+        ready: called when the server accepts connections.
+        labels: labels of all metrics of this process.
         loaded: called with the name and the stamp of each model that was loaded.
     """
     settle()
@@ -232,7 +131,7 @@ def serve_at(
     config = uvicorn.Config(
         app, log_config=None, log_level="warning", access_log=False, server_header=False, proxy_headers=False,
         lifespan="on", timeout_keep_alive=_KEEP_ALIVE, backlog=_BACKLOG, limit_concurrency=options.limits.connections,
-        timeout_graceful_shutdown=_GRACE, h11_max_incomplete_event_size=64 * 1024, ws="none", http=PatientProtocol,
+        timeout_graceful_shutdown=_GRACE, ws="none", http=TimedProtocol,
     )  # fmt: skip
     try:
         asyncio.run(_main(_Server(config, ready), listening, models, options.watch))
@@ -241,10 +140,10 @@ def serve_at(
 
 
 def settle() -> None:
-    """Load compiled code, and leave all that is in memory so far out of garbage collections.
+    """Load compiled code and exclude all objects made so far from garbage collection.
 
-    These are the objects of some hundred modules, which stay for ever; a full collection that goes through them takes a
-    tenth of a second, in which nobody is answered. Models come later, and are collected when they are replaced.
+    These objects of some hundred modules are never freed, and a full collection that visits them would block requests
+    for about 0.1 s. Models are loaded later, and are collected when they are replaced.
     """
     rows = torch.zeros(_WARM, 1)
     best_lists([Query(rows, [np.empty(0, np.int64)] * _WARM, 1)], torch.zeros(WORTH_CALLING // _WARM, 1))
@@ -252,9 +151,105 @@ def settle() -> None:
     gc.freeze()
 
 
+class TimedProtocol(asyncio.Protocol):
+    """Wrap uvicorn's HTTP protocol with timeouts and a limit on the size of a request's head.
+
+    uvicorn keeps a connection open when the head of a request never ends, or when the client reads nothing of its
+    answer. Each connection counts towards the limit of connections, so a few hundred such clients would keep out all
+    others. Bodies have a timeout of their own (``read_body``), and idle connections have uvicorn's keep-alive timeout.
+
+    Attributes:
+        head_seconds: time in which the head of a request must have arrived.
+        stalled_seconds: time in which a client must read some of its answer.
+        head_bytes: largest size of a head.
+    """
+
+    head_seconds, stalled_seconds, head_bytes = 10.0, 30.0, 64 * 1024
+
+    def __init__(self, config: uvicorn.Config, **given: Any) -> None:
+        own = copy.copy(config)
+        self._app, own.loaded_app = config.loaded_app, self._answer
+        self._inner: asyncio.Protocol = AutoHTTPProtocol(config=own, **given)  # type: ignore[call-arg]
+        self._requests = self._received = 0  # requests in progress; bytes since the last request began
+        self._timers = dict[str, asyncio.TimerHandle]()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application on a request, whose head is complete."""
+        self._requests, self._received = self._requests + 1, 0
+        self._stop("head")
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._requests -= 1
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Start the timeout of the first head."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._inner.connection_made(transport)
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Pass bytes on; those that no request in progress has are part of a head."""
+        if not self._requests:
+            if self._received > self.head_bytes:
+                self._transport.write(_TOO_LONG)
+                self._transport.close()
+                return
+            self._received += len(data)
+            self._expect_head()
+        self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        """Pass on that the client sends no more."""
+        return self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        """Start to watch a client that reads more slowly than the answer is computed."""
+        self._inner.pause_writing()
+        self._watch_writing()
+
+    def resume_writing(self) -> None:
+        """Stop to watch it."""
+        self._stop("write")
+        self._inner.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timers."""
+        self._stop("head")
+        self._stop("write")
+        self._inner.connection_lost(exc)
+
+    def _expect_head(self) -> None:
+        if "head" not in self._timers:
+            self._start("head", self.head_seconds, self._end_head)
+
+    def _end_head(self) -> None:
+        self._stop("head")
+        if not self._requests:
+            self._transport.close()
+
+    def _watch_writing(self) -> None:
+        self._start("write", self.stalled_seconds, self._end_stalled, self._transport.get_write_buffer_size())
+
+    def _end_stalled(self, before: int) -> None:
+        if self._transport.get_write_buffer_size() < before:
+            self._watch_writing()
+        else:
+            self._transport.abort()  # close() would wait until the rest is read
+
+    def _start(self, name: str, seconds: float, call: Callable[..., None], *given: int) -> None:
+        self._stop(name)
+        self._timers[name] = asyncio.get_running_loop().call_later(seconds, call, *given)
+
+    def _stop(self, name: str) -> None:
+        if name in self._timers:
+            self._timers.pop(name).cancel()
+
+
 @contextlib.contextmanager
 def bound(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that holds an address and does not listen yet."""
+    """Bind a socket to an address without listening yet."""
     check.count("port", port, minimum=0, most=65535)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -267,14 +262,14 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
             made.bind(address)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                check.fail("port", f"{port}, which is in use", "a free one; --port 0 finds one")
-            check.fail("host, port", f"{host}, {port} ({error.strerror})", "an address that this process may listen at")
+                check.fail("port", f"{port}, which is in use", "a free port; --port 0 finds one")
+            check.fail("host, port", f"{host}, {port} ({error.strerror})", "an address that this process may listen on")
         yield made
 
 
 @contextlib.contextmanager
-def _deaf() -> Iterator[None]:
-    """SIGHUP does not end the process while it loads; what it would ask for is being done."""
+def _ignoring_hangup() -> Iterator[None]:
+    """Ignore SIGHUP, which would end the process, while models are being loaded anyway."""
     if not hasattr(signal, "SIGHUP") or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -286,7 +281,7 @@ def _deaf() -> Iterator[None]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine alone."""
+    """Whether an address can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -294,14 +289,14 @@ def is_loopback(host: str) -> bool:
 
 
 class _Server(uvicorn.Server):
-    """One that says when it takes connections."""
+    """A server that reports when it accepts connections."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._ready = ready
 
     async def main_loop(self) -> None:
-        self._ready()  # not in startup: of an end that is asked for there uvicorn 0.30 leaves connections open
+        self._ready()  # not in startup: uvicorn 0.30 leaves connections open if it is ended there
         await super().main_loop()
 
 
@@ -316,7 +311,7 @@ async def _main(server: uvicorn.Server, listening: socket.socket, models: Models
 
     if hasattr(signal, "SIGHUP"):
         loop.add_signal_handler(signal.SIGHUP, again)
-        await asyncio.to_thread(models.reload, True)  # what was replaced while it was read, before signals were heard
+        await asyncio.to_thread(models.reload, True)  # files replaced while models were being loaded
     watching = None if watch is None else asyncio.create_task(_watch(models, watch))
     try:
         await server.serve([listening])
