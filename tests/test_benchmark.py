@@ -131,9 +131,9 @@ def test_without_implicit_its_models_are_left_out_and_said(monkeypatch):
     assert found.summary["models"]["als"]["status"] == "left out"
     assert "als left out: not here" in repr(found)
     assert "no other model ran" in found.verdict
-    with pytest.raises(ValueError, match=r"models: got none that can run \(als: not here\)"):
+    with pytest.raises(ValueError, match=r"models.*als"):
         gt.benchmark(sample(), baselines=["als"])
-    with pytest.raises(ValueError, match="reference: got 'als', expected one of popularity"):
+    with pytest.raises(ValueError, match=r"reference.*'als'"):
         gt.benchmark(sample(), baselines=["popularity", "als"], reference="als")
 
 
@@ -325,7 +325,7 @@ def test_models_and_seeds_are_added_and_another_benchmark_is_refused(tmp_path):
         lambda: gt.benchmark(pairs, seeds=1, **given | {"metrics": "recall@6"}),
         lambda: gt.benchmark(pairs, seeds=1, models={"a": First(7)}, **given),
     ):
-        with pytest.raises(ValueError, match=r"out: got .* differs in (data|metrics|a), expected a folder of its own"):
+        with pytest.raises(ValueError, match=r"out:.*(data|metrics|a)"):
             change()
     later = gt.benchmark(pairs, seeds=[7], **given)  # seeds may be any
     assert later.summary["seeds"] == [0, 1, 7]
@@ -340,12 +340,12 @@ def test_a_damaged_run_is_refused(tmp_path):
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(bytes(content))
-    with pytest.raises(ValueError, match="does not match its checksum"):
+    with pytest.raises(ValueError, match="checksum"):
         build(tmp_path)
     (tmp_path / "benchmark.json").write_text('{"kind": "gramtower benchmark", "version": 1}')
-    with pytest.raises(ValueError, match=r"benchmark\.json is damaged or of something else"):
+    with pytest.raises(ValueError, match=r"benchmark\.json.*damaged"):
         build(tmp_path)
-    with pytest.raises(ValueError, match=r"expected a folder with benchmark\.json"):
+    with pytest.raises(ValueError, match=r"benchmark\.json"):
         build(tmp_path / "nothing")
 
 
@@ -460,7 +460,7 @@ def test_bad_input_is_refused_before_anything_is_fitted(options, message, tmp_pa
 
 def test_a_test_without_anything_new_is_refused():
     pairs = sample()
-    with pytest.raises(ValueError, match=r"test: got \d+ pairs, none of them both positive and new"):
+    with pytest.raises(ValueError, match=r"test:.*\d+"):
         gt.benchmark(pairs, pairs, baselines=["popularity"])
 
 

@@ -173,7 +173,7 @@ def test_a_budget_below_the_vectors_still_runs_in_the_smallest_blocks():
 def test_streaming_that_cannot_be_is_refused():
     case = make_case()
     case.problem.streamed = Streamed(4, pinned=True)
-    with pytest.raises(ValueError, match=r"^streamed: got .*, expected pinned=False without a GPU"):
+    with pytest.raises(ValueError, match=r"^streamed.*pinned=False"):
         case.problem.at(case.towers)
 
 

@@ -185,7 +185,7 @@ def test_weights_and_biases_has_a_run_with_settings_and_numbers(monkeypatch):
 def test_a_missing_package_is_named_with_how_to_get_it(callback, module, package, line, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     message = f"this callback needs {package}, which is not installed: {line}"
-    with pytest.raises(ImportError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(ImportError, match=rf"^{re.escape(message)}$"):
         small().fit(pairs(), callbacks=[callback])
 
 

@@ -49,7 +49,7 @@ def test_evaluate_ranks_all_or_trained_candidates(both):
     assert every.evaluate(mixed).left_out["unknown_right"] == 0
     with pytest.warns(LeftOutWarning):
         assert every.evaluate(mixed, candidates="trained").left_out["unknown_right"] == unknown > 0
-    with pytest.raises(ValueError, match="candidates: got 'some', expected"):
+    with pytest.raises(ValueError, match=r"candidates.*'some'"):
         every.evaluate(test, candidates="some")
 
 
@@ -70,9 +70,9 @@ def test_evaluate_ranks_the_allowed_ids_only(both, described):
         recall += [len(relevant & set(names)) / len(relevant)] if relevant else []
     assert found["recall@3"] == pytest.approx(np.mean(recall))
     assert found.left_out == {"not_allowed": len(test) - hits, "unknown_left": 0, "unknown_right": 0, "seen": 0}
-    with pytest.warns(LeftOutWarning, match="allow: 1 of 10 ids"):
+    with pytest.warns(LeftOutWarning, match=r"allow.*1.*10"):
         assert every.evaluate(test, ("recall@3", "map@3"), allow=[*allowed, "none"], **options) == found
-    with pytest.raises(ValueError, match=r"^allow: got 0 known ids"), pytest.warns(LeftOutWarning):
+    with pytest.raises(ValueError, match=r"^allow.*0"), pytest.warns(LeftOutWarning):
         every.evaluate(test, allow=["none"], **options)
 
 
@@ -95,7 +95,7 @@ def test_an_update_learns_nothing_from_them_either_and_keeps_them():
 def test_candidates_without_a_table_are_refused_before_training(right, message):
     with pytest.raises(ValueError, match=message):
         small().fit(pairs(), None, right, candidates="all")
-    with pytest.raises(ValueError, match="candidates: got 'every', expected"):
+    with pytest.raises(ValueError, match=r"candidates.*'every'"):
         small().fit(pairs(), candidates="every")
 
 

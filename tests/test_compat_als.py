@@ -167,11 +167,11 @@ def test_new_users_and_items_take_part_at_once():
     assert set(model.recommend(1, board[1], N=2)[0]) == {1, 25}
     model.partial_fit_items([1], sp.csr_matrix((1, 31)))  # liked by nobody now
     assert not model.item_factors[1].any()
-    with pytest.raises(ValueError, match="1 row for every user"):
+    with pytest.raises(ValueError, match="1 row"):
         model.partial_fit_users([0, 1], board[0])
     with pytest.raises(IndexError, match="got -1"):
         model.partial_fit_items([-1], board[1])
-    with pytest.raises(ValueError, match="numbers whose factors fit"):
+    with pytest.raises(ValueError, match="factors"):
         model.partial_fit_users([2**50], board[1])
 
 
@@ -243,7 +243,7 @@ def test_no_iterations_leave_what_was_drawn_and_a_second_fit_goes_on():
         losses.append(calculate_loss(R, model.user_factors, model.item_factors, 0.1))
     assert losses == sorted(losses, reverse=True)
     assert losses[3] < 0.98 * losses[1] < 0.8 * losses[0]
-    with pytest.raises(ValueError, match="for other data make a new model"):
+    with pytest.raises(ValueError, match="new model"):
         model.fit(R[:9], show_progress=False)
 
 
@@ -330,22 +330,22 @@ def test_files_of_something_else_are_refused(tmp_path):
             AlternatingLeastSquares.load(path)
     np.save(tmp_path / "array.npy", rows)
     (tmp_path / "array.npy").rename(path)
-    with pytest.raises(ValueError, match=r"an \.npz file of a model"):
+    with pytest.raises(ValueError, match=r"\.npz"):
         AlternatingLeastSquares.load(path)
     for nothing in (3, None, b"x"):
-        with pytest.raises(ValueError, match="file: got"):
+        with pytest.raises(ValueError, match=r"^file"):
             AlternatingLeastSquares.load(nothing)
     path.write_bytes(b"")
-    with pytest.raises(ValueError, match=r"an \.npz file of a model"):
+    with pytest.raises(ValueError, match=r"\.npz"):
         AlternatingLeastSquares.load(path)
 
 
 def test_other_formats_and_options_without_meaning_warn():
     R = grouped()
-    with pytest.warns(Warning, match="user_items is converted from coo_matrix to CSR") as caught:
+    with pytest.warns(Warning, match=r"user_items.*coo_matrix.*CSR") as caught:
         fitted(R.tocoo(), iterations=1)
     assert any(w.category.__name__ == ParameterWarning.__name__ for w in caught)
-    with pytest.warns(UserWarning, match="ignored: use_native=False, use_cg=False, num_threads=4"):
+    with pytest.warns(UserWarning, match=r"ignored.*use_native=False.*use_cg=False.*num_threads=4"):
         AlternatingLeastSquares(use_native=False, use_cg=False, num_threads=4)
     with pytest.warns(Warning, match="float32 here"):
         assert AlternatingLeastSquares(dtype=np.float16).dtype == np.float32
@@ -365,15 +365,15 @@ def test_matrices_are_checked():
     for bad in (np.eye(3), sp.csr_matrix((0, 3)), ratings() * np.nan):
         with pytest.raises(ValueError, match="user_items"):
             fitted(bad)
-    with pytest.raises(ValueError, match="objective is finite"):
+    with pytest.raises(ValueError, match="finite"):
         fitted(ratings() * 1e300, dtype=np.float64)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused(model):
-    with pytest.raises(ValueError, match="use_gpu: got True"):
+    with pytest.raises(ValueError, match=r"use_gpu.*True"):
         model.to_gpu()
-    with pytest.raises(ValueError, match="use_gpu: got True"):
+    with pytest.raises(ValueError, match=r"use_gpu.*True"):
         fitted(ratings(), use_gpu=True)
 
 

@@ -114,9 +114,9 @@ def test_exceptions_are_those_of_implicit(fitted):
     user_items = checkerboard()
     with pytest.raises(ValueError, match="CSR"):
         fitted.recommend(0, user_items[0].tocoo())
-    with pytest.raises(ValueError, match="1 row for every user"):
+    with pytest.raises(ValueError, match="1 row"):
         fitted.recommend([0, 1], user_items[0])
-    with pytest.raises(ValueError, match="both items and filter_items"):
+    with pytest.raises(ValueError, match=r"items.*filter_items"):
         fitted.recommend(0, user_items[0], items=[1], filter_items=[2])
     with pytest.raises(IndexError):
         fitted.recommend(99, user_items[0])
@@ -155,7 +155,7 @@ def test_a_dislike_is_not_a_like():
     liked = abs(disliked)
     bad, good = (fit(matrix, 8).user_factors[3] @ fit(matrix, 8).item_factors[5] for matrix in (disliked, liked))
     assert bad < 0 < good
-    with pytest.raises(ValueError, match="1 negative entries, expected likes alone"):
+    with pytest.raises(ValueError, match="1 negative"):
         TwoTower(8, history=True).fit(disliked, show_progress=False)
 
 
@@ -191,7 +191,7 @@ def test_what_is_no_number_is_refused(bad):
 
 
 def test_arguments_without_a_meaning_here_warn():
-    with pytest.warns(UserWarning, match="ignored: dtype=.*float64.*, use_cg=False, num_threads=4"):
+    with pytest.warns(UserWarning, match=r"ignored.*dtype=.*float64.*use_cg=False.*num_threads=4"):
         TwoTower(dtype=np.float64, use_cg=False, num_threads=4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -238,7 +238,7 @@ def test_signatures_match_implicit():
 
 def test_lists_of_two_towers_copy_no_factors():
     model = TwoTower(factors=4, iterations=1)
-    with pytest.raises(ValueError, match="model: not fitted yet; call fit first"):
+    with pytest.raises(ValueError, match=r"model.*fit first|not fitted"):
         model.recommend(0, None, filter_already_liked_items=False)
     model.fit(checkerboard(), show_progress=False)
     for side in ("left", "right"):

@@ -81,7 +81,7 @@ def test_the_result_reads_well_and_goes_into_json():
     plain = json.loads(json.dumps(found.to_dict()))
     assert plain["map@5"]["folds"] == found.values("map@5").tolist()
     assert plain["coverage@5"]["user_interval"] is None
-    with pytest.raises(ValueError, match="metric: got 'mrr'"):
+    with pytest.raises(ValueError, match=r"metric.*'mrr'"):
         found.values("mrr")
 
 
@@ -114,7 +114,7 @@ def test_rows_of_features_follow_the_ids_of_splits_of_entities(kind):
     given = given.toarray() if sp.issparse(given) else np.asarray(given)
     assert word == "id"
     assert pairs.left_ids[given[:, 0].astype(int)].tolist() == split.train.left_ids.tolist()
-    with pytest.raises(ValueError, match=r"left_features: got 5 rows, expected 60, one for each entity of pairs"):
+    with pytest.raises(ValueError, match=r"left_features.*5"):
         gt.cross_validate(Popular(), pairs, [split], left_features=kind(places[:5]))
 
 
@@ -256,5 +256,5 @@ def test_ctrl_c_ends_the_validation_and_not_the_fit_of_one_fold(monkeypatch):
 
 def test_splits_of_other_pairs_are_refused_where_rows_of_features_are_asked_for():
     pairs, others = sample(), gt.Interactions.from_arrays([f"x{i}" for i in range(20)], range(20))
-    with pytest.raises(ValueError, match="folds: got a split with 'x"):
+    with pytest.raises(ValueError, match=r"folds.*'x"):
         gt.cross_validate(small(), pairs, folds=folds(others, 2), left_features=np.ones((pairs.shape[0], 2)))

@@ -40,7 +40,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
     others = list(shards_file.others(tmp_path / "incomplete" / "gd-diag.safetensors"))
     assert len(others) == 2
     others[0].unlink()
-    with pytest.raises(ValueError, match=r"damaged or not a checkpoint.*delete it to start anew"):
+    with pytest.raises(ValueError, match=r"damaged.*checkpoint"):
         shared_fits.half(None, 4, tmp_path / "incomplete")
 
 

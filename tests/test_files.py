@@ -106,7 +106,7 @@ def test_a_folder_that_cannot_be_written_leaves_the_old_files_whole(kind, tmp_pa
         raise OSError(30, "Read-only file system", "a name of ours")
 
     monkeypatch.setattr(tempfile, "mkdtemp", read_only)
-    with pytest.raises(OSError, match=rf"Read-only file system: '{tmp_path}/[\w.]+'"):
+    with pytest.raises(OSError, match=rf"Read-only file system.*'{tmp_path}/[\w.]+'"):
         save()
     after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert after.keys() == before.keys()
@@ -215,7 +215,7 @@ def test_a_saved_model_can_be_read_by_whoever_can_read_other_files(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
 def test_a_pipe_or_device_is_never_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="no ordinary file"):
+    with pytest.raises(ValueError, match="ordinary file"):
         write_text(tmp_path / "pipe", "x")
     assert (tmp_path / "pipe").is_fifo()
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]

@@ -96,7 +96,7 @@ def test_lists_become_a_table_without_empty_places(package, monkeypatch):
 
 
 def test_lists_that_do_not_fit_are_refused(monkeypatch):
-    with pytest.raises(ValueError, match=r"asked, ids, scores: got 1 ids asked for, answers of shape \(2, 1\)"):
+    with pytest.raises(ValueError, match=r"asked, ids, scores.*1.*\(2, 1\)"):
         lists_frame([1], np.zeros((2, 1)), np.zeros((2, 1)))
     for package in ("polars", "pandas"):
         monkeypatch.setitem(sys.modules, package, None)
@@ -160,7 +160,7 @@ def test_tables_that_cannot_be_put_beside_lists_are_refused(table, message):
     model = small().fit(frame("polars"), **NAMES)
     with pytest.raises(ValueError, match=message):
         model.recommend([1001], as_frame=True, table=table)
-    with pytest.raises(ValueError, match="as_frame=True as well"):
+    with pytest.raises(ValueError, match="as_frame"):
         model.recommend([1001], table=titled())
 
 
@@ -176,9 +176,9 @@ def test_test_pairs_and_exclusions_may_be_frames(kind, tmp_path):
     pl.DataFrame(COLUMNS).write_csv(tmp_path / "test.csv")
     assert model.evaluate(tmp_path / "test.csv") == expected
 
-    with pytest.raises(ValueError, match="test: got a table of 1 columns"):
+    with pytest.raises(ValueError, match=r"test:.*1"):
         model.evaluate({"user": [1]})
-    with pytest.raises(ValueError, match="test: got Interactions with left='user'"):
+    with pytest.raises(ValueError, match=r"test:.*'user'"):
         model.evaluate(liked, left="user", right="item")
 
 

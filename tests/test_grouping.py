@@ -86,9 +86,7 @@ def test_marks_are_renumbered_on_the_way():
 def test_repeated_pairs_are_refused_with_the_first_of_them():
     left, right = np.array([2, 0, 2, 1], np.int32), np.array([1, 0, 1, 1], np.int32)
     for numbers in ({}, {"value": np.ones(4)}):
-        with pytest.raises(
-            ValueError, match=r"duplicates: got 1 rows that repeat a pair, first \(2, 1\), expected none"
-        ):
+        with pytest.raises(ValueError, match=r"duplicates.*1.*\(2, 1\)"):
             group([Piece(left, right, numbers)], (3, 2), "error")
 
 

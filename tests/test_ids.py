@@ -94,33 +94,33 @@ def test_missing_ids_leave_numbers_numbers():
     "cell", [True, 1.5, 2**63, 2.0**60, b"a", [1], (1,), np.datetime64("2020-01-01"), object(), "\ud800", float("inf")]
 )
 def test_what_is_no_id_is_refused_by_name(cell):
-    with pytest.raises(ValueError, match="left: got"):
+    with pytest.raises(ValueError, match="left:"):
         Interactions.from_arrays([cell], [1])
-    with pytest.raises(ValueError, match="left: got"):
+    with pytest.raises(ValueError, match="left:"):
         Interactions.from_frame({"u": [cell], "i": [1]}, "u", "i")
 
 
 def test_columns_that_hold_no_ids_are_refused_by_name():
     for column in (pl.Series([True]), pl.Series([[1]]), pl.Series([1.5]), pl.Series([2**63], dtype=pl.UInt64)):
-        with pytest.raises(ValueError, match=r"left: got .*column 'u' of"):
+        with pytest.raises(ValueError, match=r"left:.*'u'"):
             Interactions.from_frame(pl.DataFrame({"u": column, "i": [1]}), "u", "i")
 
 
 def test_arrays_that_hold_no_ids_are_refused_by_name():
     for array in (np.array([True]), np.array(["2020"], "datetime64[ns]"), np.array([b"a"]), np.ones(1, complex)):
-        with pytest.raises(ValueError, match="left: got an array of"):
+        with pytest.raises(ValueError, match=r"left.*array"):
             Interactions.from_arrays(array, [1])
 
 
 def test_asking_for_a_number_among_text_says_why_not():
     index = index_of(as_objects(["7", "b"]))
-    with pytest.raises(ValueError, match=r"unknown ids 7 \(ids are text here, and '7' is one of them\)"):
+    with pytest.raises(ValueError, match=r"unknown.* 7.*text.*'7'"):
         rows_of("ids", [7], index)
-    with pytest.raises(ValueError, match=r"unknown ids '8' \(ids are whole numbers here, and 8 is one of them\)"):
+    with pytest.raises(ValueError, match=r"unknown.*'8'.*whole numbers.* 8"):
         rows_of("ids", ["8"], index_of(np.array([7, 8])))
-    with pytest.raises(ValueError, match=r"unknown ids '07' \(ids are whole numbers here\)"):
+    with pytest.raises(ValueError, match=r"unknown.*'07'.*whole numbers"):
         rows_of("ids", ["07"], index_of(np.array([7, 8])))
-    with pytest.raises(ValueError, match="ids: got True"):
+    with pytest.raises(ValueError, match=r"ids.*True"):
         rows_of("ids", [True], index_of(np.array([0, 1])))
 
 
@@ -146,7 +146,7 @@ def test_a_model_of_integers_answers_with_integers(tmp_path):
         assert ids[np.isfinite(scores)].tolist() == [10, 10]
         assert (ids[~np.isfinite(scores)] == -1).all()
         assert set(one.similar(10, k=3)[0][0].tolist()) == {11, 12, 13}
-        with pytest.raises(ValueError, match="ids are whole numbers here, and 1 is one of them"):
+        with pytest.raises(ValueError, match=r"whole numbers.*1"):
             one.recommend(["1"])
     test = Interactions.from_arrays(["0", "1"], ["12", "13"])  # as a CSV file would give them
     assert model.evaluate(test, ["recall@2"]) == model.evaluate(
@@ -163,9 +163,9 @@ def test_pairs_of_unknown_ids_are_warned_of_and_all_of_them_refused():
     pairs = Interactions.from_arrays([1, 2, 3], [1, 2, 3])
     model = gt.TwoTower(dim=2, hidden=(), max_iterations=1, device="cpu")
     some = Interactions.from_arrays([1, 2, 9], [2, 7, 2])
-    with pytest.warns(LeftOutWarning, match=r"^more than half: 2 of 3 pairs of validation are left out .* such as 7\)"):
+    with pytest.warns(LeftOutWarning, match=r"2 of 3 pairs.*validation.*7"):
         model.fit(pairs, validation=some)
-    with pytest.raises(ValueError, match=r"test: got 1 pairs, none of them with two known ids \('01' is not known\)"):
+    with pytest.raises(ValueError, match=r"test.*'01'"):
         model.evaluate(Interactions.from_arrays(["01"], ["1"]))
 
 

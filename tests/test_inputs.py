@@ -233,11 +233,11 @@ def test_held_out_users_are_evaluated_by_their_histories_and_features():
         liked = set(split.test.right_ids[split.test.matrix[row].indices])
         recalls.append(len(liked & set(answer)) / len(liked))
     assert found["recall@20"] == pytest.approx(np.mean(recalls))
-    with pytest.raises(ValueError, match="none of them with two known ids"):  # nothing is known of them otherwise
+    with pytest.raises(ValueError, match="known"):  # nothing is known of them otherwise
         model.evaluate(split.test, ("recall@20",))
     seen = model.evaluate(split.test, ("hit@1",), histories=split.history, exclude_seen=False)
     assert seen["hit@1"] <= found["hit@1"]
-    with pytest.raises(ValueError, match="by: got 'activity'"):
+    with pytest.raises(ValueError, match=r"by:.*'activity'"):
         model.evaluate(split.test, histories=split.history, by="activity")
 
 
@@ -256,7 +256,7 @@ def test_ids_beside_features_may_have_a_smaller_entry_and_so_a_larger_penalty(tm
     assert np.array_equal(
         loaded.embed(right_features=frame([3], "item")), model.embed(right_features=frame([3], "item"))
     )
-    with pytest.raises(ValueError, match=r"right_features: got 'id \+ table', expected 'id\*0.25 \+ table'"):
+    with pytest.raises(ValueError, match=r"right_features.*'id \+ table'.*'id\*0.25 \+ table'"):
         loaded.fit(pairs(), right_features=["id", table(name="item")], warm_start=True)
     ids = small(max_iterations=3).fit(pairs(), left_features=["id*0.5", "history"])
     ids.update(gt.Interactions.from_arrays(["u1"], ["i2"]))
@@ -266,7 +266,7 @@ def test_ids_beside_features_may_have_a_smaller_entry_and_so_a_larger_penalty(tm
 @pytest.mark.parametrize("given", ["id*0", "id*x", "id*-1", "id*nan", "id*inf", "id*", "history*0.5", "id*0.5"])
 def test_entries_of_ids_that_cannot_be_are_refused(given):
     wanted = [given, table(name="item")] if given != "id*0.5" else given  # which is nothing alone
-    with pytest.raises(ValueError, match=r"right_features: got "):
+    with pytest.raises(ValueError, match="right_features"):
         small().fit(pairs(), right_features=wanted)
 
 

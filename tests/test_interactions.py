@@ -116,7 +116,7 @@ def test_pandas_and_pyarrow_tables_are_taken():
     for name in ("pandas", "pyarrow"):
         library = pytest.importorskip(name, reason=f"{name} is not installed")
         frame = library.DataFrame(columns) if name == "pandas" else library.table(columns)
-        with pytest.warns(LeftOutWarning, match="^1 of 3 rows are left out"):
+        with pytest.warns(LeftOutWarning, match=r"^1 of 3 rows"):
             pairs = Interactions.from_frame(frame, "u", "i", weight="w")
         assert as_dict(pairs) == {("007", 1): 1, ("7", 3): 1}
         assert pairs.weights.tolist() == [0.5, 2.0]
@@ -146,7 +146,7 @@ def test_rows_of_one_pair_are_merged_by_the_rule(rule, times, label, weight, tim
 
 
 def test_repeated_pairs_can_be_an_error():
-    with pytest.raises(ValueError, match=r"duplicates: got 1 rows that repeat a pair"):
+    with pytest.raises(ValueError, match=r"duplicates.*1"):
         Interactions.from_arrays(**REPEATED, labels=True, duplicates="error")
 
 
@@ -239,17 +239,17 @@ def test_bad_files_and_options_are_named(tmp_path, text, options, message):
 
 
 def test_bad_arrays_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"right: got shape \(1,\), expected \(2,\)"):
+    with pytest.raises(ValueError, match=r"right.*\(1,\)"):
         Interactions.from_arrays(["a", "b"], ["x"])
-    with pytest.raises(ValueError, match="left: got b'a'"):
+    with pytest.raises(ValueError, match=r"left.*b'a'"):
         Interactions.from_arrays([b"a"], ["x"])
-    with pytest.raises(ValueError, match="weight: got an infinite number"):
+    with pytest.raises(ValueError, match=r"weight.*infinite"):
         Interactions.from_arrays(["a"], ["x"], weight=[np.inf])
     with pytest.raises(FileNotFoundError, match=r"nothing\.csv"):
         Interactions.from_csv(tmp_path / "nothing.csv", "user", "item")
     with pytest.raises(ValueError, match="cannot be read"):
         Interactions.from_parquet(written(tmp_path), "user", "item")
-    with pytest.raises(ValueError, match="frame: got int"):
+    with pytest.raises(ValueError, match=r"frame.*int"):
         Interactions.from_frame(3, "user", "item")
 
 
@@ -262,10 +262,10 @@ def test_rows_of_ids_and_unknown_ids_with_the_nearest_known():
     pairs = Interactions.from_arrays(["ann", "bob", 7], ["Heat (1995)", "Speed", "Alien"], left_name="user")
     assert pairs.left_rows(["bob", "7", "ann"]).tolist() == [1, 2, 0]
     assert pairs.right_rows("Speed").tolist() == [1]
-    with pytest.raises(ValueError, match=r"user: got unknown ids 'anne' \(nearest: 'ann'\); 'zzz', .* 3 known"):
+    with pytest.raises(ValueError, match=r"user:.*'anne'.*'ann'.*'zzz'.*3"):
         pairs.left_rows(["anne", "bob", "zzz"])
     many = Interactions.from_arrays([f"user-{k}" for k in range(5000)], ["x"] * 5000)
-    with pytest.raises(ValueError, match="nearest: 'user-4999'"):
+    with pytest.raises(ValueError, match=r"nearest.*'user-4999'"):
         many.left_rows(["user_4999"])
 
 
@@ -288,10 +288,10 @@ def test_other_pairs_of_the_same_entities():
     other = pairs.with_matrix(sp.coo_matrix(([1.0, 2.0], ([1, 1], [0, 0])), shape=(2, 2)))
     assert as_dict(other) == {("b", "x"): 3}
     assert other.times is None
-    with pytest.raises(ValueError, match=r"matrix: got shape \(3, 2\)"):
+    with pytest.raises(ValueError, match=r"matrix.*\(3, 2\)"):
         pairs.with_matrix(sp.eye(3, 2))
     assert Interactions.from_matrix(sp.eye(2, 3)).right_ids.tolist() == [0, 1, 2]
-    with pytest.raises(ValueError, match="left_ids: got 'a' twice"):
+    with pytest.raises(ValueError, match=r"left_ids.*'a'"):
         Interactions.from_matrix(sp.eye(2), ["a", "a"])
 
 
@@ -316,13 +316,13 @@ def test_ids_of_the_constructor_may_be_lists_and_must_be_distinct():
     pairs = Interactions(sp.csr_matrix(np.eye(2, dtype=np.float32)), ["a", "b"], (3, 4))
     assert pairs.left_ids.tolist() == ["a", "b"]
     assert pairs.right_ids.dtype == np.int64
-    with pytest.raises(ValueError, match="left_ids: got 'a' twice, expected distinct ids"):
+    with pytest.raises(ValueError, match=r"left_ids.*'a'"):
         Interactions(sp.csr_matrix(np.eye(2, dtype=np.float32)), ["a", "a"], [1, 2])
 
 
 def test_a_text_that_is_no_date_is_named():
     text = b"user,item,when\n1,2,2020-01-01\n3,4,yesterday\n"
-    with pytest.raises(ValueError, match="time: got 'yesterday' in column 'when', expected numbers, or dates such as"):
+    with pytest.raises(ValueError, match=r"time:.*'yesterday'.*'when'"):
         Interactions.from_csv(text, "user", "item", time="when")
 
 
@@ -330,7 +330,7 @@ def test_a_text_that_is_no_date_is_named():
 def test_a_first_line_of_ids_that_is_taken_for_names_is_told(tmp_path, lines):
     path = tmp_path / "pairs.csv"
     path.write_text(lines)
-    with pytest.warns(LeftOutWarning, match="the first line is left out: .* header=False reads it as a pair"):
+    with pytest.warns(LeftOutWarning, match=r"first line.*header=False"):
         assert len(Interactions.from_csv(path, 0, 1)) == 3
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -73,5 +73,5 @@ def test_it_is_at_least_what_differences_vary_by_over_draws_of_entities():
 def test_fewer_than_two_parts_say_nothing():
     assert standard_error([0.5], [0.4]) == math.inf
     assert standard_error([], []) == math.inf
-    with pytest.raises(ValueError, match="other: got 1 parts, expected 2"):
+    with pytest.raises(ValueError, match=r"other.*1"):
         standard_error([0.1, 0.2], [0.1])

@@ -163,11 +163,11 @@ def test_inputs_may_be_strided(backend):
 def test_strided_results_are_refused():
     pairs = make_pairs("holes")
     P, W, Q, H, x, left, right = make_operands(pairs, 3, torch.float64)
-    with pytest.raises(ValueError, match="out must be contiguous"):
+    with pytest.raises(ValueError, match="contiguous"):
         cpu.left_sum(pairs, x, Q, left.t().contiguous().t())
-    with pytest.raises(ValueError, match="out must be contiguous"):
+    with pytest.raises(ValueError, match="contiguous"):
         cpu.right_sum(pairs, x, P, right.t().contiguous().t())
-    with pytest.raises(ValueError, match="out must be contiguous"):
+    with pytest.raises(ValueError, match="contiguous"):
         cpu.curvature_left(pairs, x, P, W, Q, H, left.t().contiguous().t())
 
 
@@ -187,11 +187,9 @@ def test_a_backend_is_chosen_by_device_and_name():
 
 
 def test_an_unknown_backend_is_refused_with_the_choices():
-    with pytest.raises(
-        ValueError, match=r"kernels: got 'fast', expected one of 'auto', 'reference', 'numba', 'triton'"
-    ):
+    with pytest.raises(ValueError, match=r"kernels.*'fast'.*'auto'.*'reference'.*'numba'.*'triton'"):
         kernels.select(torch.device("cpu"), "fast")
-    with pytest.raises(ValueError, match=r"'numba' with parameters on meta, expected 'auto' or 'reference'"):
+    with pytest.raises(ValueError, match=r"'numba'.*meta.*'auto'.*'reference'"):
         kernels.select(torch.device("meta"), "numba")
 
 

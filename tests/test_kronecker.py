@@ -44,7 +44,7 @@ def test_one_side_alone_is_its_part_of_the_whole_and_zero_elsewhere(tower):
 
 def test_one_side_alone_is_refused_where_towers_share_parameters():
     case = make_case(m=6, n=5, kinds=("dense", "dense"), shared=True, seed=1)
-    with pytest.raises(ValueError, match="side: got 'left', expected None, as the towers share parameters"):
+    with pytest.raises(ValueError, match=r"side:.*'left'"):
         case.problem.at(case.towers).preconditioner("kronecker", 0.1, "left")
     with pytest.raises(ValueError, match="side"):
         case.problem.at(case.towers).preconditioner("kronecker", 0.1, "up")
@@ -122,7 +122,7 @@ def test_more_damping_means_a_shorter_result():
 
 def test_unknown_kind_is_refused():
     case = make_case()
-    with pytest.raises(ValueError, match="kind: got 'jacobi', expected one of 'kronecker'"):
+    with pytest.raises(ValueError, match=r"kind:.*'jacobi'.*'kronecker'"):
         case.problem.at(case.towers).preconditioner("jacobi")
 
 

@@ -259,9 +259,9 @@ def test_bad_arguments_are_refused_by_name(arguments, text):
 
 def test_lists_alone_need_what_embeddings_bring():
     lists, relevant = [[0, 1], [2, 3]], sp.csr_matrix(np.eye(2, 4))
-    with pytest.raises(ValueError, match="popularity: got None, expected the training pairs, for 'psp@2'"):
+    with pytest.raises(ValueError, match=r"popularity.*'psp@2'"):
         ranking_metrics(lists, relevant, "psp@2")
-    with pytest.raises(ValueError, match="embeddings: got None, expected embeddings of the items, for 'diversity@2'"):
+    with pytest.raises(ValueError, match=r"embeddings.*'diversity@2'"):
         ranking_metrics(lists, relevant, "diversity@2")
-    with pytest.raises(ValueError, match="embeddings: got 3 rows, expected 4"):
+    with pytest.raises(ValueError, match=r"embeddings.*3"):
         ranking_metrics(lists, relevant, "diversity@2", embeddings=np.ones((3, 2)))

@@ -253,5 +253,5 @@ def test_bad_arguments_are_refused_by_name(arguments, text):
 def test_bad_lists_are_refused(recommended, metrics, text):
     with pytest.raises(ValueError, match=text):
         ranking_metrics(recommended, sp.csr_matrix(np.eye(2, 4)), metrics)
-    with pytest.raises(ValueError, match="no pair with a value above 0"):
+    with pytest.raises(ValueError, match="above 0"):
         ranking_metrics([[0, 1], [2, 3]], sp.csr_matrix((2, 4)), "recall@2")

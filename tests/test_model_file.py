@@ -85,7 +85,7 @@ def test_a_solver_is_saved_by_its_name_and_options(tmp_path):
     assert (loaded.optimizer, loaded.optimizer_options["cg_max_steps"]) == ("newton", 7)
     again = fitted(optimizer=loaded.optimizer, optimizer_options=loaded.optimizer_options)
     assert [r.value for r in again.history_] == [r.value for r in model.history_]
-    with pytest.raises(ValueError, match=r"^optimizer: got a Own, expected a value that a file can hold"):
+    with pytest.raises(ValueError, match=r"^optimizer.*Own"):
         fitted(optimizer=Own()).save(tmp_path / "own")
     assert not (tmp_path / "own").exists()
 
@@ -208,7 +208,7 @@ BAD = {
 def test_a_file_that_does_not_hold_together_is_refused_by_file_and_field(what, saved, tmp_path):
     change, field = BAD[what]
     path = rewritten(saved, tmp_path / "m", change)
-    with pytest.raises(ValueError, match=rf"model: {path} is damaged or not a gramtower model \(.*{field}"):
+    with pytest.raises(ValueError, match=rf"model.*{path}.*damaged.*{field}"):
         gt.load(path)
 
 
@@ -218,7 +218,7 @@ def test_a_flipped_byte_anywhere_is_noticed(saved, tmp_path):
         broken = bytearray(whole)
         broken[place] ^= 0x10
         (tmp_path / "m").write_bytes(broken)
-        with pytest.raises(ValueError, match=rf"model: {tmp_path / 'm'} is damaged or not a gramtower model"):
+        with pytest.raises(ValueError, match=rf"model.*{tmp_path / 'm'}.*damaged"):
             gt.load(tmp_path / "m")
 
 
@@ -226,7 +226,7 @@ def test_a_flipped_byte_anywhere_is_noticed(saved, tmp_path):
 def test_damaged_and_foreign_files_are_refused(damage, saved, tmp_path):
     path, whole = tmp_path / "m", saved.read_bytes()
     path.write_bytes({"cut": whole[:200], "foreign": b"PK\x03\x04" + bytes(100), "empty": b""}[damage])
-    with pytest.raises(ValueError, match="damaged or not a gramtower model"):
+    with pytest.raises(ValueError, match="damaged"):
         gt.load(path)
     with pytest.raises(FileNotFoundError, match="does not exist"):
         gt.load(tmp_path / "nothing")
@@ -236,9 +236,7 @@ def test_a_file_of_a_later_version_says_so(saved, tmp_path):
     file = TensorFile(saved, *KIND)
     tensors = {name: file.read(name) for name in file.shapes}
     _tensors.write(tmp_path / "m", KIND[0], KIND[1] + 1, file.header, tensors)
-    with pytest.raises(
-        ValueError, match=rf"later version \(format {KIND[1] + 1}, this reads {KIND[1]}\); upgrade gramtower"
-    ):
+    with pytest.raises(ValueError, match=rf"later version.*{KIND[1] + 1}.*{KIND[1]}.*upgrade"):
         gt.load(tmp_path / "m")
 
 
@@ -263,7 +261,7 @@ def test_settings_of_numpy_are_saved_and_others_are_named(tmp_path):
     model.save(tmp_path / "m")
     assert (gt.load(tmp_path / "m").dim, gt.load(tmp_path / "m").hidden) == (3, (4,))
     model.metric = object()
-    with pytest.raises(ValueError, match="metric: got a object, expected a value that a file can hold"):
+    with pytest.raises(ValueError, match=r"metric.*object"):
         model.save(tmp_path / "m")
 
 
@@ -271,6 +269,6 @@ def test_a_model_that_is_not_finite_is_not_saved(tmp_path):
     model = fitted()
     right = replace(model.right_, embeddings=model.right_.embeddings * torch.inf)
     model.fitted_ = replace(model.fitted_, right=right)
-    with pytest.raises(ValueError, match="model: got right with NaN or infinity"):
+    with pytest.raises(ValueError, match=r"model.*right.*(NaN|infinity)"):
         model.save(tmp_path / "m")
     assert not (tmp_path / "m").exists()

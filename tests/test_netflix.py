@@ -143,14 +143,14 @@ def test_marks_of_utf8_and_ratings_that_are_nan(tmp_path):
 def test_ratings_without_a_movie_do_not_go_to_the_movie_of_the_file_before(tmp_path):
     (tmp_path / "mv_0000001.txt").write_text("1:\n7,4,2000-01-01\n")
     (tmp_path / "mv_0000002.txt").write_text("8,5,2000-01-01\n")
-    with pytest.raises(ValueError, match="a line '8,5,2000-01-01' before any line 'movie:'"):
+    with pytest.raises(ValueError, match=r"'8,5,2000-01-01'.*'movie:'"):
         netflix(tmp_path)
 
 
 def test_damaged_ambiguous_and_foreign_sources_are_refused(tmp_path):
     path = layout("nf_prize_dataset.tar.gz", tmp_path)
     path.write_bytes(path.read_bytes()[:-60])
-    with pytest.raises(ValueError, match="damaged or cut short"):
+    with pytest.raises(ValueError, match="damaged"):
         netflix(path)
     path.unlink()
     layout("combined", tmp_path)
@@ -158,7 +158,7 @@ def test_damaged_ambiguous_and_foreign_sources_are_refused(tmp_path):
     with pytest.raises(ValueError, match="more than once"):
         netflix(tmp_path)
     (tmp_path / "other").mkdir()
-    with pytest.raises(ValueError, match=r"expected training_set with mv_\*\.txt"):
+    with pytest.raises(ValueError, match=r"training_set.*mv_"):
         netflix(tmp_path / "other")
     with pytest.raises(FileNotFoundError):
         netflix(tmp_path / "nothing")
@@ -166,5 +166,5 @@ def test_damaged_ambiguous_and_foreign_sources_are_refused(tmp_path):
 
 def test_ratings_below_the_threshold_alone_leave_nothing(tmp_path):
     (tmp_path / "combined_data_1.txt").write_text("1:\n7,1,2000-01-01\n")
-    with pytest.raises(ValueError, match="none to keep"):
+    with pytest.raises(ValueError, match="none"):
         netflix(tmp_path)

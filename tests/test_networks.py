@@ -350,15 +350,13 @@ def test_the_step_that_fails_is_named(kind, function, message):
 
 
 def test_a_module_that_changes_its_mode_is_refused():
-    with pytest.raises(
-        ValueError, match=r"Moody changes its mode while it is called: module drop \(Dropout\) was not in"
-    ):
+    with pytest.raises(ValueError, match=r"Moody.*mode.*module drop \(Dropout\)"):
         gt.Problem(PAIRS, X).at(gt.Towers(Moody(), nn.Embedding(5, 3)))
 
 
 def test_the_failing_step_is_named_with_its_module():
     left = nn.Sequential(nn.Linear(3, 4), Then(4, lambda y: y / y.sum(0)))
-    with pytest.raises(ValueError, match=r"Sequential gives a row another result .* first at step 3, sum in module 1;"):
+    with pytest.raises(ValueError, match=r"Sequential.*step 3, sum in module 1"):
         gt.Problem(PAIRS, X).at(gt.Towers(left, nn.Embedding(5, 3)))
 
 
@@ -367,7 +365,7 @@ def test_layers_set_to_another_mode_are_traced_anew():
     problem = gt.Problem(PAIRS, X)
     before = problem.at(towers).value
     towers.left.train()
-    with pytest.raises(ValueError, match="module drop: Dropout in training mode"):
+    with pytest.raises(ValueError, match=r"module drop.*Dropout.*training"):
         problem.at(towers)
     towers.left.eval()
     assert problem.at(towers).value == before
@@ -431,12 +429,12 @@ def test_columns_of_features_are_fields_with_tables_of_their_own(sparse, kept):
 def test_sparse_features_are_indexed_by_columns_only(index):
     left = Wrapped(lambda m, h: m.out(h), nn.Identity())
     left.function = lambda m, x: m.out(m.square(x[index]))
-    with pytest.raises(ValueError, match=r"only columns can be taken: x\[:, start:stop\]"):
+    with pytest.raises(ValueError, match=r"columns.*x\[:, start:stop\]"):
         gt.Problem(PAIRS, sp.csr_matrix(X)).at(gt.Towers(left, nn.Embedding(5, 3)))
 
 
 def test_a_field_of_another_width_is_refused():
-    with pytest.raises(ValueError, match="1 columns of sparse features met a layer for 3"):
+    with pytest.raises(ValueError, match=r"1 columns.*3"):
         gt.Problem(PAIRS, sp.csr_matrix(X)).at(gt.Towers(Fields(2, 3), nn.Embedding(5, 3)))
 
 

@@ -147,18 +147,18 @@ def test_metrics_of_new_items_and_of_new_users_with_them(model):
     ],
 )
 def test_a_warning_of_unknown_entities_says_how_they_are_described(model, left, right, hint):
-    with pytest.warns(LeftOutWarning, match=f"such as '.*'; {hint}"):
+    with pytest.warns(LeftOutWarning, match=rf"'.*'.*{hint}"):
         model.evaluate(pairs(left=left, right=[*range(ITEMS), *right]), METRICS, exclude_seen=False)
 
 
 def test_a_refusal_of_unknown_entities_says_how_they_are_described(model):
     cold = pairs(left=range(40, 46))
-    with pytest.raises(ValueError, match=r"test: got .* such as 'u0'; left_features of evaluate describes new"):
+    with pytest.raises(ValueError, match=r"test:.*'u0'.*left_features"):
         model.evaluate(cold, METRICS)
-    with pytest.raises(ValueError, match=r"histories of evaluate describes new left entities$"):
+    with pytest.raises(ValueError, match=r"histories.*evaluate"):
         small(max_iterations=1).fit(pairs(), "history").evaluate(cold, METRICS)
     ids = small(max_iterations=1).fit(pairs())
-    with pytest.raises(ValueError, match=r"knows left entities by id alone: left_features of fit, for new ones$"):
+    with pytest.raises(ValueError, match=r"left.*left_features.*fit"):
         ids.evaluate(cold, METRICS)
     both, asked = pairs(right=[*range(ITEMS), *NEW]), {"exclude_seen": False, "candidates": "trained"}
     with pytest.warns(LeftOutWarning) as told:  # as asked for, and nothing that more features would mend
@@ -237,7 +237,7 @@ def test_several_parts_are_joined_by_id_and_matrices_by_place():
     expected = model.embed(["u1"]) @ model.embed(right_features=straight).T
     found = model.predict(["u1"] * len(NEW), items(NEW)["item"], right_features=new)
     np.testing.assert_allclose(found, expected[0], rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match="right_features: got 5 and 6 rows, expected as many rows in each"):
+    with pytest.raises(ValueError, match=r"right_features.*5.*6"):
         model.recommend("u1", right_features=[items(NEW), dense[ITEMS:-1], tags])
     missing = [items(NEW), dense[ITEMS:], None]
     assert len(model.add(right_features=missing).right_) == ITEMS + len(NEW)
@@ -252,7 +252,7 @@ def test_ids_of_new_entities_are_of_the_type_of_the_others():
         for id in (7, "7"):
             ids, _ = model.recommend([1], k=7, exclude_seen=False, right_features={"id": [id], "kind": ["a"]})
             assert sorted(ids[0].tolist()) == [0, 1, 2, 3, 4, 5, 7]
-        with pytest.raises(ValueError, match="right_features: got the id 'x', expected whole numbers"):
+        with pytest.raises(ValueError, match=r"right_features.*'x'"):
             model.recommend([1], right_features={"id": ["x"], "kind": ["a"]})
     text = fitted().add(right_features={"item": [7], "kind": ["0"], "size": [1.0]})
     assert text.right_.ids[-1] == "7"
@@ -286,9 +286,7 @@ def test_what_cannot_be_added_is_refused_by_name(model, call, message):
 
 def test_an_id_in_two_rows_of_a_large_table_is_found_at_once():
     numbers = [*range(ITEMS), *range(1000, 41_000), 40_999]  # a count for each id would look at 1.6 billion
-    with pytest.raises(
-        ValueError, match="right_features: got id 'i40999' in several rows, expected each id in one row"
-    ):
+    with pytest.raises(ValueError, match=r"right_features.*'i40999'"):
         fitted(max_iterations=0).add(right_features=items(numbers))
 
 
@@ -298,7 +296,7 @@ def test_a_column_that_rows_of_new_entities_lack_is_named(model, tmp_path):
         model.recommend(left_features={"user": ["u99"]})
     path = tmp_path / "users.csv"
     path.write_text("user,age\nu99,3\n")
-    with pytest.raises(ValueError, match="left_features: got a table of user, age, expected the column 'group'"):
+    with pytest.raises(ValueError, match=r"left_features.*'group'"):
         model.recommend(left_features=path)
 
 

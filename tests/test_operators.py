@@ -77,17 +77,17 @@ def test_scipy_solves_with_them(operators):
 @pytest.mark.parametrize("bad", ["x", None, [1.0, 2.0], float("nan")])
 def test_what_is_no_operator_and_no_vector_is_refused(operators, bad):
     G, *_ = operators
-    with pytest.raises(ValueError, match=r"^(operator|d): got"):
+    with pytest.raises(ValueError, match=r"^(operator|d)"):
         G + bad
-    with pytest.raises(ValueError, match=r"^d: got"):
+    with pytest.raises(ValueError, match=r"^d:"):
         G @ bad
 
 
 def test_operators_over_other_parameters_are_refused(operators):
     other = make_case(m=5, n=4, tower="linear")
-    with pytest.raises(ValueError, match=r"^operator: got one over other parameters"):
+    with pytest.raises(ValueError, match=r"^operator.*other parameters"):
         operators[0] + other.problem.at(other.towers).gauss_newton()
-    with pytest.raises(ValueError, match=r"^operator: got one over other parameters"):
+    with pytest.raises(ValueError, match=r"^operator.*other parameters"):
         operators[0] @ other.problem.at(other.towers).gauss_newton()
 
 

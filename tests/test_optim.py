@@ -149,13 +149,13 @@ def test_line_search_constants_are_the_papers():
 
 def test_unknown_names_and_options_are_refused_by_name():
     problem, towers = planted()
-    with pytest.raises(ValueError, match="optimizer: got 'adam', expected one of 'newton-kron', 'gd'"):
+    with pytest.raises(ValueError, match=r"optimizer.*'adam'.*'newton-kron'.*'gd'"):
         gt.minimize(problem, towers, "adam")
-    with pytest.raises(ValueError, match=r"option of newton: got 'cg_max_step' \(did you mean cg_max_steps\?\)"):
+    with pytest.raises(ValueError, match=r"option of newton.*'cg_max_step'.*cg_max_steps"):
         gt.minimize(problem, towers, "newton", cg_max_step=3)
-    with pytest.raises(ValueError, match=r"option of gd: got 'alpha'.*one of sufficient_decrease"):
+    with pytest.raises(ValueError, match=r"option of gd.*'alpha'.*sufficient_decrease"):
         gt.minimize(problem, towers, "gd", alpha=0.5)
-    with pytest.raises(ValueError, match=r"ratio: got 1\.5"):
+    with pytest.raises(ValueError, match=r"ratio.*1\.5"):
         gt.minimize(problem, towers, "sampling", ratio=1.5)
     assert set(SOLVERS) == {*DESCENDING, *SAMPLED}
 
@@ -172,14 +172,14 @@ def test_a_solver_and_its_name_are_the_same_run(name):
 
 def test_solvers_check_their_options_and_say_what_they_are():
     assert repr(gt.NewtonKron(damping=0.5)).startswith("NewtonKron(damping=0.5, damping_up=2.5")
-    with pytest.raises(ValueError, match=r"^damping: got -1\.0, expected a finite number >= 0"):
+    with pytest.raises(ValueError, match=r"^damping.*-1\.0"):
         gt.NewtonKron(damping=-1.0)
-    with pytest.raises(ValueError, match=r"^memory: got 0, expected an integer >= 1"):
+    with pytest.raises(ValueError, match=r"^memory.*0"):
         gt.LBFGS(memory=0)
     problem, towers = planted()
-    with pytest.raises(ValueError, match=r"^options: got damping, expected none beside a solver"):
+    with pytest.raises(ValueError, match=r"^options.*damping"):
         gt.minimize(problem, towers, gt.NewtonKron(), damping=0.1)
-    with pytest.raises(ValueError, match=r"^optimizer: got <class"):
+    with pytest.raises(ValueError, match=r"^optimizer.*<class"):
         gt.minimize(problem, towers, gt.NewtonKron)
 
 

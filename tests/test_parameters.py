@@ -85,11 +85,11 @@ def test_non_finite_entries_are_noticed():
 
 
 def test_a_vector_of_the_wrong_length_is_refused():
-    with pytest.raises(ValueError, match=r"vector: got shape \(9,\), expected shape \(10,\)"):
+    with pytest.raises(ValueError, match=r"vector.*\(9,\)"):
         gt.Parameters(LAYOUT, torch.zeros(9))
-    with pytest.raises(ValueError, match=r"d: got shape \(2, 5\), expected Parameters or a vector of shape \(10,\)"):
+    with pytest.raises(ValueError, match=r"d:.*\(2, 5\)"):
         as_parameters("d", np.zeros((2, 5)), make())
-    with pytest.raises(ValueError, match=r"d: got Parameters of other tensors, expected the tensors \['left.weight'"):
+    with pytest.raises(ValueError, match=r"d.*other tensors.*'left.weight'"):
         as_parameters("d", gt.Parameters(Layout.of({"x": (10,)}), torch.zeros(10)), make())
 
 

@@ -106,7 +106,7 @@ def swap(folder):
 def test_a_damaged_partition_is_refused(spoil, match, tmp_path):
     write_partition(shared_fits.interactions(), tmp_path, 3)
     spoil(tmp_path)
-    with pytest.raises(ValueError, match=f"folder: .*{match}"):
+    with pytest.raises(ValueError, match=rf"folder.*{match}"):
         read_part(tmp_path)
 
 
@@ -114,14 +114,14 @@ def test_damaged_right_ids_are_refused(tmp_path):
     write_partition(shared_fits.interactions(), tmp_path, 3)
     part = read_part(tmp_path)
     flip(tmp_path, "right-*")
-    with pytest.raises(ValueError, match=f"folder: {tmp_path} is missing or damaged"):
+    with pytest.raises(ValueError, match=rf"folder.*{tmp_path}.*damaged"):
         part.right_ids()
 
 
 @pytest.mark.parametrize("name", ["thesis.tex", "manifest.json"])
 def test_a_partition_is_not_written_over_other_files(name, tmp_path):
     (tmp_path / name).write_text('{"name": "web"}')
-    with pytest.raises(ValueError, match="which holds other files"):
+    with pytest.raises(ValueError, match="other files"):
         write_partition(shared_fits.interactions(), tmp_path, 3)
     assert (tmp_path / name).read_text() == '{"name": "web"}'
 

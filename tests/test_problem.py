@@ -160,7 +160,7 @@ def test_a_bad_tower_is_refused_before_it_sees_more_than_a_few_rows(make, messag
 
 def test_a_tower_that_goes_wrong_only_on_many_rows_is_refused():
     problem = gt.Problem(pairs(), left=X)
-    with pytest.raises(ValueError, match=r"^left tower: got an output of shape \(3, 2\) for 4 rows, expected \(4, 2\)"):
+    with pytest.raises(ValueError, match=r"^left tower.*\(3, 2\).*4"):
         problem.at(gt.Towers(Then(lambda y: y[:3]), nn.Embedding(N, 2)))
 
 
@@ -218,13 +218,13 @@ def test_bad_arguments_at_a_point():
     problem = gt.Problem(pairs(), left=X)
     towers = gt.mlp_towers(problem, hidden=(), dim=2)
     point = problem.at(towers)
-    with pytest.raises(ValueError, match=r"^parameters: got shape \(3,\), expected .* shape \(10,\)"):
+    with pytest.raises(ValueError, match=r"^parameters.*\(3,\)"):
         problem.at(towers, np.zeros(3))
-    with pytest.raises(ValueError, match=r"^d: got shape \(3,\), expected .* shape \(10,\)"):
+    with pytest.raises(ValueError, match=r"^d:.*\(3,\)"):
         point.gauss_newton() @ torch.zeros(3, 1)
-    with pytest.raises(ValueError, match=r"^direction: got Parameters of other tensors"):
+    with pytest.raises(ValueError, match=r"^direction.*other tensors"):
         point.along(gt.mlp_towers(problem, hidden=(2,), dim=2).parameters())
-    with pytest.raises(ValueError, match=r"^damping: got -1, expected a finite number >= 0"):
+    with pytest.raises(ValueError, match=r"^damping.*-1"):
         point.gauss_newton(-1)
 
 
@@ -314,9 +314,9 @@ def test_minimize_refuses_wrong_types_by_name(arguments, message):
 
 def test_towers_larger_than_the_memory_are_refused_before_they_are_made():
     problem = gt.Problem(sp.eye(4, format="csr"))
-    with pytest.raises(ValueError, match=r"^dim: got 10{12}, expected towers within what is free"):
+    with pytest.raises(ValueError, match=r"^dim.*10{12}"):
         gt.mlp_towers(problem, (), 10**12)
-    with pytest.raises(ValueError, match=r"^hidden: got \(8, 10{12}\), expected towers within what is free"):
+    with pytest.raises(ValueError, match=r"^hidden.*\(8, 10{12}\)"):
         gt.mlp_towers(problem, (8, 10**12), 2)
-    with pytest.raises(ValueError, match=r"^problem: got str, expected a gramtower.Problem"):
+    with pytest.raises(ValueError, match=r"^problem.*str"):
         gt.mlp_towers("pairs")

@@ -71,15 +71,15 @@ def test_movielens_without_timestamps_and_compressed(tmp_path):
     path = tmp_path / "ratings_no_timestamp.dat.xz"
     path.write_bytes(lzma.compress(b"1::10::5\n2::10::4\n"))
     assert pairs_of(readers.movielens(path)) == pairs_of(readers.movielens(tmp_path)) == {("1", "10"), ("2", "10")}
-    with pytest.raises(ValueError, match="times: got True"):
+    with pytest.raises(ValueError, match=r"times.*True"):
         readers.movielens(path, times=True)
 
 
 def test_movielens_that_is_something_else(tmp_path):
     (tmp_path / "notes.txt").write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match=r"holds notes.txt, expected a folder with ratings.dat"):
+    with pytest.raises(ValueError, match=r"notes.txt.*ratings.dat"):
         readers.movielens(tmp_path)
-    with pytest.raises(ValueError, match="expected MovieLens ratings: user, movie, rating"):
+    with pytest.raises(ValueError, match="MovieLens"):
         readers.movielens(tmp_path / "notes.txt")
 
 
@@ -102,7 +102,7 @@ def test_item_lists(tmp_path):
     (tmp_path / "t.txt.zst").write_bytes(zstandard(b"0 5 6\n\n2 6\n"))
     assert pairs_of(readers.item_lists(tmp_path / "t.txt.zst")) == {("0", "5"), ("0", "6"), ("2", "6")}
     path.write_text("1\n2\n")
-    with pytest.raises(ValueError, match="no line with two ids"):
+    with pytest.raises(ValueError, match="two ids"):
         readers.item_lists(path)
 
 
@@ -113,7 +113,7 @@ def test_thesaurus_words_may_have_spaces(tmp_path):
     assert pairs_of(pairs) == {("swift", "quick"), ("swift", "like lightning"), ("slow", "poky")}
     path.write_bytes(lzma.compress(b"caf\xe9,bar\n"))
     assert pairs_of(readers.thesaurus(path, encoding="latin-1")) == {("café", "bar")}
-    with pytest.raises(ValueError, match="not utf8 text"):
+    with pytest.raises(ValueError, match="utf8"):
         readers.thesaurus(path)
 
 
@@ -217,9 +217,9 @@ def test_a_broken_citeulike_file_is_named(tmp_path, name, text, message):
 
 def test_a_folder_without_a_file_says_which_and_what_there_is(tmp_path):
     (tmp_path / "users.dat").write_text("1 0\n")
-    with pytest.raises(ValueError, match=r"holds users.dat, expected a folder with words.dat or mult.dat"):
+    with pytest.raises(ValueError, match=r"users.dat.*words.dat.*mult.dat"):
         readers.citeulike(tmp_path)
-    with pytest.raises(ValueError, match=r"users.dat, which is a file, expected a folder with edges.csv"):
+    with pytest.raises(ValueError, match=r"users.dat.*edges.csv"):
         readers.musae(tmp_path / "users.dat")
 
 
@@ -270,7 +270,7 @@ def test_wikispeedia_has_titles_and_categories(tmp_path):
     assert found.features.toarray().tolist() == [[0, 0], [0, 0], [1, 1], [1, 0]]
     assert found.nodes["categories"].to_list() == ["", "", "subject.Drink|subject.Food", "subject.Drink"]
     (tmp_path / "links.tsv").write_text("a\tb\nc\n")
-    with pytest.raises(ValueError, match=r"line 2 of .*links.tsv: 'c', expected lines 'from<TAB>to'"):
+    with pytest.raises(ValueError, match=r"2.*links.tsv.*'c'.*'from<TAB>to'"):
         readers.wikispeedia(tmp_path)
 
 

@@ -139,11 +139,11 @@ def test_a_side_with_ids_is_neither_refined_nor_makes_the_other_be(sides):
 
 def test_refine_is_refused_where_nothing_is_known_but_ids():
     pairs, left, _ = _groups()
-    with pytest.raises(ValueError, match=r"^refine: got True, expected features on a side"):
+    with pytest.raises(ValueError, match=r"^refine.*features"):
         gt.TwoTower(refine=True, device="cpu").fit(pairs)
-    with pytest.raises(ValueError, match=r"^refine: got True, expected features on a side"):
+    with pytest.raises(ValueError, match=r"^refine.*features"):
         gt.TwoTower(refine=True, device="cpu").fit(pairs, ["id", left])
-    with pytest.raises(ValueError, match=r"^refine: got 2, expected"):
+    with pytest.raises(ValueError, match=r"^refine.*2"):
         gt.TwoTower(refine=2, device="cpu").fit(pairs, left)
 
 
@@ -156,7 +156,7 @@ def test_a_memory_budget_without_room_for_it_turns_it_off_or_is_refused_first():
     least = problem.least_budget(make_towers(model, data, problem))
     assert gt.TwoTower(**options, memory_budget="1GB").fit(pairs, left, right).refine_
     assert not gt.TwoTower(**options, memory_budget=least).fit(pairs, left, right).refine_
-    with pytest.raises(ValueError, match=r"^refine: got True with a memory budget of \d+, expected '.*', or False"):
+    with pytest.raises(ValueError, match=r"^refine.*memory budget of \d+.*'.*'"):
         gt.TwoTower(**options, memory_budget=least, refine=True).fit(pairs, left, right)
 
 

@@ -235,11 +235,11 @@ def test_a_damaged_or_empty_folder_is_refused(folder, tmp_path):
     with pytest.raises(ValueError, match="gramtower compare"):
         build(empty)
     (folder / "gd.jsonl").write_text('{"something": "else"}\n')
-    with pytest.raises(ValueError, match=r"gd\.jsonl is not a history"):
+    with pytest.raises(ValueError, match=r"gd\.jsonl.*history"):
         build(folder)
     for text in ('{"methods": ', '{"methods": {}, "data": 1.5}', '{"methods": {}, "commands": [{}]}', "[" * 10**5):
         (folder / "comparison.json").write_text(text)
-        with pytest.raises(ValueError, match=r"comparison\.json is damaged"):
+        with pytest.raises(ValueError, match=r"comparison\.json.*damaged"):
             build(folder)
 
 

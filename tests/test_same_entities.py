@@ -59,7 +59,7 @@ def test_few_pairs_say_nothing():
     few = Interactions.from_arrays(["a", "b", "c"], ["b", "c", "a"])
     assert not few.one_set
     assert Interactions.from_arrays(["a", "b"], ["b", "a"], same_entities=True).one_set
-    with pytest.raises(ValueError, match="same_entities: got 'yes', expected True or False"):
+    with pytest.raises(ValueError, match=r"same_entities.*'yes'"):
         Interactions.from_arrays(["a"], ["b"], same_entities="yes")
 
 

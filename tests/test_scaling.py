@@ -91,7 +91,7 @@ def test_scaling_can_be_turned_off_and_is_said():
     scaled = gt.TwoTower(**options).fit(pairs(), left_features=words())
     assert scaled.left_.inputs.text == "sparse (log, √idf, rows of length one)"
     assert "rows of length one" in repr(scaled)
-    with pytest.raises(ValueError, match="scale_features: got 'yes'"):
+    with pytest.raises(ValueError, match=r"scale_features.*'yes'"):
         gt.TwoTower(**options, scale_features="yes").fit(pairs())
 
 
@@ -99,5 +99,5 @@ def test_new_rows_that_are_not_numbers_are_refused():
     model = gt.TwoTower(dim=4, hidden=(8,), max_iterations=1, device="cpu").fit(pairs(), left_features=words())
     bad = words()
     bad.data[0] = np.nan
-    with pytest.raises(ValueError, match=r"left_features: .*expected finite"):
+    with pytest.raises(ValueError, match=r"left_features.*finite"):
         model.embed(left_features=bad)

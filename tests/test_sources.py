@@ -87,19 +87,19 @@ def test_what_is_no_file_is_named(kind, tmp_path):
     with pytest.raises(FileNotFoundError, match="nothing"):
         read(tmp_path / "nothing")
     folder = "a folder without .parquet or .pq files" if kind == "parquet" else "which is a folder, expected a file"
-    with pytest.raises(ValueError, match=f"{tmp_path.name}, {folder}"):
+    with pytest.raises(ValueError, match=rf"{tmp_path.name}, {folder}"):
         read(tmp_path)
-    with pytest.raises(ValueError, match="/dev/zero, which is a device"):
+    with pytest.raises(ValueError, match=r"/dev/zero.*device"):
         read("/dev/zero")
     with pytest.raises(OSError, match="name too long"):
         read(tmp_path / ("x" * 5000))
     with pytest.raises((OSError, ValueError)):
         read(str(tmp_path / "a\0b"))
     (tmp_path / "empty.csv").touch()
-    with pytest.raises(ValueError, match=r"empty\.csv, which is empty"):
+    with pytest.raises(ValueError, match=r"empty\.csv.*empty"):
         read(tmp_path / "empty.csv")
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="pipe, which is a device or a pipe"):
+    with pytest.raises(ValueError, match=r"pipe.*device"):
         read(tmp_path / "pipe")
 
 
@@ -136,7 +136,7 @@ def test_compressed_files_are_known_by_their_content(tmp_path):
     path.write_bytes(gzip.compress(TABLE))
     assert len(table(path)) == 2
     path.write_bytes(zlib.compress(TABLE))
-    with pytest.raises(ValueError, match=r"t\.csv, which is zlib data"):
+    with pytest.raises(ValueError, match=r"t\.csv.*zlib"):
         table(path)
     (tmp_path / "t.csv.gz").write_bytes(gzip.compress(gzip.compress(TABLE)))
     with pytest.raises(ValueError, match="compressed twice"):
@@ -157,7 +157,7 @@ def test_what_explodes_is_refused(ending, tmp_path, monkeypatch):
         path.write_bytes(PACKERS[ending](ZEROS))
     kinds = (readers.movielens,) if ending == ".zip" else (table, readers.item_lists, readers.movielens)
     for read in kinds:
-        with pytest.raises(ValueError, match=rf"{path.name}, which decompresses to more than 0.001 GB"):
+        with pytest.raises(ValueError, match=rf"{path.name}.*0.001 GB"):
             read(path)
 
 
@@ -168,25 +168,25 @@ def test_streamed_files_may_not_explode_either(tmp_path, monkeypatch):
 
     monkeypatch.setattr(sources, "Budget", Small)
     (tmp_path / "combined_data_1.txt.gz").write_bytes(gzip.compress(ZEROS))
-    with pytest.raises(ValueError, match=r"combined_data_1.txt.gz, which decompresses"):
+    with pytest.raises(ValueError, match=r"combined_data_1.txt.gz.*decompresses"):
         netflix(tmp_path / "combined_data_1.txt.gz")
     entry = tarfile.TarInfo("training_set/mv_0000001.txt")
     entry.size = len(ZEROS)
     with tarfile.open(tmp_path / "training_set.tar.gz", "w:gz") as archive:
         archive.addfile(entry, io.BytesIO(ZEROS))
-    with pytest.raises(ValueError, match=r"training_set.tar.gz, which decompresses"):
+    with pytest.raises(ValueError, match=r"training_set.tar.gz.*decompresses"):
         netflix(tmp_path / "training_set.tar.gz")
     with zipfile.ZipFile(tmp_path / "nf.zip", "w", zipfile.ZIP_DEFLATED) as zipped:
         for movie in range(4):
             zipped.writestr(f"mv_000000{movie}.txt", ZEROS[:400_000])
-    with pytest.raises(ValueError, match=r"nf.zip, which decompresses"):
+    with pytest.raises(ValueError, match=r"nf.zip.*decompresses"):
         netflix(tmp_path / "nf.zip")
 
 
 def test_zips_by_other_methods_and_tars_without_end_are_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "nf.zip", "w", zipfile.ZIP_BZIP2) as archive:
         archive.writestr("mv_0000001.txt", "1:\n7,4,2000-01-01\n")
-    with pytest.raises(ValueError, match=r"nf\.zip, where mv_0000001\.txt is packed by method 12"):
+    with pytest.raises(ValueError, match=r"nf\.zip.*mv_0000001\.txt.*method 12"):
         netflix(tmp_path / "nf.zip")
     data = b"1:\n7,4,2000-01-01\n"
     for depth, name in enumerate(["mv_0000001.txt", *["training_set.tar"] * 4]):
@@ -198,7 +198,7 @@ def test_zips_by_other_methods_and_tars_without_end_are_refused(tmp_path):
         data = target.getvalue()
         (tmp_path / f"training_set{depth}.tar").write_bytes(data)
     assert len(netflix(tmp_path / "training_set2.tar")) == 1
-    with pytest.raises(ValueError, match=r"training_set4\.tar with tars in tars"):
+    with pytest.raises(ValueError, match=r"training_set4\.tar.*tars"):
         netflix(tmp_path / "training_set4.tar")
 
 
@@ -211,9 +211,7 @@ def test_byte_order_marks_are_no_part_of_the_text(read, tmp_path):
     (tmp_path / "t.csv.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf" + TABLE))
     assert len(read(tmp_path / "t.csv.gz")) == len(read(path))
     path.write_bytes(TABLE.decode().encode("utf-16"))
-    with pytest.raises(
-        ValueError, match=r"t\.csv, which begins like UTF-16 text, expected UTF-8, or encoding='utf-16'"
-    ):
+    with pytest.raises(ValueError, match=r"t\.csv.*UTF-16.*encoding='utf-16'"):
         read(path)
     assert len(Interactions.from_csv(path, "user", "item", encoding="utf-16")) == 2
 
@@ -223,13 +221,11 @@ def test_encodings_are_checked(tmp_path):
     path.write_bytes("user,item\nJosé,a\n".encode("latin-1"))
     assert pairs_of(Interactions.from_csv(path, "user", "item", encoding="latin-1")) == {("José", "a")}
     for name in ("klingon", "rot13", "a\0b", 5):
-        with pytest.raises(ValueError, match="encoding: got"):
+        with pytest.raises(ValueError, match="encoding"):
             Interactions.from_csv(path, "user", "item", encoding=name)
-        with pytest.raises(ValueError, match="encoding: got"):
+        with pytest.raises(ValueError, match="encoding"):
             readers.item_lists(path, encoding=name)
-    with pytest.raises(
-        ValueError, match=r"t\.csv, which is not utf8 text \(invalid continuation byte at byte 13, line 2"
-    ):
+    with pytest.raises(ValueError, match=r"t\.csv.*utf8.*byte 13, line 2"):
         readers.item_lists(path)
 
 
@@ -256,10 +252,10 @@ def test_mixed_line_ends_and_columns_twice_by_position(tmp_path):
     path.write_bytes(b"user,item,user\r\n1,a,5\n2,b,6\r\n")
     assert pairs_of(Interactions.from_csv(path, 2, "item")) == {("5", "a"), ("6", "b")}
     for separator in ("::", "", "é", "\n", None):
-        with pytest.raises(ValueError, match="separator: got"):
+        with pytest.raises(ValueError, match="separator"):
             Interactions.from_csv(path, "user", "item", separator=separator)
     for option in ({"quote": "''"}, {"quote": ","}, {"comment": ""}):
-        with pytest.raises(ValueError, match=f"{next(iter(option))}: got"):
+        with pytest.raises(ValueError, match=rf"{next(iter(option))}"):
             Interactions.from_csv(path, 0, "item", **option)
 
 
@@ -275,7 +271,7 @@ def test_values_that_are_no_numbers_name_the_file_and_the_column(tmp_path):
             Interactions.from_csv(path, "user", "item", value="rating", threshold=4)
         assert "t.csv" in str(caught.value)
     path.write_text("user,item,rating\n1,a,4\n3,c,nan\n")
-    with pytest.warns(LeftOutWarning, match="1 of 2 rows are left out"):
+    with pytest.warns(LeftOutWarning, match="1 of 2 rows"):
         read = Interactions.from_csv(path, "user", "item", value="rating", threshold=4)
     assert read.report["rows_without_number"] == 1
 
@@ -288,7 +284,7 @@ def test_damaged_parquet_files_are_named_and_end_no_process(tmp_path):
     whole[levels + 4 : levels + 6] = b"\xff\xff"  # a run without end, for which polars asks for 2 exabytes
     for data in (bytes(whole), bytes(whole[:-9]), b"PAR1" * 9, TABLE):
         path.write_bytes(data)
-        with pytest.raises(ValueError, match=r"t\.parquet, which cannot be read"):
+        with pytest.raises(ValueError, match=r"t\.parquet.*cannot be read"):
             Interactions.from_parquet(path, "user", "item")
 
 
@@ -296,7 +292,7 @@ def test_parquet_files_of_more_rows_than_memory_are_refused(tmp_path, monkeypatc
     path = tmp_path / "t.parquet"
     pl.DataFrame({"user": ["1"] * 1_000_000, "item": "a"}).write_parquet(path)
     monkeypatch.setattr(host, "memory_size", lambda: 10_000_000)
-    with pytest.raises(ValueError, match="with 1,000,000 rows, expected a table that fits in memory"):
+    with pytest.raises(ValueError, match=r"1,000,000 rows.*memory"):
         Interactions.from_parquet(path, "user", "item")
 
 
@@ -315,14 +311,14 @@ def test_white_space_and_long_lines_take_linear_time(tmp_path):
     assert pairs_of(readers.edge_list(path)) == {("a", "b"), ("c", "d")}
     for name in ("page", "redirect", "pagelinks"):
         (tmp_path / f"{name}.sql").write_bytes(b"CREATE TABLE `x` (\n" + b"\n" * 400_000 + b"`a` int\n) x;\n")
-    with pytest.raises(ValueError, match=r"page\.sql with columns a, expected a column page_id"):
+    with pytest.raises(ValueError, match=r"page\.sql.*page_id"):
         mediawiki_links(tmp_path)
     head = b"CREATE TABLE `page` (\n`page_id` x,\n`page_namespace` x,\n`page_title` x,\n`page_is_redirect` x\n);\n"
     (tmp_path / "page.sql").write_bytes(head + b"INSERT INTO `page` VALUES (1,0,'a',0)," + b" " * 900_000)
-    with pytest.raises(ValueError, match=r"page\.sql, which ends inside a row at byte"):
+    with pytest.raises(ValueError, match=r"page\.sql.*byte"):
         mediawiki_links(tmp_path)
     (tmp_path / "page.sql").write_bytes(b"-- " + b"x" * 30_000_000)
-    with pytest.raises(ValueError, match=r"page\.sql without CREATE TABLE"):
+    with pytest.raises(ValueError, match=r"page\.sql.*CREATE TABLE"):
         mediawiki_links(tmp_path)
     assert time.monotonic() - start < 30  # quadratic, it took minutes
 
@@ -331,7 +327,7 @@ def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "CHUNK", 1000)
     monkeypatch.setattr(sources, "_LONGEST", 5000)
     (tmp_path / "combined_data_1.txt").write_bytes(b"1" * 20_000)
-    with pytest.raises(ValueError, match=r"a line of more than 5,000 bytes.*combined_data_1\.txt"):
+    with pytest.raises(ValueError, match=r"5,000 bytes.*combined_data_1\.txt"):
         netflix(tmp_path / "combined_data_1.txt")
 
 

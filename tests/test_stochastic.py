@@ -196,5 +196,5 @@ def test_a_resumed_run_equals_an_uninterrupted_one_also_where_a_step_was_halved(
 def test_subsets_of_no_pairs_are_refused_by_name(name):
     problem = gt.Problem(sp.csr_matrix((4, 3)), omega=0.1)
     towers = gt.mlp_towers(problem, hidden=(), dim=2)
-    with pytest.raises(ValueError, match="pairs: got no observed pair, expected at least one"):
+    with pytest.raises(ValueError, match=r"pairs.*observed"):
         gt.minimize(problem, towers, name, max_iterations=1)

@@ -65,5 +65,5 @@ def test_bad_arguments_are_refused(arguments, message):
 def test_the_papers_shapes_are_known_by_name():
     pairs = paper_shape("ml1m")
     assert (*pairs.shape, pairs.nnz) == PAPER_SHAPES["ml1m"] == (6037, 3513, 517_770)
-    with pytest.raises(ValueError, match="name: got 'ml2m', expected one of 'ml1m', 'ml10m'"):
+    with pytest.raises(ValueError, match=r"name:.*'ml2m'.*'ml1m'.*'ml10m'"):
         paper_shape("ml2m")

@@ -59,9 +59,9 @@ def test_rows_follow_the_ids_and_unknown_ids_are_all_missing():
 
 def test_strict_joins_refuse_what_does_not_match():
     table = FeatureTable(FRAME, numeric=["age"], strict=True)
-    with pytest.raises(ValueError, match="1 without features, first 'nobody'"):
+    with pytest.raises(ValueError, match=r"1 without features.*'nobody'"):
         table.encode(["007", "b", "c", "nobody"])
-    with pytest.raises(ValueError, match="2 rows of features without an id"):
+    with pytest.raises(ValueError, match=r"2 rows.*id"):
         table.encode(["007"])
     assert table.encode(["007", "b", "c"]).shape == (3, 2)
 

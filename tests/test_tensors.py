@@ -71,7 +71,7 @@ def test_rows_are_read_without_a_look_at_the_others(tmp_path):
     path.write_bytes(broken)
     file = TensorFile(path, "test", 1)
     assert torch.equal(file.read("large", 0, 10), TENSORS["large"][:10])
-    with pytest.raises(Damaged, match="'large' does not match its checksum"):
+    with pytest.raises(Damaged, match=r"'large'.*checksum"):
         file.read("large")
 
 
@@ -181,7 +181,7 @@ def test_a_field_of_another_type_is_named(change, message):
 
 
 def test_a_missing_field_is_named():
-    with pytest.raises(ValueError, match="header: got no rows"):
+    with pytest.raises(ValueError, match=r"header.*rows"):
         build("header", Form, {k: v for k, v in GOOD.items() if k != "rows"})
-    with pytest.raises(ValueError, match="header: got a list, expected an object"):
+    with pytest.raises(ValueError, match=r"header.*list"):
         build("header", Form, [])

@@ -40,10 +40,10 @@ def test_missing_times_are_nan_and_others_are_refused():
     assert np.isnan(moments("time", [None, np.datetime64("NaT"), float("nan")])).all()
     assert np.isnan(moments("time", np.array(["NaT"], "datetime64[ns]"))).all()
     for wrong in ("soon", b"1", True, None, np.datetime64("NaT"), [1], float("inf")):
-        with pytest.raises(ValueError, match="cut: got"):
+        with pytest.raises(ValueError, match="cut"):
             moment("cut", wrong)
     for wrong in ("1970-01-02", 3, [[datetime(1970, 1, 1)]], [object()]):
-        with pytest.raises(ValueError, match="time: got"):
+        with pytest.raises(ValueError, match="time"):
             moments("time", wrong)
 
 
@@ -64,7 +64,5 @@ def test_pandas_times_are_taken():
 
 
 def test_a_sparse_tensor_is_refused_by_name():
-    with pytest.raises(
-        ValueError, match=r"time: got a tensor of layout torch\.sparse_coo, expected a sequence of times"
-    ):
+    with pytest.raises(ValueError, match=r"time:.*torch\.sparse_coo"):
         moments("time", torch.eye(3).to_sparse())

@@ -102,7 +102,7 @@ def test_parameters_exchanged_or_frozen_after_the_towers_were_made_are_refused(c
     case = make_case(tower="elu", dtype=torch.float32)
     case.problem.at(case.towers)
     change(case.towers.left)
-    with pytest.raises(ValueError, match=r"^left tower: got [45]\.(bias|weight) exchanged, .* or a new gramtower"):
+    with pytest.raises(ValueError, match=r"^left tower.*[45]\.(bias|weight)"):
         case.problem.at(case.towers)
     assert case.problem.at(gt.Towers(case.towers.left, case.towers.right)).value > 0
 
@@ -127,7 +127,7 @@ def test_stacks_of_known_layers_are_written_out():
 def test_modes_that_mix_rows_or_are_random_are_refused_and_fine_in_eval_mode(layer):
     left, right = nn.Sequential(nn.Linear(3, 4), copy.deepcopy(layer)), nn.Linear(4, 4)
     problem = gt.Problem(PAIRS, X, Y)
-    with pytest.raises(ValueError, match=rf"left tower, module 1: {type(layer).__name__} in training mode.*\.eval\(\)"):
+    with pytest.raises(ValueError, match=rf"left tower, module 1.*{type(layer).__name__}.*\.eval\(\)"):
         problem.at(gt.Towers(left, right))
     assert_exact(left.eval(), right, X, Y)
 
@@ -164,7 +164,7 @@ def test_custom_modules_that_mix_rows_or_are_random_are_refused(function, messag
 
 @pytest.mark.parametrize("option", [dict(max_norm=1.0), dict(scale_grad_by_freq=True), dict(padding_idx=0)], ids=str)
 def test_tables_without_an_exact_derivative_are_refused(option):
-    with pytest.raises(ValueError, match=r"right tower, module itself: Embedding with max_norm.*no exact derivative"):
+    with pytest.raises(ValueError, match=r"right tower, module itself.*max_norm"):
         gt.Problem(PAIRS).at(gt.Towers(nn.Embedding(6, 2), nn.Embedding(5, 2, **option)))
 
 
@@ -186,12 +186,12 @@ class Before(nn.Module):
 )
 def test_sparse_features_need_a_product_first(function):
     problem = gt.Problem(PAIRS, sp.csr_matrix(X))
-    with pytest.raises(ValueError, match=r"a tower over sparse features must begin with nn.Linear, nn.EmbeddingBag"):
+    with pytest.raises(ValueError, match=r"sparse.*nn.Linear.*nn.EmbeddingBag"):
         problem.at(gt.Towers(Before(function), nn.Embedding(5, 3)))
 
 
 def test_sparse_features_do_not_average_in_an_embedding_bag():
-    with pytest.raises(ValueError, match='mode must be "sum"'):
+    with pytest.raises(ValueError, match=r'mode.*"sum"'):
         gt.Problem(PAIRS, sp.csr_matrix(X)).at(gt.Towers(nn.EmbeddingBag(3, 2), nn.Embedding(5, 2)))
 
 
@@ -264,7 +264,7 @@ def test_parameters_come_out_and_go_back():
 def test_parameters_of_other_towers_are_not_loaded():
     problem = gt.Problem(PAIRS)
     towers, other = (gt.mlp_towers(problem, hidden=hidden, dim=3) for hidden in ((4,), (1,)))
-    with pytest.raises(ValueError, match="parameters: got Parameters of other tensors"):
+    with pytest.raises(ValueError, match=r"parameters.*other tensors"):
         towers.load(other.parameters())
 
 
@@ -291,7 +291,7 @@ def test_a_flat_vector_is_loaded_like_parameters():
     towers.load(other.parameters().vector.double())
     assert torch.equal(towers.parameters().vector, other.parameters().vector)
     assert towers.size == len(towers.parameters())
-    with pytest.raises(ValueError, match=rf"parameters: got shape \(2,\), expected .*\({towers.size},\)"):
+    with pytest.raises(ValueError, match=rf"parameters.*\(2,\).*{towers.size}"):
         towers.load(torch.zeros(2))
 
 

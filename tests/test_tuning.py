@@ -141,14 +141,14 @@ def test_what_a_kill_left_of_a_line_and_of_a_lock_does_not_stop_a_search(search,
     start = time.monotonic()
     assert settings_and_values(small().tune(data(), trials=12, **options)) == settings_and_values(search)
     assert time.monotonic() - start < 25
-    with locked(tmp_path / "log.journal.weights"), pytest.raises(ValueError, match=r"^storage: .* another run"):
+    with locked(tmp_path / "log.journal.weights"), pytest.raises(ValueError, match=r"^storage.*another"):
         small().tune(data(), trials=13, **options)
 
 
 def test_a_file_that_is_no_log_is_left_as_it_is(tmp_path):
     path = tmp_path / "pairs.csv"
     path.write_text("user,item\na,b")
-    with pytest.raises(ValueError, match=r"storage: .*b'user,item.*expected the log of a search"):
+    with pytest.raises(ValueError, match=r"storage.*b'user,item"):
         small().tune(data(), trials=1, space=SPACE, storage=path)
     assert path.read_text() == "user,item\na,b"
 
@@ -169,19 +169,19 @@ def test_a_damaged_log_is_refused_by_name(line, part, tmp_path):
     options = dict(trials=1, space=SPACE, refit=False, storage=path)
     small().tune(data(), **options)
     path.write_text(broken(path.read_text(), line, part))
-    with pytest.raises(ValueError, match=r"^storage: got .*log\.journal, which is damaged"):
+    with pytest.raises(ValueError, match=r"^storage.*log\.journal.*damaged"):
         small().tune(data(), **options)
 
 
 def test_a_log_of_another_search_is_refused(tmp_path):
     options = dict(trials=1, space=SPACE, refit=False, storage=tmp_path / "log.journal")
     small().tune(data(), **options)
-    with pytest.raises(ValueError, match="a search with other metric"):
+    with pytest.raises(ValueError, match=r"other.* metric"):
         small().tune(data(), **options, metric="map@5")
-    with pytest.raises(ValueError, match="a search with other pairs"):
+    with pytest.raises(ValueError, match=r"other.* pairs"):
         small().tune(planted_pairs(m=61, n=40, observed=700), **options)
     rows = np.random.default_rng(0).normal(size=(data().shape[1], 3))
-    with pytest.raises(ValueError, match="a search with other right features: ids"):
+    with pytest.raises(ValueError, match=r"other.* right.*features: ids"):
         small().tune(data(), **options, right_features=rows)
 
 
@@ -191,9 +191,9 @@ def test_a_log_of_other_labels_or_rows_of_features_is_refused(tmp_path):
     model = small(loss="squared")
     model.tune(pairs, **options, right_features=rows)
     model.tune(pairs, **options, right_features=rows)  # goes on
-    with pytest.raises(ValueError, match="a search with other right features: 40 × 3"):
+    with pytest.raises(ValueError, match=r"other.* right.*features: 40 × 3"):
         model.tune(pairs, **options, right_features=rows[::-1].copy())
-    with pytest.raises(ValueError, match="a search with other labels"):
+    with pytest.raises(ValueError, match=r"other.* labels"):
         model.tune(2 * pairs, **options, right_features=rows)
 
 
@@ -204,7 +204,7 @@ def test_a_log_is_of_all_weights_and_of_a_loss_by_its_name(tmp_path):
     small(left_weights=weights).tune(pairs, **options, storage=tmp_path / "weights")
     small(left_weights=list(weights)).tune(pairs, **options, storage=tmp_path / "weights")  # goes on
     weights[600] = 2.0
-    with pytest.raises(ValueError, match="a search with other model"):
+    with pytest.raises(ValueError, match=r"other.* model"):
         small(left_weights=weights).tune(pairs, **options, storage=tmp_path / "weights")
 
     def own(name):
@@ -213,7 +213,7 @@ def test_a_log_is_of_all_weights_and_of_a_loss_by_its_name(tmp_path):
 
     small(loss=own("mine")).tune(data(), **options, storage=tmp_path / "loss")
     small(loss=own("mine")).tune(data(), **options, storage=tmp_path / "loss")
-    with pytest.raises(ValueError, match="a search with other model"):
+    with pytest.raises(ValueError, match=r"other.* model"):
         small(loss=own("other")).tune(data(), **options, storage=tmp_path / "loss")
 
 
@@ -591,18 +591,18 @@ def test_bad_input_is_refused(options, message):
 
 
 def test_towers_of_ones_own_have_nothing_to_choose():
-    with pytest.raises(ValueError, match="towers: got towers of your own"):
+    with pytest.raises(ValueError, match=r"towers.*own"):
         small(towers=lambda problem: gt.mlp_towers(problem, (), 2)).tune(data())
 
 
 def test_splits_that_leave_users_without_items_are_refused():
     lonely = sp.identity(6, format="csr", dtype=np.float32)
-    with pytest.raises(ValueError, match="leaves no user both a pair to learn from and one to be ranked on"):
+    with pytest.raises(ValueError, match="no user"):
         small().tune(lonely)
     held = sp.csr_matrix((np.ones(1, np.float32), ([5], [0])), shape=(6, 6))
     train = lonely.tolil()
     train[5, 5] = 0
-    with pytest.raises(ValueError, match="1 users without a training pair, such as 5"):
+    with pytest.raises(ValueError, match=r"1 users.*5"):
         small().tune(train.tocsr(), validation=held)
 
 

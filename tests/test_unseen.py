@@ -178,13 +178,13 @@ def test_what_is_not_confirmed_does_not_replace_the_defaults(other, but, monkeyp
 def test_features_are_what_unseen_entities_are_known_by(tmp_path):
     pytest.importorskip("optuna", reason="tuning needs optuna")
     options = dict(trials=1, validation_side="left", left_features=words(80), refit=False)
-    with pytest.raises(ValueError, match=r"space: features: got 'ids', expected one of 'given'"):
+    with pytest.raises(ValueError, match=r"space.*features.*'ids'.*'given'"):
         small().tune(data(), space={"features": "ids", "l2": True}, **options)
     found = gt.TwoTower(max_iterations=2, device="cpu").tune(data(), **options, storage=tmp_path / "log.journal")
     names = {"omega", "l2", "penalty", "frequency_power", "left_power", "right_power", "dim", "hidden", "activation"}
     assert names | {"normalize"} <= set(found.space)
     assert found.features == found.space["features"] == "given"
-    with pytest.raises(ValueError, match="a search with other"):
+    with pytest.raises(ValueError, match="other"):
         gt.TwoTower(max_iterations=2, device="cpu").tune(
             data(), trials=1, left_features=words(80), refit=False, storage=tmp_path / "log.journal"
         )
@@ -257,7 +257,7 @@ def test_a_checkpoint_of_another_validation_is_refused(tmp_path):
     split = held_out(gt.Interactions.from_matrix(data(), same_entities=False), "left", 0.25, seed=0)
     changed = words(80).tolil()
     changed[split.held_out_users[0]] = 1.0  # nothing that is learned from
-    with pytest.raises(ValueError, match="differs in validation;"):
+    with pytest.raises(ValueError, match="validation"):
         small().fit(data(), validation=0.25, **options | {"left_features": sp.csr_matrix(changed)})
 
 
@@ -282,7 +282,7 @@ def test_bad_input_is_refused(options, message):
 
 
 def test_weights_of_single_entities_do_not_go_with_it():
-    with pytest.raises(ValueError, match="validation_side: got 'left' with right_weights as an array"):
+    with pytest.raises(ValueError, match=r"validation_side.*'left'.*right_weights"):
         small(right_weights=np.ones(50)).fit(data(), words(80), validation=0.25, validation_side="left")
 
 

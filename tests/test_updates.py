@@ -79,14 +79,12 @@ def test_a_warm_start_on_an_increment_is_refused_and_points_to_update():
     model = gt.TwoTower(**OPTIONS).fit(old)
     fitted = model.fitted_
     increment = more.subset(np.arange(len(more)) < 40).without_empty()
-    with pytest.raises(
-        ValueError, match=r"^pairs: got pairs of \d+ of the 70 left entities .*, expected .*model.update"
-    ):
+    with pytest.raises(ValueError, match=r"^pairs.*\d+.*70 left.*update"):
         model.fit(increment, warm_start=True)
     assert model.fitted_ is fitted
     matrix = sp.csr_matrix(([1.0], ([0], [0])), shape=(80, 60))
     numbers = gt.TwoTower(**OPTIONS).fit(whole().matrix)
-    with pytest.raises(ValueError, match=r"^pairs: got pairs of 1 of the 80 left entities"):
+    with pytest.raises(ValueError, match=r"^pairs.*1.*80"):
         numbers.fit(matrix, warm_start=True)
     model.fit(union(old, more), warm_start=True)
     assert known(model) == as_set(whole())
@@ -98,7 +96,7 @@ def test_a_model_of_a_matrix_grows_by_numbers():
     model.update(pairs)
     assert model.left_.ids is None
     assert (model.seen_ != pairs).nnz == 0
-    with pytest.raises(ValueError, match=r"more_pairs: got Interactions, expected a scipy.sparse matrix"):
+    with pytest.raises(ValueError, match=r"more_pairs.*Interactions"):
         model.update(whole())
 
 
@@ -121,12 +119,10 @@ def table(ids):
 def test_features_of_all_entities_are_needed_again():
     old, more = cut(whole())
     model = gt.TwoTower(**OPTIONS).fit(old, left_features=["id", table(old.left_ids)])
-    with pytest.raises(
-        ValueError, match=r"left_features: got nothing, for a model that sees id \+ table, expected .*all"
-    ):
+    with pytest.raises(ValueError, match=r"left_features.*id \+ table"):
         model.update(more)
     new = sorted(set(more.left_ids) - set(old.left_ids))
-    with pytest.raises(ValueError, match="left_features: got rows of 0 of the 70 left entities that the model knows"):
+    with pytest.raises(ValueError, match=r"left_features.*0.*70"):
         model.update(more, left_features=["id", table(new)])
     model.update(more, left_features=["id", table(whole().left_ids)])
     assert known(model) == as_set(whole())
@@ -144,7 +140,7 @@ def test_models_of_labels_or_weights_are_refused(kind, tmp_path):
     model = gt.TwoTower(**OPTIONS | dict(max_iterations=1, loss="squared")).fit(given)
     model.save(tmp_path / "m")
     for one in (model, gt.load(tmp_path / "m")):
-        with pytest.raises(ValueError, match=r"model: got a model fitted with labels other than 1 or with weights"):
+        with pytest.raises(ValueError, match=r"model.*labels.*weights"):
             one.update(more)
 
 
@@ -161,7 +157,7 @@ def test_a_union_takes_repeated_pairs_from_the_second_with_its_weight_and_time()
     assert both.times.tolist() == [5, 7, 8]
     assert both.matrix.has_canonical_format
     assert as_set(union(first, second, strangers=False)) == {("a", 1), ("b", 2)}
-    with pytest.raises(ValueError, match="more: right ids: got 'x', expected whole numbers, as those that are known"):
+    with pytest.raises(ValueError, match=r"more.*right ids.*'x'"):
         union(first, Interactions.from_arrays(["a"], ["x"]))
     nothing = first.subset([])
     assert as_set(union(nothing, first)) == as_set(first)
@@ -210,7 +206,7 @@ def test_an_update_reads_the_model_when_no_other_can_write_it(tmp_path, monkeypa
     read = run_folder.open_model
 
     def reading(path):
-        with pytest.raises(ValueError, match="is being written by another run"), locked(path, name="out"):
+        with pytest.raises(ValueError, match="another run"), locked(path, name="out"):
             pass
         return read(path)
 

@@ -55,12 +55,12 @@ def test_the_power_zero_is_no_weights_at_all():
 
 @pytest.mark.parametrize("text", ["", "degrees^1", "degree^", "degree^x", "degree^inf", "degree^nan", "degree 2"])
 def test_other_names_are_refused(text):
-    with pytest.raises(ValueError, match=r'right_weights: got .* "degree\^0.5"'):
+    with pytest.raises(ValueError, match=r'right_weights.*"degree\^0.5"'):
         gt.Problem(with_lonely_entities(), right_weights=text)
 
 
 def test_a_power_that_overflows_is_refused():
-    with pytest.raises(ValueError, match="left_weights: got 'degree\\^1000', expected a power that gives finite"):
+    with pytest.raises(ValueError, match=r"left_weights.*'degree\\^1000'"):
         gt.Problem(with_lonely_entities(), left_weights="degree^1000")
 
 
