@@ -299,7 +299,8 @@ def benchmark_result(folder: Path) -> Any:
 
 def compare_result(folder: Path) -> Any:
     out = folder / "out"
-    ends = json.loads((out / "comparison.json").read_text())["methods"]
+    names = json.loads((out / "comparison.json").read_text())["methods"]
+    ends = {name: json.loads((out / f"runs/{name}.json").read_text()) for name in names}
     histories = {name: [untimed(vars(r)) for r in read_history(out / f"{name}.jsonl")] for name in ends}
     return {name: end["status"] for name, end in ends.items()}, histories, sorted(p.name for p in out.iterdir())
 

@@ -6,6 +6,7 @@ import html
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,7 +83,7 @@ def test_all_methods_start_alike_and_everything_is_written(pairs, tmp_path, caps
     assert len({(r.value, r.metric, r.data_passes) for r in starts.values()}) == 1
     assert next(iter(starts.values())).metric is not None
     made = {"report.html", "summary.json", "comparison.json", "time.png", "time.svg", "passes.png", "passes.svg"}
-    assert {p.name for p in tmp_path.iterdir()} == made | {f"{name}.jsonl" for name in SOLVERS}  # no checkpoint left
+    assert {p.name for p in tmp_path.iterdir()} == made | {"runs"} | {f"{name}.jsonl" for name in SOLVERS}
     assert json.loads((tmp_path / "summary.json").read_text()) == found
     assert found["commands"][0].startswith(f"gramtower compare '{pairs}' --left user")
     assert found["data"]["pairs"] + found["data"]["validation_pairs"] == len(pairs.read_text().splitlines()) - 1
@@ -147,8 +148,16 @@ def test_only_the_methods_that_have_not_ended_run(pairs, tmp_path, capsys, monke
     assert list(found["methods"]) == ["gd", "newton", "lbfgs"]
     assert len(found["commands"]) == 2
     assert (tmp_path / "gd.jsonl").read_bytes() == before
+    request = json.loads((tmp_path / "comparison.json").read_text())  # version 0.2 kept the ends in it
+    del request["kind"], request["version"]
+    request["methods"] = {name: {"status": "finished", "message": "old"} for name in ("gd", "newton", "lbfgs")}
+    (tmp_path / "comparison.json").write_text(json.dumps(request))
+    shutil.rmtree(tmp_path / "runs")
+    found = answer(capsys, command(pairs, tmp_path, "--optimizers", "gd,gd-diag", *limit))
+    assert started[3:] == ["gd-diag"]
+    assert [method["message"] for method in found["methods"].values()][:3] == ["old"] * 3
     answer(capsys, command(pairs, tmp_path, "--optimizers", "gd", *limit, "--fresh"))
-    assert started[3:] == ["gd"]
+    assert started[4:] == ["gd"]
     assert not (tmp_path / "newton.jsonl").exists()
 
 
@@ -184,14 +193,14 @@ def test_a_killed_comparison_goes_on_and_ends_with_the_same_figure(pairs, tmp_pa
         for _ in range(9):  # a header, the start, a few iterations
             process.stderr.readline()
         os.kill(process.pid, signal.SIGKILL)
-    ends = json.loads((tmp_path / "cut/comparison.json").read_text())["methods"]
-    assert [ends[name]["status"] for name in names] == ["finished", "unfinished", "unfinished"]
+    assert json.loads((tmp_path / "cut/comparison.json").read_text())["methods"] == names
+    assert [path.stem for path in (tmp_path / "cut/runs").glob("*.json")] == ["gd"]
     assert (tmp_path / "cut/sogram.safetensors").exists()
     assert 1 < len(read_history(tmp_path / "cut/sogram.jsonl")) < 26
     assert run(["report", str(tmp_path / "cut"), "--quiet"]) == 0  # what there is can be looked at
     found = answer(capsys, tokens)
-    after = json.loads((tmp_path / "cut/comparison.json").read_text())["methods"]
-    assert [after[name]["resumed"] for name in names] == [False, True, False]
+    after = [json.loads((tmp_path / f"cut/runs/{name}.json").read_text()) for name in names]
+    assert [end["resumed"] for end in after] == [False, True, False]
     assert all(found["methods"][name]["status"] == "finished" for name in names)
     for name in names:
         assert curves(tmp_path / "cut", name) == curves(tmp_path / "whole", name)
@@ -275,10 +284,10 @@ def test_an_interrupted_comparison_says_so_and_goes_on(pairs, tmp_path, capsys, 
 def test_two_comparisons_do_not_write_one_folder(pairs, tmp_path, capsys):
     tokens = command(pairs, tmp_path, "--optimizers", "gd", "--max-iterations", "1")
     answer(capsys, tokens)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    before = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with locked(tmp_path):
         assert "is being written by another run" in refusal(capsys, [*tokens, "--fresh"])
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert "which holds a comparison" in refusal(capsys, ["fit", tokens[1], *SMALL, "--out", tmp_path])
 
 
@@ -312,8 +321,8 @@ def test_an_experiment_says_what_runs_and_flags_win(pairs, tmp_path, capsys):
     assert list(found["methods"]) == ["sampling", "newton-kron"]
     assert (found["title"], found["synthetic"]) == ("small", None)
     assert (found["settings"]["problem"]["omega"], found["settings"]["problem"]["l2"]) == (0.125, 3.0)
-    ends = json.loads((tmp_path / "out/comparison.json").read_text())["methods"]
-    assert ends["sampling"]["options"] == {"ratio": 0.5, "step_size": 1e-6}
+    end = json.loads((tmp_path / "out/runs/sampling.json").read_text())
+    assert end["options"] == {"ratio": 0.5, "step_size": 1e-6}
     first, last = (read_history(tmp_path / "out/sampling.jsonl")[i] for i in (0, -1))
     assert last.data_passes - first.data_passes == pytest.approx(2 * 2 * 0.5**2, rel=0.1)  # two steps an iteration
     assert "--synthetic" in refusal(capsys, [tokens[0], *tokens[2:]])  # no data, but a shape

@@ -14,11 +14,11 @@ import pytest
 from gramtower.experiments import comparison_page as figures
 from gramtower.experiments.comparison import (
     MethodRun,
+    Outcome,
     read_comparison,
     relative_difference,
     speed_up,
     summarise,
-    write_manifest,
 )
 from gramtower.experiments.comparison_page import POINTS, build, page, thinned
 from gramtower.training.result import Record
@@ -47,7 +47,7 @@ def write(folder, runs, **about):
     for name, records in runs.items():
         (folder / f"{name}.jsonl").write_text("".join(r.to_json() + "\n" for r in records))
     if about:
-        write_manifest(folder, about)
+        (folder / "comparison.json").write_text(json.dumps(about))  # as version 0.2 wrote it
     return folder
 
 
@@ -188,7 +188,7 @@ def test_the_page_names_every_method_and_hides_no_trouble(built):
 
 def test_a_synthetic_comparison_is_marked_everywhere(folder):
     about = json.loads((folder / "comparison.json").read_text())
-    write_manifest(folder, {**about, "synthetic": "the shape of ml10m"})
+    (folder / "comparison.json").write_text(json.dumps({**about, "synthetic": "the shape of ml10m"}))
     content, _ = build(folder)
     assert content["synthetic"] == "the shape of ml10m"
     assert "Synthetic data: the shape of ml10m" in (folder / "report.html").read_text()
@@ -237,7 +237,14 @@ def test_a_damaged_or_empty_folder_is_refused(folder, tmp_path):
     (folder / "gd.jsonl").write_text('{"something": "else"}\n')
     with pytest.raises(ValueError, match=r"gd\.jsonl.*history"):
         build(folder)
-    for text in ('{"methods": ', '{"methods": {}, "data": 1.5}', '{"methods": {}, "commands": [{}]}', "[" * 10**5):
+    for text in (
+        '{"methods": ',
+        '{"methods": {}, "data": 1.5}',
+        '{"methods": {}, "commands": [{}]}',
+        "[" * 10**5,
+        '{"methods": {"gd": {"status": 1}}}',
+        '{"methods": {}, "data": {"left": "a"}}',
+    ):
         (folder / "comparison.json").write_text(text)
         with pytest.raises(ValueError, match=r"comparison\.json.*damaged"):
             build(folder)
@@ -262,7 +269,7 @@ def test_long_histories_stay_below_the_size(tmp_path):
     names = ["gd", "gd-diag", "newton", "sogram", "sogram-diag", "sampling", "sampling-diag", "newton-kron", "lbfgs"]
     write(tmp_path, dict.fromkeys(names[:1], long))
     comparison = read_comparison(tmp_path)
-    whole = type(comparison)(tmp_path, [MethodRun(name, long, {"status": "finished"}) for name in names], {})
+    whole = type(comparison)(tmp_path, [MethodRun(name, long, Outcome("finished")) for name in names])
     text = page(whole, summarise(whole))
     assert len(text.encode()) < 3e6
     assert f"{POINTS:,} records are drawn" in text

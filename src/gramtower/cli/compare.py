@@ -20,7 +20,7 @@ four data sets are in ``experiments/``.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -51,9 +51,18 @@ from gramtower.cli.run_folder import HISTORY, for_writing, held
 from gramtower.data.datasets import planted_pairs
 from gramtower.data.interactions import Interactions
 from gramtower.data.sources import read_toml, reading
-from gramtower.experiments.comparison import MANIFEST, RAN, Runner, checkpoint_path, read_manifest, write_manifest
+from gramtower.experiments.comparison import (
+    RAN,
+    Outcome,
+    Request,
+    Runner,
+    checkpoint_path,
+    read_outcomes,
+    store_of,
+)
 from gramtower.experiments.comparison_page import PAGE, build
 from gramtower.experiments.machine import environment
+from gramtower.experiments.run_store import RunStore
 from gramtower.model.fit_data import FitData, prepare_data
 from gramtower.model.fit_parts import make_problem, make_towers, make_validation, right_weights
 from gramtower.model.settings import ModelSettings
@@ -197,8 +206,8 @@ class Setup:
         arguments = self.settings.estimator_arguments()
         return ModelSettings(**{k: v for k, v in arguments.items() if k not in ("optimizer_options", "optimizer")})
 
-    def runner(self, out: Path, verbose: bool) -> tuple[Runner, dict[str, Any]]:
-        """The methods' runner in a folder, and what comparison.json says of everything but the methods."""
+    def runner(self, out: Path, verbose: bool) -> tuple[Runner, Request]:
+        """Return the runner of the methods in a folder, and comparison.json without the methods."""
         model = self.model
         features, _ = tower_features(self.settings, self.pairs, not verbose)
         data = prepare_data(model, self.pairs, **features, validation=self.held_out)
@@ -212,16 +221,16 @@ class Setup:
             check.number("time_limit", limit, above=0.0), iterations, check.seed(model.seed),
             out, self.methods, verbose, note,
         )  # fmt: skip
-        return runner, self._about(runner, model, data)
+        return runner, self._request(runner, model, data)
 
-    def _about(self, runner: Runner, model: ModelSettings, fit_data: FitData) -> dict[str, Any]:
+    def _request(self, runner: Runner, model: ModelSettings, fit_data: FitData) -> Request:
         problem, data = runner.problem, self.settings.data
         marks = fingerprint(problem, runner.start(), "", {}, runner.seed, runner.validation)
-        return {
-            "title": self.title,
-            "synthetic": self.synthetic,
-            "metric": model.metric,
-            "data": {
+        return Request(
+            title=self.title,
+            synthetic=self.synthetic,
+            metric=model.metric,
+            data={
                 "path": None if self.synthetic else data.path,
                 "left": self.pairs.shape[0],
                 "right": self.pairs.shape[1],
@@ -230,7 +239,7 @@ class Setup:
                 "validation_pairs": None if self.held_out is None else len(self.held_out),
                 "fingerprint": {name: marks[name] for name in ("pairs", "features", "validation")},
             },
-            "settings": {
+            settings={
                 "problem": {
                     "loss": problem.loss.name,
                     "precision": problem.precision,
@@ -254,7 +263,7 @@ class Setup:
                 },
                 "limits": {"time_limit": runner.time_limit, "max_iterations": runner.max_iterations},
             },
-        }
+        )
 
 
 def make_setup(
@@ -366,15 +375,19 @@ def compare(
     asked = None if optimizers is None else _names(optimizers)
     setup = make_setup(path, config, synthetic, (data, model, train, features))
     names = list(setup.methods) if asked is None else asked
-    runner, about = setup.runner(out, not common.quiet)
-    about |= {"commands": [shlex.join(["gramtower", *tokens])], "environment": environment()}
-    if (out / HISTORY).exists() and not (out / MANIFEST).exists():
+    runner, request = setup.runner(out, not common.quiet)
+    command = shlex.join(["gramtower", *tokens])
+    request = replace(request, methods=names, commands=[command], environment=environment())
+    store = store_of(out, "out")
+    if (out / HISTORY).exists() and not store.manifest.exists():
         check.fail("out", f"{out}, which holds a fit", "a folder of its own for a comparison")
     with held(out):
-        outcomes = _ends_before(runner, about, names, fresh)
-        kept = f"what was learned so far is in {out}, and the same command goes on"
+        if fresh or not store.manifest.exists():
+            runner.forget(SOLVERS)
+        store.write_manifest(_joined(store, request, runner.options, fresh))
+        kept = f"what was learned so far is in {out}, and the same command continues it"
         try:
-            interrupted = _run_all(runner, about, outcomes, names)
+            interrupted = _run_all(runner, store, names)
             content, problems = build(out)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(kept) from None
@@ -409,44 +422,39 @@ def show(content: dict[str, Any], out: Path) -> None:
     print(f"report: {out / PAGE}")
 
 
-def _ends_before(runner: Runner, about: dict[str, Any], names: list[str], fresh: bool) -> dict[str, dict[str, Any]]:
-    """The ends of methods that the folder already holds; refuses a folder of another comparison."""
-    before = None if fresh else read_manifest(runner.folder)
+def _joined(store: RunStore, now: Request, options: Mapping[str, dict[str, Any]], fresh: bool) -> Request:
+    """Return the request together with the one in the folder; refuse a folder of another comparison."""
+    before: Request | None = store.continued(now, fresh, ("data", "settings", "metric", "synthetic"))
     if before is None:
-        runner.forget(SOLVERS)
-        return {}
-    outcomes: dict[str, dict[str, Any]] = before["methods"]
-    now = plain(about)
-    differing = [key for key in ("data", "settings", "metric", "synthetic") if before.get(key) != now[key]]
-    differing += [n for n in names if n in outcomes and outcomes[n].get("options", {}) != runner.options.get(n, {})]
-    if differing:
-        given = f"{runner.folder}, whose {MANIFEST} differs in {', '.join(differing)}"
-        check.fail("out", given, "a folder of its own for another comparison, or --fresh to replace it")
-    about["environment"] = before["environment"]
-    about["commands"] = list(dict.fromkeys([*before["commands"], *about["commands"]]))
-    return outcomes
+        return now
+    ends = {name: end for name, end in read_outcomes(store, before).items() if end.status}
+    store.refuse(name for name in now.methods if name in ends and ends[name].options != plain(options.get(name, {})))
+    if isinstance(before.methods, dict):  # an earlier version kept the ends there
+        for name, end in ends.items():
+            store.write_run(name, end)
+    methods = list(dict.fromkeys([*before.methods, *now.methods]))
+    commands = list(dict.fromkeys([*before.commands, *now.commands]))
+    return replace(now, methods=methods, commands=commands, environment=before.environment)
 
 
-def _run_all(runner: Runner, about: dict[str, Any], outcomes: dict[str, dict[str, Any]], names: list[str]) -> bool:
-    """Run what has no end yet, keeping comparison.json up to date; whether one was interrupted, which ends it."""
+def _run_all(runner: Runner, store: RunStore, names: list[str]) -> bool:
+    """Run the methods that have not ended; return whether one was interrupted, which stops the others."""
+    waiting = []
     for name in names:
         if name not in SOLVERS:
             message = f"got {name!r}, expected {nearest(name, SOLVERS)!r}, or another of {', '.join(SOLVERS)}"
-            outcomes[name] = {"status": "unknown", "message": message}
+            store.write_run(name, Outcome("unknown", message))
             note(f"{name}: no such method; {message}")
-        elif name not in outcomes:
-            waits = {"status": "unfinished", "message": "not started yet", "options": runner.options.get(name, {})}
-            outcomes[name] = waits
-    write_manifest(runner.folder, about | {"methods": outcomes})
-    waiting = [name for name in names if outcomes[name]["status"] == "unfinished"]
-    for name in set(names) - set(waiting):  # a kill may have come between its end and this
-        remove_checkpoint(checkpoint_path(runner.folder, name))
+        elif (ended := store.read_run(name, Outcome)) is None or ended.status == "unfinished":
+            waiting.append(name)
+        else:  # a kill may have come between the end of the method and this
+            remove_checkpoint(checkpoint_path(runner.folder, name))
     if waiting:
         runner.prepare()
     for name in waiting:
-        outcomes[name] = runner.run(name)
-        write_manifest(runner.folder, about | {"methods": outcomes})
-        if outcomes[name]["status"] == "unfinished":
+        outcome = runner.run(name)
+        store.write_run(name, outcome)
+        if outcome.status == "unfinished":
             return True
         remove_checkpoint(checkpoint_path(runner.folder, name))
     return False

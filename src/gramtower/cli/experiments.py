@@ -48,11 +48,11 @@ from gramtower.data.interactions import Interactions
 from gramtower.data.readers import movielens_table
 from gramtower.data.sources import read_toml
 from gramtower.experiments.benchmark_models import BUILT_IN, TOWERS
-from gramtower.experiments.benchmark_report import MANIFEST as BENCHMARK
 from gramtower.experiments.benchmark_report import PAGE, Benchmark, notes_of, table_of
 from gramtower.experiments.benchmark_report import build as build_benchmark
+from gramtower.experiments.benchmark_report import store_of as benchmark_store
 from gramtower.experiments.benchmark_runner import benchmark as run_benchmark
-from gramtower.experiments.comparison import MANIFEST as COMPARISON
+from gramtower.experiments.comparison import store_of as comparison_store
 from gramtower.experiments.comparison_page import build as build_comparison
 from gramtower.experiments.cross_validation import Interval
 from gramtower.experiments.cross_validation import cross_validate as validate
@@ -114,9 +114,9 @@ def benchmark(
     """
     common = common or Common()
     out = for_writing(out)
-    for name in (HISTORY, COMPARISON):
-        if (out / name).exists():
-            check.fail("out", f"{out}, which holds {name}", "a folder of its own for a benchmark")
+    for other in (out / HISTORY, comparison_store(out).manifest):
+        if other.exists():
+            check.fail("out", f"{out}, which holds {other.name}", "a folder of its own for a benchmark")
     if data is not None and data.validation is not None:
         check.fail("--validation", data.validation, "nothing: --test says what is held out")
     refuse_candidates(features)
@@ -345,7 +345,7 @@ def report(
     common = common or Common()
     if not run.is_dir():
         check.fail("DIR", run, "the folder of a fit, a tuning, a comparison or a benchmark")
-    benchmark = (run / BENCHMARK).exists()
+    benchmark = benchmark_store(run).manifest.exists()
     make = next(maker for is_one, maker in KINDS if is_one(run))
     asked = Asked(test, left_table, right_table)
     if asked != Asked() and (benchmark or make is not _fit):
@@ -385,7 +385,7 @@ def _fit(run: Path, asked: Asked) -> tuple[dict[str, Any], list[str]]:
 
 #: Kinds of folders in the order in which they are told, and what makes their pages; the last is any other.
 KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path, Asked], tuple[dict[str, Any], list[str]]]], ...] = (
-    (lambda run: (run / COMPARISON).exists(), _comparison),
+    (lambda run: comparison_store(run).manifest.exists(), _comparison),
     (lambda run: (run / run_folder.HISTORY).exists() or (run / run_folder.MODEL).exists(), _fit),
     (lambda run: (run / REPORT).exists(), _tuning),
     (lambda run: True, _comparison),

@@ -32,7 +32,7 @@ from gramtower.data.merge import rows_left_out
 from gramtower.distributed.group import Group
 from gramtower.distributed.launch import joined
 from gramtower.distributed.partition import Shard, is_partition, read_part
-from gramtower.experiments.comparison import MANIFEST
+from gramtower.experiments.comparison import store_of
 from gramtower.experiments.machine import environment
 from gramtower.model.defaults import pick_device
 from gramtower.model.fit_data import known_pairs
@@ -95,7 +95,7 @@ def fit(
     if settings.data.path is None:
         check.fail("DATA", "nothing", "a file of pairs, as an argument or as path below [data] of the config")
     out = run_folder.for_writing(out)
-    if (out / MANIFEST).exists():
+    if store_of(out).manifest.exists():
         check.fail("out", f"{out}, which holds a comparison", "a folder of its own for a fit")
     with joined(pick_device(settings.train.device or "auto").type == "cuda") as group:
         return _fit(group, settings, out, fresh, common)

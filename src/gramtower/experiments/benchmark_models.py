@@ -10,7 +10,6 @@ with the seed of the run if the model takes one.
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
+from gramtower._util.digest import digest_of
 from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import union, without
@@ -133,26 +133,8 @@ def seen_places(lists: NDArray[np.int64], seen: sp.csr_matrix) -> int:
     return int(shown.multiply(seen).nnz)
 
 
-def digest_of(*values: Any) -> str:
-    """A fingerprint of arrays, matrices, ids and text."""
-    found = hashlib.blake2b(digest_size=8)
-    for value in values:
-        if sp.issparse(value):
-            csr = value.tocsr()
-            parts = [np.asarray(csr.shape), csr.indptr.astype(np.int64), csr.indices.astype(np.int64), csr.data]
-        elif isinstance(value, torch.Tensor):
-            parts = [value.detach().cpu().numpy()]
-        else:
-            parts = [np.asarray(value)]
-        for part in parts:
-            plain = part.dtype.kind in "biufc"
-            content = np.ascontiguousarray(part).tobytes() if plain else repr(part.tolist()).encode(errors="replace")
-            found.update(f"{part.shape}{part.dtype}".encode() + content)
-    return found.hexdigest()
-
-
 def describe(value: Any, ids: NDArray[Any] | None = None) -> Any:
-    """Settings and features in JSON, the same for the same ones: arrays and tables by a fingerprint.
+    """Settings and features in JSON, the same for the same ones: arrays and tables by a digest.
 
     Args:
         value: anything.

@@ -8,36 +8,28 @@ Gini) have means only. Cost: O(replicates · users · seeds · models) for each 
 
 from __future__ import annotations
 
-import json
 import math
-import re
-import zlib
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
-from gramtower._util import schema as _schema
-from gramtower._util import tensors as _tensors
 from gramtower._util.files import plain, write_json, write_text
+from gramtower._util.schema import build as build_from_json
 from gramtower.experiments.cross_validation import Interval, bootstrap_intervals
 from gramtower.experiments.page import document, table
 from gramtower.experiments.page import facts as facts_html
+from gramtower.experiments.run_store import RunStore
 from gramtower.metrics.definitions import LOWER_IS_BETTER, parse
-
-MANIFEST, RUNS = "benchmark.json", "runs"
-KIND, VERSION = "gramtower benchmark", 1
-_RUN_KIND = "run of a gramtower benchmark"
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known of a model before it runs; see Entry."""
+    """A model as the manifest describes it; see :class:`gramtower.experiments.benchmark_models.Entry`."""
 
     kind: str
     settings: dict[str, Any]
@@ -47,20 +39,18 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is compared on what.
+    """The request: which models are compared on which data.
 
     Attributes:
-        title: of the page.
-        data: counts, a fingerprint, and how pairs are held out.
+        title: title of the page.
+        data: counts, a digest, and how pairs are held out.
         fixed_test: whether all seeds test the same pairs.
-        metrics: names; the first decides.
-        seeds: of the runs.
+        metrics: names; the first decides which model is best.
+        seeds: seeds of the runs.
         reference: the model that others are compared with; None for the best.
         models: by name, in order.
-        failures: of models, by seed: the error.
+        failures: errors of models, by seed.
         commands: command lines, if any.
-        kind: of the file.
-        version: of the file.
     """
 
     title: str
@@ -72,15 +62,19 @@ class Manifest:
     models: dict[str, dict[str, Any]]
     failures: dict[str, dict[str, str]] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
-    kind: str = KIND
-    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        if not self.metrics or not self.seeds or not self.models:
+            raise ValueError("no models, metrics or seeds")
+        for name in self.models:
+            self.facts(name)
 
     def facts(self, name: str) -> ModelFacts:
-        """Of a model."""
-        return _schema.build(f"models[{name!r}]", ModelFacts, self.models[name])
+        """Return the description of a model."""
+        return build_from_json(f"models[{name!r}]", ModelFacts, self.models[name])
 
     def seeds_of(self, name: str) -> list[int]:
-        """The seeds that a model is run with: one, if neither it nor the split depends on it."""
+        """Return the seeds that a model runs with: one, if neither it nor the split depends on the seed."""
         return self.seeds if self.facts(name).random or not self.fixed_test else self.seeds[:1]
 
 
@@ -89,24 +83,24 @@ class Run:
     """A finished run of a model.
 
     Attributes:
-        name: of the model.
-        seed: of the split and of the model.
+        name: name of the model.
+        seed: seed of the split and of the model.
         metrics: by name.
-        users: rows of the users that metrics are means over.
-        per_user: their values, for metrics that are means over users.
-        seconds: of the fit.
-        list_seconds: of the lists.
-        peak_bytes: the largest resident set meanwhile; None if unknown.
+        users: array with the rows of the users that metrics are means over.
+        per_user: array with their values, for each metric that is a mean over users.
+        seconds: time of the fit.
+        list_seconds: time of the lists.
+        peak_bytes: the largest resident set during the run; None if unknown.
         start_bytes: the resident set before.
-        others_busy: cores that other processes kept busy meanwhile; None if unknown.
-        environment: where and with what it ran.
+        others_busy: cores that other processes kept busy during the run; None if unknown.
+        environment: machine and versions.
     """
 
     name: str
     seed: int
-    metrics: dict[str, float]
-    users: NDArray[np.int64]
-    per_user: dict[str, NDArray[np.float64]]
+    metrics: dict[str, Any]
+    users: Any
+    per_user: dict[str, Any]
     seconds: float
     list_seconds: float
     peak_bytes: int | None = None
@@ -114,89 +108,31 @@ class Run:
     others_busy: float | None = None
     environment: dict[str, Any] = field(default_factory=dict)
 
-
-@dataclass
-class _Header:
-    name: str
-    seed: int
-    metrics: dict[str, float | None]
-    seconds: float
-    list_seconds: float
-    peak_bytes: int | None
-    start_bytes: int | None
-    others_busy: float | None
-    environment: dict[str, Any]
+    def __post_init__(self) -> None:  # JSON has lists for arrays, and null for NaN
+        users = np.asarray(self.users, dtype=np.int64)
+        values = {name: np.asarray(each, dtype=np.float64) for name, each in self.per_user.items()}
+        if any(each.shape != users.shape for each in values.values()):
+            raise ValueError("metrics of single users have another length than users")
+        metrics = {name: math.nan if value is None else float(value) for name, value in self.metrics.items()}
+        for name, value in (("users", users), ("per_user", values), ("metrics", metrics)):
+            object.__setattr__(self, name, value)
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Save benchmark.json in one step."""
-    write_json(folder / MANIFEST, asdict(manifest))
+def store_of(folder: Path, argument: str = "folder") -> RunStore:
+    """Return the files of a benchmark; errors call the folder by the name of the argument."""
+    return RunStore(folder, "benchmark", argument)
 
 
-def read_manifest(folder: Path) -> Manifest | None:
-    """benchmark.json, or None if there is none.
-
-    Raises:
-        ValueError: if it is damaged, or of another version.
-    """
-    path = folder / MANIFEST
-    if not path.exists():
-        return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(content, dict) and content.get("kind") == KIND and content.get("version") != VERSION:
-            raise ValueError(f"version {content.get('version')!r}, expected {VERSION}")
-        found = _schema.build("benchmark", Manifest, content)
-        for name in found.models:
-            found.facts(name)
-        if found.kind != KIND or not found.metrics or not found.seeds or not found.models:
-            raise ValueError("no models, metrics or seeds")
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"folder: {path} is damaged or of something else ({error})") from error
-    return found
-
-
-def run_path(folder: Path, name: str, seed: int) -> Path:
-    """Where a finished run is; names that differ have different files."""
-    letters = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:40] or "model"
-    return folder / RUNS / f"{letters}-{zlib.crc32(name.encode()):08x}-{seed}.tensors"
-
-
-def write_run(folder: Path, run: Run) -> None:
-    """Save a finished run in one step."""
-    header = {part.name: getattr(run, part.name) for part in fields(_Header)}
-    tensors = {"users": torch.from_numpy(run.users)}
-    tensors |= {f"metric {name}": torch.from_numpy(values) for name, values in run.per_user.items()}
-    _tensors.write(run_path(folder, run.name, run.seed), _RUN_KIND, VERSION, plain(header), tensors)
-
-
-def read_run(folder: Path, name: str, seed: int) -> Run | None:
-    """A finished run, or None if there is none.
+def read_run(store: RunStore, name: str, seed: int) -> Run | None:
+    """Return a finished run, None if there is none.
 
     Raises:
         ValueError: if its file is damaged or of another run.
     """
-    path = run_path(folder, name, seed)
-    if not path.exists():
-        return None
-    file = _tensors.TensorFile(path, _RUN_KIND, VERSION)
-    try:
-        header = _schema.build(str(path), _Header, file.header)
-        users = file.read("users").numpy().copy() if "users" in file.shapes else np.empty(0, dtype=np.int64)
-        prefix = "metric "
-        values = {key.removeprefix(prefix): file.read(key).numpy().copy() for key in file.shapes if key != "users"}
-    finally:
-        file.close()
-    if (header.name, header.seed) != (name, seed) or any(len(part) != len(users) for part in values.values()):
-        check.fail("folder", f"{path}, a run of {header.name!r} with seed {header.seed}", f"one of {name!r}, {seed}")
-    metrics = {key: float("nan") if value is None else value for key, value in header.metrics.items()}
-    return Run(**vars(header) | {"metrics": metrics, "users": users, "per_user": values})
-
-
-def read_runs(folder: Path, manifest: Manifest) -> list[Run]:
-    """All finished runs of a benchmark."""
-    asked = [(name, seed) for name in manifest.models for seed in manifest.seeds_of(name)]
-    return [run for name, seed in asked if (run := read_run(folder, name, seed)) is not None]
+    run = store.read_run(f"{name}-{seed}", Run)
+    if run is not None and (run.name, run.seed) != (name, seed):
+        check.fail("folder", f"a run of {run.name!r} with seed {run.seed}", f"one of {name!r} with seed {seed}")
+    return run
 
 
 REPLICATES = 1000
@@ -630,20 +566,18 @@ class Benchmark:
 
 
 def build(folder: Path) -> Benchmark:
-    """Make summary.json and report.html of a folder anew, from benchmark.json and the runs in it.
+    """Rebuild summary.json and report.html of a folder from benchmark.json and the finished runs.
 
     Raises:
         ValueError: if the folder holds no benchmark, or a file of it is damaged.
     """
-    manifest = read_manifest(folder)
+    store = store_of(folder)
+    manifest = store.read_manifest(Manifest)
     if manifest is None:
-        check.fail("folder", folder, f"a folder with {MANIFEST}, as gramtower benchmark writes")
-    found = result_of(manifest, read_runs(folder, manifest))
+        check.fail("folder", folder, f"a folder with {store.manifest.name}, which gramtower benchmark writes")
+    asked = [(name, seed) for name in manifest.models for seed in manifest.seeds_of(name)]
+    runs = [run for name, seed in asked if (run := read_run(store, name, seed)) is not None]
+    found = Benchmark(summarise(manifest, runs), runs)
     write_json(folder / SUMMARY, found.to_dict())
     write_text(folder / PAGE, found.to_html())
     return found
-
-
-def result_of(manifest: Manifest, runs: list[Run]) -> Benchmark:
-    """The result of runs."""
-    return Benchmark(summarise(manifest, runs), runs)

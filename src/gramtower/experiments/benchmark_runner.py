@@ -17,7 +17,8 @@ import numpy as np
 import scipy.sparse as sp
 
 from gramtower._util import checks as check
-from gramtower._util.files import plain, remove_left_overs
+from gramtower._util.digest import digest_of
+from gramtower._util.files import plain
 from gramtower._util.host import ResidentPeak
 from gramtower.data.interactions import Interactions
 from gramtower.distributed.group import current_group
@@ -26,25 +27,13 @@ from gramtower.experiments.benchmark_models import (
     Entry,
     checked_metrics,
     describe,
-    digest_of,
     known_pairs,
     make_cut,
     make_entries,
 )
-from gramtower.experiments.benchmark_report import (
-    MANIFEST,
-    RUNS,
-    Benchmark,
-    Manifest,
-    Run,
-    build,
-    read_manifest,
-    read_run,
-    result_of,
-    write_manifest,
-    write_run,
-)
+from gramtower.experiments.benchmark_report import Benchmark, Manifest, Run, build, read_run, store_of, summarise
 from gramtower.experiments.machine import OthersBusy, environment
+from gramtower.experiments.run_store import RunStore
 from gramtower.metrics.definitions import DEFAULT, parse
 from gramtower.model.two_tower import TwoTower
 from gramtower.training.callbacks import progress_lines
@@ -129,13 +118,15 @@ def benchmark(
         _check_entry(entry, first)
     lines = progress or progress_lines("gramtower.benchmark", verbose) or (lambda text: None)
     with _hold(folder):
-        if folder is not None:
-            manifest = _joined(folder, manifest, check.flag("fresh", fresh))
-            write_manifest(folder, manifest)
-            remove_left_overs(folder / RUNS)
-        runner = _Runner(known, test, manifest, {e.name: e for e in entries}, folder, lines)
+        store = None if folder is None else store_of(folder, "out")
+        if store is not None:
+            manifest = _joined(store, manifest, check.flag("fresh", fresh))
+            store.write_manifest(manifest)
+        runner = _Runner(known, test, manifest, {e.name: e for e in entries}, store, lines)
         runner.run()
-        return result_of(runner.manifest, runner.runs) if folder is None else build(folder)
+        if folder is not None:
+            return build(folder)
+        return Benchmark(summarise(runner.manifest, runner.runs), runner.runs)
 
 
 def checked_seeds(seeds: Any) -> list[int]:
@@ -156,7 +147,7 @@ class _Runner:
     test: Any
     manifest: Manifest
     entries: dict[str, Entry]
-    folder: Path | None
+    store: RunStore | None
     progress: Callable[[str], None]
 
     def __post_init__(self) -> None:
@@ -167,7 +158,7 @@ class _Runner:
         """Run what has not ended."""
         asked = list(self._asked())
         waiting = [(seed, entry) for seed, entry in asked if not self._ended(entry.name, seed)]
-        if self.folder is not None and len(waiting) < len(asked):
+        if self.store is not None and len(waiting) < len(asked):
             self.progress(f"{len(asked) - len(waiting)} of {len(asked)} runs are there already")
         if any(entry.kind == "towers" for _, entry in waiting):
             _prepare()
@@ -189,7 +180,7 @@ class _Runner:
                     yield seed, entry
 
     def _ended(self, name: str, seed: int) -> bool:
-        return self.folder is not None and read_run(self.folder, name, seed) is not None
+        return self.store is not None and read_run(self.store, name, seed) is not None
 
     def _one(self, entry: Entry, seed: int, cut: Cut, where: dict[str, Any]) -> str:
         """A run, kept if it ends well; returns what to say of it."""
@@ -206,15 +197,15 @@ class _Runner:
         if before is not None:
             self._note({name: errors for name, errors in failures.items() if errors})
         self.runs.append(run)
-        if self.folder is not None:
-            write_run(self.folder, run)
+        if self.store is not None:
+            self.store.write_run(f"{run.name}-{run.seed}", run)
         metric = self.manifest.metrics[0]
         return f"{metric} {run.metrics[metric]:.4f}, {run.seconds:.2f} s"
 
     def _note(self, failures: dict[str, dict[str, str]]) -> None:
         self.manifest = replace(self.manifest, failures=failures)
-        if self.folder is not None:
-            write_manifest(self.folder, self.manifest)
+        if self.store is not None:
+            self.store.write_manifest(self.manifest)
 
 
 def measure(entry: Entry, seed: int, cut: Cut, k: int, metrics: list[str]) -> Run:
@@ -275,18 +266,14 @@ def _about(pairs: Interactions, test: Any) -> dict[str, Any]:
     return content
 
 
-def _joined(folder: Path, now: Manifest, fresh: bool) -> Manifest:
-    """What is asked for together with what a folder holds; refuses a folder of another benchmark."""
-    before = None if fresh else read_manifest(folder)
+def _joined(store: RunStore, now: Manifest, fresh: bool) -> Manifest:
+    """Return what is asked for together with what a folder holds; refuse a folder of another benchmark."""
+    before: Manifest | None = store.continued(now, fresh, ("data", "fixed_test", "metrics"))
     if before is None:
-        for path in [*folder.glob("runs/*.tensors"), folder / MANIFEST]:
-            path.unlink(missing_ok=True)
+        for path in store.folder.glob("runs/*.tensors"):  # runs of an earlier version
+            path.unlink()
         return now
-    differing = [name for name in ("data", "fixed_test", "metrics") if getattr(before, name) != getattr(now, name)]
-    differing += [n for n, facts in now.models.items() if n in before.models and _marks(before, n) != _marks(now, n)]
-    if differing:
-        given = f"{folder}, whose {MANIFEST} differs in {', '.join(differing)}"
-        check.fail("out", given, "a folder of its own for another benchmark, or fresh to replace it")
+    store.refuse(name for name in now.models if name in before.models and _marks(before, name) != _marks(now, name))
     return replace(
         now,
         title=before.title,

@@ -1,7 +1,8 @@
 """Compare optimizers on one problem: the run of one optimizer, the saved comparison, and its numbers.
 
-    comparison.json   data, settings, commands and the outcome of each optimizer
-    NAME.jsonl        the history of one optimizer
+    comparison.json   data, settings, commands and the names of the optimizers
+    runs/NAME.json    the outcome of one optimizer
+    NAME.jsonl        its history
     NAME.safetensors  its checkpoint while it runs
 
 An interrupted optimizer continues from its checkpoint. However an optimizer ends (a limit, divergence, an error, an
@@ -16,144 +17,180 @@ speed-up of A over B  B's seconds to a level over A's. If B never reached the le
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from gramtower._util import checks as check
-from gramtower._util.files import write_json
-from gramtower._util.schema import fits
+from gramtower._util.schema import build, fits
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
 from gramtower.experiments.machine import OthersBusy, environment
+from gramtower.experiments.run_store import RunStore
 from gramtower.training.checkpoint import remove_checkpoint
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Record, Result, read_history
 
-MANIFEST = "comparison.json"
-_TYPES = {  # of what is read from it
-    "methods": dict[str, dict[str, Any]], "data": dict[str, Any], "settings": dict[str, dict[str, Any]],
-    "commands": list[str], "environment": dict[str, Any],
-}  # fmt: skip
-_COUNTS = {"left": int, "right": int, "pairs": int, "validation_pairs": int | None}
-_OUTCOME = {
-    "status": str, "message": str, "options": dict[str, Any], "environment": dict[str, Any],
-    "others_busy": float | None,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class MethodRun:
-    """The run of one method of a comparison.
-
-    Attributes:
-        name: of the method.
-        history: its records; empty if it never started.
-        outcome: ``status`` (one of STATUSES), ``message`` and what else is known of its run.
-    """
-
-    name: str
-    history: list[Record]
-    outcome: dict[str, Any] = field(default_factory=dict)
-
-
-#: What can become of a method, and what that means.
+#: What can become of an optimizer, and the meaning of each.
 STATUSES = {
     "finished": "stopped by a limit or at a minimum",
     "diverged": "its objective became NaN or infinite, or ended above its start",
     "too slow": "its first iteration took longer than the time limit",
     "failed": "it raised an error",
     "unknown": "there is no method of this name",
-    "unfinished": "it was interrupted; the same command goes on",
+    "unfinished": "it was interrupted; the same command continues it",
 }
-
-
-#: Those of methods that ran; what they were worth is in the report.
+#: Statuses of optimizers that ran; the report says how well.
 RAN = ("finished", "diverged", "too slow")
+_COUNTS = {"left": int, "right": int, "pairs": int, "validation_pairs": int | None}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of an optimizer's run.
+
+    Attributes:
+        status: one of STATUSES.
+        message: why it stopped.
+        options: of the optimizer.
+        resumed: whether it continued from a checkpoint.
+        environment: machine and versions.
+        others_busy: cores that other processes kept busy during the run; None if unknown.
+    """
+
+    status: str = ""
+    message: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    resumed: bool = False
+    environment: dict[str, Any] = field(default_factory=dict)
+    others_busy: float | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """comparison.json: which optimizers run on which problem.
+
+    Attributes:
+        methods: names, in order; in folders of earlier versions outcomes by name.
+        title: title of the page; the folder's name if it is empty.
+        synthetic: a notice for generated pairs, None for real ones.
+        metric: name of the validation metric.
+        data: path, counts and a digest of the pairs.
+        settings: of problem, towers and limits.
+        commands: command lines.
+        environment: machine and versions.
+    """
+
+    methods: list[str] | dict[str, dict[str, Any]] = field(default_factory=list)
+    title: str = ""
+    synthetic: str | None = None
+    metric: str | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    commands: list[str] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        limits = self.settings.get("limits", {})
+        if not fits(dict[str, float | int | None], limits):
+            raise ValueError("settings.limits are not numbers")
+        for name, kind in _COUNTS.items():
+            if name in self.data and not fits(kind, self.data[name]):
+                raise ValueError(f"data.{name} is {self.data[name]!r}")
+
+
+@dataclass(frozen=True)
+class MethodRun:
+    """The run of one optimizer: its name, its records (none if it never started) and its end."""
+
+    name: str
+    history: list[Record]
+    outcome: Outcome = Outcome()
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A folder's content: its methods in the order they were asked for, and what comparison.json says of the rest."""
+    """The content of a folder: optimizers in the order of the request, and the request, None if it is missing."""
 
     folder: Path
     methods: list[MethodRun]
-    about: dict[str, Any]
+    request: Request | None = None
+
+    @property
+    def about(self) -> Request:
+        """The request, an empty one if it is missing."""
+        return self.request or Request()
 
     @property
     def title(self) -> str:
-        """What was compared on."""
-        return str(self.about.get("title") or self.folder.resolve().name)
+        """The title, or the name of the folder."""
+        return self.about.title or self.folder.resolve().name
 
     @property
     def metric(self) -> str | None:
         """The validation metric that was recorded, if any was."""
         measured = any(r.metric is not None for method in self.methods for r in method.history)
-        return str(self.about.get("metric") or "metric") if measured else None
+        return str(self.about.metric or "metric") if measured else None
+
+
+def store_of(folder: Path, argument: str = "folder") -> RunStore:
+    """Return the files of a comparison; errors call the folder by the name of the argument."""
+    return RunStore(folder, "comparison", argument)
 
 
 def history_path(folder: Path, name: str) -> Path:
-    """Where the history of a method is."""
+    """Return the file with the history of an optimizer."""
     return folder / f"{name}.jsonl"
 
 
 def checkpoint_path(folder: Path, name: str) -> Path:
-    """Where the checkpoint of a method is."""
+    """Return the file with the checkpoint of an optimizer."""
     return folder / f"{name}.safetensors"
 
 
+def read_outcomes(store: RunStore, request: Request | None) -> dict[str, Outcome]:
+    """Return the recorded end of each optimizer of a request.
+
+    Raises:
+        ValueError: if a file is damaged.
+    """
+    if request is None:
+        return {}
+    outcomes = {name: store.read_run(name, Outcome) or Outcome() for name in request.methods}
+    if isinstance(request.methods, dict):  # earlier versions kept them in comparison.json
+        try:
+            before = {name: build(f"methods.{name}", Outcome, end) for name, end in request.methods.items()}
+        except ValueError as error:
+            raise ValueError(f"{store.argument}: {store.manifest} is damaged ({error})") from error
+        outcomes = {name: end if end.status else before[name] for name, end in outcomes.items()}
+    return outcomes
+
+
 def read_comparison(folder: Path) -> Comparison:
-    """The comparison in a folder.
+    """Return the comparison in a folder. Histories are enough: without comparison.json only the request is missing.
 
     Raises:
         ValueError: if there is none, or a file of it is damaged.
     """
-    about = read_manifest(folder) or {}
-    outcomes: dict[str, dict[str, Any]] = about.pop("methods", {})
+    store = store_of(folder)
+    request = store.read_manifest(Request)
+    outcomes = read_outcomes(store, request)
     found = {path.stem for path in folder.glob("*.jsonl")}
     names = [*outcomes, *sorted(found - set(outcomes))]
     if not names:
-        check.fail("folder", folder, f"a folder with {MANIFEST} or histories NAME.jsonl, as gramtower compare writes")
-    histories = {name: _history(folder, name) if name in found else [] for name in names}
-    return Comparison(folder, [MethodRun(n, h, _outcome(outcomes.get(n, {}), h)) for n, h in histories.items()], about)
-
-
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """comparison.json, or None if there is none.
-
-    Raises:
-        ValueError: if it is damaged.
-    """
-    path = folder / MANIFEST
-    if not path.exists():
-        return None
-    try:
-        about = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(about, dict) or "methods" not in about:
-            raise ValueError("no methods")
-        _check_types("", about, _TYPES)
-        _check_types("data.", about.get("data", {}), _COUNTS)
-        _check_types("settings.", about.get("settings", {}), {"limits": dict[str, float | int | None]})
-        for name, outcome in about["methods"].items():
-            _check_types(f"methods.{name}.", outcome, _OUTCOME)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"folder: {path} is damaged or of something else ({error})") from error
-    return about
-
-
-def _check_types(where: str, found: dict[str, Any], types: dict[str, Any]) -> None:
-    for name, kind in types.items():
-        if name in found and not fits(kind, found[name]):
-            raise ValueError(f"got {where}{name} of type {type(found[name]).__name__}, expected {kind}")
-
-
-def write_manifest(folder: Path, about: dict[str, Any]) -> None:
-    """Save comparison.json in one step."""
-    write_json(folder / MANIFEST, about)
+        expected = f"a folder with {store.manifest.name} or histories NAME.jsonl, which gramtower compare writes"
+        check.fail("folder", folder, expected)
+    methods = []
+    for name in names:
+        history, outcome = _history(folder, name) if name in found else [], outcomes.get(name, Outcome())
+        if outcome.status not in STATUSES:
+            why = "no end was recorded" if history else "not started yet"
+            outcome = replace(outcome, status="unfinished", message=why)
+        methods.append(MethodRun(name, history, outcome))
+    return Comparison(folder, methods, request)
 
 
 def _history(folder: Path, name: str) -> list[Record]:
@@ -162,12 +199,6 @@ def _history(folder: Path, name: str) -> list[Record]:
         return read_history(path)
     except ValueError as error:
         raise ValueError(f"folder: {path} is not a history: {error}") from error
-
-
-def _outcome(outcome: dict[str, Any], history: list[Record]) -> dict[str, Any]:
-    if outcome.get("status") in STATUSES:
-        return outcome
-    return {**outcome, "status": "unfinished", "message": "no end was recorded" if history else "not started yet"}
 
 
 _ALL, _GROWTH = 20, 1.05
@@ -208,15 +239,15 @@ class Runner:
         point = self.problem.at(self.start())
         point.gauss_newton() @ point.gradient()
 
-    def run(self, name: str) -> dict[str, Any]:
-        """Run a method, or go on with it; returns what became of it."""
-        options = self.options.get(name, {})
+    def run(self, name: str) -> Outcome:
+        """Run a method, or continue it; return how it ended."""
         checkpoint, others = checkpoint_path(self.folder, name), OthersBusy()
-        about = {"options": options, "resumed": checkpoint.exists(), "environment": environment()}
+        options = self.options.get(name, {})
+        about = Outcome(options=options, resumed=checkpoint.exists(), environment=environment())
         if self.verbose:
-            self.note(f"-- {name}" + (" goes on from its checkpoint" if about["resumed"] else ""))
-        if not about["resumed"]:
-            self.forget([name])  # what a run without a checkpoint has left
+            self.note(f"-- {name}" + (" continues from its checkpoint" if about.resumed else ""))
+        if not about.resumed:
+            self.forget([name])  # files of a run without a checkpoint
         try:
             result = minimize(
                 self.problem, self.start(), name, self.max_iterations or 10**9, self.time_limit, self.seed,
@@ -225,9 +256,9 @@ class Runner:
                 verbose=self.verbose, **options,
             )  # fmt: skip
         except _ERRORS as error:
-            return {"status": "failed", "message": f"{type(error).__name__}: {' '.join(str(error).split())}", **about}
+            return replace(about, status="failed", message=f"{type(error).__name__}: {' '.join(str(error).split())}")
         status, message = judge(result, self.time_limit)
-        return {"status": status, "message": message, "others_busy": others.cores(), **about}
+        return replace(about, status=status, message=message, others_busy=others.cores())
 
     def forget(self, names: Iterable[str]) -> None:
         """Remove what methods have left, so that they start anew."""
@@ -339,7 +370,7 @@ def verdict(summary: dict[str, Any]) -> str:
 
 def _method(method: MethodRun, lowest: float | None) -> dict[str, Any]:
     history = method.history
-    found: dict[str, Any] = {"status": method.outcome["status"], "message": method.outcome.get("message", "")}
+    found: dict[str, Any] = {"status": method.outcome.status, "message": method.outcome.message}
     if not history or lowest is None:
         return found
     best, last = min(history, key=lambda record: record.value), history[-1]
@@ -364,7 +395,7 @@ def _to(history: list[Record], lowest: float, what: Callable[[Record], float]) -
 
 def _time_limit(comparison: Comparison) -> float:
     """The seconds that every method had, 0 if nothing is known of a limit in time alone."""
-    limits = comparison.about.get("settings", {}).get("limits", {})
+    limits = comparison.about.settings.get("limits", {})
     return float(limits.get("time_limit") or 0.0) if limits.get("max_iterations") is None else 0.0
 
 
@@ -382,6 +413,6 @@ def _first(ran: list[MethodRun], lowest: float, level: float, limit: float) -> d
     if others:
         time, second = min(others, key=lambda pair: pair[0])
         return found | {"next": second.name, "times": time / seconds, "bound": ""}
-    going = [m for m in ran if m is not winner and m.outcome["status"] not in ("diverged", "failed")]
+    going = [m for m in ran if m is not winner and m.outcome.status not in ("diverged", "failed")]
     ends = [m.history[-1].seconds for m in going if m.history[-1].seconds >= limit]
     return found | {"next": None, "times": min(ends) / seconds if ends else None, "bound": ">"}

@@ -21,6 +21,7 @@ from gramtower.experiments.comparison import (
     STATUSES,
     Comparison,
     MethodRun,
+    Outcome,
     lowest_value,
     read_comparison,
     relative_difference,
@@ -118,7 +119,7 @@ def _fill(figure: Figure, comparison: Comparison, axis: str) -> None:
             axes.set_xscale("log")
         axes.grid(True, which="major", alpha=0.35)
         axes.grid(True, which="minor", alpha=0.12)
-    marks = "SYNTHETIC DATA: " if comparison.about.get("synthetic") else ""
+    marks = "SYNTHETIC DATA: " if comparison.about.synthetic else ""
     figure.suptitle(marks + comparison.title)
     handles, labels = left.get_legend_handles_labels()
     if handles:
@@ -128,7 +129,7 @@ def _fill(figure: Figure, comparison: Comparison, axis: str) -> None:
 def _curve(axes: Axes, method: MethodRun, points: list[tuple[float, float]]) -> None:
     line = line_of(method.name)
     style: Any = (0, line.dashes) if line.dashes else "-"
-    status = method.outcome["status"]
+    status = method.outcome.status
     label = method.name if status == "finished" else f"{method.name} ({status})"
     marker = "o" if len(points) < 40 else None
     axes.plot(
@@ -180,12 +181,12 @@ def thinned(history: list[Record], most: int) -> list[Record]:
 
 
 def _synthetic(comparison: Comparison) -> list[str]:
-    text = comparison.about.get("synthetic")
+    text = comparison.about.synthetic
     return [f'<p class="mark">Synthetic data: {escape(str(text))}</p>'] if text else []
 
 
 def _opening(comparison: Comparison, summary: dict[str, Any]) -> list[str]:
-    about, parts = comparison.about.get("data", {}), []
+    about, parts = comparison.about.data, []
     if {"left", "right", "pairs"} <= set(about):
         text = f"{about['left']:,} left × {about['right']:,} right entities, {about['pairs']:,} pairs to learn from"
         held = about.get("validation_pairs")
@@ -193,9 +194,9 @@ def _opening(comparison: Comparison, summary: dict[str, Any]) -> list[str]:
     parts.append("All methods start from the same point and run one after the other; only their own work is timed.")
     found = [f"<p>{escape(' '.join(parts))}</p>"]
     found.append(f"<p><strong>{escape(summary['verdict'])}</strong></p>")
-    troubled = [m for m in comparison.methods if m.outcome["status"] != "finished"]
+    troubled = [m for m in comparison.methods if m.outcome.status != "finished"]
     if troubled:
-        names = ", ".join(f"{m.name} ({m.outcome['status']})" for m in troubled)
+        names = ", ".join(f"{m.name} ({m.outcome.status})" for m in troubled)
         found.append(f'<p class="warn">Not all methods ran to their limit: {escape(names)}. Reasons are below.</p>')
     return found
 
@@ -294,23 +295,21 @@ def _speed_ups(summary: dict[str, Any]) -> list[str]:
 
 
 def _settings(comparison: Comparison) -> list[str]:
-    about = comparison.about
-    if not about:
+    about, ends = comparison.request, {method.name: method.outcome for method in comparison.methods}
+    if about is None:
         return ["<h2>Settings</h2><p>comparison.json, which holds them, is not in the folder.</p>"]
-    found = ["<h2>Command</h2>"]
-    found += [f"<pre>{escape(command)}</pre>" for command in about.get("commands", [])]
-    options = {m.name: m.outcome["options"] for m in comparison.methods if m.outcome.get("options")}
-    settings = {"data": about.get("data", {}), **about.get("settings", {}), "method options": options}
+    found = ["<h2>Command</h2>", *(f"<pre>{escape(command)}</pre>" for command in about.commands)]
+    options = {name: end.options for name, end in ends.items() if end.options}
+    settings = {"data": about.data, **about.settings, "method options": options}
     found += ["<h2>Configuration</h2>", *(facts(name, part) for name, part in settings.items() if part)]
-    places = {json.dumps(_machine(m.outcome)): m.outcome for m in comparison.methods if m.outcome.get("environment")}
+    places = {json.dumps(_machine(end)): end for end in ends.values() if end.environment}
     found.append("<h2>Machine</h2>")
     if len(places) > 1:
         found.append('<p class="warn">Methods ran on different machines or versions; their times do not compare.</p>')
-    for outcome in places.values():
-        names = [m.name for m in comparison.methods if _machine(m.outcome) == _machine(outcome)]
-        found.append(facts(", ".join(names), outcome["environment"]))
-    busy = {m.name: m.outcome.get("others_busy") for m in comparison.methods}
-    known = {name: value for name, value in busy.items() if value is not None}
+    for place in places.values():
+        names = [name for name, end in ends.items() if _machine(end) == _machine(place)]
+        found.append(facts(", ".join(names), place.environment))
+    known = {name: end.others_busy for name, end in ends.items() if end.others_busy is not None}
     if known:
         text = ", ".join(f"{name} {value:.2f}" for name, value in known.items())
         kind = ' class="warn"' if max(known.values()) > 0.1 else ""
@@ -318,8 +317,8 @@ def _settings(comparison: Comparison) -> list[str]:
     return found
 
 
-def _machine(outcome: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in outcome.get("environment", {}).items() if key != "date"}
+def _machine(outcome: Outcome) -> dict[str, Any]:
+    return {key: value for key, value in outcome.environment.items() if key != "date"}
 
 
 def _times(found: dict[str, Any] | None) -> str:
@@ -346,11 +345,8 @@ def build(folder: Path) -> tuple[dict[str, Any], list[str]]:
         draw(comparison)
     except ImportError as error:
         problems.append(f"no PNG and SVG figures: {error}")
-    content = plain({"title": comparison.title, **numbers, **_about(comparison.about)})
+    about = comparison.about
+    kept = {name: getattr(about, name) for name in ("synthetic", "data", "settings", "commands", "environment")}
+    content = plain({"title": comparison.title, **numbers, **(kept if comparison.request else {})})
     write_json(folder / SUMMARY, content)
     return content, problems
-
-
-def _about(about: dict[str, Any]) -> dict[str, Any]:
-    kept = ("synthetic", "data", "settings", "commands", "environment")
-    return {key: about[key] for key in kept if key in about}
