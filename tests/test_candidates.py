@@ -88,8 +88,8 @@ def test_an_update_learns_nothing_from_them_either_and_keeps_them():
 @pytest.mark.parametrize(
     ("right", "message"),
     [
-        (None, "candidates: got 'all' with right_features of ids alone, expected right_features with a FeatureTable"),
-        (np.eye(ITEMS), "candidates: got 'all' with right_features of ndarray"),
+        (None, r"candidates.*'all'.*right_features.*right_features"),
+        (np.eye(ITEMS), r"candidates.*'all'.*right_features"),
     ],
 )
 def test_candidates_without_a_table_are_refused_before_training(right, message):

@@ -61,17 +61,17 @@ def test_values_without_a_threshold_are_labels_and_validation_has_the_same_colum
 @pytest.mark.parametrize(
     ("given", "arguments", "message"),
     [
-        ("polars", {}, "pairs: got a DataFrame, expected left= and right= as well"),
-        ("pandas", dict(left="user"), "pairs: got a DataFrame, expected left= and right= as well"),
+        ("polars", {}, r"pairs.*left.*right"),
+        ("pandas", dict(left="user"), r"pairs.*left.*right"),
         (
             "polars",
             dict(left="user", right="film"),
-            "right: got 'film', expected one of the columns present: user, item",
+            r"right.*'film'",
         ),
         (
             "pairs",
             NAMES,
-            "pairs: got Interactions with left='user', right='item', expected a polars, pandas or pyarrow",
+            r"pairs.*Interactions.*'user'.*'item'",
         ),
         ("polars", NAMES | dict(threshold=3), "threshold"),
     ],
@@ -150,10 +150,10 @@ def test_new_left_entities_are_called_by_the_ids_of_their_table_or_by_row(tmp_pa
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (titled(score=[0.0] * 20), "table: got a column 'score', expected names other than 'left'"),
-        ({"id": ["x", "y"], "title": ["a", "b"]}, "table: got 2 rows, none of which has the id of an answer"),
-        ({"id": ["i1", "i1"], "title": ["a", "b"]}, "table: got an id in several rows of column 'id'"),
-        ({}, "table: got no columns"),
+        (titled(score=[0.0] * 20), r"table.*'score'.*'left'"),
+        ({"id": ["x", "y"], "title": ["a", "b"]}, r"table.*2"),
+        ({"id": ["i1", "i1"], "title": ["a", "b"]}, r"table.*'id'"),
+        ({}, r"table.*columns"),
     ],
 )
 def test_tables_that_cannot_be_put_beside_lists_are_refused(table, message):

@@ -241,14 +241,14 @@ def test_several_processes_measure_what_one_does(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (dict(metrics="psp@5"), "train: got None, expected the training pairs, for 'psp@5'"),
-        (dict(metrics="novelty@5"), "train: got None, expected the training pairs, for 'novelty@5'"),
-        (dict(metrics="diversity@1"), "metrics: got 'diversity@1', expected diversity@2 or more"),
-        (dict(metrics="psp"), "metrics: got 'psp', expected names such as"),
-        (dict(metrics="psp@1", popularity=sp.eye(4, 3)), r"popularity: got shape \(4, 3\), expected 4 columns"),
-        (dict(metrics="psp@1", popularity=sp.eye(4), propensity=(1, 0)), "propensity B: got 0"),
-        (dict(metrics="psp@1", popularity=sp.eye(4), propensity=0.5), "propensity: got 0.5, expected two numbers"),
-        (dict(by="activity", popularity=sp.eye(4)), "train: got None, expected the training pairs, for by='activity'"),
+        (dict(metrics="psp@5"), r"train.*None.*'psp@5'"),
+        (dict(metrics="novelty@5"), r"train.*None.*'novelty@5'"),
+        (dict(metrics="diversity@1"), r"metrics.*'diversity@1'"),
+        (dict(metrics="psp"), r"metrics.*'psp'"),
+        (dict(metrics="psp@1", popularity=sp.eye(4, 3)), r"popularity.*\(4, 3\)"),
+        (dict(metrics="psp@1", popularity=sp.eye(4), propensity=(1, 0)), r"propensity.*B.*0"),
+        (dict(metrics="psp@1", popularity=sp.eye(4), propensity=0.5), r"propensity.*0.5"),
+        (dict(by="activity", popularity=sp.eye(4)), r"train.*None.*'activity'"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(arguments, text):

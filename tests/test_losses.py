@@ -77,10 +77,10 @@ def test_names_and_own_losses():
 
 
 @pytest.mark.parametrize(("wrong", "message"), [
-    ({"value": lambda y, s: (s - y).square().mean()}, r"loss\.value: got shape \(\) for 10 pairs, expected a"),
-    ({"first": lambda y, s: (s - y)[:1]}, r"loss\.first: got shape \(1,\) for 10 pairs"),
-    ({"second": lambda y, s: 1.0}, r"loss\.second: got float for 10 pairs"),
-    ({"second": lambda y, s: s - y}, r"loss\.second: got -3.* at label 1 and score -2.*, expected numbers >= 0"),
+    ({"value": lambda y, s: (s - y).square().mean()}, r"loss\.value.*10"),
+    ({"first": lambda y, s: (s - y)[:1]}, r"loss\.first.*\(1,\).*10"),
+    ({"second": lambda y, s: 1.0}, r"loss\.second.*10"),
+    ({"second": lambda y, s: s - y}, r"loss\.second.*-3.*label 1.*-2"),
 ])  # fmt: skip
 def test_losses_of_another_shape_and_such_that_are_not_convex_are_refused(wrong, message):
     square = LOSSES["squared"]

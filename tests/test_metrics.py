@@ -221,16 +221,16 @@ def test_a_user_who_has_seen_or_likes_everything_has_no_auc():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (dict(metrics=("recall",)), r"metrics: got 'recall', expected names such as 'recall@20', of .*ndcg@K.*auc"),
-        (dict(metrics=("recal@5",)), "metrics: got 'recal@5'"),
-        (dict(metrics=("recall@0",)), "metrics: got 'recall@0'"),
-        (dict(metrics=()), "metrics: got none"),
-        (dict(test=sp.csr_matrix((3, 4))), "test: got 0 pairs"),
+        (dict(metrics=("recall",)), r"metrics.*'recall'.*'recall@20'"),
+        (dict(metrics=("recal@5",)), r"metrics.*'recal@5'"),
+        (dict(metrics=("recall@0",)), r"metrics.*'recall@0'"),
+        (dict(metrics=()), r"metrics.*none"),
+        (dict(test=sp.csr_matrix((3, 4))), r"test.*0"),
         (dict(train=sp.csr_matrix(np.eye(3, 4))), "3 pairs, 3 of them in train"),
-        (dict(test=np.eye(3, 4)), "test: got ndarray"),
-        (dict(test=sp.eye(4, 3)), r"test: got shape \(4, 3\)"),
-        (dict(by="popularity"), "train: got None"),
-        (dict(by="age", train=sp.csr_matrix((3, 4))), "by: got 'age'"),
+        (dict(test=np.eye(3, 4)), r"test.*ndarray"),
+        (dict(test=sp.eye(4, 3)), r"test.*\(4, 3\)"),
+        (dict(by="popularity"), r"train.*None"),
+        (dict(by="age", train=sp.csr_matrix((3, 4))), r"by:.*'age'"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(arguments, text):
@@ -242,11 +242,11 @@ def test_bad_arguments_are_refused_by_name(arguments, text):
 @pytest.mark.parametrize(
     ("recommended", "metrics", "text"),
     [
-        ([[0, 1], [2, 3]], "recall@3", "recommended: got 2 columns"),
+        ([[0, 1], [2, 3]], "recall@3", r"recommended.*2"),
         ([[0, 1], [1, 1]], "recall@2", "an item twice in row 1"),
         ([[0, 1], [1, 4]], "recall@2", "columns from 0 to 4"),
-        ([[0, 1]], "recall@2", "relevant: got shape"),
-        ([[0.5, 1.0], [1.0, 2.0]], "recall@2", "recommended: got shape"),
+        ([[0, 1]], "recall@2", r"relevant.*shape"),
+        ([[0.5, 1.0], [1.0, 2.0]], "recall@2", r"recommended.*shape"),
         ([[0, 1], [2, 3]], "auc", "evaluate_embeddings computes the AUC"),
     ],
 )

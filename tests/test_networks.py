@@ -334,13 +334,13 @@ class Untraced(Then):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda y: y - y.mean(0), "another result when other rows stand beside it, first at step 2, mean"),
-        (lambda y: torch.softmax(y, 0), "another result when other rows stand beside it, first at step 2, softmax"),
-        (lambda y: torch.tanh(y) + torch.randn(3), "different results for the same rows, first at step 3, randn"),
-        (lambda y: F.dropout(y, 0.5), "different results for the same rows, first at step 2, dropout"),
-        (lambda y: F.one_hot(y.argmax(1), 3).float(), "no derivative: .* after step 2, argmax"),
-        (lambda y: torch.tanh(y.detach()), "no derivative: .* after step 2, detach"),
-        (lambda y: y.argmax(1, keepdim=True), "left tower: an output of torch.int64|got an output of torch.int64"),
+        (lambda y: y - y.mean(0), r"other rows.*step 2, mean"),
+        (lambda y: torch.softmax(y, 0), r"other rows.*step 2, softmax"),
+        (lambda y: torch.tanh(y) + torch.randn(3), r"same rows.*step 3, randn"),
+        (lambda y: F.dropout(y, 0.5), r"same rows.*step 2, dropout"),
+        (lambda y: F.one_hot(y.argmax(1), 3).float(), r"derivative.*step 2, argmax"),
+        (lambda y: torch.tanh(y.detach()), r"derivative.*step 2, detach"),
+        (lambda y: y.argmax(1, keepdim=True), r"output of torch.int64"),
     ],
     ids=["mean", "softmax", "noise", "dropout", "argmax", "detach", "integers"],
 )

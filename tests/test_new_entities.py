@@ -261,17 +261,17 @@ def test_ids_of_new_entities_are_of_the_type_of_the_others():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: m.add(), "left_features, right_features: got None"),
+        (lambda m: m.add(), r"left_features, right_features.*None"),
         (
             lambda m: m.add(right_features={"kind": ["0"], "size": [1.0]}),
-            "right_features: got rows without ids, expected",
+            r"right_features.*without ids",
         ),
-        (lambda m: m.add(right_features=items([40]), right_ids=["x"]), "right_ids: got ids, expected none"),
-        (lambda m: m.recommend("u1", right_features=items([40, 40])), "right_features: got id 'i40' in several rows"),
-        (lambda m: m.recommend("u1", right_features=np.ones((1, 2))), "right_features: got ndarray"),
-        (lambda m: m.recommend("u1", candidates="some"), "candidates: got 'some'"),
-        (lambda m: m.similar("i1", left_features=users([1])), "left_features: got features, expected None"),
-        (lambda m: m.similar(), "ids: got None, expected ids, or right_features"),
+        (lambda m: m.add(right_features=items([40]), right_ids=["x"]), "right_ids"),
+        (lambda m: m.recommend("u1", right_features=items([40, 40])), r"right_features.*'i40'"),
+        (lambda m: m.recommend("u1", right_features=np.ones((1, 2))), r"right_features.*ndarray"),
+        (lambda m: m.recommend("u1", candidates="some"), r"candidates.*'some'"),
+        (lambda m: m.similar("i1", left_features=users([1])), "left_features"),
+        (lambda m: m.similar(), r"ids.*None.*right_features"),
         (
             lambda m: small(max_iterations=1).fit(pairs()).add(right_features=items([40])),
             "this one knows right ids only",

@@ -179,17 +179,17 @@ def test_a_table_needs_a_row_for_each_id(table, message):
     [
         (
             lambda: gt.Towers(nn.Linear(2, 2), len),
-            r"^right: got builtin_function_or_method, expected a torch.nn.Module",
+            r"^right.*builtin_function_or_method",
         ),
-        (lambda: gt.Towers(nn.ELU(), nn.ELU()), r"^towers: got no trainable parameter, expected at least one"),
+        (lambda: gt.Towers(nn.ELU(), nn.ELU()), r"^towers.*trainable"),
         (
             lambda: gt.Towers(nn.Linear(2, 2).double(), nn.Linear(2, 2)),
-            r"^towers: got torch.float32 on cpu, torch.float64 on cpu, expected all parameters float32, or all float64",
+            r"^towers.*torch.float32.*torch.float64",
         ),
-        (lambda: gt.Towers(nn.Linear(2, 2).half(), nn.Linear(2, 2).half()), r"^towers: got torch.float16 on cpu, exp"),
-        (lambda: gt.Problem(pairs()).at(nn.Linear(2, 2)), r"^towers: got Linear, expected a gramtower.Towers"),
-        (lambda: gt.Problem(pairs()).plan(nn.Linear(2, 2)), r"^towers: got Linear, expected a gramtower.Towers"),
-        (lambda: gt.Problem(pairs()).least_budget(3), r"^towers: got int, expected a gramtower.Towers"),
+        (lambda: gt.Towers(nn.Linear(2, 2).half(), nn.Linear(2, 2).half()), r"^towers.*torch.float16"),
+        (lambda: gt.Problem(pairs()).at(nn.Linear(2, 2)), r"^towers.*Linear"),
+        (lambda: gt.Problem(pairs()).plan(nn.Linear(2, 2)), r"^towers.*Linear"),
+        (lambda: gt.Problem(pairs()).least_budget(3), r"^towers.*int"),
     ],
 )
 def test_towers_are_checked_when_they_are_made(make, message):
@@ -200,13 +200,13 @@ def test_towers_are_checked_when_they_are_made(make, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(dim=0), r"^dim: got 0, expected an integer >= 1"),
-        (dict(dim=2.0), r"^dim: got 2.0, expected an integer >= 1"),
-        (dict(hidden=(4, 0)), r"^hidden: got 0, expected an integer >= 1"),
-        (dict(hidden=8), r"^hidden: got 8, expected a sequence of layer widths"),
-        (dict(activation="swish"), r"^activation: got 'swish', expected one of 'elu', 'relu'"),
-        (dict(seed=-1), r"^seed: got -1, expected an integer >= 0"),
-        (dict(dtype=torch.int64), r"^dtype: got torch.int64, expected torch.float32 or torch.float64"),
+        (dict(dim=0), r"^dim.*0"),
+        (dict(dim=2.0), r"^dim.*2.0"),
+        (dict(hidden=(4, 0)), r"^hidden.*0"),
+        (dict(hidden=8), r"^hidden.*8"),
+        (dict(activation="swish"), r"^activation.*'swish'.*'elu'.*'relu'"),
+        (dict(seed=-1), r"^seed.*-1"),
+        (dict(dtype=torch.int64), r"^dtype.*torch.int64"),
     ],
 )
 def test_bad_arguments_of_mlp_towers(arguments, message):
@@ -300,9 +300,9 @@ def test_each_device_has_a_budget_of_its_own(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(problem=3), "^problem: got int"), (dict(towers=3), "^towers: got int"),
-        (dict(validation=3), "^validation: got"), (dict(callbacks=3), "^callbacks: got 3"),
-        (dict(callbacks=[3]), "^callbacks: got"), (dict(validate_at=[]), "^validate_at: got"),
+        (dict(problem=3), r"^problem.*int"), (dict(towers=3), r"^towers.*int"),
+        (dict(validation=3), r"^validation"), (dict(callbacks=3), r"^callbacks.*3"),
+        (dict(callbacks=[3]), r"^callbacks"), (dict(validate_at=[]), r"^validate_at"),
     ],
 )  # fmt: skip
 def test_minimize_refuses_wrong_types_by_name(arguments, message):

@@ -115,14 +115,14 @@ def test_files_keep_ids_and_categories_as_text(tmp_path):
 @pytest.mark.parametrize(
     ("frame", "options", "message"),
     [
-        (FRAME, {}, "columns: got none"),
-        (FRAME, {"numeric": "age"}, "numeric: got 'age', expected a sequence"),
-        (FRAME, {"numeric": ["agee"]}, r"numeric: got 'agee', expected one of the columns present: user, age"),
-        (FRAME, {"numeric": ["title"]}, "numeric: got 'The Mask' in column 'title'"),
-        (FRAME, {"numeric": ["age"], "id": "uid"}, "id: got 'uid'"),
-        ({"user": ["a", "a"], "x": [1, 2]}, {"numeric": ["x"]}, "id: got 'a' in 2 rows"),
+        (FRAME, {}, r"columns.*none"),
+        (FRAME, {"numeric": "age"}, r"numeric.*'age'"),
+        (FRAME, {"numeric": ["agee"]}, r"numeric.*'agee'"),
+        (FRAME, {"numeric": ["title"]}, r"numeric.*'The Mask'.*'title'"),
+        (FRAME, {"numeric": ["age"], "id": "uid"}, r"id:.*'uid'"),
+        ({"user": ["a", "a"], "x": [1, 2]}, {"numeric": ["x"]}, r"id:.*'a'.*2"),
         (FRAME, {"text": ["title"], "hash_bits": 60}, "hash_bits"),
-        (FRAME, {"text": ["title"], "ngrams": "letters"}, "ngrams: got 'letters'"),
+        (FRAME, {"text": ["title"], "ngrams": "letters"}, r"ngrams.*'letters'"),
     ],
 )
 def test_bad_tables_are_named(frame, options, message):
@@ -173,10 +173,10 @@ def test_inferred_tables_are_those_with_the_kinds_written_out(ending, tmp_path):
 
 def test_wrong_kinds_are_named():
     for kinds, message in [
-        ({"agee": "numeric"}, "kinds: got 'agee', expected a column besides the id, such as 'age'"),
+        ({"agee": "numeric"}, r"kinds.*'agee'.*'age'"),
         ({"age": "number"}, r"kinds\['age'\]: got 'number'"),
-        (dict.fromkeys(FRAME.columns[1:], "skip"), "columns: got age, zip, genres, title"),
-        ({"title": "numeric"}, "numeric: got 'The Mask'"),
+        (dict.fromkeys(FRAME.columns[1:], "skip"), r"columns.*age, zip, genres, title"),
+        ({"title": "numeric"}, r"numeric.*'The Mask'"),
     ]:
         with pytest.raises(ValueError, match=message):
             FeatureTable.inferred(FRAME, "user", kinds)
@@ -189,8 +189,8 @@ def test_foreign_json_is_refused():
         ("{", "no JSON"),
         ("[1]", "gramtower.features"),
         (json.dumps({**good, "version": 99}), "version 99"),
-        (json.dumps({**good, "columns": kinds}), "kind: got 'magic'"),
-        (json.dumps({**good, "columns": [{"kind": "numeric", "x": 1}]}), "a numeric column: got a field 'x'"),
+        (json.dumps({**good, "columns": kinds}), r"kind.*'magic'"),
+        (json.dumps({**good, "columns": [{"kind": "numeric", "x": 1}]}), r"a numeric column.*'x'"),
     ]:
         with pytest.raises(ValueError, match=message):
             FeatureTable.encoder_from_json(text)

@@ -161,7 +161,7 @@ def test_a_dataclass_is_built_from_what_it_declares():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"count": "3"}, "header: got count '3', expected int"),
+        ({"count": "3"}, r"header.*'3'"),
         ({"count": True}, "got count True"),
         ({"count": 2**63}, "got count 9223372036854775808"),
         ({"size": 10**400}, "got size 1000"),

@@ -226,17 +226,17 @@ def test_one_block_of_scores_is_all_that_is_held():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (dict(k=0), "k: got 0"),
-        (dict(P=torch.ones(3)), "P: got shape"),
+        (dict(k=0), r"k:.*0"),
+        (dict(P=torch.ones(3)), r"P.*shape"),
         (dict(P=torch.ones(3, 2)), "the same number of columns"),
-        (dict(Q=torch.ones(4, 5, dtype=torch.int64)), "Q: got dtype"),
-        (dict(Q=torch.full((4, 5), torch.nan)), "Q: got 4 rows with NaN"),
-        (dict(exclude=sp.csr_matrix((4, 4))), "exclude: got shape"),
-        (dict(exclude=np.zeros((3, 4))), "exclude: got ndarray"),
-        (dict(allow=[4]), "allow: got 4"),
-        (dict(deny=[0, -1]), "deny: got -1"),
-        (dict(deny=[0.5]), "deny: got shape"),
-        (dict(block_bytes="much"), "block_bytes: got 'much'"),
+        (dict(Q=torch.ones(4, 5, dtype=torch.int64)), r"Q.*dtype"),
+        (dict(Q=torch.full((4, 5), torch.nan)), r"Q.*4 rows.*NaN"),
+        (dict(exclude=sp.csr_matrix((4, 4))), r"exclude.*shape"),
+        (dict(exclude=np.zeros((3, 4))), r"exclude.*ndarray"),
+        (dict(allow=[4]), r"allow.*4"),
+        (dict(deny=[0, -1]), r"deny.*-1"),
+        (dict(deny=[0.5]), r"deny.*shape"),
+        (dict(block_bytes="much"), r"block_bytes.*'much'"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(arguments, text):

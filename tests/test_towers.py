@@ -150,10 +150,10 @@ class Then(nn.Module):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda y: y - y.mean(0), "left tower: Then gives a row another result when other rows stand beside it"),
-        (lambda y: y.cumsum(0).flip(0), "left tower: Then gives a row another result when other rows stand beside it"),
-        (lambda y: y + torch.randn(3), r"left tower: Then gives different results for the same rows.*\.eval\(\)"),
-        (lambda y: nn.functional.dropout(y), r"left tower: Then gives different results for the same rows"),
+        (lambda y: y - y.mean(0), r"left tower.*Then.*other rows"),
+        (lambda y: y.cumsum(0).flip(0), r"left tower.*Then.*other rows"),
+        (lambda y: y + torch.randn(3), r"left tower.*Then.*same rows.*\.eval\(\)"),
+        (lambda y: nn.functional.dropout(y), r"left tower.*Then.*same rows"),
     ],
     ids=["centred", "cumulated", "noisy", "dropped"],
 )

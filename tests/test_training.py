@@ -176,8 +176,8 @@ def test_an_unfinished_last_line_of_a_history_is_ignored(tmp_path):
 
 
 @pytest.mark.parametrize(("damage", "message"), [
-    (lambda line: line[:-20], r"line 2: got .*, expected an object"),
-    (lambda line: line.replace('"step"', '"steps"'), r"line 2: got a field 'steps'"),
+    (lambda line: line[:-20], r"line 2.*object"),
+    (lambda line: line.replace('"step"', '"steps"'), r"line 2.*'steps'"),
 ])  # fmt: skip
 def test_a_history_that_is_damaged_before_its_end_is_refused_by_line(damage, message, tmp_path):
     problem, towers = planted()
@@ -311,12 +311,12 @@ def test_verbose_writes_to_standard_error(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(max_iterations=-1), "max_iterations: got -1"),
-        (dict(time_limit="60s"), "time_limit: got '60s'"),
-        (dict(tolerance=-1.0), r"tolerance: got -1\.0"),
-        (dict(seed=-1), "seed: got -1"),
-        (dict(checkpoint_every=0), "checkpoint_every: got 0"),
-        (dict(checkpoint_seconds=-1.0), r"checkpoint_seconds: got -1\.0"),
+        (dict(max_iterations=-1), r"max_iterations.*-1"),
+        (dict(time_limit="60s"), r"time_limit.*'60s'"),
+        (dict(tolerance=-1.0), r"tolerance.*-1\.0"),
+        (dict(seed=-1), r"seed.*-1"),
+        (dict(checkpoint_every=0), r"checkpoint_every.*0"),
+        (dict(checkpoint_seconds=-1.0), r"checkpoint_seconds.*-1\.0"),
     ],
 )
 def test_bad_arguments_are_refused(options, message):

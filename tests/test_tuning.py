@@ -574,15 +574,15 @@ def test_a_failing_setting_is_left_out_and_failing_defaults_are_an_error(tmp_pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(metric="recal@20"), "metric: got 'recal@20'"),
-        (dict(metric=("recall@20", "map@5")), "metric: got"),
-        (dict(trials=0), "trials: got 0"),
-        (dict(time_limit=0.0), "time_limit: got 0.0"),
-        (dict(validation=1.5), "validation: got 1.5"),
-        (dict(validation=0.0), "validation: got 0.0"),
+        (dict(metric="recal@20"), r"metric.*'recal@20'"),
+        (dict(metric=("recall@20", "map@5")), "metric"),
+        (dict(trials=0), r"trials.*0"),
+        (dict(time_limit=0.0), r"time_limit.*0.0"),
+        (dict(validation=1.5), r"validation.*1.5"),
+        (dict(validation=0.0), r"validation.*0.0"),
         (dict(space={}), "an empty space"),
-        (dict(space={"penalty": True}), "space: penalty: got true, around the model's own 0, expected .low, high."),
-        (dict(seed=-1), "seed: got -1"),
+        (dict(space={"penalty": True}), r"space.*penalty.*0"),
+        (dict(seed=-1), r"seed.*-1"),
     ],
 )
 def test_bad_input_is_refused(options, message):

@@ -264,14 +264,14 @@ def test_a_checkpoint_of_another_validation_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(validation_side="up"), "validation_side: got 'up', expected"),
-        (dict(validation_side="left"), r"validation_side: got 'left' with left_features of id, expected left_features"),
+        (dict(validation_side="up"), r"validation_side.*'up'"),
+        (dict(validation_side="left"), r"validation_side.*'left'.*left_features.*left_features"),
         (dict(validation_side="left", left_features="history"), "got 'left' with left_features of history"),
         (dict(validation_side="right", left_features=words(80)), "got 'right' with right_features of id"),
-        (dict(validation_side="left", left_features=words(79)), r"left_features: got csr_matrix of shape \(79, 12\)"),
-        (dict(validation_side="left", left_features=words(80), validation=1.0), "validation: got 1.0"),
-        (dict(validation_side="left", left_features=words(80), validation=data()), "validation: got csr_matrix"),
-        (dict(validation_side="left", left_features=words(80), validation=None), "validation: got None"),
+        (dict(validation_side="left", left_features=words(79)), r"left_features.*csr_matrix.*\(79, 12\)"),
+        (dict(validation_side="left", left_features=words(80), validation=1.0), r"validation.*1.0"),
+        (dict(validation_side="left", left_features=words(80), validation=data()), r"validation.*csr_matrix"),
+        (dict(validation_side="left", left_features=words(80), validation=None), r"validation.*None"),
     ],
 )
 def test_bad_input_is_refused(options, message):

@@ -70,14 +70,14 @@ def test_text_is_a_vector_if_told_so(tmp_path):
     [
         (
             [[1.0, 2.0], [1.0]],
-            r"vectors: got column 'v' with lists of 1 to 2 numbers, expected lists of 2 numbers each",
+            r"vectors.*'v'.*1.*2",
         ),
-        ([[1.0, None], [1.0, 2.0]], "vectors: got a missing number in row 0 of column 'v'"),
-        ([["a"], ["b"]], "vectors: got 'a' in column 'v'"),
-        ([1.0, 2.0], "vectors: got column 'v' of Float64, expected lists of numbers"),
-        ([None, None], "vectors: got column 'v' without a vector"),
-        ([[], []], r"vectors: got column 'v' of List\(Null\), expected lists of numbers"),
-        ([[1.0, float("inf")], [1.0, 2.0]], "vectors: got inf in column 'v'"),
+        ([[1.0, None], [1.0, 2.0]], r"vectors.*0.*'v'"),
+        ([["a"], ["b"]], r"vectors.*'a'.*'v'"),
+        ([1.0, 2.0], r"vectors.*'v'.*Float64"),
+        ([None, None], r"vectors.*'v'"),
+        ([[], []], r"vectors.*'v'.*List\(Null\)"),
+        ([[1.0, float("inf")], [1.0, 2.0]], r"vectors.*inf.*'v'"),
     ],
 )
 def test_what_is_no_vector_is_refused(cells, message):
