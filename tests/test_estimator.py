@@ -17,6 +17,7 @@ from torch import nn
 
 import gramtower as gt
 from gramtower._util import host
+from gramtower._util.checks import LeftOutWarning
 from gramtower.data.datasets import planted_pairs
 from gramtower.data.splits import random_pairs
 from gramtower.distributed.group import SINGLE
@@ -94,7 +95,7 @@ def test_unknown_ids_of_allow_and_deny_are_ignored_and_counted(kind):
     some = [items[1], items[3], items[1]]
     for name in ("allow", "deny"):
         expected = model.recommend(users, k=5, **{name: some})
-        with pytest.warns(gt.data.left_out.LeftOutWarning, match=rf"^{name}.*3.*6") as warned:
+        with pytest.warns(LeftOutWarning, match=rf"^{name}.*3.*6") as warned:
             found = model.recommend(users, k=5, **{name: [*some, *strange]})
         assert len(warned) == 1
         assert all(map(np.array_equal, found, expected))

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import gramtower as gt
+from gramtower._util.checks import LeftOutWarning
 from gramtower.data.interactions import Interactions
 from gramtower.experiments.figures import binned
 from gramtower.experiments.fit_report import FitRun, examples, fit_page, groups_of, validation_pairs
@@ -170,7 +171,7 @@ def test_a_fit_on_all_pairs_is_measured_on_the_test_that_is_given(folder, capsys
     _, out, _ = call(capsys, *tokens)
     every = json.loads(out)["measured"]["groups"][0]
     model = gt.load(folder / "again/model.gramtower")
-    with pytest.warns(gt.data.left_out.LeftOutWarning):
+    with pytest.warns(LeftOutWarning):
         expected = model.evaluate(Interactions.from_csv(folder / "test.csv", "user", "item"))
     assert every["metrics"] == {name: pytest.approx(value) for name, value in expected.items()}
     assert (every["users"], every["pairs"]) == (expected.users, 40)
