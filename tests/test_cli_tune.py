@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tomllib
-from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -13,10 +12,8 @@ pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 pytest.importorskip("polars", reason="the command line reads tables with polars")
 pytest.importorskip("optuna", reason="tuning needs optuna")
 
-from gramtower.cli.options import ModelOptions, TrainOptions
 from gramtower.cli.program import run
-from gramtower.experiments.tuning.report import SKIPPED, TRAIN
-from gramtower.model.two_tower import TwoTower, load
+from gramtower.model.two_tower import load
 
 COLUMNS = ["--left", "user", "--right", "item"]
 SPACE = '[space]\nomega = [0.001, 1.0]\nleft-power = true\ndim = [2, 4]\nhidden = ["none", "4"]\n'
@@ -151,11 +148,3 @@ def test_an_empty_space_is_refused(pairs, tmp_path, capsys):
     base = ["tune", str(pairs / "pairs.csv"), *COLUMNS, "--out", str(tmp_path / "out"), "--quiet", "--device", "cpu"]
     assert run([*base, "--space", str(tmp_path / "space.toml")]) == 2
     assert "an empty space" in capsys.readouterr().err
-
-
-def test_every_argument_of_the_model_has_a_table():
-    """The report sorts arguments into [model] and [train] without the command line; this is the command line's view."""
-    model, train = ({f.name for f in fields(table)} for table in (ModelOptions, TrainOptions))
-    assert {*TRAIN, *SKIPPED} == train - {"option", "refit", "validation_side"} | {"optimizer_options"}
-    arguments = set(TwoTower().get_params()) - {"towers", "verbose", "optimizer_options"}
-    assert arguments - train == model - {"history"}

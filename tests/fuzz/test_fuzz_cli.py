@@ -115,9 +115,9 @@ SIZES = [
 ]  # nothing that takes memory
 FIELDS = {
     name: ["--" + f.name.replace("_", "-") for f in dataclasses.fields(getattr(options, name)) if f.name != "path"]
-    for name in ("DataOptions", "FeatureOptions", "ModelOptions", "TrainOptions", "Common")
+    for name in ("DataOptions", "FitFeatures", "ModelOptions", "FitTraining", "Common")
 }
-TRAINED = FIELDS["DataOptions"] + FIELDS["FeatureOptions"] + FIELDS["ModelOptions"] + FIELDS["TrainOptions"]
+TRAINED = FIELDS["DataOptions"] + FIELDS["FitFeatures"] + FIELDS["ModelOptions"] + FIELDS["FitTraining"]
 COMMANDS = {  # a line that works, flags it may have, and how often it is tried
     "recommend": (
         ["run", "--left", "u1"],
@@ -161,7 +161,7 @@ COMMANDS = {  # a line that works, flags it may have, and how often it is tried
     "report": (["run"], ["--test", "--left-table", "--right-table"], 3),
     "update": (
         ["run", "t.csv", *PAIRS, "--iterations", "0", "--quiet", "--out", "updated"],
-        ["--iterations", "--out", *FIELDS["DataOptions"], *FIELDS["FeatureOptions"]],
+        ["--iterations", "--out", *FIELDS["DataOptions"], *FIELDS["FitFeatures"]],
         3,
     ),
     "fit": (["t.csv", *PAIRS, *SMALL, "--out", "fitted", "--fresh"], ["--config", "--out", *TRAINED], 6),
@@ -174,7 +174,7 @@ COMMANDS = {  # a line that works, flags it may have, and how often it is tried
         ["t.csv", *PAIRS, "--models", "popularity", "--seeds", "1", "--quiet", "--out", "models"],
         ["--models", "--test", "--metrics", "--seeds", "--reference", "--config", "--fresh", "--out"]
         + FIELDS["DataOptions"]
-        + FIELDS["FeatureOptions"],
+        + FIELDS["FitFeatures"],
         2,
     ),
     "tune": (

@@ -34,6 +34,7 @@ from gramtower.cli.options import (
     Common,
     DataOptions,
     FeatureOptions,
+    FitTraining,
     ModelOptions,
     Settings,
     TrainOptions,
@@ -41,9 +42,6 @@ from gramtower.cli.options import (
     merged,
     nearest,
     read_tables,
-    refuse_candidates,
-    refuse_refit,
-    refuse_validation_side,
 )
 from gramtower.cli.output import note, print_json, print_table
 from gramtower.cli.reading import read_pairs, split_validation, tower_features
@@ -133,7 +131,7 @@ def load_experiment(path: Path) -> Experiment:
     Raises:
         ValueError: if it is not TOML, or holds an unknown table, method, key or constant, or a wrong value.
     """
-    model, train = get_type_hints(ModelOptions), get_type_hints(TrainOptions)
+    model, train = get_type_hints(ModelOptions), get_type_hints(FitTraining)
     known = {
         "data": get_type_hints(DataOptions) | {"shape": list[int] | None},
         "problem": {key: kind for key, kind in model.items() if key not in _TOWERS},
@@ -152,7 +150,7 @@ def load_experiment(path: Path) -> Experiment:
         settings = Settings(
             DataOptions(**data),
             ModelOptions(**tables.get("problem", {}), **tables.get("towers", {})),
-            TrainOptions(**tables.get("run", {})),
+            FitTraining(**tables.get("run", {})),
         )
         return Experiment(path, settings, _methods(path, methods), None if shape is None else tuple(shape))
 
@@ -368,9 +366,6 @@ def compare(
         tokens: The command line itself.
     """
     common = common or Common()
-    refuse_refit(train)
-    refuse_validation_side(train)
-    refuse_candidates(features)
     out = for_writing(out)
     asked = None if optimizers is None else _names(optimizers)
     setup = make_setup(path, config, synthetic, (data, model, train, features))

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower._util.files import is_left_over, replacing, write_json
-from gramtower.cli.options import Common, DataOptions, merge_flags
+from gramtower.cli.options import Common, DataOptions, ReadOptions, merge_flags
 from gramtower.cli.output import print_facts, print_json, print_table
 from gramtower.cli.reading import held_out_of, read_pairs
 from gramtower.cli.run_folder import for_writing
@@ -64,7 +64,7 @@ def split(
     file_format: str | None = None,
     seed: int = 0,
     config: Path | None = None,
-    data: DataOptions | None = None,
+    data: ReadOptions | None = None,
     common: Common | None = None,
 ) -> int:
     """Cut the pairs of any DATA into files to train on and to test on.
@@ -94,8 +94,6 @@ def split(
     _check_flags(check.choice("by", by, tuple(_FLAGS)), flags)
     ending = "parquet" if suffix_of(path) in (".parquet", ".pq") else "csv"
     ending = ending if file_format is None else check.choice("file-format", file_format, _FORMATS)
-    if data is not None and data.validation is not None:
-        check.fail("--validation", data.validation, "nothing: --share and --by say what is held out")
     _check_folder(out)
     pairs = read_pairs(path, merge_flags(config, data).data)
     if by in ("time", "last") and pairs.times is None:
@@ -236,7 +234,7 @@ def convert(
     *,
     out: Path,
     config: Path | None = None,
-    data: DataOptions | None = None,
+    data: ReadOptions | None = None,
     common: Common | None = None,
 ) -> int:
     """Write the pairs of any DATA as a table with a header, which fit reads again faster.

@@ -24,13 +24,11 @@ from gramtower.cli.options import (
     DataOptions,
     FeatureOptions,
     ModelOptions,
+    ReadOptions,
     Settings,
     TrainOptions,
     merge_flags,
     read_config,
-    refuse_candidates,
-    refuse_refit,
-    refuse_validation_side,
 )
 from gramtower.cli.output import note, print_facts, print_json, print_table, shown
 from gramtower.cli.query import options_of_test
@@ -80,7 +78,7 @@ def benchmark(
     seeds: int = 3,
     reference: str | None = None,
     fresh: Switch = False,
-    data: DataOptions | None = None,
+    data: ReadOptions | None = None,
     features: FeatureOptions | None = None,
     common: Common | None = None,
     tokens: Annotated[Sequence[str], Parameter(parse=False)] = (),
@@ -117,22 +115,17 @@ def benchmark(
     for other in (out / HISTORY, comparison_store(out).manifest):
         if other.exists():
             check.fail("out", f"{out}, which holds {other.name}", "a folder of its own for a benchmark")
-    if data is not None and data.validation is not None:
-        check.fail("--validation", data.validation, "nothing: --test says what is held out")
-    refuse_candidates(features)
     configs = _configs(config or [])
     settings = merge_flags(None, data, features=features)
     settings.data = _data_of(settings.data, configs)
-    source = settings.data.path if path is None else str(path)
-    if source is None:
-        check.fail("DATA", "nothing", "a file of pairs, as an argument or as path below [data] of a config")
+    source = settings.source(path)
     names = None if models is None else _split(models)
     if names == ["none"]:
         names = []
     if names is not None and (unknown := [name for name in names if name not in BUILT_IN]):
         check.fail("models", repr(unknown[0]), f"names of {', '.join(BUILT_IN)}, or none; --config adds your own")
     towers = names is None or any(name in TOWERS for name in names)
-    pairs = read_pairs(Path(source), settings.data, loss=ModelSettings.loss if towers else None)
+    pairs = read_pairs(source, settings.data, loss=ModelSettings.loss if towers else None)
     held_out = share_or_pairs("--test", test, settings.data)
     if not common.quiet:
         note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities, {seeds} seeds")
@@ -141,7 +134,7 @@ def benchmark(
     try:
         found = run_benchmark(
             pairs, held_out, metrics=_split(metrics), models=own, baselines=names, **given, seeds=seeds,
-            reference=reference, out=out, fresh=fresh, title=Path(source).name,
+            reference=reference, out=out, fresh=fresh, title=source.name,
             command=shlex.join(["gramtower", *tokens]), progress=None if common.quiet else note, verbose=False,
         )  # fmt: skip
     except KeyboardInterrupt:
@@ -238,7 +231,7 @@ def cross_validate(
     metrics: str = ",".join(DEFAULT),
     out: Path | None = None,
     config: Path | None = None,
-    data: DataOptions | None = None,
+    data: ReadOptions | None = None,
     features: FeatureOptions | None = None,
     model: ModelOptions | None = None,
     train: TrainOptions | None = None,
@@ -262,20 +255,13 @@ def cross_validate(
         common: Output.
     """
     common = common or Common()
-    refuse_refit(train)
-    refuse_validation_side(train)
-    refuse_candidates(features)
     settings = merge_flags(config, data, model, train, features)
-    source = settings.data.path if path is None else str(path)
-    if source is None:
-        check.fail("DATA", "nothing", "a file of pairs, as an argument or as path below [data] of the config")
-    if data is not None and data.validation is not None:
-        check.fail("--validation", data.validation, "nothing: the folds are what is held out")
+    source = settings.source(path)
     if out is not None and out.is_dir():
         check.fail("--out", f"{out}, which is a folder", "a file for JSON")
     names = [metric.name for metric in parse([name.strip() for name in metrics.split(",") if name.strip()])]
     estimator = TwoTower(**settings.estimator_arguments(), verbose=not common.quiet)
-    pairs = read_pairs(Path(source), settings.data, loss=estimator.loss)
+    pairs = read_pairs(source, settings.data, loss=estimator.loss)
     if not common.quiet:
         if settings.data.validation is not None:
             unused = f"[data] validation {settings.data.validation} of the config is not used"

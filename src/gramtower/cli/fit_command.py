@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,13 +18,14 @@ from gramtower.cli.options import (
     Common,
     DataOptions,
     FeatureOptions,
+    FitFeatures,
+    FitTraining,
     ModelOptions,
+    ReadOptions,
     Settings,
-    TrainOptions,
     merge_flags,
     merged,
     parse_option,
-    refuse_candidates,
 )
 from gramtower.cli.output import note, print_facts, print_json
 from gramtower.cli.reading import held_out_of, read_pairs, seen_line, tower_features, validation_of
@@ -37,6 +39,7 @@ from gramtower.experiments.machine import environment
 from gramtower.model.defaults import pick_device
 from gramtower.model.fit_data import known_pairs
 from gramtower.model.fitting import ITERATIONS, refit_checkpoint, selection_file
+from gramtower.model.settings import SETTINGS
 from gramtower.model.two_tower import TwoTower
 from gramtower.model.unseen import unseen_pairs
 from gramtower.model.warm_start import grown_pairs
@@ -52,9 +55,9 @@ def fit(
     config: Path | None = None,
     fresh: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
     data: DataOptions | None = None,
-    features: FeatureOptions | None = None,
+    features: FitFeatures | None = None,
     model: ModelOptions | None = None,
-    train: TrainOptions | None = None,
+    train: FitTraining | None = None,
     common: Common | None = None,
 ) -> int:
     """Learn a model from observed pairs.
@@ -90,20 +93,17 @@ def fit(
     """
     common = common or Common()
     settings = merge_flags(config, data, model, train, features)
-    if path is not None:
-        settings.data.path = str(path)
-    if settings.data.path is None:
-        check.fail("DATA", "nothing", "a file of pairs, as an argument or as path below [data] of the config")
+    source = settings.source(path)
     out = run_folder.for_writing(out)
     if store_of(out).manifest.exists():
         check.fail("out", f"{out}, which holds a comparison", "a folder of its own for a fit")
     with joined(pick_device(settings.train.device or "auto").type == "cuda") as group:
-        return _fit(group, settings, out, fresh, common)
+        return _fit(group, settings, source, out, fresh, common)
 
 
-def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Common) -> int:
+def _fit(group: Group, settings: Settings, source: Path, out: Path, fresh: bool, common: Common) -> int:
     """Fit in this process, which may be one of several: the first one writes and prints."""
-    loud, source = not common.quiet and group.rank == 0, Path(settings.data.path or "")
+    loud = not common.quiet and group.rank == 0
     estimator = TwoTower(**settings.estimator_arguments(), verbose=not common.quiet)
     side = settings.train.validation_side
     observed: Interactions | Shard
@@ -177,22 +177,17 @@ def _fit(group: Group, settings: Settings, out: Path, fresh: bool, common: Commo
 
 def used(settings: Settings, estimator: TwoTower) -> dict[str, dict[str, Any]]:
     """The tables of the config file with every value that was in force, defaults included."""
-    params = estimator.get_params() | {"option": estimator.optimizer_options, "history": settings.model.history}
-    params |= {"validation_side": settings.train.validation_side}
-    params |= {"refit": settings.train.refit, "dim": estimator.dim_, "hidden": config_hidden(estimator.hidden_)}
-    params |= {"normalize": estimator.normalize_, "refine": estimator.refine_}
-    if estimator.path_ is not None:
-        chosen = estimator.path_.chosen
-        params |= {name: chosen[name] for name in ("l2", "embedding_l2") if name in chosen}
-    params["select"] = estimator.select if isinstance(estimator.select, str) else "auto" if estimator.select else "off"
-    tables = {
-        name: {f.name: params[f.name] for f in fields(part)}
-        for name, part in (("model", settings.model), ("train", settings.train))
-    }
+    tables: dict[str, dict[str, Any]] = {"model": asdict(settings.model), "train": asdict(settings.train)}
+    chosen = {} if estimator.path_ is None else estimator.path_.chosen
+    for name, setting in SETTINGS.items():
+        if setting.table is not None:
+            value = chosen.get(name, getattr(estimator, name))
+            value = getattr(estimator, f"{name}_") if setting.fitted else value
+            tables[setting.table][setting.flag or name] = _AS_TEXT[name](value) if name in _AS_TEXT else value
     return {"data": asdict(settings.data), "features": features_table(settings.features), **tables}
 
 
-def features_table(options: FeatureOptions) -> dict[str, Any]:
+def features_table(options: FitFeatures) -> dict[str, Any]:
     """The table [features] of the config file."""
     table = asdict(options) | {name: getattr(options, name) or None for name in ("left_identity", "right_identity")}
     for name in ("left_column", "right_column"):
@@ -256,7 +251,7 @@ def update(
     *,
     iterations: int = ITERATIONS,
     out: Path | None = None,
-    data: DataOptions | None = None,
+    data: ReadOptions | None = None,
     features: FeatureOptions | None = None,
     common: Common | None = None,
 ) -> int:
@@ -279,9 +274,6 @@ def update(
         common: Output.
     """
     common = common or Common()
-    refuse_candidates(features)
-    if data is not None and data.validation is not None:
-        check.fail("--validation", data.validation, "nothing: an update runs --iterations")
     run_folder.model_file(run)  # which says if there is none
     out = out or (run if run.is_dir() else None)
     if out is None:
@@ -301,7 +293,7 @@ def _update(
     path: Path,
     out: Path,
     iterations: int,
-    data: DataOptions | None,
+    data: ReadOptions | None,
     features: FeatureOptions | None,
     common: Common,
 ) -> dict[str, Any]:
@@ -331,3 +323,10 @@ def _update(
     facts |= {"features": matched} if matched else {}
     write_json(out / run_folder.SUMMARY, facts | {"environment": environment()})
     return facts
+
+
+#: From the value of a setting to that of its key in a config file, where that is not the value itself.
+_AS_TEXT: dict[str, Callable[[Any], Any]] = {
+    "hidden": config_hidden,
+    "select": lambda value: value if isinstance(value, str) else "auto" if value else "off",
+}

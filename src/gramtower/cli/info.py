@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from gramtower import demo as packages
 from gramtower.cli.fit_command import traffic_facts
-from gramtower.cli.options import Common, DataOptions, merge_flags
+from gramtower.cli.options import Common, ReadOptions, merge_flags
 from gramtower.cli.output import print_facts, print_json, print_table
 from gramtower.cli.reading import read_pairs
 from gramtower.cli.run_folder import is_model, open_model
@@ -22,7 +22,7 @@ from gramtower.model.two_tower import TwoTower
 
 
 def info(
-    path: Path, /, *, config: Path | None = None, data: DataOptions | None = None, common: Common | None = None
+    path: Path, /, *, config: Path | None = None, data: ReadOptions | None = None, common: Common | None = None
 ) -> int:
     """Say what a model or a file of pairs holds: counts, pairs per entity, settings.
 

@@ -1,7 +1,8 @@
 """The options of the commands: each class is a table of the config file, each field a flag and a key of it.
 
 None means "not given", so that a flag can win over the file and the file over the library's default. The flags of
-``[model]`` and ``[train]`` are the arguments of :class:`gramtower.TwoTower`, whose defaults the help shows.
+``[model]`` and ``[train]`` derive from the arguments of :class:`gramtower.TwoTower` (model/settings.py). A command
+takes the class that has its flags and no others.
 
 The config file has the TOML tables ``[data]``, ``[features]``, ``[model]`` and ``[train]``. A flag overrides the file.
 An unknown key is an error that names the nearest known one.
@@ -9,12 +10,13 @@ An unknown key is an error that names the nearest known one.
 
 from __future__ import annotations
 
+import inspect
 import tomllib
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from cyclopts import Group, Parameter
 
@@ -22,26 +24,63 @@ from gramtower._util import checks as check
 from gramtower._util.checks import parse_hidden
 from gramtower._util.toml import toml
 from gramtower.data.sources import read_toml, reading
-from gramtower.model.settings import ModelSettings
+from gramtower.model.settings import SETTINGS, ModelSettings
 
 FORMATS = ("csv", "parquet", "movielens", "netflix", "mediawiki", "citeulike", "musae", "wikispeedia", "lists", "edges")
-_DEFAULTS = ModelSettings().get_params()
+_DATA, _FEATURES, _MODEL, _TRAINING, _OUTPUT = (
+    Parameter(name="*", group=Group(name, sort_key=place))
+    for place, name in enumerate(("Data", "Features", "Model", "Training", "Output and machine"), start=1)
+)
+_Kind = TypeVar("_Kind", bound=type)
 
 
-def _flag(name: str, text: str, default: str | None = None) -> Parameter:
-    """A flag for an argument of the estimator, with its default in the help."""
-    value: Any = _DEFAULTS[name]
-    if value is None and default is None:
-        default = "none" if name == "time_limit" else "by the data"
-    elif default is None:
-        default = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    return Parameter(help=f"{text} [default: {default}]")
+def _from_settings(table: str) -> Callable[[_Kind], _Kind]:
+    """Give a class of options a field for every setting of a model that belongs to one table of the config file."""
+    hints = get_type_hints(ModelSettings)
+
+    def extend(kind: _Kind) -> _Kind:
+        own = inspect.get_annotations(kind)
+        derived = {}
+        for name, setting in SETTINGS.items():
+            if setting.table == table:
+                derived[setting.flag or name] = Annotated[_flag_type(hints[name]) | None, _flag(name)]
+                setattr(kind, setting.flag or name, None)
+        kind.__annotations__ = derived | own
+        return kind
+
+    return extend
 
 
-@Parameter(name="*", group=Group("Data", sort_key=1))
+def _flag_type(hint: Any) -> Any:
+    """The type of the flag for a setting: text where the setting takes it, names and values for a mapping."""
+    kinds = {get_origin(kind) or kind for kind in (get_args(hint) or (hint,))}
+    if dict in kinds:
+        return list[str]
+    return next((kind for kind in (str, bool, int, float) if kind in kinds), str)
+
+
+def _flag(name: str) -> Parameter:
+    """The flag for a setting, with its default in the help."""
+    setting, value = SETTINGS[name], getattr(ModelSettings, name)
+    if setting.flag is not None:  # may be repeated, and has no default
+        return Parameter(help=setting.flag_help, negative=())
+    shown = setting.shown or ("by the data" if value is None else str(value))
+    return Parameter(help=f"{setting.flag_help} [default: {shown}]")
+
+
+class _Options:
+    """Options by name; those that are derived from settings are unknown to type checkers."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+
+@_DATA
 @dataclass
-class DataOptions:
-    """What is read, and how. The table ``[data]``."""
+class ReadOptions:
+    """How pairs are read: the table ``[data]`` without ``validation``."""
 
     path: Annotated[str | None, Parameter(show=False)] = None
     "The file or folder of pairs; the same as DATA."
@@ -68,14 +107,21 @@ class DataOptions:
     "Between fields of csv, edges and lists, such as ; or tab; without it a comma (.csv), a tab (.tsv), or any spaces."
     same_entities: bool | None = None
     "Both sides are one set, so that none is recommended to itself [default: told from ids and pairs]."
+
+
+@_DATA
+@dataclass
+class DataOptions(ReadOptions):
+    """How pairs are read, and which are held out. The table ``[data]``."""
+
     validation: str | None = None
     "Pairs to stop early on: a share of each left entity's, such as 0.1, drawn with --seed, or a file like DATA."
 
 
-@Parameter(name="*", group=Group("Features", sort_key=2))
+@_FEATURES
 @dataclass
 class FeatureOptions:
-    """What the towers see instead of ids, or next to them. The table ``[features]``."""
+    """What the towers see instead of ids, or next to them: the table ``[features]`` without ``candidates``."""
 
     left_features: str | None = None
     "Table of features of left entities, joined by id: .csv, .tsv, .parquet."
@@ -108,94 +154,64 @@ class FeatureOptions:
     "With --right-features: also a vector of its own for each right entity [default: no]."
     identity_scale: float | None = None
     "Add such vectors to features with this scale; below 1, such as 0.1, new entities rank higher among known ones."
+
+
+@_FEATURES
+@dataclass
+class FitFeatures(FeatureOptions):
+    """What the towers see, and which entities a model keeps. The table ``[features]``."""
+
     candidates: str | None = None
     "all: a fit also keeps entities of its tables that have no pairs, and recommends them [default: trained]."
 
 
-@Parameter(name="*", group=Group("Model", sort_key=3))
+@_MODEL
 @dataclass
-class ModelOptions:
+@_from_settings("model")
+class ModelOptions(_Options):
     """What is minimised, over which towers. The table ``[model]``."""
 
-    dim: Annotated[int | None, _flag("dim", "Size of the embeddings.")] = None
-    hidden: Annotated[
-        str | None,
-        _flag("hidden", "Widths of hidden layers, as in 256,256, or of left/right; none for linear factors."),
-    ] = None
-    activation: Annotated[
-        str | None, _flag("activation", "Of the hidden layers, such as relu, gelu or leaky_relu(0.25).")
-    ] = None
-    normalize: Annotated[bool | None, _flag("normalize", "Bring embeddings of a side to one length.")] = None
-    refine: Annotated[bool | None, _flag("refine", "Let known entities' own pairs move what features say.")] = None
-    loss: Annotated[str | None, _flag("loss", "On observed pairs: logistic, squared or squared_hinge.")] = None
-    omega: Annotated[float | None, _flag("omega", "Weight of each unobserved pair.")] = None
-    l2: Annotated[float | None, _flag("l2", "Penalty on all parameters.")] = None
-    embedding_l2: Annotated[float | None, _flag("embedding_l2", "Penalty on embeddings, by frequency.")] = None
-    frequency_power: Annotated[float | None, _flag("frequency_power", "How it grows with frequency.")] = None
-    imputed: Annotated[float | None, _flag("imputed", "Label of unobserved pairs.")] = None
-    left_weights: Annotated[
-        str | None, _flag("left_weights", "Weights of unobserved pairs by left entity, such as degree^0.5.", "degree^0")
-    ] = None
-    right_weights: Annotated[str | None, _flag("right_weights", "The same by right entity; degree^0 for none.")] = None
-    scale_features: Annotated[bool | None, _flag("scale_features", "Bring features to a common scale.", "yes")] = None
     history: Annotated[
         bool | None,
         Parameter(help="Describe each left entity by its right ones, so that new ones can be embedded.", negative=()),
     ] = None
 
 
-@Parameter(name="*", group=Group("Training", sort_key=4))
+@_TRAINING
 @dataclass
-class TrainOptions:
-    """How it is minimised. The table ``[train]``."""
+@_from_settings("train")
+class TrainOptions(_Options):
+    """How it is minimised: the table ``[train]`` without ``validation_side`` and ``refit``."""
 
-    optimizer: Annotated[
-        str | None,
-        _flag("optimizer", "newton-kron, newton, gd, gd-diag, lbfgs, sogram(-diag), sampling(-diag)."),
-    ] = None
-    option: Annotated[
-        list[str] | None,
-        Parameter(help="A constant of the method, NAME=VALUE; may be repeated.", negative=()),
-    ] = None
-    max_iterations: Annotated[int | None, _flag("max_iterations", "Stop after so many iterations.")] = None
-    time_limit: Annotated[float | None, _flag("time_limit", "Stop after so many seconds of training.")] = None
-    patience: Annotated[
-        int | None, _flag("patience", "With --validation: stop after so many iterations without a better metric.")
-    ] = None
-    refit: Annotated[
-        bool | None,
-        Parameter(help="With --validation: then fit all pairs for as many iterations as were best.", negative=()),
-    ] = None
+
+@_TRAINING
+@dataclass
+class TuneTraining(TrainOptions):
+    """How trials are trained: the table ``[train]`` without ``refit``."""
+
     validation_side: Annotated[
         str | None,
         Parameter(
-            help="left or right: --validation, a share, is of that side's entities, held out with all their pairs, to "
-            "go by entities that were never seen. The side needs a table of features."
+            help="left or right: hold out the share --validation of that side's entities with all their pairs, to "
+            "validate on unseen entities. The side needs a table of features."
         ),
     ] = None
-    metric: Annotated[
-        str | None,
-        _flag("metric", "Metric of held-out data, such as recall@20."),
-    ] = None
-    select: Annotated[
-        str | None,
+
+
+@_TRAINING
+@dataclass
+class FitTraining(TuneTraining):
+    """How a model is fitted. The table ``[train]``."""
+
+    refit: Annotated[
+        bool | None,
         Parameter(
-            help="Choose penalties on held-out data first: auto, off, or the part to hold out: pairs, left or right "
-            "entities [default: auto]."
+            help="With --validation: then fit all pairs for the number of iterations that was best.", negative=()
         ),
     ] = None
-    device: Annotated[str | None, _flag("device", "auto, cpu or cuda.")] = None
-    precision: Annotated[str | None, _flag("precision", "Of matrix products on a GPU: tf32 or float32.")] = None
-    pair_precision: Annotated[
-        str | None, _flag("pair_precision", "Of what is gathered for each pair on a GPU: float32 or bfloat16.")
-    ] = None
-    seed: Annotated[int | None, _flag("seed", "For initial weights, splits and methods that draw.")] = None
-    memory_budget: Annotated[
-        str | None, _flag("memory_budget", "Memory of an evaluation, such as 500MB or 2GiB.", "by the machine")
-    ] = None
 
 
-@Parameter(name="*", group=Group("Output and machine", sort_key=5))
+@_OUTPUT
 @dataclass
 class Common:
     """What every command understands."""
@@ -210,32 +226,13 @@ class Common:
     "Show where an error came from."
 
 
-def refuse_refit(train: TrainOptions | None) -> None:
-    """Refuse ``--refit`` in commands other than fit."""
-    if train is not None and train.refit:
-        check.fail("--refit", True, "nothing: only fit takes it")
-
-
-def refuse_validation_side(train: TrainOptions | None) -> None:
-    """Refuse ``--validation-side`` in commands other than fit and tune."""
-    if train is not None and train.validation_side is not None:
-        check.fail("--validation-side", train.validation_side, "nothing: only fit and tune take it")
-
-
-def refuse_candidates(features: FeatureOptions | None) -> None:
-    """Refuse ``--candidates`` in commands that make no model with lists of its own."""
-    if features is not None and features.candidates is not None:
-        check.fail("--candidates", features.candidates, "nothing: fit and tune take it")
-
-
 TABLES: dict[str, type] = {
     "data": DataOptions,
-    "features": FeatureOptions,
+    "features": FitFeatures,
     "model": ModelOptions,
-    "train": TrainOptions,
+    "train": FitTraining,
 }
-_NOT_THE_MODEL = ("history", "refit", "validation_side")  # of [model] and [train], for the estimator's fit
-_Table = TypeVar("_Table", DataOptions, FeatureOptions, ModelOptions, TrainOptions)
+_Table = TypeVar("_Table", DataOptions, FitFeatures, ModelOptions, FitTraining)
 
 
 @dataclass
@@ -244,30 +241,35 @@ class Settings:
 
     data: DataOptions = field(default_factory=DataOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
-    train: TrainOptions = field(default_factory=TrainOptions)
-    features: FeatureOptions = field(default_factory=FeatureOptions)
+    train: FitTraining = field(default_factory=FitTraining)
+    features: FitFeatures = field(default_factory=FitFeatures)
+
+    def source(self, path: Path | None) -> Path:
+        """The file or folder of pairs: an argument, which is kept, or that of the config file."""
+        if path is not None:
+            self.data.path = str(path)
+        if self.data.path is None:
+            check.fail("DATA", "nothing", "a file of pairs, as an argument or as path below [data] of the config")
+        return Path(self.data.path)
 
     def estimator_arguments(self) -> dict[str, Any]:
-        """What was given of the constructor arguments of ``gramtower.TwoTower``."""
-        both = {f.name: getattr(part, f.name) for part in (self.model, self.train) for f in fields(part)}
-        given = {name: value for name, value in both.items() if value is not None and name not in _NOT_THE_MODEL}
-        if "hidden" in given:
-            given["hidden"] = parse_hidden(given["hidden"])
-        if "select" in given:
-            given["select"] = {"auto": True, "off": False}.get(given["select"], given["select"])
-        if "option" in given:
-            given["optimizer_options"] = dict(parse_option(text) for text in given.pop("option"))
+        """The constructor arguments of ``gramtower.TwoTower`` that were given."""
+        given = {}
+        for name, setting in SETTINGS.items():
+            value = None if setting.table is None else getattr(getattr(self, setting.table), setting.flag or name)
+            if value is not None:
+                given[name] = _FROM_TEXT[name](value) if name in _FROM_TEXT else value
         return given
 
 
 def merge_flags(
     config: Path | None,
-    data: DataOptions | None = None,
+    data: ReadOptions | None = None,
     model: ModelOptions | None = None,
     train: TrainOptions | None = None,
     features: FeatureOptions | None = None,
 ) -> Settings:
-    """The file's settings, overridden by flags."""
+    """Read the settings of a file, if there is one, and override them by flags."""
     file = Settings() if config is None else read_config(config)
     return Settings(
         merged(file.data, data), merged(file.model, model), merged(file.train, train), merged(file.features, features)
@@ -323,8 +325,8 @@ def parse_option(text: str) -> tuple[str, Any]:
         return name.strip(), value
 
 
-def merged(defaults: _Table, flags: _Table | None) -> _Table:
-    """``defaults`` overridden by the ``flags`` that were given."""
+def merged(defaults: _Table, flags: ReadOptions | FeatureOptions | ModelOptions | TrainOptions | None) -> _Table:
+    """Override ``defaults`` by the ``flags`` that were given."""
     if flags is None:
         return defaults
     return replace(defaults, **{f.name: v for f in fields(flags) if (v := getattr(flags, f.name)) is not None})
@@ -369,3 +371,11 @@ def _as_flag(name: str, value: Any, hint: Any) -> Any:
     else:
         expected = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}[kind]
     check.fail(f"config: {name}", repr(value), expected)
+
+
+#: From the text of a flag to the value of the setting, where that is not the value itself.
+_FROM_TEXT: dict[str, Callable[[Any], Any]] = {
+    "hidden": parse_hidden,
+    "optimizer_options": lambda texts: dict(map(parse_option, texts)),
+    "select": lambda text: {"auto": True, "off": False}.get(text, text),
+}

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
-from gramtower.cli.options import Common, DataOptions, Settings, merged
+from gramtower.cli.options import Common, DataOptions, ReadOptions, Settings, merged
 from gramtower.cli.output import note, print_facts, print_json, print_table
 from gramtower.cli.reading import NO_ID, described_rows, id_column, new_rows, read_frame, read_pairs, right_rows
 from gramtower.cli.run_folder import open_model
@@ -44,7 +44,7 @@ def evaluate(
     left_features: Path | None = None,
     right_features: Path | None = None,
     histories: Path | None = None,
-    data: DataOptions | None = None,
+    data: ReadOptions | None = None,
     common: Common | None = None,
 ) -> int:
     """Measure the ranking of held-out pairs.
@@ -343,7 +343,7 @@ def similar(
     return 0
 
 
-def options_of_test(settings: Settings, test: Path, given: DataOptions | None) -> DataOptions:
+def options_of_test(settings: Settings, test: Path, given: ReadOptions | None) -> DataOptions:
     """The run's columns for a test file, and its format if the two files are of a kind; flags win."""
     options = settings.data
     if options.path is not None and Path(options.path).suffixes != test.suffixes:

@@ -8,16 +8,14 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from gramtower._util import checks as check
 from gramtower.cli.fit_command import features_table
 from gramtower.cli.options import (
     Common,
     DataOptions,
-    FeatureOptions,
+    FitFeatures,
     ModelOptions,
-    TrainOptions,
+    TuneTraining,
     merge_flags,
-    refuse_refit,
 )
 from gramtower.cli.output import note, print_facts, print_json, print_table
 from gramtower.cli.reading import read_pairs, tower_features, validation_of
@@ -41,9 +39,9 @@ def tune(
     storage: Path | None = None,
     config: Path | None = None,
     data: DataOptions | None = None,
-    features: FeatureOptions | None = None,
+    features: FitFeatures | None = None,
     model: ModelOptions | None = None,
-    train: TrainOptions | None = None,
+    train: TuneTraining | None = None,
     common: Common | None = None,
 ) -> int:
     """Choose a model's settings by how well they rank a validation part of the training data.
@@ -72,18 +70,14 @@ def tune(
         common: Output.
     """
     common = common or Common()
-    refuse_refit(train)
     settings = merge_flags(config, data, model, train, features)
-    if path is not None:
-        settings.data.path = str(path)
-    if settings.data.path is None:
-        check.fail("DATA", "nothing", "a file of pairs, as an argument or as path below [data] of the config")
+    source = settings.source(path)
     out = for_writing(out)
     wanted = None if space is None else read_space(space)
     limit, settings.train.time_limit = settings.train.time_limit, None
     estimator = ModelSettings(**settings.estimator_arguments())
     metric = settings.train.metric or estimator.metric
-    pairs = read_pairs(Path(settings.data.path), settings.data, loss=estimator.loss)
+    pairs = read_pairs(source, settings.data, loss=estimator.loss)
     validation = validation_of(settings.data)
     if not common.quiet:
         note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities")

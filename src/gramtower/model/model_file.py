@@ -47,14 +47,14 @@ from gramtower.engine.towers.towers import Towers
 from gramtower.model import defaults
 from gramtower.model.feature_spec import Inputs
 from gramtower.model.fitted import FittedModel, Selection, pattern_of
-from gramtower.model.settings import ModelSettings
+from gramtower.model.settings import REQUIRED, SETTINGS, ModelSettings
 from gramtower.model.side import Side
 from gramtower.training.result import Reason, Record
 
 KIND = ("gramtower-model", 7)
 _ARRAYS = ("left_weights", "right_weights")
-_PARAMS = {name: kind for name, kind in typing.get_type_hints(ModelSettings).items() if name != "towers"}
-_LATER: dict[str, Any] = {"refine": False, "select": False}  # missing in older files, whose versions did this
+_PARAMS = {name: kind for name, kind in typing.get_type_hints(ModelSettings).items() if SETTINGS[name].saved}
+_LATER = {name: one.before for name, one in SETTINGS.items() if one.before is not REQUIRED}  # missing in older files
 _FLOATS, _LIMIT = (torch.float32, torch.float64), 2**31
 _Shape = tuple[int | None, ...]  # None for a length that the content says
 

@@ -1,15 +1,20 @@
-"""The arguments of `gramtower.TwoTower` as one object, which everything between pairs and a fitted model is handed.
+"""The arguments of `gramtower.TwoTower`: each is one dataclass field, and everything else about it derives from there.
 
-scikit-learn conventions: arguments are kept as they are given, and checked where they are used;
-`get_params`/`set_params` and `sklearn.base.clone` work. A name that is no argument is refused with the one that was
-meant: the most alike, or what other libraries' name stands for.
+A field's :class:`Setting` documents it and says where it appears: the constructor's signature and docstring, the flag
+and config-file key of the command line (cli/options.py), the header of a model file (model/model_file.py), and the
+search space of ``tune``. To add an argument, add a field here and read it where the fit needs it.
+
+Arguments follow scikit-learn's conventions: the constructor keeps them as they are given, they are checked where they
+are used, and `get_params`, `set_params` and `sklearn.base.clone` work. An unknown name is refused with a suggestion:
+the most similar argument, or the one that another library's name stands for.
 """
 
 from __future__ import annotations
 
 import inspect
+import textwrap
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import wraps
 from typing import Any, Self, TypeVar
 
@@ -21,8 +26,9 @@ from gramtower.engine.towers.towers import Towers
 from gramtower.model import defaults
 from gramtower.optim.solvers import SOLVERS, Solver
 
-_LINE = 79  # letters of a line of a repr
-#: What arguments are called elsewhere, by what they are called here.
+REQUIRED: Any = object()
+_LINE = 79  # characters in a line of a repr
+#: What arguments are called in other libraries, by their name here.
 _ELSEWHERE = {
     "dim": ("factors", "n_factors", "num_factors", "no_components", "n_components", "embedding_dim", "latent_dim"),
     "hidden": ("layers", "hidden_layers", "hidden_layer_sizes", "hidden_units"),
@@ -33,17 +39,54 @@ _ELSEWHERE = {
     "device": ("use_gpu",),
 }
 _Kind = TypeVar("_Kind", bound=type)
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The description of one argument.
+
+    Attributes:
+        doc: what the argument does, for the docstring of TwoTower.
+        table: table of the config file and group of the flag, "model" or "train"; None if there is no flag.
+        help: text of the flag; None for the first sentence of ``doc``.
+        flag: name of the flag, if it is not that of the argument.
+        shown: default that the help of the flag shows, if it is not the argument's default.
+        fitted: whether a fitted model has the value that was used, as ``NAME_``, which its run then records.
+        saved: whether a model file holds it.
+        before: value that the versions used whose model files do not hold it; REQUIRED if every file does.
+        searched: its name in the search space of ``tune``; None if it is not searched.
+    """
+
+    doc: str
+    table: str | None = None
+    help: str | None = None
+    flag: str | None = None
+    shown: str | None = None
+    fitted: bool = False
+    saved: bool = True
+    before: Any = REQUIRED
+    searched: str | None = None
+
+    @property
+    def flag_help(self) -> str:
+        """The help text of the flag."""
+        return self.help or self.doc.partition(". ")[0].rstrip(".") + "."
+
+
+def _setting(default: _Value, doc: str, table: str | None = None, **further: Any) -> _Value:
+    return field(default=default, metadata={"setting": Setting(" ".join(doc.split()), table, **further)})
 
 
 def _meant(name: str, known: Collection[str]) -> str:
-    """What an unknown argument may stand for, as a question; empty if nothing is like it."""
+    """Suggest what an unknown argument may stand for, as a question; empty if nothing is similar."""
     near = [here for here, there in _ELSEWHERE.items() if name.lower() in there and here in known]
     near = near or check.near(name, known, 1)
     return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
-def _telling_names(kind: _Kind) -> _Kind:
-    """The class with a constructor that refuses unknown arguments in its own name, and says what may be meant."""
+def _suggesting_names(kind: _Kind) -> _Kind:
+    """Make a class's constructor refuse unknown arguments with a suggestion."""
     made = kind.__init__  # type: ignore[misc]
 
     @wraps(made)
@@ -59,42 +102,160 @@ def _telling_names(kind: _Kind) -> _Kind:
     return kind
 
 
-@_telling_names
+@_suggesting_names
 @dataclass(eq=False, repr=False)
 class ModelSettings:
-    """What is learned and how; :class:`gramtower.TwoTower` says what each argument means."""
+    """The settings of a model and of its training, as :class:`gramtower.TwoTower` documents them."""
 
-    dim: int | None = None
-    hidden: Hidden | None = None
-    activation: str | None = None
-    normalize: bool | None = None
-    refine: bool | None = None
-    loss: str | Loss = "logistic"
-    omega: float | None = None
-    l2: float | None = None
-    embedding_l2: float | None = None
-    frequency_power: float = 1.0
-    imputed: float = defaults.IMPUTED
-    left_weights: Any = None
-    right_weights: Any = "auto"
-    optimizer: str | Solver = "newton-kron"
-    optimizer_options: dict[str, Any] | None = None
-    max_iterations: int | None = None
-    time_limit: float | None = None
-    patience: int = 10
-    metric: str = "ndcg@20"
-    select: bool | str = True
-    device: str = "auto"
-    seed: int = 0
-    towers: Callable[[Problem], Towers] | None = None
-    memory_budget: int | str | None = None
-    precision: str = "tf32"
-    pair_precision: str = "float32"
-    scale_features: bool = True
-    verbose: bool = False
+    dim: int | None = _setting(
+        None, "Size k of the embeddings. None chooses it by the size of the data (see docs/choosing.md).", "model",
+        fitted=True, searched="dim",
+    )  # fmt: skip
+    hidden: Hidden | None = _setting(
+        None,
+        """Widths of the hidden layers of both towers, or a pair of such tuples for the left and the right tower; ``()``
+        for linear factors. None uses one hidden layer where a side has features and no ids, and none elsewhere, unless
+        ``select`` finds linear towers better.""",
+        "model",
+        help="Widths of the hidden layers, such as 256,256, or left/right; none for linear factors.",
+        fitted=True,
+        searched="hidden",
+    )
+    activation: str | None = _setting(
+        None,
+        """Activation of the hidden layers, such as "relu", "gelu" or "leaky_relu(0.25)". None chooses one.""",
+        "model",
+        searched="activation",
+    )
+    normalize: bool | None = _setting(
+        None,
+        """Scale the embeddings of each side to one length. Scores are then cosines times a learned scale. None means
+        no, unless ``select`` finds it better, which it tries where both sides have only features.""",
+        "model",
+        fitted=True,
+        searched="normalize",
+    )
+    refine: bool | None = _setting(
+        None,
+        """After training, refine the embeddings of known entities with their own pairs. The more pairs an entity has,
+        the further its embedding moves from where its features place it; new entities stay there. None means yes
+        where both sides have features and neither has ids or histories.""",
+        "model",
+        fitted=True,
+        before=False,
+    )
+    loss: str | Loss = _setting(
+        "logistic", "Loss of observed pairs: logistic, squared or squared_hinge.", "model", searched="loss"
+    )
+    omega: float | None = _setting(
+        None, "Weight ω of each unobserved pair. None scales it with the data (see docs/choosing.md).", "model",
+        searched="omega",
+    )  # fmt: skip
+    l2: float | None = _setting(
+        None, "Penalty λ on all parameters. None lets ``select`` choose it where there are features.", "model",
+        searched="l2",
+    )  # fmt: skip
+    embedding_l2: float | None = _setting(
+        None,
+        """Penalty μ on embeddings, which grows with the frequency of an entity. None lets ``select`` choose it where
+        there are ids.""",
+        "model",
+        searched="penalty",
+    )
+    frequency_power: float = _setting(
+        1.0, "Power ν of the frequency in ``embedding_l2``.", "model", help="Power of the frequency in --embedding-l2.",
+        searched="frequency_power",
+    )  # fmt: skip
+    imputed: float = _setting(defaults.IMPUTED, "Label of unobserved pairs.", "model", searched="imputed")
+    left_weights: Any = _setting(
+        None,
+        """Weights a of unobserved pairs by left entity. Text such as "degree^0.5", an array, or None for equal
+        weights.""",
+        "model",
+        help="Weights of unobserved pairs by left entity, such as degree^0.5.",
+        shown="degree^0",
+        searched="left_power",
+    )
+    right_weights: Any = _setting(
+        "auto",
+        """Weights b of unobserved pairs by right entity. Like ``left_weights``; "auto" gives frequent entities more
+        weight, by an amount that depends on whether there are features.""",
+        "model",
+        help="Weights of unobserved pairs by right entity; degree^0 for equal weights.",
+        searched="right_power",
+    )
+    optimizer: str | Solver = _setting(
+        "newton-kron",
+        "Name of the optimizer, or a solver of gramtower.optim (see docs/choosing.md).",
+        "train",
+        help="newton-kron, newton, gd, gd-diag, lbfgs, sogram(-diag) or sampling(-diag).",
+    )
+    optimizer_options: dict[str, Any] | None = _setting(
+        None,
+        "Constants of the optimizer, by name.",
+        "train",
+        help="A constant of the optimizer, NAME=VALUE; may be repeated.",
+        flag="option",
+    )
+    max_iterations: int | None = _setting(
+        None,
+        """Stop after this many iterations. None means 20, or 12 where there are features and for ids on a CPU, where an
+        iteration is a sweep over all rows.""",
+        "train",
+    )
+    time_limit: float | None = _setting(None, "Stop after this many seconds of training.", "train", shown="none")
+    patience: int = _setting(
+        10,
+        "With validation data, stop after this many iterations without a better metric.",
+        "train",
+        help="With --validation: stop after this many iterations without a better metric.",
+    )
+    metric: str = _setting(
+        "ndcg@20", "Metric of held-out data, such as recall@20. Training stops early by it; ``select`` chooses by it.",
+        "train",
+    )  # fmt: skip
+    select: bool | str = _setting(
+        True,
+        """Choose the penalties that are None on held-out data before all pairs are fitted (see docs/choosing.md).
+        True holds out pairs, or entities of a side that has only features; "pairs", "left" or "right" says which; False
+        uses the values of the rules. An argument that is given is never changed.""",
+        "train",
+        help="Choose penalties on held-out data first: auto, off, or the part to hold out: pairs, left or right "
+        "entities.",
+        shown="auto",
+        before=False,
+    )
+    device: str = _setting("auto", "Device to train on: auto, cpu or cuda.", "train")
+    seed: int = _setting(0, "Seed of initial weights, splits and random optimizers.", "train")
+    towers: Callable[[Problem], Towers] | None = _setting(
+        None, "Function from a Problem to Towers of your own, used instead of the multi-layer ones.", saved=False
+    )
+    memory_budget: int | str | None = _setting(
+        None,
+        """Memory that training may use beyond the data and the towers, such as 500MB or 2GiB. See docs/choosing.md.""",
+        "train",
+        shown="by the machine",
+    )
+    precision: str = _setting(
+        "tf32",
+        """Precision of matrix products on a GPU: tf32 or float32. Both reach the same objective
+        (benchmarks/bench_gpu.py --same-objective).""",
+        "train",
+    )
+    pair_precision: str = _setting(
+        "float32", "Precision of embeddings gathered for each pair on a GPU: float32 or bfloat16.", "train"
+    )
+    scale_features: bool = _setting(
+        True,
+        """Bring features to a common scale. The scale is learned from the training data and kept in the model
+        (model/scaling.py); False uses features unchanged.""",
+        "model",
+        shown="yes",
+    )
+    verbose: bool = _setting(False, "Print one line for each iteration on standard error.")
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """The constructor's arguments."""
+        """Return the constructor's arguments."""
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def set_params(self, **params: Any) -> Self:
@@ -108,7 +269,7 @@ class ModelSettings:
         return self
 
     def __repr__(self) -> str:
-        """The arguments that are not the defaults, by name, in lines of 79 letters, as scikit-learn has it."""
+        """Show the arguments that differ from the defaults, in lines of 79 characters, as scikit-learn does."""
         given = inspect.signature(type(self)).parameters
         changed = [
             f"{k}={v!r}"
@@ -125,11 +286,11 @@ class ModelSettings:
         return "\n".join(line.rstrip() for line in lines) + ("" if changed else ")")
 
     def with_changes(self, **changes: Any) -> ModelSettings:
-        """A copy, as settings alone, with some of them changed."""
+        """Copy these settings, without a fitted model, with some of them changed."""
         return ModelSettings(**{field.name: getattr(self, field.name) for field in fields(ModelSettings)} | changes)
 
     def by_name(self) -> ModelSettings:
-        """A copy, as settings alone, with a solver and a loss of the library by name; one's own have none."""
+        """Copy these settings with the library's own solvers and losses by name; a user's own stay objects."""
         solver: Any = self.optimizer
         changes: dict[str, Any] = {}
         if isinstance(solver, Solver) and SOLVERS.get(solver.name) is type(solver):
@@ -139,8 +300,21 @@ class ModelSettings:
         return self.with_changes(**changes)
 
     def solver_options(self) -> Mapping[str, Any]:
-        """The constants of the optimizer."""
+        """Return the constants of the optimizer."""
         options = {} if self.optimizer_options is None else self.optimizer_options
         if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
             check.fail("optimizer_options", repr(options), "names and values")
         return options
+
+
+SETTINGS: dict[str, Setting] = {one.name: one.metadata["setting"] for one in fields(ModelSettings)}
+
+
+def documented(kind: _Kind) -> _Kind:
+    """Replace ``{arguments}`` in the docstring of a class by the documentation of all settings."""
+    lines = [
+        textwrap.fill(f"{name}: {one.doc}", 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
+        for name, one in SETTINGS.items()
+    ]
+    kind.__doc__ = (kind.__doc__ or "").replace("        {arguments}", "\n".join(lines))
+    return kind

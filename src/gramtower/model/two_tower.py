@@ -32,7 +32,7 @@ from gramtower.model.fit_data import Columns
 from gramtower.model.fitted import FittedModel
 from gramtower.model.fitting import ITERATIONS, fit, update
 from gramtower.model.model_file import read_model, write_model
-from gramtower.model.settings import ModelSettings
+from gramtower.model.settings import ModelSettings, documented
 from gramtower.training.callbacks import Callback, progress_lines
 
 if TYPE_CHECKING:
@@ -67,50 +67,12 @@ class _Learned(Generic[_Answer]):
         raise AttributeError("read-only: fit makes it, as a field of fitted_")
 
 
+@documented
 class TwoTower(ModelSettings):
     """Two networks whose dot product says how well a left and a right entity go together, learned from all pairs.
 
     Args:
-        dim: k, the size of the embeddings; None picks it from the size of the data (see docs/choosing.md).
-        hidden: widths of the hidden layers of both towers, or a pair of them for the left and the right one; ``()`` for
-            linear factors; None for one hidden layer where a side has features and no ids, and none elsewhere, unless
-            ``select`` finds linear towers better.
-        activation: of the hidden layers, such as "relu", "gelu" or "leaky_relu(0.25)"; None chooses.
-        normalize: bring the embeddings of a side to one length, so that scores are cosines times a learned scale; None
-            for no, unless ``select`` finds it better, which it tries where both sides have only features.
-        refine: after training, move the embeddings of known entities from what their features say to what their own
-            pairs say, the further the more pairs they have; new entities stay where their features put them. None for
-            yes where both sides have features, and no ids or histories beside them.
-        loss: on observed pairs.
-        omega: ω, the weight of unobserved pairs; None scales it with the data (see docs/choosing.md).
-        l2: λ, the penalty on parameters; None lets ``select`` choose it where there are features.
-        embedding_l2: μ, the penalty on embeddings that grows with how often an entity is seen; None lets ``select``
-            choose it where there are ids.
-        frequency_power: ν, how fast it grows.
-        imputed: the label of unobserved pairs.
-        left_weights: a, how much a left entity's unobserved pairs count: text such as "degree^0.5", an array, or None.
-        right_weights: b, likewise for right entities; "auto" lets those of frequent ones count more, by how much
-            depends on whether there are features.
-        optimizer: see docs/choosing.md.
-        optimizer_options: the method's own constants.
-        max_iterations: stops after this many; None for 20, or 12 where there are features, and for ids on a CPU, where
-            an iteration is a sweep over all rows.
-        time_limit: seconds of training after which it stops, or None.
-        patience: with validation data, stops when the metric has not improved for this many iterations.
-        metric: the validation metric, by which ``select`` chooses too.
-        select: choose the penalties that are None on held-out data before all pairs are fitted; see
-            docs/choosing.md. True holds out pairs, or entities of a side that has only features; "pairs", "left" or
-            "right" says which; False takes the rule's values. An argument that is given is never changed.
-        device: "auto", "cpu" or "cuda".
-        seed: for the initial weights and for methods that draw.
-        towers: a function from a Problem to Towers of your own, instead of the multi-layer ones.
-        memory_budget: bytes that training may take beyond the data and the towers, such as "2GB"; see docs/choosing.md.
-        precision: of matrix products on a GPU, "tf32" or "float32"; both end at the same objective
-            (benchmarks/bench_gpu.py --same-objective).
-        pair_precision: of embeddings gathered for each pair on a GPU, "float32" or "bfloat16".
-        scale_features: bring features to a common scale, learned from the training data and kept in the model
-            (model/scaling.py); False takes them as they are.
-        verbose: one line an iteration on standard error.
+        {arguments}
 
     Attributes:
         fitted_: what the last ``fit`` learned, a :class:`~gramtower.model.fitted.FittedModel`. Its fields are read

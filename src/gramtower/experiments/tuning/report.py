@@ -21,15 +21,14 @@ from gramtower.experiments.figures import as_svg, search_figure
 from gramtower.experiments.page import document, facts, number, picture, table
 from gramtower.experiments.tuning.space import Value
 from gramtower.experiments.tuning.study import Tried, pick
+from gramtower.model.settings import SETTINGS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 CONFIG, REPORT, TABLE = "config.toml", "report.json", "report.md"
-#: Arguments that belong to the table [train] of a config file; the others of a model belong to [model].
-TRAIN = ("optimizer", "max_iterations", "device", "seed", "memory_budget", "precision", "pair_precision")
-#: And those of a search, which a fit of all pairs has no use for.
+#: Arguments of a search, which a fit of all pairs has no use for.
 SKIPPED = ("time_limit", "patience", "metric", "optimizer_options", "select")
 _LISTED = 5  # trials in a notebook
 WEIGHTS = ("left_weights", "right_weights")
@@ -121,12 +120,17 @@ class Search:
         plain = (str, int, float, tuple, list, dict)
         settings = self.base | self.arguments
         settings |= {name: _weights_text(settings[name]) for name in WEIGHTS if name in settings}
-        known = {k: v for k, v in settings.items() if isinstance(v, plain)}
+        known = {k: v for k, v in settings.items() if k in SETTINGS and isinstance(v, plain)}
         if settings.get("hidden") is not None:
             known["hidden"] = config_hidden(settings["hidden"])
-        model: dict[str, Any] = {k: v for k, v in known.items() if k not in (*TRAIN, *SKIPPED)}
-        train = {k: known[k] for k in TRAIN if k in known} | {"option": known.get("optimizer_options")}
-        tables: dict[str, dict[str, Any]] = {"model": model, "train": train}
+        tables: dict[str, dict[str, Any]] = {
+            table: {
+                k: known[k] for k, one in SETTINGS.items() if one.table == table and k in known and k not in SKIPPED
+            }
+            for table in ("model", "train")
+        }
+        model = tables["model"]
+        tables["train"]["option"] = known.get("optimizer_options")
         if "history" in self.features:
             model["history"] = True
             tables["features"] = {"left_identity": "ids" in self.features}
