@@ -18,11 +18,14 @@ from gramtower._util.optional import EXTRAS, install_line, missing, need
 
 SOURCE = Path(gramtower.__file__).parent
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
-NAMES = {"faiss-cpu": "faiss"}  # of distributions that are imported under another name
+NAMES = {
+    "faiss-cpu": "faiss",
+    "prometheus-client": "prometheus_client",
+}  # import names
 UNUSED = {"playwright"}  # by the library: tests of pages need it
 GUARDED = {
     "cli": {"cyclopts", "rich"},  # by cli.main
-    "serving": {"fastapi", "pydantic", "uvicorn", "starlette"},  # by cli.serve, which all of it is imported by
+    "serving": {"fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"},  # by cli.serve
     "experiments/tuning/study.py": {"optuna"},  # by open_study, which makes what the rest works on
     "engine/kernels/programs.py": {"triton"},  # by select, which warns
     "demo.py": {"matplotlib"},  # says how to get the picture

@@ -24,11 +24,11 @@ def test_requests_are_counted_by_path_and_status():
         assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
         lines = answer.text.splitlines()
     assert [line for line in lines if not LINE.fullmatch(line)] == []
-    assert 'gramtower_requests_total{path="/score",status="200"} 3' in lines
-    assert 'gramtower_requests_total{path="/score",status="422"} 1' in lines
-    assert 'gramtower_requests_total{path="other",status="404"} 5' in lines
+    assert 'gramtower_requests_total{path="/score",status="200"} 3.0' in lines
+    assert 'gramtower_requests_total{path="/score",status="422"} 1.0' in lines
+    assert 'gramtower_requests_total{path="other",status="404"} 5.0' in lines
     assert not any("nothing" in line for line in lines)
-    assert 'gramtower_request_seconds_count{path="/score"} 4' in lines
+    assert 'gramtower_request_seconds_count{path="/score"} 4.0' in lines
     assert any(line.startswith('gramtower_model_age_seconds{model="history"} ') for line in lines)
     assert any(line.startswith("process_resident_memory_bytes ") for line in lines)
 
@@ -38,7 +38,7 @@ def test_a_histogram_counts_up_to_each_bound():
     for seconds in (0.001, 0.0011, 0.3, 99.0):
         metrics.request("/x", 200, seconds)
     text = metrics.text()
-    found = [int(n) for n in re.findall(r'seconds_bucket\{path="/x",le="[^"]+"\} (\d+)', text)]
+    found = [int(n) for n in re.findall(r'seconds_bucket\{le="[^"]+",path="/x"\} (\d+)', text)]
     assert found == [1, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 4]
     assert 'seconds_sum{path="/x"} 99.3021' in text
 

@@ -20,6 +20,7 @@ EXTRAS = {
     "pydantic": "serve",
     "uvicorn": "serve",
     "httptools": "serve",
+    "prometheus_client": "serve",
     "faiss": "ann",
     "hnswlib": "hnsw",
     "implicit": "benchmark",

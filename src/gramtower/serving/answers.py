@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
@@ -14,7 +13,6 @@ from gramtower.data.ids import Key
 from gramtower.serving.batching import places
 from gramtower.serving.refusals import Refused, shown
 from gramtower.serving.served_entities import Entities, project
-from gramtower.serving.served_models import Labels
 from gramtower.serving.snapshot import Snapshot
 
 _HISTORY = 200  # pairs of an entity that are shown
@@ -181,17 +179,6 @@ def features(name: str, given: Any) -> Any:
     if not np.isfinite(array).all():
         raise Refused(422, f"{name}: got numbers beyond float32, expected smaller ones")
     return array
-
-
-def resident_memory() -> tuple[str, str, list[tuple[Labels, float]]]:
-    """The process's memory, for Prometheus; nothing where the system does not say."""
-    values: list[tuple[Labels, float]] = []
-    try:
-        with open("/proc/self/statm") as file:
-            values = [((), float(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")))]
-    except (OSError, ValueError, IndexError):
-        pass
-    return "process_resident_memory_bytes", "Resident memory of the process.", values
 
 
 def _rounded(values: Any) -> list[float]:

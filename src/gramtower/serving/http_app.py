@@ -193,7 +193,7 @@ class Service:
         """Metrics in Prometheus' text format."""
         waiting: list[tuple[Labels, float]] = [((), float(self.batcher.waiting))]
         gauge = ("gramtower_waiting_requests", "Requests that wait for the worker.", waiting)
-        text = self.metrics.text([*self.models.gauges(), gauge, about.resident_memory()])
+        text = self.metrics.text([*self.models.gauges(), gauge])
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def front(self, request: Request) -> Response:

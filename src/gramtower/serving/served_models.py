@@ -1,112 +1,101 @@
-"""Counters and histograms in Prometheus' text format (version 0.0.4), kept by the event loop and the worker.
+"""The models being served, by name, their replacement while the server runs, and its metrics for Prometheus.
 
-Labels come from the server's own routes, never from a request, so that their number is bounded. Checked by
-tests/test_serving_metrics.py.
+A new file is loaded while the old model still answers. It replaces the old one, in one assignment, only if it is
+complete and of this version, and if its index belongs to it. Requests in progress finish with the model they started
+with. A file that is refused is not read again until it changes.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from gramtower._util import checks as check
 from gramtower.serving.refusals import Refused, shown
 from gramtower.serving.snapshot import Snapshot, Source
 
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 Labels = tuple[tuple[str, str], ...]
+Gauge = tuple[str, str, list[tuple[Labels, float]]]  # name, description, and a value for each set of labels
 
 
-class Histogram:
-    """Counts of values up to each bound, their sum and number."""
+class Metrics(Collector):
+    """Counters and histograms of one process.
 
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds, self.counts, self.sum = tuple(bounds), [0] * (len(bounds) + 1), 0.0
-
-    def add(self, value: float) -> None:
-        """Count a value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-
-class Metrics:
-    """All that is counted.
+    Labels come from the server's own routes, never from a request, so that their number is bounded.
 
     Args:
-        labels: of every line, such as the worker's number.
+        labels: labels of every value, such as the number of the worker.
     """
 
     def __init__(self, labels: Labels = ()) -> None:
-        self._lock, self._labels = threading.Lock(), labels
-        self._requests: dict[tuple[str, int], int] = {}
-        self._seconds: dict[str, Histogram] = {}
-        self._batches = Histogram(SIZES)
-        self._swaps = {"loaded": 0, "refused": 0}
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # times at which each counter began, which would double the lines
+        self._names, self._own = [name for name, _ in labels], [value for _, value in labels]
+        self._registry, self._gauges = CollectorRegistry(), list[Gauge]()
+        names, registry = self._names, self._registry
+        self._requests = Counter(
+            "gramtower_requests", "Requests answered.", [*names, "path", "status"], registry=registry
+        )
+        self._times = Histogram(
+            "gramtower_request_seconds", "Time from a request to the end of its answer.", [*names, "path"],
+            buckets=_SECONDS, registry=registry,
+        )  # fmt: skip
+        batches = Histogram(
+            "gramtower_batch_requests", "Requests answered in one batch.", names, buckets=_SIZES, registry=registry
+        )
+        self._batches = batches.labels(*self._own) if names else batches
+        self._swaps = Counter(
+            "gramtower_model_swaps", "Models reloaded while serving, or refused.", [*names, "outcome"],
+            registry=registry,
+        )  # fmt: skip
+        for outcome in ("loaded", "refused"):
+            self._swaps.labels(*self._own, outcome)
 
     def request(self, path: str, status: int, seconds: float) -> None:
-        """A request that was answered."""
-        with self._lock:
-            self._requests[path, status] = self._requests.get((path, status), 0) + 1
-            self._seconds.setdefault(path, Histogram(SECONDS)).add(seconds)
+        """Count a request that was answered."""
+        self._requests.labels(*self._own, path, str(status)).inc()
+        self._times.labels(*self._own, path).observe(seconds)
 
     def batch(self, tasks: int) -> None:
-        """A batch that the worker answered."""
-        with self._lock:
-            self._batches.add(tasks)
+        """Count a batch that was answered."""
+        self._batches.observe(tasks)
 
     def swap(self, outcome: str) -> None:
-        """A model that was loaded anew, or refused."""
-        with self._lock:
-            self._swaps[outcome] += 1
+        """Count a model that was loaded or refused."""
+        self._swaps.labels(*self._own, outcome).inc()
 
-    def text(self, gauges: Iterable[tuple[str, str, list[tuple[Labels, float]]]] = ()) -> str:
-        """Everything, and gauges (name, help, labels and values) as they are now."""
-        own = self._labels
-        with self._lock:
-            lines = _head("gramtower_requests_total", "Requests answered.", "counter")
-            for (path, status), count in sorted(self._requests.items()):
-                labels = (*own, ("path", path), ("status", str(status)))
-                lines.append(_line("gramtower_requests_total", labels, count))
-            lines += _head("gramtower_request_seconds", "Time from a request to the end of its answer.", "histogram")
-            for path, histogram in sorted(self._seconds.items()):
-                lines += _histogram("gramtower_request_seconds", (*own, ("path", path)), histogram)
-            lines += _head("gramtower_batch_requests", "Requests that one batch of the worker answered.", "histogram")
-            lines += _histogram("gramtower_batch_requests", own, self._batches)
-            lines += _head("gramtower_model_swaps_total", "Models loaded anew while serving, or refused.", "counter")
-            for outcome, count in self._swaps.items():
-                lines.append(_line("gramtower_model_swaps_total", (*own, ("outcome", outcome)), count))
-        for name, text, values in gauges:
-            lines += _head(name, text, "gauge")
-            lines += [_line(name, (*own, *labels), value) for labels, value in values]
-        return "\n".join(lines) + "\n"
+    def text(self, gauges: Sequence[Gauge] = ()) -> str:
+        """All metrics, and the current values of gauges, in the text format of Prometheus."""
+        self._gauges = [*gauges, _resident_memory()]
+        return generate_latest(self).decode()
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, for prometheus_client."""
+        yield from self._registry.collect()
+        for name, text, values in self._gauges:
+            given = [label for label, _ in values[0][0]] if values else []
+            family = GaugeMetricFamily(name, text, labels=[*self._names, *given])
+            for labels, value in values:
+                family.add_metric([*self._own, *(label for _, label in labels)], value)
+            yield family
 
 
-def _head(name: str, text: str, kind: str) -> list[str]:
-    return [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-
-
-def _line(name: str, labels: Labels, value: float) -> str:
-    inner = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels)
-    shown = str(value) if isinstance(value, int) else f"{value:.9g}"
-    return f"{name}{{{inner}}} {shown}" if inner else f"{name} {shown}"
-
-
-def _histogram(name: str, labels: Labels, histogram: Histogram) -> list[str]:
-    lines, total = [], 0
-    for bound, count in zip((*histogram.bounds, None), histogram.counts, strict=True):
-        total += count
-        at = "+Inf" if bound is None else f"{bound:g}"
-        lines.append(_line(f"{name}_bucket", (*labels, ("le", at)), total))
-    return [*lines, _line(f"{name}_sum", labels, histogram.sum), _line(f"{name}_count", labels, total)]
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+def _resident_memory() -> Gauge:
+    """Memory of this process; no value where /proc does not exist."""
+    values: list[tuple[Labels, float]] = []
+    if (file := Path("/proc/self/statm")).exists():
+        values = [((), float(int(file.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")))]
+    return "process_resident_memory_bytes", "Resident memory of the process.", values
 
 
 Say = Callable[[str], None]
@@ -114,15 +103,15 @@ Loaded = Callable[[str, Sequence[Any]], None]
 
 
 class Models:
-    """Served models.
+    """Models being served.
 
     Args:
-        sources: the first is the one that requests without a name mean.
-        metrics: where swaps are counted.
-        say: takes lines for the operator.
+        sources: where to read them; the first model answers requests that name none.
+        metrics: counts reloads.
+        say: writes a line for the operator.
         loaded: called with the name and the stamp of each model that was loaded.
-        watched: whether files that changed before now are to be taken up by the next ``reload`` of changed ones, where
-            a model starts from its ``kept`` file.
+        watched: whether a model that starts from its ``kept`` file is replaced by the next ``reload`` of changed files
+            if its own file had already changed before.
     """
 
     def __init__(
@@ -135,7 +124,7 @@ class Models:
     ) -> None:
         names = [source.name for source in sources]
         if not names or len(set(names)) < len(names):
-            check.fail("models", ", ".join(names) or "none", "at least one, each with a name of its own")
+            check.fail("models", ", ".join(names) or "none", "at least one model, each with another name")
         self._metrics, self._say, self._report, self._lock = metrics, say, loaded, threading.Lock()
         self._snapshots, self._tried = dict[str, Snapshot](), dict[str, Any]()
         for source in sources:
@@ -145,7 +134,7 @@ class Models:
         self.refused: dict[str, str] = {}
 
     def get(self, name: str | None = None) -> Snapshot:
-        """A model as it is now; the first without a name.
+        """The current model with a name; the first one for None.
 
         Raises:
             Refused: 404, with near names.
@@ -158,11 +147,11 @@ class Models:
         return self._snapshots[name]
 
     def all(self) -> list[Snapshot]:
-        """All models as they are now."""
+        """All current models."""
         return list(self._snapshots.values())
 
     def reload(self, changed_only: bool = False) -> list[str]:
-        """Read the files again; returns the names of those that were replaced. May be called from any thread."""
+        """Load the files again and return the names of the models that were replaced; safe in any thread."""
         replaced = []
         with self._lock:
             for name, old in list(self._snapshots.items()):
@@ -173,7 +162,7 @@ class Models:
                 self._tried[name] = stamp
                 try:
                     self._snapshots[name] = self._loaded(source)
-                except Exception as error:  # whatever is wrong with it, and also if there is no memory for two
+                except Exception as error:  # also if there is not enough memory for two models
                     kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
                     self.refused[name] = kind + " ".join(str(error).split())
                     self._metrics.swap("refused")
@@ -184,8 +173,8 @@ class Models:
                 replaced.append(name)
         return replaced
 
-    def gauges(self) -> list[tuple[str, str, list[tuple[Labels, float]]]]:
-        """Ages and sizes, for Prometheus."""
+    def gauges(self) -> list[Gauge]:
+        """Ages and sizes of the models, for Prometheus."""
         now, ages, indexes, recalls, entities = time.time(), [], [], [], []
         for snapshot in self.all():
             label: Labels = (("model", snapshot.name),)
@@ -203,12 +192,12 @@ class Models:
         ]
 
     def _first(self, source: Source) -> Snapshot:
-        """The model that other workers serve, if its file was kept and can be read, otherwise that of the path."""
+        """Load the model that other workers serve, if its file was kept and can be read, else the one at its path."""
         if source.kept is not None:
             try:
                 return self._loaded(source)
             except (ValueError, OSError) as error:
-                self._say(f"model {source.name!r}: the file that was kept cannot be read: {error}")
+                self._say(f"model {source.name!r}: the kept file cannot be read: {error}")
         return self._loaded(replace(source, kept=None))
 
     def _loaded(self, source: Source) -> Snapshot:
