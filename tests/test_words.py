@@ -1,0 +1,100 @@
+"""Words and phrases that this project's texts avoid, with what to write instead."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+INSTEAD = {
+    r"alone": "only, by itself",
+    r"anew": "again; rebuild, rewrite",
+    r"as it comes": "with default settings",
+    r"beside": "next to, concatenated with, in addition to",
+    r"files? of before|of before (?:it|they)": "older files",
+    r"(?:expected|got) nothing": "is missing, is not available for",
+    r"in the place of": "instead of",
+    r"(?:is|are|was|were|be|been) told": "is passed, is given, is identified by",
+    r"newcomers?": "new entities",
+    r"nobody|whoever": "no one; the person, the process that",
+    r"one's own": "your own, custom",
+    r"(?:say|says|said) so": "report it, raise an error",
+    r"strangers?": "unknown ids",
+}
+PATTERN = re.compile(rf"\b(?:{'|'.join(INSTEAD)})\b", re.IGNORECASE)
+
+#: How many are left in each part of the tree. Numbers may only fall; a part without any has no line.
+LEFT: dict[str, int] = {
+    "CHANGELOG.md": 12,
+    "CONTRIBUTING.md": 1,
+    "README.md": 1,
+    "_util": 18,
+    "cli": 33,
+    "compat": 7,
+    "data": 27,
+    "distributed": 7,
+    "docs/architecture.md": 2,
+    "docs/benchmark.md": 6,
+    "docs/choosing.md": 8,
+    "docs/cli.md": 13,
+    "docs/concepts/preconditioner.md": 1,
+    "docs/concepts/settings.md": 1,
+    "docs/data.md": 2,
+    "docs/deploying.md": 5,
+    "docs/evidence/gpu.md": 1,
+    "docs/evidence/results.md": 14,
+    "docs/explaining.md": 8,
+    "docs/formats.md": 1,
+    "docs/gpu.md": 2,
+    "docs/how-to/features.md": 5,
+    "docs/implicit.md": 4,
+    "docs/metrics.md": 4,
+    "docs/notation.md": 1,
+    "docs/scale.md": 5,
+    "docs/serving.md": 8,
+    "docs/sklearn.md": 2,
+    "docs/splits.md": 1,
+    "docs/towers.md": 1,
+    "docs/tuning.md": 5,
+    "docs/tutorials/biased-logs.md": 8,
+    "docs/tutorials/extreme-classification.md": 2,
+    "docs/tutorials/from-lightfm.md": 1,
+    "docs/tutorials/link-prediction.md": 2,
+    "docs/tutorials/recommend-from-csv.md": 10,
+    "docs/tutorials/your-own.md": 1,
+    "engine": 45,
+    "experiments": 28,
+    "gramtower": 5,
+    "metrics": 1,
+    "model": 59,
+    "optim": 14,
+    "retrieval": 1,
+    "serving": 14,
+    "training": 19,
+}
+
+
+def texts():
+    """Each part of the tree with the texts of its files: packages, pages, and the changes that are not released."""
+    for path in sorted((ROOT / "src/gramtower").rglob("*.*")):
+        if path.suffix in (".py", ".html", ".js"):
+            inside = path.relative_to(ROOT / "src/gramtower").parts
+            yield inside[0] if len(inside) > 1 else "gramtower", path, path.read_text()
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        if "_build" not in path.parts:
+            yield str(path.relative_to(ROOT)), path, path.read_text()
+    path = ROOT / "CHANGELOG.md"
+    yield "CHANGELOG.md", path, path.read_text().split("\n## [")[1]
+
+
+def test_texts_avoid_the_words_of_the_list():
+    found, places = Counter(), {}
+    for part, path, text in texts():
+        for match in PATTERN.finditer(text):
+            found[part] += 1
+            line = text.count("\n", 0, match.start()) + 1
+            places.setdefault(part, []).append(f"{path.relative_to(ROOT)}:{line}: {match[0]}")
+    over = {part: places[part] for part, count in found.items() if count > LEFT.get(part, 0)}
+    assert not over, "\n".join(place for part in over.values() for place in part)
