@@ -42,17 +42,25 @@ class Dense:
     frequency_power: float = 1.0
     w: np.ndarray | None = None  # weights of observed pairs' losses, m × n
 
+    def centred(self, Q: Tensor) -> Tensor:
+        """Q less its weighted mean where labels are fitted: the score of the mean is the mean of the scores."""
+        if self.imputed != "fitted":
+            return Q
+        b = torch.ones(len(Q), dtype=torch.float64) if self.b is None else torch.tensor(self.b, dtype=torch.float64)
+        return Q - (b @ Q) / b.sum()
+
     def value(self, P: Tensor, Q: Tensor, theta: list[Tensor]) -> Tensor:
         m, n = self.labels.shape
         R = torch.tensor(self.labels, dtype=torch.float64)
         seen = ~torch.isnan(R)
+        Q = self.centred(Q)
         S = P @ Q.T
         a = torch.ones(m, dtype=torch.float64) if self.a is None else torch.tensor(self.a, dtype=torch.float64)
         b = torch.ones(n, dtype=torch.float64) if self.b is None else torch.tensor(self.b, dtype=torch.float64)
         if isinstance(self.imputed, tuple):
             imputed = torch.tensor(self.imputed[0] @ self.imputed[1].T, dtype=torch.float64)
         else:
-            imputed = torch.full((m, n), float(self.imputed), dtype=torch.float64)
+            imputed = torch.full((m, n), 0.0 if self.imputed == "fitted" else self.imputed, dtype=torch.float64)
         w = torch.ones_like(R) if self.w is None else torch.tensor(self.w, dtype=torch.float64)
         total = (w[seen] * VALUES[self.loss](R[seen], S[seen])).sum()
         rest = ~seen
@@ -106,6 +114,7 @@ def evaluate(dense: Dense, left: nn.Module, right: nn.Module, with_matrix: bool 
     )
     if not with_matrix:
         return value.item(), gradient, None
+    Q = dense.centred(Q)
     S = P @ Q.T
     C = dense.curvature(S)
     size = gradient.numel()

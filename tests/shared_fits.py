@@ -29,6 +29,7 @@ MORE = {
     "sogram, searched step": ("sogram", {"ratio": 0.2, "steps": 2}, "mixed", torch.float64),
     "lbfgs": ("lbfgs", {}, "mixed", torch.float64),
     "newton-kron, weights by degree": ("newton-kron", {}, "degrees", torch.float64),
+    "newton-kron, fitted labels": ("newton-kron", {}, "fitted", torch.float64),
     "newton-kron, features": ("newton-kron", {}, "mixed", torch.float64),
     "newton-kron, linear": ("newton-kron", {"sweeps": 0}, "linear", torch.float64),  # tables: none held by all
     "lbfgs, own modules": ("lbfgs", {}, "custom", torch.float64),
@@ -91,8 +92,10 @@ def problem_of(processes, features="ids", cut="even", m=61, n=47, observed=500):
             left_weights=rng.random(m) + 0.5, right_weights=rng.random(n) + 0.5, pair_weights=rng.random(observed),
             imputed=(rng.normal(size=(m, 2)), rng.normal(size=(n, 2))),
         )  # fmt: skip
-    if features == "degrees":
+    if features in ("degrees", "fitted"):
         options |= dict(left_weights="degree^0.5", right_weights="degree^-0.5")
+    if features == "fitted":
+        options["imputed"] = "fitted"
     if processes.size == 1:
         return gt.Problem(pairs, left, right, **options)
     shards = uneven(processes, pairs.shape) if cut == "uneven" else spread_pairs(processes, pairs, 3.0)
@@ -100,7 +103,7 @@ def problem_of(processes, features="ids", cut="even", m=61, n=47, observed=500):
     sides = {"left": shards.left, "right": shards.right}
     for side, rows in sides.items():
         options[f"{side}_weights"] = rows.local_rows(side, options.get(f"{side}_weights"))
-    if "imputed" in options:
+    if isinstance(options.get("imputed"), tuple):
         options["imputed"] = tuple(
             r.local_rows("imputed", f) for r, f in zip(sides.values(), options["imputed"], strict=True)
         )

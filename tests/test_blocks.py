@@ -28,7 +28,7 @@ def streamed(rows=3, **options):
 
 @pytest.mark.parametrize("kernels", ["numba", "reference"])
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("imputed", [-1.0, "low-rank"])
+@pytest.mark.parametrize("imputed", [-1.0, "low-rank", "fitted"])
 @pytest.mark.parametrize("weights", [False, True])
 def test_agrees_with_the_dense_twin(loss, imputed, weights, kernels):
     case = streamed(

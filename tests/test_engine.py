@@ -40,7 +40,7 @@ def compare(case, dtype=torch.float64):
 
 @pytest.mark.parametrize("kernels", ["numba", "reference"])
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("imputed", [-1.0, 0.0, "low-rank"])
+@pytest.mark.parametrize("imputed", [-1.0, 0.0, "low-rank", "fitted"])
 @pytest.mark.parametrize("weights", [False, True])
 def test_losses_weights_and_imputation(loss, imputed, weights, kernels):
     compare(make_case(loss=loss, imputed=imputed, weights=weights, kernels=kernels, seed=1))
@@ -84,7 +84,7 @@ def test_float32(tower, kind):
 @given(
     m=st.integers(1, 7), n=st.integers(1, 7), density=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
     loss=st.sampled_from(LOSSES), tower=st.sampled_from(TOWERS), kinds=st.tuples(*[st.sampled_from(FEATURES)] * 2),
-    dim=st.integers(1, 4), weights=st.booleans(), imputed=st.sampled_from([-1.0, 0.0, 0.5, "low-rank"]),
+    dim=st.integers(1, 4), weights=st.booleans(), imputed=st.sampled_from([-1.0, 0.0, 0.5, "low-rank", "fitted"]),
     omega=st.sampled_from([0.0, 2.0**-8, 1.0, 3.0]), l2=st.sampled_from([0.0, 0.5]),
     embedding_l2=st.sampled_from([0.0, 0.1]), shared=st.booleans(), pair_weights=st.booleans(),
     seed=st.integers(0, 5), variant=st.integers(0, 2),

@@ -94,6 +94,7 @@ BAD = [
     # imputed labels
     (dict(imputed=NAN), r"^imputed: got nan, expected a finite number"),
     (dict(imputed=None), r"^imputed: got None, expected a finite number"),
+    (dict(imputed="fited"), r"^imputed: got 'fited'"),
     (dict(imputed=(X,)), r"^imputed: got 1 arrays, expected a number or the two arrays"),
     (dict(imputed=(X, X)), r"^imputed\[1\]: got shape \(4, 2\), expected shape \(3, r\)"),
     (dict(imputed=(X, X[:3, :1])), r"^imputed: got widths 2 and 1, expected one common width r"),

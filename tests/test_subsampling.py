@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import make_case
 
+import gramtower as gt
 from gramtower.engine.objective.subsampling import block_gradient, subset_gradient, subset_gramians
 
 CASES = [
@@ -80,3 +81,10 @@ def test_work_counts_the_share_that_was_seen():
     assert problem.work.data_passes == pytest.approx(3 / 9)
     assert problem.work.left_vjps == pytest.approx(3 / 9)
     assert problem.work.right_vjps == pytest.approx(1)
+
+
+@pytest.mark.parametrize("optimizer", ["sampling", "sogram"])
+def test_fitted_labels_are_refused_before_any_work(optimizer):
+    case = make_case(imputed="fitted")
+    with pytest.raises(ValueError, match=r"^imputed.*fitted"):
+        gt.minimize(case.problem, case.towers, optimizer, max_iterations=1)

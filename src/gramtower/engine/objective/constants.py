@@ -121,6 +121,7 @@ class Constants:
         precision: of matrix products on a GPU.
         pair_precision: of what Gauss-Newton products gather on a GPU.
         shards: which process holds which rows.
+        fitted_total: Σ_j b_j over all processes where labels are fitted, otherwise None.
     """
 
     left: Side
@@ -132,6 +133,22 @@ class Constants:
     precision: str
     pair_precision: str
     shards: Shards
+    fitted_total: float | None = None
+
+    def centred(self, E: Tensor, out: Tensor | None = None) -> Tensor:
+        """E less its mean over the right entities, weighted by b, where labels are fitted; E itself otherwise."""
+        if self.fitted_total is None:
+            return E
+        (total,) = self.shards.group.sum_all(column_sums(E, self.right.weight))
+        return torch.sub(E, (total / self.fitted_total).to(E.dtype), out=out)
+
+    def centre_adjoint_(self, V: Tensor) -> Tensor:
+        """Apply the transpose of :meth:`centred` in place: V − b (Σ_j v_j)ᵀ / Σ_j b_j."""
+        if self.fitted_total is None:
+            return V
+        (total,) = self.shards.group.sum_all(column_sums(V))
+        mean = (total / self.fitted_total).to(V.dtype)
+        return V.sub_(mean) if self.right.weight is None else V.addr_(self.right.weight, mean, alpha=-1.0)
 
 
 @dataclass(frozen=True)
@@ -177,7 +194,15 @@ def make_constants(problem: ProblemData, dtype: torch.dtype, device: torch.devic
         problem.precision,
         problem.pair_precision,
         shards,
+        _total_weight(right, shards) if problem.imputed.fitted else None,
     )
+
+
+def _total_weight(right: Side, shards: Shards) -> float:
+    """Σ_j b_j over all processes."""
+    if right.weight is None:
+        return float(shards.right.total)
+    return float(shards.group.totals(float(right.weight.sum(dtype=torch.float64)))[0])
 
 
 def make_pair_constants(

@@ -4,6 +4,9 @@
     ℓ⁺ = ℓ − ½ω a_i b_j (ỹ_ij − ŷ_ij)²                                  (eq:lij)
     L⁻ = ½⟨P̃_c, Q̃_c⟩ − ⟨P̂_c, Q̂_c⟩ + ½⟨P_c, Q_c⟩                       (eq:Ln_brief)
 
+Where each left entity's label is fitted, the scores are margins above their mean over the right entities: Q stands for
+Q − 1 q̄ᵀ everywhere, with q̄ = Σ_j b_j q_j / Σ_j b_j (Constants.centred and its transpose; O(nk) each).
+
 There is one evaluation: a loop over blocks of left rows (blocks.py) with the formulas of formulas.py, then the right
 side. Whether blocks are resident or streamed makes no difference here.
 
@@ -92,13 +95,23 @@ class Evaluation:
 
     @property
     def Q(self) -> Tensor:
-        """The right embeddings, n × k."""
-        return self.right.outputs
+        """The right embeddings, n × k; less their mean where labels are fitted."""
+        return self.right.outputs if self.constants.fitted_total is None else self._centred_Q
+
+    @cached_property
+    def _centred_Q(self) -> Tensor:
+        return self.constants.centred(self.right.outputs)
 
     @cached_property
     def right_rows(self) -> Tensor:
         """The right embeddings of all processes, n × k: the columns of the local pairs."""
         return self.constants.shards.gather(self.Q).wait()
+
+    @cached_property
+    def right_outputs(self) -> Tensor:
+        """The right tower's outputs of all processes: ``right_rows`` before their mean is subtracted."""
+        c = self.constants
+        return self.right_rows if c.fitted_total is None else c.shards.gather(self.right.outputs).wait()
 
     @cached_property
     def sums(self) -> Tensor:
@@ -235,12 +248,16 @@ class Evaluation:
         with products_in(self.constants.precision):
             if self.towers.share_parameters:  # both add to the same tensors: one after the other
                 self.stream.join()
-                self.right.vjp(finish(self._wait_all(pending_sums, V)), right, initial[1])
+                self._pull_right(finish(self._wait_all(pending_sums, V)), right, initial[1])
             else:
                 with self.stream.within():
-                    self.right.vjp(finish(self._wait_all(pending_sums, V)), right, initial[1])
+                    self._pull_right(finish(self._wait_all(pending_sums, V)), right, initial[1])
                 self.stream.join()
         return total.end_sum_()
+
+    def _pull_right(self, V: Tensor, gradients: dict[str, Tensor], initial: tuple[Tensor, float] | None) -> None:
+        """Add ⟨Jᵛ, V⟩ to the right tower's gradients."""
+        self.right.vjp(self.constants.centre_adjoint_(V), gradients, initial)
 
     @staticmethod
     def _wait_all(pending_sums: list[tuple[Pending, Tensor | None]], V: Tensor) -> Tensor:

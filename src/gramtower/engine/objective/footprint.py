@@ -76,6 +76,7 @@ class Footprint:
         kept_bytes: of row_bytes, what is kept as long as a point; None for all of it.
         viewed: whether the outputs of each side are views of θ.
         weighted: whether entities have weights.
+        centred: whether the mean of the right embeddings is subtracted from them.
         bfloat16: whether embeddings are gathered in bfloat16.
         orders: of all pairs.
         block_orders: of blocks of so many left rows: pieces of all of them, lines of one.
@@ -100,6 +101,7 @@ class Footprint:
     kept_bytes: tuple[int, int] | None = None
     viewed: tuple[bool, bool] = (False, False)
     weighted: bool = False
+    centred: bool = False
     bfloat16: bool = False
     orders: Orders = Orders()
     block_orders: Callable[[int], Orders] = lambda rows: Orders()
@@ -116,6 +118,7 @@ class Footprint:
         """The right side's outputs, direction and results."""
         rows = self.all_right or self.rows[1]
         matrices = 2 if self.viewed[1] and not self.all_right else 5
+        matrices += 2 * self.centred  # Q and H less their means
         gathered = 4 * rows * self.columns if self.bfloat16 else 0
         return self.item * matrices * rows * self.columns + gathered
 

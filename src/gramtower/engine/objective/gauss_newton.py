@@ -60,6 +60,7 @@ class GaussNewton(LinearOperator):
             at.stream.fork()
             with at.stream.within():
                 H = at.right.jvp(towers.local_tensors("right", d), buffers.H)  # d → J_g d
+                H = c.centred(H, buffers.centred_H)
                 gathered = c.shards.gather(H, buffers.gathered_H)  # overlaps the left tower's jvp
                 gram_H = gram(H, Q, c.right.weight)
             Wc: list[Tensor] = []
@@ -106,6 +107,7 @@ class _Buffers:
         self.W = Q.new_empty(at.left.largest, Q.shape[1]) if computed[0] else None
         self.U = Q.new_empty(at.left.largest, Q.shape[1]) if at.left_table is None else None
         self.H, self.V = torch.empty_like(Q) if computed[1] else None, torch.empty_like(Q)
+        self.centred_H = None if c.fitted_total is None else torch.empty_like(Q)
         rows = at.right_rows
         self.gathered_H = None if c.shards.single else torch.empty_like(rows)
         self.each_Q: Tensor = rows

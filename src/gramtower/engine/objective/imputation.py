@@ -22,14 +22,20 @@ class Imputed:
     Attributes:
         constant: ỹ of all unobserved pairs; 0 with factors.
         factors: P̃ (m × r) and Q̃ (n × r), or None.
+        fitted: whether each left entity's label is fitted, so that scores are margins above their mean.
     """
 
     constant: float
     factors: tuple[Tensor, Tensor] | None
+    fitted: bool = False
 
 
 def as_imputed(value: Any, shape: tuple[int, int]) -> Imputed:
     """Imputed labels from a number or from (P̃, Q̃) of shapes (m, r) and (n, r)."""
+    if isinstance(value, str):
+        if value != "fitted":
+            check.fail("imputed", repr(value), 'a number, "fitted", or the two arrays (P̃, Q̃)')
+        return Imputed(0.0, None, True)
     if not isinstance(value, (tuple, list)):
         return Imputed(check.number("imputed", value), None)
     if len(value) != 2:

@@ -77,12 +77,12 @@ class Point:
     @property
     def Q(self) -> Tensor:
         """The right embeddings, n × k."""
-        return self.evaluation.Q
+        return self.evaluation.right.outputs
 
     @property
     def right_rows(self) -> Tensor:
         """The right embeddings of all processes."""
-        return self.evaluation.right_rows
+        return self.evaluation.right_outputs
 
     @property
     def bilinear(self) -> bool:

@@ -62,7 +62,9 @@ class Problem:
         loss: "logistic" (labels ±1), "squared", "squared_hinge" (labels ±1) or a custom :class:`Loss`.
         omega: ω ≥ 0, the weight of unobserved pairs.
         l2: λ ≥ 0, the weight of ½‖θ‖².
-        imputed: ỹ of unobserved pairs: one number, or (P̃, Q̃) of shapes (m, r) and (n, r).
+        imputed: ỹ of unobserved pairs: one number, or (P̃, Q̃) of shapes (m, r) and (n, r). With ``"fitted"`` each
+            left entity has the label that fits its scores best, their mean over the right entities weighted by b; all
+            losses then see the margin of a score above it.
         left_weights: a ≥ 0, one for each left entity; "degree^0.5" and the like for a power of how often it is
             observed, of mean 1; None for ones.
         right_weights: b ≥ 0, likewise for the right entities.
@@ -307,6 +309,7 @@ class Problem:
             kept_bytes=sizes.kept_bytes,
             viewed=(sizes.viewed[0] and not towers.share_parameters, sizes.viewed[1]),
             weighted=kept[0],
+            centred=self.imputed.fitted,
             bfloat16=self.pair_precision == "bfloat16" and not on_cpu,
             orders=orders,
             block_orders=block_orders,
@@ -365,8 +368,8 @@ class Problem:
 
     @property
     def imputed_arrays(self) -> tuple[Any, ...]:
-        """The imputed labels as arrays: the constant, or P̃ and Q̃."""
-        return self.imputed.factors or (np.array(self.imputed.constant),)
+        """The imputed labels as arrays: the constant, infinity for fitted ones, or P̃ and Q̃."""
+        return self.imputed.factors or (np.array(np.inf if self.imputed.fitted else self.imputed.constant),)
 
     @property
     def penalty_arrays(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:

@@ -4,7 +4,8 @@
 
 is row i's block of the Gauss-Newton matrix (eq:general_G) where the left embeddings are a table of their own, and
 likewise on the right. In the eigenbasis of Q_c all but the observed pairs is diagonal, so that a row needs no k × k
-matrix: two to four steps of conjugate gradient over its pairs (kernels/row_systems.py) do.
+matrix: two to four steps of conjugate gradient over its pairs (kernels/row_systems.py) do. Where labels are fitted, the
+right rows are centred and their steps keep their mean: b_j times the mean gradient is subtracted from each gradient.
 
 Cost: one eigendecomposition of k × k, three products of rows × k × k, one pass over O out of memory, the others out of
 the cache. Memory: one matrix of the size of each table.
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from gramtower.engine.kernels import select
 from gramtower.engine.kernels.row_systems import RowSystems
+from gramtower.engine.objective.blocks import LeftBlock
 from gramtower.engine.objective.evaluation import Evaluation
+from gramtower.engine.objective.gramians import column_sums
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
 
@@ -57,8 +60,26 @@ def row_step(
     shift.clamp_min_(max(_LEAST * float(spectrum[-1]), _TINY))
     weight = E.new_ones(len(E)) if own.weight is None else own.weight
     pull = own.imputed_product(at.scaled(cross) @ V)
+    if side == 1 and c.fitted_total is not None:
+        pull = (_mean_gradient(at) @ V)[None, :]
     systems = RowSystems(y, pull, weight, spectrum, shift, steps, tolerance)
     norms: list[Tensor] = []
     at.visit(lambda block: norms.append(block.solve(side, B, systems)))
     torch.addmm(E, y, V.t(), out=out)
     return float(norms[0])
+
+
+def _mean_gradient(at: Evaluation) -> Tensor:
+    """Σ_j ∂L/∂q_j / Σ_j b_j of centred right rows, without λ; their all-pairs part sums to zero."""
+    c, total = at.constants, at.Q.new_zeros(at.Q.shape[1], dtype=torch.float64)
+
+    def add(block: LeftBlock) -> None:
+        slopes = block.P.new_zeros(len(block.P), 1)
+        block.left_sum(block.observed.slopes, slopes.new_ones(len(at.Q), 1), slopes)
+        total.add_(column_sums(block.P, slopes[:, 0]))
+
+    at.visit(add, by_columns=False)
+    if c.right.penalty is not None:
+        total.add_(column_sums(at.Q, c.right.penalty))
+    assert c.fitted_total is not None
+    return (total / c.fitted_total).to(at.Q.dtype)

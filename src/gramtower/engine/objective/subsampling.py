@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gramtower._util import checks as check
 from gramtower.data.pairs import Pairs
 from gramtower.distributed.shards import Shards
 from gramtower.engine.kernels import select
@@ -135,6 +136,8 @@ def _restrict(
     share: tuple[float, float],
 ) -> Evaluation:
     """The objective on some entities and pairs, with weights and penalties multiplied by factors."""
+    if problem.imputed.fitted:
+        check.fail("imputed", "'fitted'", "a number or (P̃, Q̃): samples do not know the mean of all scores")
     full = problem.constants(towers)
     sampled = problem.resident_pairs(towers).sampled(pairs, entries)
     constants = replace(
