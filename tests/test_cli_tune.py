@@ -53,7 +53,7 @@ def test_a_tuned_config_goes_into_fit(pairs, tmp_path, capsys):
     assert found["metrics"].keys() == {"own settings", "found"}
     for measured in found["metrics"].values():
         assert measured.keys() == {"recall@10", "map@5", "recall@20", "ndcg@20"}
-    assert {"config.toml", "report.md", "report.json", "search.journal"} <= {path.name for path in out.iterdir()}
+    assert {"config.toml", "report.md", "report.json", "search"} <= {path.name for path in out.iterdir()}
     config = tomllib.loads((out / "config.toml").read_text())
     assert config["model"]["dim"] == found["arguments"]["dim"]
     assert config["model"].get("omega") == found["arguments"].get("omega")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import time
 import tomllib
 from dataclasses import replace
 from types import SimpleNamespace
@@ -77,9 +76,8 @@ def test_the_same_seed_gives_the_same_search(search):
     assert other.trials[-1].settings != search.trials[-1].settings
 
 
-@pytest.mark.parametrize("name", ["log.journal", "log.db"])
-def test_a_stopped_search_goes_on_as_if_it_had_not_stopped(name, search, tmp_path):
-    options = dict(metric="ndcg@10", space=SPACE, refit=False, storage=tmp_path / name)
+def test_a_stopped_search_goes_on_as_if_it_had_not_stopped(search, tmp_path):
+    options = dict(metric="ndcg@10", space=SPACE, refit=False, storage=tmp_path / "log")
     small().tune(data(), trials=5, **options)
     resumed = small().tune(data(), trials=12, **options)
     assert settings_and_values(resumed) == settings_and_values(search)
@@ -89,7 +87,7 @@ def test_a_stopped_search_goes_on_as_if_it_had_not_stopped(name, search, tmp_pat
 def test_an_interrupted_trial_is_tried_again(moment, search, tmp_path, monkeypatch):
     from gramtower.experiments.tuning import trial
 
-    options = dict(metric="ndcg@10", space=SPACE, storage=tmp_path / "log.journal")
+    options = dict(metric="ndcg@10", space=SPACE, storage=tmp_path / "log")
     real, looks = trial.RankingValidator, []
 
     class Impatient(real):
@@ -108,90 +106,60 @@ def test_an_interrupted_trial_is_tried_again(moment, search, tmp_path, monkeypat
     assert settings_and_values(resumed) == settings_and_values(search)
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, FileNotFoundError])
-def test_an_interrupt_that_optuna_makes_an_error_of_is_one(kind, search, tmp_path, monkeypatch):
-    from gramtower.experiments.tuning.study import Trial
-
-    options = dict(metric="ndcg@10", space=SPACE, refit=False, storage=tmp_path / "log.journal")
-    small().tune(data(), trials=3, **options)
-
-    def cut(*_):
-        try:
-            raise KeyboardInterrupt
-        finally:
-            raise kind("did not possess lock")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Trial, "report", cut)
-        try:
-            assert small().tune(data(), trials=12, **options).interrupted
-        except KeyboardInterrupt:
-            assert kind is FileNotFoundError
-    resumed = small().tune(data(), trials=12, **options)
-    assert settings_and_values(resumed) == settings_and_values(search)
-
-
-def test_what_a_kill_left_of_a_line_and_of_a_lock_does_not_stop_a_search(search, tmp_path):
-    path = tmp_path / "log.journal"
+def test_what_a_kill_left_does_not_stop_a_search_and_another_run_does(search, tmp_path):
+    path = tmp_path / "log"
     options = dict(metric="ndcg@10", space=SPACE, refit=False, storage=path)
     small().tune(data(), trials=11, **options)
-    with path.open("ab") as file:
-        file.write(b'{"op_code":4,"wor')
-    (tmp_path / "log.journal.lock").symlink_to(path)  # optuna waits thirty seconds for one
-    start = time.monotonic()
+    (path / "runs/.gramtower-abc.partial").mkdir()
+    (path / ".gramtower.lock").write_text("of a process that was killed")
     assert settings_and_values(small().tune(data(), trials=12, **options)) == settings_and_values(search)
-    assert time.monotonic() - start < 25
-    with locked(tmp_path / "log.journal.weights"), pytest.raises(ValueError, match=r"^storage.*another"):
+    assert not list((path / "runs").glob(".gramtower*"))
+    with locked(path), pytest.raises(ValueError, match=r"^storage: .* another run"):
         small().tune(data(), trials=13, **options)
 
 
-def test_a_file_that_is_no_log_is_left_as_it_is(tmp_path):
-    path = tmp_path / "pairs.csv"
-    path.write_text("user,item\na,b")
-    with pytest.raises(ValueError, match=r"storage.*b'user,item"):
+def test_a_file_is_left_as_it_is(tmp_path):
+    path = tmp_path / "log.journal"  # of version 0.2
+    path.write_text('{"op_code":')
+    with pytest.raises(ValueError, match=r"^storage: .*log\.journal.*earlier versions"):
         small().tune(data(), trials=1, space=SPACE, storage=path)
-    assert path.read_text() == "user,item\na,b"
-
-
-def broken(text, line, part):
-    """A journal of which a part of one line is lost."""
-    lines = text.splitlines(keepends=True)
-    place = next(number for number, one in enumerate(lines) if line in one)
-    assert part in lines[place]
-    return "".join([*lines[:place], lines[place].replace(part, ""), *lines[place + 1 :]])
+    assert path.read_text() == '{"op_code":'
 
 
 @pytest.mark.parametrize(
-    ("line", "part"), [('"study_name"', ',"directions":[2]'), ('"result"', '"curve"'), ('"result"', "}")]
+    ("name", "part"),
+    [("search", '"metric"'), ("runs/trial-0", '"curve"'), ("runs/trial-0", "}"), ("runs/trial-0", "1")],
 )
-def test_a_damaged_log_is_refused_by_name(line, part, tmp_path):
-    path = tmp_path / "log.journal"
-    options = dict(trials=1, space=SPACE, refit=False, storage=path)
+def test_a_damaged_log_is_refused_by_name(name, part, tmp_path):
+    options = dict(trials=1, space=SPACE, refit=False, storage=tmp_path / "log")
     small().tune(data(), **options)
-    path.write_text(broken(path.read_text(), line, part))
-    with pytest.raises(ValueError, match=r"^storage.*log\.journal.*damaged"):
+    path = tmp_path / f"log/{name}.json"
+    text = path.read_text()
+    assert part in text
+    path.write_text(text.replace(part, "", 1))
+    with pytest.raises(ValueError, match=rf"^storage: .*{name}\.json is damaged"):
         small().tune(data(), **options)
 
 
 def test_a_log_of_another_search_is_refused(tmp_path):
-    options = dict(trials=1, space=SPACE, refit=False, storage=tmp_path / "log.journal")
+    options = dict(trials=1, space=SPACE, refit=False, storage=tmp_path / "log")
     small().tune(data(), **options)
     with pytest.raises(ValueError, match=r"other.* metric"):
         small().tune(data(), **options, metric="map@5")
     with pytest.raises(ValueError, match=r"other.* pairs"):
         small().tune(planted_pairs(m=61, n=40, observed=700), **options)
     rows = np.random.default_rng(0).normal(size=(data().shape[1], 3))
-    with pytest.raises(ValueError, match=r"other.* right.*features: ids"):
+    with pytest.raises(ValueError, match=r"another right_features"):
         small().tune(data(), **options, right_features=rows)
 
 
 def test_a_log_of_other_labels_or_rows_of_features_is_refused(tmp_path):
-    options = dict(trials=1, space={"omega": True}, refit=False, storage=tmp_path / "log.journal")
+    options = dict(trials=1, space={"omega": True}, refit=False, storage=tmp_path / "log")
     rows, pairs = np.random.default_rng(0).normal(size=(data().shape[1], 3)), data()
     model = small(loss="squared")
     model.tune(pairs, **options, right_features=rows)
     model.tune(pairs, **options, right_features=rows)  # goes on
-    with pytest.raises(ValueError, match=r"other.* right.*features: 40 × 3"):
+    with pytest.raises(ValueError, match=r"another right_features"):
         model.tune(pairs, **options, right_features=rows[::-1].copy())
     with pytest.raises(ValueError, match=r"other.* labels"):
         model.tune(2 * pairs, **options, right_features=rows)
@@ -384,7 +352,7 @@ def test_a_trial_that_the_time_limit_cuts_is_tried_again(search, tmp_path, monke
         patched.setattr(trial, "RankingValidator", Counting)
         patched.setattr(trial, "time", clock)
         patched.setattr(searching, "time", clock)
-        options = dict(metric="ndcg@10", space=SPACE, refit=False, storage=tmp_path / "log.journal")
+        options = dict(metric="ndcg@10", space=SPACE, refit=False, storage=tmp_path / "log")
         stopped = small().tune(data(), trials=12, time_limit=50.0, **options)
     assert len(looks) in (20, 21)  # a trial is not left before its first iteration
     assert 0 < len(stopped.trials) < 12
@@ -473,10 +441,9 @@ def test_reports_hold_every_trial_and_a_config(search, tmp_path):
     assert config["train"]["max-iterations"] == search.arguments["max_iterations"]
 
 
-@pytest.mark.parametrize("name", ["log.journal", "log.db"])
-def test_winners_of_warm_starts_are_confirmed_cold(name, tmp_path, monkeypatch):
+def test_winners_of_warm_starts_are_confirmed_cold(tmp_path, monkeypatch):
     """On a path along one name every trial after the first few has a neighbour to start from."""
-    options = dict(trials=15, metric="ndcg@10", space={"l2": [1.0, 50.0]}, refit=False, storage=tmp_path / name)
+    options = dict(trials=15, metric="ndcg@10", space={"l2": [1.0, 50.0]}, refit=False, storage=tmp_path / "log")
     model = small(dim=4, l2=50.0, omega=4.0)
     found = model.tune(data(), **options)
     assert sum(t.warm_from is not None for t in found.trials) >= 5
@@ -565,9 +532,8 @@ def test_a_failing_setting_is_left_out_and_failing_defaults_are_an_error(tmp_pat
     found = small().tune(data(), trials=8, space=SPACE, refit=False)
     assert 1 <= len(found.trials) < 8
     assert {t.settings["dim"] for t in found.trials} == {2}
-    for name in ("log.journal", "log.db"):
-        with pytest.raises(RuntimeError, match="out of memory"):
-            small().tune(data(), trials=8, space={"dim": [6, 2]}, refit=False, storage=tmp_path / name)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        small().tune(data(), trials=8, space={"dim": [6, 2]}, refit=False, storage=tmp_path / "log")
     assert not list(tmp_path.iterdir())  # no log of a search without a trial
 
 

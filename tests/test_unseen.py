@@ -136,7 +136,7 @@ def from_a_bad_start(**more):
 
 def test_what_wins_is_confirmed_on_other_entities_from_another_start(tmp_path, monkeypatch):
     pytest.importorskip("optuna", reason="tuning needs optuna")
-    model, found = from_a_bad_start(storage=tmp_path / "log.journal")
+    model, found = from_a_bad_start(storage=tmp_path / "log")
     assert found.winner != 0
     again = found.confirmations
     assert [trial.number for trial in again] == [0, found.winner]
@@ -150,7 +150,7 @@ def test_what_wins_is_confirmed_on_other_entities_from_another_start(tmp_path, m
     for trial in again:
         assert f"| {trial.number} | {trial.value:.4f} | on other held-out entities | 4 |" in found.markdown()
     monkeypatch.setattr("gramtower.experiments.tuning.search.run_trial", None)  # all of it is in the log
-    _, resumed = from_a_bad_start(storage=tmp_path / "log.journal")
+    _, resumed = from_a_bad_start(storage=tmp_path / "log")
     assert resumed.confirmations == again
     assert resumed.verdict == found.verdict
 
@@ -180,13 +180,13 @@ def test_features_are_what_unseen_entities_are_known_by(tmp_path):
     options = dict(trials=1, validation_side="left", left_features=words(80), refit=False)
     with pytest.raises(ValueError, match=r"space.*features.*'ids'.*'given'"):
         small().tune(data(), space={"features": "ids", "l2": True}, **options)
-    found = gt.TwoTower(max_iterations=2, device="cpu").tune(data(), **options, storage=tmp_path / "log.journal")
+    found = gt.TwoTower(max_iterations=2, device="cpu").tune(data(), **options, storage=tmp_path / "log")
     names = {"omega", "l2", "penalty", "frequency_power", "left_power", "right_power", "dim", "hidden", "activation"}
     assert names | {"normalize"} <= set(found.space)
     assert found.features == found.space["features"] == "given"
     with pytest.raises(ValueError, match="other"):
         gt.TwoTower(max_iterations=2, device="cpu").tune(
-            data(), trials=1, left_features=words(80), refit=False, storage=tmp_path / "log.journal"
+            data(), trials=1, left_features=words(80), refit=False, storage=tmp_path / "log"
         )
 
 

@@ -25,7 +25,7 @@ from gramtower.experiments.tuning.search import tune as search
 from gramtower.experiments.tuning.space import read_space
 from gramtower.model.settings import ModelSettings
 
-STORAGE = "search.journal"
+STORAGE, _OLD = "search", "search.journal"
 _HELD_OUT = 0.1
 
 
@@ -61,7 +61,7 @@ def tune(
         out: Folder for config.toml (for fit --config), report.md, report.json and the log of the search.
         trials: How many settings to try, those of an earlier run of the same search included.
         space: TOML file with a table [space]: names and ranges or values to search; see docs/tuning.md.
-        storage: Log of the search, instead of search.journal in the folder; .db for SQLite.
+        storage: Folder for the log of the search, instead of search in --out.
         config: TOML file, as for fit; what it sets is not searched.
         data: Data.
         features: Features; what is given is one choice, ids alone the other.
@@ -73,6 +73,8 @@ def tune(
     settings = merge_flags(config, data, model, train, features)
     source = settings.source(path)
     out = for_writing(out)
+    if (out / _OLD).exists():
+        check.fail("out", f"{out} with {_OLD}, a search of an earlier version", "a new folder")
     wanted = None if space is None else read_space(space)
     limit, settings.train.time_limit = settings.train.time_limit, None
     estimator = ModelSettings(**settings.estimator_arguments())

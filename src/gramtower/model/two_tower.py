@@ -249,8 +249,7 @@ class TwoTower(ModelSettings):
                 needs a table or a matrix of features. Where both sides are one set, held-out entities are on neither
                 side of what trials learn from.
             space: names and what to search for each; see gramtower/experiments/tuning/space.py and docs/tuning.md.
-            storage: a file that keeps the log, so that a search can be stopped and continued: SQLite if it ends in .db,
-                otherwise a journal.
+            storage: a folder that keeps the log, so that a search can be stopped and continued.
             seed: of the split and of the proposals.
             left_features: as for ``fit``.
             right_features: as for ``fit``.

@@ -13,11 +13,13 @@ while there is time for many trials.
 
 from __future__ import annotations
 
+import math
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,30 +28,26 @@ import numpy as np
 
 from gramtower._util import checks as check
 from gramtower.distributed.group import current_group
-from gramtower.experiments.tuning import study as studies
 from gramtower.experiments.tuning.report import Search
 from gramtower.experiments.tuning.space import (
     NAMES,
-    Choices,
     Space,
     Value,
     as_space,
     default_space,
     effective,
-    first_settings,
     linear,
 )
 from gramtower.experiments.tuning.study import (
     Gain,
+    Log,
     Solutions,
     Tried,
     Verdict,
     gain,
-    identity,
     judge,
-    learned_from,
     pick,
-    weights_beside,
+    request,
 )
 from gramtower.experiments.tuning.trial import (
     Outcome,
@@ -116,36 +114,46 @@ def tune(
         path = select(model, parts.train, parts.features, validation_part(parts))
         model = model.with_changes(**path.chosen)
     data = prepare_data(model, parts.train, *parts.features)
-    start, learned = start_values(model, parts, data), learned_from(data)
-    del data
+    start = start_values(model, parts, data)
     chosen = make_space(model, start, space, parts)
-    with tempfile.TemporaryDirectory(prefix="gramtower-tune-") as scratch, studies.gone_if_refused(storage) as refused:
-        solutions = Solutions(Path(scratch) if storage is None else weights_beside(storage), _WARM_BYTES)
-        with locked(solutions.folder, name="storage"), _told_as_interrupts():
-            log = studies.open_study(storage, identity(parts, chosen, metric, seed, model) | learned, seed)
-            run = _Run(model, parts, start, chosen, metric, seed, log, solutions, limit, began, others, refused)
-            run.path = path
-            run.search(count, progress)
-            found = run.confirm() if parts.unseen is None else run.confirm_on_others()
+    about = request(parts, data, chosen, metric, seed, model)
+    del data
+    with _folder(storage) as folder, locked(folder, name="storage"):
+        # with held-out entities trials are few and cold: each may add to what was found before
+        log = Log(folder, about, chosen, start, from_best=parts.unseen is not None)
+        solutions = Solutions(folder / "weights", _WARM_BYTES)
+        run = _Run(model, parts, start, chosen, metric, seed, log, solutions, limit, began, others)
+        run.path = path
+        run.search(count, progress)
+        found = run.confirm() if parts.unseen is None else run.confirm_on_others()
     if progress is not None:
         progress(found)
     return found
 
 
+@contextmanager
+def _folder(storage: str | Path | None) -> Iterator[Path]:
+    """Yield the folder of the log; one without a trial is removed at the end, and a temporary one always."""
+    if storage is None:
+        with tempfile.TemporaryDirectory(prefix="gramtower-tune-") as scratch:
+            yield Path(scratch)
+        return
+    folder = Path(storage)
+    if folder.exists() and not folder.is_dir():
+        given = f"{storage}, which is a file"
+        check.fail("storage", given, "a folder; logs of earlier versions, which were files, cannot be continued")
+    there = folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield folder
+    finally:
+        if not there and not list(folder.glob("*.json")):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def _other(seed: int) -> int:
     """The seed of the second part and start."""
     return (seed + 1) % 2**63
-
-
-@contextmanager
-def _told_as_interrupts() -> Iterator[None]:
-    """Optuna's locks turn an interrupt into an error of their own (RuntimeError, FileNotFoundError); turn it back."""
-    try:
-        yield
-    except Exception as error:
-        if studies.is_interrupt(error):
-            raise KeyboardInterrupt from error
-        raise
 
 
 def make_space(
@@ -179,22 +187,15 @@ class _Run:
     space: Space
     metric: str
     seed: int
-    log: studies.Log
+    log: Log
     solutions: Solutions
     limit: float | None
     began: float
     others: Callable[[], Parts]
-    refused: list[Exception]
     interrupted: bool = False
     path: Selection | None = None
     again: list[Tried] = field(default_factory=list)  # trials that were trained once more
     first_seconds: float = 0.0  # of the first trial, looks included
-
-    @cached_property
-    def fixed(self) -> dict[str, Value]:
-        """What has one value in the whole space."""
-        choices = {name: part.values for name, part in self.space.items() if isinstance(part, Choices)}
-        return {name: values[0] for name, values in choices.items() if len(values) == 1}
 
     @cached_property
     def second(self) -> Parts | None:
@@ -206,11 +207,9 @@ class _Run:
 
     def search(self, trials: int, progress: Callable[[Search], None] | None) -> None:
         """Run trials until there are enough of them or time is up."""
-        unseen = self.parts.unseen is not None  # trials are few and cold: each may add to what was found before
-        self.log.begin(first_settings(self.space, self.start), from_best=unseen)
         self._drop()  # what a kill left to be dropped
-        self.first_seconds = next((t.seconds for t in self.log.tried(self.fixed)), 0.0)
-        while self.log.ended() < trials and not self._late(self._kept_back()) and not self.interrupted:
+        self.first_seconds = next((t.seconds for t in self.log.trials), 0.0)
+        while self.log.ended < trials and not self._late(self._kept_back()) and not self.interrupted:
             self._trial()
             if progress is not None and not self.interrupted:
                 progress(self.result())
@@ -225,11 +224,11 @@ class _Run:
         return found if found.best.started_cold else self.result(cold_only=True)
 
     def _from_cold(self, tried: Tried) -> Outcome:
-        return self._train(tried.settings, None, None, lambda iteration, value: None, confirming=True)
+        return self._train(tried.settings, None, None, confirming=True)
 
     def _confirmed(self, tried: Tried, train: Callable[[Tried], Outcome]) -> Tried | None:
         """The record of a trial trained once more, by the log or now; None if time or memory did not do."""
-        known = next((t for t in self.log.confirmations(self.fixed) if t.number == tried.number), None)
+        known = next((t for t in self.log.confirmations if t.number == tried.number), None)
         if known is None:
             if self._late():
                 return None
@@ -243,8 +242,7 @@ class _Run:
             except KeyboardInterrupt:
                 self.interrupted = True
                 return None
-            except _FAILURES as error:
-                self.interrupted = studies.is_interrupt(error)
+            except _FAILURES:
                 return None
         self.again.append(known)
         return known
@@ -255,7 +253,7 @@ class _Run:
         Few entities say little, and so does one start: networks that begin elsewhere differ by as much as settings do.
         The defaults and the winner are trained once more, and the same rule holds for what it gains then.
         """
-        tried, refused = [t for t in self.log.tried(self.fixed) if t.same_as is None], list[int]()
+        tried, refused = [t for t in self.log.trials if t.same_as is None], list[int]()
         if not tried:
             raise KeyboardInterrupt
         first, verdict, text = tried[0], judge(tried), ""
@@ -276,7 +274,7 @@ class _Run:
         """What a trial gains on the second part; None if time does not do."""
         if self.second is None:
             return None
-        first = self.again[0] if self.again else self._confirmed(self.log.tried(self.fixed)[0], self._on_others)
+        first = self.again[0] if self.again else self._confirmed(self.log.trials[0], self._on_others)
         other = None if first is None else self._confirmed(winner, self._on_others)
         return None if other is None or first is None else gain(other, first)
 
@@ -288,14 +286,14 @@ class _Run:
         model = self.model.with_changes(**{**arguments, "metric": self.metric, "seed": _other(self.model.seed)})
         return run_trial(
             model, tried.settings, self.second, warm=None, first=first, best=first,
-            report=lambda iteration, value: None, seed=_other(self.seed),
+            seed=_other(self.seed),
             deadline=None if self.limit is None else self.began + self.limit,
         )  # fmt: skip
 
     def result(self, cold_only: bool = False, verdict: Verdict | None = None) -> Search:
         """The search so far, with trials confirmed from a cold start in place of their first records."""
         cold = {t.number: t for t in self.again if t.confirmed is not None}
-        tried = [cold.get(t.number, t) for t in self.log.tried(self.fixed)]
+        tried = [cold.get(t.number, t) for t in self.log.trials]
         if not tried:
             raise KeyboardInterrupt
         verdict = verdict or judge([t for t in tried if t.same_as is None and (t.started_cold or not cold_only)])
@@ -308,7 +306,7 @@ class _Run:
             metric=self.metric,
             trials=tried,
             winner=best.number,
-            importance=self.log.importance(tried),
+            importance=self.log.importance(),
             arguments=arguments,
             features=str(best.settings.get("features", "given")),
             space={name: str(part) for name, part in self.space.items()},
@@ -328,12 +326,12 @@ class _Run:
         )
 
     def _trial(self) -> None:
-        trial = self.log.ask(self.space, larger=self._larger_affordable())
-        settings = {**self.fixed, **trial.settings}
-        finished, wanted = self.log.tried(self.fixed), effective(settings, self.start)
+        number, settings = self.log.ended, self.log.ask(self._larger_affordable())
+        finished, wanted = list(self.log.trials), effective(settings, self.start)
         same = next((t for t in finished if effective(t.settings, self.start) == wanted), None)
         if same is not None:
-            trial.tell_same(same)
+            first = same.number if same.same_as is None else same.same_as
+            self.log.keep(replace(same, number=number, settings=settings, seconds=0.0, same_as=first))
             return
         near = None
         if self.parts.unseen is None:  # otherwise the iterations of two trials would add up to what learns by heart
@@ -341,49 +339,47 @@ class _Run:
         best = pick(finished).value if finished else None
         asked = time.perf_counter()
         try:
-            outcome = self._train(settings, near, best, trial.report)
+            outcome = self._train(settings, near, best)
         except KeyboardInterrupt:
             self.interrupted = True
             return
         except _FAILURES as error:
-            if studies.is_interrupt(error):
-                self.interrupted = True
-                return
             if not finished:
-                self.refused.append(error)
                 raise  # the defaults themselves cannot be trained: bad input, not bad luck
-            trial.fail(f"{type(error).__name__}: {error}")
+            self.log.fail(settings, f"{type(error).__name__}: {error}")
             return
         self.interrupted = outcome.reason is Reason.INTERRUPTED
         if self.interrupted or (outcome.late and finished):
-            return  # the log keeps it as running; a resumed search takes it up again
-        if not outcome.pruned and self.parts.unseen is None:  # before it is told, so that a kill loses none
-            self.solutions.keep(trial.number, outcome.parameters)
-        trial.tell(outcome, near)
+            return  # a resumed search tries it again
+        if not math.isfinite(outcome.value):
+            self.log.fail(settings, f"the metric became {outcome.value}")
+            return
+        if not outcome.pruned and self.parts.unseen is None:  # before its record, so that a kill loses none
+            self.solutions.keep(number, outcome.parameters)
+        self.log.keep(Tried.of(number, settings, outcome, near))
         if not finished:
             self.first_seconds = time.perf_counter() - asked
         self._drop()
 
     def _drop(self) -> None:
-        self.solutions.drop({t.number: t.value for t in self.log.tried(self.fixed)})
+        self.solutions.drop({t.number: t.value for t in self.log.trials})
 
     def _train(
         self,
         settings: dict[str, Value],
         near: int | None,
         best: float | None,
-        report: Callable[[int, float], None],
         confirming: bool = False,
     ) -> Outcome:
         arguments = model_arguments(settings, self.model, self.parts.matrix, self.start)
         model = self.model.with_changes(**{**arguments, "metric": self.metric})
-        first = next((t.value for t in self.log.tried(self.fixed)), None)
+        first = next((t.value for t in self.log.trials), None)
         deadline = None  # the defaults are trained in full
         if self.limit is not None and first is not None:
             deadline = self.began + self.limit - (0.0 if confirming else self._kept_back())
         return run_trial(
             model, settings, self.parts, warm=None if near is None else self.solutions.load(near),
-            first=first, best=best, report=report, deadline=deadline, seed=self.seed,
+            first=first, best=best, deadline=deadline, seed=self.seed,
         )  # fmt: skip
 
     def _kept_back(self) -> float:

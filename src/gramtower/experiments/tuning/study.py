@@ -1,45 +1,49 @@
 """The log of a search: records of trials, which of them wins, and what is tried next.
 
 A trial replaces the defaults only if it is better by more than the choice of validation entities explains: its gain,
-the difference of both metrics, must exceed one standard error of that difference (metrics/tally.py), paired over
+the difference of both metrics, must exceed one standard error of that difference (metrics/jackknife.py), paired over
 the entities that both were measured on. These are the held-out entities, or the users where pairs were held out. The
 best of the trials that pass wins; if none does, the defaults stay.
 
-optuna proposes settings. Its study is kept in memory, in a journal file (text, one JSON object a line) or in an SQLite
-file (``.db``, ``.sqlite``). A study remembers which data, space, metric and seed it belongs to, and refuses others.
+optuna proposes settings. Its study is rebuilt from the records before each proposal, so that a proposal depends only on
+the seed and on the trials that ended, and a resumed search goes the same way. The records are in a
+:class:`~gramtower.experiments.run_store.RunStore`, which refuses a folder of other data, space, metric or seed.
 
 Solutions of finished trials are files with the towers' parameters, to start a neighbour from: towers of the same shape,
-other ω, λ, μ, ν or weights. Files beyond the budget are dropped, worst trials first, so that the start of a trial
-depends only on the finished trials and a resumed search goes the same way.
+other ω, λ, μ, ν or weights. Files beyond the budget are dropped, worst trials first.
 """
 
 from __future__ import annotations
 
-import glob
-import json
 import math
-import shutil
 import warnings
-import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import scipy.sparse as sp
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower._util import checks as check
+from gramtower._util.digest import digest_of
 from gramtower._util.files import replacing
 from gramtower._util.optional import need
-from gramtower._util.schema import build
 from gramtower.engine.kernels.losses import Loss
-from gramtower.experiments.tuning.space import LOGARITHMIC, SIZES, Range, Space, Value, describe, searched
-from gramtower.experiments.tuning.space import larger as is_larger
+from gramtower.experiments.run_store import RunStore
+from gramtower.experiments.tuning.space import (
+    LOGARITHMIC,
+    SIZES,
+    Choices,
+    Range,
+    Space,
+    Value,
+    describe,
+    first_settings,
+    larger,
+    searched,
+)
 from gramtower.experiments.tuning.trial import Outcome, Parts
 from gramtower.metrics.tally import standard_error
 from gramtower.model.fit_data import FitData
@@ -224,11 +228,6 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
     return math.hypot(*steps)
 
 
-def weights_beside(storage: str | Path) -> Path:
-    """The folder of solutions that belongs to a log."""
-    return Path(str(storage) + ".weights")
-
-
 class Solutions:
     """Parameters of finished trials in a folder.
 
@@ -270,326 +269,191 @@ class Solutions:
         return self.folder / f"{number}.safetensors"
 
 
-_NAME = "gramtower"
-_AGAIN = "confirmations"
-_RECORD = b'{"op_code"'  # how every line of a journal begins
-_SQLITE, _SQLITE_ENDINGS = b"SQLite format 3", (".db", ".sqlite", ".sqlite3")
 _STARTUP = 8  # trials drawn at random before proposals learn from them
 
 
-def open_study(storage: str | Path | None, identity: dict[str, Any], seed: int) -> Log:
-    """A new study, or the stored one if it is of the same search.
+@dataclass(frozen=True)
+class Request:
+    """search.json: what must be the same for a stored search to be continued, with digests of arrays."""
 
-    Raises:
-        ImportError: without optuna.
-        ValueError: if the storage holds another search, or is damaged.
-    """
-    optuna = need("optuna", "tuning")
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    _check_file(storage)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            study = optuna.create_study(
-                storage=_backend(storage), study_name=_NAME, direction="maximize", load_if_exists=True
-            )
-        log, known = Log(study, seed), study.user_attrs.get("identity")
-        log.check()
-    except (OSError, ImportError):
-        raise
-    except Exception as error:  # what optuna and SQLite raise for a damaged log is of many kinds
-        if storage is None or is_interrupt(error):
-            raise
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise ValueError(
-            f"storage: got {storage}, which is damaged ({why}), expected the log of a search, or a new file"
-        ) from error
-    plain = json.loads(json.dumps(identity))
-    if known is None:
-        study.set_user_attr("identity", plain)
-    else:
-        for name, value in plain.items():
-            if known.get(name, value) != value:  # logs of earlier versions say less
-                check.fail(
-                    "storage", f"{storage}, a search with other {name}: {known.get(name)}", f"{value}, or another file"
-                )
-    return log
+    pairs: str
+    validation: str
+    space: dict[str, Any]
+    metric: str
+    seed: int
+    model: dict[str, str]
+    labels: str
+    weights: str
+    left_features: str
+    right_features: str
 
 
-@contextmanager
-def gone_if_refused(storage: str | Path | None) -> Iterator[list[Exception]]:
-    """Take a new log away again where the defaults cannot be trained, by errors put into the list that this yields.
-
-    Nothing is in it, and it would refuse the same search with what was wrong mended as another one.
-    """
-    new, refused = storage is not None and not Path(storage).exists(), list[Exception]()
-    try:
-        yield refused
-    finally:
-        if storage is not None and new and refused:
-            Path(storage).unlink(missing_ok=True)
-            shutil.rmtree(weights_beside(storage), ignore_errors=True)
-
-
-def _check_file(storage: str | Path | None) -> None:
-    """Refuse a folder, and a file that begins with something else than a log does."""
-    if storage is None:
-        return
-    path = Path(storage)
-    if path.is_dir():
-        check.fail("storage", storage, "a file: .db or .sqlite for SQLite, anything else for a journal")
-    begins = _SQLITE if path.suffix in _SQLITE_ENDINGS else _RECORD
-    start = _first_bytes(path, len(begins))
-    if not begins.startswith(start):
-        check.fail("storage", f"{storage}, which begins with {start!r}", "the log of a search, or a new file")
-
-
-def _backend(storage: str | Path | None) -> Any:
-    from optuna.storages import JournalStorage, RDBStorage
-    from optuna.storages.journal import JournalFileBackend
-
-    if storage is None:
-        return None
-    path = Path(storage)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix in _SQLITE_ENDINGS:
-        return RDBStorage(f"sqlite:///{path}")
-    _mend(path)
-    return JournalStorage(JournalFileBackend(str(path)))
-
-
-def _first_bytes(path: Path, count: int) -> bytes:
-    if not path.exists():
-        return b""
-    with path.open("rb") as file:
-        return file.read(count)
-
-
-def _mend(path: Path) -> None:
-    """Take away what a killed process left of its last line, and its lock, which optuna would wait for.
-
-    Nobody else is at work: a search holds a lock on its log.
-    """
-    for left in path.parent.glob(f"{glob.escape(path.name)}.lock*"):
-        if left.is_symlink() or left.suffix == ".rename":
-            left.unlink(missing_ok=True)
-    if path.exists():
-        with path.open("rb+") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)
-
-
-class Log:
-    """The study of a search; trials are numbered as they end."""
-
-    def __init__(self, study: optuna.Study, seed: int) -> None:
-        self.study, self.seed = study, seed
-        self.first: list[dict[str, Value]] = []
-        self.from_best = False
-
-    def check(self) -> None:
-        """Read all records; what is missing or of another type raises an exception."""
-        identity = self.study.user_attrs.get("identity", {})
-        if not isinstance(identity, dict):
-            raise ValueError(f"an identity that is a {type(identity).__name__}")
-        for trial in self.finished():
-            build(f"trial {trial.number}", Tried, {**trial.user_attrs["result"], "settings": {}})
-        self.confirmations({})
-
-    def begin(self, first: Sequence[dict[str, Value]], from_best: bool = False) -> None:
-        """Set the settings to be tried first, and forget trials that a stopped run left unfinished.
-
-        Those come again by themselves: what is tried next depends on the trials that ended alone.
-
-        Args:
-            first: settings; those after the first of them each change something of it.
-            from_best: make these changes to the best settings so far instead.
-        """
-        from optuna.trial import TrialState
-
-        self.first, self.from_best = list(first), from_best
-        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            self.study.tell(trial.number, state=TrialState.FAIL)
-
-    def ask(self, space: Space, larger: bool = True) -> Trial:
-        """The next settings to try. The proposal depends on the seed and on the trials that ended alone.
-
-        Args:
-            space: what is searched.
-            larger: whether towers may be larger than at the start. If not, what is proposed gets those of the start.
-        """
-        from optuna.samplers import TPESampler
-        from optuna.trial import TrialState
-
-        number = self.ended()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.study.sampler = TPESampler(
-                seed=self.seed * 100_003 + number, n_startup_trials=_STARTUP, multivariate=True
-            )
-            waiting = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
-            if number < len(self.first) and not waiting:  # one may be left by a kill just after this
-                first = self._first(number)
-                if larger or not is_larger(first, self.first[0]):  # those that are come last of all
-                    self.study.enqueue_trial(first)
-            trial, settings = self._propose(space)
-            if not larger and is_larger(settings, self.first[0]):
-                self.study.tell(trial, state=TrialState.FAIL)  # it was no trial, and counts as none
-                self.study.enqueue_trial({**settings, **{n: self.first[0][n] for n in SIZES if n in settings}})
-                trial, settings = self._propose(space)
-        return Trial(self, trial, settings, number)
-
-    def _propose(self, space: Space) -> tuple[optuna.Trial, dict[str, Value]]:
-        """What waits to be tried, or what optuna proposes."""
-        trial = self.study.ask()
-        settings: dict[str, Value] = {}
-        for name in searched(space):
-            part = space[name]
-            if isinstance(part, Range):
-                settings[name] = trial.suggest_float(name, part.low, part.high, log=part.log)
-            else:
-                value: Any = trial.suggest_categorical(name, part.values)
-                settings[name] = value
-        return trial, settings
-
-    def _first(self, number: int) -> dict[str, Value]:
-        """The settings to be tried as trial ``number``, one of the first."""
-        given, start, tried = self.first[number], self.first[0], self.tried({}) if self.from_best else []
-        if not tried:
-            return given
-        return {**pick(tried).settings, **{name: value for name, value in given.items() if value != start[name]}}
-
-    def ended(self) -> int:
-        """How many trials ended, with a value or with an error."""
-        failed = [t for t in self.study.get_trials(deepcopy=False) if "failed" in t.user_attrs]
-        return len(self.finished()) + len(failed)
-
-    def finished(self) -> list[Any]:
-        """Trials with a value, in order of their end, those given up on the way too.
-
-        They are told to optuna as complete with what they had reached: its own rule for pruned trials puts those that
-        were pruned late before those that were pruned early, and a warm start is judged early.
-        """
-        from optuna.trial import TrialState
-
-        found = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        return sorted(found, key=lambda trial: int(trial.user_attrs["result"]["number"]))
-
-    def tried(self, fixed: Mapping[str, Value]) -> list[Tried]:
-        """Finished trials as plain records."""
-        return [
-            Tried(**{**trial.user_attrs["result"], "settings": {**fixed, **trial.params}}) for trial in self.finished()
-        ]
-
-    def confirm(self, again: Tried) -> None:
-        """Keep the record of a trial that was trained once more."""
-        record = asdict(again)
-        del record["settings"]
-        self.study.set_user_attr(_AGAIN, [*self.study.user_attrs.get(_AGAIN, []), record])
-
-    def confirmations(self, fixed: Mapping[str, Value]) -> list[Tried]:
-        """Records of trials that were trained once more, in order."""
-        settings = {trial.number: trial.settings for trial in self.tried(fixed)}
-        return [
-            Tried(**record, settings=settings[record["number"]]) for record in self.study.user_attrs.get(_AGAIN, [])
-        ]
-
-    def importance(self, tried: Sequence[Tried]) -> dict[str, float]:
-        """How much of the metric's variation each searched name explains, by PED-ANOVA; empty for fewer than four."""
-        import optuna
-
-        if len(tried) < 4 or len({t.value for t in tried}) < 2:
-            return {}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            by = optuna.importance.PedAnovaImportanceEvaluator()  # the default of optuna 4 needs scikit-learn
-            found = optuna.importance.get_param_importances(self.study, evaluator=by)
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-class Trial:
-    """Settings being tried."""
-
-    def __init__(self, log: Log, trial: optuna.Trial, settings: dict[str, Value], number: int) -> None:
-        self._log, self._trial, self.settings, self.number = log, trial, settings, number
-
-    def report(self, iteration: int, value: float) -> None:
-        """Put a point of the curve into the log."""
-        self._trial.report(value, iteration)
-
-    def tell(self, outcome: Outcome, warm_from: int | None) -> int:
-        """End the trial; returns its number."""
-        record = asdict(Tried.of(self.number, self.settings, outcome, warm_from))
-        del record["settings"]
-        self._trial.set_user_attr("result", record)
-        self._log.study.tell(self._trial, outcome.value)
-        return self.number
-
-    def tell_same(self, other: Tried) -> None:
-        """End the trial as another one ended, whose settings come to the same."""
-        first = other.number if other.same_as is None else other.same_as
-        record = asdict(replace(other, number=self.number, seconds=0.0, same_as=first))
-        del record["settings"]
-        self._trial.set_user_attr("result", record)
-        self._log.study.tell(self._trial, other.value)
-
-    def fail(self, why: str) -> None:
-        """End the trial without a value."""
-        from optuna.trial import TrialState
-
-        self._trial.set_user_attr("failed", why)
-        self._log.study.tell(self._trial, state=TrialState.FAIL)
-
-
-def is_interrupt(error: BaseException | None) -> bool:
-    """Whether an exception was raised while Ctrl-C was dealt with."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__context__
-    return error is not None
-
-
-def identity(parts: Parts, space: Space, metric: str, seed: int, model: ModelSettings) -> dict[str, Any]:
-    """What must be the same for a stored search to be continued, beside what :func:`learned_from` says."""
-    marks = _marks(parts.matrix.indptr, parts.matrix.indices)
-    held = _marks(parts.held_out.indptr, parts.held_out.indices)
-    unseen = parts.unseen
-    entities = "" if unseen is None else f"{unseen.count} {unseen.side} entities, "
+def request(parts: Parts, data: FitData, space: Space, metric: str, seed: int, model: ModelSettings) -> Request:
+    """Describe a search: its data, space, metric, seed and model. Cost: one pass over the data."""
+    entities = "" if parts.unseen is None else f"{parts.unseen.count} {parts.unseen.side} entities, "
     fixed = {k: v for k, v in model.get_params().items() if k not in ("device", "verbose", "memory_budget", "metric")}
-    return {
-        "pairs": f"{parts.matrix.shape[0]} × {parts.matrix.shape[1]}, {parts.matrix.nnz} pairs, {marks}",
-        "validation": f"{entities}{parts.held_out.nnz} pairs, {held}",
-        "space": describe(space),
-        "metric": metric,
-        "seed": seed,
-        "model": {name: _text(name, value) for name, value in fixed.items()},
-    }
+    m, n = parts.matrix.shape
+    pattern, held = (digest_of(matrix.indptr, matrix.indices) for matrix in (parts.matrix, parts.held_out))
+    left, right = ("ids" if rows is None else f"{rows.shape}, {digest_of(rows)}" for rows in data.features)
+    return Request(
+        pairs=f"{m} × {n}, {parts.matrix.nnz} pairs, {pattern}",
+        validation=f"{entities}{parts.held_out.nnz} pairs, {held}",
+        space=describe(space),
+        metric=metric,
+        seed=seed,
+        model={name: _text(name, value) for name, value in fixed.items()},
+        labels=digest_of(data.matrix.data),
+        weights="none" if data.weights is None else digest_of(data.weights),
+        left_features=left,
+        right_features=right,
+    )
 
 
 def _text(name: str, value: Any) -> str:
-    """A setting in one form in every process: weights by all their numbers, a loss of one's own by its name."""
+    """Return a setting as text that is the same in every process: weights by a digest, a custom loss by its name."""
     if isinstance(value, Loss):
         return value.name
     if name in ("left_weights", "right_weights") and not isinstance(value, (str, type(None))):
-        return str(_marks(check.as_float_array(name, value).astype(np.float64)))
+        return digest_of(check.as_float_array(name, value).astype(np.float64))
     return str(value)
 
 
-def learned_from(data: FitData) -> dict[str, Any]:
-    """Labels, weights and features of a fit, by checksums."""
-    weights = "none" if data.weights is None else str(_marks(data.weights))
-    return {
-        "labels": str(_marks(data.matrix.data)),
-        "weights": weights,
-        "left features": _features_mark(data.features[0]),
-        "right features": _features_mark(data.features[1]),
-    }
+@dataclass(frozen=True)
+class _Failed:
+    """A trial that raised an error."""
+
+    number: int
+    settings: dict[str, Value]
+    why: str
 
 
-def _features_mark(rows: Any) -> str:
-    if rows is None:
-        return "ids"
-    arrays = (rows.indptr, rows.indices, rows.data) if sp.issparse(rows) else (np.asarray(rows),)
-    return f"{rows.shape[0]} × {rows.shape[1]}, {_marks(*arrays)}"
+class Log:
+    """The records of a search; trials are numbered as they end.
 
+    Args:
+        folder: where they are kept.
+        about: what the search is of.
+        space: what is searched.
+        start: the default of every name.
+        from_best: make the first changes to the best settings so far, instead of to the defaults.
 
-def _marks(*arrays: NDArray[Any]) -> list[int]:
-    return [zlib.crc32(np.ascontiguousarray(array).tobytes()) for array in arrays]
+    Raises:
+        ImportError: without optuna.
+        ValueError: if the folder holds another search, or is damaged.
+    """
+
+    def __init__(
+        self, folder: Path, about: Request, space: Space, start: Mapping[str, Value], from_best: bool = False
+    ) -> None:
+        self.optuna = need("optuna", "tuning")
+        self.optuna.logging.set_verbosity(self.optuna.logging.WARNING)
+        self.store, self.about, self.space = RunStore(folder, "search", "storage"), about, space
+        self.first, self.from_best = first_settings(space, start), from_best
+        choices = {name: part.values for name, part in space.items() if isinstance(part, Choices)}
+        self.fixed = {name: values[0] for name, values in choices.items() if len(values) == 1}
+        self.store.continued(about, False, [part.name for part in fields(Request)])
+        self.trials: list[Tried] = []
+        self.failed: list[_Failed] = []
+        self.confirmations: list[Tried] = []
+        while self._read("trial", self.ended, Tried, self.trials) or self._read(
+            "failed", self.ended, _Failed, self.failed
+        ):
+            pass
+        while self._read("confirmation", len(self.confirmations), Tried, self.confirmations):
+            pass
+
+    def _read(self, kind: str, number: int, cls: type[Any], records: list[Any]) -> bool:
+        found = self.store.read_run(f"{kind}-{number}", cls)
+        records += [] if found is None else [found]
+        return found is not None
+
+    @property
+    def ended(self) -> int:
+        """How many trials ended, with a value or with an error."""
+        return len(self.trials) + len(self.failed)
+
+    def keep(self, tried: Tried) -> None:
+        """Add the record of a trial."""
+        self._write(f"trial-{tried.number}", tried)
+        self.trials.append(tried)
+
+    def fail(self, settings: dict[str, Value], why: str) -> None:
+        """Add a trial without a value."""
+        failed = _Failed(self.ended, settings, why)
+        self._write(f"failed-{failed.number}", failed)
+        self.failed.append(failed)
+
+    def confirm(self, again: Tried) -> None:
+        """Add the record of a trial that was trained once more."""
+        self._write(f"confirmation-{len(self.confirmations)}", again)
+        self.confirmations.append(again)
+
+    def _write(self, name: str, record: Tried | _Failed) -> None:
+        if not self.store.manifest.exists():  # only now: a search whose defaults cannot be trained leaves nothing
+            self.store.write_manifest(self.about)
+        self.store.write_run(name, record)
+
+    def ask(self, allow_larger: bool = True) -> dict[str, Value]:
+        """Return the next settings to try.
+
+        Args:
+            allow_larger: whether towers may be larger than at the start. If not, proposals get those of the start.
+        """
+        number = self.ended
+        if number < len(self.first):
+            settings = self._first(number)
+            if allow_larger or not larger(settings, self.first[0]):  # those that are larger come last of all
+                return self.fixed | settings
+        sampler = self.optuna.samplers.TPESampler
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            seed = self.about.seed * 100_003 + number
+            trial = self._study(sampler(seed=seed, n_startup_trials=_STARTUP, multivariate=True)).ask()
+            settings = {}
+            for name in searched(self.space):
+                part = self.space[name]
+                if isinstance(part, Range):
+                    settings[name] = trial.suggest_float(name, part.low, part.high, log=part.log)
+                else:
+                    value: Any = trial.suggest_categorical(name, part.values)
+                    settings[name] = value
+        if not allow_larger and larger(settings, self.first[0]):
+            settings |= {name: self.first[0][name] for name in SIZES if name in settings}
+        return self.fixed | settings
+
+    def _first(self, number: int) -> dict[str, Value]:
+        """Return the settings of one of the first trials."""
+        given, start = self.first[number], self.first[0]
+        if not self.from_best or not self.trials:
+            return given
+        best = pick(self.trials).settings
+        return {name: value if value != start[name] else best[name] for name, value in given.items()}
+
+    def _study(self, sampler: optuna.samplers.BaseSampler | None = None) -> optuna.Study:
+        """Rebuild optuna's study from the records.
+
+        Pruned trials are complete ones with the value that they reached: optuna's own rule ranks trials that were
+        pruned late before those that were pruned early, and a warm start is judged early.
+        """
+        distributions = self.optuna.distributions
+        space = {
+            name: distributions.FloatDistribution(part.low, part.high, log=part.log)
+            if isinstance(part := self.space[name], Range)
+            else distributions.CategoricalDistribution(part.values)
+            for name in searched(self.space)
+        }
+        study: optuna.Study = self.optuna.create_study(direction="maximize", sampler=sampler)
+        for t in self.trials:
+            params = {name: t.settings[name] for name in space}
+            study.add_trial(self.optuna.create_trial(params=params, distributions=space, value=t.value))
+        return study
+
+    def importance(self) -> dict[str, float]:
+        """Return the share of the metric's variation that each name explains (PED-ANOVA), empty for few trials."""
+        if len(self.trials) < 4 or len({t.value for t in self.trials}) < 2:
+            return {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            by = self.optuna.importance.PedAnovaImportanceEvaluator()  # the default of optuna 4 needs scikit-learn
+            found = self.optuna.importance.get_param_importances(self._study(), evaluator=by)
+        return dict(sorted(found.items(), key=lambda item: -item[1]))

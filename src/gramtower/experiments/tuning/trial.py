@@ -13,7 +13,7 @@ trial runs to its end, and its value is the mean of its last points.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
@@ -301,7 +301,6 @@ def run_trial(
     warm: Tensor | None,
     first: float | None = None,
     best: float | None,
-    report: Callable[[int, float], None],
     deadline: float | None,
     seed: int = 0,
 ) -> Outcome:
@@ -316,7 +315,6 @@ def run_trial(
         warm: parameters to start from, or None.
         first: metric of the first trial; one that is better is compared with it by entities, and so is the first.
         best: metric of the best trial so far.
-        report: told each iteration and its metric.
         deadline: the moment, by ``time.perf_counter``, after which it stops.
         seed: of the parts that entities are dealt to for that.
     """
@@ -334,7 +332,6 @@ def run_trial(
 
     def look(point: Point) -> float:
         curve.append(measure(point))
-        report(len(curve) - 1, curve[-1])
         return curve[-1]
 
     def watch(record: Record, point: Point) -> bool:
