@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from gramtower._util import checks as check
 from gramtower.cli.fit_command import features_table
 from gramtower.cli.options import (
     Common,
