@@ -1,8 +1,7 @@
-"""The elementwise activations φ that have analytic steps: one table for users, modules and GPU programs.
+"""The elementwise activations φ that have analytic steps: one table for users, modules, functions and GPU programs.
 
-A line of ``TABLE`` defines an activation. Where φ′ is a function of the output y = φ(z), nothing has to be
-kept for it besides what the next layer keeps anyway (on backends with SLOPES_FROM_OUTPUTS); otherwise φ′ comes by
-autodiff and is stored.
+An entry of ``TABLE`` defines an activation. If φ′ is a function of the output y = φ(z), it needs no memory besides that
+of the next layer's input (on backends with SLOPES_FROM_OUTPUTS); otherwise autodiff computes φ′, which is stored.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gramtower._util import checks as check
 
@@ -42,14 +42,15 @@ def _leaky(y: Tensor, alpha: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Kind:
-    """A line of the table.
+    """An entry of the table.
 
     Attributes:
         module: the module that is recognised, by its exact type.
-        name: for users (``mlp_towers(activation=…)``); None if it has none.
+        name: name for users (``mlp_towers(activation=…)``), or None.
         slope: (y, α) ↦ φ′, if φ′ follows from the output.
         constant: the α of a module, or None if φ′ does not follow from the output with the module's own constants.
-        program: the number under which GPU programs know φ′; None has it computed by ``slope`` in torch.
+        program: number of φ′ in the GPU programs; without one, ``slope`` computes it in torch.
+        functions: torch functions, and names of tensor methods, that compute the same.
     """
 
     module: type[nn.Module]
@@ -57,35 +58,36 @@ class Kind:
     slope: Callable[[Tensor, float], Tensor] | None = None
     constant: Callable[[nn.Module], float | None] = _no_constant
     program: int | None = None
+    functions: tuple[Callable[..., Tensor] | str, ...] = ()
 
 
 TABLE = (
-    Kind(nn.ELU, "elu", lambda y, alpha: torch.where(y > 0, 1.0, y + alpha), _elu_alpha, ELU),
-    Kind(nn.ReLU, "relu", _leaky, _no_constant, LEAKY_RELU),
-    Kind(nn.GELU, "gelu"),
-    Kind(nn.Tanh, "tanh", lambda y, _: 1 - y.square(), _no_constant, TANH),
-    Kind(nn.SiLU, "silu"),
-    Kind(nn.Sigmoid, "sigmoid", lambda y, _: y * (1 - y), _no_constant, SIGMOID),
-    Kind(nn.Softplus, "softplus"),
-    Kind(nn.LeakyReLU, "leaky_relu", _leaky, _leaky_slope, LEAKY_RELU),
-    Kind(nn.SELU, "selu"),
-    Kind(nn.Mish, "mish"),
-    Kind(nn.CELU),
-    Kind(nn.Softsign),
-    Kind(nn.Hardswish),
-    Kind(nn.ReLU6),
-    Kind(nn.LogSigmoid),
-    Kind(nn.Hardtanh),
+    Kind(nn.ELU, "elu", lambda y, alpha: torch.where(y > 0, 1.0, y + alpha), _elu_alpha, ELU, (F.elu,)),
+    Kind(nn.ReLU, "relu", _leaky, _no_constant, LEAKY_RELU, (F.relu, torch.relu, "relu")),
+    Kind(nn.GELU, "gelu", functions=(F.gelu,)),
+    Kind(nn.Tanh, "tanh", lambda y, _: 1 - y.square(), _no_constant, TANH, (F.tanh, torch.tanh, "tanh")),
+    Kind(nn.SiLU, "silu", functions=(F.silu,)),
+    Kind(nn.Sigmoid, "sigmoid", lambda y, _: y * (1 - y), _no_constant, SIGMOID, (F.sigmoid, torch.sigmoid, "sigmoid")),
+    Kind(nn.Softplus, "softplus", functions=(F.softplus,)),
+    Kind(nn.LeakyReLU, "leaky_relu", _leaky, _leaky_slope, LEAKY_RELU, (F.leaky_relu,)),
+    Kind(nn.SELU, "selu", functions=(F.selu, torch.selu)),
+    Kind(nn.Mish, "mish", functions=(F.mish,)),
+    Kind(nn.CELU, functions=(F.celu, torch.celu)),
+    Kind(nn.Softsign, functions=(F.softsign,)),
+    Kind(nn.Hardswish, functions=(F.hardswish,)),
+    Kind(nn.ReLU6, functions=(F.relu6,)),
+    Kind(nn.LogSigmoid, functions=(F.logsigmoid,)),
+    Kind(nn.Hardtanh, functions=(F.hardtanh,)),
 )
 ACTIVATIONS = {kind.name: kind.module for kind in TABLE if kind.name is not None}
 _WITH_SLOPE = re.compile(r"leaky_relu\((0?\.\d{1,6})\)")
 
 
 def make_activation(argument: str, name: Any) -> nn.Module:
-    """A fresh module by name: one of ``ACTIVATIONS``, or "leaky_relu(0.25)" with another slope between 0 and 1.
+    """A new module by name: one of ``ACTIVATIONS``, or "leaky_relu(0.25)" with a slope between 0 and 1.
 
     Raises:
-        ValueError: if there is none of that name.
+        ValueError: if there is no activation of that name.
     """
     if isinstance(name, str) and (found := _WITH_SLOPE.fullmatch(name)) and float(found[1]):
         return nn.LeakyReLU(float(found[1]))
@@ -99,7 +101,7 @@ class Activation:
 
     Attributes:
         function: φ.
-        kind: its line of the table, if φ′ follows from the output; None has φ′ stored.
+        kind: its entry in the table, if φ′ follows from the output; None if φ′ is stored.
         alpha: its constant.
     """
 
@@ -114,7 +116,7 @@ class Activation:
 
     @property
     def program(self) -> int | None:
-        """The number under which GPU programs know φ′."""
+        """Number of φ′ in the GPU programs."""
         return None if self.kind is None else self.kind.program
 
     def slope(self, y: Tensor) -> Tensor:
@@ -132,7 +134,7 @@ class Activation:
 
 
 def activation_of(module: nn.Module) -> Activation:
-    """A module whose exact type has a line in the table, as an activation."""
+    """The activation of a module whose exact type has an entry in the table."""
     kind = next(kind for kind in TABLE if kind.module is type(module))
     alpha = None if kind.slope is None else kind.constant(module)
     function = _out_of_place(module)

@@ -1,26 +1,24 @@
-"""What a tower does with its columns besides layers and activations: sums, products, concatenation, columns.
+"""Steps with several inputs, and graphs of steps: residual branches, gates, several tables.
 
     Sum        y = Σ_k c_k x_k + d      residual branches, differences, multiples
     Product    y = a ∘ b                gates
-    Concat     y = (x_1, x_2, …)        several tables or fields side by side
+    Concat     y = (x_1, x_2, …)        several tables or fields next to each other
     Columns    y = x[:, start:stop]     one field of many, halves of a gate
 
-Those with several inputs are :class:`Join`, the nodes of a Graph. All of them are closed forms, also for the
-preconditioner: mean(JᵀSJ) from the moments of their inputs.
+All of them have closed forms, including mean(JᵀSJ) for the preconditioner, from the moments of their inputs.
 
-A part of a tower whose steps branch and meet again, as one step: residual branches, gates, several tables.
+A :class:`Graph` is a part of a tower whose steps branch and join again. Node i reads the results of earlier nodes, and
+node 0 is the input. Values and derivatives pass through the nodes in order; a result that several nodes read has memory
+of its own, and their cotangents are added.
 
-Node i reads the results of earlier nodes, 0 being the input. Values and derivatives go through the nodes in order; a
-result that several nodes read has memory of its own, and what comes back to it adds up.
-
-For the preconditioner the curvature of all results that are still to be pulled through is kept as one matrix, in blocks
-S_ij: with branches x + f(x) the curvature at x is that of both and of what they share. A node j with inputs a, b, … is
-pulled through by
+For the preconditioner, the curvature of all live results, which are those still to be pulled through a node, is one
+matrix in blocks S_ij: with branches x + f(x), the curvature at x includes the curvature that they share. A node j with
+inputs a, b, … updates it by
 
     S_ab ← S_ab + mean(J_a)ᵀ S_jb + S_aj mean(J_b) + mean(J_aᵀ S_jj J_b),     S_ak ← S_ak + mean(J_a)ᵀ S_jk
 
-which is mean(JᵀSJ) of everything live at once, so that it stays positive semidefinite; for a chain it is what
-factors.py says. Of a node without ``pull_mean`` the terms S_jk are left out.
+which is mean(JᵀSJ) of all live results, so that it stays positive semidefinite; for a chain it is the formula of
+factors.py. The terms S_jk of a node without ``pull_mean`` are left out.
 """
 
 from __future__ import annotations
@@ -52,32 +50,32 @@ Blocks = dict[tuple[int, int], Tensor]  # mean(J_aᵀ S J_b) by the positions a,
 
 
 class Join(Op):
-    """A step with any number of inputs: the node of a graph that is given a list. With one input it is a step as well.
+    """A step with any number of inputs, which a graph calls with lists; with one input it is also a plain step.
 
-    ``push`` and ``pull`` overwrite nothing; what ``pull`` returns may be g itself, which the caller then copies.
+    ``push`` and ``pull`` do not overwrite their arguments; ``pull`` may return g itself, which the caller then copies.
     """
 
     overwrites_cotangent = False
     overwrites_tangent = False
 
     def join(self, x: list[Any], values: Values, out: Tensor | None) -> tuple[Tensor, Any]:
-        """y and what to keep, as ``Op.forward``."""
+        """Return y and the values to keep, as ``Op.forward``."""
         raise NotImplementedError
 
     def push(self, saved: Any, dx: list[Tensor | None], values: Values, tangent: Named) -> Tensor:
-        """dy along (dx, tangent), in memory of its own; an input that no parameter reaches has None."""
+        """Return dy along (dx, tangent), in new memory; dx is None for an input that depends on no parameter."""
         raise NotImplementedError
 
     def pull(self, saved: Any, g: Tensor, values: Values, out: Named, needed: list[bool]) -> list[Tensor | None]:
-        """gᵀ∂y/∂x of the inputs that are needed; gᵀ∂y/∂θ is added to ``out``."""
+        """Return gᵀ∂y/∂x of the inputs that are ``needed``; add gᵀ∂y/∂θ to ``out``."""
         raise NotImplementedError
 
     def pull_blocks(self, S: Tensor, moment: Moment, context: CurvatureContext) -> Blocks:
-        """mean(J_aᵀ S J_b) for all inputs a and b; adds factors."""
+        """Return mean(J_aᵀ S J_b) for all inputs a and b; add this step's factors."""
         raise NotImplementedError
 
     def pull_means(self, M: Tensor, moment: Moment, context: CurvatureContext) -> list[Tensor] | None:
-        """mean(J_a)ᵀ M for all inputs a, scaled as in ``Op.pull_mean``; None leaves it out."""
+        """Return mean(J_a)ᵀ M for all inputs a, scaled as in ``Op.pull_mean``; None leaves it out."""
         return None
 
     def forward(self, x: Any, values: Values, out: Tensor | None = None) -> tuple[Tensor, Any]:
@@ -128,7 +126,7 @@ class Sum(Join):
 
 
 def _combined(coefficients: tuple[float, ...], x: list[Tensor]) -> Tensor:
-    """Σ c_k x_k in memory of its own."""
+    """Σ c_k x_k in new memory."""
     if len(x) == 1:
         return x[0].clone() if coefficients[0] == 1 else x[0] * coefficients[0]
     first = x[0] if coefficients[0] == 1 else x[0] * coefficients[0]
@@ -177,7 +175,7 @@ class Product(Join):
 
 @dataclass
 class Concat(Join):
-    """Inputs of these widths side by side."""
+    """Concatenation of inputs with these widths."""
 
     widths: tuple[int, ...]
 
@@ -185,13 +183,11 @@ class Concat(Join):
         return torch.cat(x, 1, out=out), None
 
     def push(self, saved: None, dx: list[Tensor | None], values: Values, tangent: Named) -> Tensor:
-        """The changes side by side."""
         like = next(t for t in dx if t is not None)
         zeros = (like.new_zeros(()).expand(len(like), width) for width in self.widths)
         return torch.cat([zero if t is None else t for t, zero in zip(dx, zeros, strict=True)], 1)
 
     def pull(self, saved: None, g: Tensor, values: Values, out: Named, needed: list[bool]) -> list[Tensor | None]:
-        """The columns of g that belong to each."""
         parts = torch.split(g, list(self.widths), 1)
         return [part.contiguous() if need else None for part, need in zip(parts, needed, strict=True)]
 
@@ -218,7 +214,6 @@ class Columns(Op):
     overwrites_tangent = False
 
     def forward(self, x: Any, values: Values, out: Tensor | None = None) -> tuple[Any, None]:
-        """Of sparse features, a block of those columns."""
         if isinstance(x, SparseBlock):
             return x.columns(self.start, self.stop), None
         return materialise(x)[:, self.start : self.stop].contiguous(), None
@@ -231,7 +226,7 @@ class Columns(Op):
         return materialise(dx)[:, self.start : self.stop].clone(memory_format=torch.contiguous_format)
 
     def vjp(self, saved: None, g: Tensor | Summed, values: Values, out: Named, need_input: bool) -> Tensor | None:
-        """g among zeros."""
+        """g, padded with zeros."""
         if not need_input:
             return None
         g = plain(g)
@@ -240,13 +235,13 @@ class Columns(Op):
         return whole
 
     def pull_curvature(self, S: Tensor, moment: Moment, context: CurvatureContext) -> Tensor:
-        """S among zeros."""
+        """S, padded with zeros."""
         whole = S.new_zeros(self.width, self.width)
         whole[self.start : self.stop, self.start : self.stop] = S
         return whole
 
     def pull_mean(self, M: Tensor, moment: Moment, context: CurvatureContext) -> Tensor:
-        """M among zeros."""
+        """M, padded with zeros."""
         whole = M.new_zeros(self.width, M.shape[1])
         whole[self.start : self.stop] = M
         return whole
@@ -254,12 +249,12 @@ class Columns(Op):
 
 @dataclass(frozen=True)
 class Node:
-    """A step and where its inputs come from.
+    """A step of a graph.
 
     Attributes:
         op: the step.
         inputs: numbers of the nodes whose results it reads; 0 is the input of the graph.
-        width: columns of its result.
+        width: number of columns of its result.
     """
 
     op: Op
@@ -269,18 +264,18 @@ class Node:
 
 @dataclass
 class Graph(Op):
-    """Nodes in order, the last of which is the result.
+    """Nodes in topological order; the last one is the result.
 
     Attributes:
         nodes: node i is ``nodes[i - 1]``.
-        first: whether the input is feature rows, which no derivative reaches.
+        first: whether the input are feature rows, which have no derivative.
     """
 
     nodes: list[Node]
     first: bool
-    _active: list[bool] = field(init=False)  # whether a derivative reaches a result
-    _uses: list[int] = field(init=False)  # how many inputs of active nodes it is
-    _reads: list[int] = field(init=False)  # how many inputs of any node it is
+    _active: list[bool] = field(init=False)  # whether a result depends on parameters
+    _uses: list[int] = field(init=False)  # how often active nodes read it
+    _reads: list[int] = field(init=False)  # how often any node reads it
 
     overwrites_cotangent = True
 
@@ -315,7 +310,6 @@ class Graph(Op):
         return tuple(part for node in self.nodes for part in node.op.parts)
 
     def forward(self, x: Any, values: Values, out: Tensor | None = None) -> tuple[Tensor | Shifted, list[Any]]:
-        """The last node's result; keeps what each node keeps, and their results' bytes."""
         results: dict[int, Any] = {0: x}
         left, kept = list(self._reads), []
         for number, node in enumerate(self.nodes, 1):
@@ -366,7 +360,7 @@ class Graph(Op):
         return result
 
     def _place(self, number: int, out: Tensor | None, like: Tensor | Shifted | None) -> Tensor | None:
-        """Memory for a node's change: what was given, or new where it must last."""
+        """A buffer for a node's change: ``out`` for the last node, or new memory if several nodes read it."""
         if number == len(self.nodes):
             return out
         if self._handed_on(number) or like is None:
@@ -405,14 +399,14 @@ class Graph(Op):
     def _add(
         self, pulled: dict[int, Tensor | Summed], number: int, i: int, part: Tensor | Summed, values: Values
     ) -> None:
-        """Add what came back from a node to that of its input."""
+        """Add the cotangent that a node returns to that of its input."""
         if i in pulled:
             pulled[i] = plain(pulled[i]).add_(plain(part))
         else:
             pulled[i] = part if i == number - 1 and self._uses[i] == 1 else _own(plain(part), values)
 
     def _handed_on(self, i: int) -> bool:
-        """Whether a result is read once, by the next node: it may then lie in a buffer that others use after it."""
+        """Whether only the next node reads a result, which may then be in a shared buffer."""
         return self._uses[i] == 1 and i in self.nodes[i].inputs
 
     def precompute(self, saved: list[Any]) -> None:
@@ -422,11 +416,10 @@ class Graph(Op):
     # The preconditioner.
 
     def moment(self, saved: list[Any], r: Tensor, some: slice, stride: int) -> Moment:
-        """Those of the nodes, with the means of what they share."""
         return [node.op.moment_with_mean(kept, r, some, stride) for node, kept in zip(self.nodes, saved, strict=True)]
 
     def input_moment(self, block: Block, r: Tensor) -> Moment:
-        """Those of the nodes that read the features, or columns of them."""
+        """Moments of the nodes that read the features or columns of them."""
         blocks, moments = {0: block}, []
         for number, node in enumerate(self.nodes, 1):
             given = blocks.get(node.inputs[0]) if len(node.inputs) == 1 else None
@@ -440,17 +433,16 @@ class Graph(Op):
             node.op.reduce_moment(part, group, owned)
 
     def pull_curvature(self, S: Tensor, moment: Moment, context: CurvatureContext) -> Tensor:
-        """Node by node, see above."""
         assert isinstance(moment, list)
         live = _Live(len(self.nodes), S)
         for number in range(len(self.nodes), 0, -1):
             node, part = self.nodes[number - 1], moment[number - 1]
             if not self._active[number]:
                 continue
-            S, beside = live.take(number)
+            S, shared = live.take(number)
             inner = self._inner(context, number)
             live.add_all(node.inputs, self._active, self._pull(node, S, part, inner))
-            for k, M in beside.items():
+            for k, M in shared.items():
                 means = _means(node.op, M, part, inner) or ()
                 for i, mean in zip(node.inputs, means, strict=False):
                     if self._active[i]:
@@ -464,7 +456,7 @@ class Graph(Op):
         return {(0, 0): node.op.pull_curvature(S, moment, context)}
 
     def _inner(self, context: CurvatureContext, number: int) -> CurvatureContext:
-        """What one node may use."""
+        """The context for one node."""
 
         def sample() -> Sample:
             whole = context.sample()
@@ -482,16 +474,13 @@ class Graph(Op):
 
     @property
     def live_columns(self) -> int:
-        """Two branches, about."""
-        return sum(sorted(node.width for node in self.nodes)[-2:])
+        return sum(sorted(node.width for node in self.nodes)[-2:])  # about two branches
 
     @property
     def workspace_factor(self) -> float:
-        """Branches wait for each other."""
-        return 0.5 + max(node.op.workspace_factor for node in self.nodes)
+        return 0.5 + max(node.op.workspace_factor for node in self.nodes)  # branches are held at the same time
 
     def layer_width(self, tensors: Named) -> int:
-        """All that is computed."""
         return sum(node.width for node in self.nodes)
 
     def _inputs(self) -> list[Op]:
@@ -509,19 +498,19 @@ class Graph(Op):
 
 
 class _Live:
-    """The curvature of results that are still to be pulled through: blocks S_ij, i ≤ j."""
+    """The curvature of the live results: blocks S_ij, i ≤ j."""
 
     def __init__(self, number: int, S: Tensor) -> None:
         self._blocks = {(number, number): S}
 
     def take(self, number: int) -> tuple[Tensor, dict[int, Tensor]]:
-        """S_jj, and S_jk for all others k, which are live no more."""
+        """Remove a result j: return S_jj, and S_jk for all others k."""
         own = self._blocks.pop((number, number))
-        beside = {}
+        shared = {}
         for i, k in [pair for pair in self._blocks if number in pair]:
             block = self._blocks.pop((i, k))
-            beside[k if i == number else i] = block if i == number else block.t()
-        return own, beside
+            shared[k if i == number else i] = block if i == number else block.t()
+        return own, shared
 
     def add(self, i: int, k: int, block: Tensor) -> None:
         """Add to S_ik."""
@@ -530,7 +519,7 @@ class _Live:
         self._blocks[i, k] = self._blocks[i, k] + block if (i, k) in self._blocks else block
 
     def add_all(self, inputs: tuple[int, ...], active: list[bool], blocks: dict[tuple[int, int], Tensor]) -> None:
-        """Add blocks between the inputs of a node, given by their positions."""
+        """Add blocks between the inputs of a node, keyed by their positions."""
         for (a, b), block in blocks.items():
             i, k = inputs[a], inputs[b]
             if active[i] and active[k] and i <= k:  # the other half is its transpose
@@ -549,7 +538,7 @@ def _means(op: Op, M: Tensor, moment: Moment, context: CurvatureContext) -> list
 
 
 def _own(t: Tensor, values: Values) -> Tensor:
-    """The tensor in memory that no step uses as a buffer."""
+    """The tensor, copied if it is in a buffer that steps share."""
     storage = t.untyped_storage().data_ptr()
     shared = any(storage == buffer.untyped_storage().data_ptr() for buffer in values.scratch.values())
     return t.clone() if shared else t

@@ -2,19 +2,19 @@
 
 Given H, the k × k curvature at the tower's output averaged over entities, and a weight r_i for each entity, a layer
 with inputs x_i has the Gauss-Newton block A ⊗ S with A = Σ_i r_i x_i x_iᵀ (the bias is an input of 1). S is H at the
-last layer and moves down as
+last layer and is propagated down as
 
     S ← WᵀSW              through a linear layer
     S ← S ∘ mean(φ′φ′ᵀ)   through an elementwise activation
-    S ← mean(g gᵀ)        through any other step, g the back-propagation of vectors drawn with covariance S
+    S ← mean(g gᵀ)        through any other step, where g are random vectors with covariance S, back-propagated
 
-all means weighted by r_i. Each step does its own part (``moment`` and ``pull_curvature`` in steps.py); where a tower
-has branches, branches.py carries S of all that is live beside each other. For ids and sparse features A is kept to its
-diagonal, so that tables are preconditioned row by row. Parameters of other steps that belong to no Linear or Embedding
-get the diagonal Σ_i r_i J_iᵀ S J_i, from the same drawn vectors.
+all means weighted by r_i. Each step computes its own part (``moment`` and ``pull_curvature`` in steps.py); branches.py
+extends this to towers with branches. For ids and sparse features A is reduced to its diagonal, so that tables are
+preconditioned row by row. Parameters of steps without a formula get the diagonal Σ_i r_i J_iᵀ S J_i, from the same
+random vectors.
 
-Cost: about one matrix product of rows × width² for each layer, over some two thousand rows; where some step has no
-formula, a forward and ``draws`` backward passes of those rows.
+Cost: about one matrix product of rows × width² for each layer, over about two thousand rows; if some step has no
+formula, also a forward pass and ``draws`` backward passes of those rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gramtower.engine.towers.layer_factors import Factors, Noise
 from gramtower.engine.towers.linearization import Linearization
 from gramtower.engine.towers.steps import CurvatureContext, Moment, Sample
 
-_ROWS = 2048  # enough rows to know the moments of a layer's inputs and slopes
+_ROWS = 2048  # rows for estimating the moments of a layer's inputs and slopes
 
 
 @torch.no_grad()
@@ -50,12 +50,12 @@ def tower_factors(
     Args:
         tower: the tower at θ.
         H: k × k, positive semidefinite, float64.
-        weight: r, one for each entity.
+        weight: r, one number for each entity.
         trainable: local names of the parameters to precondition.
-        draws: vectors drawn for each entity where a step has no formula.
-        seed: for the draws.
-        group: the processes whose entities count together.
-        owned: local names of tables that hold this process's rows alone.
+        draws: random vectors for each entity, for steps without a formula.
+        seed: seed of the random vectors.
+        group: the processes that divide the entities.
+        owned: local names of tables that hold only this process's rows.
     """
     steps, features = tower.steps, tower.features
     stride = max(1, features.total // _ROWS)
@@ -89,13 +89,13 @@ def tower_factors(
 
 
 class _Sampled:
-    """Every ``stride``-th row of all processes, run forward when a step first asks for them."""
+    """Every ``stride``-th row of all processes, run forward when a step first needs them."""
 
     def __init__(self, tower: Linearization, weight: Tensor, stride: int) -> None:
         self._tower, self._weight, self._stride = tower, weight, stride
 
     def of(self, index: int) -> Sample:
-        """The rows, with what a step kept of them."""
+        """The rows, with the values that a step kept of them."""
         weight, numbers, saved = self._run
         return Sample(weight, numbers, saved[index])
 
@@ -112,8 +112,8 @@ def _moments(tower: Linearization, weight: Tensor, stride: int) -> list[Moment]:
     """The moments of all steps over this process's rows.
 
     Matrices are estimated from every ``stride``-th row of all processes, independent of blocks and processes. If
-    activations were not kept, only those rows are recomputed, and diagonals come from the features of all rows. A first
-    step that is left to autodiff, and so may hold tables anywhere, is gone through row by row.
+    activations were not kept, only those rows are recomputed, and diagonals are computed from the features of all rows.
+    A first step differentiated by autodiff may have tables anywhere, so all its rows are recomputed.
     """
     features, steps = tower.features, tower.steps
     skipped = -features.first % stride
@@ -141,7 +141,7 @@ def _moments(tower: Linearization, weight: Tensor, stride: int) -> list[Moment]:
 
 
 def _sum(a: Moment, b: Moment) -> Moment:
-    """The sum of moments, part by part; None is nothing."""
+    """The sum of moments, part by part; None counts as zero."""
     if a is None or b is None:
         return b if a is None else a
     if isinstance(a, list) or isinstance(b, list):
@@ -150,7 +150,7 @@ def _sum(a: Moment, b: Moment) -> Moment:
 
 
 def _preferred(a: Moment, b: Moment) -> Moment:
-    """The parts of ``a``, and of ``b`` where ``a`` has none."""
+    """The parts of ``a``, or those of ``b`` where ``a`` has None."""
     if isinstance(a, list) and isinstance(b, list):
         return [_preferred(x, y) for x, y in zip(a, b, strict=True)]
     return b if a is None else a

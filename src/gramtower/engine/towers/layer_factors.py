@@ -1,7 +1,7 @@
-"""A ⊗ S of single layers: what the steps of a tower add for the preconditioner, and what they make it from.
+"""Kronecker factors A ⊗ S of single layers, and the sums and random vectors they are computed from.
 
 A = Σ_i r_i x_i x_iᵀ are the moments of a layer's inputs (the bias is an input of 1), S is the curvature at its outputs;
-see factors.py.
+factors.py computes them for a tower.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gramtower.data.features import SparseBlock
 
 @dataclass
 class Factor:
-    """A ⊗ S for a weight, with its bias as one more input when A is a full matrix.
+    """A ⊗ S of a weight, with its bias as one more input if A is a full matrix.
 
     Attributes:
         weight: local name of the weight.
@@ -26,7 +26,7 @@ class Factor:
         inputs_first: whether the weight is stored inputs × outputs.
         A: inputs × inputs, or its diagonal.
         S: outputs × outputs.
-        mean: mean of A's diagonal over the rows of all processes, where A is that of local rows.
+        mean: mean of A's diagonal over the rows of all processes, if A covers only local rows.
     """
 
     weight: str
@@ -39,14 +39,14 @@ class Factor:
 
 @dataclass
 class Factors:
-    """What a tower's parameters are preconditioned with, in float64.
+    """The factors of a tower's parameters, in float64.
 
     Attributes:
         trainable: local names of the parameters to precondition.
-        layers: of weights.
-        biases: of vectors with a full matrix, local name → (c, S), of curvature c S: biases kept apart from their
-            weight, c = Σ r_i, and the scales of columns.
-        diagonals: of all other parameters, by local name.
+        layers: factors of weights.
+        biases: vectors with a full matrix: local name → (c, S), for the curvature c S. These are biases that are not
+            part of their weight's A, with c = Σ r_i, and scales of columns.
+        diagonals: diagonals of all other parameters, by local name.
     """
 
     trainable: Collection[str]
@@ -55,7 +55,7 @@ class Factors:
     diagonals: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, weight: str, bias: str | None, inputs_first: bool, A: Tensor, S: Tensor, total: Tensor) -> None:
-        """A ⊗ S of a layer with Σ r_i = ``total``; a diagonal A covers the weight alone."""
+        """Add A ⊗ S of a layer with Σ r_i = ``total``; a diagonal A covers only the weight."""
         with_bias = bias is not None and bias in self.trainable
         if A.dim() == 1:
             if weight in self.trainable:
@@ -69,14 +69,14 @@ class Factors:
             self.add_matrix(bias, S, A[-1, -1])
 
     def add_matrix(self, name: str, S: Tensor, count: Tensor | float = 1.0) -> None:
-        """The curvature count·S of a vector; that of a vector used twice adds up."""
+        """Add the curvature count·S of a vector; a vector that is used twice gets the sum."""
         if name in self.biases:
             before, other = self.biases[name]
             S, count = before * other + count * S, 1.0
         self.biases[name] = (torch.as_tensor(count, dtype=S.dtype, device=S.device), S)
 
     def add_diagonal(self, name: str, square: Tensor) -> None:
-        """The diagonal of any other parameter's curvature."""
+        """Add the diagonal of any other parameter's curvature."""
         self.diagonals[name] = self.diagonals[name] + square if name in self.diagonals else square
 
 
@@ -94,7 +94,7 @@ def outer(x: Tensor, r: Tensor, bias: bool) -> Tensor:
 
 
 def mean_column(moment: Tensor, rows: int) -> Tensor:
-    """mean(x)/√c of Σ r (x, 1)(x, 1)ᵀ over so many rows, as a column, where c is the mean of the weights r."""
+    """mean(x)/√c as a column, from Σ r (x, 1)(x, 1)ᵀ over ``rows`` rows, where c is the mean of the weights r."""
     return torch.as_tensor(moment[:-1, -1:] / (rows * moment[-1, -1]).clamp_min(1e-300).sqrt())
 
 
@@ -107,12 +107,12 @@ def column_squares(block: SparseBlock, r: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Noise:
-    """Random signs that depend on an entity's number alone, not on blocks, processes or devices.
+    """Random signs that depend only on an entity's number, not on blocks, processes or devices.
 
     Attributes:
-        seed: for the draws.
-        step: number of the step that they are drawn for.
-        draws: rows drawn for each entity.
+        seed: seed of the random numbers.
+        step: number of the step that uses them.
+        draws: number of vectors for each entity.
     """
 
     seed: int
@@ -120,7 +120,7 @@ class Noise:
     draws: int
 
     def rows(self, draw: int, numbers: Tensor, weight: Tensor, root: Tensor) -> Tensor:
-        """Rows of covariance w_i R Rᵀ for the entities of these numbers, in the dtype of R."""
+        """Vectors with covariance w_i R Rᵀ for the entities with these numbers, in the dtype of R."""
         key = np.random.SeedSequence((self.seed, self.step, draw)).generate_state(1, np.uint64)
         columns = torch.arange(root.shape[1], device=root.device)
         bits = _mixed(_mixed(numbers.to(root.device) + (int(key[0]) >> 2))[:, None] + columns)
@@ -129,14 +129,14 @@ class Noise:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Integers that look random: two rounds of multiplication and shifts, wrapping around at 64 bits."""
+    """A hash of integers: two rounds of multiplications and shifts modulo 2⁶⁴."""
     for factor in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
         x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * factor
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
 def root(S: Tensor) -> Tensor:
-    """R with R Rᵀ = S for a positive semidefinite S, to about ten digits: by Cholesky, or else by its eigenvalues."""
+    """R with R Rᵀ = S for a positive semidefinite S, to about ten digits, by Cholesky or eigenvalues."""
     slack = 1e-11 * S.diagonal().abs().mean() * torch.eye(len(S), dtype=S.dtype, device=S.device)
     lower, failed = torch.linalg.cholesky_ex(S + slack)
     if int(failed) == 0 and bool(lower.isfinite().all()):
@@ -148,8 +148,8 @@ def root(S: Tensor) -> Tensor:
 def clamped_spectrum(S: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues of a symmetric matrix, clamped at 0, and its eigenvectors.
 
-    Of a matrix that is not finite, or whose eigenvalues are not found, those of its diagonal, in which what is not
-    finite counts as 0: whatever the scale of the numbers, there is a preconditioner.
+    If the matrix is not finite, or the eigenvalues are not found, only the diagonal is used, with 0 for entries that
+    are not finite, so that there is always a preconditioner.
     """
     scale = S.abs().max()
     if bool(scale.isfinite()):

@@ -1,18 +1,14 @@
-"""A first layer whose table is stored feature by feature: x ↦ xᵀW + b for ids, sparse rows and dense rows.
+"""Layers with closed-form derivatives, and the steps (steps.py) that compute them.
 
-``nn.Embedding`` takes ids and has no bias, ``nn.Linear`` keeps its weight as outputs × inputs, so that one
-feature's numbers lie far apart. This layer is both at once; :func:`gramtower.mlp_towers` begins with it.
+    InputAffine  y = xᵀW + b                              the first layer, for ids, sparse rows and dense rows
+    Affine       y = Wx + b                               nn.Linear above the first layer
+    Elementwise  y = φ(x)                                 activations
+    Scale        y = p ∘ x                                one learned p per column, or one for all columns
+    Normalise    y = γ ∘ (x − mean x)/√(var x + ε) + β    nn.LayerNorm over the columns
+                 y = γ ∘ x/√(mean x² + ε)                 nn.RMSNorm
 
-Steps with analytic derivatives: first layers, linear layers and activations. See steps.py.
-
-Learned scales of columns, LayerNorm and RMSNorm.
-
-    Scale      y = p ∘ x                                one p for each column, or one for all
-    Normalise  y = γ ∘ (x − mean x)/√(var x + ε) + β    nn.LayerNorm over the columns
-               y = γ ∘ x/√(mean x² + ε)                 nn.RMSNorm: rows of one length, whatever their direction
-
-Both are closed forms, also for the preconditioner: the block of a scale is S ∘ Σ r x xᵀ. Checked by
-tests/test_networks.py.
+The preconditioner has closed forms too: the block of a scale is S ∘ Σ r x xᵀ. Each class lists in ``modules`` the torch
+modules that it replaces, and makes the step of a module in ``of_module``; stack.py collects them.
 """
 
 from __future__ import annotations
@@ -20,18 +16,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gramtower._util import checks as check
 from gramtower.data.features import Block, Features, IdBlock, SparseBlock
-from gramtower.engine.kernels.activations import Activation
+from gramtower.engine.kernels.activations import TABLE, Activation, activation_of
 from gramtower.engine.towers.layer_factors import column_squares, mean_column, outer
 from gramtower.engine.towers.steps import (
     CurvatureContext,
-    Moment,
     Named,
+    Names,
     Op,
     Shifted,
     Summed,
@@ -42,15 +39,17 @@ from gramtower.engine.towers.steps import (
 
 
 class InputLinear(nn.Module):
-    """A first layer for towers of your own that takes ids, sparse rows and dense rows alike.
+    """A first layer for custom towers, which accepts ids, sparse rows and dense rows.
 
-    An affine map of an entity's features, with one contiguous row of weights for each feature.
+    An affine map of an entity's features. Unlike ``nn.Linear`` it stores one contiguous row of weights for each
+    feature, and unlike ``nn.Embedding`` it has a bias.
 
     Args:
         in_features: number of features, or of entities when they come as ids.
-        out_features: number of columns made.
+        out_features: number of columns of the output.
         bias: whether to add a learned row to every output.
-        draw: whether weights start as normal numbers from torch's generator; if not, they are what the memory holds.
+        draw: whether to initialise the weights with normal numbers from torch's generator; otherwise they are
+            uninitialised memory.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, draw: bool = True) -> None:
@@ -71,26 +70,11 @@ class InputLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-def _named(weight: str, bias: str | None) -> tuple[str, ...]:
-    return (weight,) if bias is None else (weight, bias)
-
-
-@dataclass
-class InputAffine(Op):
-    """First step: x ↦ xᵀW + b on ids, sparse rows or dense rows.
-
-    Attributes:
-        weight: the tensor's name.
-        bias: the bias' name or None.
-        inputs_first: whether W is stored inputs × outputs (Embedding, EmbeddingBag, InputLinear) or outputs ×
-            inputs (Linear).
-        width: features expected; for ids, the largest number of entities.
-    """
+class _Linear(Op):
+    """A step with a weight and an optional bias."""
 
     weight: str
     bias: str | None
-    inputs_first: bool
-    width: int
 
     overwrites_cotangent = False
     overwrites_tangent = False
@@ -98,7 +82,39 @@ class InputAffine(Op):
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        return _named(self.weight, self.bias)
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+
+@dataclass
+class InputAffine(_Linear):
+    """The first step, x ↦ xᵀW + b on ids, sparse rows or dense rows.
+
+    Attributes:
+        weight: name of the weight.
+        bias: name of the bias, or None.
+        inputs_first: whether W is stored inputs × outputs (Embedding, EmbeddingBag, InputLinear) or outputs ×
+            inputs (Linear).
+        width: number of features; for ids, the largest number of entities.
+    """
+
+    weight: str
+    bias: str | None
+    inputs_first: bool
+    width: int
+
+    modules = (InputLinear, nn.Linear, nn.Embedding, nn.EmbeddingBag)
+
+    @classmethod
+    def of_input(cls, module: nn.Module, kind: str, names: Names) -> InputAffine | None:
+        """The step of a module that reads features of a kind; None if it has no closed form for them."""
+        if type(module) is InputLinear or (type(module) is nn.Linear and kind != "ids"):
+            weight, bias = names[id(module.weight)], names.get(id(module.bias))
+            return cls(weight, bias, type(module) is InputLinear, module.in_features)
+        if type(module) is nn.Embedding and kind == "ids":
+            return cls(names[id(module.weight)], None, True, module.num_embeddings)
+        if type(module) is nn.EmbeddingBag and kind == "sparse" and module.mode == "sum":
+            return cls(names[id(module.weight)], None, True, module.num_embeddings)
+        return None
 
     def forward(self, x: Block, values: Values, out: Tensor | None = None) -> tuple[Tensor | Shifted, Block]:
         """XW + b; for ids without a bias, a view of W."""
@@ -156,18 +172,17 @@ class InputAffine(Op):
 
     @staticmethod
     def _sparse(x: SparseBlock, matrix: Tensor, bias: Tensor | None, values: Values, out: Tensor) -> Tensor:
-        """X times a matrix of inputs × outputs, added to the bias in ``out``: one pass less than adding it later."""
+        """X times a matrix of inputs × outputs, added to the bias in ``out``, which saves a separate pass."""
         out = out.zero_() if bias is None else out.copy_(bias.expand_as(out))
         values.kernels.left_sum(x.pattern, x.values, matrix, out)
         return out
 
     def fusable_table(self, features: Features) -> str | None:
-        """Ids in order, with a row for each."""
+        """Return the table of ids that are in order, with one row each."""
         in_order = features.kind == "ids" and features.parent is None and self.width == features.rows
         return self.weight if in_order and self.inputs_first else None
 
     def viewed_table(self, features: Features) -> str | None:
-        """Without a bias, rows of the table are the outputs."""
         return self.fusable_table(features) if self.bias is None else None
 
     def table_rows(self, saved: IdBlock, tensors: Named) -> Tensor:
@@ -178,7 +193,7 @@ class InputAffine(Op):
             values.defer_bias_lines(self.bias, lines)
 
     def moment(self, saved: Block, r: Tensor, some: slice, stride: int) -> Tensor:
-        """Σ r x xᵀ, the bias an input of 1; for ids and sparse rows its diagonal, so that tables go row by row."""
+        """Σ r x xᵀ, with the bias as an input of 1; only its diagonal for ids and sparse rows, as for tables."""
         if isinstance(saved, IdBlock):
             counts = torch.zeros(self.width, dtype=torch.float64, device=r.device)
             return counts.index_add_(0, saved.tensor(r.device), r.double())
@@ -187,12 +202,10 @@ class InputAffine(Op):
         return outer(saved[some], stride * r[some], self.bias is not None)
 
     def input_moment(self, block: Block, r: Tensor) -> Tensor | None:
-        """The diagonals."""
         return None if isinstance(block, Tensor) else self.moment(block, r, slice(0), 1)
 
-    def pull_curvature(self, S: Tensor, moment: Tensor | None, context: CurvatureContext) -> Tensor:
-        """A ⊗ S; nothing is below."""
-        assert moment is not None
+    def pull_curvature(self, S: Tensor, moment: Tensor, context: CurvatureContext) -> Tensor:
+        """A ⊗ S."""
         context.factors.add(self.weight, self.bias, self.inputs_first, moment, S, context.total_weight)
         return S
 
@@ -212,27 +225,25 @@ class InputAffine(Op):
 
 
 @dataclass
-class Affine(Op):
+class Affine(_Linear):
     """nn.Linear after the first step: x ↦ xWᵀ + b; with ``inputs_first`` W is stored inputs × outputs, x ↦ xW + b."""
 
     weight: str
     bias: str | None
     inputs_first: bool = False
 
-    overwrites_cotangent = False
-    overwrites_tangent = False
-    linear = True
+    modules = (nn.Linear,)
 
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        return _named(self.weight, self.bias)
+    @classmethod
+    def of_module(cls, module: nn.Linear, names: Names) -> Affine:
+        return cls(names[id(module.weight)], names.get(id(module.bias)))
 
     def _matrix(self, tensors: Named) -> Tensor:
         """The weight as inputs × outputs."""
         return tensors[self.weight] if self.inputs_first else tensors[self.weight].t()
 
     def forward(self, x: Tensor | Shifted, values: Values, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """XWᵀ + b, in ``out`` where given."""
+        """XWᵀ + b, in ``out`` if given."""
         rows, matrix = materialise(x), self._matrix(values.tensors)
         if self.bias is None:
             return torch.mm(rows, matrix, out=out), rows
@@ -246,7 +257,7 @@ class Affine(Op):
         dx = None if dx is None else materialise(dx)
         out = values.workspace(saved if dx is None else dx, matrix.shape[1]) if out is None else out
         bias = None if self.bias is None else tangent.get(self.bias)
-        if dx is None:  # the input is a function of the features alone
+        if dx is None:  # the input depends only on the features
             dy = out.zero_() if bias is None else out.copy_(bias.expand_as(out))
         else:
             dy = torch.mm(dx, matrix, out=out) if bias is None else torch.addmm(bias, dx, matrix, out=out)
@@ -267,12 +278,11 @@ class Affine(Op):
         return torch.mm(g, matrix.t(), out=values.workspace(g, matrix.shape[0]))
 
     def moment(self, saved: Tensor, r: Tensor, some: slice, stride: int) -> Tensor:
-        """Σ r x xᵀ, the bias an input of 1."""
+        """Σ r x xᵀ, with the bias as an input of 1."""
         return outer(saved[some], stride * r[some], self.bias is not None)
 
-    def pull_curvature(self, S: Tensor, moment: Tensor | None, context: CurvatureContext) -> Tensor:
+    def pull_curvature(self, S: Tensor, moment: Tensor, context: CurvatureContext) -> Tensor:
         """A ⊗ S, and WᵀSW."""
-        assert moment is not None
         context.factors.add(self.weight, self.bias, self.inputs_first, moment, S, context.total_weight)
         if context.is_first:
             return S
@@ -288,10 +298,10 @@ class Affine(Op):
 
 
 class _Slopes:
-    """What an activation keeps: φ′ stored, made when it is first asked for; or the output y that it follows from.
+    """The slopes φ′ of an activation: stored once they are first needed, or computed from the output y each time.
 
     Attributes:
-        y: the output, if φ′ is computed from it wherever it is needed.
+        y: the output, if φ′ is computed from it.
     """
 
     def __init__(self, activation: Activation, make: Callable[[], Tensor] | None, y: Tensor | None) -> None:
@@ -304,7 +314,7 @@ class _Slopes:
 
     @property
     def stored(self) -> Tensor:
-        """φ′ of all rows, in memory."""
+        """φ′ of all rows."""
         if self._slope is None:
             assert self._make is not None
             self._slope, self._make = self._make(), None
@@ -313,9 +323,15 @@ class _Slopes:
 
 @dataclass
 class Elementwise(Op):
-    """An activation φ applied to every number by itself."""
+    """An activation φ applied to every number separately."""
 
     activation: Activation
+
+    modules = tuple(kind.module for kind in TABLE)
+
+    @classmethod
+    def of_module(cls, module: nn.Module, names: Names) -> Elementwise:
+        return cls(activation_of(module))
 
     def forward(self, x: Tensor | Shifted, values: Values, out: Tensor | None = None) -> tuple[Tensor, _Slopes]:
         """φ(x)."""
@@ -356,13 +372,11 @@ class Elementwise(Op):
         return Summed(g, lines)
 
     def precompute(self, saved: _Slopes) -> None:
-        """Φ′ where it is stored."""
         if saved.y is None:
             _ = saved.stored
 
     def fuses_initial(self, values: Values) -> bool:
-        """In float32, the dtype of programs' arguments."""
-        return self._keeps_output(values) and values.dtype == torch.float32
+        return self._keeps_output(values) and values.dtype == torch.float32  # the dtype of GPU programs' arguments
 
     def vjp_fused(
         self, saved: _Slopes, g: Tensor | Summed, values: Values, rows: Tensor, initial: Tensor, scale: float
@@ -377,28 +391,25 @@ class Elementwise(Op):
         return outer(saved.of(some), stride * r[some], False)
 
     def moment_with_mean(self, saved: _Slopes, r: Tensor, some: slice, stride: int) -> Tensor:
-        """The same with one more column for Σ r φ′, which ``pull_mean`` needs."""
+        """``moment`` with one more column for Σ r φ′, which ``pull_mean`` needs."""
         return outer(saved.of(some), stride * r[some], True)
 
-    def pull_curvature(self, S: Tensor, moment: Tensor | None, context: CurvatureContext) -> Tensor:
+    def pull_curvature(self, S: Tensor, moment: Tensor, context: CurvatureContext) -> Tensor:
         """S ∘ mean(φ′φ′ᵀ)."""
-        assert moment is not None
         return S * (moment[: len(S), : len(S)] / context.rows)
 
-    def pull_mean(self, M: Tensor, moment: Tensor | None, context: CurvatureContext) -> Tensor:
+    def pull_mean(self, M: Tensor, moment: Tensor, context: CurvatureContext) -> Tensor:
         """mean(φ′) ∘ M."""
-        assert moment is not None
         return M * mean_column(moment, context.rows)
 
     @property
     def workspace_factor(self) -> float:
-        """A stored φ′ takes memory, also to be made; where it is recovered from outputs, these are reused."""
-        return 1.0 if self.activation.slope_from_output else 1.75
+        return 1.0 if self.activation.slope_from_output else 1.75  # computing and storing φ′ takes memory
 
 
 @dataclass
 class Scale(Op):
-    """p ∘ x with a learned p: one number for each column, or one for all."""
+    """p ∘ x with a learned p: one number for each column, or one for all columns."""
 
     scale: str
 
@@ -432,15 +443,14 @@ class Scale(Op):
         """Σ r x xᵀ."""
         return outer(saved[some], stride * r[some], False)
 
-    def pull_curvature(self, S: Tensor, moment: Moment, context: CurvatureContext) -> Tensor:
-        """S ∘ Σ r x xᵀ is the block of p, its sum that of one p for all; and p pᵀ ∘ S."""
-        assert isinstance(moment, Tensor)
+    def pull_curvature(self, S: Tensor, moment: Tensor, context: CurvatureContext) -> Tensor:
+        """The block of p is S ∘ Σ r x xᵀ, or the sum of its entries for a single p; the curvature at x is p pᵀ ∘ S."""
         p = context.values.tensors[self.scale].double()
         _add_scale(self.scale, p, S * moment, context)
         p = p.reshape(-1).expand(len(S))
         return S * p * p[:, None]
 
-    def pull_mean(self, M: Tensor, moment: Moment, context: CurvatureContext) -> Tensor:
+    def pull_mean(self, M: Tensor, moment: Tensor, context: CurvatureContext) -> Tensor:
         """p ∘ M."""
         return M * context.values.tensors[self.scale].double().reshape(-1, 1)
 
@@ -464,6 +474,14 @@ class Normalise(Op):
     centred: bool = True
 
     overwrites_tangent = False
+    modules = (nn.LayerNorm, nn.RMSNorm)
+
+    @classmethod
+    def of_module(cls, module: nn.LayerNorm | nn.RMSNorm, names: Names) -> Normalise | None:
+        if len(module.normalized_shape) > 1 or module.eps is None:  # eps=None depends on the dtype
+            return None
+        centred = isinstance(module, nn.LayerNorm)
+        return cls(names.get(id(module.weight)), names.get(id(getattr(module, "bias", None))), module.eps, centred)
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -472,16 +490,15 @@ class Normalise(Op):
     def forward(
         self, x: Tensor | Shifted, values: Values, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Keeps x̂ and 1/σ."""
-        x = materialise(x)
-        x = self._centre(x)
+        """γ ∘ x̂ + β; keeps x̂ and 1/σ."""
+        x = self._centre(materialise(x))
         inverse = x.square().mean(1, keepdim=True).add_(self.eps).rsqrt_()
         unit = x.mul_(inverse) if self.centred else x * inverse  # centred rows are a copy
         y = unit if self.weight is None else unit * values.tensors[self.weight]
         return y if self.bias is None else y + values.tensors[self.bias], (unit, inverse)
 
     def _centre(self, rows: Tensor) -> Tensor:
-        """Each row C, where C = I − 11ᵀ/n takes out the mean, or C = I."""
+        """Each row times C, where C = I − 11ᵀ/n subtracts the mean, or C = I."""
         return rows - rows.mean(1, keepdim=True) if self.centred else rows
 
     def jvp(
@@ -523,10 +540,9 @@ class Normalise(Op):
         """Σ r x̂x̂ᵀ, for the curvature of γ."""
         return None if self.weight is None else outer(saved[0][some], stride * r[some], False)
 
-    def pull_curvature(self, S: Tensor, moment: Moment, context: CurvatureContext) -> Tensor:
+    def pull_curvature(self, S: Tensor, moment: Any, context: CurvatureContext) -> Tensor:
         """mean((C − x̂x̂ᵀ/n) T (C − x̂x̂ᵀ/n)/σ²) with T = γγᵀ ∘ S, over a sample of rows."""
         if self.weight is not None:
-            assert isinstance(moment, Tensor)
             _add_scale(self.weight, context.values.tensors[self.weight], S * moment, context)
             gamma = context.values.tensors[self.weight].double()
             S_bias, S = S, S * gamma * gamma[:, None]
@@ -546,7 +562,7 @@ class Normalise(Op):
         mixed = B @ self._centre(S)  # C x̂ = x̂
         return mean * self._centre(self._centre(S).t()) - (mixed + mixed.t()) / n + last / n**2
 
-    def pull_mean(self, M: Tensor, moment: Moment, context: CurvatureContext) -> Tensor:
+    def pull_mean(self, M: Tensor, moment: Any, context: CurvatureContext) -> Tensor:
         """mean((C − x̂x̂ᵀ/n)/σ) γ ∘ M."""
         if self.weight is not None:
             M = M * context.values.tensors[self.weight].double()[:, None]
@@ -560,5 +576,4 @@ class Normalise(Op):
 
     @property
     def workspace_factor(self) -> float:
-        """X̂ is kept beside the result."""
-        return 1.75
+        return 1.75  # x̂ is kept in addition to the result

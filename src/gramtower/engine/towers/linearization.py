@@ -1,7 +1,7 @@
 """One tower evaluated at θ for all its entities: outputs, jvp (eq:Jvp) and vjp (eq:ten-mat).
 
-Forward once; each jvp or vjp after it costs one pass of the tower and no forward, unless the memory budget asks
-for recomputation. Rows never depend on how they are cut into blocks.
+The forward pass runs once; each jvp or vjp then costs one pass of the tower and no forward pass, unless the memory
+budget requires recomputation. Results do not depend on how the rows are divided into blocks.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from gramtower.engine.towers.steps import Named, Op, Shifted, Summed, Values, ma
 
 @dataclass
 class Work:
-    """What has been done so far. A pass over some of the rows or pairs counts as that fraction.
+    """Counts of the work done so far. A pass over some of the rows or pairs counts as that fraction.
 
     Attributes:
-        data_passes: how often all m·n pairs were taken into account (one value, gradient or G·d each: once).
+        data_passes: how often all m·n pairs were taken into account (once by each value, gradient and G·d).
         pair_passes: passes over the observed pairs.
     """
 
@@ -54,15 +54,15 @@ class Work:
         return Work(**vars(self))
 
     def reset(self, other: Work) -> None:
-        """Take over the counts of ``other``."""
+        """Set the counts to those of ``other``."""
         vars(self).update(vars(other))
 
 
 class Linearization:
     """A tower at θ over the rows of its features, or over a range of them.
 
-    ``jvp`` and ``vjp`` are over all rows; ``forward_block``, ``jvp_block`` and ``vjp_block`` do one block, for callers
-    that go through the rows block by block themselves and count what they did.
+    ``jvp`` and ``vjp`` process all rows; ``forward_block``, ``jvp_block`` and ``vjp_block`` process one block, for
+    callers that loop over the blocks and count the work themselves.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class Linearization:
 
     @property
     def linear(self) -> bool:
-        """Whether the outputs are linear in the parameters: one layer and nothing above it."""
+        """Whether the outputs are linear in the parameters: the tower is a single layer."""
         return len(self.steps) == 1 and self.steps[0].linear
 
     def over(self, start: int, stop: int) -> Linearization:
-        """The same tower over a range of rows, run forward and kept in one block."""
+        """The same tower over a range of rows, evaluated and kept in one block."""
         plan = BlockPlan(max(1, stop - start), keep=True)
         span = self._first + start, self._first + stop
         return Linearization(
@@ -105,7 +105,7 @@ class Linearization:
 
     @property
     def outputs(self) -> Tensor:
-        """The embeddings, rows × k; where the plan does not keep them, a forward each time they are asked for."""
+        """The embeddings, rows × k; recomputed at each access if the plan does not keep them."""
         return self._forward_all() if self._outputs is None else self._outputs
 
     def _forward_all(self) -> Tensor:
@@ -139,7 +139,7 @@ class Linearization:
     def viewed_table(self) -> str | None:
         """Name of the table whose rows are the outputs, in order; None if outputs are computed.
 
-        Outputs are then views of θ, and their change one of the direction.
+        With such a table the outputs are a view of θ, and their change is a view of the direction.
         """
         return self.steps[0].viewed_table(self.features) if len(self.steps) == 1 else None
 
@@ -156,7 +156,7 @@ class Linearization:
         out = torch.empty_like(self.outputs) if out is None else out
         for start, stop, saved in self.saved_blocks():
             self.jvp_block(saved, tangent, out[start:stop])
-            del saved  # before the next block's are made
+            del saved  # before the next block's are computed
         self.work.add(self.side, "jvps", self._share)
         return out
 
@@ -185,10 +185,10 @@ class Linearization:
     ) -> None:
         """Add Σ_i (∂y_i/∂θ)ᵀ cotangent_i to ``out``, tensor by tensor.
 
-        With ``initial`` the tensor :attr:`fusable_table` of ``out`` is written, not added to: its part and
+        With ``initial`` the tensor :attr:`fusable_table` of ``out`` is overwritten with its gradient plus
         initial[0] · initial[1]; for a :attr:`viewed_table` the cotangent may be that tensor's rows themselves. Without
         ``flush`` the sums for biases stay deferred: the caller calls ``start_vjp`` first and ``flush_bias_sums`` last,
-        once for many ranges of rows.
+        once for several ranges of rows.
         """
         if initial is not None and self.viewed_table is not None:
             rows, scale = self._own_rows(out[self.viewed_table]), initial[1]
@@ -199,7 +199,7 @@ class Linearization:
             self.start_vjp()
         for start, stop, saved in self.saved_blocks():
             self.vjp_block(start, stop, saved, cotangent[start:stop], out, initial)
-            del saved  # before the next block's are made
+            del saved  # before the next block's are computed
         if flush:
             self.flush_bias_sums(out)
         self.work.add(self.side, "vjps", self._share)
@@ -213,11 +213,11 @@ class Linearization:
         out: Named,
         initial: tuple[Tensor, float] | None = None,
     ) -> None:
-        """The vjp of one block, added to ``out``; see ``vjp``. Between ``start_vjp`` and ``flush_bias_sums``."""
+        """Add the vjp of one block to ``out``, as ``vjp`` does, between ``start_vjp`` and ``flush_bias_sums``."""
         steps, values, first = self.steps, self.values, self._first
         g: Tensor | Summed | None = cotangent.clone() if steps[-1].overwrites_cotangent else cotangent
         for index in range(len(steps) - 1, -1, -1):
-            assert g is not None  # only the first step has nothing below it
+            assert g is not None  # only the first step returns None
             if index == 1 and initial is not None:
                 rows = steps[0].table_rows(saved[0], out)
                 lines = steps[1].vjp_fused(
@@ -232,13 +232,13 @@ class Linearization:
         return table[self._first : self._first + self.rows]
 
     def precompute(self) -> None:
-        """Compute now what the first jvp or vjp would compute from the saved activations."""
+        """Compute the values that the first jvp or vjp would compute from the saved activations."""
         for saved in self._kept:
             for step, kept in zip(self.steps, saved, strict=True):
                 step.precompute(kept)
 
     def start_vjp(self) -> None:
-        """Drop the sums deferred by a vjp that was interrupted."""
+        """Discard the sums deferred by an interrupted vjp."""
         self.values.pending_bias_rows.clear()
 
     def flush_bias_sums(self, out: Named) -> None:
@@ -247,14 +247,14 @@ class Linearization:
 
     @torch.no_grad()
     def forward_block(self, start: int, stop: int, out: Tensor | None = None) -> tuple[Tensor, list[Any]]:
-        """Outputs of one block, in ``out`` if the last layer can write there, and what the steps keep."""
+        """Outputs of one block, in ``out`` if the last layer can write there, and the values that the steps keep."""
         y, saved = self._forward(self.inputs(start, stop), out)
         self._check_output(y, stop - start)
         return y, saved
 
     @torch.no_grad()
     def forward_some(self, rows: slice) -> list[Any]:
-        """What the steps keep of some rows; counted as the share of a forward that it is."""
+        """The values that the steps keep of some rows; counted as that fraction of a forward pass."""
         values, chosen = self.values, torch.arange(self.features.rows)[rows]
         some = self.features.take(chosen, values.dtype, values.device)
         self.work.add(self.side, "forwards", self._share * len(chosen) / self.features.rows)

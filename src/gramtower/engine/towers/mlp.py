@@ -1,6 +1,6 @@
-"""The paper's network (Section "Model and Hyper-parameters"), drawn from a seed, or uninitialised.
+"""The paper's network (Section "Model and Hyper-parameters"), initialised from a seed, or uninitialised.
 
-Torch's global generator is left as it was.
+Torch's global generator is not used.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ from gramtower.engine.kernels.activations import make_activation
 from gramtower.engine.towers.layers import InputLinear
 from gramtower.engine.towers.towers import Towers, TwoSided
 
-_LONGEST = 10.0  # largest score of normalised rows at the start
+_LONGEST = 10.0  # largest initial score of normalised rows
 _EPS = 1e-5  # added to the mean square of a row before it is divided by its root
-_COPIES = (
-    2  # of θ on the host: as drawn, and in its dtype or on its way; engine/objective/plan.py counts what training takes
-)
+_COPIES = 2  # copies of θ on the host: as drawn, and cast or on its way to the device
 _BLOCK = 1 << 15  # rows drawn at a time; a multiple of 16, see draw_rows_
-_MANY = 1 << 23  # numbers of a table beyond which threads draw its blocks: a thread takes a tenth of a second
-_SHARE = 1 << 21  # numbers of such a block
+_MANY = 1 << 23  # size of a table above which threads draw its blocks: one thread needs a tenth of a second
+_SHARE = 1 << 21  # numbers in such a block
 
 
 def mlp_towers(
@@ -40,25 +38,25 @@ def mlp_towers(
     dtype: torch.dtype = torch.float32,
     normalize: bool = False,
 ) -> Towers:
-    """Make two fully connected networks for a problem, as in the paper.
+    """Create two fully connected networks for a problem, as in the paper.
 
     There is no activation after the last layer.
 
-    First-layer weights are drawn so that pre-activations have standard deviation 0.1 whatever the features; layers
-    above by He's rule; biases start at zero. Scaling a one-hot first layer by its fan-in instead would start at a
-    saddle, P ≈ Q ≈ 0.
+    First-layer weights are drawn so that pre-activations have standard deviation 0.1 for any features, weights of the
+    layers above by He's rule; biases start at zero. Scaling a one-hot first layer by its fan-in instead would start at
+    a saddle point, P ≈ Q ≈ 0.
 
     Args:
-        problem: says which features each side has.
-        hidden: widths of the hidden layers; ``()`` gives linear towers without bias. A pair of such sequences says it
-            of the left and of the right tower.
+        problem: the problem, which has the features of both sides.
+        hidden: widths of the hidden layers; ``()`` gives linear towers without bias. A pair of such sequences is for
+            the left and the right tower.
         dim: k, the number of columns of the embeddings.
         activation: one of elu, relu, gelu, tanh, silu, sigmoid, softplus, leaky_relu, selu, mish; or leaky_relu(0.25),
             with that slope below zero.
-        seed: for the random draws.
+        seed: seed of the random numbers.
         dtype: torch.float32 or torch.float64.
-        normalize: bring the rows of both towers to one length by nn.RMSNorm, whose learned scales are the same for all
-            rows: scores are cosines of rows, times up to 10 at the start.
+        normalize: whether to normalise the rows of both towers to the same length by nn.RMSNorm, whose learned scales
+            are the same for all rows: scores are cosines of rows, times a factor of at most 10 at the start.
 
     Example:
         >>> problem = gt.Problem(sp.eye(4, 3, format="csr"))
@@ -77,9 +75,10 @@ def mlp_towers(
 def undrawn_towers(
     problem: TwoSided, hidden: Hidden, dim: int, activation: str, normalize: bool = False, copies: int = 1
 ) -> Towers:
-    """The same network, uninitialised, for parameters that are loaded next.
+    """The same networks, uninitialised, for parameters that will be loaded.
 
-    Refused if so many copies of it are more than the memory that is free.
+    Raises:
+        ValueError: if the free memory cannot hold ``copies`` of them.
     """
     if not all(isinstance(getattr(problem, side, None), Features) for side in ("left", "right")):
         check.fail("problem", type(problem).__name__, "a gramtower.Problem")
@@ -96,14 +95,14 @@ def undrawn_towers(
             layers.append(nn.RMSNorm(dim, eps=_EPS))
         return nn.Sequential(*layers)
 
-    with torch.random.fork_rng(devices=[]):  # nn.Linear draws; those numbers are not used
+    with torch.random.fork_rng(devices=[]):  # nn.Linear draws numbers that are not used
         return Towers(tower(problem.left, left), tower(problem.right, right))
 
 
 def mlp_shapes(
     side: str, width: int, hidden: Sequence[int], dim: int, normalize: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the parameters of one side's tower, whose features are ``width`` columns."""
+    """Names and shapes of the parameters of one side's tower over ``width`` feature columns."""
     widths = [*hidden, dim]
     shapes: dict[str, tuple[int, ...]] = {f"{side}.0.weight": (width, widths[0])}
     if hidden:
@@ -116,7 +115,7 @@ def mlp_shapes(
 
 
 def _check_size(sides: tuple[tuple[int, list[int]], tuple[int, list[int]]], copies: int) -> None:
-    """Refuse layers that the memory cannot hold, before they are made: number of inputs and widths of each side."""
+    """Refuse layers that do not fit the free memory, given the number of inputs and the widths of each side."""
 
     def size(dim: int) -> int:
         layers = [[inputs, *widths[:-1], dim] for inputs, widths in sides]
@@ -128,7 +127,7 @@ def _check_size(sides: tuple[tuple[int, list[int]], tuple[int, list[int]]], copi
         name = "hidden" if size(1) > free else "dim"
         given = dim if name == "dim" else left if left == right else (left, right)
         inputs = sum(inputs for inputs, _ in sides)
-        expected = f"towers within what is free, {readable(free)}; with {inputs:,} inputs these take "
+        expected = f"towers that fit the free memory, {readable(free)}; with {inputs:,} inputs these take "
         check.fail(name, given, expected + readable(size(dim)))
 
 
@@ -146,12 +145,12 @@ def _draw_(tower: nn.Module, features: Features, generator: torch.Generator) -> 
 
 @torch.no_grad()
 def draw_rows_(table: Tensor, features: Features, std: float, generator: torch.Generator) -> None:
-    """Fill a first layer with normal numbers; over processes with the rows that one process would have drawn.
+    """Fill a first layer with normal numbers; a process gets the rows that a single process would have drawn.
 
-    A table of few numbers is drawn from the generator itself. Torch draws normal numbers sixteen at a time, so that
-    blocks of a multiple of sixteen give the same stream as one draw of all rows; what is left over at the end is drawn
-    together with the last block. Of a larger one, every block of rows has a generator of its own, which the given one
-    seeds: threads draw blocks side by side, and a process only those it holds rows of.
+    A small table is drawn from the generator itself. Torch draws normal numbers sixteen at a time, so that blocks of a
+    multiple of sixteen rows give the same stream as one draw of all rows; the remainder is drawn together with the last
+    block. In a larger table, every block of rows has its own generator, seeded by the given one: threads draw blocks
+    in parallel, and a process draws only the blocks of its rows.
     """
     whole = features.kind != "ids"
     first, total = (0, len(table)) if whole else (features.first, features.total)
@@ -173,7 +172,7 @@ def draw_rows_(table: Tensor, features: Features, std: float, generator: torch.G
 
 
 def _draw_blocks_(table: Tensor, first: int, total: int, std: float, generator: torch.Generator) -> None:
-    """Rows of a large table, block by block, each from a generator of its own whose seed the given one draws."""
+    """Fill a large table block by block, each from its own generator, whose seed the given generator draws."""
     stop, height = first + len(table), max(16, _SHARE // table.shape[1] // 16 * 16)
     seeds = torch.randint(2**62, (-(-total // height),), generator=generator).tolist()
 
@@ -185,7 +184,7 @@ def _draw_blocks_(table: Tensor, first: int, total: int, std: float, generator: 
             a, b = max(start, first), min(start + rows, stop)
             if b - a == rows:
                 table[a - first : b - first].normal_(std=std, generator=own)
-            else:  # a part of the block is another process's
+            else:  # another process has some of the block's rows
                 drawn = table.new_empty(rows, table.shape[1]).normal_(std=std, generator=own)
                 table[a - first : b - first] = drawn[a - start : b - start]
 

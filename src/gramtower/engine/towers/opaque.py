@@ -1,21 +1,13 @@
-"""A module called with other tensors in the place of its own, and left as it was.
+"""Any module as a step of a tower, differentiated by autodiff.
 
-torch.func.functional_call puts back what it replaced name by name. A module that stands in another under two names, as
-a layer used twice does, is replaced twice then, and put back to what the first replacement was. Here every tensor of
-every module is replaced once.
+The vjp is back-propagation; the jvp is the derivative of the vjp with respect to its cotangent, in which it is linear.
+For the preconditioner, hooks find A and S of the layers inside the module, S from random vectors at the output of a
+sample of rows. A ⊗ S assumes that the layer is called for each entity, once or several times; a layer that is called
+with something else, such as a parameter from which it computes a weight, gets a diagonal like all other parameters.
 
-Sparse feature rows as the input of an arbitrary module, differentiable twice.
-
-A module that begins with ``nn.Linear``, ``nn.EmbeddingBag(mode="sum")`` or ``x @ weight`` receives a
-:class:`SparseRows`; its first product X W then runs on the pair kernels and nothing becomes dense. The two
-products below are each other's derivative, so double backward (see opaque.py) works.
-
-Any module as a step of a tower, by autodiff; see steps.py.
-
-Its vjp is back-propagation, its jvp the derivative of that back-propagation with respect to the vector it is fed, which
-is linear. For the preconditioner, hooks find A and S of the layers inside, S from vectors drawn at the output of a
-sample of rows. A ⊗ S needs the layer to be called for each entity, once or several times; a layer that is called with
-something else, such as a parameter from which it computes a weight, gets the diagonal that other parameters get.
+Sparse features reach a module as :class:`SparseRows`. Its first product, by ``nn.Linear``,
+``nn.EmbeddingBag(mode="sum")`` or ``x @ weight``, uses the pair kernels, so that nothing becomes dense. The products
+X W and Xᵀ G are each other's derivative, so that double backward works.
 """
 
 from __future__ import annotations
@@ -35,12 +27,16 @@ from gramtower.distributed.group import Group
 from gramtower.engine.kernels import Kernels
 from gramtower.engine.towers.branches import Blocks, Join
 from gramtower.engine.towers.layer_factors import column_squares, outer, root
-from gramtower.engine.towers.layers import InputLinear
+from gramtower.engine.towers.layers import InputAffine, InputLinear
 from gramtower.engine.towers.steps import CurvatureContext, Moment, Named, Values
 
 
 def call_with(module: nn.Module, tensors: Mapping[str, Tensor], *inputs: Any) -> Any:
-    """module(*inputs) with some parameters and buffers replaced, by their first names; those used twice everywhere."""
+    """Call ``module(*inputs)`` with some parameters and buffers replaced, by their first names, and restore them.
+
+    torch.func.functional_call alone would replace and restore a module that is registered under two names twice, and
+    leave it with the replacement. Here every tensor of every module is replaced once.
+    """
     names = {id(tensor): name for name, tensor in chain(module.named_parameters(), module.named_buffers())}
     places: dict[str, Tensor] = {}
     for path, part in module.named_modules():  # each once, however many names it has
@@ -58,7 +54,7 @@ FIRST_LAYER = (
 
 
 class SparseRows:
-    """A block of sparse rows that answers the few torch functions a first layer calls."""
+    """A block of sparse rows that supports the few torch functions a first layer calls."""
 
     def __init__(self, block: SparseBlock, kernels: Kernels) -> None:
         self.block, self.kernels = block, kernels
@@ -156,30 +152,27 @@ _product: Callable[[Tensor, SparseBlock, Kernels], Tensor] = _Product.apply
 _transposed_product: Callable[[Tensor, SparseBlock, Kernels], Tensor] = _TransposedProduct.apply
 
 
-_LAYERS = (nn.Linear, nn.Embedding, nn.EmbeddingBag, InputLinear)
-
-
 @dataclass
 class _Kept:
-    """What is kept: the autodiff graph of y, and, once a jvp was asked for, the graph of v ↦ Jᵀv."""
+    """The autodiff graph of y and, after the first jvp, that of v ↦ Jᵀv."""
 
-    x: list[Any]  # the inputs as the module was given them
+    x: list[Any]  # the inputs of the module
     y: Tensor
     leaves: list[Tensor]
-    names: list[str | int]  # of parameters; positions of inputs
-    tables: list[tuple[str, Any]]  # layers inside that look up ids or sparse rows, and what
+    names: list[str | int]  # names of parameters, positions of inputs
+    tables: list[tuple[str, Any]]  # layers inside that look up ids or sparse rows, and their inputs
     v: Tensor | None = None
     pulled: tuple[Tensor | None, ...] = ()
 
 
 @dataclass
 class Opaque(Join):
-    """Any module of one or more inputs, by autodiff.
+    """Any module of one or more inputs, differentiated by autodiff.
 
     Attributes:
         module: called with its parameters replaced by those of θ.
         names: the module's trainable parameters: local name → name within the tower.
-        title: for messages; the module's class if empty.
+        title: name for messages; the module's class if empty.
     """
 
     module: nn.Module
@@ -187,11 +180,10 @@ class Opaque(Join):
     title: str = ""
 
     analytic = False
-    kept_copies = 3  # a graph is kept twice over once a jvp was taken through it
+    kept_copies = 3  # the first jvp adds a second graph
 
     @property
     def label(self) -> str:
-        """The module's class."""
         return self.title or type(self.module).__name__
 
     @property
@@ -200,7 +192,7 @@ class Opaque(Join):
 
     @cached_property
     def _layers(self) -> dict[str, Any]:
-        return {name: part for name, part in self.module.named_modules() if type(part) in _LAYERS}
+        return {name: part for name, part in self.module.named_modules() if type(part) in InputAffine.modules}
 
     def join(self, x: list[Any], values: Values, out: Tensor | None) -> tuple[Tensor, _Kept]:
         """module(*x), keeping the graph."""
@@ -222,14 +214,14 @@ class Opaque(Join):
         return y.detach(), _Kept(given, y, [*inputs.values(), *leaves], names, tables)
 
     def _call(self, x: list[Any], values: Values) -> tuple[Tensor, list[Tensor], list[tuple[str, Any, Tensor]]]:
-        """The module's result, its parameters as leaves, and the calls of layers inside."""
+        """The module's result, its parameters as leaves of the graph, and the calls of the layers inside."""
         leaves = {local: values.tensors[name].detach().requires_grad_() for local, name in self.names.items()}
         calls: list[tuple[str, Any, Tensor]] = []
         hooks = [
             part.register_forward_hook(_recorder(name, calls), with_kwargs=True) for name, part in self._layers.items()
         ]
         try:
-            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the one attention that has a second derivative
+            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # the only attention with a second derivative
                 y = call_with(self.module, leaves, *x)
         finally:
             for hook in hooks:
@@ -278,11 +270,11 @@ class Opaque(Join):
         return result
 
     def least_block(self, features: Features) -> int:
-        """The gradient of a table is as large as the table, in every block."""
+        # With ids the gradient of a table is as large as the table in every block.
         return features.rows if features.kind == "ids" else super().least_block(features)
 
     def id_tables(self, side: str, features: Features) -> list[str]:
-        """Those of the layers inside."""
+        """Tables of the layers inside the module."""
         known = {id(p): local for local, p in self.module.named_parameters()}
         tables = [
             known[id(part.weight)]
@@ -296,7 +288,7 @@ class Opaque(Join):
     # The preconditioner.
 
     def moment(self, saved: _Kept, r: Tensor, some: slice, stride: int) -> Moment:
-        """The diagonals of tables inside, from all rows; a list, layer by layer."""
+        """The diagonals of the tables inside, from all rows; a list with one entry per layer."""
         moments: dict[str, Tensor] = {}
         for name, x in saved.tables:
             part = _table_squares(self._layers[name], x, r)
@@ -315,7 +307,7 @@ class Opaque(Join):
     def pull_blocks(self, S: Tensor, moment: Moment, context: CurvatureContext) -> Blocks:
         """Factors of the layers inside, diagonals of the other parameters, and S at the inputs.
 
-        One forward of a sample of rows, and a back-propagation of each vector drawn for them.
+        Cost: one forward pass of a sample of rows, and a backward pass for each random vector.
         """
         assert isinstance(moment, list)
         group, sample = context.group, context.sample()
@@ -363,9 +355,9 @@ class Opaque(Join):
         }
 
     def _calls_per_entity(self, calls: list[tuple[str, Any, Tensor]], rows: int, group: Group) -> dict[str, int]:
-        """How many results each layer has for an entity, in all its calls; 0 if some call is not one of entities.
+        """The number of results of each layer for an entity, over all its calls; 0 if some call is not per entity.
 
-        All processes agree, also those without rows and those where another number of rows is the same by chance.
+        All processes agree, including those without rows and those whose number of rows matches by chance.
         """
         found: dict[str, int] = {}
         for name, x, out in calls:
@@ -385,7 +377,7 @@ class Opaque(Join):
 
     @staticmethod
     def _draws(y: Tensor, targets: list[Tensor], S: Tensor, context: CurvatureContext) -> list[list[Tensor]]:
-        """Vectors drawn with covariance r_i S at y, pulled back to the targets."""
+        """Random vectors with covariance r_i S at y, pulled back to the targets."""
         noise, sample, R = context.noise, context.sample(), root(S).to(y.dtype)
         result = []
         for draw in range(noise.draws):
@@ -403,12 +395,12 @@ def _is_float(x: Any) -> bool:
 
 
 def _square(g: Tensor, h: Tensor) -> Tensor:
-    """Σ g hᵀ over rows, and over whatever else stands before the columns."""
+    """Σ g hᵀ over rows, and over all other dimensions before the columns."""
     return (g.reshape(-1, g.shape[-1]).t() @ h.reshape(-1, h.shape[-1])).double()
 
 
 def _table_squares(layer: Any, x: Any, r: Tensor) -> Tensor:
-    """Σ r_i x_ij² of a layer that looks up ids or sparse rows, for each input j; zeros for ids of no entities."""
+    """Σ r_i x_ij² for each input j of a layer that looks up ids or sparse rows; zeros if ids do not match entities."""
     if isinstance(x, SparseRows):
         return column_squares(x.block, r)
     part = torch.zeros(len(layer.weight), dtype=torch.float64, device=r.device)
@@ -418,19 +410,19 @@ def _table_squares(layer: Any, x: Any, r: Tensor) -> Tensor:
 
 
 def _in_bags(layer: Any, x: Any) -> bool:
-    """Whether ids are given as one list for all bags, so that it is not known whose they are."""
+    """Whether the ids of all bags are in one list, so that their entities are unknown."""
     return isinstance(layer, nn.EmbeddingBag) and isinstance(x, Tensor) and x.dim() == 1
 
 
 def _input_squares(layer: Any, x: Tensor, r: Tensor) -> Tensor:
-    """Σ r x xᵀ, the bias an input of 1."""
+    """Σ r x xᵀ, with the bias as an input of 1."""
     flat = x.detach().reshape(-1, x.shape[-1])
     spread = r.repeat_interleave(len(flat) // len(r)) if len(r) else r
     return outer(flat, spread, getattr(layer, "bias", None) is not None)
 
 
 def _own(result: Tensor, given: list[Tensor]) -> Tensor:
-    """The result in memory of its own: autodiff may hand back what it was given, or one row standing for many."""
+    """The result in memory of its own: autodiff may return one of its inputs, or an expanded row."""
     storage = result.untyped_storage().data_ptr()
     shared = any(storage == t.untyped_storage().data_ptr() for t in given)
     return result.clone(memory_format=torch.contiguous_format) if shared or 0 in result.stride() else result

@@ -21,13 +21,13 @@ from gramtower.engine.kernels import select
 
 
 def side_of(name: str) -> str:
-    """The tower, "left" or "right", that a tensor of θ is of; one that both have is called after the left."""
+    """The side, "left" or "right", of a tensor of θ; a tensor shared by both towers is named after the left."""
     return "left" if name.startswith("left.") else "right"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Names, shapes and places of the tensors within the flat vector.
+    """Names, shapes and positions of the tensors within the flat vector.
 
     Over several processes, ``owned`` tensors are local rows of sharded tables; all others are replicated.
     """
@@ -40,7 +40,7 @@ class Layout:
 
     @staticmethod
     def of(shapes: Mapping[str, tuple[int, ...]], owned: frozenset[str] = frozenset(), group: Group = SINGLE) -> Layout:
-        """The layout that stores tensors one after the other, in the order given."""
+        """The layout that stores tensors one after the other, in the given order."""
         places, start = {}, 0
         for name, shape in shapes.items():
             places[name] = slice(start, start + math.prod(shape))
@@ -52,13 +52,13 @@ class Layout:
         return [vector[place] for name, place in self.places.items() if name not in self.owned]
 
     def counted(self) -> list[slice]:
-        """What this process adds to sums over all entries: local rows; in the first process replicated tensors too."""
+        """The parts that this process adds to sums over θ: local rows, and in the first process replicated tensors."""
         if self.group.rank == 0:
             return [slice(0, self.size)]
         return [place for name, place in self.places.items() if name in self.owned]
 
     def without(self, names: set[str]) -> list[slice]:
-        """The vector without some tensors, in as few pieces as possible."""
+        """The places of the vector without some tensors, in as few pieces as possible."""
         pieces, start = [], 0
         for name in sorted(names, key=lambda name: self.places[name].start):
             pieces.append(slice(start, self.places[name].start))
@@ -114,7 +114,7 @@ class Parameters:
         return Parameters(self.layout, empty_like(self.vector))
 
     def blank(self) -> Parameters:
-        """The same layout, dtype and device over one number: for whoever holds them and does not want the values."""
+        """Parameters of the same layout, dtype and device without values, which take no memory."""
         return Parameters(self.layout, self.vector.new_zeros(1).expand(len(self)))
 
     def zeros(self) -> Parameters:
@@ -122,7 +122,7 @@ class Parameters:
         return Parameters(self.layout, torch.zeros_like(self.vector))
 
     def inner(self, other: Parameters) -> Tensor:
-        """⟨self, other⟩ accumulated in float64, a scalar on the device; over several processes that of all of them."""
+        """⟨self, other⟩ over all processes, accumulated in float64, as a scalar tensor on the device."""
         kernels, layout = select(self.vector.device), self.layout
         if layout.group.size == 1:
             return kernels.inner(self.vector, other.vector)
@@ -152,7 +152,7 @@ class Parameters:
         return self
 
     def begin_sum_(self) -> Parameters:
-        """Before a sum over processes: zero the replicated tensors in all processes but the first."""
+        """Zero the replicated tensors in all processes but the first, before a sum over processes."""
         if self.layout.group.rank > 0:
             for part in self.layout.replicated(self.vector):
                 part.zero_()

@@ -1,24 +1,20 @@
-"""From a torch module to the steps of steps.py, and the refusal of modules that cannot be a tower.
+"""Conversion of torch modules to steps, checks of modules, and the memory they need.
 
-Linear, Embedding, EmbeddingBag, InputLinear, LayerNorm, RMSNorm and elementwise activations have steps of their own.
-``nn.Sequential`` is opened, however nested; the ``forward`` of any other class is traced (trace.py); what remains, and
-any module that carries hooks, is called as it is.
+Steps: ``nn.Sequential`` containers are opened at any depth, and the layers of layers.py become steps. The ``forward``
+of any other class is traced (trace.py). Whatever cannot be traced, and modules with hooks, are differentiated by
+autodiff (opaque.py).
 
-A few rows through a module as it is, before it becomes a tower: refuses what the objective cannot use, by name.
+Checks: an exact objective over all pairs needs a module that is deterministic, maps every row independently of the
+others, does not change its mode, and is differentiable; and features whose squares fit the dtype. A few rows are run
+through the module, and the torch functions that ``forward`` calls are recorded, so that an error names the function.
 
-An objective over all pairs with exact derivatives needs a module that gives the same result each time, maps every row
-by itself, keeps its mode, and has a derivative; and features whose squares the dtype can hold. The torch functions that
-``forward`` calls are recorded, so that the message names the step that fails.
-
-How many bytes towers take: activations of an entity, features on a GPU, factors of the preconditioner.
-
-What the memory plan (engine/objective/plan.py) asks of towers before anything is allocated. Checked by
-tests/test_plan.py.
+Sizes: bytes of an entity's activations, of features on a GPU and of the preconditioner's factors, for the memory plan
+in engine/objective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,50 +28,31 @@ from torch.overrides import TorchFunctionMode
 from gramtower._util import checks as check
 from gramtower.data.features import Block, Features, IdBlock, SparseBlock
 from gramtower.engine.kernels import layout
-from gramtower.engine.kernels.activations import TABLE, activation_of
-from gramtower.engine.towers.layers import Affine, Elementwise, InputAffine, InputLinear, Normalise
+from gramtower.engine.towers.layers import Affine, Elementwise, InputAffine, Normalise
 from gramtower.engine.towers.opaque import Opaque, SparseRows, call_with
-from gramtower.engine.towers.steps import Op, Values
+from gramtower.engine.towers.steps import Names, Op, Values
 from gramtower.engine.towers.trace import Inputs, Untraceable, trace
 
-Names = Mapping[int, str]  # id of a parameter → its name within the tower
-
-
-def _layer_norm(layer: nn.LayerNorm, names: Names) -> Op | None:
-    if len(layer.normalized_shape) > 1:
-        return None
-    return Normalise(names.get(id(layer.weight)), names.get(id(layer.bias)), layer.eps)
-
-
-def _rms_norm(layer: nn.RMSNorm, names: Names) -> Op | None:
-    if len(layer.normalized_shape) > 1 or layer.eps is None:  # without eps it is that of the dtype
-        return None
-    return Normalise(names.get(id(layer.weight)), None, layer.eps, centred=False)
-
-
-STEPS: dict[type[nn.Module], Callable[[Any, Names], Op | None]] = {  # by exact type; first steps are in _input_step
-    nn.Linear: lambda layer, names: Affine(names[id(layer.weight)], names.get(id(layer.bias))),
-    nn.LayerNorm: _layer_norm,
-    nn.RMSNorm: _rms_norm,
-    **{kind.module: lambda module, names: Elementwise(activation_of(module)) for kind in TABLE},
+STEPS: dict[type[nn.Module], Callable[[Any, Names], Op | None]] = {  # by exact type, above the first layer
+    module: step.of_module for step in (Affine, Normalise, Elementwise) for module in step.modules
 }
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
 _DROPOUTS = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
 
 def refuse_unfit(side: str, module: nn.Module) -> None:
-    """Refuse modules known to mix rows or to be random in the mode they are in."""
+    """Refuse modules that mix rows or are random in their current mode."""
     for name, part in module.named_modules():
         where = f"{side} tower, module {name or 'itself'}: {type(part).__name__}"
         if isinstance(part, _BATCH_NORMS) and (part.training or part.running_mean is None):
             raise ValueError(
-                f"{where} in training mode makes rows of a block depend on each other, which an objective over "
-                "all pairs cannot use; call .eval() on it, or use nn.LayerNorm"
+                f"{where} in training mode makes rows depend on each other, which the objective over all pairs does "
+                "not allow; call .eval() on it, or use nn.LayerNorm"
             )
         if isinstance(part, _DROPOUTS) and part.training and getattr(part, "p", 1.0) > 0:
             raise ValueError(
-                f"{where} in training mode is random, so that the objective would have no exact value; call .eval() "
-                "on it (or on the whole tower) and regularise with l2 and embedding_l2"
+                f"{where} in training mode is random, so the objective would not be exact; call .eval() on it (or on "
+                "the whole tower) and regularise with l2 and embedding_l2"
             )
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and (
             part.max_norm is not None or part.scale_grad_by_freq or part.padding_idx is not None
@@ -90,8 +67,8 @@ def steps(module: nn.Module, kind: str, width: int = 0, codes: bool = False) -> 
 
     Args:
         module: the tower.
-        kind: of its features, "ids", "dense" or "sparse".
-        width: columns of features; needed for modules other than stacks of known layers.
+        kind: kind of its features, "ids", "dense" or "sparse".
+        width: number of feature columns; only needed for modules that are traced.
         codes: whether dense features are integers.
     """
     names = {id(p): name for name, p in module.named_parameters()}  # a tensor used twice has one name
@@ -116,16 +93,16 @@ def _stacked(module: nn.Module, kind: str, names: Names) -> list[Op] | None:
         if step is not True:
             result.append(step)
     if not result:
-        raise ValueError(f"tower {type(module).__name__}: it does nothing; expected at least one layer")
+        raise ValueError(f"tower {type(module).__name__}: it has no layer; expected at least one")
     return result
 
 
 def _recognised(kind: str, names: Names, part: nn.Module, first: bool) -> Op | Literal[True] | None:
-    """The step of a layer that reads features, or the results of other steps; True if it does nothing."""
+    """The step of a layer, ``first`` if it reads features; True for a layer that does nothing."""
     if type(part) is nn.Identity or (isinstance(part, _DROPOUTS) and not isinstance(part, nn.RReLU)):
-        return True  # Dropout here is in eval mode: refuse_unfit has seen to that
+        return True  # refuse_unfit ensures that Dropout is in eval mode
     if first:
-        return _input_step(part, kind, names)
+        return InputAffine.of_input(part, kind, names)
     return STEPS[type(part)](part, names) if type(part) in STEPS else None
 
 
@@ -138,26 +115,14 @@ def _leaves(module: nn.Module) -> Iterator[nn.Module]:
         yield module
 
 
-def _input_step(part: nn.Module, kind: str, names: Names) -> Op | None:
-    if type(part) is InputLinear:
-        return InputAffine(names[id(part.weight)], names.get(id(part.bias)), True, part.in_features)
-    if type(part) is nn.Linear and kind != "ids":
-        return InputAffine(names[id(part.weight)], names.get(id(part.bias)), False, part.in_features)
-    if type(part) is nn.Embedding and kind == "ids":
-        return InputAffine(names[id(part.weight)], None, True, part.num_embeddings)
-    if type(part) is nn.EmbeddingBag and kind == "sparse" and part.mode == "sum":
-        return InputAffine(names[id(part.weight)], None, True, part.num_embeddings)
-    return None
-
-
 def opaque(module: nn.Module) -> Opaque:
-    """The whole module as one step, called as it is."""
+    """The whole module as one step, differentiated by autodiff."""
     return Opaque(module, {name: name for name, p in module.named_parameters() if p.requires_grad})
 
 
 def is_stack(module: nn.Module) -> bool:
-    """Whether it is nothing but nested nn.Sequential containers of layers that have steps."""
-    known = (*STEPS, nn.Sequential, nn.Identity, nn.Embedding, nn.EmbeddingBag, InputLinear, nn.Dropout)
+    """Whether a module consists only of nested nn.Sequential containers and layers that have steps."""
+    known = (*STEPS, *InputAffine.modules, nn.Sequential, nn.Identity, nn.Dropout)
     return all(type(part) in known for part in module.modules()) and not _has_hooks(module)
 
 
@@ -166,7 +131,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def is_hooked(part: nn.Module) -> bool:
-    """Whether a module itself carries hooks; those of modules inside do not count."""
+    """Whether a module has hooks; those of its submodules do not count."""
     return bool(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks)
 
 
@@ -174,7 +139,7 @@ _LARGEST_FEATURE = {torch.float32: 1e15, torch.float64: 1e150}  # the squares of
 
 
 def try_module(side: str, module: nn.Module, rows: Block, row: Block, values: Values) -> tuple[Any, Any]:
-    """The module's results for some rows, and for ``row`` alone, which is the first of them.
+    """The module's results for some rows, and for only the first of them, ``row``.
 
     Raises:
         ValueError: if it cannot be a tower.
@@ -185,25 +150,25 @@ def try_module(side: str, module: nn.Module, rows: Block, row: Block, values: Va
     if differ(second.result, first.result):
         raise ValueError(
             f"{where} gives different results for the same rows{_first_difference(second, first)}; the objective over "
-            "all pairs needs a deterministic module: call .eval() or take the noise out"
+            "all pairs needs a deterministic module: call .eval() or remove the noise"
         )
     if differ(alone.result, first.result):
         raise ValueError(
-            f"{where} gives a row another result when other rows stand beside it{_first_difference(alone, first)}; "
-            "each row must be mapped by itself (use nn.LayerNorm, not batch statistics)"
+            f"{where} gives a row another result when the block has other rows{_first_difference(alone, first)}; "
+            "each row must be mapped independently (use nn.LayerNorm, not batch statistics)"
         )
     if isinstance(first.result, Tensor) and not first.result.requires_grad:
         stops = [call.name for call in first.calls if call.stops]
         if stops:
             raise ValueError(
-                f"{where} has no derivative: no trainable parameter reaches its result by derivatives after step "
-                f"{stops[-1]}; expected a result that can be differentiated (not argmax, detach, no_grad or integers)"
+                f"{where} has no derivative: its result no longer depends on any trainable parameter after step "
+                f"{stops[-1]}; expected a differentiable result (no argmax, detach, no_grad or integers)"
             )
     return first.result, alone.result
 
 
 def check_magnitude(side: str, features: Features, dtype: torch.dtype) -> None:
-    """Refuse features whose sums of squares over many rows are beyond the dtype."""
+    """Refuse features whose sums of squares over many rows would overflow the dtype."""
     if not features.arrays or not (numbers := features.arrays[-1]).numel() or not numbers.is_floating_point():
         return
     most = _LARGEST_FEATURE[dtype]
@@ -222,7 +187,7 @@ def check_magnitude(side: str, features: Features, dtype: torch.dtype) -> None:
 
 @contextmanager
 def same_mode(side: str, module: nn.Module) -> Iterator[None]:
-    """Refuse a module that changes its mode, or that of a module inside, while it is called."""
+    """Refuse a module that changes its mode, or that of a submodule, while it is called."""
     modes = [(name, part, part.training) for name, part in module.named_modules()]
     yield
     for name, part, training in modes:
@@ -237,7 +202,7 @@ def same_mode(side: str, module: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a torch function: where and which, its result, and whether derivatives end there."""
+    """One call of a torch function: its name and place, its result, and whether no gradient passes through it."""
 
     name: str
     result: Any
@@ -266,7 +231,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _run(module: nn.Module, block: Block, values: Values) -> _Calls:
-    """The module called once at θ, with derivatives."""
+    """Call the module at θ with gradients enabled."""
     x: Any = block
     if isinstance(block, SparseBlock):
         x = SparseRows(block, values.kernels)
@@ -307,7 +272,7 @@ def _flat(x: Any) -> Iterator[Any]:
 
 
 def differ(some: Any, all_rows: Any) -> bool:
-    """Whether two results differ beyond rounding where both have rows; what is no tensor of numbers does not count."""
+    """Whether two results differ by more than rounding in the rows that both have; only floating-point tensors can."""
     if not isinstance(some, Tensor) or not isinstance(all_rows, Tensor) or not some.is_floating_point():
         return False
     if some.dim() and all_rows.dim() and some.shape[1:] == all_rows.shape[1:]:
@@ -320,7 +285,7 @@ def differ(some: Any, all_rows: Any) -> bool:
 
 
 def _first_difference(some: _Calls, all_rows: _Calls) -> str:
-    """Where the first call stands whose results differ."""
+    """A phrase that names the first call whose results differ."""
     for one, other in zip(some.calls, all_rows.calls, strict=False):
         if differ(one.result, other.result):
             return f", first at step {other.name}"
@@ -329,14 +294,18 @@ def _first_difference(some: _Calls, all_rows: _Calls) -> str:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Columns of both towers, bytes of an entity's activations and the least sensible block on each side.
+    """Sizes of both towers, for planning memory; pairs are (left, right).
 
     Attributes:
-        factor_bytes: of the preconditioner's factors with what is needed to invert them.
-        autodiff: whether a module is differentiated by autodiff, which allocates gradients.
-        kept_bytes: of row_bytes, what is kept as long as a point.
-        viewed: whether each side's outputs are views of θ, which take nothing.
-        feature_bytes: of features on a GPU, and of what passes over sparse ones take in blocks of so many rows.
+        columns: number of embedding columns.
+        row_bytes: bytes of an entity's activations.
+        least_block: smallest sensible number of rows in a block.
+        factor_bytes: bytes of the preconditioner's factors, including those needed to invert them.
+        autodiff: whether some module is differentiated by autodiff, which allocates gradients.
+        kept_bytes: the part of row_bytes that is kept as long as the point exists.
+        viewed: whether the outputs are views of θ, which need no memory.
+        feature_bytes: number of rows in a block → bytes of the features on a GPU, including buffers for passes over
+            sparse features.
     """
 
     columns: int
@@ -350,7 +319,7 @@ class Sizes:
 
 
 def feature_bytes(features: Features, ops: list[Op], values: Values, columns: int) -> Callable[[int], int]:
-    """Features as a GPU reads them: dense rows; of sparse ones columns and values, their orders, and lines of sums."""
+    """Bytes of the features on a GPU: dense rows; or columns, values, their orders and partial sums of sparse rows."""
     item = values.dtype.itemsize
     if features.kind != "sparse":
         return lambda rows: 0 if features.kind == "ids" else item * features.entries
@@ -369,7 +338,7 @@ def feature_bytes(features: Features, ops: list[Op], values: Values, columns: in
 
 
 def factor_bytes(ops: list[Op], kind: str, values: Values) -> int:
-    """A and S of each layer in float64, damped, factorised and inverted."""
+    """Bytes of A and S of each layer in float64, damped, factorised and inverted."""
     sides: list[int] = []
     first = ops[0].parts
     inputs = {id(op) for op in first if len(first) == 1 or isinstance(op, InputAffine)}
@@ -377,6 +346,6 @@ def factor_bytes(ops: list[Op], kind: str, values: Values) -> int:
         shapes = [values.tensors[name].shape for name in part.parameters if name in values.tensors]
         for shape in (shape for shape in shapes if len(shape) == 2):
             table = kind != "dense" and id(part) in inputs
-            sides += [min(shape)] if table else list(shape)  # of a table A is a diagonal
+            sides += [min(shape)] if table else list(shape)  # A of a table is diagonal
     sides += [op.live_columns for op in ops]
     return 8 * 4 * sum(side * side for side in sides)

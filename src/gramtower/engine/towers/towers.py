@@ -1,7 +1,8 @@
-"""The two towers f and g: any two torch modules (mlp.py has the paper's network ready made).
+"""The two towers f and g: any two torch modules (mlp.py makes the paper's network).
 
 A :class:`Towers` holds the modules, knows which parameters are trainable and shared, and linearises both sides at
-given parameters.
+given parameters. Over several processes a tower sees local entities numbered from 0: a table over ids holds only their
+rows, and all other tensors are replicated.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class _Prepared:
 
     @property
     def viewed(self) -> bool:
-        """Whether outputs are the rows of a trained table."""
+        """Whether the outputs are the rows of a trained table."""
         return len(self.steps) == 1 and self.steps[0].viewed_table(self.features) in self.trained
 
     @property
@@ -73,7 +74,7 @@ class _Prepared:
 
 
 class TwoSided(Protocol):
-    """What :func:`mlp_towers` needs to know of a problem: the features of both sides."""
+    """The part of a problem that :func:`mlp_towers` needs: the features of both sides."""
 
     @property
     def left(self) -> Features:
@@ -87,12 +88,12 @@ class TwoSided(Protocol):
 class Towers:
     """The two networks of a model, one for each side: any two torch modules.
 
-    They map feature rows to k columns each, and may be one and the same module.
+    Each maps feature rows to k columns; both may be the same module.
 
-    Dense rows arrive as a tensor, ids as a LongTensor of row numbers, sparse rows through the module's first
+    Dense rows are passed as a tensor, ids as a LongTensor of row numbers, and sparse rows through the module's first
     layer (``nn.Linear``, ``nn.EmbeddingBag(mode="sum")`` or :class:`~gramtower.InputLinear`). Parameters with
-    ``requires_grad=False`` stay as they are. Modules whose rows influence each other, or that are random in the
-    mode they are in, are refused.
+    ``requires_grad=False`` are not trained. Modules whose rows influence each other, or that are random in their
+    current mode, are refused.
 
     Args:
         left: f, for the left entities.
@@ -136,29 +137,29 @@ class Towers:
         self._bound = False  # whether the modules' tensors are views of a point's parameters
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or another process needs: steps are made anew."""
+        """The state without the steps, which a copy or another process rebuilds."""
         return {name: value for name, value in vars(self).items() if name != "_probes"} | {"_traced": {}, "_tried": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _probes=WeakKeyDictionary())
 
     def to(self, target: torch.device | torch.dtype | str) -> Towers:
-        """Towers of the same modules, moved to a device or cast to a dtype in place, as nn.Module.to does."""
+        """Move the modules to a device or cast them to a dtype, in place as nn.Module.to does; return new Towers."""
         return Towers(self.left.to(target), self.right.to(target))
 
     def parameters(self) -> Parameters:
-        """A copy of the present trainable parameters."""
+        """A copy of the current trainable parameters."""
         with torch.no_grad():
             return Parameters(self._layout, torch.cat([p.reshape(-1) for p in self._trainable.values()]))
 
     @property
     def size(self) -> int:
-        """Numbers in θ."""
+        """The number of trainable parameters, which is the length of θ."""
         return self._layout.size
 
     @torch.no_grad()
     def load(self, parameters: Parameters | Tensor | Mapping[str, Tensor]) -> None:
-        """Write parameters (also as a flat vector, or by name) into the modules; no other copy is made."""
+        """Write parameters into the modules; they may also be a flat vector, or tensors by name."""
         if isinstance(parameters, Mapping):
             self._load_named(parameters)
             return
@@ -171,7 +172,7 @@ class Towers:
 
     @torch.no_grad()
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Let the modules' parameters be these tensors, by name, such as those of a mapped file; nothing is copied."""
+        """Use these tensors, by name, as the modules' parameters without a copy, for example those of a mapped file."""
         self._check_named(tensors)
         for name, tensor in tensors.items():
             parameter = self._trainable[name]
@@ -196,40 +197,40 @@ class Towers:
             check.fail("towers", given, expected)
 
     def bind(self, parameters: Parameters) -> None:
-        """Let the modules' tensors be views of ``parameters``: one copy of θ in memory while it is trained."""
+        """Make the modules' tensors views of ``parameters``, so that training keeps only one copy of θ."""
         self._bound = True
         for name, tensor in self._trainable.items():
             tensor.data = parameters[name]
 
     def unbind(self) -> None:
-        """Give the modules copies of the tensors they were bound to."""
+        """Replace the modules' views by copies."""
         if self._bound:
             for tensor in self._trainable.values():
                 tensor.data = tensor.data.clone()
         self._bound = False
 
     def join(self, shards: Shards, left: Features, right: Features) -> None:
-        """Before the first evaluation over several processes: tell sharded id tables from replicated tensors."""
+        """Find the sharded id tables; called before the first evaluation over several processes."""
         if self._layout.group is not shards.group:
             sides = (self.left, left), (self.right, right)
             owned = frozenset[str]() if shards.single else _join(shards, self._trainable, self._names, sides)
             self._layout = Layout.of(self._layout.shapes, owned, shards.group)
 
     def local_tensors(self, side: str, parameters: Parameters) -> Named:
-        """One tower's part of ``parameters`` by local name, as views."""
+        """Views of one tower's tensors in ``parameters``, by local name."""
         return {local: parameters[name] for local, name in self._names[side].items()}
 
     def local_names(self, side: str) -> dict[str, str]:
-        """Trainable parameters of one tower: name in the module → name in Parameters."""
+        """Names of one tower's trainable parameters: name in the module → name in Parameters."""
         return dict(self._names[side])
 
     @property
     def share_parameters(self) -> bool:
-        """Whether both towers have some parameter in common."""
+        """Whether the towers share a parameter."""
         return not set(self._names["left"].values()).isdisjoint(self._names["right"].values())
 
     def signature(self) -> tuple[Any, ...]:
-        """What an evaluation depends on besides the trainable parameters; equal when no module was replaced."""
+        """A key of everything else that an evaluation depends on; unchanged while no module is replaced."""
         modules = [part for side in (self.left, self.right) for part in side.modules()]
         tensors = (p for part in modules for p in part._parameters.values())
         frozen = tuple(p.data_ptr() for p in tensors if p is not None and not p.requires_grad)
@@ -256,16 +257,16 @@ class Towers:
         work: Work,
         scratch: dict[str, Scratch] | None = None,
     ) -> tuple[Linearization, Linearization]:
-        """Both towers evaluated at ``parameters`` over all their entities, in row blocks.
+        """Evaluate both towers at ``parameters`` over all their entities, in row blocks.
 
-        Buffers for the steps' results are shared by all evaluations of these towers, unless ``scratch`` is given: one
-        set for each side, so that both can run concurrently.
+        All evaluations of these towers share buffers for the steps' results, unless ``scratch`` is given, with buffers
+        for each side, so that both can run concurrently.
         """
         f, g = self._prepare(parameters, left, right, kernels, self._scratch if scratch is None else scratch)
         return f.linearize(plans[0], work), g.linearize(plans[1], work)
 
     def sizes(self, left: Features, right: Features, kernels: Kernels) -> Sizes:
-        """Columns of the towers and bytes that an entity's activations take on each side."""
+        """The number of columns, the bytes of an entity's activations and other sizes of both towers."""
         f, g = self._prepare(None, left, right, kernels, self._scratch)
         viewed = f.viewed, g.viewed
         kept = [0 if side.viewed else side.row_bytes for side in (f, g)]
@@ -288,7 +289,7 @@ class Towers:
         kernels: Kernels,
         scratch: dict[str, Scratch],
     ) -> tuple[_Prepared, _Prepared]:
-        """Both towers' steps, tensors (of ``parameters``, or the modules' own) and sizes; refuses unfit modules."""
+        """Steps, tensors (of ``parameters``, or those of the modules) and sizes of both towers; checks the modules."""
         prepared: list[_Prepared] = []
         for side, module, features in (("left", self.left, left), ("right", self.right, right)):
             present = dict(module.named_parameters())
@@ -304,12 +305,12 @@ class Towers:
         return f, g
 
     def _check_trainable(self, side: str, present: Mapping[str, nn.Parameter]) -> None:
-        """Refuse a module whose trainable parameters are not those that θ was made of."""
+        """Refuse a module whose trainable parameters have changed since these towers were created."""
         here = {local: id(p) for local, p in present.items() if p.requires_grad}
         made = {local: id(self._trainable[name]) for local, name in self._names[side].items()}
         if here != made:
             first = min(dict(here.items() ^ made.items()))
-            given = f"{first} exchanged, added, taken out, frozen or thawed since the towers were made"
+            given = f"{first} replaced, added, removed, frozen or unfrozen since gramtower.Towers was created"
             check.fail(f"{side} tower", given, "the same trainable parameters, or a new gramtower.Towers")
 
     def _prepare_side(self, side: str, module: nn.Module, features: Features, values: Values) -> _Prepared:
@@ -320,7 +321,7 @@ class Towers:
         return _Prepared(side, features, ops, values, columns, row_bytes, frozenset(self._names[side]))
 
     def _steps(self, side: str, kind: str, width: int, codes: bool) -> list[Op]:
-        """The steps of one side's module, made again when a part of it, its mode or its hooks were exchanged."""
+        """The steps of one side's module, rebuilt when a submodule, its mode or its hooks have changed."""
         module = self.left if side == "left" else self.right
         parts = tuple(map(_mode, module.modules()))
         state = (kind, width, codes, parts, tuple((id(p), p.requires_grad) for p in module.parameters()))
@@ -329,12 +330,12 @@ class Towers:
         return self._traced[side][1]
 
     def embed(self, side: str, features: Features, parameters: Parameters | None = None) -> Tensor:
-        """Embeddings of any entities, in row blocks; nothing is kept for derivatives.
+        """Embeddings of any entities, computed in row blocks.
 
         Args:
             side: "left" or "right".
-            features: of the entities, as wide as those of training.
-            parameters: θ; the present ones unless given.
+            features: features of the entities, with the same columns as in training.
+            parameters: θ; by default the current parameters.
         """
         module = self.left if side == "left" else self.right
         tensors: Named = {name: p.detach() for name, p in module.named_parameters()}
@@ -346,9 +347,9 @@ class Towers:
     def _probe(
         self, side: str, module: nn.Module, ops: list[Op], features: Features, values: Values
     ) -> tuple[int, int]:
-        """Columns of the tower and activation bytes per row, from a few rows; refuses what cannot be a tower.
+        """Number of columns and activation bytes per row, from a few rows; refuses modules that cannot be a tower.
 
-        Done once for a module and a set of features, as long as that lives; the rows probed are not counted as work.
+        The result is cached for a module and a set of features; the probed rows do not count as work.
         """
         features = features.parent or features
         known = self._probes.setdefault(features, {})
@@ -356,7 +357,7 @@ class Towers:
         if key not in known:
             check_magnitude(side, features, self.dtype)
             ops[0].check_features(side, features)
-            rows = min(_PROBE, features.rows)  # a process without rows tries none
+            rows = min(_PROBE, features.rows)  # 0 in a process without rows
             with same_mode(side, module):
                 y, size = _try_rows(side, ops, features, values, rows)
             _check_shape(side, y, rows, None)
@@ -369,21 +370,21 @@ class Towers:
                 _check_shape(side, alone, 1, y.shape[1])
                 if differ(y, again):
                     if features.total != features.rows:
-                        given_class = f"{type(module).__name__}, whose forward is not what tracing it by torch.fx gives"
+                        given_class = f"{type(module).__name__}, whose forward differs from its trace by torch.fx"
                         check.fail(f"{side} tower", given_class, "a module that can be traced, over several processes")
-                    ops[:] = [opaque(module)]  # called as it is from now on
+                    ops[:] = [opaque(module)]  # differentiated by autodiff from now on
                     return self._probe(side, module, ops, features, values)
             known[key] = int(y.shape[1]), size
         return known[key]
 
 
 def _mode(part: nn.Module) -> tuple[int, bool, bool]:
-    """Which module it is, and what else its steps depend on."""
+    """The identity of a module and the properties that its steps depend on."""
     return id(part), part.training, is_hooked(part)
 
 
 def _try_rows(side: str, ops: list[Op], features: Features, values: Values, rows: int) -> tuple[Tensor, int]:
-    """A few rows through the tower: the result and the bytes kept per row."""
+    """Run a few rows through the tower; return the result and the bytes kept per row."""
     x: Any = features.block(0, rows, values.dtype, values.device)
     sizes: list[int] = []
 
@@ -423,7 +424,7 @@ def _join(
     names: Mapping[str, Mapping[str, str]],
     sides: tuple[tuple[nn.Module, Features], tuple[nn.Module, Features]],
 ) -> frozenset[str]:
-    """The names of the sharded tables; all other tensors are broadcast from the first process.
+    """Find the names of the sharded tables; broadcast all other tensors from the first process.
 
     Args:
         shards: the row ranges.
@@ -439,7 +440,7 @@ def _join(
             owned |= {names[side][local] for local in tables if local in names[side]}
     if twice := sorted(owned & used[0] & used[1]):
         check.fail(
-            "towers", f"one table {twice[0]} for both sides", "a table of its own for each side of many processes"
+            "towers", f"one table {twice[0]} for both sides", "a separate table for each side over several processes"
         )
     shared = {name: list(tensor.shape) for name, tensor in trainable.items() if name not in owned}
     reports = shards.group.gather_json({"tables": sorted(owned), "shared": shared})
@@ -447,7 +448,7 @@ def _join(
         if other != reports[0]:
             differing = _first_difference(reports[0], other)
             check.fail(
-                "towers", f"{differing} in process {rank}", "towers that differ between processes in table rows alone"
+                "towers", f"{differing} in process {rank}", "towers that differ between processes only in table rows"
             )
     for name in shared:
         shards.group.copy_from_first_(trainable[name].data)

@@ -1,19 +1,17 @@
-"""Which torch functions inside a module's ``forward`` have steps of their own; trace.py asks for each call.
+"""Tracing of a custom module's ``forward`` into steps, so that it costs no more than the layers it is made of.
 
-Activations by function and by method (``torch.relu(h)``, ``h.tanh()``), F.linear, F.layer_norm, sums, differences,
-products, multiples, concatenation and columns. A call is recognised when its operands are rows × columns of the same
-rows, or numbers, or parameters; anything else is left to autodiff.
+torch.fx records the calls that ``forward`` makes, and their shapes are computed without data (on torch's "meta"
+device). Layers (stack.py) and functions (``Functions``) that have steps become nodes of a graph; the calls between them
+are grouped into the smallest parts that map rows to rows, each differentiated by autodiff (``Opaque``). The graph is
+cut wherever later calls read a single result, so that a class that is a chain of layers becomes the same steps as an
+nn.Sequential of them. A submodule whose ``forward`` cannot be traced, for example because it branches on values,
+becomes one ``Opaque`` part; so does the whole module if nothing in it can be traced.
 
-A module's own ``forward`` as a graph of steps, so that a user's class costs what its parts cost.
+Recognised functions are activations as functions and methods (``torch.relu(h)``, ``h.tanh()``), F.linear, F.layer_norm,
+sums, differences, products, multiples, concatenation and columns, if their operands are matrices with the same rows,
+numbers or parameters.
 
-torch.fx writes down the calls that ``forward`` makes. Their shapes are worked out without data (on torch's "meta"
-device). Layers and functions with steps of their own become nodes (stack.py and ``Functions`` say which); what lies
-between is cut into the smallest parts that map rows to rows, each differentiated by autodiff (``Opaque``). Where a
-single result is all that is read later, the graph is cut: a class that is a plain chain of layers becomes the very
-steps of the same nn.Sequential. A module inside whose ``forward`` cannot be traced, because it branches on numbers for
-example, stands as one part; so does the whole, if nothing can be made of it.
-
-Cost: some milliseconds, once for a pair of towers.
+Cost: a few milliseconds, once for a pair of towers.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from gramtower.engine.kernels.activations import Activation, activation_of
+from gramtower.engine.kernels.activations import TABLE, Activation, activation_of
 from gramtower.engine.towers.branches import Columns, Concat, Graph, Node, Product, Sum
 from gramtower.engine.towers.layers import Affine, Elementwise, InputAffine, Normalise, Scale
 from gramtower.engine.towers.opaque import Opaque, call_with
@@ -36,13 +34,7 @@ from gramtower.engine.towers.steps import Op
 
 Found = tuple[Op, list[fx.Node]]  # a step and what it reads
 
-_ACTIVATIONS: dict[Any, type[nn.Module]] = {
-    F.relu: nn.ReLU, torch.relu: nn.ReLU, "relu": nn.ReLU, F.elu: nn.ELU, F.gelu: nn.GELU, F.silu: nn.SiLU,
-    F.tanh: nn.Tanh, torch.tanh: nn.Tanh, "tanh": nn.Tanh, F.sigmoid: nn.Sigmoid, torch.sigmoid: nn.Sigmoid,
-    "sigmoid": nn.Sigmoid, F.softplus: nn.Softplus, F.leaky_relu: nn.LeakyReLU, F.selu: nn.SELU, torch.selu: nn.SELU,
-    F.mish: nn.Mish, F.celu: nn.CELU, torch.celu: nn.CELU, F.softsign: nn.Softsign, F.hardswish: nn.Hardswish,
-    F.relu6: nn.ReLU6, F.logsigmoid: nn.LogSigmoid, F.hardtanh: nn.Hardtanh,
-}  # fmt: skip
+_ACTIVATIONS: dict[Any, type[nn.Module]] = {function: kind.module for kind in TABLE for function in kind.functions}
 _POINTWISE: dict[Any, Callable[[Tensor], Tensor]] = {
     name: getattr(torch, key)
     for key in ("exp", "expm1", "log1p", "sin", "cos", "square", "erf")
@@ -66,7 +58,8 @@ class Functions:
     """Recognises calls of functions and methods in a traced graph.
 
     Args:
-        shapes: the shape of each call's result that is rows × columns of float numbers.
+        shapes: the shape of each result that is a floating-point matrix of rows × columns.
+        values: the results, on the meta device.
         parameters: name within the tower and shape of each parameter that the graph reads.
     """
 
@@ -79,7 +72,7 @@ class Functions:
         self.shapes, self.values, self.parameters = shapes, values, parameters
 
     def step(self, node: fx.Node) -> Found | fx.Node | None:
-        """A step and what it reads; a node that the result is the same as; or None for anything else."""
+        """A step with its inputs; or a node whose result is the same; or None if the call is not recognised."""
         target = node.target
         args: tuple[Any, ...] = node.args
         kwargs: dict[str, Any] = {k: v for k, v in node.kwargs.items() if k != "inplace"}
@@ -114,7 +107,7 @@ class Functions:
         return self._layer_norm(x, *args[1:], **kwargs) if target is F.layer_norm else None
 
     def layer(self, node: fx.Node) -> tuple[str, str | None, bool, int] | None:
-        """Weight, bias, whether the weight is stored inputs × outputs, and inputs, of a product with a parameter."""
+        """Weight, bias, whether the weight is stored inputs × outputs, and number of inputs, of a linear function."""
         args, kwargs = node.args[1:], dict(node.kwargs)
         if node.target in _MATMUL:
             weight, bias, inputs_first = args[0] if args else None, None, True
@@ -205,21 +198,21 @@ class Functions:
         return Columns(start, start + widths[index], self.shapes[source][1]), [source]
 
 
-_ROWS = 10007  # of the shapes that are worked out; a number that no layer has as its width
-_ALONE = (Affine, InputAffine, Scale, Normalise, Opaque)  # steps that take features themselves as their input
+_ROWS = 10007  # number of rows of the example; a number that is not the width of any layer
+_READ_FEATURES = (Affine, InputAffine, Scale, Normalise, Opaque)  # steps with parameters that accept features as input
 
 
 class Untraceable(Exception):
-    """The module cannot be written down as steps."""
+    """The module cannot be converted to steps."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a tower is given.
+    """The features that a tower reads.
 
     Attributes:
         kind: "ids", "dense" or "sparse".
-        width: columns of features.
+        width: number of feature columns.
         codes: whether dense features are integers.
     """
 
@@ -228,15 +221,14 @@ class Inputs:
     codes: bool = False
 
     def example(self, dtype: torch.dtype) -> Tensor:
-        """Their shape and type without numbers."""
+        """A tensor of their shape and type on the meta device."""
         if self.kind == "ids":
             return torch.empty(_ROWS, dtype=torch.int64, device="meta")
         return torch.empty(_ROWS, self.width, dtype=torch.int64 if self.codes else dtype, device="meta")
 
 
-Recognise = Callable[
-    [nn.Module, bool], Op | Literal[True] | None
-]  # (module, whether it reads features): True for "the same"
+# (module, whether it reads features) → its step, True if it returns its input, None if it has no step
+Recognise = Callable[[nn.Module, bool], Op | Literal[True] | None]
 
 
 def trace(module: nn.Module, inputs: Inputs, names: Mapping[int, str], recognise: Recognise) -> list[Op]:
@@ -244,12 +236,12 @@ def trace(module: nn.Module, inputs: Inputs, names: Mapping[int, str], recognise
 
     Args:
         module: any module.
-        inputs: what it is given.
+        inputs: its features.
         names: id of a parameter → its name within the tower.
-        recognise: the step of a layer, by its module.
+        recognise: finds the step of a layer.
 
     Raises:
-        Untraceable: if it cannot be written down as steps.
+        Untraceable: if it cannot be converted to steps.
     """
     return _Builder(module, inputs, names, recognise).steps()
 
@@ -262,15 +254,14 @@ class _Tracer(fx.Tracer):
         self._known = {id(part) for part in parts}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Layers that have steps, and those of torch."""
         return id(m) in self._known or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """As fx does; a module that cannot be traced stands for itself."""
+        """Trace a submodule; one that cannot be traced becomes a single call."""
         before, stack = len(self.graph.nodes), self.module_stack.copy()
         try:
             return super().call_module(m, forward, args, kwargs)
-        except Exception:  # whatever a user's code raises when it is given stand-ins for tensors
+        except Exception:  # a user's code may raise anything when it is called with proxies
             for node in reversed(list(self.graph.nodes)[before:]):
                 self.graph.erase_node(node)
             self.module_stack = stack
@@ -278,12 +269,12 @@ class _Tracer(fx.Tracer):
 
 
 class _Shapes(fx.Interpreter):
-    """Runs the graph on shapes alone and keeps each result."""
+    """Runs the graph on the meta device and keeps each result."""
 
     def __init__(self, graph: fx.GraphModule, recognise: Recognise) -> None:
         super().__init__(graph, garbage_collect_values=False)
         self.found: dict[fx.Node, Any] = {}
-        self._first: dict[fx.Node, Tensor] = {}  # results of first layers, which may take sparse rows
+        self._first: dict[fx.Node, Tensor] = {}  # results of first layers, whose input may be sparse
         for node in graph.graph.nodes:
             if node.op == "call_module" and [_is_columns(x) for x in node.all_input_nodes] == [True]:
                 layer: Any = graph.get_submodule(str(node.target))
@@ -293,7 +284,6 @@ class _Shapes(fx.Interpreter):
                     self._first[node] = torch.empty(_ROWS, width, dtype=layer.weight.dtype, device="meta")
 
     def run_node(self, n: fx.Node) -> Any:
-        """The result of one call, without numbers."""
         result = self._first[n] if n in self._first else super().run_node(n)
         if n.op == "get_attr" and isinstance(result, Tensor):
             result = result.to("meta")
@@ -302,7 +292,7 @@ class _Shapes(fx.Interpreter):
 
 
 class _Ran(nn.Module):
-    """So that ``call_with`` reaches the parameters of what is run."""
+    """A module whose ``forward`` runs the interpreter, so that ``call_with`` can replace its parameters."""
 
     def __init__(self, graph: fx.GraphModule, run: fx.Interpreter) -> None:
         super().__init__()
@@ -321,7 +311,7 @@ class _Builder:
             self.graph = fx.GraphModule(module, graph)
             self.graph.graph.eliminate_dead_code()
             self.values = self._shapes()
-        except Exception as error:  # whatever a user's code raises when it is given stand-ins for tensors
+        except Exception as error:  # a user's code may raise anything when it is called with proxies
             raise Untraceable(str(error)) from error
         finally:
             changed = [part for part, training in modes.items() if part.training != training]
@@ -334,7 +324,7 @@ class _Builder:
         if not placeholders or any(node.users for node in placeholders[1:]):
             raise Untraceable("it takes other inputs than rows of features")
         self.input = placeholders[0]
-        self.features = {self.input: inputs.width}  # and columns of sparse ones, with their width
+        self.features = {self.input: inputs.width}  # the input, and columns of sparse features, with their widths
         if inputs.kind != "dense":
             self.shapes.pop(self.input, None)
         self.parameters = self._parameters()
@@ -362,7 +352,6 @@ class _Builder:
         }
 
     def steps(self) -> list[Op]:
-        """The chain."""
         (output,) = (node for node in self.graph.graph.nodes if node.op == "output")
         result = output.args[0]
         if not isinstance(result, fx.Node) or result not in self.shapes:
@@ -374,7 +363,7 @@ class _Builder:
         return self._chain(self.slots[result])
 
     def _refuse_writing(self, node: fx.Node) -> None:
-        """A call that writes over its input may stand only where nobody else reads that."""
+        """Refuse a call that overwrites its input if another call reads that too."""
         module = self.graph.get_submodule(str(node.target)) if node.op == "call_module" else None
         name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
         in_place = getattr(module, "inplace", False) or node.kwargs.get("inplace") or "out" in node.kwargs
@@ -384,7 +373,7 @@ class _Builder:
             raise Untraceable(f"{name or type(module).__name__} writes over its input")
 
     def _is_fresh(self, x: fx.Node) -> bool:
-        """Whether a result is a tensor of its own that one call reads."""
+        """Whether a result has memory of its own and is read by only one call."""
         slot = self.slots.get(x, 0)
         shared = sum(other == slot for other in self.slots.values()) > 1
         return (
@@ -413,7 +402,7 @@ class _Builder:
         self.slots[node] = len(self.nodes)
 
     def _recognised(self, node: fx.Node) -> tuple[Op, list[fx.Node]] | fx.Node | None:
-        """The step of a call, if all that it reads are results of steps."""
+        """The step of a call with its inputs, if these are results of steps; see ``Functions.step``."""
         found: Any = None
         if self.inputs.kind == "sparse" and node.op == "call_function" and _is_columns(node):
             return self._sparse_columns(node)
@@ -436,12 +425,12 @@ class _Builder:
         op, read = found
         if any(x not in self.slots for x in read):
             return None
-        if op.parameters and not isinstance(op, _ALONE) and not any(self.active[self.slots[x]] for x in read):
+        if op.parameters and not isinstance(op, _READ_FEATURES) and not any(self.active[self.slots[x]] for x in read):
             return None
         return op, read
 
     def _first_product(self, node: fx.Node) -> InputAffine | None:
-        """A product of features with a parameter, by a function."""
+        """The step of a function that multiplies features with a parameter."""
         x = node.args[0] if node.args else None
         if not isinstance(x, fx.Node) or x not in self.features or node not in self.shapes:
             return None
@@ -463,7 +452,7 @@ class _Builder:
         return (Columns(start, stop, width), [x]) if step == 1 and stop > start else None
 
     def _opaque(self, node: fx.Node) -> tuple[Op, tuple[int, ...]]:
-        """A call without a step, with all that leads to it from results of steps, by autodiff."""
+        """An autodiff step for a call without a step, including the calls that lead to it from results of steps."""
         inside: set[fx.Node] = set()
         read: list[fx.Node] = []
 
@@ -495,10 +484,10 @@ class _Builder:
         return fx.GraphModule(self.graph, part)
 
     def _chain(self, last: int) -> list[Op]:
-        """The nodes that lead to a result, cut where one result is all that is read later."""
+        """The nodes that lead to a result, cut where later nodes read a single result."""
         order = sorted(_ancestors(self.nodes, last))
         if not order:
-            raise Untraceable("it hands back its features")
+            raise Untraceable("it returns its features")
         chain: list[Op] = []
         start, segment = 0, []  # node whose result the segment begins with
         for position, number in enumerate(order):
@@ -535,7 +524,7 @@ def _ancestors(nodes: list[Node], last: int) -> set[int]:
 
 
 def _is_columns(node: fx.Node) -> bool:
-    """Whether a node is the features, or some columns of them as sparse rows give them."""
+    """Whether a node is the features, or a slice of their columns."""
     if node.op == "placeholder":
         return True
     index = node.args[1] if node.target is operator.getitem else None
