@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,6 @@ _HISTORY = 200  # pairs of an entity that are shown
 _RECORDS = 400  # points of a curve
 _GROUPS = 11  # values of a column that have a colour of their own
 _LABELS = 40  # entities with a name on the map
-
-
-def version() -> str:
-    """Of the library."""
-    return metadata.version("gramtower")
 
 
 def search(snapshot: Snapshot, side: str, text: str, most: int) -> dict[str, Any]:

@@ -9,7 +9,6 @@ loop never computes anything.
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from collections import deque
@@ -21,7 +20,7 @@ import numpy as np
 
 from gramtower.data.ids import Key
 from gramtower.serving.ann_index import Found, Query
-from gramtower.serving.refusals import Refused
+from gramtower.serving.refusals import Refused, encode
 from gramtower.serving.served_entities import Entities
 from gramtower.serving.snapshot import Snapshot
 
@@ -211,11 +210,6 @@ def places(
         for one, cells in zip(shown, this.table.cells(rows, columns or None), strict=True):
             one["columns"] = cells
     return shown
-
-
-def encode(content: Any) -> bytes:
-    """JSON in UTF-8."""
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
 
 
 def work(tasks: Sequence[ListTask | CallTask]) -> list[Any]:

@@ -1,7 +1,6 @@
-"""The HTTP interface: routes, each a body that is checked, a task for the worker, and its answer.
+"""The HTTP interface: each route checks a body, gives a task to the computing thread, and sends its answer.
 
-The event loop parses, waits and sends; everything else is the worker's. Answers of one shape: {"error": …} with a
-status from 400 on, otherwise what the route says.
+The event loop only parses, waits and sends. Every error is answered with ``{"error": …}``.
 """
 
 from __future__ import annotations
@@ -18,10 +17,23 @@ from starlette.types import ASGIApp, Scope
 
 from gramtower.data.ids import Key
 from gramtower.serving import answers as about
-from gramtower.serving import request_checks as schemas
-from gramtower.serving.batching import Batcher, CallTask, ListTask, encode, work
-from gramtower.serving.refusals import Limits, Refused, shown, within
-from gramtower.serving.request_checks import Guard, answer, read_body, refusal
+from gramtower.serving.batching import Batcher, CallTask, ListTask, work
+from gramtower.serving.refusals import Limits, Refused, encode, shown, within
+from gramtower.serving.request_checks import (
+    Body,
+    Embed,
+    Entity,
+    Explain,
+    Guard,
+    Recommend,
+    Score,
+    Search,
+    Similar,
+    answer,
+    parse,
+    read_body,
+    refusal,
+)
 from gramtower.serving.served_models import Labels, Metrics, Models
 from gramtower.serving.web_page import PAGE_POLICY, api_page, describe, page
 
@@ -30,13 +42,13 @@ _LOG = logging.getLogger("gramtower.serving")
 
 
 class Service:
-    """The handlers and what they share.
+    """The handlers of all routes.
 
     Args:
-        models: what answers.
-        metrics: what is counted.
-        limits: of requests.
-        wait: most seconds that a request waits for others to be answered with it.
+        models: models being served.
+        metrics: counters.
+        limits: limits on requests.
+        wait: longest time in seconds that a request waits to be batched with others.
     """
 
     def __init__(self, models: Models, metrics: Metrics, limits: Limits, wait: float = 0.002) -> None:
@@ -45,20 +57,20 @@ class Service:
         self.documentation = b""
 
     async def recommend(self, request: Request) -> Response:
-        """See schemas.Recommend."""
-        asked = schemas.parse(schemas.Recommend, await read_body(request, self.limits))
+        """Answer a :class:`Recommend`."""
+        asked = parse(Recommend, await read_body(request, self.limits))
         snapshot = self.models.get(asked.model)
         new = asked.left_features is not None or asked.histories is not None
         if (asked.left is None) != new:
-            given = "none of them" if asked.left is None else "left beside left_features or histories"
-            raise Refused(422, f"left: got {given}, expected left; or, for new entities, left_features or histories")
+            given = "none of them" if asked.left is None else "left together with left_features or histories"
+            raise Refused(422, f"left: got {given}, expected left or, for new entities, left_features or histories")
         for name in ("allow", "deny"):
             within(name, len(getattr(asked, name) or ()), self.limits.listed, "ids")
         features = self._features("left_features", asked.left_features)
         self._histories(asked.histories)
         if features is not None and asked.histories is not None and (count := _rows(features)) != len(asked.histories):
             given = f"{count} rows and {len(asked.histories)} lists"
-            raise Refused(422, f"left_features, histories: got {given}, expected as many of both")
+            raise Refused(422, f"left_features, histories: got {given}, expected equal numbers")
         rows = len(asked.left) if asked.left is not None else _rows(features, asked.histories)
         self._lists(rows, asked.k, asked.stream)
 
@@ -82,8 +94,8 @@ class Service:
         return await self._answer(task, rows, asked.stream, known)
 
     async def similar(self, request: Request) -> Response:
-        """See schemas.Similar."""
-        asked = schemas.parse(schemas.Similar, await read_body(request, self.limits))
+        """Answer a :class:`Similar`."""
+        asked = parse(Similar, await read_body(request, self.limits))
         snapshot = self.models.get(asked.model)
         rows = len(asked.ids)
         self._lists(rows, asked.k, asked.stream and not asked.together)
@@ -103,12 +115,10 @@ class Service:
         return await self._answer(task, rows, asked.stream and not asked.together, known)
 
     async def score(self, request: Request) -> Response:
-        """See schemas.Score."""
-        asked = schemas.parse(schemas.Score, await read_body(request, self.limits))
+        """Answer a :class:`Score`."""
+        asked = parse(Score, await read_body(request, self.limits))
         if len(asked.left) != len(asked.right):
-            raise Refused(
-                422, f"left, right: got {len(asked.left)} and {len(asked.right)} ids, expected as many of both"
-            )
+            raise Refused(422, f"left, right: got {len(asked.left)} and {len(asked.right)} ids, expected equal numbers")
         within("left", len(asked.left), self.limits.ids, "pairs")
         snapshot = self.models.get(asked.model)
         return await self._call(
@@ -116,8 +126,8 @@ class Service:
         )
 
     async def embed(self, request: Request) -> Response:
-        """See schemas.Embed."""
-        asked = schemas.parse(schemas.Embed, await read_body(request, self.limits))
+        """Answer a :class:`Embed`."""
+        asked = parse(Embed, await read_body(request, self.limits))
         ways = {
             "ids": asked.ids is not None,
             "left_features or histories": asked.left_features is not None or asked.histories is not None,
@@ -132,7 +142,7 @@ class Service:
         rows = len(asked.ids) if asked.ids is not None else _rows(left if right is None else right, asked.histories)
         within("ids", rows, self.limits.ids, "entities")
         dim = int(snapshot.left.embeddings.shape[1])
-        within("answer", rows * dim, self.limits.answers, f"numbers; ask for fewer than {rows} at a time")
+        within("answer", rows * dim, self.limits.answers, f"numbers; send fewer than {rows} at a time")
         side = asked.side if asked.ids is not None else "left" if right is None else "right"
 
         def call() -> dict[str, Any]:
@@ -142,8 +152,8 @@ class Service:
         return await self._call(call, rows)
 
     async def explain(self, request: Request) -> Response:
-        """See schemas.Explain."""
-        asked = schemas.parse(schemas.Explain, await read_body(request, self.limits))
+        """Answer a :class:`Explain`."""
+        asked = parse(Explain, await read_body(request, self.limits))
         snapshot = self.models.get(asked.model)
         features = self._features("left_features", asked.left_features)
         self._histories(asked.histories)
@@ -152,47 +162,47 @@ class Service:
         )
 
     async def search(self, request: Request) -> Response:
-        """See schemas.Search."""
-        asked = schemas.parse(schemas.Search, await read_body(request, self.limits))
+        """Answer a :class:`Search`."""
+        asked = parse(Search, await read_body(request, self.limits))
         snapshot = self.models.get(asked.model)
         return await self._call(lambda: about.search(snapshot, asked.side, asked.text, asked.most))
 
     async def entity(self, request: Request) -> Response:
-        """See schemas.Entity."""
-        asked = schemas.parse(schemas.Entity, await read_body(request, self.limits))
+        """Answer a :class:`Entity`."""
+        asked = parse(Entity, await read_body(request, self.limits))
         snapshot = self.models.get(asked.model)
         return await self._call(lambda: about.entity(snapshot, asked.side, asked.id))
 
     async def map(self, request: Request) -> Response:
-        """Places of the entities with the most pairs, by PCA."""
+        """Two-dimensional positions (PCA) of the entities with the most pairs."""
         snapshot, side = self.models.get(request.query_params.get("model")), _side(request)
         column = request.query_params.get("column")
         return await self._call(lambda: about.map_of(snapshot, side, column))
 
     async def run(self, request: Request) -> Response:
-        """What is known of a model: counts, settings, records of its training."""
+        """Counts, settings and training history of a model."""
         snapshot = self.models.get(request.query_params.get("model"))
         return await self._call(lambda: about.run(snapshot))
 
     async def served(self, request: Request) -> Response:
-        """The models that are served."""
+        """The models being served."""
         return await self._call(lambda: {"models": [about.summary(s) for s in self.models.all()]})
 
     async def health(self, request: Request) -> Response:
-        """Whether the process lives."""
+        """Whether the process is running."""
         return answer({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Whether it can answer; and whether a new model was refused."""
+        """Whether the server can answer, and how many new models were refused."""
         if not self.batcher.alive:
-            return refusal(Refused(503, "server: the worker is not there, or is going down"))
+            return refusal(Refused(503, "server: the computing thread is not running, or the server is shutting down"))
         refused = len(self.models.refused)
         return answer({"status": "ready", "models": len(self.models.all()), "refused_models": refused})
 
     async def prometheus(self, request: Request) -> Response:
-        """Metrics in Prometheus' text format."""
+        """Metrics in the text format of Prometheus."""
         waiting: list[tuple[Labels, float]] = [((), float(self.batcher.waiting))]
-        gauge = ("gramtower_waiting_requests", "Requests that wait for the worker.", waiting)
+        gauge = ("gramtower_waiting_requests", "Requests that wait to be computed.", waiting)
         text = self.metrics.text([*self.models.gauges(), gauge])
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -201,7 +211,7 @@ class Service:
         return Response(page(), media_type="text/html", headers={"content-security-policy": PAGE_POLICY})
 
     async def docs(self, request: Request) -> Response:
-        """The interface, for people; the same for programs is at /openapi.json."""
+        """The description of the interface for people; /openapi.json is for programs."""
         return Response(self.documentation, media_type="text/html", headers={"content-security-policy": PAGE_POLICY})
 
     async def _call(self, call: Callable[[], Any], size: int = 1) -> Response:
@@ -210,12 +220,12 @@ class Service:
     async def _answer(
         self, task: Callable[[int, int, bool], ListTask], rows: int, stream: bool, known: Callable[[], None]
     ) -> Response:
-        """One JSON object, or lines as they are computed; what is refused is refused before the first line."""
+        """One JSON object, or lines as they are computed; unknown ids are refused before the first line."""
         if not stream:
             return answer(await self.batcher.submit(task(0, rows, False)))
         await self.batcher.submit(CallTask(known))
         starts = range(0, rows, _CHUNK)
-        first = await self.batcher.submit(task(0, min(_CHUNK, rows), True))  # of none too: it may be refused
+        first = await self.batcher.submit(task(0, min(_CHUNK, rows), True))  # even without rows: it may be refused
 
         async def lines() -> AsyncIterator[bytes]:
             yield first
@@ -236,7 +246,6 @@ class Service:
             within("ids × k", rows * k, self.limits.answers, "places in one answer", hint)
 
     def _features(self, name: str, given: Any) -> Any:
-        """Features as the model takes them: a mapping of columns, or an array."""
         features = about.features(name, given)
         if features is not None:
             within(name, _rows(features), self.limits.ids, "rows")
@@ -260,7 +269,7 @@ def make_app(
     origins: Collection[str] = (),
     log: Callable[[Scope, int, float], None] | None = None,
 ) -> tuple[ASGIApp, Service]:
-    """The server as an ASGI application, and its parts; ``log`` takes each request that was answered."""
+    """Build the ASGI application and its handlers; ``log`` is called after each request."""
     metrics, limits = metrics or Metrics(), limits or Limits()
     service = Service(models, metrics, limits, wait)
 
@@ -272,14 +281,14 @@ def make_app(
     app = FastAPI(
         title="gramtower", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False, lifespan=lifespan
     )
-    bodies: dict[str, tuple[Any, type[schemas.Body]]] = {
-        "/recommend": (service.recommend, schemas.Recommend),
-        "/similar": (service.similar, schemas.Similar),
-        "/score": (service.score, schemas.Score),
-        "/embed": (service.embed, schemas.Embed),
-        "/explain": (service.explain, schemas.Explain),
-        "/search": (service.search, schemas.Search),
-        "/entity": (service.entity, schemas.Entity),
+    bodies: dict[str, tuple[Any, type[Body]]] = {
+        "/recommend": (service.recommend, Recommend),
+        "/similar": (service.similar, Similar),
+        "/score": (service.score, Score),
+        "/embed": (service.embed, Embed),
+        "/explain": (service.explain, Explain),
+        "/search": (service.search, Search),
+        "/entity": (service.entity, Entity),
     }
     plain = {
         "/map": service.map, "/run": service.run, "/models": service.served, "/health": service.health,
@@ -293,7 +302,7 @@ def make_app(
         return answer(openapi)
 
     hidden = {"/": service.front, "/docs": service.docs, "/openapi.json": description}
-    for path, (handler, _) in bodies.items():  # plain routes: there are no dependencies to solve for each request
+    for path, (handler, _) in bodies.items():  # plain routes, as FastAPI's own add time to each request
         app.add_route(path, handler, ["POST"])
     for path, handler in {**plain, **hidden}.items():
         app.add_route(path, handler, ["GET"])
@@ -314,8 +323,8 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 async def _on_fault(request: Request, error: Exception) -> Response:
-    _LOG.error("a fault of the server", exc_info=error)
-    return answer({"error": "a fault of the server; its log says where"}, 500)
+    _LOG.error("internal error", exc_info=error)
+    return answer({"error": "internal error of the server; see its log"}, 500)
 
 
 def _side(request: Request) -> str:
@@ -326,7 +335,7 @@ def _side(request: Request) -> str:
 
 
 def _columns(wanted: bool | list[str]) -> list[str] | None:
-    """None for no columns, an empty list for all."""
+    """Columns to return: None for none, an empty list for all."""
     if isinstance(wanted, bool):
         return [] if wanted else None
     return wanted or None

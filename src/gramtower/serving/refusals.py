@@ -1,51 +1,45 @@
-"""What a request is refused with: a status, one clear line, and particulars that a program can read."""
+"""Errors that a request is answered with, the limits on requests, and JSON."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
 
 class Refused(Exception):
-    """A request that gets no answer.
+    """A request that cannot be answered.
 
     Args:
-        status: of HTTP.
-        message: one line: what was given, what was expected.
-        particulars: further fields of the answer's JSON.
+        status: HTTP status.
+        message: one line with the given and the expected value.
+        details: further fields of the JSON answer.
     """
 
-    def __init__(self, status: int, message: str, **particulars: Any) -> None:
+    def __init__(self, status: int, message: str, **details: Any) -> None:
         super().__init__(message)
-        self.status, self.message, self.particulars = status, message, particulars
+        self.status, self.message, self.details = status, message, details
 
     def to_plain(self) -> dict[str, Any]:
-        """The JSON of the answer."""
-        return {"error": self.message, **self.particulars}
-
-
-def shown(value: object, most: int = 60) -> str:
-    """A value for a message, cut where it is long."""
-    text = value if isinstance(value, str) else repr(value)[: most + 1]
-    text = repr(text[: most + 1]) if isinstance(value, str) else text
-    return text if len(text) <= most else text[:most] + "…"
+        """The content of the JSON answer."""
+        return {"error": self.message, **self.details}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of requests.
+    """Limits on requests; a request above one is answered with 422, or with the status given here.
 
     Attributes:
-        body: bytes of a request's body (413).
-        body_seconds: time in which it must have arrived (408).
+        body: bytes of the body (413).
+        body_seconds: time in which the body must arrive (408).
         k: length of a list.
-        ids: entities, pairs or rows of features of one request.
-        stream_ids: entities of a request whose answer is streamed.
-        answers: numbers or places of lists in an answer that is not streamed.
+        ids: entities, pairs or rows of features.
+        stream_ids: entities of a request with a streamed answer.
+        answers: numbers or list entries in an answer that is not streamed.
         history: right ids in the history of one new entity.
         listed: ids in ``allow`` and ``deny``.
-        waiting: requests that wait for the worker (503).
-        connections: that are open at a time (503).
+        waiting: requests that wait to be computed (503).
+        connections: open connections (503).
     """
 
     body: int = 2_000_000
@@ -61,6 +55,17 @@ class Limits:
 
 
 def within(name: str, given: int, most: int, what: str, hint: str = "") -> None:
-    """Refuse with 422 what is over its bound."""
+    """Refuse a number above its limit with 422."""
     if given > most:
         raise Refused(422, f"{name}: got {given}, expected at most {most} {what}{hint}")
+
+
+def shown(value: object, most: int = 60) -> str:
+    """A value as text for a message, cut if it is long."""
+    text = repr(value[: most + 1]) if isinstance(value, str) else repr(value)[: most + 1]
+    return text if len(text) <= most else text[:most] + "…"
+
+
+def encode(content: Any) -> bytes:
+    """JSON in UTF-8."""
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()

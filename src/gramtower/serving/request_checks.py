@@ -1,7 +1,13 @@
-"""The bodies of requests, checked by pydantic: types exactly as written here, no further fields, finite numbers.
+"""Checks between the network and the handlers: host, token, size, time and content of requests.
 
-Lengths are bounded by :class:`~gramtower.serving.refusals.Limits` when a body is taken up, so that messages name the
-bound.
+``Guard`` is an ASGI layer around the application. Before a body is read it refuses requests without the bearer token
+and, on a loopback address, requests for other host names, so that a web page cannot reach the server by a name that
+resolves to 127.0.0.1. It adds headers against content sniffing, framing and caching, and counts requests. There are no
+CORS headers unless origins were given. starlette's own middleware is not used: it answers in plain text and with other
+statuses, and does not accept the host ``[::1]``.
+
+Bodies are checked by pydantic with strict types, no further fields and finite numbers. The handlers check lengths
+against :class:`~gramtower.serving.refusals.Limits`, so that messages name the limit.
 """
 
 from __future__ import annotations
@@ -10,7 +16,7 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -19,12 +25,26 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gramtower.serving.batching import encode
-from gramtower.serving.refusals import Limits, Refused, shown
+from gramtower.serving.refusals import Limits, Refused, encode, shown
 from gramtower.serving.served_models import Metrics
 
-_LONGEST = 10_000  # characters of an id
-Id = int | Annotated[str, Field(max_length=_LONGEST)]
+OPEN = ("/", "/docs", "/openapi.json", "/health", "/ready")  # paths without a token: they show nothing of a model
+HEADERS = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+    "content-security-policy": "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+}
+_PREFLIGHT = {
+    "access-control-allow-methods": "GET, POST",
+    "access-control-allow-headers": "authorization, content-type",
+    "access-control-max-age": "600",
+}
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+Id = int | Annotated[str, Field(max_length=10_000)]
 Text = Annotated[str, Field(max_length=1_000)]
 Cell = str | int | float | bool | list[str] | list[int | float] | None
 Features = list[dict[str, Cell]] | dict[str, list[Cell]] | list[list[float]]
@@ -34,58 +54,59 @@ Side = Literal["left", "right"]
 
 
 class Body(BaseModel):
-    """What all have."""
+    """Fields of all requests."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
-    model: Text | None = Field(None, description="Name of a model; the first one served without it.")
+    model: Text | None = Field(None, description="Name of a model; without it, the first model that is served.")
 
 
 class Recommend(Body):
-    """The k best right entities for left ones, known by id, or new ones known by features, history or both."""
+    """The k best right entities for left entities: known ones by id, new ones by features, history or both."""
 
     left: list[Id] | None = Field(None, description="Ids of left entities; not with left_features or histories.")
     k: int = Field(10, ge=1, description="Length of each list.")
-    exclude_seen: bool = Field(True, description="Leave out what was observed in training, or is in the history.")
+    exclude_seen: bool = Field(True, description="Leave out pairs that were observed in training or are in histories.")
     allow: list[Id] | None = Field(
-        None, description="Only these right ids. Unknown ones are ignored; the answer counts them as unknown_allowed."
+        None, description="List only these right ids. Unknown ids are ignored; unknown_allowed counts them."
     )
     deny: list[Id] | None = Field(
-        None, description="Never these right ids. Unknown ones are ignored; the answer counts them as unknown_denied."
+        None, description="Never list these right ids. Unknown ids are ignored; unknown_denied counts them."
     )
     filter: dict[str, Wanted] | None = Field(
         None,
-        description="Columns of the right table: a value, several of which any, or min and max. All must match.",
+        description="Columns of the right table, all of which must match: a value, a list of values of which one must "
+        "match, or an object with min and max.",
         examples=[{"genre": "Comedy", "year": {"min": 1990}}],
     )
     left_features: Features | None = Field(
         None, description="Features of new left entities: rows as objects, columns as lists, or rows of numbers."
     )
     histories: list[list[Id]] | None = Field(None, description="Right ids of each new left entity.")
-    columns: bool | list[str] = Field(False, description="Columns of the right table to answer with; true for all.")
-    stream: bool = Field(False, description="Answer with one line of JSON for each entity, as they are computed.")
+    columns: bool | list[str] = Field(False, description="Columns of the right table to return; true for all.")
+    stream: bool = Field(False, description="Return one line of JSON for each entity, as soon as it is computed.")
 
 
 class Similar(Body):
-    """The k entities of the same side whose embeddings point most alike (cosine)."""
+    """The k entities of the same side with the most similar embeddings (cosine)."""
 
     ids: list[Id]
     side: Side = "right"
     k: int = Field(10, ge=1)
-    together: bool = Field(False, description="One list, of what is most like all of them (their mean direction).")
+    together: bool = Field(False, description="Return one list for the mean direction of all ids.")
     columns: bool | list[str] = False
     stream: bool = False
 
 
 class Score(Body):
-    """p_iᵀq_j of pairs, element by element."""
+    """Scores p_iᵀq_j of pairs, element by element."""
 
     left: list[Id]
     right: list[Id]
 
 
 class Embed(Body):
-    """Embeddings of known ids, or of new entities."""
+    """Embeddings of known ids or of new entities."""
 
     ids: list[Id] | None = None
     side: Side = "left"
@@ -95,19 +116,19 @@ class Embed(Body):
 
 
 class Explain(Body):
-    """What carried the score of a pair: parts of what is known of its left entity, whose sum is the score."""
+    """Explanation of a score as a sum of parts, one for each feature or history entry of the left entity."""
 
     left: Id | None = Field(None, description="Id of a left entity; not needed with left_features or histories.")
     right: Id = Field(description="Id of a right entity.")
     left_features: Features | None = Field(
-        None, description="The row that describes the left entity, where the model sees features."
+        None, description="One row with the features of the left entity, if the model uses features."
     )
-    histories: list[list[Id]] | None = Field(None, description="One list: the right ids of a new left entity.")
-    most: int = Field(20, ge=1, le=1000, description="Parts to answer with, the largest in size; others are summed.")
+    histories: list[list[Id]] | None = Field(None, description="One list with the right ids of a new left entity.")
+    most: int = Field(20, ge=1, le=1000, description="Number of parts to return, largest first; others are summed.")
 
 
 class Search(Body):
-    """Entities whose id or title holds a text; those that begin with it come first."""
+    """Entities whose id or title contains a text; those that start with it come first."""
 
     text: Text = ""
     side: Side = "right"
@@ -115,14 +136,14 @@ class Search(Body):
 
 
 class Entity(Body):
-    """What is known of one entity: columns of its table, and the pairs it was observed in."""
+    """One entity with the columns of its table and its observed pairs."""
 
     id: Id
     side: Side = "right"
 
 
 Kind = TypeVar("Kind", bound=Body)
-_DEEPEST = 3  # parts of a place: an argument, a row and a column
+_DEEPEST = 3  # parts of a path in a message: field, row and column
 _CELLS = "text, a number, true, false, null, a list of numbers or a list of text"
 _FEATURES = f"rows as objects, columns as lists, or rows of numbers; a cell is {_CELLS}"
 _EXPECTED = {
@@ -133,121 +154,97 @@ _EXPECTED = {
 
 
 def parse(kind: type[Kind], body: bytes) -> Kind:
-    """A body.
+    """Parse and check a body.
 
     Raises:
-        Refused: 422 with the first fault, and how many there are.
+        Refused: 422 with the first error and the number of further fields with errors.
     """
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        faults = error.errors(include_url=False, include_context=False)
-        if faults[0]["type"] == "json_invalid":
-            raise Refused(422, f"body: {_lower(faults[0]['msg'])}") from error
-        places = [_place(json.loads(body), fault) for fault in faults]
-        place, given = max(places, key=lambda one: len(one[0]))  # of the types a value may have, what fits furthest
-        texts = [_lower(fault["msg"]) for fault, one in zip(faults, places, strict=True) if one[0] == place]
+        found = error.errors(include_url=False, include_context=False)
+        if found[0]["type"] == "json_invalid":
+            raise Refused(422, f"body: {_lower(found[0]['msg'])}") from error
+        content = json.loads(body)
+        paths = [_path(content, one) for one in found]
+        path, given = max(paths, key=lambda one: len(one[0]))  # the type of a union that matches deepest
+        texts = [_lower(one["msg"]) for one, place in zip(found, paths, strict=True) if place[0] == path]
         expected = " or ".join(dict.fromkeys(texts))
-        if place[0] in _EXPECTED:
-            cell = place[0] != "filter" and any(isinstance(part, str) for part in place[1:])
-            expected = f"expected {_CELLS if cell else _EXPECTED[place[0]]}"
-        others = len({one[0][0] for one in places}) - 1
+        if path[0] in _EXPECTED:
+            cell = path[0] != "filter" and any(isinstance(part, str) for part in path[1:])
+            expected = f"expected {_CELLS if cell else _EXPECTED[path[0]]}"
+        others = len({one[0][0] for one in paths}) - 1
         more = f" (and {others} more)" if others else ""
-        name = ".".join(str(part)[:60] for part in place)
+        name = ".".join(str(part)[:60] for part in path)
         raise Refused(422, f"{name}: got {shown(given)}, {expected}{more}") from error
 
 
-def _place(given: Any, fault: Any) -> tuple[tuple[Any, ...], Any]:
-    """Where in a body a fault is, without the names of types that pydantic puts between, and what is there."""
-    place: list[Any] = []
-    for part in fault["loc"]:
+def _path(given: Any, error: Mapping[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    """The path of an error in a body, without the names of types that pydantic inserts, and the value there."""
+    path: list[Any] = []
+    for part in error["loc"]:
         inside = part in given if isinstance(given, dict) else isinstance(given, list) and isinstance(part, int)
-        if inside and len(place) < _DEEPEST:
+        if inside and len(path) < _DEEPEST:
             given = given[part]
-            place.append(part)
-        elif not place:
-            place.append(part)
-    return tuple(place) or ("body",), given
-
-
-def schema(kind: type[Body]) -> dict[str, Any]:
-    """The body of an operation, for OpenAPI."""
-    described = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": described}}}}
+            path.append(part)
+        elif not path:
+            path.append(part)
+    return tuple(path) or ("body",), given
 
 
 def _lower(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-OPEN = (
-    "/",
-    "/docs",
-    "/openapi.json",
-    "/health",
-    "/ready",
-)  # no token is asked for: nothing of a model is in their answers
-HEADERS = {
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",
-    "referrer-policy": "no-referrer",
-    "cross-origin-resource-policy": "same-origin",
-    "cache-control": "no-store",
-    "content-security-policy": "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
-}
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """Read the whole body.
+
+    Raises:
+        Refused: 413 if it is too long, 408 if it takes too long, 400 if the client has disconnected.
+    """
+    too_long = Refused(413, f"body: got more than {limits.body} bytes, expected at most {limits.body}")
+    length = request.headers.get("content-length", "")
+    if length.isascii() and length.isdigit() and (len(length) > 15 or int(length) > limits.body):
+        raise too_long
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > limits.body:
+                    raise too_long
+    except TimeoutError as error:
+        raise Refused(408, f"body: did not arrive within {limits.body_seconds:g} s") from error
+    except ClientDisconnect as error:
+        raise Refused(400, "body: the client has disconnected") from error
+    return bytes(body)
 
 
 def answer(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """JSON, from bytes or from what becomes them."""
+    """A JSON response, from bytes or from content to encode."""
     body = content if isinstance(content, bytes) else encode(content)
     return Response(body, status, headers, "application/json")
 
 
 def refusal(refused: Refused) -> Response:
-    """The answer to a request that is refused."""
+    """The response to a request that is refused."""
     headers = {"connection": "close"} if refused.status in (408, 413) else {}
     headers |= {"retry-after": "1"} if refused.status == 503 else {}
     headers |= {"www-authenticate": "Bearer"} if refused.status == 401 else {}
     return answer(refused.to_plain(), refused.status, headers)
 
 
-async def read_body(request: Request, limits: Limits) -> bytes:
-    """The whole body.
-
-    Raises:
-        Refused: 413 if it is too long, 408 if it takes too long, 400 if its client has gone.
-    """
-    too_long = f"body: got more than {limits.body} bytes, expected at most as many"
-    length = request.headers.get("content-length", "")
-    if length.isascii() and length.isdigit() and (len(length) > 15 or int(length) > limits.body):
-        raise Refused(413, too_long)
-    pieces, total = [], 0
-    try:
-        async with asyncio.timeout(limits.body_seconds):
-            async for piece in request.stream():
-                total += len(piece)
-                if total > limits.body:
-                    raise Refused(413, too_long)
-                pieces.append(piece)
-    except TimeoutError as error:
-        raise Refused(408, f"body: not all of it came within {limits.body_seconds:g} s") from error
-    except ClientDisconnect as error:
-        raise Refused(400, "body: the client has gone") from error
-    return b"".join(pieces)
-
-
 class Guard:
-    """The layer.
+    """ASGI layer that checks, counts and logs requests, and adds headers.
 
     Args:
-        app: what is inside.
-        metrics: where requests are counted.
-        paths: of the app, for the labels of metrics.
-        token: that requests must bear; None for none.
-        hosts: names that requests may be for; None for any.
-        origins: whose pages may read answers (CORS).
-        log: called with the scope, the status and the seconds of each request; None for no access log.
+        app: application inside.
+        metrics: counts requests.
+        paths: paths of the application, for the labels of metrics.
+        token: bearer token that requests must have; None for no token.
+        hosts: accepted host names; None for all.
+        origins: origins whose pages may read answers (CORS).
+        log: called with the scope, the status and the seconds of each request.
     """
 
     def __init__(
@@ -260,8 +257,8 @@ class Guard:
         origins: Collection[str] = (),
         log: Callable[[Scope, int, float], None] | None = None,
     ) -> None:
-        self._log = log
-        self._app, self._metrics, self._paths, self._origins = app, metrics, frozenset(paths), frozenset(origins)
+        self._app, self._metrics, self._log = app, metrics, log
+        self._paths, self._origins = frozenset(paths), frozenset(origins)
         self._token = None if token is None else token.encode()
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
 
@@ -273,6 +270,8 @@ class Guard:
         start, status = time.perf_counter(), 500
         headers = Headers(scope=scope)
         origin = headers.get("origin")
+        origin = origin if origin in self._origins else None
+        preflight = scope["method"] == "OPTIONS" and origin is not None
 
         async def sending(message: Message) -> None:
             nonlocal status
@@ -281,23 +280,18 @@ class Guard:
                 given = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
                     given.setdefault(name, value)
-                if origin in self._origins:
-                    given["access-control-allow-origin"] = str(origin)
+                if origin is not None:
+                    given["access-control-allow-origin"] = origin
                     given["vary"] = "Origin"
             await send(message)
 
         path = scope["path"] if scope["path"] in self._paths else "other"
         try:
-            refused = self._refused(scope, headers)
+            refused = self._refused(scope["path"], headers, preflight)
             if refused is not None:
                 await refusal(refused)(scope, receive, sending)
-            elif scope["method"] == "OPTIONS" and origin in self._origins:
-                allowed = {
-                    "access-control-allow-methods": "GET, POST",
-                    "access-control-allow-headers": "authorization, content-type",
-                    "access-control-max-age": "600",
-                }
-                await Response(None, 204, allowed)(scope, receive, sending)
+            elif preflight:
+                await Response(None, 204, _PREFLIGHT)(scope, receive, sending)
             else:
                 await self._app(scope, receive, sending)
         finally:
@@ -306,17 +300,16 @@ class Guard:
             if self._log is not None:
                 self._log(scope, status, seconds)
 
-    def _refused(self, scope: Scope, headers: Headers) -> Refused | None:
+    def _refused(self, path: str, headers: Headers, preflight: bool) -> Refused | None:
         if self._hosts is not None and _host(headers.get("host", "")) not in self._hosts:
-            return Refused(421, "host: got another name than this server's; name it with --allow-host")
-        preflight = scope["method"] == "OPTIONS" and headers.get("origin") in self._origins
-        if self._token is None or scope["path"] in OPEN or preflight:
+            return Refused(421, "host: this server does not answer to this name; add it with --allow-host")
+        if self._token is None or path in OPEN or preflight:
             return None
         kind, _, given = headers.get("authorization", "").partition(" ")
         right = hmac.compare_digest(given.strip().encode("latin-1", "replace"), self._token)
         if right and kind.lower() == "bearer":
             return None
-        return Refused(401, "authorization: got no or another bearer token, expected the server's")
+        return Refused(401, "authorization: the bearer token of the server is missing or wrong")
 
 
 def _host(header: str) -> str:

@@ -1,4 +1,8 @@
-"""The interface in the words of OpenAPI, made by fastapi from the handlers and the schemas of their bodies."""
+"""The page at ``/``, and the description of the interface at ``/docs`` and ``/openapi.json``.
+
+FastAPI's own /docs page needs scripts from another server, so /docs is plain HTML written here. page.html is served
+as it is. The content security policy allows its script and style, by their digests, and requests to this server only.
+"""
 
 from __future__ import annotations
 
@@ -7,59 +11,26 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from importlib import resources
+from importlib import metadata, resources
 from typing import Any
 
 from fastapi import APIRouter
 from fastapi.openapi.utils import get_openapi
 
-from gramtower.serving import answers as about
-from gramtower.serving import request_checks as schemas
+from gramtower.serving.request_checks import Body
 
 _QUERIES = {"/map": ("model", "side", "column"), "/run": ("model",)}
 _STATUSES = {
-    400: "The client has gone.",
-    401: "No token, or another.",
-    404: "Unknown id or model; near ones.",
-    408: "The body came too slowly.",
+    400: "The client has disconnected.",
+    401: "The token is missing or wrong.",
+    404: "An id or a model is unknown; near lists similar ones.",
+    408: "The body arrived too slowly.",
     413: "The body is too long.",
-    422: "The body says what cannot be.",
-    503: "Too many requests wait.",
+    422: "The request cannot be answered; error says why.",
+    503: "Too many requests are waiting.",
 }
-
-
-def describe(bodies: Mapping[str, tuple[Any, type[schemas.Body]]], plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The description.
-
-    Args:
-        bodies: by path, handlers of POST and the bodies they take.
-        plain: by path, handlers of GET.
-    """
-    router = APIRouter()
-    for path, (handler, body) in bodies.items():
-        _add(router, path, handler, "POST", body)
-    for path, handler in plain.items():
-        _add(router, path, handler, "GET")
-    return get_openapi(title="gramtower", version=about.version(), routes=router.routes)
-
-
-def _add(router: APIRouter, path: str, handler: Any, method: str, body: type[schemas.Body] | None = None) -> None:
-    queries = [
-        {"name": name, "in": "query", "required": False, "schema": {"type": "string"}}
-        for name in _QUERIES.get(path, ())
-    ]
-    text = (body or handler).__doc__ or ""
-    met = {status: text for status, text in _STATUSES.items() if method == "POST" or status in (401, 404, 422, 503)}
-    router.add_api_route(
-        path, handler, methods=[method], name=path.strip("/"), operation_id=path.strip("/"),
-        description=" ".join(text.split()),
-        openapi_extra={"parameters": queries} if body is None else schemas.schema(body),
-        responses={status: {"description": text} for status, text in met.items()},
-    )  # fmt: skip
-
-
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 code, pre { font-family: ui-monospace, monospace; font-size: 0.9em; }
@@ -67,46 +38,75 @@ code, pre { font-family: ui-monospace, monospace; font-size: 0.9em; }
 table { border-collapse: collapse; } td, th { text-align: left; vertical-align: top; padding: 0.2rem 0.8rem 0.2rem 0; }
 pre { overflow-x: auto; } :root { color-scheme: light dark; }
 """
+_HEAD = (
+    "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+    f"<title>gramtower: interface</title><style>{_STYLE}</style><h1>gramtower: interface</h1>"
+    "<p>Requests and answers are JSON in UTF-8. An answer with a status of 400 or more is "
+    "<code>{&quot;error&quot;: …}</code>. For programs: <code>/openapi.json</code>.</p>"
+)
 
 
-@lru_cache(maxsize=1)
-def page() -> bytes:
-    """The page."""
-    return resources.files("gramtower.serving").joinpath("page.html").read_bytes()
+def describe(
+    bodies: Mapping[str, tuple[Callable[..., Any], type[Body]]], plain: Mapping[str, Callable[..., Any]]
+) -> dict[str, Any]:
+    """The OpenAPI description.
+
+    Args:
+        bodies: handlers of POST requests and the bodies they take, by path.
+        plain: handlers of GET requests, by path.
+    """
+    router = APIRouter()
+    for path, (handler, body) in bodies.items():
+        content = {"application/json": {"schema": body.model_json_schema(ref_template="#/components/schemas/{model}")}}
+        _add(router, path, handler, "POST", body.__doc__, {"requestBody": {"required": True, "content": content}})
+    for path, handler in plain.items():
+        names = _QUERIES.get(path, ())
+        query = [{"name": name, "in": "query", "required": False, "schema": {"type": "string"}} for name in names]
+        _add(router, path, handler, "GET", handler.__doc__, {"parameters": query})
+    return get_openapi(title="gramtower", version=metadata.version("gramtower"), routes=router.routes)
+
+
+def _add(
+    router: APIRouter, path: str, handler: Callable[..., Any], method: str, text: str | None, extra: dict[str, Any]
+) -> None:
+    statuses = _STATUSES if method == "POST" else (401, 404, 422, 503)
+    router.add_api_route(
+        path, handler, methods=[method], name=path.strip("/"), operation_id=path.strip("/"),
+        description=" ".join((text or "").split()), openapi_extra=extra,
+        responses={status: {"description": _STATUSES[status]} for status in statuses},
+    )  # fmt: skip
 
 
 def api_page(described: Mapping[str, Any]) -> bytes:
     """An OpenAPI description as HTML."""
-    parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8>",
-        "<meta name=viewport content='width=device-width'><title>gramtower: interface</title>",
-        f"<style>{_STYLE}</style><h1>gramtower: interface</h1>",
-        "<p>Bodies and answers are JSON in UTF-8. An answer with a status from 400 on is "
-        "<code>{&quot;error&quot;: …}</code>. For programs: <code>/openapi.json</code>.</p>",
-    ]
+    parts = [_HEAD]
     for path, methods in described["paths"].items():
         for method, operation in methods.items():
             parts.append(f"<h2 id={html.escape(operation['operationId'])}><code>{method.upper()} {path}</code></h2>")
             parts.append(f"<p>{html.escape(operation.get('description', ''))}</p>")
-            parts += _fields(operation)
+            parts.append(_fields(operation))
     return "".join(parts).encode()
 
 
-def _fields(operation: Mapping[str, Any]) -> list[str]:
+def _fields(operation: Mapping[str, Any]) -> str:
     body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
     rows = [
-        (name, _type(field), "needed" if name in body.get("required", ()) else json.dumps(field.get("default")), field)
+        (
+            name,
+            _type(field),
+            "required" if name in body.get("required", ()) else json.dumps(field.get("default")),
+            field,
+        )
         for name, field in body.get("properties", {}).items()
     ]
     rows += [(one["name"], "string", "null", {}) for one in operation.get("parameters", ())]
-    if not rows:
-        return []
     cells = [
         f"<tr><td><code>{html.escape(name)}</code><td><code>{html.escape(kind)}</code><td>{html.escape(default)}"
         f"<td>{html.escape(field.get('description', ''))}"
         for name, kind, default, field in rows
     ]
-    return ["<div class=across><table><tr><th>field<th>type<th>default<th>meaning", *cells, "</table></div>"]
+    head = "<div class=across><table><tr><th>field<th>type<th>default<th>meaning"
+    return f"{head}{''.join(cells)}</table></div>" if rows else ""
 
 
 def _type(field: Mapping[str, Any]) -> str:
@@ -116,34 +116,27 @@ def _type(field: Mapping[str, Any]) -> str:
     if "anyOf" in field:
         return " | ".join(dict.fromkeys(_type(one) for one in field["anyOf"]))
     if field.get("type") == "array":
-        inner = _type(field.get("items", {}))
-        return f"[{inner}]"
+        return f"[{_type(field.get('items', {}))}]"
     if field.get("type") == "object":
         inner = field.get("additionalProperties", {})
         return f"{{name: {_type(inner if isinstance(inner, dict) else {})}}}"
     return str(field.get("type", "any"))
 
 
+@lru_cache(maxsize=1)
+def page() -> bytes:
+    """The page at ``/``."""
+    return resources.files("gramtower.serving").joinpath("page.html").read_bytes()
+
+
 def _digests(text: str, tag: str) -> str:
     found = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-    made = (base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in found)
-    return " ".join(f"'sha256-{one}'" for one in made) or "'none'"
+    digests = (base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in found)
+    return " ".join(f"'sha256-{one}'" for one in digests) or "'none'"
 
 
-def _policy() -> str:
-    text = page().decode()
-    return "; ".join(
-        [
-            "default-src 'none'",
-            f"script-src {_digests(text, 'script')}",
-            f"style-src {_digests(text, 'style')} {_digests(f'<style>{_STYLE}</style>', 'style')}",
-            "connect-src 'self'",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-            "frame-ancestors 'none'",
-        ]
-    )
-
-
-PAGE_POLICY = _policy()
+PAGE_POLICY = (
+    f"default-src 'none'; script-src {_digests(page().decode(), 'script')}; "
+    f"style-src {_digests(page().decode() + _HEAD, 'style')}; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
