@@ -285,7 +285,7 @@ def test_fit_reads_a_folder_and_says_how_far_it_is(tmp_path, capsys, monkeypatch
     pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
     from gramtower.cli.program import run
 
-    monkeypatch.setattr("gramtower.cli.reading._EVERY", 0.0)
+    monkeypatch.setattr("gramtower.cli.formats._EVERY", 0.0)
     folder = write(tmp_path / "parts", table())
     form = ["--left", "user", "--right", "item", "--value", "rating", "--threshold", "4"]
     small = ["--dim", "4", "--hidden", "none", "--max-iterations", "1"]

@@ -30,9 +30,9 @@ from cyclopts import Parameter
 from gramtower._util import checks as check
 from gramtower._util.checks import config_hidden
 from gramtower._util.files import plain
+from gramtower.cli.formats import DataOptions
 from gramtower.cli.options import (
     Common,
-    DataOptions,
     FeatureOptions,
     FitTraining,
     ModelOptions,

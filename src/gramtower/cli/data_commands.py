@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower._util.files import is_left_over, replacing, write_json
-from gramtower.cli.options import Common, DataOptions, ReadOptions, merge_flags
+from gramtower.cli.formats import DataOptions, ReadOptions
+from gramtower.cli.options import Common, merge_flags
 from gramtower.cli.output import print_facts, print_json, print_table
 from gramtower.cli.reading import held_out_of, read_pairs
 from gramtower.cli.run_folder import for_writing

@@ -19,12 +19,11 @@ from gramtower._util import checks as check
 from gramtower._util.files import write_json, write_text
 from gramtower.cli import run_folder
 from gramtower.cli.compare import show as show_comparison
+from gramtower.cli.formats import DataOptions, ReadOptions, guess_format
 from gramtower.cli.options import (
     Common,
-    DataOptions,
     FeatureOptions,
     ModelOptions,
-    ReadOptions,
     Settings,
     TrainOptions,
     merge_flags,
@@ -33,7 +32,6 @@ from gramtower.cli.options import (
 from gramtower.cli.output import note, print_facts, print_json, print_table, shown
 from gramtower.cli.query import options_of_test
 from gramtower.cli.reading import (
-    guess_format,
     id_column,
     read_frame,
     read_pairs,

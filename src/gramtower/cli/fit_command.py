@@ -14,14 +14,13 @@ from gramtower._util.checks import config_hidden
 from gramtower._util.files import write_json
 from gramtower._util.toml import write_config
 from gramtower.cli import run_folder
+from gramtower.cli.formats import DataOptions, ReadOptions
 from gramtower.cli.options import (
     Common,
-    DataOptions,
     FeatureOptions,
     FitFeatures,
     FitTraining,
     ModelOptions,
-    ReadOptions,
     Settings,
     merge_flags,
     merged,

@@ -11,7 +11,8 @@ from cyclopts import Parameter
 
 from gramtower import demo as packages
 from gramtower.cli.fit_command import traffic_facts
-from gramtower.cli.options import Common, ReadOptions, merge_flags
+from gramtower.cli.formats import ReadOptions
+from gramtower.cli.options import Common, merge_flags
 from gramtower.cli.output import print_facts, print_json, print_table
 from gramtower.cli.reading import read_pairs
 from gramtower.cli.run_folder import is_model, open_model

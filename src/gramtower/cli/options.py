@@ -23,13 +23,13 @@ from cyclopts import Group, Parameter
 from gramtower._util import checks as check
 from gramtower._util.checks import parse_hidden
 from gramtower._util.toml import toml
+from gramtower.cli.formats import DataOptions, ReadOptions
 from gramtower.data.sources import read_toml, reading
 from gramtower.model.settings import SETTINGS, ModelSettings
 
-FORMATS = ("csv", "parquet", "movielens", "netflix", "mediawiki", "citeulike", "musae", "wikispeedia", "lists", "edges")
-_DATA, _FEATURES, _MODEL, _TRAINING, _OUTPUT = (
+_FEATURES, _MODEL, _TRAINING, _OUTPUT = (
     Parameter(name="*", group=Group(name, sort_key=place))
-    for place, name in enumerate(("Data", "Features", "Model", "Training", "Output and machine"), start=1)
+    for place, name in enumerate(("Features", "Model", "Training", "Output and machine"), start=2)
 )
 _Kind = TypeVar("_Kind", bound=type)
 
@@ -75,47 +75,6 @@ class _Options:
 
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: Any) -> None: ...
-
-
-@_DATA
-@dataclass
-class ReadOptions:
-    """How pairs are read: the table ``[data]`` without ``validation``."""
-
-    path: Annotated[str | None, Parameter(show=False)] = None
-    "The file or folder of pairs; the same as DATA."
-    left: str | None = None
-    "Column of left ids, such as the user (edges: a position from 0)."
-    right: str | None = None
-    "Column of right ids, such as the item."
-    value: str | None = None
-    "Column of values, such as a rating; without --threshold they are the labels."
-    threshold: float | None = None
-    "Keep pairs whose value is at least this, labelled 1 (MovieLens and Netflix: 4 unless given)."
-    weight: str | None = None
-    "Column of weights of the pairs' losses."
-    time: str | None = None
-    "Column of times, used by split and info."
-    format: Annotated[
-        str | None,
-        Parameter(
-            help="csv, parquet, movielens, netflix, mediawiki, citeulike, musae, wikispeedia, lists (user item ...), "
-            "edges (user item, without a header); without it, told from DATA."
-        ),
-    ] = None
-    separator: str | None = None
-    "Between fields of csv, edges and lists, such as ; or tab; without it a comma (.csv), a tab (.tsv), or any spaces."
-    same_entities: bool | None = None
-    "Both sides are one set, so that none is recommended to itself [default: told from ids and pairs]."
-
-
-@_DATA
-@dataclass
-class DataOptions(ReadOptions):
-    """How pairs are read, and which are held out. The table ``[data]``."""
-
-    validation: str | None = None
-    "Pairs to stop early on: a share of each left entity's, such as 0.1, drawn with --seed, or a file like DATA."
 
 
 @_FEATURES

@@ -13,7 +13,8 @@ from cyclopts import Parameter
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
-from gramtower.cli.options import Common, DataOptions, ReadOptions, Settings, merged
+from gramtower.cli.formats import DataOptions, ReadOptions
+from gramtower.cli.options import Common, Settings, merged
 from gramtower.cli.output import note, print_facts, print_json, print_table
 from gramtower.cli.reading import NO_ID, described_rows, id_column, new_rows, read_frame, read_pairs, right_rows
 from gramtower.cli.run_folder import open_model

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-import time
-import zipfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from gramtower._util import checks as check
-from gramtower.cli.options import FORMATS, DataOptions, Settings, parse_option
+from gramtower.cli.formats import FORMATS, DataOptions, find_format
+from gramtower.cli.options import Settings, parse_option
 from gramtower.cli.output import note
 from gramtower.data import frames, readers, splits
-from gramtower.data.frames import separator_of, suffix_of
 from gramtower.data.ids import as_objects, id_series, index_of, join
 from gramtower.data.interactions import Interactions
-from gramtower.data.parts import is_parts
-from gramtower.data.readers.graphs import Graph
-from gramtower.data.readers.item_lists import CiteULike
-from gramtower.data.readers.mediawiki import is_mediawiki, mediawiki_links
-from gramtower.data.readers.ratings import is_netflix, netflix
-from gramtower.data.sources import existing, holds, opened
+from gramtower.data.sources import existing
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.distributed.partition import Shard, is_partition
@@ -32,18 +23,8 @@ from gramtower.engine.kernels.losses import LOSSES, Loss
 from gramtower.model.fit_data import hold_out
 from gramtower.model.two_tower import TwoTower
 
-#: Formats that are folders of several files: what reads them, and names by which such a folder is told.
-_FOLDERS: dict[str, tuple[Callable[[Path], CiteULike | Graph], tuple[str, ...]]] = {
-    "citeulike": (readers.citeulike, (r"users\.dat", r"vocabulary\.dat")),
-    "musae": (readers.musae, (r".*edges\.csv", r".*features\.json")),
-    "wikispeedia": (readers.wikispeedia, (r"links\.tsv", r"categories\.tsv")),
-}
-
-if TYPE_CHECKING:
-    from gramtower.data.part_reading import ReadingProgress
-
-_EVERY = 5.0  # seconds between lines about progress
-_HEAD = 1 << 16  # bytes of a file that a first line is looked for in
+NO_ID = "(no id)"
+_MOVIELENS = {"left": ("user",), "right": ("movie",)}
 
 
 def read_pairs(
@@ -61,7 +42,12 @@ def read_pairs(
     Raises:
         ValueError: if the format cannot be told, or an option does not go with it.
     """
-    pairs = _read_pairs(path, options, loud, name)
+    if not path.exists():
+        raise FileNotFoundError(f"{name}: no such file or folder: {path}")
+    if is_partition(path):
+        made = f"{path}, a folder that gramtower partition made"
+        check.fail(name, made, "a file or folder of pairs; only fit and info read such a folder")
+    pairs = FORMATS[find_format(path, options, name)].read(path, options, loud)
     known = LOSSES.get(loss) if isinstance(loss, str) else loss
     allowed = None if known is None else known.labels
     if options.value is not None and options.threshold is None and allowed is not None:
@@ -70,55 +56,6 @@ def read_pairs(
             expected = "--threshold, such as 4, to keep values of at least that; or --loss squared for any values"
             check.fail("--value", f"{wrong[0]:g} in column {options.value!r}", expected)
     return pairs if options.same_entities is None else replace(pairs, same_entities=options.same_entities)
-
-
-def _read_pairs(path: Path, options: DataOptions, loud: bool, name: str) -> Interactions:
-    if not path.exists():
-        raise FileNotFoundError(f"{name}: no such file or folder: {path}")
-    if is_partition(path):
-        made = f"{path}, a folder that gramtower partition made"
-        check.fail(name, made, "a file or folder of pairs; only fit and info read such a folder")
-    kind = guess_format(path, name) if options.format is None else check.choice("format", options.format, FORMATS)
-    if options.threshold is not None and options.value is None and kind in ("csv", "parquet", "edges"):
-        check.fail("threshold", options.threshold, "--value as well: the column that it applies to")
-    if kind in ("csv", "parquet"):
-        return _read_table(path, kind, options, loud)
-    if kind == "edges":
-        return _read_edges(path, options)
-    for role in ("left", "right", "value", "weight", "time"):
-        if (column := getattr(options, role)) is not None:
-            check.fail(f"--{role}", repr(column), f"nothing: the format {kind} has its own columns")
-    given: dict[str, Any] = {} if options.threshold is None else {"threshold": options.threshold}
-    if (kind in ("lists", "mediawiki") or kind in _FOLDERS) and given:
-        check.fail("threshold", options.threshold, f"nothing: {kind} have no values")
-    if kind == "lists":
-        return readers.item_lists(path, separator=_separator(options))
-    if options.separator is not None:
-        check.fail("--separator", repr(options.separator), f"nothing: the format {kind} has its own")
-    if kind == "mediawiki":
-        return mediawiki_links(path)
-    if kind in _FOLDERS:
-        return _FOLDERS[kind][0](path).pairs
-    return netflix(path, **given) if kind == "netflix" else readers.movielens(path, **given)
-
-
-def guess_format(path: Path, name: str = "DATA") -> str:
-    """The format by the path's ending; a folder, zip or tar by its files, MovieLens if they are of no other set."""
-    suffix = suffix_of(path)
-    if is_parts(path):
-        return "parquet"
-    if is_netflix(path) or is_mediawiki(path):
-        return "netflix" if is_netflix(path) else "mediawiki"
-    for kind, (_, patterns) in _FOLDERS.items():
-        if holds(path, *patterns):
-            return kind
-    if path.is_dir() or (suffix == ".zip" and zipfile.is_zipfile(path)) or suffix == ".dat":
-        return "movielens"
-    known = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet"}
-    if suffix not in known:
-        expected = ".csv, .tsv, .parquet (also .gz, .xz, .zst), a folder of .parquet, MovieLens or Netflix, or --format"
-        check.fail(name, path, f"{expected} with one of {', '.join(FORMATS)}")
-    return known[suffix]
 
 
 def split_validation(pairs: Interactions, options: DataOptions, seed: int) -> tuple[Interactions, Interactions | None]:
@@ -153,87 +90,6 @@ def share_or_pairs(name: str, text: str, options: DataOptions) -> float | Intera
     if not 0 < share < 1:
         check.fail(name, text, "a share between 0 and 1 (both excluded), or a file")
     return share
-
-
-def _read_table(path: Path, kind: str, options: DataOptions, loud: bool) -> Interactions:
-    for name in ("left", "right"):
-        if getattr(options, name) is None:
-            expected = f"the name of the column with {name} ids"
-            hint = "" if kind == "parquet" else "; of a file without a header, --format edges takes positions"
-            check.fail(f"--{name}", "nothing", expected + hint)
-    arguments = _arguments(options)
-    if kind == "parquet":
-        if options.separator is not None:
-            check.fail("--separator", repr(options.separator), "nothing: Parquet files have none")
-        progress = _Notes() if loud else None
-        return Interactions.from_parquet(path, options.left or "", options.right or "", progress=progress, **arguments)
-    arguments["separator"] = separator = _separator(options) or separator_of(path)
-    try:
-        return Interactions.from_csv(path, options.left or "", options.right or "", **arguments)
-    except ValueError as error:
-        other = _other_separator(path, separator)
-        if other is None:
-            raise
-        shown = {"\t": "tab", ",": "','"}.get(other, f"'{other}'")
-        raise ValueError(
-            f"{error}; its first line has {shown} and no {separator!r}: give --separator {shown}"
-        ) from error
-
-
-def _other_separator(path: Path, separator: str) -> str | None:
-    """A usual separator that the first line of a file has, where it lacks the one that was taken; otherwise None."""
-    try:
-        with opened(path) as file:
-            head = file.read(_HEAD).partition(b"\n")[0].decode("utf-8", "replace")
-    except (OSError, ValueError):
-        return None
-    found = [one for one in (";", "\t", "|", ",") if one in head]
-    return found[0] if found and separator not in head else None
-
-
-class _Notes:
-    """A line about the reading of a folder every few seconds, and one at its end if there was any before."""
-
-    def __init__(self) -> None:
-        self._next, self._lock = time.monotonic() + _EVERY, threading.Lock()
-        self._said = False
-
-    def __call__(self, state: ReadingProgress) -> None:
-        with self._lock:
-            due = time.monotonic() >= self._next
-            if due or (self._said and state.rows == state.all_rows):
-                self._next, self._said = time.monotonic() + _EVERY, True
-                note(f"reading: {state}")
-
-
-def _read_edges(path: Path, options: DataOptions) -> Interactions:
-    """Lines of fields between spaces or tabs, of a .csv file between commas; columns are positions from 0."""
-    given = {name: getattr(options, name) for name in ("left", "right", "value", "weight", "time")}
-    for name, column in given.items():
-        if column is not None and not column.isdecimal():
-            check.fail(f"--{name}", repr(column), "a position from 0: edges have no column names")
-    places = {name: int(column) for name, column in given.items() if column is not None}
-    separator = _separator(options) or {".tsv": "\t", ".csv": ","}.get(suffix_of(path))
-    return readers.edge_list(path, separator=separator, **(_arguments(options) | places))
-
-
-def _separator(options: DataOptions) -> str | None:
-    """What was given, with "tab" for the character that shells make hard to write."""
-    return "\t" if options.separator == "tab" else options.separator
-
-
-def _arguments(options: DataOptions) -> dict[str, Any]:
-    return {
-        "value": options.value,
-        "weight": options.weight,
-        "time": options.time,
-        "threshold": options.threshold,
-        "labels": options.value is not None and options.threshold is None,
-    }
-
-
-NO_ID = "(no id)"
-_MOVIELENS = {"left": ("user",), "right": ("movie",)}
 
 
 def tower_features(

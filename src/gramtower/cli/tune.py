@@ -10,9 +10,9 @@ from cyclopts import Parameter
 
 from gramtower._util import checks as check
 from gramtower.cli.fit_command import features_table
+from gramtower.cli.formats import DataOptions
 from gramtower.cli.options import (
     Common,
-    DataOptions,
     FitFeatures,
     ModelOptions,
     TuneTraining,

@@ -1,0 +1,256 @@
+"""The formats that pairs are read from: each entry of :data:`FORMATS` has the reader of a format and its detection.
+
+To add a reader, add an entry; the choices of ``--format``, its help, the detection by path and the checks of flags
+derive from it. :class:`DataOptions` has the flags themselves.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Group, Parameter
+
+from gramtower._util import checks as check
+from gramtower.cli.output import note
+from gramtower.data import readers
+from gramtower.data.frames import separator_of, suffix_of
+from gramtower.data.interactions import Interactions
+from gramtower.data.parts import is_parts
+from gramtower.data.readers.mediawiki import is_mediawiki, mediawiki_links
+from gramtower.data.readers.ratings import is_netflix, netflix
+from gramtower.data.sources import holds, opened
+
+if TYPE_CHECKING:
+    from gramtower.data.part_reading import ReadingProgress
+
+_DATA = Parameter(name="*", group=Group("Data", sort_key=1))
+_ROLES = ("left", "right", "value", "weight", "time")
+_EVERY = 5.0  # seconds between lines about progress
+_HEAD = 1 << 16  # bytes of a file in which its first line is looked for
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of files or folders of pairs.
+
+    Attributes:
+        read: returns the pairs of a path, given the options and whether to report progress.
+        endings: endings of file names that have this format.
+        sniff: tells whether a folder or archive has this format.
+        flags: flags that apply to it: "columns" (--left, --right, --value, --weight, --time), "threshold", "separator".
+        about: remark for the help of ``--format``.
+    """
+
+    read: Callable[[Path, ReadOptions, bool], Interactions]
+    endings: tuple[str, ...] = ()
+    sniff: Callable[[Path], bool] | None = None
+    flags: tuple[str, ...] = ()
+    about: str = ""
+
+
+def find_format(path: Path, options: ReadOptions, name: str = "DATA") -> str:
+    """The name of the format of a path, given by ``--format`` or detected.
+
+    Args:
+        path: the file or folder.
+        options: how it is read.
+        name: the argument that named it, for errors.
+
+    Raises:
+        ValueError: if the format cannot be detected, or an option does not apply to it.
+    """
+    kind = guess_format(path, name) if options.format is None else check.choice("format", options.format, (*FORMATS,))
+    flags = FORMATS[kind].flags
+    if "columns" in flags:
+        if options.threshold is not None and options.value is None:
+            check.fail("threshold", options.threshold, "--value as well: the column that it applies to")
+    else:
+        for role in _ROLES:
+            if (column := getattr(options, role)) is not None:
+                check.fail(f"--{role}", repr(column), f"nothing: the format {kind} has its own columns")
+        if options.threshold is not None and "threshold" not in flags:
+            check.fail("threshold", options.threshold, f"nothing: the format {kind} has no values")
+    if options.separator is not None and "separator" not in flags:
+        check.fail("--separator", repr(options.separator), f"nothing: the format {kind} has no separator to choose")
+    return kind
+
+
+def guess_format(path: Path, name: str = "DATA") -> str:
+    """Detect the format: of a file by the ending of its name, of a folder or archive by the files in it."""
+    if not path.is_dir():
+        suffix = suffix_of(path)
+        for kind, one in FORMATS.items():
+            if suffix in one.endings:
+                return kind
+    for kind, one in FORMATS.items():
+        if one.sniff is not None and one.sniff(path):
+            return kind
+    expected = ".csv, .tsv, .parquet (also .gz, .xz, .zst), a folder of .parquet, MovieLens or Netflix, or --format"
+    check.fail(name, path, f"{expected} with one of {', '.join(FORMATS)}")
+
+
+def _read_csv(path: Path, options: ReadOptions, loud: bool) -> Interactions:
+    left, right = _id_columns(options, "; for a file without a header, --format edges takes positions")
+    separator = _separator(options) or separator_of(path)
+    try:
+        return Interactions.from_csv(path, left, right, separator=separator, **_arguments(options))
+    except ValueError as error:
+        other = _other_separator(path, separator)
+        if other is None:
+            raise
+        shown = {"\t": "tab", ",": "','"}.get(other, f"'{other}'")
+        raise ValueError(
+            f"{error}; its first line has {shown} and no {separator!r}: give --separator {shown}"
+        ) from error
+
+
+def _read_parquet(path: Path, options: ReadOptions, loud: bool) -> Interactions:
+    left, right = _id_columns(options)
+    return Interactions.from_parquet(path, left, right, progress=_Notes() if loud else None, **_arguments(options))
+
+
+def _read_edges(path: Path, options: ReadOptions, loud: bool) -> Interactions:
+    """Read lines of fields between spaces or tabs, in a .csv file between commas; columns are positions from 0."""
+    given = {name: getattr(options, name) for name in _ROLES}
+    for name, column in given.items():
+        if column is not None and not column.isdecimal():
+            check.fail(f"--{name}", repr(column), "a position from 0: edges have no column names")
+    places = {name: int(column) for name, column in given.items() if column is not None}
+    separator = _separator(options) or {".tsv": "\t", ".csv": ","}.get(suffix_of(path))
+    return readers.edge_list(path, separator=separator, **(_arguments(options) | places))
+
+
+def _read_lists(path: Path, options: ReadOptions, loud: bool) -> Interactions:
+    return readers.item_lists(path, separator=_separator(options))
+
+
+def _read_ratings(reader: Callable[..., Interactions], path: Path, options: ReadOptions, loud: bool) -> Interactions:
+    return reader(path) if options.threshold is None else reader(path, threshold=options.threshold)
+
+
+def _read_whole(reader: Callable[[Path], Any], path: Path, options: ReadOptions, loud: bool) -> Interactions:
+    found = reader(path)
+    return found if isinstance(found, Interactions) else found.pairs
+
+
+def _is_movielens(path: Path) -> bool:
+    """Whether a path may be MovieLens: any folder or zip that no other reader knows, or a .dat file."""
+    suffix = suffix_of(path)
+    return path.is_dir() or (suffix == ".zip" and zipfile.is_zipfile(path)) or suffix == ".dat"
+
+
+def _id_columns(options: ReadOptions, hint: str = "") -> tuple[str, str]:
+    for name in ("left", "right"):
+        if getattr(options, name) is None:
+            check.fail(f"--{name}", "nothing", f"the name of the column with {name} ids{hint}")
+    return options.left or "", options.right or ""
+
+
+def _separator(options: ReadOptions) -> str | None:
+    """The separator that was given, with "tab" for the character that is hard to type in a shell."""
+    return "\t" if options.separator == "tab" else options.separator
+
+
+def _arguments(options: ReadOptions) -> dict[str, Any]:
+    return {
+        "value": options.value,
+        "weight": options.weight,
+        "time": options.time,
+        "threshold": options.threshold,
+        "labels": options.value is not None and options.threshold is None,
+    }
+
+
+def _other_separator(path: Path, separator: str) -> str | None:
+    """Return a usual separator that the first line of a file has, if it lacks the one that was used; otherwise None."""
+    try:
+        with opened(path) as file:
+            head = file.read(_HEAD).partition(b"\n")[0].decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return None
+    found = [one for one in (";", "\t", "|", ",") if one in head]
+    return found[0] if found and separator not in head else None
+
+
+class _Notes:
+    """Prints a line about the reading of a folder every few seconds, and one at its end if there was any before."""
+
+    def __init__(self) -> None:
+        self._next, self._lock = time.monotonic() + _EVERY, threading.Lock()
+        self._said = False
+
+    def __call__(self, state: ReadingProgress) -> None:
+        with self._lock:
+            due = time.monotonic() >= self._next
+            if due or (self._said and state.rows == state.all_rows):
+                self._next, self._said = time.monotonic() + _EVERY, True
+                note(f"reading: {state}")
+
+
+#: All formats by name. Of several that a folder may have, the first one whose ``sniff`` agrees is used.
+FORMATS = {
+    "csv": Format(_read_csv, (".csv", ".tsv"), flags=("columns", "separator")),
+    "parquet": Format(_read_parquet, (".parquet", ".pq"), is_parts, ("columns",)),
+    "netflix": Format(partial(_read_ratings, netflix), sniff=is_netflix, flags=("threshold",)),
+    "mediawiki": Format(partial(_read_whole, mediawiki_links), sniff=is_mediawiki),
+    "citeulike": Format(
+        partial(_read_whole, readers.citeulike), sniff=lambda path: holds(path, r"users\.dat", r"vocabulary\.dat")
+    ),
+    "musae": Format(
+        partial(_read_whole, readers.musae), sniff=lambda path: holds(path, r".*edges\.csv", r".*features\.json")
+    ),
+    "wikispeedia": Format(
+        partial(_read_whole, readers.wikispeedia), sniff=lambda path: holds(path, r"links\.tsv", r"categories\.tsv")
+    ),
+    "movielens": Format(partial(_read_ratings, readers.movielens), sniff=_is_movielens, flags=("threshold",)),
+    "lists": Format(_read_lists, flags=("separator",), about="user item ..."),
+    "edges": Format(_read_edges, flags=("columns", "separator"), about="user item, without a header"),
+}
+
+
+@_DATA
+@dataclass
+class ReadOptions:
+    """How pairs are read: the table ``[data]`` without ``validation``."""
+
+    path: Annotated[str | None, Parameter(show=False)] = None
+    "The file or folder of pairs; the same as DATA."
+    left: str | None = None
+    "Column of left ids, such as the user (edges: a position from 0)."
+    right: str | None = None
+    "Column of right ids, such as the item."
+    value: str | None = None
+    "Column of values, such as a rating; without --threshold they are the labels."
+    threshold: float | None = None
+    "Keep pairs whose value is at least this, labelled 1 (MovieLens and Netflix: 4 unless given)."
+    weight: str | None = None
+    "Column of weights of the pairs' losses."
+    time: str | None = None
+    "Column of times, used by split and info."
+    format: Annotated[
+        str | None,
+        Parameter(
+            help=", ".join(f"{name} ({one.about})" if one.about else name for name, one in FORMATS.items())
+            + "; without it, by the name or content of DATA."
+        ),
+    ] = None
+    separator: str | None = None
+    "Separator of csv, edges and lists, such as ; or tab; without it a comma (.csv), a tab (.tsv), or any spaces."
+    same_entities: bool | None = None
+    "Both sides are one set of entities, and none is recommended to itself [default: by ids and pairs]."
+
+
+@_DATA
+@dataclass
+class DataOptions(ReadOptions):
+    """How pairs are read, and which are held out. The table ``[data]``."""
+
+    validation: str | None = None
+    "Pairs to stop early on: a share of each left entity's, such as 0.1, drawn with --seed, or a file like DATA."
