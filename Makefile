@@ -1,4 +1,4 @@
-# make demo   learns from npm packages what new ones will need, and shows it
+# make demo   trains on npm packages and recommends dependencies of new ones
 # make test   lint, types and tests
 # make reproduce ML1M=path/to/ml-1m   the paper's comparison on MovieLens 1M and on the bundled thesaurus, about 26 minutes
 # make test-oldest   the tests with the oldest versions that pyproject.toml promises, in .venv-oldest; several GB
@@ -6,6 +6,7 @@
 # make resolves      constraints.txt against the plain package index, whatever pip is configured to use here
 # make fuzz MINUTES=30   hostile input: every fuzz test has its share of the time, from a new seed
 # make crash KILLS=1000   runs killed at random moments end as uninterrupted ones do
+# make mutants       flips signs in the engine's formulas one at a time; a test must fail for each
 # make docs          the site in docs/_build/html, with its tutorials executed; some minutes
 # make docs-check    the same without executing them: every page, link and public name, in half a minute
 # make docs-links    links to other sites; needs a network
@@ -29,10 +30,10 @@ FUZZ_SEED ?= $(shell date +%s)
 KILLS ?= 100
 CRASH_SEED ?= 0
 
-# Many tests start processes, each of which would compile all sources anew.
+# Many tests start processes, each of which would compile all sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-oldest test-pythons resolves fuzz crash implicit-tests dist docs docs-check docs-links lint types \
+.PHONY: demo test test-oldest test-pythons resolves fuzz crash mutants implicit-tests dist docs docs-check docs-links lint types \
   types-library types-docs reproduce clean
 
 demo: $(READY)
@@ -71,6 +72,9 @@ fuzz: $(READY)
 # Kills runs at random moments and compares what they end in with uninterrupted ones.
 crash: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/crash.py --kills $(KILLS) --seed $(CRASH_SEED)
+
+mutants: $(READY)
+	$(BIN)/python tests/mutants.py
 
 implicit-tests: $(READY)
 	$(BIN)/python tests/implicit_suite.py $(CHECKOUT)
