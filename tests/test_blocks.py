@@ -13,8 +13,7 @@ from test_engine import compare, relative
 import gramtower as gt
 from gramtower.data.datasets import planted_pairs
 from gramtower.engine.kernels import select
-from gramtower.engine.objective.footprint import Footprint
-from gramtower.engine.objective.plan import Streamed, plan_streaming
+from gramtower.engine.objective.planning import Footprint, Streamed, plan_streaming
 from gramtower.engine.towers import factors
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: pairs are sent to one")

@@ -18,7 +18,7 @@ from gramtower.data.pairs import from_sparse
 from gramtower.engine.kernels import gpu, layout, reference
 from gramtower.engine.kernels.activations import activation_of
 from gramtower.engine.kernels.losses import LOSSES, LossTerms
-from gramtower.engine.objective.plan import Streamed
+from gramtower.engine.objective.planning import Streamed
 
 GPU = torch.cuda.is_available()  # conftest.py asks for the interpreter where there is none
 DEVICE = torch.device("cuda" if GPU else "cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gramtower.engine.objective.inverses import Inverses
+from gramtower.engine.objective.kronecker import Inverses
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

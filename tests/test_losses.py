@@ -14,7 +14,7 @@ from test_engine import compare
 
 import gramtower as gt
 from gramtower.engine.kernels.losses import LOSSES, as_loss
-from gramtower.engine.objective.plan import Streamed
+from gramtower.engine.objective.planning import Streamed
 
 # Away from ŷ = ±1, where the second derivative of squared_hinge jumps.
 SCORES = torch.tensor([-30.0, -4.3, -1.1, -0.9, -0.2, 0.0, 0.3, 0.95, 1.05, 2.7, 45.0], dtype=torch.float64)

@@ -19,9 +19,8 @@ from gramtower._util.checks import memory_size
 from gramtower._util.host import BlockPlan, ResidentPeak, default_budget, free_memory, total_memory
 from gramtower._util.torch_runtime import threads_of_fit
 from gramtower.data.datasets import planted_pairs
-from gramtower.engine.objective import plan
-from gramtower.engine.objective.footprint import Footprint
-from gramtower.engine.objective.plan import Streamed, plan_blocks
+from gramtower.engine.objective import planning as plan
+from gramtower.engine.objective.planning import Footprint, Streamed, plan_blocks
 
 CPU = torch.device("cpu")
 

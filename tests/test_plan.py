@@ -18,7 +18,7 @@ from test_kernels import assert_same, make_operands, make_pairs, run
 import gramtower as gt
 from gramtower.data.datasets import planted_pairs
 from gramtower.engine.kernels import gpu, layout, programs
-from gramtower.engine.objective.plan import Streamed
+from gramtower.engine.objective.planning import Streamed
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is measured by benchmarks/bench_scale.py")
 

@@ -21,8 +21,8 @@ import gramtower as gt
 from gramtower.data.datasets import planted_pairs
 from gramtower.data.features import as_features
 from gramtower.engine.kernels import activations, reference
-from gramtower.engine.objective import plan as plan_module
-from gramtower.engine.objective.plan import Streamed
+from gramtower.engine.objective import planning as plan_module
+from gramtower.engine.objective.planning import Streamed
 from gramtower.engine.towers import stack, steps
 from gramtower.engine.towers.layers import Affine, Elementwise, InputAffine
 from gramtower.engine.towers.opaque import Opaque

@@ -1,6 +1,6 @@
 """What the host has: its memory, or what a container or a batch job may have of it; numba.
 
-How much memory there is, and the row blocks of a tower; engine/objective/plan.py decides what is kept of them.
+How much memory there is, and the row blocks of a tower; engine/objective/planning.py decides what is kept of them.
 
 The resident set of this process: how much there is now, and its largest size since a moment.
 

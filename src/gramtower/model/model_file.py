@@ -39,8 +39,8 @@ from gramtower.data.matrices import pattern
 from gramtower.distributed import shard_files as shards_file
 from gramtower.distributed.shards import unsharded
 from gramtower.engine.kernels.activations import make_activation
+from gramtower.engine.objective.constants import degree_power
 from gramtower.engine.objective.problem import Problem
-from gramtower.engine.objective.weights import degree_power
 from gramtower.engine.towers.mlp import mlp_shapes, undrawn_towers
 from gramtower.engine.towers.parameters import side_of
 from gramtower.engine.towers.towers import Towers

@@ -1,15 +1,23 @@
-"""The constants of the objective as tensors on a device: of the entities of each side, and of observed pairs.
+"""The constants of the objective: weights, penalties and imputed labels, checked and as tensors on a device.
 
     Side             a_i, μ c_i and p̃_i of the left entities; b_j, μ c_j and q̃_j of the right ones
-    Constants        both sides, ω, λ and what else does not depend on single pairs
+    Constants        both sides, ω, λ and everything else that does not depend on single pairs
     PairConstants    the pattern of some left rows' pairs with R_ij, a_i b_j, ỹ_ij and weights of the losses
 
-A constant ỹ has rank one: p̃_i = ỹ and q̃_j = 1 are numbers here, never matrices. O(m + n + |O|) once.
-Checked through tests/test_engine.py.
+Weights (eq:loss) are arrays, or text: "degree^s" means a_i = max(|O_i|, 1)^s divided by its mean, so that Σ_ij a_i b_j
+is mn and ω keeps its meaning for every power. An entity without pairs counts as one with a single pair: its weight
+stays finite for s < 0 and positive for s > 0. The penalty on p_i is ½ μ c_i ‖p_i‖² with c_i = (|O_i| + ω Σ_j b_j)^ν.
+
+Imputed labels ỹ_ij = p̃_iᵀq̃_j (eq:tYij) are of low rank, constant or fitted. A constant has rank one: p̃_i = ỹ and
+q̃_j = 1 are numbers here, never matrices. The paper takes r = k; any r works, because P̃ and Q̃ enter only through r × k
+products. Fitted labels centre the right embeddings (:meth:`Constants.centred`). Cost: O(m + n + |O|), once.
 """
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,13 +27,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower._util import checks as check
-from gramtower.data.matrices import extremes
+from gramtower.data.matrices import everywhere, extremes
 from gramtower.data.pairs import Pairs
+from gramtower.distributed.group import SINGLE, Group
 from gramtower.distributed.shards import Shards
 from gramtower.engine.kernels import select
 from gramtower.engine.kernels.losses import Loss, LossTerms
 from gramtower.engine.objective.gramians import column_sums, gram
-from gramtower.engine.objective.imputation import Imputed
 
 
 class ProblemData(Protocol):
@@ -277,3 +285,131 @@ def _labels(array: NDArray[Any], bounds: tuple[Any, Any], dtype: torch.dtype, de
     if len(array) and bounds[0] == bounds[1]:
         return torch.tensor([array[0]], dtype=dtype, device=device).expand(len(array))
     return torch.from_numpy(array).to(device, dtype)  # nobody writes to either
+
+
+EXPECTED = 'an array of weights, or text such as "degree^0.5", "degree^-0.5", or "degree^0" for none'
+
+
+def entity_weights(name: str, value: Any, degrees: NDArray[Any], group: Group = SINGLE) -> NDArray[Any] | None:
+    """The weights of one side, from an array, from text such as ``"degree^0.5"``, or None for ones.
+
+    Over several processes degrees and weights are those of local entities; the mean is over all.
+    """
+    if not isinstance(value, str):
+        return check.weights(name, value, len(degrees))
+    power = degree_power(name, value)
+    if power == 0:
+        return None
+    with np.errstate(over="ignore", invalid="ignore"):  # refused by name below
+        weights: NDArray[Any] = np.maximum(degrees, 1).astype(np.float64) ** power
+        total, count = group.totals(float(weights.sum()), len(weights))
+        weights /= np.float64(total) / count
+    if not (np.isfinite(total) and np.isfinite(weights).all()):
+        check.fail(name, repr(value), "a power that gives finite weights")
+    return weights
+
+
+def degree_power(name: str, value: str) -> float:
+    """s of ``"degree^s"``; ``"degree"`` is s = 1."""
+    match = re.fullmatch(r"\s*degree\s*(?:\^\s*([^\s]+)\s*)?", value)
+    try:
+        power = float(match[1] or 1.0) if match else math.nan
+    except ValueError:
+        power = math.nan
+    if not math.isfinite(power):
+        check.fail(name, repr(value), EXPECTED)
+    return power
+
+
+def embedding_penalties(
+    mu: float, power: float, omega: float, counts: tuple[NDArray[Any], NDArray[Any]], sums: Sequence[float]
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """μ c of the left and of the right entities.
+
+    Args:
+        mu: μ, the argument embedding_l2.
+        power: ν, the argument frequency_power.
+        omega: ω.
+        counts: observed pairs of each left and of each right entity.
+        sums: Σ_i a_i and Σ_j b_j.
+    """
+    with np.errstate(divide="ignore", over="ignore"):  # refused by name below
+        left, right = (mu * (c + omega * other) ** power for c, other in zip(counts, sums[::-1], strict=True))
+    for side, values in (("left", left), ("right", right)):
+        if not np.isfinite(values).all():
+            i = int(np.argmin(np.isfinite(values)))
+            given = f"{power} (embedding_l2 {mu}, omega {omega})"
+            expected = f"a power that gives finite penalties; {side} entity {i} would get {values[i]}"
+            check.fail("frequency_power", given, expected)
+    return left, right
+
+
+@dataclass(frozen=True)
+class Imputed:
+    """P̃ and Q̃, or a constant standing for them.
+
+    Attributes:
+        constant: ỹ of all unobserved pairs; 0 with factors.
+        factors: P̃ (m × r) and Q̃ (n × r), or None.
+        fitted: whether each left entity's label is fitted, so that scores are margins above their mean.
+    """
+
+    constant: float
+    factors: tuple[Tensor, Tensor] | None
+    fitted: bool = False
+
+
+def as_imputed(value: Any, shape: tuple[int, int]) -> Imputed:
+    """Imputed labels from a number or from (P̃, Q̃) of shapes (m, r) and (n, r)."""
+    if isinstance(value, str):
+        if value != "fitted":
+            check.fail("imputed", repr(value), 'a number, "fitted", or the two arrays (P̃, Q̃)')
+        return Imputed(0.0, None, True)
+    if not isinstance(value, (tuple, list)):
+        return Imputed(check.number("imputed", value), None)
+    if len(value) != 2:
+        check.fail("imputed", f"{len(value)} arrays", "a number or the two arrays (P̃, Q̃)")
+    arrays = [check.as_float_array(f"imputed[{side}]", array) for side, array in enumerate(value)]
+    for side, array in enumerate(arrays):
+        if array.ndim != 2 or array.shape[0] != shape[side] or array.shape[1] == 0:
+            check.fail(f"imputed[{side}]", f"shape {array.shape}", f"shape ({shape[side]}, r)")
+        check.finite(f"imputed[{side}]", array)
+    if arrays[0].shape[1] != arrays[1].shape[1]:
+        check.fail("imputed", f"widths {arrays[0].shape[1]} and {arrays[1].shape[1]}", "one common width r")
+    left, right = (torch.tensor(array) for array in arrays)
+    common = torch.promote_types(left.dtype, right.dtype)
+    return Imputed(0.0, (left.to(common), right.to(common)))
+
+
+def checked_weights(value: Any, count: int) -> NDArray[Any] | None:
+    """check.weights, by all threads where there is nothing wrong."""
+    array = None if value is None else check.as_float_array("pair_weights", value)
+    if array is not None and array.shape == (count,) and count:
+        low, high = extremes(array)
+        if low >= 0 and np.isfinite(high):
+            return array
+    return check.weights("pair_weights", array, count)
+
+
+def check_labels(loss: Loss, labels: NDArray[Any], bounds: tuple[Any, Any], pairs: Pairs) -> None:
+    """Refuse labels that are not finite, or that a loss does not take; ``bounds`` are the least and the largest."""
+    low, high = bounds
+    if not (np.isfinite(low) and np.isfinite(high)):
+        check.finite("pairs", labels)
+    if loss.labels is not None and len(labels):
+        known = loss.labels
+        if low == high and low in known:  # plain implicit feedback
+            return
+        if everywhere(lambda a, b: bool(np.isin(labels[a:b], known).all()), len(labels)):
+            return
+        wrong = ~np.isin(labels, loss.labels)
+        if wrong.any():
+            e = int(np.argmax(wrong))
+            i = int(pairs.rows[e])
+            allowed = " or ".join(f"{x:+g}" for x in loss.labels)
+            check.fail(
+                "pairs",
+                f"label {labels[e]:g} at row {i}, column {int(pairs.columns[e])} ({int(wrong.sum())} such labels)",
+                f"labels {allowed} for the {loss.name} loss: (matrix > 0) for counts, pairs read with a threshold for "
+                'ratings, or loss="squared", which takes any label',
+            )

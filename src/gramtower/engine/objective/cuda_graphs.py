@@ -28,8 +28,8 @@ from torch import Tensor
 
 from gramtower._util.torch_runtime import SideStream
 from gramtower.engine.objective.evaluation import Evaluation
-from gramtower.engine.objective.executor import Damped, Executor, Factored
 from gramtower.engine.objective.gauss_newton import GaussNewton
+from gramtower.engine.objective.operators import Damped, Executor, Factored
 from gramtower.engine.towers.linearization import Work
 from gramtower.engine.towers.parameters import Parameters
 

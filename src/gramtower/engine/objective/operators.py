@@ -4,14 +4,18 @@ An operator is known by its products. ``A @ d`` takes Parameters, a flat torch o
 and gives the same kind back; ``A @ B``, ``A + B``, ``A + 0.1`` (a multiple of the identity), ``2.0 * A`` and ``A.T``
 are operators again; ``A.to_scipy()`` hands any of them to scipy's solvers. After curvlinops' PyTorchLinearOperator:
 vectors are converted in one place, operators compute on Parameters alone.
+
+An :class:`Executor` runs the work of a point: kernel by kernel here, replayed from CUDA graphs in cuda_graphs.py.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower.engine.towers.parameters import Parameters, as_parameters
@@ -150,3 +154,49 @@ def _as_operator(value: Any, like: Parameters) -> LinearOperator:
             check.fail("operator", "one over other parameters", f"one over the tensors {list(like)[:4]}…")
         return value
     return Scaled(Identity(like), check.number("operator", value))
+
+
+class Damped(Protocol):
+    """G + damping·I as an executor sees it."""
+
+    damping: float
+
+    def compute(self, d: Parameters, out: Parameters) -> Parameters:
+        """The product, kernel by kernel."""
+
+
+class Factored(Protocol):
+    """A preconditioner as an executor sees it."""
+
+    def compute(self, d: Parameters, out: Parameters) -> Parameters:
+        """The product, kernel by kernel."""
+
+    def tensors(self) -> list[Tensor]:
+        """What it is made of, always in the same order."""
+
+    def copy(self) -> Factored:
+        """A deep copy."""
+
+
+class Executor:
+    """Runs everything kernel by kernel."""
+
+    def gradient(self, compute: Callable[[], Parameters]) -> Parameters:
+        """∇L."""
+        return compute()
+
+    def product(self, G: Damped, d: Parameters, out: Parameters) -> Parameters:
+        """G d, written over ``out``."""
+        return G.compute(d, out)
+
+    @property
+    def unbound(self) -> Executor:
+        """What runs operators that do not belong to one evaluation, such as preconditioners."""
+        return self
+
+    def apply(self, M: Factored, r: Parameters, out: Parameters) -> Parameters:
+        """M r, written over ``out``."""
+        return M.compute(r, out)
+
+
+EAGER = Executor()

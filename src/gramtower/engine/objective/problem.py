@@ -34,15 +34,21 @@ from gramtower.distributed.shards import Shards, unsharded
 from gramtower.engine.kernels import BACKENDS, layout, select
 from gramtower.engine.kernels.losses import Loss, as_loss
 from gramtower.engine.objective.blocks import LeftRows, PairBlocks
-from gramtower.engine.objective.constants import Constants, PairConstants, make_constants, make_pair_constants
+from gramtower.engine.objective.constants import (
+    Constants,
+    PairConstants,
+    as_imputed,
+    check_labels,
+    checked_weights,
+    embedding_penalties,
+    entity_weights,
+    make_constants,
+    make_pair_constants,
+)
 from gramtower.engine.objective.cuda_graphs import GraphPool
 from gramtower.engine.objective.evaluation import Evaluation
-from gramtower.engine.objective.footprint import Footprint, Orders
-from gramtower.engine.objective.imputation import as_imputed
-from gramtower.engine.objective.pair_checks import check_labels, checked_weights
-from gramtower.engine.objective.plan import Plan, Streamed, make_plan
+from gramtower.engine.objective.planning import Footprint, Orders, Plan, Streamed, make_plan
 from gramtower.engine.objective.point import Point
-from gramtower.engine.objective.weights import embedding_penalties, entity_weights
 from gramtower.engine.towers.linearization import Work
 from gramtower.engine.towers.parameters import Parameters, as_parameters
 from gramtower.engine.towers.steps import Scratch
