@@ -1,20 +1,33 @@
-"""SIGTERM, as Kubernetes, Slurm and spot machines send it, ends commands as Ctrl-C does: real processes."""
+"""SIGTERM, as Kubernetes, Slurm and spot machines send it, ends commands as Ctrl-C does.
+
+Most commands run in this process and send the signal to themselves at a chosen call; real processes are signalled from
+outside.
+"""
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 pytest.importorskip("polars", reason="the command line reads tables with polars")
+
+from gramtower.cli import process, program
+
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
 
 COLUMNS = ["--left", "user", "--right", "item"]
@@ -24,26 +37,6 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")]),
 }
-#: Sends the signal to itself when a function is called for the n-th time.
-PROGRAM = """
-import importlib, os, signal, sys
-place, name, count = sys.argv[1].split(":")
-owner = importlib.import_module(place)
-*outer, last = name.split(".")
-for part in outer:
-    owner = getattr(owner, part)
-function, left = getattr(owner, last), int(count)
-def called(*given, **named):
-    global left
-    left -= 1
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return function(*given, **named)
-setattr(owner, last, called)
-del sys.argv[1]
-from gramtower.cli import main
-main()
-"""
 AT = "gramtower.training.loop:_Run._iterate:"
 
 
@@ -57,11 +50,35 @@ def data(tmp_path_factory):
 
 
 def gramtower(*tokens, kill=None):
-    """A command in a process of its own, which sends itself SIGTERM where ``kill`` says."""
-    start = ["-m", "gramtower"] if kill is None else ["-c", PROGRAM, kill]
-    return subprocess.run(
-        [sys.executable, *start, *map(str, tokens)], env=ENVIRONMENT, capture_output=True, text=True, timeout=240
-    )
+    """Run a command in this process; ``kill`` names a function and the call of it before which SIGTERM is sent."""
+    out, errors = io.StringIO(), io.StringIO()
+    before, threads = signal.getsignal(signal.SIGTERM), torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(errors):
+        patch.setattr(process, "_received", [])
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        process.interrupt_on_sigterm()
+        torch.set_num_threads(1)
+        if kill is not None:
+            place, name, count = kill.split(":")
+            patch.setattr(f"{place}.{name}", killing(attrgetter(name)(import_module(place)), int(count)))
+        try:
+            code = program.run([*map(str, tokens)])
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            torch.set_num_threads(threads)
+    return subprocess.CompletedProcess(tokens, code, out.getvalue(), errors.getvalue())
+
+
+def killing(function, count):
+    """The function, with SIGTERM to this process before its ``count``-th call."""
+    calls = itertools.count(1)
+
+    def called(*given, **named):
+        if next(calls) == count:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return function(*given, **named)
+
+    return called
 
 
 @pytest.fixture(scope="module")
