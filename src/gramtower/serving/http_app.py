@@ -16,33 +16,22 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Scope
 
 from gramtower.data.ids import Key
-from gramtower.serving import answers as about
+from gramtower.serving import answers
+from gramtower.serving import request_checks as bodies
 from gramtower.serving.batching import Batcher, CallTask, ListTask, work
 from gramtower.serving.refusals import Limits, Refused, encode, shown, within
-from gramtower.serving.request_checks import (
-    Body,
-    Embed,
-    Entity,
-    Explain,
-    Guard,
-    Recommend,
-    Score,
-    Search,
-    Similar,
-    answer,
-    parse,
-    read_body,
-    refusal,
-)
-from gramtower.serving.served_models import Labels, Metrics, Models
+from gramtower.serving.request_checks import Guard, answer, parse, read_body, refusal
+from gramtower.serving.served_models import Gauge, Metrics, Models
+from gramtower.serving.snapshot import Snapshot
 from gramtower.serving.web_page import PAGE_POLICY, api_page, describe, page
 
-_CHUNK = 64  # lists of one piece of a streamed answer
+_CHUNK = 64  # lists in one piece of a streamed answer
 _LOG = logging.getLogger("gramtower.serving")
+Asked = Callable[[Any, Snapshot], Any]
 
 
 class Service:
-    """The handlers of all routes.
+    """The handlers of all routes; those of POST take a checked body and the model that it names.
 
     Args:
         models: models being served.
@@ -54,12 +43,29 @@ class Service:
     def __init__(self, models: Models, metrics: Metrics, limits: Limits, wait: float = 0.002) -> None:
         self.models, self.metrics, self.limits = models, metrics, limits
         self.batcher = Batcher(work, wait, most=limits.waiting, observe=metrics.batch)
-        self.documentation = b""
+        self.posts: dict[str, tuple[Asked, type[bodies.Body]]] = {
+            "/recommend": (self._recommend, bodies.Recommend), "/similar": (self._similar, bodies.Similar),
+            "/score": (self._score, bodies.Score), "/embed": (self._embed, bodies.Embed),
+            "/explain": (self._explain, bodies.Explain), "/search": (self._search, bodies.Search),
+            "/entity": (self._entity, bodies.Entity),
+        }  # fmt: skip
+        self.gets: dict[str, Callable[[Request], Any]] = {
+            "/map": self._map, "/run": self._run, "/models": self._served, "/health": self._health,
+            "/ready": self._ready, "/metrics": self._prometheus,
+        }  # fmt: skip
 
-    async def recommend(self, request: Request) -> Response:
-        """Answer a :class:`Recommend`."""
-        asked = parse(Recommend, await read_body(request, self.limits))
-        snapshot = self.models.get(asked.model)
+    def post(self, path: str) -> Callable[[Request], Any]:
+        """The endpoint of a route with a body."""
+        handler, kind = self.posts[path]
+
+        async def endpoint(request: Request) -> Response:
+            asked = parse(kind, await read_body(request, self.limits))
+            found: Response = await handler(asked, self.models.get(asked.model))
+            return found
+
+        return endpoint
+
+    async def _recommend(self, asked: bodies.Recommend, snapshot: Snapshot) -> Response:
         new = asked.left_features is not None or asked.histories is not None
         if (asked.left is None) != new:
             given = "none of them" if asked.left is None else "left together with left_features or histories"
@@ -87,18 +93,12 @@ class Service:
                 left, "left", b - a, _columns(asked.columns), lines,
             )  # fmt: skip
 
-        def known() -> None:
-            if asked.left is not None:
-                snapshot.left.rows(asked.left)
-
+        known = CallTask(lambda: snapshot.left.rows(asked.left or ()))
         return await self._answer(task, rows, asked.stream, known)
 
-    async def similar(self, request: Request) -> Response:
-        """Answer a :class:`Similar`."""
-        asked = parse(Similar, await read_body(request, self.limits))
-        snapshot = self.models.get(asked.model)
-        rows = len(asked.ids)
-        self._lists(rows, asked.k, asked.stream and not asked.together)
+    async def _similar(self, asked: bodies.Similar, snapshot: Snapshot) -> Response:
+        rows, stream = len(asked.ids), asked.stream and not asked.together
+        self._lists(rows, asked.k, stream)
         if asked.together and not rows:
             raise Refused(422, "ids: got none, expected at least one")
 
@@ -109,25 +109,19 @@ class Service:
                 None if asked.together else ids, "id", b - a, _columns(asked.columns), lines,
             )  # fmt: skip
 
-        def known() -> None:
-            snapshot.side(asked.side).rows(asked.ids)
+        known = CallTask(lambda: snapshot.side(asked.side).rows(asked.ids))
+        return await self._answer(task, rows, stream, known)
 
-        return await self._answer(task, rows, asked.stream and not asked.together, known)
-
-    async def score(self, request: Request) -> Response:
-        """Answer a :class:`Score`."""
-        asked = parse(Score, await read_body(request, self.limits))
+    async def _score(self, asked: bodies.Score, snapshot: Snapshot) -> Response:
         if len(asked.left) != len(asked.right):
-            raise Refused(422, f"left, right: got {len(asked.left)} and {len(asked.right)} ids, expected equal numbers")
+            given = f"{len(asked.left)} and {len(asked.right)} ids"
+            raise Refused(422, f"left, right: got {given}, expected equal numbers")
         within("left", len(asked.left), self.limits.ids, "pairs")
-        snapshot = self.models.get(asked.model)
         return await self._call(
             lambda: {"model": snapshot.name, "scores": snapshot.score(asked.left, asked.right)}, len(asked.left)
         )
 
-    async def embed(self, request: Request) -> Response:
-        """Answer a :class:`Embed`."""
-        asked = parse(Embed, await read_body(request, self.limits))
+    async def _embed(self, asked: bodies.Embed, snapshot: Snapshot) -> Response:
         ways = {
             "ids": asked.ids is not None,
             "left_features or histories": asked.left_features is not None or asked.histories is not None,
@@ -135,102 +129,85 @@ class Service:
         }
         if sum(ways.values()) != 1:
             raise Refused(422, f"body: got {sum(ways.values())} of {', '.join(ways)}, expected one of them")
-        snapshot = self.models.get(asked.model)
         left = self._features("left_features", asked.left_features)
         right = self._features("right_features", asked.right_features)
         self._histories(asked.histories)
-        rows = len(asked.ids) if asked.ids is not None else _rows(left if right is None else right, asked.histories)
+        features = left if right is None else right
+        rows = len(asked.ids) if asked.ids is not None else _rows(features, asked.histories)
         within("ids", rows, self.limits.ids, "entities")
         dim = int(snapshot.left.embeddings.shape[1])
         within("answer", rows * dim, self.limits.answers, f"numbers; send fewer than {rows} at a time")
         side = asked.side if asked.ids is not None else "left" if right is None else "right"
 
         def call() -> dict[str, Any]:
-            found = snapshot.embed(side, asked.ids, left if right is None else right, asked.histories)
+            found = snapshot.embed(side, asked.ids, features, asked.histories)
             return {"model": snapshot.name, "embeddings": found.float().tolist()}
 
         return await self._call(call, rows)
 
-    async def explain(self, request: Request) -> Response:
-        """Answer a :class:`Explain`."""
-        asked = parse(Explain, await read_body(request, self.limits))
-        snapshot = self.models.get(asked.model)
+    async def _explain(self, asked: bodies.Explain, snapshot: Snapshot) -> Response:
         features = self._features("left_features", asked.left_features)
         self._histories(asked.histories)
         return await self._call(
-            lambda: about.explain(snapshot, asked.left, asked.right, features, asked.histories, asked.most)
+            lambda: answers.explain(snapshot, asked.left, asked.right, features, asked.histories, asked.most)
         )
 
-    async def search(self, request: Request) -> Response:
-        """Answer a :class:`Search`."""
-        asked = parse(Search, await read_body(request, self.limits))
-        snapshot = self.models.get(asked.model)
-        return await self._call(lambda: about.search(snapshot, asked.side, asked.text, asked.most))
+    async def _search(self, asked: bodies.Search, snapshot: Snapshot) -> Response:
+        return await self._call(lambda: answers.search(snapshot, asked.side, asked.text, asked.most))
 
-    async def entity(self, request: Request) -> Response:
-        """Answer a :class:`Entity`."""
-        asked = parse(Entity, await read_body(request, self.limits))
-        snapshot = self.models.get(asked.model)
-        return await self._call(lambda: about.entity(snapshot, asked.side, asked.id))
+    async def _entity(self, asked: bodies.Entity, snapshot: Snapshot) -> Response:
+        return await self._call(lambda: answers.entity(snapshot, asked.side, asked.id))
 
-    async def map(self, request: Request) -> Response:
+    async def _map(self, request: Request) -> Response:
         """Two-dimensional positions (PCA) of the entities with the most pairs."""
-        snapshot, side = self.models.get(request.query_params.get("model")), _side(request)
-        column = request.query_params.get("column")
-        return await self._call(lambda: about.map_of(snapshot, side, column))
+        given = request.query_params
+        snapshot, side, column = self.models.get(given.get("model")), given.get("side", "right"), given.get("column")
+        if side not in ("left", "right"):
+            raise Refused(422, f"side: got {shown(side)}, expected 'left' or 'right'")
+        return await self._call(lambda: answers.map_of(snapshot, side, column))
 
-    async def run(self, request: Request) -> Response:
+    async def _run(self, request: Request) -> Response:
         """Counts, settings and training history of a model."""
         snapshot = self.models.get(request.query_params.get("model"))
-        return await self._call(lambda: about.run(snapshot))
+        return await self._call(lambda: answers.run(snapshot))
 
-    async def served(self, request: Request) -> Response:
+    async def _served(self, request: Request) -> Response:
         """The models being served."""
-        return await self._call(lambda: {"models": [about.summary(s) for s in self.models.all()]})
+        return await self._call(lambda: {"models": [answers.summary(one) for one in self.models.all()]})
 
-    async def health(self, request: Request) -> Response:
+    async def _health(self, request: Request) -> Response:
         """Whether the process is running."""
         return answer({"status": "ok"})
 
-    async def ready(self, request: Request) -> Response:
+    async def _ready(self, request: Request) -> Response:
         """Whether the server can answer, and how many new models were refused."""
         if not self.batcher.alive:
-            return refusal(Refused(503, "server: the computing thread is not running, or the server is shutting down"))
+            raise Refused(503, "server: the computing thread is not running, or the server is shutting down")
         refused = len(self.models.refused)
         return answer({"status": "ready", "models": len(self.models.all()), "refused_models": refused})
 
-    async def prometheus(self, request: Request) -> Response:
+    async def _prometheus(self, request: Request) -> Response:
         """Metrics in the text format of Prometheus."""
-        waiting: list[tuple[Labels, float]] = [((), float(self.batcher.waiting))]
-        gauge = ("gramtower_waiting_requests", "Requests that wait to be computed.", waiting)
-        text = self.metrics.text([*self.models.gauges(), gauge])
+        waiting: Gauge = ("gramtower_waiting_requests", "Requests not computed yet.", [((), self.batcher.waiting)])
+        text = self.metrics.text([*self.models.gauges(), waiting])
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def front(self, request: Request) -> Response:
-        """The page."""
-        return Response(page(), media_type="text/html", headers={"content-security-policy": PAGE_POLICY})
-
-    async def docs(self, request: Request) -> Response:
-        """The description of the interface for people; /openapi.json is for programs."""
-        return Response(self.documentation, media_type="text/html", headers={"content-security-policy": PAGE_POLICY})
 
     async def _call(self, call: Callable[[], Any], size: int = 1) -> Response:
         return answer(await self.batcher.submit(CallTask(lambda: encode(call()), max(1, size))))
 
     async def _answer(
-        self, task: Callable[[int, int, bool], ListTask], rows: int, stream: bool, known: Callable[[], None]
+        self, task: Callable[[int, int, bool], ListTask], rows: int, stream: bool, known: CallTask
     ) -> Response:
         """One JSON object, or lines as they are computed; unknown ids are refused before the first line."""
         if not stream:
             return answer(await self.batcher.submit(task(0, rows, False)))
-        await self.batcher.submit(CallTask(known))
-        starts = range(0, rows, _CHUNK)
+        await self.batcher.submit(known)
         first = await self.batcher.submit(task(0, min(_CHUNK, rows), True))  # even without rows: it may be refused
 
         async def lines() -> AsyncIterator[bytes]:
             yield first
             try:
-                for start in starts[1:]:
+                for start in range(_CHUNK, rows, _CHUNK):
                     yield await self.batcher.submit(task(start, min(start + _CHUNK, rows), True))
             except Refused as refused:
                 yield encode(refused.to_plain()) + b"\n"
@@ -246,7 +223,7 @@ class Service:
             within("ids × k", rows * k, self.limits.answers, "places in one answer", hint)
 
     def _features(self, name: str, given: Any) -> Any:
-        features = about.features(name, given)
+        features = answers.features(name, given)
         if features is not None:
             within(name, _rows(features), self.limits.ids, "rows")
         return features
@@ -281,35 +258,29 @@ def make_app(
     app = FastAPI(
         title="gramtower", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False, lifespan=lifespan
     )
-    bodies: dict[str, tuple[Any, type[Body]]] = {
-        "/recommend": (service.recommend, Recommend),
-        "/similar": (service.similar, Similar),
-        "/score": (service.score, Score),
-        "/embed": (service.embed, Embed),
-        "/explain": (service.explain, Explain),
-        "/search": (service.search, Search),
-        "/entity": (service.entity, Entity),
+    described = describe(
+        {path: body for path, (_, body) in service.posts.items()},
+        {path: handler.__doc__ or "" for path, handler in service.gets.items()},
+    )
+    fixed = {
+        "/": (page(), "text/html"),
+        "/docs": (api_page(described), "text/html"),
+        "/openapi.json": (encode(described), "application/json"),
     }
-    plain = {
-        "/map": service.map, "/run": service.run, "/models": service.served, "/health": service.health,
-        "/ready": service.ready, "/metrics": service.prometheus,
-    }  # fmt: skip
-    described = describe(bodies, plain)
-    service.documentation = api_page(described)
-    openapi = encode(described)
 
-    async def description(request: Request) -> Response:
-        return answer(openapi)
+    async def document(request: Request) -> Response:
+        content, kind = fixed[request.url.path]
+        headers = {"content-security-policy": PAGE_POLICY} if kind == "text/html" else None
+        return Response(content, headers=headers, media_type=kind)
 
-    hidden = {"/": service.front, "/docs": service.docs, "/openapi.json": description}
-    for path, (handler, _) in bodies.items():  # plain routes, as FastAPI's own add time to each request
-        app.add_route(path, handler, ["POST"])
-    for path, handler in {**plain, **hidden}.items():
+    for path in service.posts:  # plain routes, as FastAPI's own add time to each request
+        app.add_route(path, service.post(path), ["POST"])
+    for path, handler in {**service.gets, **dict.fromkeys(fixed, document)}.items():
         app.add_route(path, handler, ["GET"])
     app.add_exception_handler(Refused, _on_refusal)
     app.add_exception_handler(HTTPException, _on_http)
-    app.add_exception_handler(Exception, _on_fault)
-    return Guard(app, metrics, {*bodies, *plain, *hidden}, token, hosts, origins, log), service
+    app.add_exception_handler(Exception, _on_error)
+    return Guard(app, metrics, {*service.posts, *service.gets, *fixed}, token, hosts, origins, log), service
 
 
 async def _on_refusal(request: Request, error: Exception) -> Response:
@@ -322,16 +293,9 @@ async def _on_http(request: Request, error: Exception) -> Response:
     return answer({"error": str(error.detail)}, error.status_code, dict(error.headers or {}))
 
 
-async def _on_fault(request: Request, error: Exception) -> Response:
+async def _on_error(request: Request, error: Exception) -> Response:
     _LOG.error("internal error", exc_info=error)
     return answer({"error": "internal error of the server; see its log"}, 500)
-
-
-def _side(request: Request) -> str:
-    side = request.query_params.get("side", "right")
-    if side not in ("left", "right"):
-        raise Refused(422, f"side: got {shown(side)}, expected 'left' or 'right'")
-    return side
 
 
 def _columns(wanted: bool | list[str]) -> list[str] | None:

@@ -11,13 +11,14 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib import metadata, resources
 from typing import Any
 
 from fastapi import APIRouter
 from fastapi.openapi.utils import get_openapi
+from starlette.responses import Response
 
 from gramtower.serving.request_checks import Body
 
@@ -46,33 +47,34 @@ _HEAD = (
 )
 
 
-def describe(
-    bodies: Mapping[str, tuple[Callable[..., Any], type[Body]]], plain: Mapping[str, Callable[..., Any]]
-) -> dict[str, Any]:
+def describe(bodies: Mapping[str, type[Body]], texts: Mapping[str, str]) -> dict[str, Any]:
     """The OpenAPI description.
 
     Args:
-        bodies: handlers of POST requests and the bodies they take, by path.
-        plain: handlers of GET requests, by path.
+        bodies: bodies of POST requests, by path.
+        texts: descriptions of GET requests, by path.
     """
     router = APIRouter()
-    for path, (handler, body) in bodies.items():
+    for path, body in bodies.items():
         content = {"application/json": {"schema": body.model_json_schema(ref_template="#/components/schemas/{model}")}}
-        _add(router, path, handler, "POST", body.__doc__, {"requestBody": {"required": True, "content": content}})
-    for path, handler in plain.items():
+        _add(router, path, "POST", body.__doc__ or "", {"requestBody": {"required": True, "content": content}})
+    for path, text in texts.items():
         names = _QUERIES.get(path, ())
         query = [{"name": name, "in": "query", "required": False, "schema": {"type": "string"}} for name in names]
-        _add(router, path, handler, "GET", handler.__doc__, {"parameters": query})
+        _add(router, path, "GET", text, {"parameters": query})
     return get_openapi(title="gramtower", version=metadata.version("gramtower"), routes=router.routes)
 
 
-def _add(
-    router: APIRouter, path: str, handler: Callable[..., Any], method: str, text: str | None, extra: dict[str, Any]
-) -> None:
+def _endpoint() -> Response:
+    """Stand in for a handler, whose arguments FastAPI would try to describe."""
+    return Response()
+
+
+def _add(router: APIRouter, path: str, method: str, text: str, extra: dict[str, Any]) -> None:
     statuses = _STATUSES if method == "POST" else (401, 404, 422, 503)
     router.add_api_route(
-        path, handler, methods=[method], name=path.strip("/"), operation_id=path.strip("/"),
-        description=" ".join((text or "").split()), openapi_extra=extra,
+        path, _endpoint, methods=[method], name=path.strip("/"), operation_id=path.strip("/"),
+        description=" ".join(text.split()), openapi_extra=extra,
         responses={status: {"description": _STATUSES[status]} for status in statuses},
     )  # fmt: skip
 
