@@ -9,9 +9,13 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MODULES = {  # old name -> new name, both below gramtower
+    "benchmarking": "experiments",
+    "benchmarking.baselines": "experiments.baselines",
     "data.bundle": "data.datasets",
     "data.partition": "distributed.partition",
     "data.synthetic": "data.datasets",
+    "tuning": "experiments.tuning",
+    "tuning.report": "experiments.tuning.report",
 }
 
 
@@ -31,4 +35,4 @@ class _MovedModules:
         sys.modules[module.__name__] = import_module(new)
 
 
-sys.meta_path.append(_MovedModules())
+sys.meta_path.insert(0, _MovedModules())  # before the finder that would look for old names in new folders
