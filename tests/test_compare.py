@@ -52,7 +52,7 @@ def pairs(tmp_path_factory):
 @pytest.fixture
 def undrawn(monkeypatch):
     """No figures, where they are not what is looked at: drawing takes longer than all the rest."""
-    monkeypatch.setattr(building, "draw", lambda comparison: None)
+    monkeypatch.setattr(building, "draw_comparison", lambda comparison: None)
 
 
 def command(pairs, out, *more):

@@ -36,7 +36,7 @@ USES = {
     "polars": ("gt.Interactions.from_frame({'u': [1], 'i': [2]}, 'u', 'i')", "reading tables needs polars"),
     "optuna": ("gt.TwoTower().tune(pairs)", "tuning needs optuna"),
     "rich": ("gt.TwoTower(max_iterations=1).fit(pairs, callbacks=[bar()])", "this callback needs rich"),
-    "matplotlib": ("draw(Comparison)", "drawing needs matplotlib"),
+    "matplotlib": ("draw_comparison(Comparison)", "drawing needs matplotlib"),
     "faiss": ("index._faiss()", "an index needs faiss"),
     "hnswlib": ("index._hnswlib()", "an index of kind hnsw needs hnswlib"),
 }
@@ -47,7 +47,7 @@ sys.modules |= dict.fromkeys(uses)
 import numpy as np, gramtower as gt
 from gramtower.training.callbacks import ProgressBar as bar
 from gramtower.serving import ann_index as index
-from gramtower.experiments.comparison_page import draw
+from gramtower.experiments.figures import draw_comparison
 from gramtower.experiments.comparison import Comparison
 pairs = gt.Interactions.from_arrays(np.arange(40) % 8, np.arange(40) % 7)
 for package, use in uses.items():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gramtower.experiments import comparison_page as figures
+from gramtower.experiments import figures
 from gramtower.experiments.comparison import (
     MethodRun,
     Outcome,

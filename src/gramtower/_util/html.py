@@ -1,23 +1,35 @@
-"""Small pieces of HTML for notebooks: a title, tables, a curve.
+"""Parts of HTML for notebooks and pages: tables, names with values, curves, cards and whole documents.
 
-All text is escaped. Colours are those of the page (``currentColor``), so that light and dark themes both read; nothing
-is loaded from elsewhere and nothing runs.
+All text is escaped, and nothing is loaded from elsewhere. Cards use the colours of the notebook (``currentColor``), so
+that they can be read in light and dark themes; a document brings its own style sheet, page.css, and a
+Content-Security-Policy that keeps the browser from loading anything.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from importlib.resources import files
+from typing import Any
 
 _CARD = "border:1px solid rgba(128,128,128,.45);border-radius:4px;padding:.5em .8em;display:inline-block;max-width:100%"
-_TABLE = "border-collapse:collapse;color:inherit;font-size:.92em;margin:.3em 0"
-_CELL = "padding:.1em .8em .1em 0;text-align:left;background:none;border:none;white-space:nowrap"
-_LONGEST = 60  # letters of a cell
+_CELL = "padding:.1em .8em .1em 0;text-align:left;background:none;border:none"
+_STYLES = {
+    "table": "border-collapse:collapse;color:inherit;font-size:.92em;margin:.3em 0",
+    "tr": "background:none",
+    "th": f"{_CELL};opacity:.7;font-weight:normal;white-space:nowrap",
+    "td": _CELL,
+}
+_LONGEST = 60  # letters of a cell in a notebook
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
-def text(value: object) -> str:
-    """A value for a cell: counts with separators, other numbers to four digits or so, long text cut, all escaped."""
+def text(value: object, longest: int | None = _LONGEST) -> str:
+    """Format a value for a cell: counts with separators, other numbers to about four digits, long text cut."""
     if isinstance(value, bool):
         shown = "yes" if value else "no"
     elif isinstance(value, int):
@@ -26,38 +38,67 @@ def text(value: object) -> str:
         shown = "–" if math.isnan(value) else f"{value:.4f}" if 1e-3 <= abs(value) < 10 else f"{value:,.4g}"
     else:
         shown = "–" if value is None else str(value)
-    return escape(shown if len(shown) <= _LONGEST else shown[: _LONGEST - 1] + "…")
+    return escape(shown if longest is None or len(shown) <= longest else shown[: longest - 1] + "…")
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Rows under heads."""
-    line = "".join(f'<th style="{_CELL};opacity:.7;font-weight:normal">{text(head)}</th>' for head in heads)
-    body = "".join(
-        "<tr style='background:none'>" + "".join(f'<td style="{_CELL}">{text(cell)}</td>' for cell in row) + "</tr>"
-        for row in rows
-    )
-    return (
-        f"<table style=\"{_TABLE}\"><thead><tr style='background:none'>{line}</tr></thead><tbody>{body}</tbody></table>"
-    )
+def number(value: float | None, digits: int = 3) -> str:
+    """Format a number: counts with separators, others to a few digits, – for none."""
+    if value is None or value != value:
+        return "–"
+    if isinstance(value, int) or abs(value) >= 10 ** (digits - 1):
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
+
+
+def table(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    marked: Sequence[Sequence[bool]] | None = None,
+    sentences: Sequence[int] = (),
+    longest: int | None = _LONGEST,
+) -> str:
+    """Return a table whose first column names the rows.
+
+    Args:
+        heads: of the columns; none for a table without a head.
+        rows: their cells.
+        marked: which cells are bold, without the first column.
+        sentences: columns that hold sentences, which are broken into lines.
+        longest: letters of a cell, None for any number.
+    """
+    tops = [f"<th scope=col{' class=text' if n in sentences else ''}>{text(c)}</th>" for n, c in enumerate(heads)]
+    body = []
+    for place, (name, *cells) in enumerate(rows):
+        parts = [f"<th scope=row>{text(name, longest)}</th>"]
+        for column, cell in enumerate(cells):
+            kinds = ["best"] if marked is not None and marked[place][column] else []
+            kinds += ["text"] if column + 1 in sentences else []
+            kinds += ["none"] if cell == "–" else []
+            parts.append(f'<td class="{" ".join(kinds)}">' if kinds else "<td>")
+            parts.append(f"{text(cell, longest)}</td>")
+        body.append(f"<tr>{''.join(parts)}</tr>")
+    head = f"<thead><tr>{''.join(tops)}</tr></thead>" if tops else ""
+    return f'<div class="scroll"><table>{head}<tbody>{"".join(body)}</tbody></table></div>'
 
 
 def facts(named: Mapping[str, object]) -> str:
-    """Names and values, one in a line."""
-    rows = "".join(
-        f'<tr style="background:none"><td style="{_CELL};opacity:.7">{text(name)}</td>'
-        f'<td style="{_CELL};white-space:normal">{text(value)}</td></tr>'
-        for name, value in named.items()
-    )
-    return f'<table style="{_TABLE}"><tbody>{rows}</tbody></table>'
+    """Return names and values as a table."""
+    return table((), named.items())
+
+
+def listing(name: str, values: Mapping[str, Any]) -> str:
+    """Return names and values of any length as preformatted lines below a name."""
+    lines = [f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items()]
+    return (f"<p>{escape(name)}</p>" if name else "") + f"<pre>{escape(chr(10).join(lines))}</pre>"
 
 
 def note(words: str) -> str:
-    """A line of text, escaped, of any length."""
+    """Return a line of text of any length."""
     return f'<div style="font-size:.92em;opacity:.8">{escape(words)}</div>'
 
 
 def curve(values: Sequence[float], label: str) -> str:
-    """A line through values from left to right, as a picture of its own."""
+    """Return a small picture of a line through values; nothing for fewer than two finite ones."""
     finite = [(place, value) for place, value in enumerate(values) if math.isfinite(value)]
     if len(finite) < 2:
         return ""
@@ -74,14 +115,54 @@ def curve(values: Sequence[float], label: str) -> str:
     )
 
 
-def card(title: str, *parts: str) -> str:
-    """A title over parts, which are HTML already."""
-    return f'<div style="{_CARD}"><strong>{escape(title)}</strong>{"".join(parts)}</div>'
+def picture(svg: bytes, caption: str) -> str:
+    """Return an SVG figure as a part of a document."""
+    source = base64.b64encode(svg).decode("ascii")
+    return (
+        f'<figure><figcaption>{escape(caption)}</figcaption><img alt="{escape(caption)}" '
+        f'src="data:image/svg+xml;base64,{source}"></figure>'
+    )
 
 
 def progress(done: int, total: int, words: str) -> str:
-    """A bar with words beside it."""
+    """Return a bar followed by words."""
     return (
         f'<div style="font-size:.92em"><progress value="{done}" max="{max(1, total)}" style="vertical-align:middle;'
         f'width:12em;accent-color:currentColor"></progress> {escape(words)}</div>'
+    )
+
+
+def card(title: str, *parts: str) -> str:
+    """Return a title over parts for a notebook, which has no style sheet: styles are put into the tags."""
+    styled = re.sub(r"<(table|tr|th|td)\b", lambda tag: f'{tag[0]} style="{_STYLES[tag[1]]}"', "".join(parts))
+    return f'<div style="{_CARD}"><strong>{escape(title)}</strong>{styled}</div>'
+
+
+def document(title: str, body: Iterable[str], data: Mapping[str, Any] | None = None, script: str = "") -> str:
+    """Return a page that needs no other file.
+
+    Args:
+        title: of the page, plain text.
+        body: HTML after the heading.
+        data: what the script finds as JSON in the element ``data``.
+        script: JavaScript at the end.
+    """
+    style = files("gramtower._util").joinpath("page.css").read_text(encoding="utf-8")
+    scripts = []
+    if data is not None:
+        content = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+        scripts = [f'<script type="application/json" id="data">{content}</script>', f"<script>\n{script}</script>"]
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+            f"<title>{escape(title)}</title>",
+            f"<style>\n{style}</style></head><body>",
+            f"<h1>{escape(title)}</h1>",
+            *body,
+            *scripts,
+            "</body></html>\n",
+        ]
     )

@@ -58,8 +58,9 @@ from gramtower.experiments.comparison import (
     read_outcomes,
     store_of,
 )
-from gramtower.experiments.comparison_page import PAGE, build
+from gramtower.experiments.comparison_page import build
 from gramtower.experiments.machine import environment
+from gramtower.experiments.page import PAGE
 from gramtower.experiments.run_store import RunStore
 from gramtower.model.fit_data import FitData, prepare_data
 from gramtower.model.fit_parts import make_problem, make_towers, make_validation, right_weights

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower._util.files import plain, write_json, write_text
+from gramtower._util.html import document
 from gramtower._util.schema import build as build_from_json
 from gramtower.experiments.cross_validation import Interval, bootstrap_intervals
-from gramtower.experiments.page import document, table
-from gramtower.experiments.page import facts as facts_html
+from gramtower.experiments.figures import interval_figure
+from gramtower.experiments.page import BUSY, PAGE, SUMMARY, circumstances, drawn, table
 from gramtower.experiments.run_store import RunStore
 from gramtower.metrics.definitions import LOWER_IS_BETTER, parse
 
@@ -367,10 +368,7 @@ def megabytes(value: int | None) -> str:
     return "-" if value is None else f"{value / 1e6:,.0f}"
 
 
-_WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 560, 165, 20, 26, 12  # of a drawing, in its units: a phone must show its text
-_WIDEST = 660  # pixels of a drawing
 _DIGITS = 4
-_BUSY = 0.1  # cores of other processes that are worth a warning
 _EXPLAINED = (
     "All models learn from the same pairs, rank all items for the same users, and leave out what a user has in the "
     "training pairs. Means are over seeds of means over users. Intervals: percentiles of {replicates:,} bootstrap "
@@ -382,14 +380,17 @@ _EXPLAINED = (
 
 def page(summary: dict[str, Any]) -> str:
     """The page of what :func:`gramtower.experiments.benchmark_report.summarise` found."""
+    problems: list[str] = []
+    settings = {name: one["settings"] for name, one in summary["models"].items()}
+    machines = {f"machine {place}": one for place, one in enumerate(summary["environments"], start=1)}
     body = [
         f"<p>{escape(about(summary))}</p>",
         f"<p><strong>{escape(summary['verdict'])}</strong></p>",
         *_troubles(summary),
-        *(part for metric in summary["metrics"] for part in _metric(summary, metric)),
+        *(part for metric in summary["metrics"] for part in _metric(summary, metric, problems)),
         *_costs(summary),
         *_seeds(summary),
-        *_settings(summary),
+        *circumstances(summary["commands"], settings | {"data": summary["data"]}, machines),
     ]
     return document(f"Benchmark of models: {summary['title']}", body)
 
@@ -416,7 +417,7 @@ def _troubles(summary: dict[str, Any]) -> list[str]:
     return [f'<div class="warn"><p>Not all models are compared:</p><ul>{"".join(lines)}</ul></div>']
 
 
-def _metric(summary: dict[str, Any], metric: str) -> list[str]:
+def _metric(summary: dict[str, Any], metric: str, problems: list[str]) -> list[str]:
     """Means, intervals and differences of a metric, as a drawing and as a table."""
     found = {name: one["metrics"][metric] for name, one in ordered(summary) if one["runs"]}
     if not found:
@@ -426,44 +427,10 @@ def _metric(summary: dict[str, Any], metric: str) -> list[str]:
              "" if one["difference"] is None else "yes" if one["difference"]["excludes_zero"] else "no"]
             for name, one in found.items()]  # fmt: skip
     heads = ["model", metric, "95% interval", f"difference from {reference}", "interval excludes zero"]
-    return [f"<h2>{escape(metric)}</h2>", _drawing(metric, found), table(heads, rows)]
-
-
-def _drawing(metric: str, found: dict[str, dict[str, Any]]) -> str:
-    """Dots with intervals, one line a model, over a common axis from zero."""
-    ends = [value for one in found.values() for value in (one["mean"], *(one["interval"] or ()))]
-    low, high = min(0.0, *ends), max(1e-12, *ends)
-    step, first = ticks(low, high)
-
-    def at(value: float) -> float:
-        return float(_LEFT + (_WIDTH - _LEFT - _RIGHT) * (value - low) / (high - low))
-
-    bottom = _TOP + _ROW * len(found)
-    parts = []
-    for number in range(first, int(high / step + 1e-9) + 1):
-        x = at(number * step)
-        parts.append(f'<path d="M{x:.1f} {_TOP}V{bottom}" stroke="#d8d8d8"/>')
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{number * step:.6g}</text>')
-    for row, (name, one) in enumerate(found.items()):
-        y = _TOP + _ROW * (row + 0.5)
-        parts.append(f'<text x="{_LEFT - 10}" y="{y + 4:.1f}" text-anchor="end">{escape(_short(name))}</text>')
-        if one["interval"] is not None:
-            a, b = (at(value) for value in one["interval"])
-            parts.append(f'<path d="M{a:.1f} {y:.1f}H{b:.1f}" stroke="#0072B2" stroke-width="3"/>')
-        parts.append(f'<circle cx="{at(one["mean"]):.1f}" cy="{y:.1f}" r="4.5" fill="#000"/>')
-    label = escape(f"{metric} of each model with its 95% interval")
-    return (
-        f'<figure><figcaption>{label}</figcaption><svg viewBox="0 0 {_WIDTH} {bottom + 24}" role="img" '
-        f'aria-label="{label}" style="max-width:{_WIDEST}px">{"".join(parts)}</svg></figure>'
-    )
-
-
-def ticks(low: float, high: float) -> tuple[float, int]:
-    """A round distance between about five marks of an axis, and the number of the first one."""
-    rough = (high - low) / 5
-    power = 10.0 ** int(f"{rough:e}".split("e")[1])
-    step = next(power * times for times in (1, 2, 5, 10) if power * times >= rough * (1 - 1e-9))
-    return step, -int(-low / step + 1e-9)
+    shown = [(name, one["mean"], one["interval"]) for name, one in found.items()]
+    caption = f"{metric} of each model with its 95% interval"
+    chart = drawn(lambda: interval_figure(metric, shown), caption, problems)
+    return [f"<h2>{escape(metric)}</h2>", chart, table(heads, rows)]
 
 
 def _costs(summary: dict[str, Any]) -> list[str]:
@@ -481,7 +448,7 @@ def _costs(summary: dict[str, Any]) -> list[str]:
     busy = max((one["others_busy"] or 0.0 for one in summary["models"].values()), default=0.0)
     warned = (
         [f'<p class="warn">Other processes kept up to {busy:.2f} cores busy meanwhile; times are no measurement.</p>']
-        if busy > _BUSY
+        if busy > BUSY
         else []
     )
     return ["<h2>Time and memory</h2>", table(heads, rows), f'<p class="soft">{note}</p>', *warned] if rows else []
@@ -499,29 +466,6 @@ def _seeds(summary: dict[str, Any]) -> list[str]:
     explained = _EXPLAINED.format(replicates=summary["intervals"]["replicates"])
     tables = [f"<h2>{escape(metric)} of each seed</h2>", table(heads, rows)] if rows else []
     return [*tables, "<h2>How it was measured</h2>", f"<p>{escape(explained)}</p>"]
-
-
-def _settings(summary: dict[str, Any]) -> list[str]:
-    found = ["<h2>Models</h2>"]
-    found += [_known(name, one["settings"]) for name, one in summary["models"].items()]
-    found += ["<h2>Data</h2>", _known("", summary["data"])]
-    if summary["commands"]:
-        found += ["<h2>Command</h2>", *(f"<pre>{escape(command)}</pre>" for command in summary["commands"])]
-    found.append("<h2>Machine</h2>")
-    if len(summary["environments"]) > 1:
-        found.append('<p class="warn">Runs were on different machines or versions; their times do not compare.</p>')
-    return [*found, *(_known("", one) for one in summary["environments"])]
-
-
-def _known(name: str, values: dict[str, Any]) -> str:
-    return facts_html(name, {key: value for key, value in values.items() if value is not None})
-
-
-def _short(name: str, most: int = 22) -> str:
-    return name if len(name) <= most else name[: most - 1] + "…"
-
-
-SUMMARY, PAGE = "summary.json", "report.html"
 
 
 @dataclass(frozen=True, repr=False, eq=False)

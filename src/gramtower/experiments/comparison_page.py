@@ -8,135 +8,23 @@ is L* itself has a relative difference of 0 and no place on a logarithmic axis; 
 
 from __future__ import annotations
 
-import json
-import math
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from gramtower._util.files import plain, replacing, write_json, write_text
+from gramtower._util.files import plain, write_json, write_text
+from gramtower._util.html import document, number
 from gramtower.experiments.comparison import (
     LEVELS,
     STATUSES,
     Comparison,
-    MethodRun,
-    Outcome,
-    lowest_value,
     read_comparison,
-    relative_difference,
     summarise,
 )
-from gramtower.experiments.figures import drawing, new_figure, save
-from gramtower.experiments.page import document, facts, number, table
+from gramtower.experiments.figures import FLOOR, draw_comparison, line_of
+from gramtower.experiments.page import BUSY, PAGE, SUMMARY, circumstances, table
 from gramtower.training.result import Record
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-
-class Line(NamedTuple):
-    """Colour, dashes (lengths on and off; none for a solid line) and width."""
-
-    colour: str
-    dashes: tuple[int, ...] = ()
-    width: float = 2.0
-
-
-_DASHED = (5, 3)
-LINES = {
-    "newton-kron": Line("#000000", width=2.8),
-    "newton": Line("#D55E00"),
-    "gd-diag": Line("#0072B2"),
-    "gd": Line("#0072B2", _DASHED),
-    "sogram-diag": Line("#CC79A7"),
-    "sogram": Line("#CC79A7", _DASHED),
-    "sampling-diag": Line("#009E73"),
-    "sampling": Line("#009E73", _DASHED),
-    "lbfgs": Line("#8A6D00", (2, 2)),
-}
-_OTHER = Line("#777777", (1, 2))
-
-
-def line_of(name: str) -> Line:
-    """The line of a method; grey for one that is not known here."""
-    return LINES.get(name, _OTHER)
-
-
-AXES = {"time": ("seconds", "seconds of training"), "passes": ("data_passes", "data passes")}
-FORMATS = ("png", "svg")
-#: Smallest relative difference that is shown.
-FLOOR = 1e-4
-
-
-def draw(comparison: Comparison) -> list[Path]:
-    """Write the figures; returns their paths.
-
-    Raises:
-        ImportError: without matplotlib.
-    """
-    paths: list[Path] = []
-    with drawing():
-        for name in AXES:
-            figure = new_figure(10.5 if comparison.metric else 6.0, 4.6)
-            _fill(figure, comparison, name)
-            for kind in FORMATS:
-                path = comparison.folder / f"{name}.{kind}"
-                with replacing(path) as partial:
-                    save(figure, partial, kind)
-                paths.append(path)
-    return paths
-
-
-def value_range(curves: list[list[float]]) -> tuple[float, float]:
-    """Limits of the axis of relative differences: down to FLOOR at most, up to twice the start."""
-    shown = [y for curve in curves for y in curve if y > 0 and math.isfinite(y)]
-    top = 2.0 * max((curve[0] for curve in curves if curve and curve[0] > 0), default=1.0)
-    return max(FLOOR, 0.8 * min(shown, default=FLOOR)), top
-
-
-def _fill(figure: Figure, comparison: Comparison, axis: str) -> None:
-    what, label = AXES[axis]
-    ran = [method for method in comparison.methods if method.history]
-    left, *rest = figure.subplots(1, 2 if comparison.metric else 1, squeeze=False)[0]
-    lowest = lowest_value(ran)
-    if lowest is not None:
-        curves = [[relative_difference(record.value, lowest) for record in m.history] for m in ran]
-        for method, curve in zip(ran, curves, strict=True):
-            points = [(getattr(r, what), y) for r, y in zip(method.history, curve, strict=True) if y > 0]
-            _curve(left, method, points)
-        left.set_ylim(*value_range(curves))
-    left.set_yscale("log")
-    left.set_ylabel("(L − L*) / L*")
-    for axes in rest:
-        for method in ran:
-            _curve(axes, method, [(getattr(r, what), r.metric) for r in method.history if r.metric is not None])
-        axes.set_ylabel(str(comparison.metric))
-    for axes in (left, *rest):
-        axes.set_xlabel(label)
-        if any(x > 0 for line in axes.lines for x in line.get_xdata()):  # starts alone are no axis
-            axes.set_xscale("log")
-        axes.grid(True, which="major", alpha=0.35)
-        axes.grid(True, which="minor", alpha=0.12)
-    marks = "SYNTHETIC DATA: " if comparison.about.synthetic else ""
-    figure.suptitle(marks + comparison.title)
-    handles, labels = left.get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside right upper", fontsize=9)
-
-
-def _curve(axes: Axes, method: MethodRun, points: list[tuple[float, float]]) -> None:
-    line = line_of(method.name)
-    style: Any = (0, line.dashes) if line.dashes else "-"
-    status = method.outcome.status
-    label = method.name if status == "finished" else f"{method.name} ({status})"
-    marker = "o" if len(points) < 40 else None
-    axes.plot(
-        [x for x, _ in points], [y for _, y in points], color=line.colour, linestyle=style, linewidth=line.width * 0.8,
-        marker=marker, markersize=2.5, label=label,
-    )  # fmt: skip
-
 
 POINTS = 2000
 
@@ -254,7 +142,7 @@ def _outcomes(comparison: Comparison, summary: dict[str, Any]) -> list[str]:
     legend = "".join(f" {name}: {text}." for name, text in STATUSES.items() if name in met)
     return [
         "<h2>What became of each method</h2>",
-        table(head, rows, text=[len(head) - 1]),
+        table(head, rows, sentences=[len(head) - 1]),
         '<p class="soft">Seconds are of training alone: validation, checkpoints and, for methods that sample, the '
         f"value of the record are left out. Data passes are counted alike.{escape(legend)}</p>",
     ]
@@ -298,34 +186,20 @@ def _settings(comparison: Comparison) -> list[str]:
     about, ends = comparison.request, {method.name: method.outcome for method in comparison.methods}
     if about is None:
         return ["<h2>Settings</h2><p>comparison.json, which holds them, is not in the folder.</p>"]
-    found = ["<h2>Command</h2>", *(f"<pre>{escape(command)}</pre>" for command in about.commands)]
     options = {name: end.options for name, end in ends.items() if end.options}
     settings = {"data": about.data, **about.settings, "method options": options}
-    found += ["<h2>Configuration</h2>", *(facts(name, part) for name, part in settings.items() if part)]
-    places = {json.dumps(_machine(end)): end for end in ends.values() if end.environment}
-    found.append("<h2>Machine</h2>")
-    if len(places) > 1:
-        found.append('<p class="warn">Methods ran on different machines or versions; their times do not compare.</p>')
-    for place in places.values():
-        names = [name for name, end in ends.items() if _machine(end) == _machine(place)]
-        found.append(facts(", ".join(names), place.environment))
+    machines = {name: end.environment for name, end in ends.items() if end.environment}
     known = {name: end.others_busy for name, end in ends.items() if end.others_busy is not None}
+    found = circumstances(about.commands, settings, machines)
     if known:
         text = ", ".join(f"{name} {value:.2f}" for name, value in known.items())
-        kind = ' class="warn"' if max(known.values()) > 0.1 else ""
-        found.append(f"<p{kind}>Cores kept busy by other processes meanwhile: {escape(text)}.</p>")
+        kind = ' class="warn"' if max(known.values()) > BUSY else ""
+        found.append(f"<p{kind}>Cores kept busy by other processes during the runs: {escape(text)}.</p>")
     return found
-
-
-def _machine(outcome: Outcome) -> dict[str, Any]:
-    return {key: value for key, value in outcome.environment.items() if key != "date"}
 
 
 def _times(found: dict[str, Any] | None) -> str:
     return "–" if found is None else f"{found['bound']}{' ' if found['bound'] else ''}{number(found['times'])}"
-
-
-SUMMARY, PAGE = "summary.json", "report.html"
 
 
 def build(folder: Path) -> tuple[dict[str, Any], list[str]]:
@@ -342,7 +216,7 @@ def build(folder: Path) -> tuple[dict[str, Any], list[str]]:
     problems = []
     write_text(folder / PAGE, page(comparison, numbers))
     try:
-        draw(comparison)
+        draw_comparison(comparison)
     except ImportError as error:
         problems.append(f"no PNG and SVG figures: {error}")
     about = comparison.about

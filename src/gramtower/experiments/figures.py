@@ -1,21 +1,24 @@
-"""Figures by matplotlib, which is optional: curves of a run, numbers of pairs per entity, trials of a search.
+"""All figures, drawn with matplotlib, which is optional.
 
-They know records and plain numbers, nothing of models; `TwoTower.plot`, `Search.plot` and the pages of runs hand them
-theirs. The same numbers give the same SVG, byte for byte.
+Curves of a run, numbers of pairs per entity, trials of a search, intervals of a benchmark, curves of a comparison. The
+same numbers give the same SVG, byte for byte.
 """
 
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gramtower._util.files import replacing
 from gramtower._util.optional import need
+from gramtower.experiments.comparison import Comparison, MethodRun, lowest_value, relative_difference
 from gramtower.training.result import Record
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # Okabe-Ito: colour-blind readers can tell them apart
 _GREY = "#999999"
 _MOST_CURVES, _MOST_BARS = 60, 12
+_LONGEST = 30  # letters of a model's name
 
 
 @contextmanager
@@ -172,6 +176,29 @@ def search_figure(
     return figure
 
 
+def interval_figure(metric: str, models: Sequence[tuple[str, float, tuple[float, float] | None]]) -> Figure:
+    """Draw the mean of each model as a dot with its 95% interval, over a common axis from zero.
+
+    Args:
+        metric: its name.
+        models: name, mean, and interval if there is one; the first is drawn at the top.
+    """
+    with drawing():
+        figure = new_figure(6.6, 0.9 + 0.3 * len(models))
+        axis: Axes = figure.subplots()
+        for place, (_, mean, interval) in enumerate(models):
+            if interval is not None:
+                axis.plot(interval, (place, place), color=COLOURS[0], linewidth=3)
+            axis.plot(mean, place, "o", color="black", markersize=5)
+        names = [name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…" for name, _, _ in models]
+        axis.set_yticks(range(len(models)), [name.replace("$", r"\$") for name in names])
+        axis.set_ylim(len(models) - 0.5, -0.5)
+        axis.set_xlim(left=min(0.0, axis.get_xlim()[0]) if any(mean < 0 for _, mean, _ in models) else 0.0)
+        _label(axis, metric, "")
+        axis.grid(visible=False, axis="y")
+    return figure
+
+
 def _line(axes: Axes, points: Sequence[tuple[float, float]], colour: str, name: str) -> None:
     marker = "o" if len(points) < 40 else None
     axes.plot([x for x, _ in points], [y for _, y in points], color=colour, marker=marker, markersize=3, label=name)
@@ -181,3 +208,105 @@ def _label(axes: Axes, x: str, y: str) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(True, alpha=0.3)
+
+
+class Line(NamedTuple):
+    """Colour, dashes (lengths on and off; none for a solid line) and width."""
+
+    colour: str
+    dashes: tuple[int, ...] = ()
+    width: float = 2.0
+
+
+_DASHED = (5, 3)
+LINES = {
+    "newton-kron": Line("#000000", width=2.8),
+    "newton": Line("#D55E00"),
+    "gd-diag": Line("#0072B2"),
+    "gd": Line("#0072B2", _DASHED),
+    "sogram-diag": Line("#CC79A7"),
+    "sogram": Line("#CC79A7", _DASHED),
+    "sampling-diag": Line("#009E73"),
+    "sampling": Line("#009E73", _DASHED),
+    "lbfgs": Line("#8A6D00", (2, 2)),
+}
+_OTHER = Line("#777777", (1, 2))
+
+
+def line_of(name: str) -> Line:
+    """The line of a method; grey for one that is not known here."""
+    return LINES.get(name, _OTHER)
+
+
+AXES = {"time": ("seconds", "seconds of training"), "passes": ("data_passes", "data passes")}
+FORMATS = ("png", "svg")
+#: Smallest relative difference that is shown.
+FLOOR = 1e-4
+
+
+def draw_comparison(comparison: Comparison) -> list[Path]:
+    """Write the figures; returns their paths.
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    paths: list[Path] = []
+    with drawing():
+        for name in AXES:
+            figure = new_figure(10.5 if comparison.metric else 6.0, 4.6)
+            _fill(figure, comparison, name)
+            for kind in FORMATS:
+                path = comparison.folder / f"{name}.{kind}"
+                with replacing(path) as partial:
+                    save(figure, partial, kind)
+                paths.append(path)
+    return paths
+
+
+def value_range(curves: list[list[float]]) -> tuple[float, float]:
+    """Limits of the axis of relative differences: down to FLOOR at most, up to twice the start."""
+    shown = [y for curve in curves for y in curve if y > 0 and math.isfinite(y)]
+    top = 2.0 * max((curve[0] for curve in curves if curve and curve[0] > 0), default=1.0)
+    return max(FLOOR, 0.8 * min(shown, default=FLOOR)), top
+
+
+def _fill(figure: Figure, comparison: Comparison, axis: str) -> None:
+    what, label = AXES[axis]
+    ran = [method for method in comparison.methods if method.history]
+    left, *rest = figure.subplots(1, 2 if comparison.metric else 1, squeeze=False)[0]
+    lowest = lowest_value(ran)
+    if lowest is not None:
+        curves = [[relative_difference(record.value, lowest) for record in m.history] for m in ran]
+        for method, curve in zip(ran, curves, strict=True):
+            points = [(getattr(r, what), y) for r, y in zip(method.history, curve, strict=True) if y > 0]
+            _method_curve(left, method, points)
+        left.set_ylim(*value_range(curves))
+    left.set_yscale("log")
+    left.set_ylabel("(L − L*) / L*")
+    for axes in rest:
+        for method in ran:
+            _method_curve(axes, method, [(getattr(r, what), r.metric) for r in method.history if r.metric is not None])
+        axes.set_ylabel(str(comparison.metric))
+    for axes in (left, *rest):
+        axes.set_xlabel(label)
+        if any(x > 0 for line in axes.lines for x in line.get_xdata()):  # starts alone are no axis
+            axes.set_xscale("log")
+        axes.grid(True, which="major", alpha=0.35)
+        axes.grid(True, which="minor", alpha=0.12)
+    marks = "SYNTHETIC DATA: " if comparison.about.synthetic else ""
+    figure.suptitle(marks + comparison.title)
+    handles, labels = left.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside right upper", fontsize=9)
+
+
+def _method_curve(axes: Axes, method: MethodRun, points: list[tuple[float, float]]) -> None:
+    line = line_of(method.name)
+    style: Any = (0, line.dashes) if line.dashes else "-"
+    status = method.outcome.status
+    label = method.name if status == "finished" else f"{method.name} ({status})"
+    marker = "o" if len(points) < 40 else None
+    axes.plot(
+        [x for x, _ in points], [y for _, y in points], color=line.colour, linestyle=style, linewidth=line.width * 0.8,
+        marker=marker, markersize=2.5, label=label,
+    )  # fmt: skip

@@ -7,7 +7,6 @@ test, or the validation pairs that a model keeps. Cost: that of two evaluations 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any
@@ -17,10 +16,11 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gramtower._util.files import plain
+from gramtower._util.html import document, number
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import without
-from gramtower.experiments.figures import as_svg, degree_figure, run_figure
-from gramtower.experiments.page import document, facts, number, picture, table
+from gramtower.experiments.figures import degree_figure, run_figure
+from gramtower.experiments.page import circumstances, drawn, table
 from gramtower.metrics.definitions import DEFAULT
 from gramtower.metrics.tally import GROUPS, Scores, terciles
 from gramtower.model.fit_data import own_pairs
@@ -235,7 +235,7 @@ def fit_page(run: FitRun) -> tuple[str, dict[str, Any], list[str]]:
     body = _opening(content)
     body += _curves(run, metric, problems)
     if run.model is not None:
-        data, numbers = _data(run.model)
+        data, numbers = _data(run.model, problems)
         body += data
         content["data"] = numbers
         measured, groups = _measured(run.model, run, metric)
@@ -267,11 +267,8 @@ def _opening(content: Mapping[str, Any]) -> list[str]:
 def _curves(run: FitRun, metric: str | None, problems: list[str]) -> list[str]:
     if not run.last:
         return ["<h2>Curves</h2><p>There is no record of an iteration yet.</p>"]
-    try:
-        drawn = [picture(as_svg(run_figure(run.runs, metric)), _caption(metric))]
-    except ImportError as error:
-        drawn = [f"<p>{escape(str(error))}</p>"]
-        problems.append(f"no figures: {error}")
+    caption = f"Objective, and {metric} on the validation pairs, by iteration" if metric else "Objective by iteration"
+    chart = drawn(lambda: run_figure(run.runs, metric), caption, problems)
     head = [
         "",
         "iterations",
@@ -286,14 +283,10 @@ def _curves(run: FitRun, metric: str | None, problems: list[str]) -> list[str]:
             best = max((r.metric for r in records if r.metric is not None), default=None)
             cells = [number(records[-1].iteration), number(records[0].value, 6), number(records[-1].value, 6)]
             rows.append([name, *cells, *([number(best, 4)] if metric else []), number(records[-1].seconds)])
-    return ["<h2>Curves</h2>", *drawn, table(head, rows)]
+    return ["<h2>Curves</h2>", chart, table(head, rows)]
 
 
-def _caption(metric: str | None) -> str:
-    return f"Objective, and {metric} on the validation pairs, by iteration" if metric else "Objective by iteration"
-
-
-def _data(model: FittedModel) -> tuple[list[str], dict[str, Any]]:
+def _data(model: FittedModel, problems: list[str]) -> tuple[list[str], dict[str, Any]]:
     m, n = model.trained.shape
     counts = degrees(model.trained)
     numbers: dict[str, Any] = {"left": m, "right": n, "pairs": int(model.trained.nnz)}
@@ -303,9 +296,8 @@ def _data(model: FittedModel) -> tuple[list[str], dict[str, Any]]:
     added = [(name, side.added) for name, side in ((left, model.left), (right, model.right)) if side.added]
     text += "".join(f"; of the {name} entities {count:,} were added after training" for name, count in added)
     found = ["<h2>Data</h2>", f"<p>{escape(text)}.</p>"]
-    with suppress(ImportError):  # said of the curves
-        named = dict(zip((left, right), counts.values(), strict=True))
-        found.append(picture(as_svg(degree_figure(named)), "Entities by their number of training pairs"))
+    named = dict(zip((left, right), counts.values(), strict=True))
+    found.append(drawn(lambda: degree_figure(named), "Entities by their number of training pairs", problems))
     quantiles = degree_quantiles(model.trained)
     rows = [
         [name, *(number(value) for value in values.values())]
@@ -392,8 +384,7 @@ def _name(side: Side, titles: Titles, row: int) -> str:
 
 
 def _settings(run: FitRun) -> list[str]:
-    found = ["<h2>Settings</h2>"] if run.settings else []
-    tables = {name: {k: v for k, v in part.items() if v not in (None, {}, [])} for name, part in run.settings.items()}
-    found += [facts(f"[{name}]", part) for name, part in tables.items() if part]
+    tables = {name: {k: v for k, v in part.items() if v not in ({}, [])} for name, part in run.settings.items()}
     environment = run.summary.get("environment")
-    return [*found, "<h2>Machine</h2>", facts("", environment)] if isinstance(environment, dict) else found
+    machines = {"": environment} if isinstance(environment, dict) else {}
+    return circumstances((), {f"[{name}]": part for name, part in tables.items()}, machines)

@@ -17,8 +17,8 @@ from gramtower._util.checks import config_hidden
 from gramtower._util.files import plain, write_text
 from gramtower._util.schema import build
 from gramtower._util.toml import config_text
-from gramtower.experiments.figures import as_svg, search_figure
-from gramtower.experiments.page import document, facts, number, picture, table
+from gramtower.experiments.figures import search_figure
+from gramtower.experiments.page import circumstances, drawn, table
 from gramtower.experiments.tuning.space import Value
 from gramtower.experiments.tuning.study import Tried, pick
 from gramtower.model.settings import SETTINGS
@@ -343,17 +343,10 @@ def tuning_page(search: Search, title: str) -> tuple[str, dict[str, Any], list[s
     if search.interrupted:
         body.append('<p class="warn">The search was interrupted; the same command goes on.</p>')
     body.append("<h2>Trials</h2>")
-    try:
-        body.append(picture(as_svg(search.plot()), f"{metric} of each trial, their curves, and importance of choices"))
-    except ImportError as error:
-        problems.append(f"no figures: {error}")
-        body.append(f"<p>{escape(str(error))}</p>")
+    body.append(drawn(search.plot, f"{metric} of each trial, their curves, and importance of choices", problems))
     body += ["<h2>What was found</h2>", _choices(search), "<h2>All trials</h2>", _trials(search)]
     body += ["<h2>Trained again</h2>", _confirmations(search)] if search.confirmations else []
-    body += ["<h2>Settings</h2>"]
-    for name, part in search.tables().items():
-        known = {key: value for key, value in plain(part).items() if value is not None}
-        body += [facts(f"[{name}]", known)] if known else []
+    body += circumstances((), {f"[{name}]": plain(part) for name, part in search.tables().items()}, {})
     content = {
         "kind": "tuning", "title": title, "metric": metric, "value": best.value, "trial": best.number,
         "trials": len(search.trials), "confirmations": len(search.confirmations), "at_defaults": at_defaults.value,
@@ -362,7 +355,7 @@ def tuning_page(search: Search, title: str) -> tuple[str, dict[str, Any], list[s
         "interrupted": search.interrupted, "verdict": search.verdict,
         "metrics": {"own settings": at_defaults.metrics, "found": best.metrics},
     }  # fmt: skip
-    return document(f"Tuning: {title}", body), plain(content), problems
+    return html.document(f"Tuning: {title}", body), plain(content), problems
 
 
 def _choices(search: Search) -> str:
@@ -374,7 +367,7 @@ def _choices(search: Search) -> str:
             search.space.get(name, "–"),
             _text(start.get(name)),
             _text(best[name]),
-            number(search.importance.get(name)),
+            html.number(search.importance.get(name)),
         ]
         for name in names
     ]
