@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from dataclasses import replace
@@ -18,6 +19,7 @@ from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import current_group
 from gramtower.distributed.partition import read_part, write_partition
 from gramtower.engine.towers.mlp import mlp_shapes
+from gramtower.model import model_file
 from gramtower.model.model_file import KIND
 
 
@@ -272,3 +274,8 @@ def test_a_model_that_is_not_finite_is_not_saved(tmp_path):
     with pytest.raises(ValueError, match=r"model.*right.*(NaN|infinity)"):
         model.save(tmp_path / "m")
     assert not (tmp_path / "m").exists()
+
+
+def test_fields_of_the_header_are_given_by_name():
+    kinds = {parameter.kind for parameter in inspect.signature(model_file.Header).parameters.values()}
+    assert kinds == {inspect.Parameter.KEYWORD_ONLY}  # several of them have the same type

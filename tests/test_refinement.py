@@ -7,11 +7,12 @@ import pytest
 import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gramtower as gt
 from gramtower.model.fit_data import prepare_data
 from gramtower.model.fit_parts import make_problem, make_towers
-from gramtower.model.refinement import refine
+from gramtower.model.refinement import least_budget, refine
 
 M, N, K = 23, 17, 4
 
@@ -158,6 +159,24 @@ def test_a_memory_budget_without_room_for_it_turns_it_off_or_is_refused_first():
     assert not gt.TwoTower(**options, memory_budget=least).fit(pairs, left, right).refine_
     with pytest.raises(ValueError, match=r"^refine.*memory budget of \d+.*'.*'"):
         gt.TwoTower(**options, memory_budget=least, refine=True).fit(pairs, left, right)
+
+
+def test_the_least_budget_is_counted_without_tables_of_all_entities():
+    entities, dim = 1 << 18, 64
+    problem = gt.Problem(sp.csr_matrix((entities, entities), dtype=np.float32))
+    made = []
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            found = function(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor) and found.device.type != "meta":
+                made.append(found.untyped_storage().nbytes())
+            return found
+
+    with Counted():
+        least = least_budget(problem, dim, torch.device("cpu"), (True, True))
+    assert least > 4 * entities * dim
+    assert max(made) < 4 * entities * dim
 
 
 def test_a_file_and_an_update_keep_it(tmp_path):

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower._util.schema import build
+from gramtower.data.features import Features
 from gramtower.data.ids import index_of, join
 from gramtower.data.matrices import checked
 from gramtower.data.tables import FeatureTable
@@ -316,6 +317,19 @@ class Inputs:
             wanted = {"id": rows, "history": right}.get(part.kind, part.width)
             if part.width != wanted or (part.kind == "history" and side == "right"):
                 check.fail(f"inputs.{side}", f"{part.width} columns of {part.kind}", f"{wanted}")
+
+
+@dataclass(frozen=True)
+class TowerWidths:
+    """Features of both sides of which only the widths are known, to build towers with."""
+
+    left: Features
+    right: Features
+
+    @classmethod
+    def of(cls, left: Inputs, right: Inputs) -> TowerWidths:
+        """Return the widths of what both towers see."""
+        return cls(*(Features("ids", 0, inputs.width, None) for inputs in (left, right)))
 
 
 def history_features(matrix: sp.csr_matrix) -> sp.csr_matrix:

@@ -30,7 +30,16 @@ from gramtower.distributed.partition import Shard
 from gramtower.distributed.shards import Rows, Shards, entity_costs, row_work, spread, unsharded
 from gramtower.metrics.definitions import to_maximise
 from gramtower.model import defaults
-from gramtower.model.feature_spec import Ids, Inputs, feature_width, is_frame, is_path, training_inputs, training_parts
+from gramtower.model.feature_spec import (
+    Ids,
+    Inputs,
+    Part,
+    feature_width,
+    is_frame,
+    is_path,
+    training_inputs,
+    training_parts,
+)
 from gramtower.model.settings import ModelSettings
 
 Numbered = tuple[int | None, int | None]  # see Interactions.numbered
@@ -147,6 +156,23 @@ class FitData:
     def seen(self) -> str:
         """What towers see, for defaults; see :func:`seen_by_towers`."""
         return seen_by_towers(self.inputs)
+
+    @property
+    def ids_suffice(self) -> bool:
+        """Whether linear towers see ids next to tables or matrices, so that training could leave these out.
+
+        Features of new entities are then mapped to id vectors by a regression (model/refinement.py), which has no
+        place for histories.
+        """
+        sides = [inputs for inputs in self.inputs if inputs.described]
+        with_ids = all(any(part.kind == "id" and part.factor == 1 for part in inputs.parts) for inputs in sides)
+        linear = self.hidden == ((), ()) and not self.normalize and self.shards.single
+        return bool(sides) and with_ids and linear and not any(inputs.has_history for inputs in sides)
+
+    def by_ids(self) -> FitData:
+        """Return the same data with towers that see only ids."""
+        left, right = (Inputs((Part("id", size),)) for size in self.shape)
+        return replace(self, inputs=(left, right), features=(None, None), entries=0.0)
 
 
 def seen_by_towers(both: tuple[Inputs, Inputs]) -> str:

@@ -651,6 +651,8 @@ class Selection:
         tried: the points, in the order in which they were tried.
         chosen: the settings that the fit uses, for all pairs.
         note: why nothing was tried, or empty.
+        ids_only: whether the towers learn only from ids, although features were given next to them: these ranked the
+            held-out pairs of known entities no better, and serve to embed new ones.
     """
 
     metric: str
@@ -658,13 +660,15 @@ class Selection:
     tried: list[Tried] = field(default_factory=list)
     chosen: dict[str, Any] = field(default_factory=dict)
     note: str = ""
+    ids_only: bool = False
 
     def __str__(self) -> str:
         """The choice in one line."""
         if not self.tried:
             return f"settings by rule: {self.note}"
         settings = ", ".join(f"{name}={short(value)}" for name, value in self.chosen.items())
-        return f"{settings}, chosen from {len(self.tried)} by {self.metric} on {self.held_out}"
+        ids = "; features only for new entities, as ids rank known ones no worse" if self.ids_only else ""
+        return f"{settings}, chosen from {len(self.tried)} by {self.metric} on {self.held_out}{ids}"
 
     def to_plain(self) -> dict[str, Any]:
         """A dictionary for JSON."""
@@ -679,7 +683,8 @@ class Selection:
         """
         try:
             tried = [Tried(**one) for one in plain["tried"]]
-            return cls(str(plain["metric"]), str(plain["held_out"]), tried, dict(plain["chosen"]), str(plain["note"]))
+            chosen, ids_only = dict(plain["chosen"]), bool(plain.get("ids_only", False))
+            return cls(str(plain["metric"]), str(plain["held_out"]), tried, chosen, str(plain["note"]), ids_only)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{name}: this is not a selection of settings; delete it to choose again") from error
 

@@ -42,11 +42,18 @@ from gramtower.model.fit_parts import (
 )
 from gramtower.model.fitted import CANDIDATES, FittedModel, Selection, pattern_of
 from gramtower.model.penalty_path import HOLDS, HeldOut, select
-from gramtower.model.refinement import least_budget, move_expected_ids
+from gramtower.model.refinement import least_budget, move_expected_ids, with_feature_columns
 from gramtower.model.settings import ModelSettings
 from gramtower.model.side import Side, described
 from gramtower.model.unseen import Unseen, hold_out_entities
-from gramtower.model.warm_start import all_tables, described_features, grown_pairs, refuse_increment, sides_of
+from gramtower.model.warm_start import (
+    all_tables,
+    described_features,
+    grown_pairs,
+    refuse_increment,
+    sides_of,
+    start_from_outputs,
+)
 from gramtower.optim.solvers import as_solver
 from gramtower.training.callbacks import Callback
 from gramtower.training.loop import minimize
@@ -92,28 +99,37 @@ def fit(
             check.fail("refit", True, "False: a partition has its held-out pairs in files of their own")
         if validation is None:
             check.fail("refit", True, "validation as well: a share such as 0.1, or pairs, to find the iterations")
-    path = None
+    path = None if previous is None else previous.path
     if not isinstance(settings.select, bool):
         check.choice("select", settings.select, HOLDS)
     if settings.select and previous is None:
         given = None if validation is None else HeldOut(train, known, held_out, unseen)
         path = _selected(settings, pairs, features, given, checkpoint)
         settings = settings.with_changes(**path.chosen)
+    by_ids = path is not None and path.ids_only
     if not refit:
-        found = _fit(settings, train, known, held_out, previous, checkpoint, history, watchers, unseen)
+        found = _fit(settings, train, known, held_out, previous, checkpoint, history, watchers, unseen, by_ids)
         return replace(found, path=path)
     everything = rejoined(pairs, validation) if train is pairs else pairs
     first_history = None if history is None else validated_history(check.path("history", history))
-    found = _fit(settings, train, known, held_out, previous, checkpoint, first_history, watchers, unseen)
+    found = _fit(settings, train, known, held_out, previous, checkpoint, first_history, watchers, unseen, by_ids)
     if found.reason is Reason.INTERRUPTED:
-        return found
+        return replace(found, path=path)
     count = best_iteration(found)
     if count == 0 and previous is None:  # nobody wants the numbers that were drawn
         warnings.warn("no iteration ranks the validation part better than the start did; one is made", stacklevel=3)
         count = 1
     again = None if checkpoint is None else refit_checkpoint(check.path("checkpoint", checkpoint))
     final = _fit(
-        settings.with_changes(max_iterations=count), everything, features, None, previous, again, history, watchers
+        settings.with_changes(max_iterations=count),
+        everything,
+        features,
+        None,
+        previous,
+        again,
+        history,
+        watchers,
+        ids_only=by_ids,
     )
     reason, message = final.reason, final.message
     if reason is Reason.MAX_ITERATIONS:  # the number of them was found, and how is what there is to say
@@ -185,17 +201,22 @@ def _fit(
     history: str | Path | None,
     callbacks: list[Callback],
     unseen: Unseen | None = None,
+    ids_only: bool = False,
 ) -> FittedModel:
     """One fit, from the arguments to the model."""
     options = settings.solver_options()
     if previous is not None:
         settings = sized_as(settings, previous)
-    data = prepare_data(settings, pairs, *features, validation)
+    whole = prepare_data(settings, pairs, *features, validation)
+    ids_only = ids_only and whole.ids_suffice
+    data = whole.by_ids() if ids_only else whole
     if previous is not None:
         refuse_increment(previous, data)
     with threads_of_fit(is_tiny(settings, data)):
         problem = make_problem(settings, data)
-        towers = make_towers(settings, data, problem, previous)
+        towers = make_towers(settings, data, problem, None if ids_only else previous)
+        if ids_only and previous is not None:
+            start_from_outputs(previous, towers, whole)
         moved = data.refine and _has_room(settings, data, problem.plan(towers).needs.columns)
         measure = make_validation(settings, data, unseen)
         result = minimize(
@@ -212,6 +233,8 @@ def _fit(
         }  # fmt: skip
         del point, problem, measure
         return_memory()
+    if ids_only:
+        data, towers = whole, with_feature_columns(towers, whole)
     move_expected_ids(towers, data, left, right)
     if moved:
         left, right = refined(settings, data, left, right)
@@ -267,7 +290,7 @@ def sized_as(settings: ModelSettings, previous: FittedModel) -> ModelSettings:
     chosen = {} if previous.path is None else previous.path.chosen  # penalties that held-out data chose stay
     return settings.with_changes(
         dim=previous.dim, hidden=previous.hidden, normalize=previous.normalize, activation=previous.activation,
-        **{name: chosen[name] for name in ("l2", "embedding_l2") if name in chosen},
+        **{name: chosen[name] for name in ("l2", "embedding_l2") if name in chosen and getattr(settings, name) is None},
     )  # fmt: skip
 
 

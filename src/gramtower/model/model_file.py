@@ -33,7 +33,6 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower._util.schema import build, fits
-from gramtower.data.features import Features
 from gramtower.data.ids import pack_ids, unpack_ids
 from gramtower.data.matrices import pattern
 from gramtower.distributed import shard_files as shards_file
@@ -45,7 +44,7 @@ from gramtower.engine.towers.mlp import mlp_shapes, undrawn_towers
 from gramtower.engine.towers.parameters import side_of
 from gramtower.engine.towers.towers import Towers
 from gramtower.model import defaults
-from gramtower.model.feature_spec import Inputs
+from gramtower.model.feature_spec import Inputs, TowerWidths
 from gramtower.model.fitted import FittedModel, Selection, pattern_of
 from gramtower.model.settings import REQUIRED, SETTINGS, ModelSettings
 from gramtower.model.side import Side
@@ -59,7 +58,7 @@ _FLOATS, _LIMIT = (torch.float32, torch.float64), 2**31
 _Shape = tuple[int | None, ...]  # None for a length that the content says
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Header:
     """What a file says of its model beside its tensors.
 
@@ -367,14 +366,6 @@ def _table(towers: Towers | None, side: str) -> Tensor:
     return table
 
 
-@dataclass(frozen=True)
-class _Sides:
-    """Features of which only the numbers are known, to build towers with."""
-
-    left: Features
-    right: Features
-
-
 def _activation(header: Header) -> str:
     """That of hidden layers, also in files of before it followed the data."""
     return header.activation or header.params["activation"] or defaults.ACTIVATION
@@ -387,7 +378,7 @@ def _towers(
     if header.own_towers and settings.towers is None:
         return None
     if settings.towers is None:
-        sides = _Sides(*(Features("ids", 0, inputs[side].width, None) for side in ("left", "right")))
+        sides = TowerWidths.of(inputs["left"], inputs["right"])
         hidden = header.hidden[0], header.hidden[1]
         towers = undrawn_towers(sides, hidden, header.dim, _activation(header), header.normalize)
     else:

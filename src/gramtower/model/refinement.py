@@ -40,6 +40,7 @@ tests/test_new_entities.py; benchmarks/bench_new_items.py measures what it does 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,8 +59,10 @@ from gramtower.distributed.shards import Rows
 from gramtower.engine.kernels import select
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.layers import InputLinear
+from gramtower.engine.towers.mlp import undrawn_towers
 from gramtower.engine.towers.parameters import Parameters
 from gramtower.engine.towers.towers import Towers
+from gramtower.model.feature_spec import TowerWidths
 from gramtower.model.fit_data import FitData
 from gramtower.optim.solvers import NewtonKron
 from gramtower.training.loop import minimize
@@ -293,6 +296,16 @@ def move_expected_ids(towers: Towers, data: FitData, left: Tensor, right: Tensor
         if expected is not None and layer is not None:
             power = 0.0 if side == "left" else _power(expected, towers, data, left, right)
             expected.move_(layer, expected.weights(power))
+
+
+def with_feature_columns(towers: Towers, data: FitData) -> Towers:
+    """Return linear towers over ids with further columns, all zero, for the features next to the ids of ``data``."""
+    found = undrawn_towers(TowerWidths.of(*data.inputs), ((), ()), data.dim, data.activation).to(towers.device)
+    for side, inputs in zip(("left", "right"), data.inputs, strict=True):
+        table, wide = getattr(towers, side)[0].weight, getattr(found, side)[0].weight
+        first = sum(part.width for part in itertools.takewhile(lambda part: part.kind != "id", inputs.parts))
+        wide.data.zero_()[first : first + len(table)] = table.detach()
+    return found
 
 
 def _power(expected: ExpectedIds, towers: Towers, data: FitData, left: Tensor, right: Tensor) -> float:

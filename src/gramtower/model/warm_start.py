@@ -21,6 +21,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
+from gramtower.data.features import as_features
 from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions, union
 from gramtower.data.matrices import checked
@@ -30,6 +31,7 @@ from gramtower.engine.towers.towers import Towers
 from gramtower.model.feature_spec import Inputs
 from gramtower.model.fit_data import FitData
 from gramtower.model.fitted import FittedModel
+from gramtower.model.refinement import with_feature_columns
 from gramtower.model.side import Side
 
 
@@ -56,6 +58,16 @@ def carry_over(fitted: FittedModel, towers: Towers, data: FitData) -> None:
             given = f"{name} of shape {tuple(fresh.shape)}"
             check.fail("warm_start", given, f"the shape {tuple(old.shape)} it had before")
     towers.load(after)
+
+
+def start_from_outputs(fitted: FittedModel, towers: Towers, data: FitData) -> None:
+    """Let linear towers over ids start from what a fitted model's towers, which see features too, give for the data."""
+    wide = with_feature_columns(towers, data)
+    carry_over(fitted, wide, data)
+    start = towers.parameters()
+    for side, rows, count in zip(("left", "right"), data.features, data.shape, strict=True):
+        start[towers.local_names(side)["0.weight"]].copy_(wide.embed(side, as_features(side, rows, count)))
+    towers.load(start)
 
 
 def refuse_increment(fitted: FittedModel, data: FitData) -> None:
