@@ -2,6 +2,7 @@
 
     python benchmarks/bench_selection.py --data DATA --out FOLDER            # all sets, three splits
     python benchmarks/bench_selection.py --sets ml1m,amazon-beauty --random 100 --device cpu
+    python benchmarks/bench_selection.py --known --sets ml1m,citeulike --splits 0,1
 
 Each set is split three times. Sets of ids: a fifth of each left entity's pairs is the test part, Recall@20 / NDCG@20.
 Sets with features: a fifth of the entities of one side is new, MAP@5 / Recall@20 (P@1 / P@3 / P@5 of documents).
@@ -9,6 +10,10 @@ Rows are the default, the same by rules (`select=False`), popularity, EASE (of f
 and the best of so many random settings, chosen on the test part as well: the last two are upper bounds, not choices.
 Seconds are those of the fits. Writes FOLDER/selection_DEVICE.json. DATA holds the folders of public sets that
 benchmarks/features/sets.py reads; sets that are not there are left out.
+
+With --known, sets with features are split like those of ids and known entities are ranked: by ids, and by ids next to
+features, both with default settings. Aim: ids next to features rank them no worse than ids do.
+Writes FOLDER/selection_known_DEVICE.json.
 """
 
 from __future__ import annotations
@@ -199,6 +204,42 @@ class Features(Ids):
         }  # fmt: skip
 
 
+class NextToIds(Ids):
+    """A split of the pairs of known entities that have features."""
+
+    def __init__(self, name: str, seed: int, data: Path) -> None:
+        whole = load(name, 0, 0.0, data)
+        self.left, self.right, pairs = whole.left, whole.right, sp.csr_matrix(whole.train)
+        pairs.data[:] = 1
+        self.train, self.test = split(pairs, seed)
+
+    def rows(self, device: str) -> dict[str, Any]:
+        """Metrics and seconds of a model that sees ids, or ids next to features."""
+        both = tuple(None if x is None else ["id", x] for x in (self.left, self.right))
+        seen = {"ids": (None, None), "ids next to features": both}
+        found = {}
+        for name, features in seen.items():
+            start = time.perf_counter()
+            model = gt.TwoTower(device=device).fit(self.train, *features)
+            row = {"seconds": time.perf_counter() - start, "selection": str(model.path_)}
+            found[name] = {"metrics": self.scores(model, device), **row}
+        return found
+
+
+def known(given: argparse.Namespace) -> None:
+    """Measure how known entities are ranked with and without features next to ids."""
+    found: dict[str, Any] = {}
+    for name in given.sets.split(",") if given.sets else WITH_FEATURES:
+        for number in map(int, given.splits.split(",")):
+            part = NextToIds(name, number, given.data)
+            rows = part.rows(given.device)
+            found[f"{name} split {number}"] = {"metrics": list(part.metrics), "rows": rows}
+            for row, of in rows.items():
+                scores = "/".join(f"{x:.4f}" for x in of["metrics"])
+                print(f"{name} {number} {row:22s} {scores} {of['seconds']:.1f} s {of['selection']}", flush=True)
+            write_result(f"selection_known_{given.device}{given.name}", {"sets": found}, given.out)
+
+
 def measured(part: Ids, device: str, random: int, seed: int) -> dict[str, Any]:
     """The rows of one split: metrics, and seconds of fits."""
     rows: dict[str, Any] = {name: {"metrics": row} for name, row in part.baselines(device).items()}
@@ -240,8 +281,11 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--name", default="", help="part of the result's name, for runs side by side")
+    parser.add_argument("--known", action="store_true", help="rank known entities by ids next to features")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
+    if given.known:
+        return known(given)
     every = [*IDS, *ALSO_IDS, *(f"{name}+features" for name in (*WITH_FEATURES, *GRAPHS))]
     found: dict[str, Any] = {}
     for name in given.sets.split(",") if given.sets else every:

@@ -140,7 +140,44 @@ def test_ids_next_to_features_hold_out_pairs_and_rank_known_entities_as_well_as_
     both = small().fit(split.train, ["id", left], ["id", right])
     assert "pairs of" in both.path_.held_out
     assert both.hidden_ == ((), ())
-    assert both.evaluate(split.test)["ndcg@20"] > 0.9 * ids.evaluate(split.test)["ndcg@20"]  # of 400 entities
+    assert not both.path_.ids_only
+    assert both.evaluate(split.test)["ndcg@20"] > ids.evaluate(split.test)["ndcg@20"]
+
+
+def random_features(pairs, width=40):
+    """Features that say nothing about the entities of both sides."""
+    rng = np.random.default_rng(1)
+    return [sp.csr_matrix((rng.random((size, width)) < 0.2).astype(np.float32)) for size in pairs.shape]
+
+
+def test_ids_next_to_features_that_say_nothing_rank_known_entities_exactly_as_ids_do(tmp_path):
+    left, right = random_features(faint())
+    split = per_user(gt.Interactions.from_matrix(faint()), 0.2, seed=0)
+    ids = small().fit(split.train)
+    both = small().fit(split.train, ["id", left], ["id", right])
+    assert both.path_.ids_only
+    assert "features only for new entities" in repr(both)
+    assert both.embedding_l2_ == ids.embedding_l2_
+    assert both.evaluate(split.test)["ndcg@20"] == ids.evaluate(split.test)["ndcg@20"]
+    both.save(tmp_path / "m")
+    loaded = gt.load(tmp_path / "m")
+    assert loaded.path_ == both.path_
+    new = random_features(faint())[1][:3]
+    np.testing.assert_allclose(loaded.embed(right_features=new), both.embed(right_features=new))
+    assert np.abs(loaded.embed(right_features=new)).max() > 1e-4  # by a regression of id vectors on features
+
+
+def test_an_update_of_ids_next_to_features_goes_on_from_known_vectors_and_keeps_the_penalty_twice():
+    pairs = gt.Interactions.from_matrix(faint())
+    left, right = random_features(faint())
+    model = small().fit(pairs, ["id", left], ["id", right])
+    assert model.path_.ids_only
+    before, penalty = model.embed(side="right"), model.embedding_l2_
+    for user in (0, 1):
+        model.update(gt.Interactions.from_arrays([user], [5]), ["id", left], ["id", right], iterations=0)
+    assert model.path_.ids_only
+    assert model.embedding_l2_ == penalty
+    np.testing.assert_allclose(model.embed(side="right"), before, atol=1e-4)
 
 
 def test_a_model_file_keeps_the_path_and_updates_keep_its_penalty(tmp_path):
@@ -151,6 +188,8 @@ def test_a_model_file_keeps_the_path_and_updates_keep_its_penalty(tmp_path):
     assert loaded.path_ == model.path_
     assert loaded.get_params() == model.get_params()
     loaded.update(gt.Interactions.from_arrays([0, 1], [5, 7]))
+    assert loaded.embedding_l2_ == model.embedding_l2_
+    loaded.update(gt.Interactions.from_arrays([0, 1], [8, 9]))
     assert loaded.embedding_l2_ == model.embedding_l2_
 
 

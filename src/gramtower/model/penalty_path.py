@@ -15,6 +15,10 @@ and take a fraction of a fit's iterations. Networks over features start from scr
 end elsewhere; they are narrower than those of the fit, and the rule's value stays if it is within one standard error of
 the best. Where features describe both sides, linear and normalised towers are compared at the rule's value first.
 
+Where features are given next to ids, the path is that of ids. Then a fit of ids and one of both, at the best penalty,
+rank the held-out pairs: features take part in training if they gain two standard errors. Otherwise known entities are
+ranked as by ids, and features serve only to embed new ones (refinement.py).
+
 More pairs want a weaker penalty on embeddings: μ is multiplied by the share of pairs that was kept.
 From 5 million pairs on, a sample of the left entities is enough to choose by.
 Cost: four to six points, each a third to a half of a fit.
@@ -68,6 +72,7 @@ _STEPS, _FEW_STEPS = 6, 2  # points of a path in one direction: of towers over i
 _FIRST, _NEXT = 0.5, 0.25  # of a fit's iterations: from scratch, and from another point
 _NARROW = {"cpu": 512, "cuda": 1024}  # hidden units of towers over features that are compared
 _WHOLE = 0.3  # power of the share of a sample that μ is multiplied by
+_SURE = 2.0  # standard errors by which features next to ids must gain to take part in training
 _PAIRS = 5_000_000  # from which on a sample of the left entities is enough to choose by
 
 
@@ -126,9 +131,15 @@ def select(settings: ModelSettings, pairs: Any, features: tuple[Any, Any], given
     if count < _LEAST:
         return Selection(settings.metric, part.text, note=_too_few(count))
     with threads_of_fit(is_tiny(settings, data)):
-        search = _Search(settings, data, part.unseen, names)
+        by_ids = data.ids_suffice and part.unseen is None and settings.towers is None
+        search = _Search(settings, data.by_ids() if by_ids else data, part.unseen, names)
         best, scale = search.run()
-    tried = [Tried(point.settings, point.metric, point.standard_error) for point in search.points]
+        searches = [search]
+        if by_ids and best is not None:
+            searches.append(_Search(settings, data, None, names))
+            alone, joint = (one.point(_Shape({}, one.data), best.exponent, None, 1.0) for one in searches)
+            by_ids = joint.metric - alone.metric <= _SURE * search.error(joint, alone)
+    tried = [Tried(point.settings, point.metric, point.standard_error) for one in searches for point in one.points]
     if best is None:
         return Selection(settings.metric, part.text, tried, note=f"{settings.metric} is the same for all")
     chosen = {**best.shape.changes}
@@ -139,7 +150,7 @@ def select(settings: ModelSettings, pairs: Any, features: tuple[Any, Any], given
     if "embedding_l2" in names:
         more = part.kept * part.sample**_WHOLE
         chosen["embedding_l2"] = search.problem.embedding_l2 * scale * more
-    return Selection(settings.metric, part.text, tried, chosen)
+    return Selection(settings.metric, part.text, tried, chosen, ids_only=by_ids)
 
 
 def _too_few(count: int) -> str:
@@ -388,15 +399,19 @@ class _Search:
         activation = defaults.default_activation(normalize) if settings.activation is None else settings.activation
         return replace(data, hidden=hidden, dim=dim, normalize=normalize, activation=activation)
 
-    def point(self, shape: _Shape, exponent: float, start: Parameters | None) -> _Point:
-        """Fit towers of a shape at a multiple of the rule's penalties; those over ids from a start, if there is one."""
+    def point(self, shape: _Shape, exponent: float, start: Parameters | None, share: float | None = None) -> _Point:
+        """Fit towers of a shape at a multiple of the rule's penalties; those over ids from a start, if there is one.
+
+        They take a share of a fit's iterations, by default that of a path.
+        """
         settings, problem = self.settings, self.problem
         values = {name: getattr(self.problem, name) * self.factor**exponent for name in self.names}
         problem = problem.with_penalties(**{"l2": problem.l2, "embedding_l2": problem.embedding_l2, **values})
         towers = make_towers(settings, shape.data, problem)
         if self.warm and start is not None:
             towers.load(start)
-        share = 1.0 if not self.warm else _FIRST if start is None else _NEXT
+        if share is None:
+            share = 1.0 if not self.warm else _FIRST if start is None else _NEXT
         count = max(1, round(share * iterations(settings, shape.data, problem, towers)))
         result = minimize(problem, towers, self.solver, count, seed=settings.seed)
         if result.reason is Reason.INTERRUPTED:
