@@ -29,11 +29,11 @@ GUARDED = {
     "experiments/tuning/study.py": {"optuna"},  # by open_study, which makes what the rest works on
     "engine/kernels/programs.py": {"triton"},  # by select, which warns
     "demo.py": {"matplotlib"},  # says how to get the picture
-    "data/part_worker.py": {"polars"},  # by part_reading, whose processes run it
 }
 #: package → (what is run without it, the beginning of what is said)
 USES = {
     "polars": ("gt.Interactions.from_frame({'u': [1], 'i': [2]}, 'u', 'i')", "reading tables needs polars"),
+    "pyarrow": ("gt.Interactions.from_parquet(sys.executable, 'u', 'i')", "reading Parquet files needs pyarrow"),
     "optuna": ("gt.TwoTower().tune(pairs)", "tuning needs optuna"),
     "rich": ("gt.TwoTower(max_iterations=1).fit(pairs, callbacks=[bar()])", "this callback needs rich"),
     "matplotlib": ("draw_comparison(Comparison)", "drawing needs matplotlib"),
@@ -65,7 +65,7 @@ def extras():
         if extra in ("dev", "docs", "release"):
             continue
         for text in needs:
-            name = re.match(r"[A-Za-z0-9_-]+", text)[0]
+            name = re.match(r"[A-Za-z0-9_.-]+", text)[0]
             if name != "gramtower":
                 yield NAMES.get(name, name), extra
 

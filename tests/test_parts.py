@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from contextlib import nullcontext
 from datetime import date
@@ -12,10 +13,12 @@ import torch
 
 from gramtower._util import host
 from gramtower._util.checks import LeftOutWarning
-from gramtower.data import part_stream, part_worker, parts
+from gramtower.data import parquet
 from gramtower.data.interactions import Interactions
 
 pl = pytest.importorskip("polars", reason="reading tables needs polars")
+pyarrow = pytest.importorskip("pyarrow", reason="reading Parquet needs pyarrow")
+pytest.importorskip("pyarrow.parquet", reason="reading Parquet needs pyarrow")
 
 ROWS = 4000
 
@@ -68,7 +71,7 @@ READ = {
 
 @pytest.mark.parametrize("kind", READ)
 def test_a_folder_gives_the_pairs_of_one_file(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(part_stream, "STEP", 900)
+    monkeypatch.setattr(parquet, "STEP", 900)
     frame = table().with_columns(pl.when(pl.col("rating") == 2).then(None).otherwise(pl.col("rating")).alias("rating"))
     folder = write(tmp_path / "parts", frame)
     with pytest.warns(LeftOutWarning) if READ[kind] else nullcontext():
@@ -79,7 +82,7 @@ def test_a_folder_gives_the_pairs_of_one_file(kind, tmp_path, monkeypatch):
 
 
 def test_ids_of_every_kind_and_any_number_of_workers_give_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(part_stream, "STEP", 600)
+    monkeypatch.setattr(parquet, "STEP", 600)
     frame = table().select(
         pl.col("user").cast(pl.Categorical), pl.col("item").cast(pl.Float64).floor().mod(97).alias("item")
     )
@@ -94,17 +97,22 @@ def test_ids_of_every_kind_and_any_number_of_workers_give_the_same(tmp_path, mon
         torch.set_num_threads(before)
 
 
-def test_text_goes_from_worker_to_reader_as_it_is_unless_it_is_long_or_missing(monkeypatch):
-    column = pl.Series(["ü", "", "bc", "ü"])
-    codes, text, lengths = part_worker._arrays(column, plain=True)
-    assert (len(codes), bytes(text).decode(), lengths.tolist()) == (0, "übcü", [2, 0, 2, 2])
-    coded = [0, 1, 2, 0], "übc", [2, 0, 2]
-    gap = pl.Series(["ü", "", "bc", "ü", None])
-    for series, plain, longest in ((column, False, 100), (column, True, 5), (gap, True, 100)):
-        monkeypatch.setattr(part_worker, "_LONG", longest)
-        codes, text, lengths = part_worker._arrays(series, plain)
-        assert (codes[:4].tolist(), bytes(text).decode(), lengths.tolist()) == coded
-        assert codes[4:].tolist() == [2**32 - 1] * (len(series) - 4)
+def test_text_is_the_same_with_and_without_a_dictionary_in_the_file(tmp_path):
+    frame = table()
+    for name, coded in (("plain", False), ("coded", True)):
+        (tmp_path / name).mkdir()
+        pyarrow.parquet.write_table(frame.to_arrow(), tmp_path / name / "p.parquet", use_dictionary=coded)
+        same(Interactions.from_parquet(tmp_path / name, "user", "item"), Interactions.from_frame(frame, "user", "item"))
+        read = Interactions.from_parquet(tmp_path / name / "p.parquet", "user", "item")
+        same(read, Interactions.from_frame(frame, "user", "item"))
+
+
+def test_a_long_text_in_many_rows_takes_its_memory_once(tmp_path):
+    users = pyarrow.DictionaryArray.from_arrays(np.arange(4000, dtype=np.int32) % 2, ["x" * 10_000_000, "y"])
+    given = pyarrow.table({"user": users, "item": range(4000)})  # 20 GB without codes
+    pyarrow.parquet.write_table(given, tmp_path / "p.parquet", store_schema=False, dictionary_pagesize_limit=1 << 30)
+    for path in (tmp_path, tmp_path / "p.parquet"):
+        assert Interactions.from_parquet(path, "user", "item").shape == (2, 4000)
 
 
 def test_ids_too_long_to_be_sent_as_they_are_give_the_same(tmp_path):
@@ -181,13 +189,16 @@ def test_a_part_that_cannot_be_read_is_named(tmp_path):
         refused(folder, rf"path: got .*part-00003\.snappy\.parquet, {why}")
 
 
-def test_a_part_that_ends_its_worker_is_named(tmp_path, monkeypatch):
-    folder, program = write(tmp_path / "parts", table()), tmp_path / "worker.py"
-    text = part_stream._PROGRAM.read_text()
-    program.write_text(text.replace('names = list(dict.fromkeys(request["columns"]))', "os.abort()", 1))
-    assert program.read_text() != text
-    monkeypatch.setattr(part_stream, "_PROGRAM", program)
-    refused(folder, r"part-00000\.snappy\.parquet, which cannot be read \(it ends the process that reads it\)")
+def test_a_part_with_fewer_rows_than_it_declares_is_named(tmp_path, monkeypatch):
+    folder = write(tmp_path / "parts", table())
+    read = parquet._describe
+
+    def more(part, choices):
+        found = read(part, choices)
+        return dataclasses.replace(found, rows=found.rows + 1) if "00003" in part.name else found
+
+    monkeypatch.setattr(parquet, "_describe", more)
+    refused(folder, r"part-00003\.snappy\.parquet, which cannot be read .*declares 2")
 
 
 @pytest.mark.parametrize(
@@ -236,12 +247,12 @@ def test_a_folder_that_changes_while_it_is_read_is_refused(tmp_path):
     def more(_):
         (folder / "part-9.parquet").write_bytes(b"x")
 
-    refused(folder, r"part-00000\.snappy\.parquet, which was written to while it was read", progress=touched)
-    refused(folder, r"part-9\.parquet, which came while it was read", progress=more)
-    listed = parts.list_parts(folder)
+    refused(folder, r"part-00000\.snappy\.parquet, which was written to while", progress=touched)
+    refused(folder, r"part-9\.parquet, which was added while", progress=more)
+    listed = parquet.list_parts(folder)
     (folder / "part-9.parquet").unlink()
     with pytest.raises(ValueError, match=r"part-9\.parquet"):
-        parts.check_unchanged(folder, listed)
+        parquet.check_unchanged(folder, listed)
 
 
 def test_folders_that_are_none_of_parts_are_refused(tmp_path):
@@ -260,7 +271,6 @@ def test_folders_that_are_none_of_parts_are_refused(tmp_path):
 
 def test_more_rows_than_memory_are_refused_before_they_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(host, "memory_size", lambda: 10_000)
-    monkeypatch.setattr(part_stream, "_OVERHEAD", 1 << 40)
     refused(write(tmp_path / "parts", table()), r"parts with 4,000 rows, expected rows that fit in memory")
 
 
@@ -273,12 +283,12 @@ def test_the_error_of_a_callback_ends_the_reading(tmp_path):
 
 
 def test_which_folders_are_taken_for_parts(tmp_path):
-    assert not parts.is_parts(tmp_path)
+    assert not parquet.is_parts(tmp_path)
     write(tmp_path / "parts" / "day=1", table(rows=10), cuts=(0,))
-    assert parts.is_parts(tmp_path / "parts")
-    assert not parts.is_parts(tmp_path / "parts" / "day=1" / "part-00000.snappy.parquet")
+    assert parquet.is_parts(tmp_path / "parts")
+    assert not parquet.is_parts(tmp_path / "parts" / "day=1" / "part-00000.snappy.parquet")
     (tmp_path / "parts" / "ratings.csv").write_text("")
-    assert not parts.is_parts(tmp_path / "parts")
+    assert not parquet.is_parts(tmp_path / "parts")
 
 
 def test_fit_reads_a_folder_and_says_how_far_it_is(tmp_path, capsys, monkeypatch):

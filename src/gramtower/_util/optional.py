@@ -11,6 +11,8 @@ from typing import Any
 #: Package, by the name it is imported under → the extra of ours that brings it.
 EXTRAS = {
     "polars": "io",
+    "pyarrow": "io",
+    "backports.zstd": "io",
     "cyclopts": "cli",
     "rich": "cli",
     "matplotlib": "plots",

@@ -22,13 +22,13 @@ from gramtower.cli.output import note
 from gramtower.data import readers
 from gramtower.data.frames import separator_of, suffix_of
 from gramtower.data.interactions import Interactions
-from gramtower.data.parts import is_parts
+from gramtower.data.parquet import is_parts
 from gramtower.data.readers.mediawiki import is_mediawiki, mediawiki_links
 from gramtower.data.readers.ratings import is_netflix, netflix
 from gramtower.data.sources import holds, opened
 
 if TYPE_CHECKING:
-    from gramtower.data.part_reading import ReadingProgress
+    from gramtower.data.parquet import ReadingProgress
 
 _DATA = Parameter(name="*", group=Group("Data", sort_key=1))
 _ROLES = ("left", "right", "value", "weight", "time")

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,14 +22,15 @@ import numpy as np
 from gramtower._util import checks as check
 from gramtower._util import host
 from gramtower._util.optional import need
-from gramtower.data import sources, trial
-from gramtower.data.sources import BOM, PACKED, Budget, existing, reading
+from gramtower.data import sources
+from gramtower.data.sources import BOM, PACKED, existing, reading
 
 if TYPE_CHECKING:
     from polars import DataFrame, Series
 
 
 Column = str | int  # by name, or by position from 0
+_BATCH = 1 << 19  # rows of a Parquet file that are read at a time
 _EXPLAINED = 1 << 26  # bytes of a file that is searched for its first fault
 Choice = tuple[str, Column]  # an argument, for errors, and the column it chose
 
@@ -36,6 +38,12 @@ Choice = tuple[str, Column]  # an argument, for errors, and the column it chose
 def polars() -> Any:
     """The polars module, or an error that says how to get it."""
     return need("polars", "reading tables")
+
+
+def arrow() -> Any:
+    """The pyarrow module with its Parquet reader, or an error that says how to get it."""
+    need("pyarrow.parquet", "reading Parquet files")
+    return need("pyarrow", "reading Parquet files")
 
 
 def suffix_of(path: Path) -> str:
@@ -51,14 +59,9 @@ def separator_of(path: Path) -> str:
     return "\t" if suffix_of(path) == ".tsv" else ","
 
 
-def content(path: Path, encoding: str = "utf8") -> bytes:
-    """The bytes of a file, decompressed: .gz, .xz, .bz2 and, of UTF-8 text, .zst."""
-    return _unzstd(path, encoding) if sources.packing(path) == ".zst" else sources.content(path)
-
-
 def text_bytes(path: Path, encoding: str) -> bytes:
     """The text of a file as UTF-8 without a byte order mark, decompressed."""
-    return _as_utf8(path, content(path, encoding), encoding)
+    return _as_utf8(path, sources.content(path), encoding)
 
 
 def _as_utf8(where: Path | str, data: bytes, encoding: str) -> bytes:
@@ -71,34 +74,12 @@ def _as_utf8(where: Path | str, data: bytes, encoding: str) -> bytes:
     return data.removeprefix(BOM)
 
 
-def _unzstd(path: Path, encoding: str) -> bytes:
-    """Decompressed by polars: the file as a table of one column without separator, then lines again."""
-    _check_zst(path, encoding)
-    form = {"has_header": False, "separator": "\x01", "quote_char": None, "infer_schema": False, "glob": False}
-    with reading(path):
-        table = polars().read_csv(path.absolute(), **form)
-        if table.width > 1:
-            check.fail("path", f"{path}, which has a byte 1 in it", "text")
-    return ("\n".join(table.to_series(0).fill_null("").to_list()) + "\n").encode()
-
-
-def _check_zst(path: Path, encoding: str) -> None:
-    """Refuses a .zst file that polars, which decompresses it whole, cannot or must not read."""
-    if not sources.is_utf8(encoding):
-        check.fail("encoding", repr(encoding), f"utf8 for a .zst file; decompress {path} first")
-    Budget(path, host.memory_size() // 4).take(sources.zst_size(path))
-
-
 def _source(path: Path, encoding: str) -> Path | bytes:
-    """What polars is given: the file itself where it is UTF-8, plain or .zst, otherwise its text."""
-    packed = sources.packing(path)
-    if packed not in ("", ".zst") or not sources.is_utf8(encoding):
+    """What polars is given: the file itself if it is plain UTF-8, otherwise its text."""
+    if sources.packing(path) or not sources.is_utf8(encoding):
         return text_bytes(path, encoding)
-    if packed:
-        _check_zst(path, encoding)
-    else:
-        with path.open("rb") as stream:
-            sources.refuse_utf16(path, stream.read(2))
+    with path.open("rb") as stream:
+        sources.refuse_utf16(path, stream.read(2))
     return path.absolute()  # polars would take a ~ at the beginning for the home folder
 
 
@@ -239,18 +220,89 @@ def _fault(given: Path | bytes, separator: str, quote: str | None, comment: str 
     return ""
 
 
-def read_parquet(path: Path, choices: Sequence[Choice] | None, label: str = "path") -> list[Series]:
-    """Some columns of a Parquet file; None for all."""
+@contextmanager
+def parquet_file(label: str, path: Path, texts: Sequence[str] = ()) -> Iterator[Any]:
+    """Open a Parquet file with pyarrow; errors of the file name it.
+
+    pyarrow raises where polars, on some damaged files, ends the process ("memory allocation of … bytes failed"). Do not
+    ask it for the metadata of single columns, ``metadata.row_group(0).column(0)``: that ends the process, too.
+
+    Args:
+        label: the argument that holds the path.
+        path: the file.
+        texts: columns of text, which are read as distinct texts and a code for each row: a small file may repeat a long
+            text many times.
+    """
+    pa = arrow()
+    try:
+        with pa.parquet.ParquetFile(path.absolute(), read_dictionary=list(texts), buffer_size=1 << 20) as file:
+            if len(set(file.schema_arrow.names)) < len(file.schema_arrow.names):
+                check.fail(label, f"{path}, which has two columns of one name", "column names that differ")
+            yield file
+    except (pa.ArrowException, OSError, UnicodeDecodeError, MemoryError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        check.fail(label, f"{path}, which cannot be read ({reason})", "a Parquet file")
+
+
+def parquet_batches(file: Any, names: Sequence[str], rows: int, threads: bool = False) -> Iterator[Any]:
+    """Yield the batches of some columns of an open Parquet file, checked so that their buffers can be trusted."""
+    for batch in file.iter_batches(rows, columns=list(dict.fromkeys(names)), use_threads=threads):
+        batch.validate(full=True)
+        yield batch
+
+
+def as_series(name: str, array: Any) -> Series:
+    """An Arrow array as a polars column."""
+    return cast("Series", polars().from_arrow(array)).alias(name)
+
+
+def polars_type(kind: Any) -> Any:
+    """The polars type of an Arrow type; Unknown if there is none."""
+    pl, pa = polars(), arrow()
+    try:
+        return as_series("", pa.array([], kind)).dtype
+    except (TypeError, ValueError, NotImplementedError, pl.exceptions.PolarsError, pa.ArrowException):
+        return pl.Unknown()
+
+
+def is_text(kind: Any) -> bool:
+    """Whether a polars type is text."""
     pl = polars()
+    return kind.base_type() in (pl.String, pl.Categorical, pl.Enum)  # a categorical type of a file is not equal to all
+
+
+def read_parquet(path: Path, choices: Sequence[Choice] | None, label: str = "path") -> list[Series]:
+    """Read some columns of a Parquet file; None for all."""
     with reading(path, label):
-        chosen = None if choices is None else [column for _, column in choices]
-        present, rows = trial.columns_and_rows(label, path, chosen)
-        names = present if choices is None else pick_all(choices, present)
+        with parquet_file(label, path) as file:
+            schema, rows = file.schema_arrow, file.metadata.num_rows
+        names = list(schema.names) if choices is None else pick_all(choices, schema.names)
         if 8 * rows * len(names) > host.memory_size():
             check.fail(label, f"{path} with {rows:,} rows", "a table that fits in memory")
-        wanted = _in_order(names, present)
-        table = pl.read_parquet(path.absolute(), columns=wanted, glob=False, hive_partitioning=False)
-        return [table[name] for name in names]
+        pl = polars()
+        types = {name: polars_type(schema.field(name).type) for name in names}
+        pieces: dict[str, list[Series]] = {name: [] for name in names}
+        with parquet_file(label, path, [name for name, kind in types.items() if kind == pl.String]) as file:
+            for batch in parquet_batches(file, names, _BATCH, threads=True):
+                for name, found in pieces.items():
+                    found.append(_decoded(name, batch.column(name)))
+        if names and sum(map(len, pieces[names[0]])) != rows:
+            check.fail(label, f"{path}, which cannot be read (it does not have {rows:,} rows)", "a Parquet file")
+        made = {name: pl.concat(found) if found else pl.Series(name, [], types[name]) for name, found in pieces.items()}
+        for name, kind in types.items():
+            if kind.base_type() in (pl.Categorical, pl.Enum):
+                made[name] = made[name].cast(pl.Categorical)
+        return [made[name] for name in names]
+
+
+def _decoded(name: str, array: Any) -> Series:
+    """A column of a batch; text stored as codes shares the memory of its distinct texts."""
+    if not hasattr(array, "dictionary"):
+        return as_series(name, array)
+    codes = as_series(name, array.indices).cast(polars().UInt32)
+    return as_series(name, array.dictionary).gather(codes)
 
 
 def read_frame(name: str, path: Path) -> DataFrame:
@@ -403,7 +455,9 @@ def seconds(name: str, column: Series) -> Series:
             except pl.exceptions.PolarsError:
                 given = f"{_no_date(sample)!r} in column {column.name!r}"
                 check.fail(name, given, "numbers, or dates such as 2020-01-31, written alike in all rows")
-    if column.dtype in (pl.Date, pl.Datetime):
+    if column.dtype == pl.Date:
+        return column.cast(pl.Int32).cast(pl.Float64) * 86400
+    if column.dtype == pl.Datetime:
         return column.cast(pl.Datetime("us")).cast(pl.Int64).cast(pl.Float64) / 1e6
     return numbers(name, column)
 

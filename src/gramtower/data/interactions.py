@@ -49,7 +49,7 @@ from gramtower.data.sources import PathLike, existing, reading
 if TYPE_CHECKING:
     import polars as pl
 
-    from gramtower.data.part_reading import ReadingProgress
+    from gramtower.data.parquet import ReadingProgress
 
 
 _SHOWN = 5  # pairs in a notebook
@@ -188,18 +188,18 @@ class Interactions:
         same_entities: bool | None = None,
         progress: Callable[[ReadingProgress], None] | None = None,
     ) -> Interactions:
-        """Pairs from a Parquet file, or in a stream from a folder of Parquet parts; arguments as in :meth:`from_csv`.
+        """Read pairs from a Parquet file, or in a stream from a folder of Parquet parts.
 
-        The parts of a folder (data/parts.py says which files these are) are read in order of their names, in little
-        more memory than the result's, and 100 to 200 MB in each of as many worker processes as torch has threads.
-        Folders called key=value give a column ``key``; a row without an id is an error. ``progress`` is called after
-        each piece of a folder, in any thread, with a :class:`gramtower.data.part_reading.ReadingProgress`.
+        The arguments are those of :meth:`from_csv`. The parts of a folder (data/parquet.py says which files these are)
+        are ordered by name and read batch by batch, in little more memory than the result takes. Folders called
+        key=value give a column ``key``; a row without an id is an error. ``progress`` is called after each batch of a
+        folder, in any thread, with a :class:`gramtower.data.parquet.ReadingProgress`.
         """
         rule = Rule.of(threshold, labels, duplicates, value)
         texts, others = _choices(left, right, value, weight, time)
         source = existing("path", path, folder=True)
         if source.is_dir():
-            from gramtower.data.part_reading import read_folder  # compiled by numba
+            from gramtower.data.parquet import read_folder
 
             fields, *names = read_folder(source, texts + others, rule, progress)
             return cls(**vars(fields), left_name=names[0], right_name=names[1], same_entities=same_entities)

@@ -23,6 +23,7 @@ import lzma
 import os
 import re
 import struct
+import sys
 import tarfile
 import tomllib
 import zipfile
@@ -34,10 +35,18 @@ from typing import IO, Any, NoReturn
 
 from gramtower._util import checks as check
 from gramtower._util import host
+from gramtower._util.optional import need
 
 PathLike = str | os.PathLike[str]
-OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-PACKED = (*OPENERS, ".zst")  # endings of compressed files; polars decompresses .zst
+
+
+def _open_zst(file: Any, mode: str = "rb") -> Any:
+    module = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+    return need(module, "reading .zst files", module).open(file, mode)
+
+
+OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": _open_zst}
+PACKED = tuple(OPENERS)  # endings of compressed files
 CHUNK = 1 << 23
 BOM = b"\xef\xbb\xbf"
 _BEGINNINGS = {  # of compressed files, whatever they are called
@@ -86,9 +95,10 @@ def reading(path: PathLike, name: str = "path") -> Iterator[None]:
     except _BELOW as error:
         _refuse(name, path, error, "is damaged or cut short")
     except BaseException as error:  # a panic of polars is no Exception
-        if not any(kind.__name__ in ("PolarsError", "PanicException") for kind in type(error).__mro__):
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        if not kinds & {"PolarsError", "PanicException", "ZstdError"}:
             raise
-        _refuse(name, path, error, "cannot be read")
+        _refuse(name, path, error, "is damaged or cut short" if "ZstdError" in kinds else "cannot be read")
 
 
 def _refuse(name: str, path: PathLike, error: BaseException, how: str) -> NoReturn:
@@ -183,11 +193,8 @@ class Metered:
 
 @contextmanager
 def opened(path: Path, most: int | None = None) -> Iterator[Metered]:
-    """A file to read from, decompressed by its first bytes: .gz, .xz, .bz2."""
-    kind = packing(path)
-    if kind == ".zst":
-        check.fail("path", f"{path}, which is .zst", "plain, .gz, .xz or .bz2")
-    with reading(path), OPENERS.get(kind, open)(path, "rb") as stream:
+    """Open a file, decompressed by its first bytes: .gz, .xz, .bz2, .zst."""
+    with reading(path), OPENERS.get(packing(path), open)(path, "rb") as stream:
         yield Metered(stream, Budget(path, most))
 
 
@@ -198,37 +205,6 @@ def content(path: Path) -> bytes:
         while piece := stream.read():
             buffer.write(piece)
     return buffer.getvalue()
-
-
-def zst_size(path: Path) -> int:
-    """An upper bound of what a .zst file decompresses to, from the headers of its frames and blocks.
-
-    Layout: RFC 8878. A block becomes at most 128 KiB; those of one repeated byte and of plain bytes say their size.
-    """
-    total, size = 0, path.stat().st_size
-    with reading(path), path.open("rb") as stream:
-        while stream.tell() < size:
-            magic = stream.read(4)
-            if magic[1:] == b"\x2a\x4d\x18" and 0x50 <= magic[0] <= 0x5F:
-                stream.seek(int.from_bytes(stream.read(4), "little"), os.SEEK_CUR)
-                continue
-            if magic != b"\x28\xb5\x2f\xfd":
-                raise EOFError(f"no frame at byte {stream.tell() - len(magic)}")
-            descriptor = stream.read(1)[0] if stream.tell() < size else 0
-            single = descriptor >> 5 & 1
-            sizes = (single, 2, 4, 8)[descriptor >> 6]
-            stream.seek((0 if single else 1) + (0, 1, 2, 4)[descriptor & 3] + sizes, os.SEEK_CUR)
-            last = False
-            while not last:
-                header = stream.read(3)
-                if len(header) < 3:
-                    raise EOFError("it ends inside a frame")
-                word = int.from_bytes(header, "little")
-                last, kind, length = bool(word & 1), word >> 1 & 3, word >> 3
-                total += 1 << 17 if kind == 2 else length
-                stream.seek(1 if kind == 1 else length, os.SEEK_CUR)
-            stream.seek(4 if descriptor & 4 else 0, os.SEEK_CUR)
-    return total
 
 
 def is_utf8(encoding: str) -> bool:
@@ -292,7 +268,7 @@ _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # others decompress a who
 
 
 def read_pieces(path: Path) -> Iterator[bytes]:
-    """The bytes of a file, decompressed: .gz, .xz, .bz2.
+    """Yield the bytes of a file, decompressed: .gz, .xz, .bz2, .zst.
 
     Raises:
         ValueError: if the file ends too early, is not what its ending says, or explodes.

@@ -105,14 +105,14 @@ def _movielens_file(path: PathLike, table: str) -> tuple[str, bytes]:
     stems = r"(ratings\w*|u)" if table == "ratings" else table
     archive = place.is_dir() or zipfile.is_zipfile(place)
     if not archive:
-        return place.name, frames.content(place)
+        return place.name, sources.content(place)
     found = members(place, re.compile(stems + _ENDING, re.IGNORECASE))
     if not found:
         listing = ", ".join(members(place, re.compile(".*"))[:20]) or "nothing"
         kind = "folder" if place.is_dir() else "zip"
         check.fail("path", f"{place}, which holds {listing}", f"a {kind} with {table}.dat or {table}.csv")
     if place.is_dir():
-        return found[0], frames.content(place / found[0])
+        return found[0], sources.content(place / found[0])
     return found[0], b"".join(read_members(place, found[:1], most=host.memory_size() // 4)).rstrip(b"\r\n")
 
 

@@ -1,0 +1,424 @@
+"""Pairs from a folder of Parquet parts, as Spark, DuckDB or polars write it, read in a stream.
+
+Parts are the files ending in .parquet or .pq at any depth, in sorted order of their paths below the folder. Names that
+begin with ``_`` or ``.`` and those ending in .crc are what writers leave next to them (``_SUCCESS``, ``_metadata``,
+``_temporary``) and are skipped. Any other file is refused, and so is a Delta table, whose log says which parts still
+count. A folder called ``key=value`` gives every row below it a column ``key``, as Hive does.
+
+Threads read one part each, batch by batch, and turn its ids into numbers as they come. Memory: 8 bytes for each row
+that is kept (its two ids as numbers; 4 more for each value or weight, 8 for a time), the table of distinct ids
+(data/interning.py), and one batch per thread. The matrix takes as much or more and is built from these arrays nearly
+in place (data/grouping.py). Ids are numbered in order of first appearance, and parts are ordered by name, so the
+result equals that of the same rows in one file, for any number of threads.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gramtower._util import checks as check
+from gramtower._util import host
+from gramtower._util.torch_runtime import parallel_for
+from gramtower.data import frames
+from gramtower.data.frames import Choice
+from gramtower.data.ids import integers
+from gramtower.data.merge import Fields, Rule, check_rows
+from gramtower.data.sources import reading
+
+if TYPE_CHECKING:  # compiled by numba
+    from gramtower.data.grouping import Piece
+    from gramtower.data.interning import Table
+
+STEP = 1 << 19  # rows of a batch
+_ENDINGS = (".parquet", ".pq")
+_TABLES = (".csv", ".tsv", ".dat", ".data", ".txt")  # of the folders that public data sets come in
+_NULL = "__HIVE_DEFAULT_PARTITION__"
+_EXPECTED = "a folder of Parquet parts"
+_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")
+_WITHIN = 40  # bits of a place that hold the row within its part
+_OTHERS = ("value", "weight", "time")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One file.
+
+    Attributes:
+        path: where it is.
+        name: its path below the folder, with slashes.
+        keys: the columns given by its folders, key=value.
+        size: in bytes.
+        modified: in nanoseconds since 1970.
+    """
+
+    path: Path
+    name: str
+    keys: dict[str, str]
+    size: int
+    modified: int
+
+
+@dataclass(frozen=True)
+class ReadingProgress:
+    """Progress of reading a folder.
+
+    Attributes:
+        parts: parts read so far.
+        all_parts: parts of the folder.
+        rows: rows read so far.
+        all_rows: rows of all parts.
+        seconds: time since the start.
+    """
+
+    parts: int
+    all_parts: int
+    rows: int
+    all_rows: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Rows per second."""
+        return self.rows / max(self.seconds, 1e-9)
+
+    def __str__(self) -> str:
+        rows = f"{self.rows:,} of {self.all_rows:,} rows"
+        return f"{rows}, {self.parts:,} of {self.all_parts:,} parts, {self.rate / 1e6:.2f} M rows/s"
+
+
+@dataclass(frozen=True)
+class _Described:
+    """The columns of a part, the polars types of the chosen ones, and the number of its rows."""
+
+    columns: list[str]
+    types: dict[str, Any]
+    rows: int
+
+
+def is_parts(path: Path) -> bool:
+    """Whether a path is a folder with Parquet files and without the tables of another layout."""
+    if not path.is_dir() or any(file.suffix.lower() in _TABLES for file in path.iterdir()):
+        return False
+    return any(name.lower().endswith(_ENDINGS) for _, name in _visible(path))
+
+
+def list_parts(folder: Path) -> list[Part]:
+    """List the parts of a folder, in order.
+
+    Raises:
+        ValueError: if there are none, if another file is among them, or if folders disagree in their keys.
+    """
+    if (folder / "_delta_log").exists():
+        expected = f"{_EXPECTED}; export the current rows of the table to a folder of their own"
+        check.fail("path", f"{folder}, a Delta table, of whose files not all may count", expected)
+    found = []
+    for place, name in _visible(folder):
+        path = place / name
+        if not name.lower().endswith(_ENDINGS):
+            expected = f"{_EXPECTED} (.parquet, .pq) and no other files, unless their names begin with _ or ."
+            check.fail("path", f"{path} among the parts", expected)
+        if not path.is_file():
+            check.fail("path", f"{path}, which is a device, a pipe or a broken link", "plain files")
+        below, state = path.relative_to(folder), path.stat()
+        if state.st_size == 0:
+            check.fail("path", f"{path}, which is empty", "a Parquet file")
+        pairs = (level.partition("=") for level in below.parts[:-1] if "=" in level)
+        keys = {unquote(key): unquote(value) for key, _, value in pairs}
+        found.append(Part(path, below.as_posix(), keys, state.st_size, state.st_mtime_ns))
+    if not found:
+        check.fail("path", f"{folder}, a folder without .parquet or .pq files", _EXPECTED)
+    found.sort(key=lambda part: part.name.split("/"))
+    for part in found:
+        if list(part.keys) != list(found[0].keys):
+            given = f"{part.path} below {', '.join(part.keys) or 'no key'}"
+            expected = f"folders key=value of {', '.join(found[0].keys) or 'no key'}, as of the first part"
+            check.fail("path", given, expected)
+    return found
+
+
+def check_unchanged(folder: Path, parts: list[Part]) -> None:
+    """Refuse a folder whose files are no longer those that were listed.
+
+    Raises:
+        ValueError: naming the first file that was added, removed or written to.
+    """
+    before = {part.name: (part.size, part.modified) for part in parts}
+    now = {part.name: (part.size, part.modified) for part in list_parts(folder)}
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name):
+            how = "added" if name not in before else "removed" if name not in now else "written to"
+            given = f"{folder / name}, which was {how} while the folder was read"
+            check.fail("path", given, "a folder that does not change while it is read")
+
+
+def _visible(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield folder and name of the files that count."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for place, below, names in os.walk(folder, onerror=fail):
+        below[:] = sorted(name for name in below if not name.startswith(("_", ".")))
+        yield from ((Path(place), name) for name in names if not (name.startswith(("_", ".")) or name.endswith(".crc")))
+
+
+def read_folder(
+    folder: Path,
+    choices: Sequence[Choice],
+    rule: Rule,
+    progress: Callable[[ReadingProgress], None] | None = None,
+) -> tuple[Fields, str, str]:
+    """Read the fields of Interactions, and the names of the left and right column.
+
+    Args:
+        folder: a folder of Parquet files.
+        choices: (argument, column) of "left", "right", and of "value", "weight" and "time" where they are read.
+        rule: which rows make a pair.
+        progress: called after each batch, in any thread.
+
+    Raises:
+        ValueError: naming the part that cannot be read, that has other columns or types than the first one, in which an
+            id is missing, or that was changed meanwhile.
+    """
+    with reading(folder):
+        parts = list_parts(folder)
+        described = [_describe(part, choices) for part in parts]
+        names = _same_columns(parts, described, choices)
+        total = sum(one.rows for one in described)
+        if 8 * total > host.memory_size():
+            check.fail("path", f"{folder} with {total:,} rows", "rows that fit in memory, 8 bytes each at least")
+        columns = {argument: name for (argument, _), name in zip(choices, names, strict=True)}
+        if not rule.reads_value:
+            columns.pop("value", None)
+        collected = _Collected(parts, described, columns, rule, progress)
+        errors: dict[int, BaseException] = {}
+
+        def work(first: int, last: int) -> None:
+            for number in range(first, last):
+                try:
+                    collected.read(number, errors)
+                except BaseException as error:  # also Ctrl-C: the other threads stop after their batch
+                    errors[number] = error
+
+        parallel_for(work, list(range(len(parts) + 1)))
+        if errors:
+            raise errors[min(errors)]
+        check_unchanged(folder, parts)
+        return collected.fields(), names[0], names[1]
+
+
+def _describe(part: Part, choices: Sequence[Choice]) -> _Described:
+    with reading(part.path), frames.parquet_file("path", part.path) as file:
+        schema, wanted = file.schema_arrow, {column for _, column in choices}
+        chosen = [name for place, name in enumerate(schema.names) if name in wanted or place in wanted]
+        types = {name: frames.polars_type(schema.field(name).type) for name in chosen}
+        return _Described(list(schema.names), types, file.metadata.num_rows)
+
+
+def _same_columns(parts: Sequence[Part], described: Sequence[_Described], choices: Sequence[Choice]) -> list[str]:
+    """The names of the chosen columns, which every part must have with the same type; keys of folders come last."""
+    pl, present, types = frames.polars(), described[0].columns, described[0].types
+    names = frames.pick_all(choices, [*present, *(key for key in parts[0].keys if key not in present)])
+    for part, one in zip(parts, described, strict=True):
+        if set(one.columns) != set(present):
+            odd = sorted(set(one.columns) ^ set(present))[0]
+            given = f"{part.path}, which has {'the' if odd in one.columns else 'no'} column {odd!r}"
+            check.fail("path", given, f"the columns of {parts[0].name}, the first part: {', '.join(present)}")
+        for name in types:
+            if one.types.get(name) != types[name]:
+                given = f"{part.path}, whose column {name!r} is of {one.types.get(name)}"
+                check.fail("path", given, f"{types[name]} as in {parts[0].name}, the first part")
+    for (argument, _), name in zip(choices, names, strict=True):
+        kind = types.get(name, pl.String())
+        of_ids = argument in ("left", "right")
+        allowed = kind.is_numeric() or frames.is_text(kind) or (kind == pl.Boolean and not of_ids)
+        if not allowed and not (argument == "time" and kind in (pl.Date, pl.Datetime)):
+            expected = "ids that are text or whole numbers" if of_ids else "numbers"
+            check.fail(argument, f"column {name!r} of {kind} in {parts[0].path}", expected)
+    return names
+
+
+class _Collected:
+    """The rows read so far; batches come in any order and from several threads."""
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        described: Sequence[_Described],
+        columns: dict[str, str],
+        rule: Rule,
+        progress: Callable[[ReadingProgress], None] | None,
+    ) -> None:
+        from gramtower.data.interning import Table
+
+        self._parts, self._described, self._columns, self._rule = parts, described, columns, rule
+        self._progress, self._began = progress, time.perf_counter()
+        self._done, self._rows = sum(not one.rows for one in described), 0
+        self._total = sum(one.rows for one in described)
+        self._lock, self._pieces = threading.Lock(), dict[tuple[int, int], "Piece"]()
+        self._report = {"rows": 0, "rows_without_id": 0, "rows_without_number": 0, "rows_below_threshold": 0}
+        self._tables = {side: Table(self._is_text(columns[side])) for side in ("left", "right")}
+        self._stored = [name for name in dict.fromkeys(columns.values()) if name in described[0].columns]
+        self._texts = [name for name in self._stored if frames.is_text(described[0].types[name])]
+
+    def _is_text(self, column: str) -> bool:
+        """Whether ids are text; those of a key are, unless the value of every folder is a whole number."""
+        if column in self._described[0].columns:
+            return frames.is_text(self._described[0].types[column])
+        return not all(_NUMBER.fullmatch(part.keys[column]) for part in self._parts)
+
+    def read(self, number: int, errors: dict[int, BaseException]) -> None:
+        """Read a part; returns early if another part had an error."""
+        part, rows, start = self._parts[number], self._described[number].rows, 0
+        names = self._stored or self._described[number].columns[:1]
+        with reading(part.path), frames.parquet_file("path", part.path, self._texts) as file:
+            for batch in frames.parquet_batches(file, names, STEP):
+                if errors:
+                    return
+                if start + len(batch) <= rows:
+                    self._take(number, start, batch)
+                start += len(batch)
+            if start != rows:
+                given = f"{part.path}, which cannot be read (it has {start:,} rows and declares {rows:,})"
+                check.fail("path", given, "a Parquet file")
+
+    def _take(self, number: int, start: int, batch: Any) -> None:
+        """Keep a batch: rows of part ``number`` from ``start`` on."""
+        part, rows = self._parts[number], len(batch)
+        cells = {
+            name: batch.column(name) if name in self._stored else _key_cells(part, name, rows)
+            for name in self._columns.values()
+        }
+        piece = self._piece(part, (number << _WITHIN) + start, cells, rows)
+        with self._lock:
+            if len(piece.left):
+                self._pieces[number, start] = piece
+            self._rows += rows
+            self._done += start + rows == self._described[number].rows
+            counts = self._done, len(self._parts), self._rows, self._total
+        if self._progress is not None:
+            self._progress(ReadingProgress(*counts, time.perf_counter() - self._began))
+
+    def _piece(self, part: Part, place: int, cells: dict[str, Any], rows: int) -> Piece:
+        from gramtower.data.grouping import Piece
+
+        numbers = {
+            name: _numbers(name, column, cells[column]) for name, column in self._columns.items() if name in _OTHERS
+        }
+        kept = np.ones(rows, bool)
+        for array in numbers.values():
+            kept &= ~np.isnan(array)
+        counts = {"rows": rows, "rows_without_number": rows - int(np.count_nonzero(kept))}
+        if self._rule.threshold is not None:
+            kept &= numbers["value"] >= self._rule.threshold
+            counts["rows_below_threshold"] = rows - counts["rows_without_number"] - int(np.count_nonzero(kept))
+        left, right = (
+            _marks(self._tables[side], side, part, self._columns[side], cells[self._columns[side]], kept, place)
+            for side in ("left", "right")
+        )
+        chosen = slice(None) if kept.all() else kept
+        names = [name for name in numbers if name != "value" or self._rule.labels]
+        dtype = np.float64 if self._rule.duplicates == "sum" else np.float32
+        with self._lock:
+            for name, count in counts.items():
+                self._report[name] += count
+        return Piece(
+            _own(left[chosen]),
+            _own(right[chosen]),
+            {name: _own(numbers[name][chosen].astype(np.float64 if name == "time" else dtype)) for name in names},
+        )
+
+    def fields(self) -> Fields:
+        """Build the matrix and the ids."""
+        from gramtower.data.grouping import group
+
+        report = self._report
+        check_rows(report)
+        pieces = [self._pieces.pop(key) for key in sorted(self._pieces)]
+        (left, right), shape = self._tables.values(), tuple(map(len, self._tables.values()))
+        host.return_memory()
+        renumber = left.finish(), right.finish()
+        host.return_memory()
+        matrix, weights, times, merged = group(pieces, (shape[0], shape[1]), self._rule.duplicates, renumber)
+        host.return_memory()
+        report |= {"rows_merged": merged, "pairs": matrix.nnz, "left": shape[0], "right": shape[1]}
+        return Fields(matrix, left.names(renumber[0]), right.names(renumber[1]), times, weights, report)
+
+
+def _key_cells(part: Part, key: str, rows: int) -> Any:
+    """An Arrow array with the value of a folder's key in every row; Hive has a name for missing values."""
+    pa = frames.arrow()
+    indices = pa.array(np.zeros(rows, np.int32), mask=np.full(rows, part.keys[key] == _NULL))
+    return pa.DictionaryArray.from_arrays(indices, pa.array([part.keys[key]]))
+
+
+def _texts(array: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """UTF-8 and lengths of an Arrow array of text without missing cells."""
+    pa = frames.arrow()
+    array = array.cast(pa.large_string())
+    if not len(array):
+        return np.empty(0, np.uint8), np.empty(0, np.int64)
+    offsets = np.frombuffer(array.buffers()[1], np.int64)[array.offset : array.offset + len(array) + 1]
+    data = np.frombuffer(array.buffers()[2] or b"", np.uint8)[offsets[0] : offsets[-1]]
+    return data, np.diff(offsets)
+
+
+def _marks(
+    table: Table, side: str, part: Part, column: str, array: Any, kept: NDArray[np.bool_], place: int
+) -> NDArray[np.int32]:
+    """The mark of each row's id; -1 where the row is not kept."""
+    from gramtower.data.interning import first_rows
+
+    missing, coded, turn = array.null_count, hasattr(array, "dictionary"), place >> _WITHIN
+    whole: NDArray[np.int64] = np.empty(0, np.int64)
+    if not missing and not coded and not table.text:
+        whole, gone = integers(side, frames.as_series(column, array).to_numpy())
+        missing = 0 if gone is None else int(gone.sum())
+    if missing:
+        start = place & ((1 << _WITHIN) - 1)
+        given = f"{part.path}, in which {missing:,} rows from {start} on have no {column!r}"
+        check.fail(side, given, "an id in every row of a folder of parts; filter such rows out when writing it")
+    if coded and table.text:
+        codes = array.indices.to_numpy()
+        first = first_rows(codes.astype(np.uint32, copy=False), kept, len(array.dictionary), place)
+        marks: NDArray[np.int32] = table.add_texts(*_texts(array.dictionary), first, turn)[codes]
+        return marks
+    places = np.where(kept, np.arange(place, place + len(kept)), -1)
+    if table.text:
+        return table.add_texts(*_texts(array), places, turn)
+    if coded:  # the key of a folder, which is a whole number
+        whole = np.full(len(kept), int(array.dictionary[0].as_py()), np.int64)
+    return table.add_numbers(whole, places, turn)
+
+
+def _numbers(name: str, column: str, array: Any) -> NDArray[np.float64]:
+    """Values, weights or times of a batch; NaN where they are missing."""
+    read = frames.seconds if name == "time" else frames.numbers
+    if not hasattr(array, "dictionary"):
+        found: NDArray[np.float64] = read(name, frames.as_series(column, array)).to_numpy()
+        return found
+    known: NDArray[np.float64] = np.full(len(array.dictionary) + 1, np.nan)  # the last one for missing cells
+    codes = array.indices.fill_null(len(array.dictionary)).to_numpy()
+    used = np.unique(codes)
+    used = used[used < len(array.dictionary)]
+    known[used] = read(name, frames.as_series(column, array.dictionary.take(used))).to_numpy()
+    result: NDArray[np.float64] = known[codes]
+    return result
+
+
+def _own(array: NDArray[Any]) -> NDArray[Any]:
+    """A copy whose memory can be given back as soon as it is freed."""
+    own = host.own_pages(len(array), array.dtype)
+    own[:] = array
+    return own
