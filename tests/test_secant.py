@@ -129,7 +129,7 @@ def test_a_pair_of_too_little_curvature_gets_a_fifth_of_what_was_expected(bend):
     after.vector[0] += bend
     direction.last = Pair(s, before), 1.0
     direction._remember(after)
-    assert direction.pairs[0].bend == pytest.approx(0.2 * 2.0)
+    assert direction.pairs[0].curvature == pytest.approx(0.2 * 2.0)
     change = direction.pairs[0].change.vector
     assert float(change[1]) != 0.0  # toward H⁻¹s, which has more than the step's own coordinate
 
@@ -147,19 +147,19 @@ def test_the_preconditioner_is_rescaled_once_a_full_step_was_refused():
     gradient = point.gradient()
     found = direction.find(gradient, point)
     M, last = point.preconditioner("kronecker", direction.damping.value), direction.pairs[-1]
-    gamma = last.bend / (M @ last.change).dot(last.change)
+    gamma = last.curvature / (M @ last.change).dot(last.change)
     expected = inverse_product(gradient, direction.pairs, lambda q: M.product(q).scale_(gamma))
     assert torch.allclose(found.s.vector, -expected.vector, rtol=1e-10)
 
 
 def test_damping_follows_the_promise():
     damping = Damping(1.0, 2.5, 0.5)
-    assert (damping.learn(0.8, -1.0), damping.value) == (Verdict.RIGHT, 0.5)
-    assert (damping.learn(0.99, -1.0), damping.value) == (Verdict.RIGHT, 0.0625)
-    assert (damping.learn(0.5, -1.0), damping.value) == (Verdict.SO_SO, 0.0625)
-    assert (damping.learn(float("nan"), -1.0), damping.value) == (Verdict.WRONG, 0.15625)
+    assert (damping.learn(0.8, -1.0), damping.value) == (Verdict.GOOD, 0.5)
+    assert (damping.learn(0.99, -1.0), damping.value) == (Verdict.GOOD, 0.0625)
+    assert (damping.learn(0.5, -1.0), damping.value) == (Verdict.FAIR, 0.0625)
+    assert (damping.learn(float("nan"), -1.0), damping.value) == (Verdict.POOR, 0.15625)
     damping.value = 1e-10
-    assert (damping.learn(0.8, -1.0), damping.value) == (Verdict.RIGHT, 0.0)
+    assert (damping.learn(0.8, -1.0), damping.value) == (Verdict.GOOD, 0.0)
     assert (damping.retry(), damping.value) == (True, 0.1)
 
 
@@ -333,8 +333,8 @@ def test_damping_is_outgrown_above_its_start_after_it_was_far_below_or_far_above
     found = []
     for value in (50.0, 61.0, 1.0, 3.0, 0.1, 1.9, 2.1):
         newton.damping.value = value
-        newton.lowered = newton.lowered or value < 0.2
-        found.append(newton.outgrown)
+        newton.was_low = newton.was_low or value < 0.2
+        found.append(newton.model_failed)
     assert found == [False, True, False, False, False, False, True]
 
 

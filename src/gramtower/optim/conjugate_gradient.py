@@ -1,8 +1,7 @@
 """Conjugate gradient for G s = b, with or without a preconditioner (Appendix, Alg. "Conjugate gradient procedures").
 
-Differs from the textbook in two ways: it returns the residual, from which the caller gets sᵀGs without another product,
-and it can stop when the quadratic model no longer falls noticeably (Martens, 2010, Section 4.4). Checked by
-tests/test_conjugate_gradient.py.
+It differs from the textbook in two ways: it returns the residual, from which the caller gets sᵀGs without another
+product, and it can stop when the quadratic model hardly decreases (Martens, 2010, Section 4.4).
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from gramtower.engine.towers.parameters import Parameters
 
 
 class Operator(Protocol):
-    """A symmetric positive definite matrix known by its products."""
+    """A symmetric positive definite matrix, defined by its products with vectors."""
 
     def product(self, d: Parameters, out: Parameters | None = None) -> Parameters:
-        """The matrix times d, written over ``out`` if given."""
+        """The matrix times d, written to ``out`` if given."""
 
 
 @dataclass
@@ -30,10 +29,10 @@ class CGResult:
     Attributes:
         s: the solution.
         residual: b − G s.
-        steps: products with G that were made.
+        steps: number of products with G.
         model: ½ sᵀGs − bᵀs, the value of the quadratic model; never positive.
         slope: −bᵀs.
-        converged: whether the tolerance was met, as opposed to running out of steps.
+        converged: whether it stopped before the limit of steps.
     """
 
     s: Parameters
@@ -57,11 +56,11 @@ def conjugate_gradient(
 
     Args:
         G: the matrix.
-        b: the right-hand side; overwritten, it holds the residual afterwards.
-        tolerance: ξ; stops when the residual's norm is at most ξ times that of b (in the preconditioner's norm).
-        max_steps: most products with G.
+        b: the right-hand side; it is overwritten with the residual.
+        tolerance: ξ; stop when the residual's norm is at most ξ times that of b (in the preconditioner's norm).
+        max_steps: largest number of products with G.
         preconditioner: M ≈ G⁻¹.
-        progress: stops when five steps lowered the model by less than this share of its depth; 0 never stops so.
+        progress: stop when five steps lower the model by less than this fraction of its depth; 0 disables this.
     """
     s, r, buffer = b.zeros(), b, b.empty()  # the buffer holds G d, then M r
 
@@ -83,9 +82,9 @@ def conjugate_gradient(
         r.axpy_(-t, Gd)
         z = preconditioned()
         gamma, before = r.inner(z), gamma
-        # The only synchronisation with a GPU in a step.
-        bend, drop, now = torch.stack([curvature, 0.5 * t * before, gamma]).tolist()
-        if not bend > 0:  # rounding, or a matrix that is not positive definite; t was 0
+        # This is the only synchronisation with a GPU in a step.
+        curved, drop, now = torch.stack([curvature, 0.5 * t * before, gamma]).tolist()
+        if not curved > 0:  # rounding, or a matrix that is not positive definite; t was 0
             break
         depths.append(depths[-1] - drop)  # each step lowers the model by tγ/2
         if now <= tolerance**2 * first:
@@ -95,10 +94,10 @@ def conjugate_gradient(
         torch.addcmul(z.vector, d.vector, (gamma / before).to(d.vector.dtype), out=d.vector)
     else:
         return _result(s, r, steps, depths[-1], False)
-    return _result(s, r, steps, depths[-1], bend > 0)
+    return _result(s, r, steps, depths[-1], curved > 0)
 
 
 def _result(s: Parameters, r: Parameters, steps: int, model: float, converged: bool) -> CGResult:
-    """With bᵀs from the residual, as b itself is gone: bᵀs = rᵀs + sᵀGs and model = ½ sᵀGs − bᵀs."""
-    rest = r.dot(s)  # zero but for rounding; not a number where G was not one along some direction
+    """The result, with bᵀs from the residual, as b is overwritten: bᵀs = rᵀs + sᵀGs and model = ½ sᵀGs − bᵀs."""
+    rest = r.dot(s)  # zero except for rounding; NaN if G was NaN along some direction
     return CGResult(s, r, steps, model, 2 * model + (rest if math.isfinite(rest) else 0.0), converged)

@@ -1,32 +1,18 @@
-"""What an optimization method is made of, and how its parts keep their state.
+"""Descent methods and their parts: a direction and a step rule.
 
-    direction   which way: from a gradient, and for second-order ones the point it belongs to, to a direction s
-    step rule   how far: from a point and a direction to the next point
-
-Every part has ``state`` and ``restore``, which is all that a checkpoint needs. Parts replace their tensors and never
-write into them, so that a state is a snapshot. The type of a value says who holds it: Parameters are cut as θ is, a
-Sharded tensor has rows of this process's entities, and any other tensor is the same in all processes.
-
-Step rules: backtracking line search with sufficient decrease (eq:ls_condition), and a fixed step.
-
-The paper checks δ in {δ_init, δ_init/2, δ_init/4, …}, δ_init being the last step taken, doubled every five iterations
-(Section "Compared Optimization Methods"). A value has rounding errors; once the decrease that the slope promises is
-below them, the search ends without a point.
-
-What runs an iteration: exact gradients, a direction and a line search. stochastic.py has estimated gradients.
-
-solvers.py says which parts the methods of each name are made of.
-
-Levenberg-Marquardt damping: more of it where a quadratic model promised too much, less where it was right.
-
-Directions: steepest descent, AdaGrad's diagonal, Newton by conjugate gradient, and limited-memory BFGS.
+    direction   from a gradient, and for second-order methods its point, to a direction s
+    step rule   from a point and a direction to the next point
 
     Steepest   s = −∇L                                     (eq:grad_dir)
     Diagonal   s = −(μI + M)^(−½) ∇L,  M ← M + diag(∇L)²   (eq:diag_scaling)
     NewtonCG   G s = −∇L to a relative residual ξ          (eq:general_ls)
-    LBFGS      limited-memory BFGS                         (secant.py)
 
-newton_kron.py and secant.py have the preconditioned ones.
+secant.py has limited-memory BFGS, newton_kron.py and secant.py have the preconditioned directions, stochastic.py the
+methods with estimated gradients; solvers.py lists the parts of each optimizer.
+
+Every part has ``state`` and ``restore``, which is all that a checkpoint needs. Parts replace their tensors and never
+write into them, so that a state is a snapshot. The type of a value determines how processes divide it: Parameters are
+divided like θ, a Sharded tensor has rows of this process's entities, and any other tensor is the same in all processes.
 """
 
 from __future__ import annotations
@@ -55,23 +41,23 @@ class Stateful:
     """Something whose state a checkpoint saves and restores."""
 
     def state(self) -> State:
-        """What is needed to continue exactly as if never interrupted; later iterations do not change it."""
+        """Everything needed to continue as if never interrupted; later iterations do not change it."""
         return {}
 
     def restore(self, state: State) -> None:
-        """Continue from what :meth:`state` returned."""
+        """Continue from a result of :meth:`state`."""
 
 
 @dataclass
 class DirectionResult:
-    """What a Direction found: which way to go, and how that was computed.
+    """The result of ``Direction.find``.
 
     Attributes:
         s: the direction.
-        cg_steps: conjugate gradient steps it took.
-        model: the decrease that a quadratic model promises for the full step (negative), or None without a model.
-        damping: damping in force, or None.
-        slope: sᵀ∇L, set when ``find`` overwrote the gradient; None if the gradient is still valid.
+        cg_steps: number of conjugate gradient steps.
+        model: predicted change of the objective at the full step (negative), or None without a quadratic model.
+        damping: the damping that was used, or None.
+        slope: sᵀ∇L if ``find`` consumed the gradient; None if the gradient is still valid.
     """
 
     s: Parameters
@@ -83,13 +69,13 @@ class DirectionResult:
 
 @dataclass
 class StepResult:
-    """What a StepRule did: the step it took, and the point where that led.
+    """The result of ``StepRule.take``.
 
     Attributes:
         point: the new point, or None if no measurable decrease was found.
-        size: δ.
-        trials: objective values computed.
-        first_decrease: decrease of the objective at the first trial (negative if it rose).
+        size: δ, the step size.
+        trials: number of objective values computed.
+        first_decrease: decrease of the objective at the first trial (negative if it increased).
     """
 
     point: Point | None
@@ -99,33 +85,46 @@ class StepResult:
 
 
 class Direction(Stateful):
-    """A part of an optimizer, perhaps of your own: which way to go from a point."""
+    """A part of an optimizer, built in or custom: finds the direction of the next step."""
 
-    def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
-        """The direction for this gradient. ``point`` is None for gradients from samples.
+    def find(self, gradient: Parameters, point: Point) -> DirectionResult:
+        """The direction for the gradient at a point.
 
-        A direction that overwrites the gradient sets ``slope``.
+        ``find`` may consume the gradient, which means that it overwrites it or keeps it for later. It must then return
+        ``slope``, and the caller does not use the gradient again. Without ``slope`` the gradient must be unchanged, and
+        the caller does not change it either.
         """
         raise NotImplementedError
 
     def learn(self, direction: DirectionResult, step: StepResult) -> None:
-        """Adapt to how well the direction did."""
+        """Adapt to the outcome of a step along the direction."""
 
     def retry(self) -> bool:
-        """After a failed step: adapt, and return whether to try again."""
+        """Adapt after a step that failed, and return whether to try again."""
         return False
 
 
+class FirstOrder(Direction):
+    """A direction that depends only on gradients, which may be estimates."""
+
+    def scaled(self, gradient: Parameters) -> Parameters:
+        """The direction for this gradient, which is not changed."""
+        raise NotImplementedError
+
+    def find(self, gradient: Parameters, point: Point) -> DirectionResult:
+        return DirectionResult(self.scaled(gradient))
+
+
 class StepRule(Stateful):
-    """A part of an optimizer, perhaps of your own: how far to go along a direction."""
+    """A part of an optimizer, built in or custom: chooses the step size along a direction."""
 
     def take(self, point: Point, slope: float, s: Parameters) -> StepResult:
-        """The step from a point along s."""
+        """Step from a point along s, where ``slope`` is sᵀ∇L."""
         raise NotImplementedError
 
 
 def vector(state: State, name: str) -> Parameters | None:
-    """The vector of θ's layout that a state has under a name, None if it has none."""
+    """The Parameters that a state has under a name, or None."""
     found = state.get(name)
     if found is not None and not isinstance(found, Parameters):
         raise TypeError(f"{name} is a {type(found).__name__}, expected Parameters")
@@ -133,7 +132,7 @@ def vector(state: State, name: str) -> Parameters | None:
 
 
 def vectors(state: State, name: str) -> list[Parameters]:
-    """The vectors called ``name0``, ``name1``, … as far as there are any."""
+    """The Parameters that a state has under ``name0``, ``name1``, …."""
     found: list[Parameters] = []
     while (one := vector(state, f"{name}{len(found)}")) is not None:
         found.append(one)
@@ -141,7 +140,7 @@ def vectors(state: State, name: str) -> list[Parameters]:
 
 
 def split_state(state: State, prefix: str = "") -> tuple[dict[str, Stored], dict[str, Any]]:
-    """A nested state as flat tensors and JSON-like values; :func:`join_state` undoes it."""
+    """Split a nested state into flat dictionaries of tensors and JSON-like values; the inverse of join_state."""
     tensors: dict[str, Stored] = {}
     values: dict[str, Any] = {}
     for key, value in state.items():
@@ -158,7 +157,7 @@ def split_state(state: State, prefix: str = "") -> tuple[dict[str, Stored], dict
 
 
 def join_state(tensors: dict[str, Stored], values: dict[str, Any]) -> State:
-    """The nested state that :func:`split_state` took apart."""
+    """Build the nested state from the results of :func:`split_state`."""
     state: State = {}
     for name, value in {**values, **tensors}.items():
         place = state
@@ -169,20 +168,21 @@ def join_state(tensors: dict[str, Stored], values: dict[str, Any]) -> State:
     return state
 
 
-# Decreases this far below the rounding level are not even tried; above it a trial must still come out lower.
-_NOISE = 0.1
+_NOISE = 0.1  # expected decreases below this fraction of the rounding error are not tried
 
 
 class Backtracking(StepRule):
-    """A step rule: halve the step until the objective falls enough.
+    """A step rule: halve the step until the objective decreases sufficiently (eq:ls_condition).
 
-    L(θ + δs) ≤ L(θ) + ηδ sᵀ∇L, δ being the step and s the direction.
+    The condition is L(θ + δs) ≤ L(θ) + ηδ sᵀ∇L with the step size δ and the direction s. As in the paper, δ is one of
+    {δ_init, δ_init/2, δ_init/4, …}, where δ_init is the last step size, doubled every few iterations. The search ends
+    without a point when the decrease that the slope predicts is below the rounding error of the objective.
 
     Args:
         sufficient_decrease: η.
         initial_step: δ_init of the first iteration, and of every iteration if ``double_every`` is 0.
         double_every: iterations after which δ_init is doubled; 0 starts every search from ``initial_step``.
-        max_trials: objective values computed before giving up.
+        max_trials: number of objective values computed before giving up.
     """
 
     def __init__(
@@ -194,7 +194,6 @@ class Backtracking(StepRule):
         self.last, self.iterations = initial_step, 0
 
     def take(self, point: Point, slope: float, s: Parameters) -> StepResult:
-        """See the class; ``slope`` is sᵀ∇L."""
         line, first = point.along(s), -math.inf
         step = self._start()
         for trial in range(1, self.max_trials + 1):
@@ -209,7 +208,7 @@ class Backtracking(StepRule):
                 self.iterations += 1
                 return StepResult(trial_point, step, trial, first)
             step /= 2
-            del trial_point  # before the next one is made: each is as large as an evaluation
+            del trial_point  # free the memory of its evaluation before the next one
         return StepResult(None, step, self.max_trials, first)
 
     def _start(self) -> float:
@@ -219,7 +218,6 @@ class Backtracking(StepRule):
         return self.last * (2 if doubled else 1)
 
     def state(self) -> State:
-        """The last step and the number of steps taken."""
         return {"last": self.last, "iterations": self.iterations}
 
     def restore(self, state: State) -> None:
@@ -227,9 +225,10 @@ class Backtracking(StepRule):
 
 
 def trustworthy(point: Point, trial_point: Point) -> bool:
-    """Whether a trial's value means anything.
+    """Whether the value of a trial is accurate enough.
 
-    Far out, L is a difference of sums so large that it is infinite, or rounding alone; both can look like a decrease.
+    Far away, L is a difference of sums that are infinite or so large that only rounding errors remain; both can look
+    like a decrease.
     """
     noise = trial_point.value_noise
     return math.isfinite(trial_point.value) and noise <= max(10 * point.value_noise, 0.01 * abs(point.value))
@@ -237,16 +236,16 @@ def trustworthy(point: Point, trial_point: Point) -> bool:
 
 @dataclass
 class IterationResult:
-    """What one iteration did.
+    """The result of one iteration.
 
     Attributes:
         point: the new point, or None if none was found.
-        parameters: the new θ of a method that needs no value there, in place of the point.
-        gradient_norm: ‖∇L‖ where the iteration started, or what stands for it; see training/result.Record.
-        cg_steps: conjugate gradient steps.
+        parameters: instead of the point, the new θ of a method that does not compute the value there.
+        gradient_norm: ‖∇L‖ at the start of the iteration; training/result.Record describes exceptions.
+        cg_steps: number of conjugate gradient steps.
         step: δ.
-        damping: damping that was in force, or None.
-        trials: objective values computed by the line search.
+        damping: the damping that was used, or None.
+        trials: number of objective values computed by the line search.
     """
 
     point: Point | None
@@ -259,21 +258,20 @@ class IterationResult:
 
 
 class Method(Stateful):
-    """An optimizer while it runs: it goes from one point to the next."""
+    """A running optimizer, which moves from one point to the next."""
 
     def iterate(self, problem: Problem, towers: Towers, point: Point) -> IterationResult:
-        """One iteration."""
+        """Make one iteration."""
         raise NotImplementedError
 
 
 class Descent(Method):
-    """A method that goes downhill: the exact gradient, a direction from it, and a line search."""
+    """A method with exact gradients, a direction and a step rule."""
 
     def __init__(self, direction: Direction, rule: StepRule) -> None:
         self.direction, self.rule = direction, rule
 
     def iterate(self, problem: Problem, towers: Towers, point: Point) -> IterationResult:
-        """∇L, s, δ, and on to θ + δs."""
         gradient = point.gradient()
         norm = gradient.norm()
         if not norm < float("inf") or norm == 0.0:
@@ -281,7 +279,7 @@ class Descent(Method):
         while True:
             direction = self.direction.find(gradient, point)
             slope = gradient.dot(direction.s) if direction.slope is None else direction.slope
-            kept = gradient if direction.slope is None else None  # otherwise it was overwritten
+            kept = gradient if direction.slope is None else None
             del gradient
             step = self.rule.take(point, slope, direction.s)
             self.direction.learn(direction, step)
@@ -290,7 +288,6 @@ class Descent(Method):
             gradient = point.gradient() if kept is None else kept
 
     def state(self) -> State:
-        """The parts' states."""
         return {"direction": self.direction.state(), "rule": self.rule.state()}
 
     def restore(self, state: State) -> None:
@@ -298,78 +295,77 @@ class Descent(Method):
         self.rule.restore(state.get("rule", {}))
 
 
-_LARGEST = 1e12
-_LEAST = 1e-3  # what it grows from
-_NONE = 1e-10  # damping below this is none
+_LARGEST_DAMPING = 1e12
+_LEAST_DAMPING = 1e-3  # smallest value after an increase
+_NO_DAMPING = 1e-10  # values below this become 0
 
 
 class Verdict(enum.Enum):
-    """How a model's promise compared with the decrease at the full step."""
+    """The actual decrease at the full step, compared with the one that a quadratic model predicted."""
 
-    RIGHT = "right"  # over three quarters of it
-    SO_SO = "so-so"
-    WRONG = "wrong"  # under a quarter of it, or not a number
+    GOOD = "good"  # more than three quarters of the prediction
+    FAIR = "fair"
+    POOR = "poor"  # less than a quarter, or NaN
 
 
 class Damping:
-    """The damping in force, and how it moves.
+    """Levenberg-Marquardt damping: increased when a quadratic model predicts too much, reduced when it is accurate.
 
     Args:
-        value: at the start.
-        up: factor when the decrease was under a quarter of the promise.
-        down: factor when it was over three quarters.
+        value: initial value.
+        up: factor after a decrease of less than a quarter of the prediction.
+        down: factor after a decrease of more than three quarters.
     """
 
     def __init__(self, value: float, up: float, down: float) -> None:
         self.value, self._up, self._down = value, up, down
 
     def learn(self, decrease: float, model: float) -> Verdict:
-        """Move by the decrease at the full step and the model's value there, which is negative."""
+        """Update the damping by the decrease at the full step and the predicted change, which is negative."""
         ratio = decrease / -model
         if ratio > 0.75:
-            self.value *= self._down ** (3 if abs(ratio - 1) < 0.05 else 1)  # a model this good needs little damping
-            if self.value < _NONE:
+            self.value *= self._down ** (3 if abs(ratio - 1) < 0.05 else 1)  # an accurate model needs little damping
+            if self.value < _NO_DAMPING:
                 self.value = 0.0
-            return Verdict.RIGHT
+            return Verdict.GOOD
         if ratio >= 0.25:
-            return Verdict.SO_SO
-        self.value = max(self.value * self._up, _LEAST)  # NaN counts as disagreement
-        return Verdict.WRONG
+            return Verdict.FAIR
+        self.value = max(self.value * self._up, _LEAST_DAMPING)
+        return Verdict.POOR
 
     def retry(self) -> bool:
-        """Much more of it: in the limit a short step down the preconditioned gradient. Whether there is any more."""
-        self.value = max(self.value, _LEAST) * 100
-        return self.value < _LARGEST
+        """Increase the damping by a factor of 100, for a shorter step; return False once it is too large."""
+        self.value = max(self.value, _LEAST_DAMPING) * 100
+        return self.value < _LARGEST_DAMPING
 
 
-class Steepest(Direction):
-    """Against the gradient."""
+class Steepest(FirstOrder):
+    """Steepest descent."""
 
-    def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
+    def scaled(self, gradient: Parameters) -> Parameters:
         """s = −∇L."""
-        return DirectionResult(-gradient)
+        return -gradient
 
 
-class Diagonal(Direction):
-    """AdaGrad: each coordinate scaled by the root of its accumulated squared gradients.
+class Diagonal(FirstOrder):
+    """AdaGrad: each coordinate is divided by the root of its sum of squared gradients.
 
     Args:
-        mu: μ, keeps the scaling finite.
+        mu: μ, which keeps the scaling finite.
     """
 
     def __init__(self, mu: float) -> None:
         self.mu = mu
         self.squares: Parameters | None = None
 
-    def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
+    def scaled(self, gradient: Parameters) -> Parameters:
         """s = −(μI + M)^(−½) ∇L, after adding this gradient's squares to M."""
         g = gradient.vector
         squares = g * g if self.squares is None else torch.addcmul(self.squares.vector, g, g)
         self.squares = Parameters(gradient.layout, squares)
-        return DirectionResult(Parameters(gradient.layout, -g / (squares + self.mu).sqrt_()))
+        return Parameters(gradient.layout, -g / (squares + self.mu).sqrt_())
 
     def state(self) -> State:
-        """M."""
         return {} if self.squares is None else {"squares": self.squares}
 
     def restore(self, state: State) -> None:
@@ -381,15 +377,14 @@ class NewtonCG(Direction):
 
     Args:
         cg_tolerance: ξ.
-        cg_max_steps: most products with G.
+        cg_max_steps: largest number of products with G.
     """
 
     def __init__(self, cg_tolerance: float, cg_max_steps: int) -> None:
         self.tolerance, self.max_steps = cg_tolerance, cg_max_steps
 
-    def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
+    def find(self, gradient: Parameters, point: Point) -> DirectionResult:
         """G s ≈ −∇L."""
-        assert point is not None
         result = conjugate_gradient(
             point.gauss_newton(), gradient.scale_(-1.0), tolerance=self.tolerance, max_steps=self.max_steps
         )

@@ -1,34 +1,32 @@
-"""The inverse of limited-memory BFGS (Nocedal and Wright, "Numerical Optimization", Alg. 7.4) times a vector.
+"""Secant methods: limited-memory BFGS, and the secant steps of `newton-kron` over the Kronecker preconditioner.
 
-Four passes over θ for each pair of a step and the change of the gradient along it.
+A secant pair is a step s and the change y of the gradient along it. Limited-memory BFGS (Nocedal and Wright, "Numerical
+Optimization", Alg. 7.4) multiplies its inverse H with a vector in four passes over θ for each pair.
 
-The direction of `newton-kron` for linear towers: secant steps over the Kronecker preconditioner.
+Secant steps are for towers that are linear in their parameters. L is then convex in each side while the other is fixed,
+but not in both together. Near a minimum the Hessian differs from the Gauss-Newton matrix by the slopes of all pairs,
+which do not vanish if the model does not fit the data: Gauss-Newton then converges linearly, however accurately its
+systems are solved. A gradient costs no more than a conjugate gradient step and contains the true curvature along the
+last steps:
 
-With linear towers L is convex in each side while the other is fixed, but not in both together. Near a minimum the
-Hessian differs from the Gauss-Newton matrix by the slopes of all pairs, which do not vanish where pairs remain
-unexplained: Gauss-Newton then converges linearly, however well its systems are solved. A gradient costs no more than a
-conjugate gradient step and knows the true curvature along the last steps:
+    s = −H ∇L,   H the inverse of limited-memory BFGS with γM instead of a multiple of the identity
 
-    s = −H ∇L,   H the inverse of limited-memory BFGS over γM in the place of a multiple of the identity
-
-M ≈ (G + damping)⁻¹ is the Kronecker preconditioner, made anew where L has fallen by 2% since it was made, or where
-damping grew: in between it hardly changes, and pairs tell what does. γ is ½ without pairs, as both sides then answer
-for the same residuals, and 1 until a full step is refused: M of sparse features can be too long by far. From then on it
-is sᵀy / yᵀMy of the last step s and gradient change y. Where a step met less than a fifth of the curvature that H
-expected, y is moved toward H⁻¹s until it has a fifth (Powell, 1978); H⁻¹s = −δ∇L is known from the step before, so that
-every pair is of use. Damping starts at none and grows where the decrease at the full step is under a quarter of the
-−½ sᵀ∇L promised.
+M ≈ (G + damping)⁻¹ is the Kronecker preconditioner. It is rebuilt when L has decreased by 2% since it was built, or
+when damping has increased; between rebuilds it changes little, and the secant pairs capture the rest. γ is ½ without
+pairs, because both sides then correct the same residuals, and 1 until a full step is rejected: M of sparse features can
+be much too large. From then on γ is sᵀy / yᵀMy of the last pair. If a step met less than a fifth of the curvature that
+H predicted, y is moved toward H⁻¹s until it has a fifth (Powell, 1978); H⁻¹s = −δ∇L is known from the previous step, so
+that every pair can be used. Damping starts at zero and is increased when the decrease at the full step is less than a
+quarter of the predicted −½ sᵀ∇L.
 
 The first iterations move one side at a time, s = −M∇L on the left, then on the right, as alternating least squares
-does: from small random embeddings both sides together start next to a saddle, and each alone at a convex problem. A
-side that starts at zero moves first: beside it the other one would be drawn to zero too, which is the saddle. With
-memory for no pair all iterations are of this kind: M is of one side's curvature there, and two of them are less work
-than a few conjugate gradient steps over both.
+does: from small random embeddings both sides together start next to a saddle point, while each side alone is a convex
+problem. A side that starts at zero moves first; otherwise the other side would also be drawn to zero, which is the
+saddle. Without memory for a pair all iterations are of this kind, which costs less than conjugate gradient over both.
 
-Cost of an iteration: a value, a gradient, M built at most once and applied once or twice, four passes over θ for each
-pair kept. Memory: of θ's size, two vectors for each pair kept and five more while a step is tried: θ, the gradient, the
-last one, the step, and the next θ; three in all while one side moves at a time. Not in the paper. Checked by
-tests/test_secant.py; timed by benchmarks/bench_solvers.py.
+Cost of an iteration: a value, a gradient, M built at most once and applied once or twice, and four passes over θ for
+each pair. Memory: two vectors of θ's size for each pair and five more during a step (θ, the gradient, the last
+gradient, the step and the next θ); three in all while one side moves at a time. Not in the paper.
 """
 
 from __future__ import annotations
@@ -52,48 +50,48 @@ class Pair:
     Args:
         step: s.
         change: y.
-        bend: sᵀy, or None for whoever asks first to compute.
+        curvature: sᵀy; computed at the first access if None.
     """
 
-    __slots__ = ("_bend", "change", "step")
+    __slots__ = ("_curvature", "change", "step")
 
-    def __init__(self, step: Parameters, change: Parameters, bend: float | None = None) -> None:
-        self.step, self.change, self._bend = step, change, bend
+    def __init__(self, step: Parameters, change: Parameters, curvature: float | None = None) -> None:
+        self.step, self.change, self._curvature = step, change, curvature
 
     @property
-    def bend(self) -> float:
+    def curvature(self) -> float:
         """sᵀy."""
-        if self._bend is None:
-            self._bend = self.step.dot(self.change)
-        return self._bend
+        if self._curvature is None:
+            self._curvature = self.step.dot(self.change)
+        return self._curvature
 
 
 def inverse_product(g: Parameters, pairs: Sequence[Pair], initial: Callable[[Parameters], Parameters]) -> Parameters:
-    """H g: the two-loop recursion over pairs, oldest first.
+    """H g by the two-loop recursion.
 
     Args:
-        g: left as it is.
-        pairs: with sᵀy > 0.
-        initial: the inverse that pairs correct, applied to a vector that it may overwrite.
+        g: the vector, which is not changed.
+        pairs: secant pairs with sᵀy > 0, oldest first.
+        initial: applies the initial inverse to a vector, which it may overwrite.
     """
     q = g.clone()
     coefficients = []
     for pair in reversed(pairs):
-        a = pair.step.inner(q) / pair.bend
+        a = pair.step.inner(q) / pair.curvature
         coefficients.append(a)
         q.axpy_(-a, pair.change)
     q = initial(q)
     for pair, a in zip(pairs, reversed(coefficients), strict=True):
-        b = pair.change.inner(q) / pair.bend
+        b = pair.change.inner(q) / pair.curvature
         q.axpy_(a - b, pair.step)
     return q
 
 
-class LBFGS(Direction):
-    """Limited-memory BFGS from the last few steps and gradient changes.
+class LimitedMemory(Direction):
+    """Limited-memory BFGS.
 
     Args:
-        memory: pairs of steps and gradient changes kept.
+        memory: number of secant pairs kept.
     """
 
     def __init__(self, memory: int) -> None:
@@ -101,29 +99,27 @@ class LBFGS(Direction):
         self.pairs: list[Pair] = []  # oldest first
         self.before: tuple[Parameters, Parameters] | None = None  # θ and gradient of the last call
 
-    def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
-        """The two-loop recursion; the first direction is the gradient scaled to length one."""
-        assert point is not None
+    def find(self, gradient: Parameters, point: Point) -> DirectionResult:
+        """−H∇L; the first direction is the negative gradient scaled to length one."""
         theta = point.parameters
         if self.before is not None:
             step, change = theta - self.before[0], gradient - self.before[1]
-            bend = step.dot(change)
-            if bend > 1e-10 * step.norm() * change.norm():
-                self.pairs = [*self.pairs, Pair(step, change, bend)][-self.memory :]
+            curvature = step.dot(change)
+            if curvature > 1e-10 * step.norm() * change.norm():
+                self.pairs = [*self.pairs, Pair(step, change, curvature)][-self.memory :]
         self.before = (theta, gradient)
         if not self.pairs:
             return DirectionResult(gradient * (-1.0 / max(gradient.norm(), 1e-30)))
         last = self.pairs[-1]
-        scale = last.bend / last.change.dot(last.change)
+        scale = last.curvature / last.change.dot(last.change)
         return DirectionResult(inverse_product(gradient, self.pairs, lambda q: q.scale_(scale)).scale_(-1.0))
 
     def retry(self) -> bool:
-        """Forget the pairs and go down the gradient once."""
+        """Discard the pairs and take one step of steepest descent."""
         had, self.pairs, self.before = bool(self.pairs), [], None
         return had
 
     def state(self) -> State:
-        """The pairs and the last point."""
         found: State = {f"step{i}": pair.step for i, pair in enumerate(self.pairs)}
         found |= {f"change{i}": pair.change for i, pair in enumerate(self.pairs)}
         if self.before is not None:
@@ -136,79 +132,86 @@ class LBFGS(Direction):
         self.before = None if theta is None or gradient is None else (theta, gradient)
 
 
-_FIRST = 0.5  # γ while there are no pairs: both sides answer for the same residuals
-_LEAST_BEND = 0.2  # of the curvature that was expected along a step
-_FALL = 0.02  # share of L by which it has fallen when M is made anew
+_FIRST = 0.5  # γ while there are no pairs: both sides correct the same residuals
+_LEAST_CURVATURE = 0.2  # fraction of the predicted curvature along a step
+_DECREASE = 0.02  # relative decrease of L after which M is rebuilt
 
 
 @dataclass
-class _Made:
-    """A preconditioner with its damping, the value of L where it was made, and what it is made of."""
+class _Built:
+    """A preconditioner with its damping, the value of L where it was built, and its state."""
 
     damping: float
     value: float
     state: dict[str, Sharded | Tensor]
-    M: Kronecker | None = None  # none yet in a run that was resumed
+    M: Kronecker | None = None  # None until a resumed run needs it
 
 
 class KroneckerSecant(Direction):
-    """See the module's first lines.
+    """Secant steps over the Kronecker preconditioner.
+
+    It moves one side at a time for ``alternating`` turns, or always if ``memory`` is 0, and then both sides.
 
     Args:
-        damping: at the start, and how it moves.
-        memory: pairs kept; with none, one side moves at a time in all iterations.
-        alternating: first iterations, in which one side moves at a time.
+        damping: the damping.
+        memory: number of secant pairs kept.
+        alternating: number of first iterations that move one side at a time.
     """
 
     def __init__(self, damping: Damping, memory: int, alternating: int) -> None:
-        self.damping, self.memory, self.alternating = damping, memory, alternating
-        self.iterations, self.rescaled = 0, False
-        self.turned = False  # whether the other side has been tried where the one could not move
+        self.damping = damping
+        self.configure(memory, alternating)
+        self.turn = 0  # the left side moves in even turns, the right side in odd ones
+        self.tried_other_side = False  # since the last successful step
+        self.rescaled = False
         self.pairs: list[Pair] = []  # oldest first
-        self.last: tuple[Pair, float] | None = None  # step and gradient where it began, and δ
-        self.made: _Made | None = None  # M, and where it was made
-        self._gradient: Parameters | None = None  # of the iteration under way
+        self.last: tuple[Pair, float] | None = None  # the last step with the gradient where it began, and δ
+        self.built: _Built | None = None
+        self._gradient: Parameters | None = None  # gradient of the current iteration
 
-    def find(self, gradient: Parameters, point: Point | None) -> DirectionResult:
-        """−H∇L, or −M∇L on one side."""
-        assert point is not None
+    def configure(self, memory: int, alternating: int) -> None:
+        """Set the number of secant pairs and of alternating turns, before the first step."""
+        self.memory, self.alternating = memory, alternating
+
+    def find(self, gradient: Parameters, point: Point) -> DirectionResult:
+        """−H∇L, or −M∇L on one side; keeps the gradient for the next pair."""
         if self._one_side:
-            M = point.preconditioner("kronecker", self.damping.value, self._moved(point))
+            M = point.preconditioner("kronecker", self.damping.value, self._side_to_move(point))
             s = M.product(gradient)
         else:
             M = self._preconditioner(point)
             self._remember(gradient)
             s = inverse_product(gradient, self.pairs, lambda q: self._scaled(M, q))
         s.scale_(-1.0)
-        self._gradient = None if self._one_side else gradient  # the next pair is made of it
+        self._gradient = None if self._one_side else gradient
         slope = gradient.dot(s)
         return DirectionResult(s, 0, 0.5 * slope, self.damping.value, slope)
 
     @property
     def _one_side(self) -> bool:
-        return self.iterations < self.alternating or self.memory == 0
+        return self.turn < self.alternating or self.memory == 0
 
-    def _moved(self, point: Point) -> str:
-        """The side that moves: by turns, unless the other is all zeros, where only λ would say where to go."""
-        side = self.iterations % 2
+    def _side_to_move(self, point: Point) -> str:
+        """The side whose turn it is, unless the other side is all zeros and must move first."""
+        side = self.turn % 2
         if not bool(point.evaluation.gramians[0][1 - side].any()):
             side = 1 - side
         return ("left", "right")[side]
 
     def _preconditioner(self, point: Point) -> Kronecker:
-        """M, as it was made or anew."""
-        made, damping = self.made, self.damping.value
-        if made is None or damping > made.damping or point.value < made.value - _FALL * abs(made.value):
-            self.made = None  # not two of them at a time
+        """M, rebuilt if necessary."""
+        built, damping = self.built, self.damping.value
+        if built is None or damping > built.damping or point.value < built.value - _DECREASE * abs(built.value):
+            self.built = None  # free its memory first
             M = point.preconditioner("kronecker", damping)
-            self.made = _Made(damping, point.value, M.state(), M)
+            self.built = _Built(damping, point.value, M.state(), M)
             return M
-        if made.M is None:  # the same towers give it its form; the numbers are those that were stored
-            M = point.preconditioner("kronecker", made.damping)
-            value = made.value if M.load(made.state) else point.value  # other blocks are finite here: it is another M
-            self.made = made = _Made(made.damping, value, M.state(), M)
-        assert made.M is not None
-        return made.M
+        if built.M is None:  # the towers determine its structure, the checkpoint its numbers
+            M = point.preconditioner("kronecker", built.damping)
+            value = built.value if M.load(built.state) else point.value  # not loaded if other blocks are finite here
+            self.built = built = _Built(built.damping, value, M.state(), M)
+        assert built.M is not None
+        return built.M
 
     def _scaled(self, M: LinearOperator, q: Parameters) -> Parameters:
         """γ M q."""
@@ -218,71 +221,72 @@ class KroneckerSecant(Direction):
         if not self.rescaled:
             return product
         pair = self.pairs[-1]
-        expected = M.product(pair.change, q).dot(pair.change)  # q is not needed any more
-        return product.scale_(pair.bend / expected) if expected > 0 else product
+        expected = M.product(pair.change, q).dot(pair.change)  # overwrites q
+        return product.scale_(pair.curvature / expected) if expected > 0 else product
 
     def _remember(self, gradient: Parameters) -> None:
-        """The last step and the change of the gradient along it as one more pair."""
+        """Add a pair of the last step and the change of the gradient along it."""
         if self.last is None:
             return
         (taken, size), self.last = self.last, None
         s, before = taken.step, taken.change
         y = gradient - before
-        bend, expected = s.dot(y), -size * s.dot(before)
-        if bend < _LEAST_BEND * expected:
-            share = (1 - _LEAST_BEND) * expected / (expected - bend)
+        curvature, expected = s.dot(y), -size * s.dot(before)
+        if curvature < _LEAST_CURVATURE * expected:
+            share = (1 - _LEAST_CURVATURE) * expected / (expected - curvature)
             y.scale_(share).axpy_(-(1 - share) * size, before)
-            bend = s.dot(y)
-        if bend > 0:
-            self.pairs = [*self.pairs, Pair(s, y, bend)][-self.memory :]
+            curvature = s.dot(y)
+        if curvature > 0:
+            self.pairs = [*self.pairs, Pair(s, y, curvature)][-self.memory :]
 
     def learn(self, direction: DirectionResult, step: StepResult) -> None:
-        """Move the damping, and keep the step if both sides moved."""
+        """Update the damping, and keep the step if both sides moved."""
         gradient, self._gradient = self._gradient, None
         if direction.model is not None and direction.model < 0:
             self.damping.learn(step.first_decrease, direction.model)
         if step.point is None:
             return
         if gradient is not None:
-            s = direction.s if step.size == 1.0 else direction.s.scale_(step.size)  # nobody needs it any more
+            s = direction.s if step.size == 1.0 else direction.s.scale_(step.size)  # the direction is not used again
             self.last = Pair(s, gradient), step.size
             self.rescaled = self.rescaled or (bool(self.pairs) and step.size < 1.0)
-            self.pairs = self.pairs[max(0, len(self.pairs) + 1 - self.memory) :]  # room for the pair that follows
-        self.iterations += 1
-        self.turned = False
+            self.pairs = self.pairs[max(0, len(self.pairs) + 1 - self.memory) :]  # make room for the next pair
+        self.turn += 1
+        self.tried_other_side = False
 
     def retry(self) -> bool:
-        """Forget the pairs, or move the other side where one side always moves; after that, much more damping."""
-        if self.memory == 0 and not self.turned:
-            self.iterations, self.turned = self.iterations + 1, True
+        """Try the other side if one side always moves, then discard the pairs, then end alternation and damp more."""
+        if self.memory == 0 and not self.tried_other_side:
+            self.turn += 1
+            self.tried_other_side = True
             return True
-        if self.iterations >= self.alternating and self.pairs:
+        if self.turn >= self.alternating and self.pairs:
             self.pairs = []
             return True
-        self.iterations = max(self.iterations, self.alternating)
+        self.turn = max(self.turn, self.alternating)
         return self.damping.retry()
 
     def state(self) -> State:
-        """Damping, pairs, the last step and the preconditioner."""
-        found: State = {"damping": self.damping.value, "iterations": self.iterations, "rescaled": self.rescaled}
+        """Damping, pairs, the last step and the preconditioner, by the names of the checkpoint format."""
+        found: State = {"damping": self.damping.value, "iterations": self.turn, "rescaled": self.rescaled}
         found |= {"size": 0.0, "made_damping": 0.0, "made_value": 0.0}
         for i, pair in enumerate(self.pairs):
             found |= {f"step{i}": pair.step, f"change{i}": pair.change}
         if self.last is not None:
             pair, size = self.last
             found |= {"last_step": pair.step, "last_gradient": pair.change, "size": size}
-        if self.made is not None:
-            found |= {"made_damping": self.made.damping, "made_value": self.made.value}
-            found |= {f"made_{name}": tensor for name, tensor in self.made.state.items()}
+        if self.built is not None:
+            found |= {"made_damping": self.built.damping, "made_value": self.built.value}
+            found |= {f"made_{name}": tensor for name, tensor in self.built.state.items()}
         return found
 
     def restore(self, state: State) -> None:
-        self.damping.value, self.iterations, self.rescaled = state["damping"], state["iterations"], state["rescaled"]
+        self.damping.value, self.turn, self.rescaled = state["damping"], state["iterations"], state["rescaled"]
         self.pairs = [Pair(s, y) for s, y in zip(vectors(state, "step"), vectors(state, "change"), strict=True)]
         step, gradient = vector(state, "last_step"), vector(state, "last_gradient")
         self.last = None if step is None or gradient is None else (Pair(step, gradient), state["size"])
-        self.made = None
+        self.built = None
         stored = {key: x for key, x in state.items() if key.startswith("made_") and isinstance(x, (Sharded, Tensor))}
         factors = {key.removeprefix("made_"): x for key, x in stored.items()}
         if factors:
-            self.made = _Made(state["made_damping"], state["made_value"], factors)
+            self.built = _Built(state["made_damping"], state["made_value"], factors)

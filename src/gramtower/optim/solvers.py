@@ -1,12 +1,11 @@
-"""The optimization methods as objects: typed options that check themselves, and the parts each is made of.
+"""The optimizers, as classes whose options are checked, and the parts of each.
 
-`gd`, `gd-diag`, `newton`, `sogram`, `sogram-diag`, `sampling`, `sampling-diag` are the paper's seven (Section "Compared
-Optimization Methods"), with its constants as defaults but for the step sizes of the four that draw, which are searched;
-`newton-kron` and `lbfgs` go beyond it. ``gt.minimize(problem, towers, gt.NewtonKron(damping=0.1))`` and
-``gt.minimize(problem, towers, "newton-kron", damping=0.1)`` are the same run.
+`gd`, `gd-diag`, `newton`, `sogram`, `sogram-diag`, `sampling` and `sampling-diag` are those of the paper (Section
+"Compared Optimization Methods"), with its constants as defaults, except for the step sizes of the four that sample,
+which are searched. `newton-kron` and `lbfgs` are not in the paper. ``gt.minimize(problem, towers,
+gt.NewtonKron(damping=0.1))`` and ``gt.minimize(problem, towers, "newton-kron", damping=0.1)`` are the same run.
 
-A solver of one's own is a dataclass with a ``name`` and a ``method``; docs/choosing.md has one. Checked by
-tests/test_optim.py.
+A custom solver is a dataclass with a ``name`` and a ``method``; docs/choosing.md has an example.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ from typing import Any, ClassVar
 from gramtower._util import checks as check
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
-from gramtower.optim.descent import Backtracking, Damping, Descent, Diagonal, Direction, Method, NewtonCG, Steepest
+from gramtower.optim.descent import Backtracking, Damping, Descent, Diagonal, FirstOrder, Method, NewtonCG, Steepest
 from gramtower.optim.newton_kron import KroneckerDirection, KroneckerNewton
-from gramtower.optim.secant import LBFGS as LimitedMemory
-from gramtower.optim.secant import KroneckerSecant
+from gramtower.optim.secant import KroneckerSecant, LimitedMemory
 from gramtower.optim.stochastic import Blocks, Sampled, Source, Subsets
 from gramtower.optim.sweeps import Sweeps, SweepsFirst
 
@@ -58,7 +56,7 @@ def _step_size() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Solver:
-    """An optimizer with its options, to hand to ``minimize``; the subclasses are those there are."""
+    """Base class of the optimizers that ``minimize`` accepts; subclass it for a custom one."""
 
     name: ClassVar[str] = "custom"  # in logs and checkpoints
 
@@ -68,17 +66,17 @@ class Solver:
                 test(option.name, getattr(self, option.name))
 
     def method(self, seed: int) -> Method:
-        """The parts of one run, with their memory at its start; ``seed`` is for those that draw."""
+        """The method for one run, in its initial state; ``seed`` is for methods that sample."""
         raise NotImplementedError
 
     def default_iterations(self, problem: Problem, towers: Towers) -> int | None:
-        """The number of iterations that an estimator makes by default, or None for its own default."""
+        """The default number of iterations of an estimator with this solver, or None for the general default."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Searched(Solver):
-    """Backtracking from the last step, which is doubled every few iterations."""
+    """Solvers whose line search starts from the last step size, which is doubled every few iterations."""
 
     sufficient_decrease: float = _share(1e-4, 0.999)
     initial_step: float = _positive(1.0)
@@ -94,14 +92,14 @@ class GradientDescent(_Searched):
 
     Args:
         sufficient_decrease: η of the line search.
-        initial_step: the first step it tries.
-        double_every: iterations after which the step it begins with is doubled; 0 begins with ``initial_step``.
+        initial_step: initial step size.
+        double_every: iterations after which the initial step size is doubled; with 0 every search starts with
+            ``initial_step``.
     """
 
     name: ClassVar[str] = "gd"
 
     def method(self, seed: int) -> Method:
-        """Steepest descent."""
         return Descent(Steepest(), self._search())
 
 
@@ -117,7 +115,6 @@ class DiagonalDescent(_Searched):
     mu: float = _positive(1e-8)
 
     def method(self, seed: int) -> Method:
-        """The diagonally scaled gradient."""
         return Descent(Diagonal(self.mu), self._search())
 
 
@@ -127,7 +124,7 @@ class Newton(_Searched):
 
     Args:
         cg_tolerance: ξ, the relative residual at which conjugate gradient stops.
-        cg_max_steps: its most steps.
+        cg_max_steps: largest number of conjugate gradient steps.
     """
 
     name: ClassVar[str] = "newton"
@@ -135,7 +132,6 @@ class Newton(_Searched):
     cg_max_steps: int = _count(30)
 
     def method(self, seed: int) -> Method:
-        """Newton by conjugate gradient."""
         return Descent(NewtonCG(self.cg_tolerance, self.cg_max_steps), self._search())
 
 
@@ -143,25 +139,25 @@ class Newton(_Searched):
 class NewtonKron(Solver):
     """The optimizer "newton-kron", the default: second-order steps with a Kronecker preconditioner.
 
-    Damped Gauss-Newton by conjugate gradient (newton_kron.py); where both towers are linear in their parameters, and
-    where the Gauss-Newton model is no longer right, secant steps over the same preconditioner (secant.py).
+    Damped Gauss-Newton by conjugate gradient (newton_kron.py), or secant steps with the same preconditioner (secant.py)
+    if both towers are linear in their parameters, and when the Gauss-Newton model becomes inaccurate. Two embedding
+    tables on a CPU are solved row by row (sweeps.py).
 
     Args:
-        damping: at the start of conjugate gradient; secant steps start with none.
-        damping_up: factor when the decrease was under a quarter of what the model promised.
-        damping_down: factor when it was over three quarters.
-        cg_steps: conjugate gradient steps allowed at the start.
-        cg_max_steps: most steps ever allowed.
+        damping: initial damping of conjugate gradient; secant steps start without damping.
+        damping_up: factor after a decrease of less than a quarter of the model's prediction.
+        damping_down: factor after a decrease of more than three quarters.
+        cg_steps: initial limit of conjugate gradient steps.
+        cg_max_steps: largest limit.
         cg_tolerance: relative residual, in the preconditioner's norm, at which conjugate gradient stops.
-        cg_progress: it also stops when five steps lowered the model by less than this share.
-        memory: pairs of steps and changes of the gradient that linear towers remember, two vectors of θ's size each;
-            fewer where the memory budget leaves no room, and where it leaves room for none all iterations move one side
-            at a time. 0 for conjugate gradient with them too, from the first iteration on.
-        alternating: first iterations of linear towers that move one side at a time; with 0 none does.
-        network_memory: pairs that other towers remember once damping has outgrown its start; fewer where the memory
-            budget leaves no room. 0 for conjugate gradient throughout.
-        sweeps: earlier sweeps over all rows that two embedding tables on a CPU remember, two vectors of θ's size each;
-            0, and a memory budget without room for them, for secant steps.
+        cg_progress: conjugate gradient also stops when five steps lower the model by less than this fraction.
+        memory: number of secant pairs for linear towers, two vectors of θ's size each. A memory budget can reduce it;
+            if not even one pair fits, all iterations move one side at a time. 0 uses conjugate gradient instead.
+        alternating: number of first iterations of linear towers that move one side at a time.
+        network_memory: number of secant pairs for other towers, once damping shows that the model fails. A memory
+            budget can reduce it; 0 uses only conjugate gradient.
+        sweeps: number of earlier sweeps kept for two embedding tables on a CPU, two vectors of θ's size each. With 0,
+            or if they do not fit the memory budget, secant steps are used.
         sufficient_decrease: η of the line search.
     """
 
@@ -180,7 +176,6 @@ class NewtonKron(Solver):
     sufficient_decrease: float = _share(1e-4, 0.999)
 
     def method(self, seed: int) -> Method:
-        """Preconditioned Newton, from a full step on."""
         newton = KroneckerNewton(
             self._damping(self.damping),
             min(self.cg_steps, self.cg_max_steps),
@@ -194,7 +189,7 @@ class NewtonKron(Solver):
         return SweepsFirst(Sweeps(self.sweeps), descent)
 
     def default_iterations(self, problem: Problem, towers: Towers) -> int | None:
-        """12 where it sweeps over the rows of two tables, which comes as far as 20 other iterations do."""
+        """12 for sweeps over two tables, which achieve as much as 20 other iterations."""
         return _ENOUGH_SWEEPS if Sweeps(self.sweeps).suit(problem, towers) else None
 
     def _damping(self, start: float) -> Damping:
@@ -206,7 +201,7 @@ class LBFGS(Solver):
     """The optimizer "lbfgs": limited-memory BFGS with backtracking line search from a full step.
 
     Args:
-        memory: pairs of steps and changes of the gradient that are remembered.
+        memory: number of secant pairs.
         sufficient_decrease: η of the line search.
     """
 
@@ -215,19 +210,18 @@ class LBFGS(Solver):
     sufficient_decrease: float = _share(1e-4, 0.999)
 
     def method(self, seed: int) -> Method:
-        """Limited-memory BFGS."""
         return Descent(LimitedMemory(self.memory), Backtracking(self.sufficient_decrease, double_every=0))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Stochastic(Solver):
-    """Steps of one size along estimated gradients, as many in an iteration as see about all the data."""
+    """Solvers with estimated gradients; an iteration has enough steps for about one pass over the data."""
 
     ratio: float = _share(0.01)
     step_size: float | None = _step_size()
     steps: int | None = _option(None, lambda name, value: None if value is None else check.count(name, value))
 
-    def _sampled(self, source: Source, direction: Direction) -> Method:
+    def _sampled(self, source: Source, direction: FirstOrder) -> Method:
         return Sampled(source, direction, self.step_size, self.steps)
 
 
@@ -236,9 +230,10 @@ class Sogram(_Stochastic):
     """The optimizer "sogram": gradients from two subsets of the observed pairs, and running Gramians.
 
     Args:
-        ratio: ρ, the share of the pairs drawn in a step.
+        ratio: ρ, the fraction of the pairs sampled in a step.
         alpha: α, the rate of the Gramians' running averages.
-        step_size: δ, kept as it is; None searches for one on the exact value, and halves it when the run diverges.
+        step_size: δ, a fixed step size; None searches for one by the exact objective, and halves it if the run
+            diverges.
         steps: steps in one iteration; None for 8, 16, … up to 1/ρ or about a second of work (optim/stochastic.py).
     """
 
@@ -246,7 +241,6 @@ class Sogram(_Stochastic):
     alpha: float = _share(0.1)
 
     def method(self, seed: int) -> Method:
-        """Steepest descent on what the subsets say."""
         return self._sampled(Subsets(seed, self.ratio, self.alpha), Steepest())
 
 
@@ -262,7 +256,6 @@ class DiagonalSogram(Sogram):
     mu: float = _positive(1e-8)
 
     def method(self, seed: int) -> Method:
-        """The diagonally scaled estimate."""
         return self._sampled(Subsets(seed, self.ratio, self.alpha), Diagonal(self.mu))
 
 
@@ -271,15 +264,15 @@ class Sampling(_Stochastic):
     """The optimizer "sampling": gradients from all pairs between a few left and a few right entities.
 
     Args:
-        ratio: ρ, the share of the entities of each side drawn in a step.
-        step_size: δ, kept as it is; None searches for one on the exact value, and halves it when the run diverges.
+        ratio: ρ, the fraction of the entities of each side sampled in a step.
+        step_size: δ, a fixed step size; None searches for one by the exact objective, and halves it if the run
+            diverges.
         steps: steps in one iteration; None for 8, 16, … up to 1/ρ or about a second of work (optim/stochastic.py).
     """
 
     name: ClassVar[str] = "sampling"
 
     def method(self, seed: int) -> Method:
-        """Steepest descent on what the block says."""
         return self._sampled(Blocks(seed, self.ratio), Steepest())
 
 
@@ -295,7 +288,6 @@ class DiagonalSampling(Sampling):
     mu: float = _positive(1e-8)
 
     def method(self, seed: int) -> Method:
-        """The diagonally scaled estimate."""
         return self._sampled(Blocks(seed, self.ratio), Diagonal(self.mu))
 
 
@@ -308,10 +300,10 @@ SOLVERS: dict[str, type[Solver]] = {
 
 
 def as_solver(optimizer: Any, options: dict[str, Any]) -> Solver:
-    """A solver as it is, or by name with its options; refuses names and options that do not exist."""
+    """The solver of a name with its options, or a given solver; refuses unknown names and options."""
     if isinstance(optimizer, Solver):
         if options:
-            check.fail("options", ", ".join(options), f"none beside a solver: they belong to {optimizer!r}")
+            check.fail("options", ", ".join(options), f"no options with a solver object: set them in {optimizer!r}")
         return optimizer
     kind = SOLVERS[check.choice("optimizer", optimizer, tuple(SOLVERS))]
     known = [option.name for option in fields(kind)]

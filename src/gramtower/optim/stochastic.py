@@ -1,26 +1,22 @@
-"""Where stochastic methods get their gradients: blocks Û × V̂, or two subsets of O with running Gramians.
+"""Stochastic methods: several steps θ ← θ + δs per iteration along estimated gradients.
 
-    Blocks    m̂ = ρm left and n̂ = ρn right entities, all their pairs          (`sampling`)
+    Blocks    m̂ = ρm left and n̂ = ρn right entities, all their pairs            (`sampling`)
     Subsets   Ô₁, Ô₂ ⊂ O of size ρ|O|; Gramians averaged with rate α over steps  (`sogram`, eq:grad_sogram)
 
-Draws come from a generator whose state is part of a checkpoint. The estimates themselves are
-engine/objective/subsampling.py.
+engine/objective/subsampling.py computes the estimates. The state of the random generator is part of a checkpoint.
 
-Methods with estimated gradients: several steps θ ← θ + δs an iteration, a first δ that is searched, and a way back.
+    given δ   It is fixed, as in the paper (whose constants are in experiments/).
+    no δ      The first iteration searches for δ. The curvature c along the exact direction s, from one more value of L,
+              gives the minimum of a parabola, −sᵀ∇L / c; δ₀ is that times ‖s‖² / ‖ŝ‖² for a sampled direction ŝ that
+              is longer. The same samples are tried with δ₀/4, δ₀/16, … or with 4δ₀, …, and the lowest exact value
+              wins. A later iteration that ends non-finite, or above L_best + ½(L_start − L_best), is undone: δ is
+              halved, and the iteration is repeated with new samples.
 
-    given δ   kept as it is, whatever happens: the paper's methods (its constants are in experiments/)
-    no δ      The first iteration is the search. The curvature c along the exact direction s, from one more value of L,
-              says how far a parabola would go, −sᵀ∇L / c; δ₀ is that times ‖s‖² / ‖ŝ‖² for a drawn direction ŝ that is
-              longer. From there the same draws are tried with δ₀/4, δ₀/16, … or with 4δ₀, …, and the lowest exact
-              value wins. Later, an iteration that ends non-finite, or above L_best + ½(L_start − L_best), is undone: δ
-              is halved, and new draws start from where it started.
+The first iteration has 8 steps. Each iteration doubles them up to one pass over the data (1/ρ steps), or to about a
+second of work if that is less, but at least to the work of the value that ends the iteration. Work is counted in pair
+visits, not by a clock, so that runs are reproducible bit for bit, also from a checkpoint.
 
-Iterations begin with 8 steps and double up to one pass over the data (1/ρ steps), or to about a second of work if that
-is less, but not below the work of the value that ends them. Work is counted in pair visits, never by a clock, so that
-runs repeat bit for bit, also from a checkpoint: δ, both values and the number of iterations are part of the state.
-
-Cost: that of the steps; without a given δ also one value an iteration, and up to _MOST_TRIALS + 2 in the first. Checked
-by tests/test_stochastic.py.
+Cost: that of the steps; without a given δ also one value per iteration, and up to _MOST_TRIALS + 2 in the first.
 """
 
 from __future__ import annotations
@@ -39,14 +35,14 @@ from gramtower.engine.objective.problem import Problem
 from gramtower.engine.objective.subsampling import Gramians, block_gradient, subset_gradient, subset_gramians
 from gramtower.engine.towers.parameters import Layout, Parameters
 from gramtower.engine.towers.towers import Towers
-from gramtower.optim.descent import Direction, IterationResult, Method, State, Stateful, trustworthy
+from gramtower.optim.descent import FirstOrder, IterationResult, Method, State, Stateful, trustworthy
 
 
 class Source(Stateful):
     """A stream of gradient estimates.
 
     Args:
-        seed: for the draws.
+        seed: seed of the random generator.
         ratio: ρ.
     """
 
@@ -58,20 +54,19 @@ class Source(Stateful):
         raise NotImplementedError
 
     def begin(self, point: Point) -> None:
-        """Take up what is known exactly of the point where a run starts."""
+        """Initialise from the exact values at the point where a run starts."""
 
     def visits(self, m: int, n: int, observed: int) -> tuple[float, float]:
-        """About how many observed pairs and entities a gradient looks at."""
+        """The approximate number of observed pairs and entities that an estimate uses."""
         raise NotImplementedError
 
     def _draw(self, total: int, device: torch.device) -> Tensor:
-        """A share ρ of 0 … total−1 without repetition, increasing; at least one."""
+        """A fraction ρ of 0 … total−1 without repetition, increasing; at least one."""
         chosen = self.rng.choice(total, max(1, round(self.ratio * total)), replace=False, shuffle=False)
         chosen.sort()
         return torch.from_numpy(chosen).to(device)
 
     def state(self) -> State:
-        """The generator's state."""
         return {"rng": _plain(self.rng.bit_generator.state)}
 
     def restore(self, state: State) -> None:
@@ -79,26 +74,24 @@ class Source(Stateful):
 
 
 class Blocks(Source):
-    """Û × V̂."""
+    """Gradients from all pairs of the sampled entities, Û × V̂."""
 
     def visits(self, m: int, n: int, observed: int) -> tuple[float, float]:
-        """Those of the block."""
         return self.ratio**2 * observed, self.ratio * (m + n)
 
     def gradient(self, problem: Problem, towers: Towers, parameters: Parameters) -> Parameters:
-        """From all pairs between the entities drawn."""
         m, n = problem.shape
         rows, columns = self._draw(m, towers.device), self._draw(n, towers.device)
         return block_gradient(problem, towers, parameters, rows, columns)
 
 
 class Subsets(Source):
-    """Two subsets of O, the second feeding running averages of the Gramians.
+    """Gradients from two subsets of O, the second of which updates running averages of the Gramians.
 
     Args:
-        seed: for the draws.
+        seed: seed of the random generator.
         ratio: ρ.
-        alpha: α; 1 forgets at once, which is the plain two-subset method of eq:grad_sogram_naive.
+        alpha: α; with 1 there is no averaging, which is the two-subset method of eq:grad_sogram_naive.
     """
 
     def __init__(self, seed: int, ratio: float, alpha: float) -> None:
@@ -107,20 +100,19 @@ class Subsets(Source):
         self.running: Gramians | None = None
 
     def begin(self, point: Point) -> None:
-        """Let the running averages begin with the exact Gramians, in the place of the paper's zeros."""
+        """Initialise the running averages with the exact Gramians, where the paper uses zeros."""
         own, cross = point.evaluation.gramians
         self.running = Gramians((own[0].clone(), own[1].clone()), (cross[0].clone(), cross[1].clone()))
 
     def visits(self, m: int, n: int, observed: int) -> tuple[float, float]:
-        """Those of both subsets."""
         drawn = self.ratio * observed
         return 2 * drawn, 2 * (min(m, drawn) + min(n, drawn))
 
     def gradient(self, problem: Problem, towers: Towers, parameters: Parameters) -> Parameters:
-        """Draw Ô₁ and Ô₂, move the running Gramians toward those of Ô₂, take the gradient on Ô₁."""
+        """Draw Ô₁ and Ô₂, move the running Gramians toward those of Ô₂, and compute the gradient on Ô₁."""
         total = problem.observed
         if not total:
-            check.fail("pairs", "no observed pair", "at least one, for a method that draws subsets of them")
+            check.fail("pairs", "no observed pair", "at least one, because this method samples observed pairs")
         first, second = self._draw(total, towers.device), self._draw(total, towers.device)
         fresh = subset_gramians(problem, towers, parameters, second)
         self.running = (self.running or fresh.zeros()).toward(fresh, self.alpha)
@@ -128,7 +120,6 @@ class Subsets(Source):
         return subset_gradient(problem, towers, parameters, first, self.running, covered)
 
     def state(self) -> State:
-        """The generator's state and the running Gramians."""
         state = super().state()
         if self.running is not None:
             (P, Q), (hP, hQ) = self.running.plain, self.running.cross
@@ -148,22 +139,22 @@ class Subsets(Source):
 
 
 def _plain(value: object) -> object:
-    """Numpy's generator state with plain integers, as JSON takes them."""
+    """The state of numpy's generator with plain integers, for JSON."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return value if isinstance(value, (str, int)) else int(value)  # type: ignore[call-overload]
 
 
 _FIRST = 8  # steps of the first iteration
-_FACTOR = 4.0  # between two tries of the search
+_FACTOR = 4.0  # between two step sizes of the search
 _MOST_TRIALS = 16
 _MOST_HALVINGS = 40
-_SECOND = 5_000_000  # pair visits that take about a second on one core
-_LAUNCH = 20_000  # pair visits that take as long as the operations of one step take to begin
+_SECOND = 5_000_000  # pair visits in about a second on one core
+_LAUNCH = 20_000  # pair visits in the time of a step's fixed overhead
 
 
 class _Trial(NamedTuple):
-    """Steps of one size from one point: where they led (None if not finite on the way), and the parts' state then."""
+    """Steps of one size from one point: the result (θ is None if it became non-finite), and the parts' state after."""
 
     size: float
     value: float
@@ -173,46 +164,45 @@ class _Trial(NamedTuple):
 
 
 class Sampled(Method):
-    """Estimated gradients, a direction, a step size; one iteration is several steps.
+    """A method with estimated gradients and several steps per iteration.
 
     Args:
-        source: where gradients come from.
-        direction: which way.
-        step_size: δ, kept as it is; None searches for one and halves it when the run diverges.
-        steps: steps in one iteration; None lets them grow as the file says.
+        source: computes the gradients.
+        direction: scales the gradients.
+        step_size: δ, a fixed step size; None searches for one and halves it if the run diverges.
+        steps: steps in one iteration; None increases them as the module describes.
     """
 
-    def __init__(self, source: Source, direction: Direction, step_size: float | None, steps: int | None) -> None:
+    def __init__(self, source: Source, direction: FirstOrder, step_size: float | None, steps: int | None) -> None:
         self.source, self.direction, self.steps = source, direction, steps
         self.given, self.step_size = step_size is not None, step_size
         self.iterations = 0
-        self.first: float | None = None  # the exact value at the start, and the lowest since
+        self.first: float | None = None  # the exact value at the start, and below the lowest since
         self.best: float | None = None
 
     def iterate(self, problem: Problem, towers: Towers, point: Point) -> IterationResult:
-        """Several steps and, without a given δ, the value where they led."""
         most = most_steps(self.source, problem, point.parameters.layout)
         steps = self.steps or min(_FIRST << min(self.iterations, 40), most)
         if self.step_size is None:
             return self._begin(problem, towers, point, steps)
         if not self.given:
-            return self._go_on(problem, towers, point, steps, self.step_size)
+            return self._continue(problem, towers, point, steps, self.step_size)
         theta, norm = self._walk(problem, towers, point, steps, self.step_size)
         self.iterations += 1
         return IterationResult(None, norm, step=self.step_size, parameters=theta)
 
     def _begin(self, problem: Problem, towers: Towers, point: Point, steps: int) -> IterationResult:
-        """The first iteration, whose steps are those of the best size tried."""
+        """The first iteration, which searches for the step size."""
         before = self._parts()
         gradient = point.gradient()
-        norm, s = gradient.norm(), self.direction.find(gradient, None).s
+        norm, s = gradient.norm(), self.direction.scaled(gradient)
         if not 0.0 < norm < math.inf:
             return IterationResult(None, norm)
         size = lowest_on_parabola(point, s, gradient.dot(s))
         self._restore(before)
         self.source.begin(point)
         before, self.first, self.best = self._parts(), point.value, point.value
-        drawn = self.direction.find(self.source.gradient(problem, towers, point.parameters), None).s
+        drawn = self.direction.scaled(self.source.gradient(problem, towers, point.parameters))
         size *= min(1.0, (s.norm() / max(drawn.norm(), 1e-300)) ** 2)
 
         def look(size: float) -> _Trial:
@@ -230,8 +220,8 @@ class Sampled(Method):
             return IterationResult(None, norm, step=found.size)
         return self._reached(problem.at(towers, found.theta), found.norm)
 
-    def _go_on(self, problem: Problem, towers: Towers, point: Point, steps: int, size: float) -> IterationResult:
-        """A later iteration: again with half the size, and other draws, as long as it ends too high."""
+    def _continue(self, problem: Problem, towers: Towers, point: Point, steps: int, size: float) -> IterationResult:
+        """A later iteration, repeated with half the step size and new samples while it diverges."""
         assert self.first is not None
         assert self.best is not None
         before, highest, norm = self._parts(), self.best + 0.5 * (self.first - self.best), 0.0
@@ -244,7 +234,7 @@ class Sampled(Method):
             size /= 2
             before["source"]["rng"] = self.source.state()["rng"]
             self._restore(before)
-            del there  # before the next one is made: each is as large as an evaluation
+            del there  # free the memory of its evaluation before the next one
         return IterationResult(None, norm if norm < math.inf else 0.0, step=size)
 
     def _reached(self, point: Point, norm: float) -> IterationResult:
@@ -257,11 +247,11 @@ class Sampled(Method):
     def _walk(
         self, problem: Problem, towers: Towers, point: Point, steps: int, size: float
     ) -> tuple[Parameters | None, float]:
-        """θ after some steps, None if a gradient was not finite, and the norm of the last one."""
+        """θ after some steps, or None if a gradient was not finite, and the norm of the last gradient."""
         theta, norm = point.parameters.clone(), 0.0
         for _ in range(steps):
             gradient = self.source.gradient(problem, towers, theta)
-            theta.axpy_(size, self.direction.find(gradient, None).s)
+            theta.axpy_(size, self.direction.scaled(gradient))
             norm = gradient.norm()
             if not norm < math.inf:
                 return None, norm
@@ -275,7 +265,6 @@ class Sampled(Method):
         self.direction.restore(state.get("direction", {}))
 
     def state(self) -> State:
-        """The parts' states, the step size, and what divergence is told by."""
         own = {"step_size": self.step_size, "iterations": self.iterations, "first": self.first, "best": self.best}
         return self._parts() | own
 
@@ -286,14 +275,14 @@ class Sampled(Method):
 
 
 def lowest_on_parabola(point: Point, s: Parameters, slope: float) -> float:
-    """−slope / c for the parabola through L(θ) and L(θ + ts) with that slope, t a hundredth of ‖θ‖ / ‖s‖; or t."""
+    """The minimum −slope / c of a parabola with that slope through L(θ) and L(θ + ts), t = ‖θ‖ / (100 ‖s‖); or t."""
     t = 0.01 * (point.parameters.norm() or 1.0) / s.norm()
     curvature = 2 * (point.along(s)(t).value - point.value - t * slope) / t**2
     return -slope / curvature if 0.0 < curvature < math.inf else t
 
 
 def searched(look: Callable[[float], _Trial], size: float, start: float) -> _Trial:
-    """The best of some sizes, each a factor from the last: up from the first one or else down, while values fall."""
+    """The best trial of a search that multiplies or divides the step size by a factor while the value decreases."""
     best, left = look(size), _MOST_TRIALS - 1
     for factor in (_FACTOR, 1 / _FACTOR) if best.value < start else (1 / _FACTOR,):
         first = best
@@ -308,7 +297,7 @@ def searched(look: Callable[[float], _Trial], size: float, start: float) -> _Tri
 
 
 def most_steps(source: Source, problem: Problem, layout: Layout) -> int:
-    """Steps of a long iteration: a pass over the data, or a second, but as much work as the value that ends it."""
+    """Largest number of steps of an iteration: a pass over the data or a second, but at least the work of a value."""
     (m, n), observed = problem.shape, problem.observed
     tables = weights = dim = 0
     for name, shape in layout.shapes.items():

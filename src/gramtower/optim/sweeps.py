@@ -1,19 +1,20 @@
-"""Sweeps of `newton-kron` over two embedding tables on a CPU: each row solved by itself, sweeps combined.
+"""Sweeps of `newton-kron` over two embedding tables on a CPU: rows are solved independently, and sweeps extrapolated.
 
-A sweep moves the left table to the minimum of each row's own model while the right one is fixed, then the right table
-(engine/objective/row_steps.py), as alternating least squares does for the squared loss. It is a map θ → S(θ) whose
-fixed points are the stationary ones of L, and it contracts slowly where both sides answer for the same residuals.
-Anderson (1965) takes the last few θ_i with what sweeps made of them and goes to
+A sweep moves each row of the left table to the minimum of its quadratic model while the right table is fixed, and then
+each row of the right table (engine/objective), as alternating least squares does for the squared loss. It is a map
+θ → S(θ) whose fixed points are the stationary points of L, and it contracts slowly where both sides correct the same
+residuals. Anderson acceleration (1965) combines the last few θ_i and their sweeps to
 
     Σ α_i S(θ_i),   Σ α_i = 1,   ‖Σ α_i (S(θ_i) − θ_i)‖ least, over the table that moves last
 
-which is secant information in another form and needs no gradient. It is taken where it is below the value after the
-sweep's first half; otherwise the sweep itself is, its steps halved where they are too long for a loss that is not
-quadratic, and what was remembered is forgotten. Where no step of the sweep decreases L, it is left to what follows.
+which uses secant information and needs no gradient. The combination is accepted if its value is below that after the
+first half of the sweep; otherwise the sweep itself is used, with its steps halved if they are too long for a loss that
+is not quadratic, and the earlier sweeps are discarded. If no step of the sweep decreases L, the method falls back to
+secant steps.
 
-Cost of an iteration: two values, two passes over O more for the rows' systems, a pass over what is remembered. Memory:
-two vectors of θ's size for each sweep remembered, and four while one is made. Not in the paper. Over several processes
-a right row's pairs are not in one place, and secant steps are made (secant.py).
+Cost of an iteration: two values, two more passes over O for the rows' systems, and a pass over the earlier sweeps.
+Memory: two vectors of θ's size for each earlier sweep, and four during a sweep. Not in the paper. Over several
+processes the pairs of a right row are in several places, and secant steps are used instead.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from gramtower.optim.descent import Descent, IterationResult, Method, State, Sta
 
 _STEPS, _TOLERANCE = 2, 0.1  # of each row's conjugate gradient
 _HALVINGS = 6
-_CHUNK = 1 << 17  # numbers of a vector that stay in the cache
-_RIDGE = 1e-7  # of the mean square of the residuals
+_CHUNK = 1 << 17  # numbers of a vector that fit in the cache
+_RIDGE = 1e-7  # times the mean square of the residuals
 
 
 class Sweeps(Stateful):
-    """See the module's first lines.
+    """Sweeps over two tables with Anderson acceleration.
 
     Args:
-        memory: sweeps remembered.
+        memory: number of earlier sweeps kept.
     """
 
     def __init__(self, memory: int) -> None:
@@ -56,24 +57,26 @@ class Sweeps(Stateful):
         self._vectors = Vectors()
 
     def suit(self, problem: Problem, towers: Towers) -> bool:
-        """Whether both towers are embedding tables that can be solved by rows, and there is memory for it."""
+        """Whether both towers are embedding tables whose rows can be solved, and the memory suffices."""
         if self.memory == 0 or not solves_rows(problem, towers):
             return False
-        numbers = (2 * self.memory + 1) * towers.size + 2 * len(problem.pairs)  # slopes and curvatures at once
+        numbers = (2 * self.memory + 1) * towers.size + 2 * len(problem.pairs)  # slopes and curvatures of pairs
         return problem.plan(towers).spare_bytes >= towers.dtype.itemsize * numbers
 
     def forget(self) -> None:
-        """Free what is remembered."""
+        """Discard the earlier sweeps."""
         self.starts, self.ends = [], []
         self.square = torch.zeros(0, 0, dtype=torch.float64)
 
     def iterate(self, point: Point) -> tuple[Point | None, float, int]:
-        """The next point, the norm of the gradients on the way, and the values that were computed."""
+        """The next point or None, the norm of the tables' gradients (see Record), and the number of values computed."""
         names, theta = _tables(point), point.parameters
         if self._rotated is None:
             self._rotated = theta.empty()
         scratch = self._rotated[names[0]], self._rotated[names[1]]
-        first = 0 if bool(point.evaluation.gramians[0][1].any()) else 1  # beside zeros a table would go there too
+        first = (
+            0 if bool(point.evaluation.gramians[0][1].any()) else 1
+        )  # if the other table is zero, this one would shrink to zero as well
         one, other = names[first], names[1 - first]
         half = self._empty(theta)
         half[other].copy_(theta[other])
@@ -82,7 +85,7 @@ class Sweeps(Stateful):
         if middle is None:
             return None, math.sqrt(squares), trials
         at, value, end = middle.evaluation, middle.value, middle.parameters
-        del middle  # no point has parameters that are written over; of the evaluation only sums are used after that
+        del middle  # its parameters are overwritten next; only sums of its evaluation are used after that
         squares += row_step(at, 1 - first, _STEPS, _TOLERANCE, end[other], scratch)
         following = self._combined(theta, end, other)
         if following is not None:
@@ -98,7 +101,7 @@ class Sweeps(Stateful):
         return Parameters(like.layout, self._vectors.empty_like(like.vector))
 
     def _combined(self, start: Parameters, end: Parameters, name: str) -> Parameters | None:
-        """Σ α_i S(θ_i) with this sweep among them; None if it is the only one."""
+        """Σ α_i S(θ_i) over this and the earlier sweeps; None if there are no earlier ones."""
         starts, ends = [*self.starts, start], [*self.ends, end]
         count = len(ends)
         square = torch.empty(count, count, dtype=torch.float64)
@@ -118,7 +121,6 @@ class Sweeps(Stateful):
         return result
 
     def state(self) -> State:
-        """What is remembered."""
         found: State = {f"start{i}": one for i, one in enumerate(self.starts)}
         return found | {f"end{i}": one for i, one in enumerate(self.ends)} | {"square": self.square}
 
@@ -128,7 +130,7 @@ class Sweeps(Stateful):
 
 
 def _tables(point: Point) -> tuple[str, str]:
-    """The names in Parameters of both sides' tables, which are all that is trained."""
+    """The names of both tables in Parameters."""
     towers = point.evaluation.towers
     (left,), (right,) = (towers.local_names(side).values() for side in ("left", "right"))
     return left, right
@@ -143,9 +145,9 @@ def _down(
     names: tuple[str, str],
     side: int,
 ) -> tuple[Point | None, int]:
-    """The point at θ, one side's distance from its origin halved until L is below ``value``; None if never.
+    """The point at θ, with one side's distance from its origin halved until L is below ``value``, and the trials.
 
-    The other side's table is as it was in the evaluation ``before``.
+    The point is None if L never is. The other side's table is the same as in the evaluation ``before``.
     """
     for trial in range(1, _HALVINGS + 1):
         tried = at(theta)
@@ -158,7 +160,7 @@ def _down(
 
 
 def _last_products(starts: list[Parameters], ends: list[Parameters], name: str) -> Tensor:
-    """A table's last residual times each of them; chunk by chunk, as none of them is stored."""
+    """Products of a table's last residual with all residuals, which are computed chunk by chunk."""
     before, after = ([x[name].view(-1) for x in each] for each in (starts, ends))
     size = len(after[-1])
     chunks = [*range(0, size, _CHUNK), size]
@@ -174,20 +176,19 @@ def _last_products(starts: list[Parameters], ends: list[Parameters], name: str) 
 
 
 class SweepsFirst(Method):
-    """Sweeps where they can be made and as long as they decrease L, and the descent that they are left to.
+    """Sweeps if they suit the problem and as long as they decrease L, and otherwise another method.
 
     Args:
-        sweeps: used where both towers are embedding tables of their own, on a CPU, and there is memory for them.
+        sweeps: used for two separate embedding tables on a CPU, if the memory suffices.
         descent: used otherwise.
     """
 
     def __init__(self, sweeps: Sweeps, descent: Descent) -> None:
         self.sweeps, self.descent = sweeps, descent
         self.chosen = ""  # until the first iteration
-        self._checked = False  # whether what was chosen suits the problem; a run may be resumed in several processes
+        self._checked = False  # whether the choice suits the problem; a run may be resumed in several processes
 
     def iterate(self, problem: Problem, towers: Towers, point: Point) -> IterationResult:
-        """A sweep, or a step downhill."""
         if not self._checked and self.chosen != "descent":
             self.chosen = "sweeps"
             if not self.sweeps.suit(problem, towers):
@@ -202,10 +203,9 @@ class SweepsFirst(Method):
 
     def _leave_sweeps(self) -> None:
         self.chosen = "descent"
-        self.sweeps = Sweeps(self.sweeps.memory)  # what it held is of no more use
+        self.sweeps = Sweeps(self.sweeps.memory)  # frees its memory
 
     def state(self) -> State:
-        """Both states, and which is in use."""
         return {"chosen": self.chosen, "sweeps": self.sweeps.state(), "descent": self.descent.state()}
 
     def restore(self, state: State) -> None:
