@@ -74,9 +74,8 @@ class Sweeps(Stateful):
         if self._rotated is None:
             self._rotated = theta.empty()
         scratch = self._rotated[names[0]], self._rotated[names[1]]
-        first = (
-            0 if bool(point.evaluation.gramians[0][1].any()) else 1
-        )  # if the other table is zero, this one would shrink to zero as well
+        # If the other table is zero, the one that moves first would shrink to zero as well.
+        first = 0 if bool(point.evaluation.gramians[0][1].any()) else 1
         one, other = names[first], names[1 - first]
         half = self._empty(theta)
         half[other].copy_(theta[other])
