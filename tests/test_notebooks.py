@@ -139,7 +139,7 @@ def test_searches_show_the_best_settings_and_trials():
     search = Search("map@5", trials, 1, {"omega": 0.75}, {}, "ids", {"omega": "0.1 to 1"}, {}, 12.0)
     text = read(search._repr_html_())
     assert text.startswith("Search: map@5 0.4000, 0.2000 at the first settings")
-    for expected in ("0.1 to 1", "0.7500", "3 trials in 12 s", "<script>"):
+    for expected in ("0.1 to 1", "0.75", "3 trials in 12 s", "<script>"):
         assert expected in text
 
 

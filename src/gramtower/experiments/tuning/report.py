@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gramtower._util import html as html
+from gramtower._util import html
 from gramtower._util.checks import config_hidden
 from gramtower._util.files import plain, write_text
 from gramtower._util.schema import build
@@ -26,35 +26,36 @@ from gramtower.model.settings import SETTINGS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-
 CONFIG, REPORT, TABLE = "config.toml", "report.json", "report.md"
-#: Arguments of a search, which a fit of all pairs has no use for.
+#: Arguments of a search, which a fit of all pairs does not use.
 SKIPPED = ("time_limit", "patience", "metric", "optimizer_options", "select")
 _LISTED = 5  # trials in a notebook
 WEIGHTS = ("left_weights", "right_weights")
 
+Table = tuple[list[str], list[list[str]]]  # heads and rows
+
 
 @dataclass
 class Search:
-    """What a search for settings found: its trials, and the one that won.
+    """The result of a search for settings.
 
     Attributes:
-        metric: what was maximised.
-        trials: all of them, in order.
-        winner: number of the trial that won: the best that is better than the defaults beyond noise, or theirs.
+        metric: the metric that was maximised.
+        trials: all trials, in order.
+        winner: number of the trial that won: the best that is better than the defaults beyond noise, or the defaults.
         importance: share of the metric's variation that each choice explains (PED-ANOVA), largest first.
-        arguments: what was found, as arguments of :class:`gramtower.TwoTower`: those that differ from the defaults,
-            which go by the size of the data.
-        features: what the towers see: "ids", "history", "ids+history" or "given".
+        arguments: the settings found, as arguments of :class:`gramtower.TwoTower`: those that differ from the defaults,
+            which depend on the size of the data.
+        features: the input of the towers: "ids", "history", "ids+history" or "given".
         space: what was searched.
         data: sizes.
         seconds: wall time of this call.
         base: the model's own arguments.
         interrupted: whether Ctrl-C ended it.
-        verdict: whether a trial replaces the defaults, and by how much it is better, in a sentence.
-        confirmations: trials that were trained once more before one of them won: those that had started warm, from a
-            cold start, which is then also their record among ``trials``; where entities were held out, the defaults
-            and what was to replace them, with other ones held out.
+        verdict: a sentence: whether a trial replaces the defaults, and by how much it is better.
+        confirmations: trials that were trained once more before one of them won. Trials that had started warm were
+            trained from a cold start, which is then also their record among ``trials``; where entities were held out,
+            the defaults and their replacement were trained with other entities held out.
     """
 
     metric: str
@@ -76,10 +77,20 @@ class Search:
         """The trial that won."""
         return next(t for t in self.trials if t.number == self.winner)
 
-    def metrics_table(self) -> tuple[list[str], list[list[str]]]:
-        """Heads and rows of a table: several metrics of the model's own settings, of the winner, and their difference.
+    @property
+    def caution(self) -> str:
+        """A sentence on how far the numbers of the validation part can be trusted."""
+        if self.winner == self.trials[0].number:
+            return "All numbers are measured on the validation part, not on a test part."
+        return (
+            "All numbers are measured on the validation part that chose these settings, so the gain is likely to be "
+            "smaller on other pairs. Measure both settings on a test part that the search has not seen."
+        )
 
-        There are no rows where the log, of an earlier version, has only the metric that was maximised.
+    def metrics_table(self) -> Table:
+        """Return heads and rows: several metrics of the model's own settings, of the winner, and their difference.
+
+        There are no rows if the log, of an earlier version, has only the metric that was maximised.
         """
         own, best = self.trials[0], self.best
         names = [name for name in best.metrics if name in own.metrics]
@@ -91,21 +102,39 @@ class Search:
             rows.append(["difference", *(_difference(best.metrics[name], own.metrics[name]) for name in names)])
         return ["on the validation part", *names], rows
 
-    @property
-    def caution(self) -> str:
-        """A sentence on how far the numbers of the validation part can be trusted."""
-        if self.winner == self.trials[0].number:
-            return "All numbers are measured on the validation part, not on a test part."
-        return (
-            "All numbers are measured on the validation part that chose these settings, so the gain is likely to be "
-            "smaller on other pairs. Measure both settings on a test part that the search has not seen."
-        )
+    def _choices(self) -> Table:
+        best, start = self.best.settings, self.trials[0].settings
+        rows = [
+            [name, self.space.get(name, "–"), shown(start.get(name)), shown(best[name]),
+             html.number(self.importance.get(name))]
+            for name in sorted(best, key=lambda name: -self.importance.get(name, 0.0))
+        ]  # fmt: skip
+        return ["choice", "searched", "at the start", "found", "importance"], rows
+
+    def _ordered(self) -> list[Tried]:
+        return sorted(self.trials, key=lambda t: (t.pruned, -t.value))
+
+    def _trials(self) -> Table:
+        names = list(self.best.settings)
+        rows = [
+            [str(t.number), f"{t.value:.4f}", *(shown(t.settings.get(name)) for name in names),
+             str(len(t.curve) - 1), f"{t.seconds:.1f}", t.note]
+            for t in self._ordered()
+        ]  # fmt: skip
+        return ["trial", self.metric, *names, "iterations", "seconds", "note"], rows
+
+    def _confirmations(self) -> Table:
+        rows = [
+            [str(t.number), f"{t.value:.4f}", t.repeated, str(len(t.curve) - 1), f"{t.seconds:.1f}"]
+            for t in self.confirmations
+        ]
+        return ["trained again", self.metric, "how", "iterations", "seconds"], rows
 
     def __repr__(self) -> str:
         return f"Search({len(self.trials)} trials, {self.metric} {self.best.value:.4f} by trial {self.best.number})"
 
     def plot(self) -> Figure:
-        """A figure of the trials: the metric of each, their curves, and what each choice explains.
+        """Draw the trials: the metric of each, their curves, and the share that each choice explains.
 
         Raises:
             ImportError: without matplotlib, with the line that installs it.
@@ -116,31 +145,30 @@ class Search:
         )  # fmt: skip
 
     def tables(self) -> dict[str, dict[str, Any]]:
-        """The settings as tables of a config file, which holds no arrays and no functions."""
-        plain = (str, int, float, tuple, list, dict)
+        """Return the settings as tables of a config file, which holds no arrays and no functions."""
+        kinds = (str, int, float, tuple, list, dict)
         settings = self.base | self.arguments
-        settings |= {name: _weights_text(settings[name]) for name in WEIGHTS if name in settings}
-        known = {k: v for k, v in settings.items() if k in SETTINGS and isinstance(v, plain)}
+        for name in WEIGHTS:  # weights that are left out of the file would be the default, not none
+            if name in settings and not isinstance(settings[name], str):
+                settings[name] = "degree^0"
+        known = {k: v for k, v in settings.items() if k in SETTINGS and isinstance(v, kinds)}
         if settings.get("hidden") is not None:
             known["hidden"] = config_hidden(settings["hidden"])
         tables: dict[str, dict[str, Any]] = {
-            table: {
-                k: known[k] for k, one in SETTINGS.items() if one.table == table and k in known and k not in SKIPPED
-            }
-            for table in ("model", "train")
+            name: {k: known[k] for k, one in SETTINGS.items() if one.table == name and k in known and k not in SKIPPED}
+            for name in ("model", "train")
         }
-        model = tables["model"]
         tables["train"]["option"] = known.get("optimizer_options")
         if "history" in self.features:
-            model["history"] = True
+            tables["model"]["history"] = True
             tables["features"] = {"left_identity": "ids" in self.features}
         return tables
 
     def config(self, given: dict[str, dict[str, Any]] | None = None) -> str:
-        """The settings as TOML that ``gramtower fit --config`` takes.
+        """Return the settings as TOML for ``gramtower fit --config``.
 
         Args:
-            given: tables [data] and [features] of the command line; the latter go in where features were found useful.
+            given: tables [data] and [features] of the command line; the latter go in if features were found useful.
         """
         comment = (
             f"found by tuning: {self.metric} {self.best.value:.4f} on the validation part, trial {self.best.number}"
@@ -162,7 +190,7 @@ class Search:
         return config_text({k: v for k, v in (tables | found).items() if v}, comment)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """Return everything as plain values."""
         content = asdict(self)
         content["base"] = {
             k: v if isinstance(v, (int, float, str, tuple, dict, type(None))) else str(v) for k, v in self.base.items()
@@ -170,68 +198,45 @@ class Search:
         return content
 
     def markdown(self) -> str:
-        """The report for people."""
-        best = self.best
-        names = list(best.settings)
+        """Return the report as Markdown."""
+        best, data = self.best, self.data
         held = "".join(
-            f"; {self.data[f'held_out_{side}']:,} {side} entities were held out with all their pairs"
+            f"; {data[f'held_out_{side}']:,} {side} entities were held out with all their pairs"
             for side in ("left", "right")
-            if f"held_out_{side}" in self.data
+            if f"held_out_{side}" in data
         )
         lines = [
             "# Tuning",
             "",
-            f"{len(self.trials)} trials in {self.seconds:.0f} s; {self.metric} of {self.data['ranked_users']:,} users "
-            f"on a validation part of the {self.data['left']:,} × {self.data['right']:,} training data{held}. Found: "
+            f"{len(self.trials)} trials in {self.seconds:.0f} s; {self.metric} of {data['ranked_users']:,} users on a "
+            f"validation part of the {data['left']:,} × {data['right']:,} training data{held}. Found: "
             f"{best.value:.4f} (trial {best.number}, iteration {best.iteration}); at the defaults: "
             f"{self.trials[0].value:.4f} (trial 0).",
             *(["", f"{self.verdict[0].upper()}{self.verdict[1:]}."] if self.verdict else []),
             "",
             self.caution,
-            *_markdown_table(*self.metrics_table()),
-            "",
-            "| choice | searched | found | importance |",
-            "| --- | --- | --- | --- |",
         ]
-        for name in sorted(names, key=lambda name: -self.importance.get(name, 0.0)):
-            share = f"{self.importance[name]:.2f}" if name in self.importance else ""
-            searched = self.space.get(name, "").replace("|", "or")
-            lines.append(f"| {name} | {searched} | {shown(best.settings[name])} | {share} |")
-        lines += [
-            "",
-            f"| trial | {self.metric} | {' | '.join(names)} | iterations | seconds | note |",
-            "| --- | --- |" + " --- |" * (len(names) + 3),
-        ]
-        for t in sorted(self.trials, key=lambda t: (t.pruned, -t.value)):
-            cells = [str(t.number), f"{t.value:.4f}", *(shown(t.settings[name]) for name in names)]
-            cells += [str(len(t.curve) - 1), f"{t.seconds:.1f}", t.note]
-            lines.append("| " + " | ".join(cells) + " |")
-        if self.confirmations:
-            lines += ["", f"| trained again | {self.metric} | how | iterations | seconds |", "| --- |" + " --- |" * 4]
-        for t in self.confirmations:
-            lines.append(f"| {t.number} | {t.value:.4f} | {t.repeated} | {len(t.curve) - 1} | {t.seconds:.1f} |")
+        for heads, rows in (self.metrics_table(), self._choices(), self._trials(), self._confirmations()):
+            if rows:
+                cells = [heads, ["---"] * len(heads), *rows]
+                lines += ["", *(f"| {' | '.join(c.replace('|', 'or') for c in line)} |" for line in cells)]
         return "\n".join(lines) + "\n"
 
     def _repr_html_(self) -> str:
         """A card for notebooks: the best settings and the best trials."""
-        best, names = self.best, list(self.best.settings)
-        title = f"Search: {self.metric} {best.value:.4f}, {self.trials[0].value:.4f} at the first settings"
-        found = [(name, self.space.get(name, ""), shown(best.settings[name]), self.importance.get(name))
-                 for name in sorted(names, key=lambda name: -self.importance.get(name, 0.0))]  # fmt: skip
-        first = sorted(self.trials, key=lambda trial: (trial.pruned, -trial.value))[:_LISTED]
-        rows = [(t.number, t.value, *(shown(t.settings[name]) for name in names), t.iteration) for t in first]
+        title = f"Search: {self.metric} {self.best.value:.4f}, {self.trials[0].value:.4f} at the first settings"
+        heads, rows = self._trials()
         ended = f"{len(self.trials)} trials in {self.seconds:.0f} s" + (", interrupted" if self.interrupted else "")
-        heads, measured = self.metrics_table()
         return html.card(
             title,
-            html.table(heads, measured) if measured else "",
-            html.table(("choice", "searched", "found", "importance"), found),
-            html.table(("trial", self.metric, *names, "iteration"), rows),
+            html.table(*self.metrics_table()),
+            html.table(*self._choices()),
+            html.table(heads, rows[:_LISTED]),
             html.note(f"{ended}; {self.verdict}. {self.caution}" if self.verdict else f"{ended}. {self.caution}"),
         )
 
     def write(self, folder: str | Path, given: dict[str, dict[str, Any]] | None = None) -> None:
-        """report.json, report.md and config.toml in a folder, each replaced in one step."""
+        """Write report.json, report.md and config.toml into a folder, each in one step."""
         folder = Path(folder)
         texts = {
             REPORT: json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n",
@@ -243,17 +248,17 @@ class Search:
 
 
 def read_search(folder: Path) -> Search:
-    """A search from the report.json in a folder.
+    """Return the search in the report.json of a folder.
 
     Raises:
-        ValueError: if the file is damaged or of something else.
+        ValueError: if the file is damaged or not of a search.
     """
     path = folder / REPORT
     try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
-        trials = [build("trials", Tried, trial) for trial in plain.pop("trials")]
-        again = [build("confirmations", Tried, trial) for trial in plain.pop("confirmations", [])]
-        search = build("search", Search, plain | {"trials": []})
+        content = json.loads(path.read_text(encoding="utf-8"))
+        trials = [build("trials", Tried, trial) for trial in content.pop("trials")]
+        again = [build("confirmations", Tried, trial) for trial in content.pop("confirmations", [])]
+        search = build("search", Search, content | {"trials": []})
         search.trials, search.confirmations = trials, again
         for settings in (search.base, search.arguments):
             if settings.get("hidden") is not None:
@@ -261,44 +266,32 @@ def read_search(folder: Path) -> Search:
         if search.winner not in [trial.number for trial in trials]:
             raise ValueError(f"no trial {search.winner}, which won")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"folder: {path} is damaged or of something else ({error})") from error
+        raise ValueError(f"folder: {path} is damaged or not of a search ({error})") from error
     return search
 
 
 def _tuples(value: Any) -> Any:
-    """Widths of hidden layers as they were before JSON."""
+    """Turn lists of JSON, the widths of hidden layers, back into tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _difference(found: float, own: float) -> str:
-    """By how much a metric differs from that of the model's own settings: as a share where that is above zero."""
+    """Return the difference from the metric of the model's own settings, as a share if that is above zero."""
     return f"{100 * (found / own - 1):+.1f} %" if own > 0 else f"{found - own:+.4f}"
 
 
-def _markdown_table(heads: list[str], rows: list[list[str]]) -> list[str]:
-    """Lines of a table after an empty one; none for no rows."""
-    if not rows:
-        return []
-    return ["", *(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))]
-
-
-def shown(value: Value) -> str:
-    """A setting for people."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _weights_text(weights: Any) -> str:
-    """Weights as a config file has them: what is left out there would be the default, not none."""
-    return weights if isinstance(weights, str) else "degree^0"
+def shown(value: Value | None) -> str:
+    """Format a setting."""
+    return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def trial_lines(say: Callable[[str], None]) -> Callable[[Search], None]:
-    """A function that takes the state of a search and hands on a line for each trial that has ended since the last."""
-    told = 0
+    """Return a function that takes the state of a search and passes on a line for each trial that ended meanwhile."""
+    count = 0
 
-    def tell(found: Search) -> None:
-        nonlocal told
-        if len(found.trials) > told:  # not again of the last one when the search ends
+    def report(found: Search) -> None:
+        nonlocal count
+        if len(found.trials) > count:  # not again for the last one when the search ends
             last, best = found.trials[-1], pick(found.trials)
             how = f"warm from {last.warm_from}" if last.warm_from is not None else "cold"
             how = how if last.same_as is None else f"same as {last.same_as}"
@@ -307,23 +300,22 @@ def trial_lines(say: Callable[[str], None]) -> Callable[[Search], None]:
                 f"trial {last.number:3d}  {found.metric} {last.value:.4f}  {how}, {end}, {last.seconds:.1f} s"
                 f"   best {best.value:.4f} (trial {best.number})"
             )
-        told = len(found.trials)
+        count = len(found.trials)
         for again in found.confirmations:  # when the search ends
             value = f"{found.metric} {again.value:.4f}"
             say(f"trial {again.number:3d}  {value}  again, {again.repeated}, {again.seconds:.1f} s")
 
-    return tell
+    return report
 
 
 def tuning_page(search: Search, title: str) -> tuple[str, dict[str, Any], list[str]]:
-    """The page of a search.
+    """Build the page of a search.
 
     Returns:
-        HTML, the numbers in it, and what could not be made and why.
+        HTML, the numbers in it, and a list of what could not be made and why.
     """
-    best, metric, data = search.best, search.metric, search.data
+    best, own, metric, data = search.best, search.trials[0], search.metric, search.data
     problems: list[str] = []
-    at_defaults = search.trials[0]
     left, right, pairs = (data.get(name, 0) for name in ("left", "right", "pairs"))
     density = pairs / max(1, left * right)
     sizes = (
@@ -332,67 +324,29 @@ def tuning_page(search: Search, title: str) -> tuple[str, dict[str, Any], list[s
     )
     result = (
         f"{metric} on the validation part: {best.value:.4f} by trial {best.number}, iteration {best.iteration}; "
-        f"{at_defaults.value:.4f} with the model's own settings (trial 0). {len(search.trials):,} trials in "
+        f"{own.value:.4f} with the model's own settings (trial 0). {len(search.trials):,} trials in "
         f"{search.seconds:.0f} s"
     )
     result += f"; {search.verdict}." if search.verdict else "."
-    body = [f"<p><strong>{escape(result)}</strong></p>", f"<p>{escape(sizes)}</p>"]
     heads, measured = search.metrics_table()
+    body = [f"<p><strong>{escape(result)}</strong></p>", f"<p>{escape(sizes)}</p>"]
     body += [table(heads, measured)] if measured else []
     body.append(f"<p>{escape(search.caution)}</p>")
     if search.interrupted:
-        body.append('<p class="warn">The search was interrupted; the same command goes on.</p>')
-    body.append("<h2>Trials</h2>")
-    body.append(drawn(search.plot, f"{metric} of each trial, their curves, and importance of choices", problems))
-    body += ["<h2>What was found</h2>", _choices(search), "<h2>All trials</h2>", _trials(search)]
-    body += ["<h2>Trained again</h2>", _confirmations(search)] if search.confirmations else []
+        body.append('<p class="warn">The search was interrupted; the same command continues it.</p>')
+    caption = f"{metric} of each trial, their curves, and importance of choices"
+    heads, rows = search._trials()
+    marked = [[t.number == search.winner] * (len(heads) - 1) for t in search._ordered()]
+    body += ["<h2>Trials</h2>", drawn(search.plot, caption, problems)]
+    body += ["<h2>Settings found</h2>", table(*search._choices()), "<h2>All trials</h2>", table(heads, rows, marked)]
+    if search.confirmations:
+        body += ["<h2>Trained again</h2>", table(*search._confirmations())]
     body += circumstances((), {f"[{name}]": plain(part) for name, part in search.tables().items()}, {})
     content = {
         "kind": "tuning", "title": title, "metric": metric, "value": best.value, "trial": best.number,
-        "trials": len(search.trials), "confirmations": len(search.confirmations), "at_defaults": at_defaults.value,
-        "seconds": search.seconds,
-        "importance": search.importance, "arguments": search.arguments, "data": {**data, "density": density},
-        "interrupted": search.interrupted, "verdict": search.verdict,
-        "metrics": {"own settings": at_defaults.metrics, "found": best.metrics},
+        "trials": len(search.trials), "confirmations": len(search.confirmations), "at_defaults": own.value,
+        "seconds": search.seconds, "importance": search.importance, "arguments": search.arguments,
+        "data": {**data, "density": density}, "interrupted": search.interrupted, "verdict": search.verdict,
+        "metrics": {"own settings": own.metrics, "found": best.metrics},
     }  # fmt: skip
     return html.document(f"Tuning: {title}", body), plain(content), problems
-
-
-def _choices(search: Search) -> str:
-    best, start = search.best.settings, search.trials[0].settings
-    names = sorted(best, key=lambda name: -search.importance.get(name, 0.0))
-    rows = [
-        [
-            name,
-            search.space.get(name, "–"),
-            _text(start.get(name)),
-            _text(best[name]),
-            html.number(search.importance.get(name)),
-        ]
-        for name in names
-    ]
-    return table(["choice", "searched", "at the start", "found", "importance"], rows)
-
-
-def _trials(search: Search) -> str:
-    names = list(search.best.settings)
-    ordered = sorted(search.trials, key=lambda t: (t.pruned, -t.value))
-    rows = [
-        [str(t.number), f"{t.value:.4f}", *(_text(t.settings.get(name)) for name in names),
-         str(len(t.curve) - 1), f"{t.seconds:.1f}", t.note]
-        for t in ordered
-    ]  # fmt: skip
-    marked = [[t.number == search.winner] * (len(names) + 4) for t in ordered]
-    return table(["trial", search.metric, *names, "iterations", "seconds", "note"], rows, marked)
-
-
-def _confirmations(search: Search) -> str:
-    rows = [
-        [str(t.number), f"{t.value:.4f}", t.repeated, str(len(t.curve) - 1), f"{t.seconds:.1f}"]
-        for t in search.confirmations
-    ]
-    return table(["trial", search.metric, "how", "iterations", "seconds"], rows)
-
-
-def _text(value: Value | None) -> str:
-    return "–" if value is None else shown(value)
