@@ -267,7 +267,7 @@ def test_a_warm_start_keeps_the_size_that_more_data_would_change():
     before = model.dim_
     assert gt.TwoTower(max_iterations=1, device="cpu").fit(named(20)).dim_ == 20 != before
     assert model.fit(named(20), warm_start=True).dim_ == before
-    assert model.dim is None
+    assert model.dim == "auto"
 
 
 def test_scikit_learn_conventions():

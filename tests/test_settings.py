@@ -8,7 +8,7 @@ import pytest
 import gramtower as gt
 from gramtower.experiments.tuning import space
 from gramtower.model import model_file
-from gramtower.model.settings import REQUIRED, SETTINGS, ModelSettings, _setting
+from gramtower.model.settings import CHOSEN, REQUIRED, SETTINGS, ModelSettings, _setting
 
 
 @dataclass(eq=False, repr=False)
@@ -52,6 +52,20 @@ def test_every_setting_but_functions_is_in_the_header_of_a_model_file():
 
 def test_the_search_space_has_the_settings_that_say_so():
     assert {one.searched for one in SETTINGS.values() if one.searched} == {*space.NAMES} - {"features"}
+
+
+def test_auto_is_the_default_and_none_means_the_same(tmp_path):
+    assert CHOSEN == ("dim", "hidden", "activation", "normalize", "refine", "omega", "l2", "embedding_l2",
+                      "max_iterations", "memory_budget")  # fmt: skip
+    pairs = gt.Interactions.from_arrays([0, 0, 1, 2], [0, 1, 0, 1])
+    default, nothing = gt.TwoTower(device="cpu"), gt.TwoTower(**dict.fromkeys(CHOSEN), device="cpu")
+    assert {default.get_params()[name] for name in CHOSEN} == {"auto"}
+    assert {nothing.get_params()[name] for name in CHOSEN} == {None}
+    assert vars(default.with_changes()) == vars(nothing.with_changes()) == vars(ModelSettings(device="cpu"))
+    assert default.fit(pairs).l2_ == nothing.fit(pairs).l2_
+    default.save(tmp_path / "model")
+    assert gt.load(tmp_path / "model").get_params() == default.get_params()
+    assert repr(gt.TwoTower()) == "TwoTower()"
 
 
 def test_a_new_field_becomes_an_argument_and_a_flag(monkeypatch):

@@ -177,10 +177,10 @@ def _fit(group: Group, settings: Settings, source: Path, out: Path, fresh: bool,
 def used(settings: Settings, estimator: TwoTower) -> dict[str, dict[str, Any]]:
     """The tables of the config file with every value that was in force, defaults included."""
     tables: dict[str, dict[str, Any]] = {"model": asdict(settings.model), "train": asdict(settings.train)}
-    chosen = {} if estimator.path_ is None else estimator.path_.chosen
+    chosen, params = {} if estimator.path_ is None else estimator.path_.chosen, estimator.with_changes()
     for name, setting in SETTINGS.items():
         if setting.table is not None:
-            value = chosen.get(name, getattr(estimator, name))
+            value = chosen.get(name, getattr(params, name))
             value = getattr(estimator, f"{name}_") if setting.fitted else value
             tables[setting.table][setting.flag or name] = _AS_TEXT[name](value) if name in _AS_TEXT else value
     return {"data": asdict(settings.data), "features": features_table(settings.features), **tables}

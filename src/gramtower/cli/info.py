@@ -72,7 +72,7 @@ def describe_model(model: TwoTower) -> dict[str, Any]:
         **traffic_facts(last),
         "stopped": model.message_,
         "pairs_per_entity": degree_quantiles(model.trained_),
-        "settings": {k: v for k, v in model.get_params().items() if k not in left_out and v is not None},
+        "settings": {k: v for k, v in model.with_changes().get_params().items() if k not in left_out and v is not None},
     }
 
 

@@ -64,7 +64,7 @@ def _flag(name: str) -> Parameter:
     setting, value = SETTINGS[name], getattr(ModelSettings, name)
     if setting.flag is not None:  # may be repeated, and has no default
         return Parameter(help=setting.flag_help, negative=())
-    shown = setting.shown or ("by the data" if value is None else str(value))
+    shown = setting.shown or str(value)
     return Parameter(help=f"{setting.flag_help} [default: {shown}]")
 
 
@@ -313,6 +313,8 @@ def _as_flag(name: str, value: Any, hint: Any) -> Any:
     """A value of the file as the flag would have given it."""
     kind = next(k for k in get_args(hint) if k is not types.NoneType)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value == "auto" and kind in (int, float, bool):
+        return None
     if kind is str and (number or isinstance(value, list)):
         return ",".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
     if kind is float and number:
@@ -334,7 +336,7 @@ def _as_flag(name: str, value: Any, hint: Any) -> Any:
 
 #: From the text of a flag to the value of the setting, where that is not the value itself.
 _FROM_TEXT: dict[str, Callable[[Any], Any]] = {
-    "hidden": parse_hidden,
+    "hidden": lambda text: text if text == "auto" else parse_hidden(text),
     "optimizer_options": lambda texts: dict(map(parse_option, texts)),
     "select": lambda text: {"auto": True, "off": False}.get(text, text),
 }

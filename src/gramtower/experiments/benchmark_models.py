@@ -264,8 +264,8 @@ class OfEstimator:
             as_solver(self.model.optimizer, dict(self.model.solver_options()))
             data = prepare_data(self.model, cut.train, **known)
             make_problem(self.model, data)
-            if self.model.max_iterations is not None:
-                check.count("max_iterations", self.model.max_iterations, minimum=0)
+            if (asked := self.model.with_changes().max_iterations) is not None:
+                check.count("max_iterations", asked, minimum=0)
 
     def fit(self, cut: Cut, seed: int) -> None:
         """See Candidate."""

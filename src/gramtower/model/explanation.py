@@ -58,7 +58,7 @@ from gramtower.engine.towers.layers import InputLinear
 from gramtower.model import defaults
 from gramtower.model.fit_data import seen_by_towers
 from gramtower.model.fitted import FittedModel
-from gramtower.model.settings import ModelSettings
+from gramtower.model.settings import ModelSettings, given
 from gramtower.model.side import Side, history_matrix
 
 _FEWEST, _MOST, _CLOSE, _SMALL = 16, 512, 1e-6, 1e-9
@@ -396,8 +396,8 @@ def _objective(settings: ModelSettings, fitted: FittedModel, pairs: sp.csr_matri
     l2, mu = fitted.l2, fitted.embedding_l2
     described = fitted.left.inputs.described, fitted.right.inputs.described
     if l2 is None or mu is None:  # a file of before they were kept
-        l2 = defaults.default_l2(*size, seen) if settings.l2 is None else settings.l2
-        mu = settings.embedding_l2
+        l2, mu = given(settings.l2), given(settings.embedding_l2)
+        l2 = defaults.default_l2(*size, seen) if l2 is None else l2
         mu = defaults.default_embedding_l2(*size, fitted.dim, seen) if mu is None else mu
     if isinstance(right, str) and right == "auto":
         right = fitted.auto_weights or defaults.default_right_weights(*size, seen, described)

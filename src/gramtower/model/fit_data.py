@@ -187,6 +187,7 @@ def prepare_data(
     settings: ModelSettings, pairs: Any, left_features: Any = None, right_features: Any = None, validation: Any = None
 ) -> FitData:
     """A fit's arguments, checked, as this process holds them; see TwoTower.fit for what they may be."""
+    settings = settings.with_changes()
     group, part = current_group(), pairs if isinstance(pairs, Shard) else None
     with group.together():
         device = defaults.pick_device(settings.device)

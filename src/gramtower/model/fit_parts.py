@@ -25,7 +25,7 @@ from gramtower.model import defaults
 from gramtower.model.fit_data import FitData
 from gramtower.model.fitted import FittedModel
 from gramtower.model.refinement import refine
-from gramtower.model.settings import ModelSettings
+from gramtower.model.settings import ModelSettings, given
 from gramtower.model.unseen import Unseen, UnseenValidator
 from gramtower.model.warm_start import carry_over
 from gramtower.optim.solvers import as_solver
@@ -36,13 +36,17 @@ _TINY = 50_000_000  # multiplications of an evaluation: about ten milliseconds
 
 def make_problem(settings: ModelSettings, data: FitData) -> Problem:
     """What is minimised, ω and μ set by the data where they were left out."""
-    size, shards, known, mu = (data.shape, data.observed), data.shards, data.seen, settings.embedding_l2
+    settings = settings.with_changes()
+    size, shards, known = (data.shape, data.observed), data.shards, data.seen
+    omega, l2, mu = given(settings.omega), given(settings.l2), given(settings.embedding_l2)
     if mu is None:  # of towers of one's own the size is not known yet
-        mu = defaults.default_embedding_l2(*size, data.dim if settings.towers is None else settings.dim or 1, known)
+        mu = defaults.default_embedding_l2(
+            *size, data.dim if settings.towers is None else given(settings.dim) or 1, known
+        )
     return Problem(
         data.matrix, *data.features, loss=settings.loss,
-        omega=defaults.default_omega(*size, known) if settings.omega is None else settings.omega,
-        l2=defaults.default_l2(*size, known, data.entries) if settings.l2 is None else settings.l2,
+        omega=defaults.default_omega(*size, known) if omega is None else omega,
+        l2=defaults.default_l2(*size, known, data.entries) if l2 is None else l2,
         imputed=settings.imputed,
         left_weights=_local_weights("left_weights", settings.left_weights, shards.left),
         right_weights=_local_weights("right_weights", right_weights(settings, data), shards.right),
@@ -101,8 +105,9 @@ def make_towers(
 
 def iterations(settings: ModelSettings, data: FitData, problem: Problem, towers: Towers) -> int:
     """The most iterations: those given, or the optimizer's default for the problem, or that of the data."""
-    if settings.max_iterations is not None:
-        return settings.max_iterations
+    asked = given(settings.max_iterations)
+    if asked is not None:
+        return asked
     solver = as_solver(settings.optimizer, dict(settings.solver_options()))
     found = solver.default_iterations(problem, towers)
     return defaults.default_iterations(data.seen) if found is None else found

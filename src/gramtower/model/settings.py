@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import wraps
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, cast
 
 from gramtower._util import checks as check
 from gramtower._util.checks import Hidden
@@ -38,6 +38,8 @@ _ELSEWHERE = {
     "seed": ("random_state", "random_seed"),
     "device": ("use_gpu",),
 }
+#: The default of settings that are chosen by the data; None stands for the same.
+Auto = Literal["auto"]
 _Kind = TypeVar("_Kind", bound=type)
 _Value = TypeVar("_Value")
 
@@ -86,7 +88,7 @@ def _meant(name: str, known: Collection[str]) -> str:
 
 
 def _suggesting_names(kind: _Kind) -> _Kind:
-    """Make a class's constructor refuse unknown arguments with a suggestion."""
+    """Make a class's constructor refuse unknown arguments with a suggestion, and have None for settings to choose."""
     made = kind.__init__  # type: ignore[misc]
 
     @wraps(made)
@@ -96,49 +98,60 @@ def _suggesting_names(kind: _Kind) -> _Kind:
                 hint = _meant(name, known) or f"known are {', '.join(known)}"
                 raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}; {hint}")
         made(self, *arguments, **named)
+        if type(self) is kind:  # an estimator, which is a subclass, keeps its arguments as they are given
+            for name in CHOSEN:
+                setattr(self, name, given(getattr(self, name)))
 
     known = list(inspect.signature(kind).parameters)
     kind.__init__ = init  # type: ignore[misc]
     return kind
 
 
+def given(value: _Value | Auto | None) -> _Value | None:
+    """Return the value of a setting, or None if the data are to choose it."""
+    return None if isinstance(value, str) and value == "auto" else cast(_Value, value)
+
+
 @_suggesting_names
 @dataclass(eq=False, repr=False)
 class ModelSettings:
-    """The settings of a model and of its training, as :class:`gramtower.TwoTower` documents them."""
+    """The settings of a model and of its training, as :class:`gramtower.TwoTower` documents them.
 
-    dim: int | None = _setting(
-        None, "Size k of the embeddings. None chooses it by the size of the data (see docs/choosing.md).", "model",
+    An object of this class, unlike one of a subclass, has None for each setting that is "auto".
+    """
+
+    dim: int | Auto | None = _setting(
+        "auto", 'Size k of the embeddings. "auto" chooses it by the size of the data (see docs/choosing.md).', "model",
         fitted=True, searched="dim",
     )  # fmt: skip
-    hidden: Hidden | None = _setting(
-        None,
+    hidden: Hidden | Auto | None = _setting(
+        "auto",
         """Widths of the hidden layers of both towers, or a pair of such tuples for the left and the right tower; ``()``
-        for linear factors. None uses one hidden layer where a side has features and no ids, and none elsewhere, unless
-        ``select`` finds linear towers better.""",
+        for linear factors. "auto" uses one hidden layer where a side has features and no ids, and none elsewhere,
+        unless ``select`` finds linear towers better.""",
         "model",
         help="Widths of the hidden layers, such as 256,256, or left/right; none for linear factors.",
         fitted=True,
         searched="hidden",
     )
-    activation: str | None = _setting(
-        None,
-        """Activation of the hidden layers, such as "relu", "gelu" or "leaky_relu(0.25)". None chooses one.""",
+    activation: str | Auto | None = _setting(
+        "auto",
+        """Activation of the hidden layers, such as "relu", "gelu" or "leaky_relu(0.25)". "auto" chooses one.""",
         "model",
         searched="activation",
     )
-    normalize: bool | None = _setting(
-        None,
-        """Scale the embeddings of each side to one length. Scores are then cosines times a learned scale. None means
+    normalize: bool | Auto | None = _setting(
+        "auto",
+        """Scale the embeddings of each side to one length. Scores are then cosines times a learned scale. "auto" means
         no, unless ``select`` finds it better, which it tries where both sides have only features.""",
         "model",
         fitted=True,
         searched="normalize",
     )
-    refine: bool | None = _setting(
-        None,
+    refine: bool | Auto | None = _setting(
+        "auto",
         """After training, refine the embeddings of known entities with their own pairs. The more pairs an entity has,
-        the further its embedding moves from where its features place it; new entities stay there. None means yes
+        the further its embedding moves from where its features place it; new entities stay there. "auto" means yes
         where both sides have features and neither has ids or histories.""",
         "model",
         fitted=True,
@@ -147,17 +160,17 @@ class ModelSettings:
     loss: str | Loss = _setting(
         "logistic", "Loss of observed pairs: logistic, squared or squared_hinge.", "model", searched="loss"
     )
-    omega: float | None = _setting(
-        None, "Weight ω of each unobserved pair. None scales it with the data (see docs/choosing.md).", "model",
+    omega: float | Auto | None = _setting(
+        "auto", 'Weight ω of each unobserved pair. "auto" scales it with the data (see docs/choosing.md).', "model",
         searched="omega",
     )  # fmt: skip
-    l2: float | None = _setting(
-        None, "Penalty λ on all parameters. None lets ``select`` choose it where there are features.", "model",
+    l2: float | Auto | None = _setting(
+        "auto", 'Penalty λ on all parameters. "auto" lets ``select`` choose it where there are features.', "model",
         searched="l2",
     )  # fmt: skip
-    embedding_l2: float | None = _setting(
-        None,
-        """Penalty μ on embeddings, which grows with the frequency of an entity. None lets ``select`` choose it where
+    embedding_l2: float | Auto | None = _setting(
+        "auto",
+        """Penalty μ on embeddings, which grows with the frequency of an entity. "auto" lets ``select`` choose it where
         there are ids.""",
         "model",
         searched="penalty",
@@ -197,10 +210,10 @@ class ModelSettings:
         help="A constant of the optimizer, NAME=VALUE; may be repeated.",
         flag="option",
     )
-    max_iterations: int | None = _setting(
-        None,
-        """Stop after this many iterations. None means 20, or 12 where there are features and for ids on a CPU, where an
-        iteration is a sweep over all rows.""",
+    max_iterations: int | Auto | None = _setting(
+        "auto",
+        """Stop after this many iterations. "auto" means 20, or 12 where there are features and for ids on a CPU, where
+        an iteration is a sweep over all rows.""",
         "train",
     )
     time_limit: float | None = _setting(None, "Stop after this many seconds of training.", "train", shown="none")
@@ -216,7 +229,7 @@ class ModelSettings:
     )  # fmt: skip
     select: bool | str = _setting(
         True,
-        """Choose the penalties that are None on held-out data before all pairs are fitted (see docs/choosing.md).
+        """Choose the penalties that are "auto" on held-out data before all pairs are fitted (see docs/choosing.md).
         True holds out pairs, or entities of a side that has only features; "pairs", "left" or "right" says which; False
         uses the values of the rules. An argument that is given is never changed.""",
         "train",
@@ -230,9 +243,10 @@ class ModelSettings:
     towers: Callable[[Problem], Towers] | None = _setting(
         None, "Function from a Problem to Towers of your own, used instead of the multi-layer ones.", saved=False
     )
-    memory_budget: int | str | None = _setting(
-        None,
-        """Memory that training may use beyond the data and the towers, such as 500MB or 2GiB. See docs/choosing.md.""",
+    memory_budget: int | str | Auto | None = _setting(
+        "auto",
+        """Memory that training may use beyond the data and the towers, such as 500MB or 2GiB. "auto" goes by the
+        machine (see docs/choosing.md).""",
         "train",
         shown="by the machine",
     )
@@ -308,6 +322,8 @@ class ModelSettings:
 
 
 SETTINGS: dict[str, Setting] = {one.name: one.metadata["setting"] for one in fields(ModelSettings)}
+#: Settings that the data choose if they are "auto" or None.
+CHOSEN = tuple(one.name for one in fields(ModelSettings) if "Auto" in str(one.type))
 
 
 def documented(kind: _Kind) -> _Kind:

@@ -32,7 +32,7 @@ from gramtower.model.fit_data import Columns
 from gramtower.model.fitted import FittedModel
 from gramtower.model.fitting import ITERATIONS, fit, update
 from gramtower.model.model_file import read_model, write_model
-from gramtower.model.settings import ModelSettings, documented
+from gramtower.model.settings import CHOSEN, ModelSettings, documented
 from gramtower.training.callbacks import Callback, progress_lines
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class TwoTower(ModelSettings):
         previous = self._known() if warm_start else None
         columns = Columns(left, right, value, weight, time, threshold)
         self.fitted_ = fit(
-            self, columns.read("pairs", pairs), left_features, right_features,
+            self.with_changes(), columns.read("pairs", pairs), left_features, right_features,
             columns.read_also("validation", validation), previous, checkpoint, history,
             refit=refit, callbacks=callbacks, candidates=candidates, validation_side=validation_side,
         )  # fmt: skip
@@ -201,7 +201,9 @@ class TwoTower(ModelSettings):
             threshold: smallest value that makes a pair, labelled 1.
         """
         more = Columns(left, right, value, weight, time, threshold).read("more_pairs", more_pairs)
-        self.fitted_ = update(self, self._known(), more, left_features, right_features, iterations, callbacks)
+        self.fitted_ = update(
+            self.with_changes(), self._known(), more, left_features, right_features, iterations, callbacks
+        )
         return self
 
     def tune(
@@ -374,7 +376,7 @@ class TwoTower(ModelSettings):
             histories: a list with one list of right ids, or a sparse matrix with one row: the history of a new entity.
         """
         described = {"left_features": left_features, "right_features": right_features, "histories": histories}
-        return Explainer(self, self._known()).explain(left, right, side=side, **described)
+        return Explainer(self.with_changes(), self._known()).explain(left, right, side=side, **described)
 
     recommend = _asked(FittedModel.recommend)
     recommend_all = _asked(FittedModel.recommend_all)
@@ -447,6 +449,7 @@ def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None, *,
         ValueError: if the file is not a model, is damaged, or does not hold together.
     """
     settings, fitted = read_model(check.path("path", path), towers, mapped)
-    model = TwoTower(**settings.get_params())
+    params = settings.get_params()
+    model = TwoTower(**params | {name: "auto" for name in CHOSEN if params[name] is None})
     model.fitted_ = fitted
     return model

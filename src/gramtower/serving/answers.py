@@ -131,7 +131,7 @@ def run(snapshot: Snapshot) -> dict[str, Any]:
     kept = [*records[:-1:step], records[-1]] if records else []
     settings = {
         name: value
-        for name, value in model.get_params().items()
+        for name, value in model.with_changes().get_params().items()
         if name not in ("towers", "verbose") and value is not None and not isinstance(value, np.ndarray)
     }
     degrees = {

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from gramtower._util import checks as check
 from gramtower.compat.implicit.base import Callback, Recommender, as_seed, check_csr, warn_of_ignored
 from gramtower.data.interactions import Interactions
+from gramtower.model.settings import given
 from gramtower.model.two_tower import TwoTower as Estimator
 from gramtower.model.two_tower import load as load_estimator
 
@@ -137,7 +138,7 @@ class TwoTower(Recommender):
                 Path(folder, "model").write_bytes(file.read())
                 model = load_estimator(Path(folder, "model"))
         made = cls(
-            model.dim_, model.l2, iterations=model.max_iterations or 20, random_state=model.seed,
+            model.dim_, given(model.l2), iterations=given(model.max_iterations) or 20, random_state=model.seed,
             history=model.left_.inputs.has_history,
         )  # fmt: skip
         made.model = model

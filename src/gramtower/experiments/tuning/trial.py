@@ -32,7 +32,7 @@ from gramtower.model import defaults
 from gramtower.model.fit_data import FitData, aligned, hold_out, matrix_and_ids, prepare_data
 from gramtower.model.fit_parts import RankingValidator, iterations, make_problem, make_towers, right_weights
 from gramtower.model.penalty_path import HeldOut
-from gramtower.model.settings import ModelSettings
+from gramtower.model.settings import ModelSettings, given
 from gramtower.model.unseen import Unseen, UnseenValidator, hold_out_entities
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Record
@@ -248,7 +248,7 @@ def model_arguments(
     for side in ("left", "right"):
         if f"{side}_power" in settings:
             arguments[f"{side}_weights"] = f"degree^{float(settings[f'{side}_power'])!r}"
-    if "penalty" in settings or ("frequency_power" in settings and model.embedding_l2 is None):
+    if "penalty" in settings or ("frequency_power" in settings and given(model.embedding_l2) is None):
         omega, penalty = (float(settings.get(name, start[name])) for name in ("omega", "penalty"))
         power = float(arguments.get("frequency_power", model.frequency_power))
         arguments["embedding_l2"] = rescaled_penalty(penalty, power, matrix, omega)
