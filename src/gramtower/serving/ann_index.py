@@ -1,12 +1,16 @@
-"""Approximate indexes over the right embeddings: built, measured against exact lists, stored beside the model.
+"""Lists for batches of queries, exact or from an approximate index of the right embeddings.
+
+Queries that choose among the same entities share one product with all right embeddings. With an index, only its
+candidates are scored. A query that exclusions leave with fewer than k candidates is answered exactly, and so is a query
+that chooses among some entities only. Cost of a group: rows × entities × dim; with an index, of the visited entities.
 
     faiss       inverted lists of k-means clusters (IVF), inner product
     faiss-hnsw  a graph of near neighbours, by faiss
     hnsw        the same by hnswlib
 
-How far a search goes (the clusters or candidates visited) is doubled until recall@k on a sample of left entities is
-what was asked for; what it is then is stored with the index. The file also holds a digest of the right ids and
-embeddings, and is refused beside any other model. Nothing is pickled. Cost of a search: of the visited entities.
+``build_index`` doubles the number of visited clusters or candidates until recall@k on a sample of left entities reaches
+the target, and stores the measured recall. The file also has a digest of the right ids and embeddings, and is refused
+for any other model. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -34,8 +38,8 @@ from gramtower.retrieval.topk import checked_ranking, top_k
 
 KINDS = ("faiss", "faiss-hnsw", "hnsw")
 _FORMAT = ("gramtower-index", 1)
-_QUERIES, _LINKS, _BUILD = 500, 32, 200  # left entities that recall is measured on; of graphs, edges and effort
-_CLUSTER = 39  # entities for each centre that k-means asks for at least
+_QUERIES, _LINKS, _BUILD = 500, 32, 200  # left entities to measure recall on; edges and effort of graphs
+_CLUSTER = 39  # fewest entities per cluster of k-means
 _FARTHEST = 4096
 
 Matrix = NDArray[np.float32]
@@ -43,30 +47,30 @@ Rows = NDArray[np.int64]
 
 
 class Index(Protocol):
-    """What finds candidates."""
+    """An approximate index."""
 
     def search(self, P: Matrix, k: int) -> Rows:
-        """About the k columns with the highest inner products for each row, −1 where fewer were found."""
+        """About the k columns with the highest inner products for each row, −1 if fewer were found."""
         ...
 
 
 @dataclass
 class Facts:
-    """What is known of an index.
+    """Facts about an index.
 
     Attributes:
         kind: one of KINDS.
-        model: digest of the right side that it is of.
-        entities: how many.
-        dim: of the embeddings.
-        k: of the recall.
-        recall: what it reached against exact lists.
-        target: what was asked for.
-        queries: left entities that it was measured on.
-        reach: clusters or candidates that a search visits.
-        seconds: that building and measuring took.
-        bytes: of the index.
-        built: when, seconds since 1970.
+        model: digest of the right ids and embeddings.
+        entities: number of entities.
+        dim: dimension of the embeddings.
+        k: length of the lists that recall was measured on.
+        recall: measured recall against exact lists.
+        target: recall that was asked for.
+        queries: number of left entities that recall was measured on.
+        reach: number of clusters or candidates that a search visits.
+        seconds: time of building and measuring.
+        bytes: size of the index.
+        built: time of building, seconds since 1970.
     """
 
     kind: str
@@ -84,12 +88,12 @@ class Facts:
 
 
 def path_beside(model: Path) -> Path:
-    """Where the index of a model file is kept."""
+    """Path of the index of a model file."""
     return model.with_name(model.name + ".index")
 
 
 def digest(ids: NDArray[Any] | None, embeddings: Tensor) -> str:
-    """What an index depends on: ids and embeddings of the right side, in order."""
+    """Digest of the right ids and embeddings, in order."""
     array = embeddings.contiguous().numpy()
     made = hashlib.sha256(f"{array.dtype} {array.shape} ".encode())
     made.update(json.dumps(None if ids is None else ids.tolist()).encode())
@@ -106,10 +110,10 @@ def build_index(
     recall: float = 0.95,
     seed: int = 0,
 ) -> tuple[Index, Facts]:
-    """An index over Q that reaches a recall@k on a sample of the rows of P.
+    """Build an index of Q that reaches a recall@k on a sample of the rows of P.
 
     Raises:
-        ValueError: if it cannot be reached.
+        ValueError: if the recall cannot be reached.
     """
     check.choice("kind", kind, KINDS)
     target = check.number("recall", recall, above=0.0)
@@ -130,7 +134,7 @@ def build_index(
             break
         reach = min(2 * reach, made.farthest)
     if found < target:
-        check.fail("recall", f"{target:g}, of which {kind} reaches {found:.4f} at its widest", "a lower one, or exact")
+        check.fail("recall", f"{target:g}, of which {kind} reaches {found:.4f} at its widest", "a lower recall")
     seconds = time.perf_counter() - start
     size = len(made.to_bytes())
     return made, Facts(
@@ -139,7 +143,7 @@ def build_index(
 
 
 def recall_of(found: Rows, exact: Rows) -> float:
-    """The mean share of the exact lists that was found."""
+    """Mean share of the exact lists that was found."""
     shares = [
         len(np.intersect1d(a[a >= 0], b[b >= 0])) / max(1, (b >= 0).sum()) for a, b in zip(found, exact, strict=True)
     ]
@@ -147,16 +151,16 @@ def recall_of(found: Rows, exact: Rows) -> float:
 
 
 def write_index(path: Path, index: Any, facts: Facts) -> None:
-    """Save an index; the file at ``path`` is replaced in one step."""
+    """Save an index, replacing the file atomically."""
     content = torch.from_numpy(np.frombuffer(index.to_bytes(), np.uint8).copy())
     write(path, *_FORMAT, vars(facts), {"index": content})
 
 
 def read_index(path: Path, model: str) -> tuple[Index, Facts]:
-    """An index of the model with this digest.
+    """Read the index of the model with a digest.
 
     Raises:
-        ValueError: if the file is damaged, or of another model.
+        ValueError: if the file is damaged or belongs to another model.
     """
     file = TensorFile(path, *_FORMAT)
     try:
@@ -169,17 +173,17 @@ def read_index(path: Path, model: str) -> tuple[Index, Facts]:
     read = _Hnswlib.read if facts.kind == "hnsw" else _Faiss.read
     try:
         made = read(content, facts.kind, facts.dim)
-    except (RuntimeError, ValueError) as error:  # such as one of a later version of the package
+    except (RuntimeError, ValueError) as error:  # such as an index of a later version of the package
         why = " ".join(str(error).split())[:200]
-        check.fail("index", f"{path}, which cannot be read here ({why})", "one that gramtower index wrote here")
+        check.fail("index", f"{path}, which cannot be read here ({why})", "one built here: gramtower index RUN")
     if made.entities != facts.entities:
-        check.fail("index", f"{path} of {made.entities} entities", f"{facts.entities}, as it says itself")
+        check.fail("index", f"{path} of {made.entities} entities", f"{facts.entities}, as its header says")
     made.reach = facts.reach
     return made, facts
 
 
 def _facts(path: Path, file: TensorFile) -> Facts:
-    """What a file says of its index, checked."""
+    """The header of a file, checked."""
     try:
         facts = build("index", Facts, file.header)
         check.choice("kind", facts.kind, KINDS)
@@ -188,7 +192,7 @@ def _facts(path: Path, file: TensorFile) -> Facts:
         if file.dtypes != {"index": torch.uint8}:
             check.fail("tensors", ", ".join(file.shapes)[:80], "one of bytes, called index")
     except ValueError as error:
-        raise ValueError(f"index: {path} is damaged or of something else ({error})") from error
+        raise ValueError(f"index: {path} is damaged or no index ({error})") from error
     return facts
 
 
@@ -212,7 +216,7 @@ class _Faiss:
             index = faiss.IndexHNSWFlat(dim, _LINKS, faiss.METRIC_INNER_PRODUCT)
             index.hnsw.efConstruction = _BUILD
         index.add(Q)
-        return cls.read(faiss.serialize_index(index), kind, dim)  # owns all of its parts
+        return cls.read(faiss.serialize_index(index), kind, dim)  # so that it owns all of its parts
 
     @classmethod
     def read(cls, content: NDArray[np.uint8], kind: str, dim: int) -> _Faiss:
@@ -251,14 +255,14 @@ class _Hnswlib:
     def built(cls, Q: Matrix, seed: int) -> _Hnswlib:
         index = _hnswlib().Index(space="ip", dim=Q.shape[1])
         index.init_index(max_elements=len(Q), M=_LINKS // 2, ef_construction=_BUILD, random_seed=seed % (2**31 - 1))
-        index.set_num_threads(1)  # the order of insertions decides the graph
+        index.set_num_threads(1)  # the graph depends on the order of insertions
         index.add_items(Q)
         return cls(index)
 
     @classmethod
     def read(cls, content: NDArray[np.uint8], kind: str, dim: int) -> _Hnswlib:
         index = _hnswlib().Index(space="ip", dim=dim)
-        with tempfile.TemporaryDirectory() as folder:  # it reads files only
+        with tempfile.TemporaryDirectory() as folder:  # hnswlib reads from files only
             path = Path(folder) / "index"
             path.write_bytes(content.tobytes())
             index.load_index(str(path))
@@ -269,7 +273,7 @@ class _Hnswlib:
         self._index.set_ef(max(self.reach, k))
         try:
             return np.asarray(self._index.knn_query(P, k=k)[0], np.int64)
-        except RuntimeError:  # the graph reaches fewer than k from here
+        except RuntimeError:  # the graph reaches fewer than k entities
             return np.full((len(P), k), -1, np.int64)
 
     def to_bytes(self) -> bytes:
@@ -288,21 +292,21 @@ def _hnswlib() -> Any:
 
 
 Found = tuple[Rows, NDArray[np.float32]]
-_WIDEST = 2048  # candidates of one query that an index is asked for
-_GATHERED = 1 << 22  # numbers of the candidates' embeddings at a time
+_WIDEST = 2048  # most candidates of one query
+_GATHERED = 1 << 22  # numbers gathered at a time
 
 
 @dataclass
 class Query:
-    """Rows that a list is wanted for.
+    """Embeddings to compute lists for, which must be finite.
 
     Attributes:
         embeddings: one row for each list.
-        excluded: columns that each list leaves out, increasing.
+        excluded: excluded columns of each list, increasing.
         k: length of the lists.
         among: the only columns to choose from, increasing; None for all.
         key: equal for queries with the same ``among``.
-        notes: numbers of the request that its answer repeats, such as unknown ids, by name.
+        notes: numbers for the answer, such as unknown ids, by name.
     """
 
     embeddings: Tensor
@@ -347,7 +351,7 @@ def _exact(P: Tensor, Q: Tensor, excluded: Sequence[Rows], k: int, among: Rows |
 
 
 def _scores(P: Tensor, Q: Tensor, candidates: Rows) -> NDArray[np.float32]:
-    """Scores of each row's candidates, some rows at a time: their embeddings are gathered; −1 is scored like 0."""
+    """Scores of the candidates of each row, in blocks, as embeddings are gathered; −1 is scored like 0."""
     columns = torch.from_numpy(np.maximum(candidates, 0))
     step = max(1, _GATHERED // max(1, columns.shape[1] * Q.shape[1]))
     scores = np.empty(candidates.shape, np.float32)

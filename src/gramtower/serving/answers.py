@@ -1,4 +1,4 @@
-"""What the page shows of a model: search, an entity with its history, the map, the run."""
+"""Answers of the routes that the page uses: search, entity, explanation, map, models and run."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from gramtower.serving.snapshot import Snapshot
 
 _HISTORY = 200  # pairs of an entity that are shown
 _RECORDS = 400  # points of a curve
-_GROUPS = 11  # values of a column that have a colour of their own
-_LABELS = 40  # entities with a name on the map
+_GROUPS = 11  # values of a column with a colour
+_LABELS = 40  # entities with a label on the map
 
 
 def search(snapshot: Snapshot, side: str, text: str, most: int) -> dict[str, Any]:
-    """Entities whose id or title holds a text."""
+    """Entities whose id or title contains a text."""
     this = snapshot.side(side)
     return {"model": snapshot.name, "results": titled(this, np.array(this.search(text, most), np.int64))}
 
 
 def titled(this: Entities, rows: Any) -> list[dict[str, Any]]:
-    """Entities with titles and numbers of pairs."""
+    """Entities with their titles and numbers of pairs."""
     shown = places(this, rows)
     titles = None if this.table is None else this.table.titles()
     for one, row in zip(shown, rows.tolist(), strict=True):
@@ -37,7 +37,7 @@ def titled(this: Entities, rows: Any) -> list[dict[str, Any]]:
 
 
 def entity(snapshot: Snapshot, side: str, key: Key) -> dict[str, Any]:
-    """One entity: columns, and some of the entities it was observed with."""
+    """One entity with its columns and its observed pairs."""
     this, other = snapshot.side(side), snapshot.side("right" if side == "left" else "left")
     rows = this.rows([key])
     row = int(rows[0])
@@ -58,7 +58,7 @@ def explain(
     histories: Sequence[Sequence[Key]] | None,
     most: int,
 ) -> dict[str, Any]:
-    """What carried the score of a pair, with titles of the entities of a history."""
+    """The explanation of a score, with the titles of history entries."""
     found = snapshot.explain(left, right, features, histories)
     answer = found.to_plain(most)
     titles = None if snapshot.right.table is None else snapshot.right.table.titles()
@@ -69,7 +69,7 @@ def explain(
 
 
 def map_of(snapshot: Snapshot, side: str, column: str | None) -> dict[str, Any]:
-    """Places of entities, and for a column the most frequent values to colour by."""
+    """Positions of entities, and for a column its most frequent values, for colours."""
     this = snapshot.side(side)
     drawn = snapshot.maps.get(side) or snapshot.maps.setdefault(side, project(this))
     answer: dict[str, Any] = {
@@ -87,7 +87,7 @@ def map_of(snapshot: Snapshot, side: str, column: str | None) -> dict[str, Any]:
     answer["titles"] = None if titles is None else [titles[row] for row in drawn.rows.tolist()]
     if column is not None:
         if this.table is None:
-            raise Refused(422, f"column: got {shown(column)}, expected none: this side has no table")
+            raise Refused(422, f"column: got {shown(column)}, but this side has no table")
         cells = this.table.groups(column, drawn.rows)
         counts: dict[str, int] = {}
         for cell in cells:
@@ -100,7 +100,7 @@ def map_of(snapshot: Snapshot, side: str, column: str | None) -> dict[str, Any]:
 
 
 def summary(snapshot: Snapshot) -> dict[str, Any]:
-    """A model in a few numbers."""
+    """Sizes and names of a model."""
     facts = snapshot.index_facts
     return {
         "name": snapshot.name,
@@ -124,7 +124,7 @@ def summary(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def run(snapshot: Snapshot) -> dict[str, Any]:
-    """Counts, settings and the records of training."""
+    """Counts, settings and training history."""
     model = snapshot.model
     records = model.history_
     step = max(1, -(-len(records) // _RECORDS))
@@ -156,22 +156,22 @@ def run(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def features(name: str, given: Any) -> Any:
-    """Features of a request as the model takes them: a mapping of columns, or an array of numbers."""
+    """Features of a request in the form that the model takes: columns, or an array of numbers."""
     if given is None or isinstance(given, dict):
         lengths = {len(cells) for cells in given.values()} if given is not None else {0}
         if len(lengths) != 1:
-            raise Refused(422, f"{name}: got columns of {sorted(lengths)[:5]} cells, expected as many in each")
+            raise Refused(422, f"{name}: got columns of {sorted(lengths)[:5]} cells, expected equal numbers")
         return given
     if all(isinstance(row, dict) for row in given):
         columns = list(dict.fromkeys(column for row in given for column in row))
         return {column: [row.get(column) for row in given] for column in columns}
     widths = {len(row) for row in given}
     if len(widths) != 1:
-        raise Refused(422, f"{name}: got rows of {sorted(widths)[:5]} numbers, expected as many in each")
+        raise Refused(422, f"{name}: got rows of {sorted(widths)[:5]} numbers, expected equal numbers")
     with np.errstate(over="ignore"):
         array = np.array(given, np.float64).astype(np.float32)
     if not np.isfinite(array).all():
-        raise Refused(422, f"{name}: got numbers beyond float32, expected smaller ones")
+        raise Refused(422, f"{name}: got numbers that overflow float32, expected smaller ones")
     return array
 
 

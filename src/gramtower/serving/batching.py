@@ -1,9 +1,9 @@
-"""One worker thread answers what many clients ask, several requests at a time.
+"""One thread computes the answers to all clients, several requests at a time.
 
-While the worker is busy, requests gather; what has gathered is its next batch. When it is idle it waits for company
-only if there was any the last time: until as many requests are there as in the last batch, and never longer than
-``wait`` seconds. So a lone client is answered at once, and many share each product with all embeddings. The event
-loop never computes anything.
+While the thread is busy, requests gather, and become its next batch. When it is idle it waits for more requests only if
+the last batch had several: until as many have arrived, and at most ``wait`` seconds. So a single client is answered at
+once, and many clients share each product with all embeddings. Tasks of one kind on one model are computed together; a
+task that fails does not affect the others. Answers are encoded here, not in the event loop, which never computes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gramtower.data.ids import Key
 from gramtower.serving.ann_index import Found, Query
@@ -26,11 +27,11 @@ from gramtower.serving.snapshot import Snapshot
 
 
 class Task(Protocol):
-    """Something for the worker to do."""
+    """Work for the computing thread."""
 
     @property
     def size(self) -> int:
-        """How much it is: rows that lists or embeddings are wanted for."""
+        """Number of rows to compute lists or embeddings for."""
         ...
 
 
@@ -42,14 +43,14 @@ class _Waiting:
 
 
 class Batcher:
-    """A queue and its worker.
+    """A queue of tasks and the thread that computes them.
 
     Args:
-        work: answers tasks: one answer or exception for each.
-        wait: most seconds to wait for company.
-        size: rows of a batch; a larger task is a batch of its own.
-        most: tasks that may wait; more are refused with 503.
-        observe: told the number of tasks of each batch.
+        work: returns one answer or exception for each task.
+        wait: longest time in seconds to wait for more tasks.
+        size: rows of a batch; a larger task is a batch by itself.
+        most: tasks that may wait; further ones are refused with 503.
+        observe: called with the number of tasks of each batch.
     """
 
     def __init__(
@@ -69,19 +70,19 @@ class Batcher:
 
     @property
     def alive(self) -> bool:
-        """Whether the worker is there."""
+        """Whether the thread is running."""
         return self._thread.is_alive() and not self._closed
 
     @property
     def waiting(self) -> int:
-        """Tasks that nobody has begun."""
+        """Number of tasks in the queue."""
         return len(self._waiting)
 
     async def submit(self, task: Task) -> Any:
-        """The answer to a task.
+        """Compute a task.
 
         Raises:
-            Refused: what the task itself is refused with; 503 if too many wait.
+            Refused: the task's own error, or 503 if too many tasks wait.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
@@ -93,7 +94,7 @@ class Batcher:
         return await future
 
     def close(self) -> None:
-        """Answer what waits, then end the worker."""
+        """Compute the waiting tasks, then end the thread."""
         with self._condition:
             self._closed = True
             self._condition.notify()
@@ -101,10 +102,10 @@ class Batcher:
 
     def _run(self) -> None:
         while (batch := self._next()) is not None:
-            there = [item for item in batch if not item.future.cancelled()]  # the clients of the others have gone
+            there = [item for item in batch if not item.future.cancelled()]  # other clients have disconnected
             if there:
                 self._answer(there)
-            del batch, there  # nothing may keep a model alive while the worker waits
+            del batch, there  # so that no reference keeps a replaced model in memory
 
     def _next(self) -> list[_Waiting] | None:
         with self._condition:
@@ -117,7 +118,7 @@ class Batcher:
                 self._condition.wait(left)
             if not self._waiting:
                 return None
-            batch, rows = [self._waiting.popleft()], 0
+            batch = [self._waiting.popleft()]
             rows = batch[0].task.size
             while self._waiting and rows + self._waiting[0].task.size <= self._size:
                 rows += self._waiting[0].task.size
@@ -128,7 +129,7 @@ class Batcher:
     def _answer(self, batch: list[_Waiting]) -> None:
         try:
             answers = list(self._work([item.task for item in batch]))
-        except Exception as error:  # a fault of the library: these requests fail, the worker goes on
+        except Exception as error:  # these requests fail, the thread continues
             answers = [error] * len(batch)
         self._observe(len(batch))
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
@@ -151,17 +152,17 @@ def _deliver(finished: list[tuple[asyncio.Future[Any], Any]]) -> None:
 
 @dataclass
 class ListTask:
-    """Lists for some rows: recommendations, or neighbours of one side.
+    """Recommendations, or neighbours in one side.
 
     Attributes:
-        snapshot: of the model.
-        kind: "recommend", or the side of neighbours.
-        prepare: makes the query; may refuse.
-        asked: what each list is of, as the answer names it; None for new entities, which are numbered.
-        field: the name of that.
-        size: how many lists.
-        columns: of the table to show with each place; None for none, empty for all.
-        lines: whether the answer is a list of lines, one for each list, instead of one JSON object.
+        snapshot: model.
+        kind: "recommend", or the side of the neighbours.
+        prepare: builds the query; may raise Refused.
+        asked: entity of each list; None for new entities.
+        field: name of that entity in the answer.
+        size: number of lists.
+        columns: columns of the table to return; None for none, empty for all.
+        lines: whether to return one line for each list instead of one JSON object.
     """
 
     snapshot: Snapshot
@@ -174,7 +175,7 @@ class ListTask:
     lines: bool = False
 
     def answer(self, found: Found, notes: dict[str, int]) -> bytes:
-        """The JSON of the lists, with the notes of their query; each line has them."""
+        """The JSON of the lists, with the notes of their query, which each line repeats."""
         this = self.snapshot.side("right" if self.kind == "recommend" else self.kind)
         answers = []
         for place, (rows, scores) in enumerate(zip(*found, strict=True)):
@@ -188,32 +189,30 @@ class ListTask:
 
 @dataclass
 class CallTask:
-    """Anything else: one function."""
+    """Any other request: a function to call."""
 
     call: Callable[[], Any]
     size: int = 1
 
 
 def places(
-    this: Entities, rows: Any, scores: Sequence[float] | None = None, columns: list[str] | None = None
+    this: Entities, rows: NDArray[np.int64], scores: Sequence[float] | None = None, columns: list[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Entities as the API shows them: id, score, and columns of the table."""
-    shown: list[dict[str, Any]] = [{"id": name} for name in this.names(rows)]
+    """Entities with their ids, scores and columns of the table."""
+    found: list[dict[str, Any]] = [{"id": name} for name in this.names(rows)]
     if scores is not None:
-        for one, score in zip(shown, scores, strict=True):
+        for one, score in zip(found, scores, strict=True):
             one["score"] = score
     if columns is not None:
         if this.table is None:
-            raise Refused(
-                422, f"columns: got some, expected a server with a table: gramtower serve --{this.side}-table"
-            )
-        for one, cells in zip(shown, this.table.cells(rows, columns or None), strict=True):
+            raise Refused(422, f"columns: the server has no table; start it with gramtower serve --{this.side}-table")
+        for one, cells in zip(found, this.table.cells(rows, columns or None), strict=True):
             one["columns"] = cells
-    return shown
+    return found
 
 
 def work(tasks: Sequence[ListTask | CallTask]) -> list[Any]:
-    """One answer or exception for each task."""
+    """Compute one answer or exception for each task."""
     answers: list[Any] = [None] * len(tasks)
     groups: dict[Hashable, list[tuple[int, ListTask, Query]]] = {}
     for place, task in enumerate(tasks):
@@ -226,13 +225,9 @@ def work(tasks: Sequence[ListTask | CallTask]) -> list[Any]:
         except Exception as error:
             answers[place] = error
     for members in groups.values():
-        first = members[0][1]
-        queries = [query for _, _, query in members]
+        snapshot, kind, queries = members[0][1].snapshot, members[0][1].kind, [query for _, _, query in members]
         try:
-            if first.kind == "recommend":
-                lists = first.snapshot.recommend(queries)
-            else:
-                lists = first.snapshot.similar(first.kind, queries)
+            lists = snapshot.recommend(queries) if kind == "recommend" else snapshot.similar(kind, queries)
         except Exception as error:
             for place, _, _ in members:
                 answers[place] = error

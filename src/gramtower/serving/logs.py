@@ -1,7 +1,7 @@
-"""What a server logs on standard error, as text or as one JSON object a line.
+"""The log of the server on standard error, as text or as one JSON object per line.
 
-A line is one event, whatever is in it: characters that a terminal or a reader of lines might obey are escaped, and
-lines of a traceback are indented, so that no client can write a line of its own.
+An event is one line: control characters are escaped and the lines of a traceback are indented, so that no client can
+forge a line.
 """
 
 from __future__ import annotations
@@ -13,23 +13,15 @@ from datetime import UTC, datetime
 from typing import Any
 
 FORMATS = ("text", "json")
-_LONGEST = 2000  # characters of a client's text in a line
+_LONGEST = 2000  # characters of a target in a line
 _LOGGERS = ("uvicorn", "gramtower.serving")
 
 
 def write(form: str, message: str, level: str = "info", traceback: str = "", **fields: Any) -> None:
-    """Write an event in one piece; several processes may write to the same stream.
-
-    Args:
-        form: "text" or "json".
-        message: what happened.
-        level: how bad it is.
-        traceback: where it came from.
-        fields: further fields of the JSON object.
-    """
+    """Write an event in one call, as several processes may share the stream; ``fields`` are added to JSON."""
     if form == "json":
         content = {"time": _now(), "level": level, "message": message, **fields}
-        line = json.dumps(content | ({"traceback": traceback} if traceback else {}))  # ASCII: all else is escaped
+        line = json.dumps(content | ({"traceback": traceback} if traceback else {}))  # in ASCII
     else:
         line = "\n    ".join([escaped(message), *map(escaped, traceback.splitlines())])
     sys.stderr.write(f"{line}\n")
@@ -37,7 +29,7 @@ def write(form: str, message: str, level: str = "info", traceback: str = "", **f
 
 
 def write_request(form: str, scope: Any, status: int, seconds: float, worker: str | None = None) -> None:
-    """Write one answered request: who asked for what, with which status, and how long it took."""
+    """Write a request: client, method, target, status and duration."""
     client = (scope.get("client") or ("-",))[0]
     query = scope.get("query_string", b"")
     asked = (scope.get("raw_path") or scope["path"].encode("utf-8", "backslashreplace")) + (b"?" if query else b"")
@@ -53,12 +45,12 @@ def write_request(form: str, scope: Any, status: int, seconds: float, worker: st
 
 
 def escaped(text: str) -> str:
-    """A text in one line, without characters that a terminal might obey or that change the direction of others."""
+    """A text in one line, with escapes for characters that are not printable."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 class Handler(logging.Handler):
-    """Writes what uvicorn and the server report through Python's logging."""
+    """Handler of the log records of uvicorn and of this package."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -71,7 +63,7 @@ class Handler(logging.Handler):
 
 
 def configure(form: str) -> None:
-    """Let this process's loggers write in the same form."""
+    """Set the format of this process's loggers."""
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [Handler(form)], False

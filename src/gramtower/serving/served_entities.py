@@ -1,7 +1,8 @@
-"""Ids → rows in twelve bytes an id, where a dictionary takes seventy and more: sorted hashes, and the row of each.
+"""The entities of one side of a served model: ids and rows, a table of columns, search, filters, and a map.
 
-A look-up finds the id's hash by bisection and compares the ids at its rows, so that ids with the same hash are told
-apart. Cost: O(n log n) once, O(log n) a look-up.
+Ids are looked up by hash. A search scans one text of all ids and titles in lower case, joined by line ends: O(number of
+characters), without a Python loop over entities. The table is joined by id when the model is loaded. The map is the
+projection on the first two principal components of the embeddings, O(entities · dim² + dim³).
 """
 
 from __future__ import annotations
@@ -27,18 +28,24 @@ from gramtower.serving.refusals import Refused, shown
 if TYPE_CHECKING:
     from polars import DataFrame, Series
 
+Rows = NDArray[np.int64]
+_TITLES = ("title", "name", "label")
+_WHOLE = 2.0**53  # above it, floats are not exact integers
+_NAMED = 3  # unknown ids that an answer names
+_BLOCK = 1 << 16
+_NO_ROWS = np.empty(0, np.int64)
+
 
 class RowIndex(Mapping[Key, int]):
-    """The row of each id.
+    """The row of each id in 12 bytes per id: sorted hashes and their rows; a dict takes 60 to 100 bytes.
 
     Args:
-        ids: distinct ids, whole numbers or text.
+        ids: distinct ids, integers or text.
     """
 
     def __init__(self, ids: NDArray[Any]) -> None:
-        self._ids = ids
-        self._text = ids.dtype.kind != "i"
-        hashes = np.fromiter(map(hash, ids), np.int64, len(ids))  # of one process: never stored
+        self._ids, self._text = ids, ids.dtype.kind != "i"
+        hashes = np.fromiter(map(hash, ids), np.int64, len(ids))  # valid in this process only
         order = np.argsort(hashes, kind="stable")
         self._hashes, self._rows = hashes[order], order.astype(np.int32 if len(ids) < 2**31 else np.int64)
 
@@ -72,22 +79,20 @@ class RowIndex(Mapping[Key, int]):
         return -1
 
 
-_TITLES = ("title", "name", "label")
-_WHOLE = 2.0**53  # beyond it a float says nothing about the last digits
-Rows = NDArray[np.int64]
-
-
 class EntityTable:
-    """Columns of the entities of one side.
+    """Columns of the entities of one side, with filters.
+
+    A filter asks for a value, for one of several values, or for a range {"min", "max"} of a numeric column. A list
+    column such as ``Comedy|Drama`` matches by its elements. All columns of a filter must match.
 
     Args:
-        name: what messages call the table, such as "--right-table".
-        frame: its rows.
-        id: its column of ids.
-        ids: of the model, in order; None where they are row numbers.
-        count: how many entities the model has.
-        title: the column that names an entity; by default one called title, name or label, if there is one.
-        separator: between the elements of list columns.
+        name: name of the table in messages, such as "--right-table".
+        frame: rows of the table.
+        id: column of ids.
+        ids: ids of the model, in order; None for row numbers.
+        count: number of entities of the model.
+        title: column of titles; by default a column called title, name or label.
+        separator: separator of the elements of list columns.
     """
 
     def __init__(
@@ -120,7 +125,7 @@ class EntityTable:
         self._rows, self._separator, self._found = rows, separator, dict[str, dict[str, Rows]]()
 
     def titles(self) -> list[str | None] | None:
-        """The title of each entity, None where it has none; None if no column holds titles."""
+        """The title of each entity, None for entities without one; None if there is no column of titles."""
         return self._titles
 
     @cached_property
@@ -131,17 +136,17 @@ class EntityTable:
         return [texts[row] if row >= 0 else None for row in self._rows.tolist()]
 
     def cells(self, entities: Rows, columns: list[str] | None = None) -> list[dict[str, Any]]:
-        """The row of each entity as a mapping, empty for those without one."""
+        """The cells of each entity by column; empty for entities that are not in the table."""
         rows = self._rows[entities]
         wanted = self.columns if columns is None else [self._column(column) for column in columns]
         taken = self._frame.select(wanted)[np.maximum(rows, 0).tolist()].to_dicts()
         return [_plain(cells) if row >= 0 else {} for row, cells in zip(rows.tolist(), taken, strict=True)]
 
     def matching(self, wanted: Mapping[str, Any]) -> Rows:
-        """The entities that a filter lets through, increasing.
+        """The entities that match a filter, increasing.
 
         Raises:
-            Refused: 422 for a column that is not there, or a range of what are no numbers.
+            Refused: 422 for an unknown column or an invalid range.
         """
         every: Rows | None = None
         for column, value in wanted.items():
@@ -150,7 +155,7 @@ class EntityTable:
         return np.arange(len(self._rows)) if every is None else every
 
     def groups(self, column: str, entities: Rows) -> list[str | None]:
-        """One value of a column for each entity, of a list the first, to colour by."""
+        """The value of a column for each entity, the first element of a list, for colours."""
         texts = self._texts(self._column(column))
         if self.kinds[column] == "list":
             texts = texts.str.split(self._separator).list.first()
@@ -159,10 +164,8 @@ class EntityTable:
 
     def _column(self, column: str) -> str:
         if column not in self.kinds:
-            near = check.near(column, self.columns) or self.columns[:5]
-            raise Refused(
-                422, f"column: got {shown(column)}, expected one of the table, such as {', '.join(map(repr, near))}"
-            )
+            near = ", ".join(map(repr, check.near(column, self.columns) or self.columns[:5]))
+            raise Refused(422, f"column: got {shown(column)}, expected one of the table, such as {near}")
         return column
 
     def _of_column(self, column: str, value: Any) -> Rows:
@@ -170,13 +173,13 @@ class EntityTable:
             return self._range(column, value)
         values = value if isinstance(value, list) else [value]
         if self.kinds[column] == "numeric":
-            numbers = self._numbers(column)
             asked = [number for number in map(_number, values) if number is not None]
-            return np.flatnonzero(np.isin(numbers, asked))
+            return np.flatnonzero(np.isin(self._numbers(column), asked))
         if column not in self._found:
             self._found[column] = self._by_value(column)
-        found = [self._found[column].get(_text(one), np.empty(0, np.int64)) for one in values]
-        return found[0] if len(found) == 1 else np.unique(np.concatenate([*found, np.empty(0, np.int64)]))
+        texts = [str(one).lower() if isinstance(one, bool) else str(one) for one in values]
+        found = [self._found[column].get(text, _NO_ROWS) for text in texts]
+        return found[0] if len(found) == 1 else np.unique(np.concatenate([*found, _NO_ROWS]))
 
     def _range(self, column: str, bounds: Mapping[str, Any]) -> Rows:
         if self.kinds[column] != "numeric" or not bounds or set(bounds) - {"min", "max"}:
@@ -185,20 +188,20 @@ class EntityTable:
                 f"filter: got {shown(dict(bounds))} of column {shown(column)}, which is {self.kinds[column]}, expected "
                 'a value, a list of values, or {"min": …, "max": …} of a numeric column',
             )
-        low, high = (_number(bounds.get(name, default)) for name, default in (("min", -math.inf), ("max", math.inf)))
+        low, high = _number(bounds.get("min", -math.inf)), _number(bounds.get("max", math.inf))
         if low is None or high is None:
             raise Refused(422, f"filter: got {shown(dict(bounds))}, expected numbers")
         numbers = self._numbers(column)
         return np.flatnonzero((numbers >= low) & (numbers <= high))
 
     def _numbers(self, column: str) -> NDArray[np.float64]:
-        """The numbers of a column by entity, NaN where there is none."""
+        """The numbers of a column by entity, NaN if missing."""
         pl = frames.polars()
         numbers = self._frame[column].cast(pl.Float64, strict=False).fill_null(math.nan).to_numpy()
         return np.where(self._rows >= 0, numbers[np.maximum(self._rows, 0)], np.nan)
 
     def _by_value(self, column: str) -> dict[str, Rows]:
-        """The entities of each value, or element of a list."""
+        """The entities of each value or list element."""
         pl = frames.polars()
         entities = np.flatnonzero(self._rows >= 0)
         cells = self._texts(column)[self._rows[entities].tolist()]
@@ -218,7 +221,7 @@ class EntityTable:
 
 
 def _numbers(column: Series) -> Series:
-    """A column of numbers as such, where a file has them as text; whole ones as integers."""
+    """A numeric column, which a file may have as text, as numbers; as integers if all are whole."""
     pl = frames.polars()
     if column.dtype.is_integer():
         return column
@@ -240,12 +243,8 @@ def _number(value: Any) -> float | None:
     return None if math.isnan(number) else number
 
 
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _plain(cells: dict[str, Any]) -> dict[str, Any]:
-    """Cells that JSON can hold."""
+    """Cells as JSON values."""
     return {
         name: None if isinstance(cell, float) and not math.isfinite(cell)
         else cell if cell is None or isinstance(cell, (str, bool, int, float))
@@ -255,21 +254,19 @@ def _plain(cells: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_NAMED = 3  # unknown ids that an answer names
-
-
 class Entities:
-    """One side.
+    """The entities of one side.
 
     Args:
         side: "left" or "right".
-        ids: one id for each row, whole numbers or text; None where rows are known by number.
+        ids: id of each row, integers or text; None for row numbers.
         embeddings: rows × dim.
-        degrees: observed pairs of each.
+        degrees: number of observed pairs of each entity.
         table: columns to show and to filter by.
+        name: the data's name for an entity, such as "user"; by default the side.
 
     Attributes:
-        index: the row of each id; None where rows are known by number.
+        index: the row of each id; None for row numbers.
     """
 
     def __init__(
@@ -277,12 +274,14 @@ class Entities:
         side: str,
         ids: NDArray[Any] | None,
         embeddings: Tensor,
-        degrees: NDArray[np.int64],
+        degrees: Rows,
         table: EntityTable | None = None,
+        name: str | None = None,
     ) -> None:
         self.side, self.ids, self.embeddings, self.degrees, self.table = side, ids, embeddings, degrees, table
         self.index = None if ids is None else RowIndex(ids)
         self.text = ids is not None and ids.dtype.kind != "i"
+        self.name = " ".join((name or side).split())[:60]
 
     def __len__(self) -> int:
         return len(self.embeddings)
@@ -293,23 +292,22 @@ class Entities:
             return self.index.row(key)
         return key if isinstance(key, int) and 0 <= key < len(self) else -1
 
-    def rows(self, keys: Sequence[Key]) -> NDArray[np.int64]:
+    def rows(self, keys: Sequence[Key]) -> Rows:
         """The rows of ids.
 
         Raises:
-            Refused: 404, naming unknown ids and near ones.
+            Refused: 404 with the unknown ids and similar known ones.
         """
         found = np.fromiter((self.row(key) for key in keys), np.int64, len(keys))
         if len(found) and found.min() < 0:
-            unknown = list(dict.fromkeys(key for key, row in zip(keys, found, strict=True) if row < 0))
-            raise self._unknown(unknown)
+            raise self._unknown(list(dict.fromkeys(k for k, row in zip(keys, found, strict=True) if row < 0)))
         return found
 
-    def known_rows(self, keys: Sequence[Key]) -> tuple[NDArray[np.int64], int]:
-        """The rows of known ids, increasing and once each, and the number of unknown ids.
+    def known_rows(self, keys: Sequence[Key]) -> tuple[Rows, int]:
+        """The rows of known ids, increasing and without duplicates, and the number of unknown ids.
 
         Raises:
-            Refused: 404 for ids that are known in the other type, as text or as a number.
+            Refused: 404 for an id that is known in the other type, as text or as a number.
         """
         found = np.fromiter((self.row(key) for key in keys), np.int64, len(keys))
         unknown = [key for key, row in zip(keys, found, strict=True) if row < 0]
@@ -317,13 +315,13 @@ class Entities:
             self.rows(keys)
         return np.unique(found[found >= 0]), len(unknown)
 
-    def names(self, rows: NDArray[np.int64]) -> list[Key]:
+    def names(self, rows: Rows) -> list[Key]:
         """The ids of rows."""
         named: list[Key] = (rows if self.ids is None else self.ids[rows]).tolist()
         return named
 
     def near(self, key: Key) -> list[Key]:
-        """Known ids like an unknown one: the same in the other type, or a few edits away."""
+        """Known ids similar to an unknown one: the same in the other type, or a few edits away."""
         if self.ids is None or self.index is None:
             return []
         other: Key = str(key) if isinstance(key, int) else as_known([key], self.ids)[0]
@@ -339,12 +337,12 @@ class Entities:
         hint = f" (nearest: {', '.join(shown(name) for name in close[:_NAMED])})" if close else ""
         kind = "text" if self.text else "whole numbers"
         rows = f" from 0 to {len(self) - 1}" if self.ids is None else ""
-        message = f"{self.side} ids: got unknown {named}{more}{hint}, expected ids of the model, which are {kind}{rows}"
+        message = f"{self.name} ids: got unknown {named}{more}{hint}, expected ids of the model, which are {kind}{rows}"
         return Refused(404, message, unknown=[str(key)[:200] for key in unknown[:_NAMED]], near=near)
 
     @cached_property
     def _texts(self) -> tuple[str, list[int]]:
-        """Ids and titles, a line each, in lower case; and where each entity begins."""
+        """Ids and titles, one per line, in lower case; and the position of each entity."""
         ids = range(len(self)) if self.ids is None else self.ids.tolist()
         titles = None if self.table is None else self.table.titles()
         parts, starts, at = [], [], 0
@@ -358,7 +356,7 @@ class Entities:
         return "".join(parts), starts
 
     def search(self, text: str, most: int) -> list[int]:
-        """Rows whose id or title holds a text, those that begin with it first, then the order of the model."""
+        """Rows whose id or title contains a text, those that start with it first; the most frequent for no text."""
         wanted = text.replace("\n", " ").casefold()
         everything, starts = self._texts
         found: dict[int, None] = {}
@@ -373,34 +371,31 @@ class Entities:
         return list(found)
 
 
-_BLOCK = 1 << 16
-
-
 @dataclass(frozen=True)
 class Map:
-    """Places of entities.
+    """Entities in two dimensions.
 
     Attributes:
         rows: the entities, those with the most pairs first.
-        places: one row of two coordinates for each.
-        shares: of the variance, by dimension.
+        places: two coordinates for each.
+        shares: share of the variance of each dimension.
     """
 
-    rows: NDArray[np.int64]
+    rows: Rows
     places: NDArray[np.float32]
     shares: tuple[float, float]
 
 
 def project(this: Entities, most: int = 5000) -> Map:
-    """The map of a side."""
+    """The map of the entities with the most pairs."""
     axes, mean, shares = _axes(this.embeddings)
     rows = np.argsort(-this.degrees, kind="stable")[:most].astype(np.int64)
-    shown = this.embeddings[torch.from_numpy(rows)].double()
-    return Map(rows, ((shown - mean) @ axes).float().numpy(), shares)
+    chosen = this.embeddings[torch.from_numpy(rows)].double()
+    return Map(rows, ((chosen - mean) @ axes).float().numpy(), shares)
 
 
 def _axes(X: Tensor) -> tuple[Tensor, Tensor, tuple[float, float]]:
-    """The first two principal axes (dim × 2), the mean, and the shares of the variance."""
+    """The first two principal axes (dim × 2), each with a positive largest part, the mean, and the variance shares."""
     n, dim = X.shape
     mean = sum((X[a : a + _BLOCK].double().sum(0) for a in range(0, n, _BLOCK)), torch.zeros(dim).double()) / max(1, n)
     covariance = torch.zeros(dim, dim, dtype=torch.float64)

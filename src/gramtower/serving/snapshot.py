@@ -1,9 +1,8 @@
-"""A loaded model made ready to answer; nothing in it changes, so that a swap is one assignment.
+"""A loaded model that answers requests. It never changes, so that replacing it is one assignment.
 
-The model's file is copied into memory of the process's own before it is read, so that whatever happens to the file
-afterwards cannot reach a model that serves; with ``mapped`` the file itself is mapped, and several processes share its
-pages, but then it may only be replaced by renaming, as ``save`` and ``fit`` do. Lists are those of model.recommend and
-model.similar (checked by tests/test_serving_snapshot.py); several queries are answered at a time.
+The model file is copied into private memory before it is read, so that later changes to the file have no effect. With
+``mapped`` the file itself is mapped and several processes share its pages; then it may only be replaced by renaming
+another file, as ``save`` and ``fit`` do. Lists equal those of model.recommend and model.similar.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from gramtower.data.ids import Key
 from gramtower.data.interactions import Interactions
 from gramtower.distributed.shard_files import others
 from gramtower.model.explanation import Explainer, Explanation
+from gramtower.model.side import Side
 from gramtower.model.two_tower import TwoTower, load
 from gramtower.serving.ann_index import Facts, Found, Index, Query, best_lists, digest, path_beside, read_index
 from gramtower.serving.refusals import Refused
@@ -46,7 +46,7 @@ _COPIED, _WARM = 1 << 24, 64  # bytes at a time; rows of a first batch
 
 @dataclass(frozen=True)
 class TableSource:
-    """A table beside a model: how it is read, and which columns hold ids and titles."""
+    """A table of entities: a function that reads it, and its columns of ids and titles."""
 
     name: str
     read: Callable[[], DataFrame]
@@ -56,18 +56,17 @@ class TableSource:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from.
+    """Where to read a model.
 
     Attributes:
-        name: that requests call it by.
-        path: of the model file.
-        index: "auto" takes the index beside it if it belongs to it; "exact" takes none; a kind insists on that one.
-        mapped: see the module.
-        tables: by side.
-        test: reads held-out pairs to show metrics on.
-        files: that tables and held-out pairs are read from; when one changes, all is read again.
-        kept: another path of the model file that is served, with its index next to it, for a worker that starts while
-            others serve; None to read ``path``.
+        name: name of the model in requests.
+        path: model file.
+        index: "auto" uses the index next to the file if it belongs to it, "exact" uses none, a kind requires one.
+        mapped: whether to map the file instead of copying it.
+        tables: tables of entities by side.
+        test: reads held-out pairs to compute metrics on.
+        files: files of tables and held-out pairs, which are watched as well.
+        kept: another path of the file that other workers serve, for a worker that starts later; None for ``path``.
     """
 
     name: str
@@ -80,7 +79,7 @@ class Source:
     kept: Path | None = None
 
     def stamp(self) -> tuple[Any, ...]:
-        """What changes when the model, its index, or a file beside them is written anew."""
+        """A value that changes when the model, its index, or one of its files is replaced."""
         found: list[Any] = []
         model = self.path if self.kept is None else self.kept
         for path in (model, path_beside(model), *self.files):
@@ -93,35 +92,37 @@ class Source:
 
 
 class Snapshot:
-    """See the module.
+    """A loaded model.
 
     Attributes:
-        notes: what an operator should know of this load, such as an index that was left out.
-        seen: what lists leave out.
-        observed: the same without pairs of an entity with itself, where both sides are one set.
-        maps: by side, those that were asked for.
+        notes: messages for the operator, such as an index that cannot be used.
+        seen: pairs that lists leave out.
+        observed: the same without pairs of an entity with itself, if both sides are the same entities.
+        maps: maps that were computed, by side.
         evaluation: metrics on held-out pairs, also by popularity; None without such pairs.
     """
 
     def __init__(self, source: Source) -> None:
         self.source, self.name, self.notes, self.maps = source, source.name, list[str](), dict[str, Map]()
+        self._units = dict[str, Tensor]()
         check.choice("index", source.index, INDEXES)
         self._path = source.path if source.kept is None else source.kept
         self.stamp, self.loaded = source.stamp(), time.time()
         self.model = load(self._path, mapped=True) if source.mapped else _private(self._path)
-        if source.mapped:  # what the checks of the file read; left embeddings are asked for a few rows at a time
+        if source.mapped:  # pages that only the checksums needed: few left rows are used at a time
             release(self._path, self.model.left_.embeddings)
         self.written = self._path.stat().st_mtime
         self.seen: sp.csr_matrix = self.model.seen_
         P, Q = self.model.left_.embeddings, self.model.right_.embeddings
         self.observed = self.model.fitted_.observed()
-        degrees = np.bincount(self.observed.indices, minlength=len(Q)).astype(np.int64)
-        self.left = Entities(
-            "left", self.model.left_.ids, P, np.diff(self.observed.indptr).astype(np.int64),
-            self._table("left", self.model.left_.ids, len(P)),
-        )  # fmt: skip
-        self.right = Entities(
-            "right", self.model.right_.ids, Q, degrees, self._table("right", self.model.right_.ids, len(Q))
+        names = self.model.fitted_.names
+        if names[0] == names[1]:
+            names = (f"left {names[0]}", f"right {names[1]}")
+        sides = zip(("left", "right"), (self.model.left_, self.model.right_), names, strict=True)
+        counts = {"left": np.diff(self.observed.indptr), "right": np.bincount(self.observed.indices, minlength=len(Q))}
+        self.left, self.right = (
+            Entities(side, one.ids, one.embeddings, counts[side].astype(np.int64), self._table(side, one), name)
+            for side, one, name in sides
         )
         self.index: Index | None = None
         self.index_facts: Facts | None = None
@@ -129,7 +130,7 @@ class Snapshot:
         self.evaluation: dict[str, float] | None = None
         if source.test is not None:
             self.evaluation = dict(self.model.evaluate(source.test(), by="popularity"))
-        first = P[:_WARM]  # code that is loaded or compiled for many scores is there before the first request
+        first = P[:_WARM]  # loads and compiles code before the first request
         best_lists([Query(first, [np.empty(0, np.int64)] * len(first), 1)], Q, self.index)
 
     def side(self, name: str) -> Entities:
@@ -138,7 +139,7 @@ class Snapshot:
 
     @cached_property
     def takes_histories(self) -> bool:
-        """Whether the left tower sees histories, and nothing else that must be given."""
+        """Whether new left entities can be embedded by their history only."""
         try:
             self.model.embed(histories=sp.csr_matrix((1, len(self.right)), dtype=np.float32))
         except ValueError:
@@ -157,7 +158,7 @@ class Snapshot:
         deny: Sequence[Key] | None = None,
         wanted: Mapping[str, Any] | None = None,
     ) -> Query:
-        """What model.recommend answers, as a query that can be answered together with others."""
+        """The query of model.recommend, which can be batched with others."""
         none = np.empty(0, np.int64)
         if left is not None:
             rows = self.left.rows(left)
@@ -183,14 +184,14 @@ class Snapshot:
         return best_lists(queries, self.right.embeddings, self.index)
 
     def likeness(self, side: str, ids: Sequence[Key], k: int, together: bool = False) -> Query:
-        """What model.similar answers, as a query; with ``together`` one list, of the mean direction of all ids."""
+        """The query of model.similar; ``together`` asks for one list, for the mean direction of all ids."""
         this, unit = self.side(side), self.unit(side)
         rows = this.rows(ids)
-        directed = self._directed(side)
+        directed = self._directed[side]
         if directed is not None and not np.isin(rows, directed).all():
             bad = this.names(rows[~np.isin(rows, directed)][:1])[0]
             raise Refused(
-                422, f"{side} ids: got {bad!r}, which has no pair and no features, expected entities with one"
+                422, f"{this.name} ids: got {bad!r}, which has no pair and no features, expected entities with one"
             )
         embeddings, excluded = unit[torch.from_numpy(rows)], [np.array([row]) for row in rows.tolist()]
         if together:
@@ -203,7 +204,7 @@ class Snapshot:
         return best_lists(queries, self.unit(side))
 
     def score(self, left: Sequence[Key], right: Sequence[Key]) -> list[float]:
-        """p_iᵀq_j, element by element."""
+        """Scores p_iᵀq_j, element by element."""
         P = self.left.embeddings[torch.from_numpy(self.left.rows(left))]
         Q = self.right.embeddings[torch.from_numpy(self.right.rows(right))]
         scores: list[float] = (P * Q).sum(1).tolist()
@@ -212,17 +213,17 @@ class Snapshot:
     def embed(
         self, side: str, ids: Sequence[Key] | None, features: Any, histories: Sequence[Sequence[Key]] | None
     ) -> Tensor:
-        """Embeddings of known ids, or of new entities."""
+        """Embeddings of known ids or of new entities."""
         if ids is not None:
             this = self.side(side)
             return this.embeddings[torch.from_numpy(this.rows(ids))]
         return self.embed_new(side, features, None if histories is None else self._histories(histories))
 
     def embed_new(self, side: str, features: Any, histories: sp.csr_matrix | None) -> Tensor:
-        """New entities through their tower.
+        """Embeddings of new entities.
 
         Raises:
-            Refused: 422, with what the model says of features that do not fit.
+            Refused: 422 with the model's message if features are invalid.
         """
         given: dict[str, Any] = {f"{side}_features": features}
         if histories is not None:
@@ -238,10 +239,10 @@ class Snapshot:
     def explain(
         self, left: Key | None, right: Key, features: Any, histories: Sequence[Sequence[Key]] | None
     ) -> Explanation:
-        """What carried the score of a pair; see model.explain.
+        """The explanation of a score; see model.explain.
 
         Raises:
-            Refused: 404 for an unknown id, 422 with what the model needs to explain scores.
+            Refused: 404 for an unknown id, 422 with the model's message if it cannot explain this score.
         """
         own = None if left is None else int(self.left.rows([left])[0])
         other = int(self.right.rows([right])[0])
@@ -259,12 +260,12 @@ class Snapshot:
         return Explainer(self.model, self.model.fitted_)
 
     def history(self, row: int) -> Rows:
-        """What lists of a left entity leave out, increasing: what it was observed with, and itself in one set."""
+        """Right entities that the lists of a left entity leave out, increasing."""
         columns: Rows = self.seen.indices[self.seen.indptr[row] : self.seen.indptr[row + 1]]
         return columns
 
     def observed_with(self, side: str, row: int, most: int) -> Rows:
-        """Some entities of the other side that one was observed with, increasing."""
+        """Up to ``most`` entities of the other side that an entity was observed with, increasing."""
         pairs = self.observed
         if side == "left":
             first: Rows = pairs.indices[pairs.indptr[row] : pairs.indptr[row + 1]][:most].astype(np.int64)
@@ -273,36 +274,24 @@ class Snapshot:
         return np.searchsorted(pairs.indptr, places, side="right").astype(np.int64) - 1
 
     def unit(self, side: str) -> Tensor:
-        """The embeddings of a side, of length one; made once, when they are first asked for."""
-        return self._unit_left if side == "left" else self._unit_right
+        """The embeddings of a side, normalised to length 1; computed once."""
+        if side not in self._units:
+            self._units[side] = torch.nn.functional.normalize(self.side(side).embeddings, dim=1)
+        return self._units[side]
 
     @cached_property
-    def _unit_left(self) -> Tensor:
-        return torch.nn.functional.normalize(self.left.embeddings, dim=1)
-
-    @cached_property
-    def _unit_right(self) -> Tensor:
-        return torch.nn.functional.normalize(self.right.embeddings, dim=1)
-
-    @cached_property
-    def _directions(self) -> dict[str, Rows | None]:
+    def _directed(self) -> dict[str, Rows | None]:
+        """The entities of each side whose embedding has a direction; None if all have one."""
         known = {side: self.model.has_direction(side) for side in ("left", "right")}
         return {side: None if directed.all() else np.flatnonzero(directed) for side, directed in known.items()}
-
-    def _directed(self, side: str) -> Rows | None:
-        """The entities of a side that have a direction of their own; None if all have."""
-        return self._directions[side]
 
     def _among(
         self, allow: Sequence[Key] | None, among: Rows | None, wanted: Mapping[str, Any] | None
     ) -> tuple[Rows | None, Hashable]:
-        """The right entities to choose from, and a key that is equal for queries that choose from the same.
-
-        ``among`` are the rows of ``allow``.
-        """
+        """The right entities to choose from, and a key of this choice; ``among`` has the rows of ``allow``."""
         if wanted:
             if self.right.table is None:
-                raise Refused(422, "filter: got columns, expected a server with a table: gramtower serve --right-table")
+                raise Refused(422, "filter: the server has no table; start it with gramtower serve --right-table")
             matching = self.right.table.matching(wanted)
             among = matching if among is None else np.intersect1d(among, matching, assume_unique=True)
         if among is None:
@@ -310,7 +299,7 @@ class Snapshot:
         return among, (None if allow is None else tuple(allow), json.dumps(wanted or None, sort_keys=True))
 
     def _seen_by_described(self, features: Any, histories: sp.csr_matrix | None) -> sp.csr_matrix | None:
-        """What entities that a request describes have seen: their histories, and their pairs where they have ids."""
+        """Pairs of entities given by features: their histories, and their pairs in training if their ids are known."""
         try:
             seen = self.model.fitted_.seen_by_described(features, histories, self.left.index)
         except ValueError as error:
@@ -323,11 +312,11 @@ class Snapshot:
         indices = np.concatenate([np.empty(0, np.int64), *columns])
         return sp.csr_matrix((np.ones(len(indices), np.float32), indices, offsets), (len(columns), len(self.right)))
 
-    def _table(self, side: str, ids: NDArray[Any] | None, count: int) -> EntityTable | None:
+    def _table(self, side: str, one: Side) -> EntityTable | None:
         source = (self.source.tables or {}).get(side)
         if source is None:
             return None
-        return EntityTable(source.name, source.read(), source.id, ids, count, source.title)
+        return EntityTable(source.name, source.read(), source.id, one.ids, len(one.embeddings), source.title)
 
     def _open_index(self) -> None:
         wanted, path = self.source.index, path_beside(self._path)
@@ -347,23 +336,23 @@ class Snapshot:
 
 
 def _refused(error: ValueError, name: str) -> Refused:
-    """The answer to features that do not fit, with the field that holds them."""
+    """The refusal of invalid features, with the name of their field."""
     text = " ".join(str(error).split())[:500]
-    kinds = ("numeric", "categorical", "list", "text", "vector", "column")  # how the errors of a table's columns begin
+    kinds = ("numeric", "categorical", "list", "text", "vector", "column")  # first words of errors about columns
     return Refused(422, f"{name}: {text}" if text.startswith(kinds) else text)
 
 
 def _private(path: Path) -> TwoTower:
-    """The model of a file, read from a copy that nobody else can change."""
+    """Load a model from a private copy of its file."""
     beside = others(path)
     if not path.is_file():
-        return load(path)  # which says what is wrong
+        return load(path)  # which raises the error
     try:
         if beside or not hasattr(os, "memfd_create"):
             with tempfile.TemporaryDirectory(prefix="gramtower-serve-") as folder:
                 for file in (path, *beside):
                     shutil.copyfile(file, Path(folder) / file.name)
-                return load(Path(folder) / path.name)  # copied: the folder goes
+                return load(Path(folder) / path.name)  # copied, as the folder is deleted
         copy = os.memfd_create(path.name[:100])
         try:
             with path.open("rb") as source, os.fdopen(os.dup(copy), "wb") as target:
@@ -376,6 +365,6 @@ def _private(path: Path) -> TwoTower:
 
 
 def _without_copy(text: str) -> str:
-    """A message without the names of the private copy."""
+    """A message without the path of the private copy."""
     words = [word for word in text.split() if not word.startswith(("/proc/self/fd/", "(/proc/self/fd/"))]
     return " ".join(words).removeprefix("model: ")
