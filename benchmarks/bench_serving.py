@@ -40,7 +40,7 @@ from common import median_seconds, write_result
 
 import gramtower as gt
 from gramtower.data.datasets import planted_pairs
-from gramtower.serving.ann_index import build_index, path_beside, write_index
+from gramtower.serving.ann_index import build_index, index_path, write_index
 
 CLIENTS, K = 32, 20
 
@@ -307,7 +307,7 @@ def main() -> None:
         if "approximate" in parts:
             P, Q = model.left_.embeddings, model.right_.embeddings
             made, facts = build_index(P, Q, model.right_.ids, "faiss", K, 0.95)
-            write_index(path_beside(path), made, facts)
+            write_index(index_path(path), made, facts)
             found = served(path, users, "faiss", seconds, options.limit) | {"recall": facts.recall}
             result["approximate"] = found
             print(f"approximate: {found['requests_per_second']:.0f} requests/s (>= 1500) at recall {facts.recall:.3f}")

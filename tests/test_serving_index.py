@@ -22,7 +22,7 @@ from gramtower.serving.ann_index import (
     best_lists,
     build_index,
     digest,
-    path_beside,
+    index_path,
     read_index,
     recall_of,
     write_index,
@@ -136,7 +136,7 @@ def test_the_command_builds_measures_and_the_server_takes_it(tmp_path, capsys):
     assert run(["index", str(path), "--recall", "0.9", "-k", "5", "--json", "--quiet"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["recall"] >= 0.9
-    assert found["index"] == str(path_beside(path))
+    assert found["index"] == str(index_path(path))
     snapshot = Snapshot(source(path=path, index="faiss"))
     assert snapshot.index_facts.recall == found["recall"]
     everything = snapshot.recommend([snapshot.query(40, left=["a/b"])])[0][0]  # more than it visits: exact
@@ -165,7 +165,7 @@ def test_a_damaged_or_missing_index_is_refused(tmp_path):
     shutil.copy(folder() / "plain.gramtower", path)
     with pytest.raises(ValueError, match="gramtower index --kind faiss"):
         Snapshot(source(path=path, index="faiss"))
-    path_beside(path).write_bytes(b"x" * 100)
+    index_path(path).write_bytes(b"x" * 100)
     with pytest.raises(ValueError, match="safetensors"):
         Snapshot(source(path=path, index="faiss"))
 
@@ -173,12 +173,12 @@ def test_a_damaged_or_missing_index_is_refused(tmp_path):
 def changed_index(path, header=None, content=None):
     """The index of a model with other facts or other bytes, under checksums that belong to them."""
     assert run(["index", str(path), "-k", "3", "--recall", "0.5", "--quiet"]) == 0
-    file = TensorFile(path_beside(path), "gramtower-index", 1)
+    file = TensorFile(index_path(path), "gramtower-index", 1)
     facts, bytes_ = file.header | (header or {}), file.read("index").clone()
     file.close()
     if content is not None:
         bytes_ = torch.tensor(list(content), dtype=torch.uint8)
-    write(path_beside(path), "gramtower-index", 1, facts, {"index": bytes_})
+    write(index_path(path), "gramtower-index", 1, facts, {"index": bytes_})
 
 
 @pytest.mark.parametrize(

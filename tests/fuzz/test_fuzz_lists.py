@@ -22,7 +22,7 @@ from harness import Fuzz
 import gramtower as gt
 from gramtower.data import list_files
 from gramtower.data.tables import FeatureTable
-from gramtower.serving.ann_index import KINDS, best_lists, build_index, path_beside, read_index, write_index
+from gramtower.serving.ann_index import KINDS, best_lists, build_index, index_path, read_index, write_index
 from gramtower.serving.snapshot import Snapshot, Source
 
 pl = pytest.importorskip("polars", reason="tables are read with polars")
@@ -401,12 +401,12 @@ def test_served_answers_and_indexes(tmp_path):
             loaded = gt.load(path)  # its towers embed the entities of training anew
             same = torch.equal(loaded.right_.embeddings, world.model.right_.embeddings)
             world = dataclasses.replace(world, model=loaded, exact=world.exact and same)
-            path_beside(path).unlink(missing_ok=True)
+            index_path(path).unlink(missing_ok=True)
             kind = rng.choice([None, *(kind for kind in KINDS if kind != "hnsw")])
             if kind is not None:
                 left, right = world.model.left_, world.model.right_
                 made, facts = build_index(left.embeddings, right.embeddings, right.ids, kind, 3, 0.01, number)
-                write_index(path_beside(path), made, facts)
+                write_index(index_path(path), made, facts)
             snapshot = Snapshot(Source("m", path))
             assert (snapshot.index is None) == (kind is None)
         queries, asked = [], []

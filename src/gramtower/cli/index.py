@@ -11,7 +11,7 @@ from gramtower.cli.options import Common
 from gramtower.cli.output import note, print_facts, print_json
 from gramtower.cli.run_folder import model_file
 from gramtower.model.two_tower import load
-from gramtower.serving.ann_index import build_index, path_beside, write_index
+from gramtower.serving.ann_index import build_index, index_path, write_index
 
 
 def index(
@@ -44,7 +44,7 @@ def index(
         note(f"building an index of {len(model.right_.embeddings):,} entities")
     P, Q = model.left_.embeddings, model.right_.embeddings
     made, facts = build_index(P, Q, model.right_.ids, kind, k, recall, seed)
-    target = path_beside(path)
+    target = index_path(path)
     write_index(target, made, facts)
     found = {
         "index": str(target),

@@ -87,7 +87,7 @@ class Facts:
     built: float
 
 
-def path_beside(model: Path) -> Path:
+def index_path(model: Path) -> Path:
     """Path of the index of a model file."""
     return model.with_name(model.name + ".index")
 

@@ -32,7 +32,7 @@ from gramtower.distributed.shard_files import others
 from gramtower.model.explanation import Explainer, Explanation
 from gramtower.model.side import Side
 from gramtower.model.two_tower import TwoTower, load
-from gramtower.serving.ann_index import Facts, Found, Index, Query, best_lists, digest, path_beside, read_index
+from gramtower.serving.ann_index import Facts, Found, Index, Query, best_lists, digest, index_path, read_index
 from gramtower.serving.refusals import Refused
 from gramtower.serving.served_entities import Entities, EntityTable, Map
 
@@ -82,7 +82,7 @@ class Source:
         """A value that changes when the model, its index, or one of its files is replaced."""
         found: list[Any] = []
         model = self.path if self.kept is None else self.kept
-        for path in (model, path_beside(model), *self.files):
+        for path in (model, index_path(model), *self.files):
             try:
                 state = path.stat()
                 found.append((state.st_ino, state.st_size, state.st_mtime_ns))
@@ -319,7 +319,7 @@ class Snapshot:
         return EntityTable(source.name, source.read(), source.id, one.ids, len(one.embeddings), source.title)
 
     def _open_index(self) -> None:
-        wanted, path = self.source.index, path_beside(self._path)
+        wanted, path = self.source.index, index_path(self._path)
         if wanted == "exact" or (wanted == "auto" and not path.exists()):
             return
         if not path.exists():

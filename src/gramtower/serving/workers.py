@@ -29,7 +29,7 @@ import torch
 
 from gramtower._util import checks as check
 from gramtower.distributed.shard_files import others
-from gramtower.serving.ann_index import path_beside
+from gramtower.serving.ann_index import index_path
 from gramtower.serving.snapshot import Source
 
 _GRACE = 40  # seconds in which workers must end
@@ -82,7 +82,7 @@ class _Kept:
         place, opened = self._folder / str(self._count), list[int]()
         try:
             place.mkdir()
-            for path in (source.path, *others(source.path), path_beside(source.path)):
+            for path in (source.path, *others(source.path), index_path(source.path)):
                 if path == source.path or path.exists():
                     opened.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
                     (place / path.name).symlink_to(f"/proc/{os.getpid()}/fd/{opened[-1]}")
