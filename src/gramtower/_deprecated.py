@@ -13,6 +13,7 @@ MODULES = {  # old name -> new name, both below gramtower
     "benchmarking.baselines": "experiments.baselines",
     "data.bundle": "data.datasets",
     "data.partition": "distributed.partition",
+    "data.readers.netflix": "data.readers.ratings",
     "data.synthetic": "data.datasets",
     "tuning": "experiments.tuning",
     "tuning.report": "experiments.tuning.report",
