@@ -4,7 +4,7 @@ One rule says what an entity has *seen*, for every answer and every metric: the 
 the history of a new entity, and what a call gives as ``exclude``. Metrics rank what is tested: a validation pair that
 is among the pairs tested counts, one that is not is left out like the others. Popularity is that of training pairs.
 
-New entities are described by features (model/side.py); :meth:`Entities.with_added` keeps them. Lists are
+New entities are described by features (model/side.py); :meth:`FittedModel.with_added` keeps them. Lists are
 exact: they come from all scores, in blocks. Answers are copies: changing one changes nothing in the model. Checked by
 tests/test_estimator.py, tests/test_seen.py and tests/test_new_entities.py.
 """
@@ -56,574 +56,6 @@ from gramtower.retrieval.topk import ranking, top_k
 from gramtower.training.result import Reason, Record
 
 CANDIDATES = ("all", "trained")  # right entities to choose from: all that are known, or those of the training data
-
-
-@dataclass(frozen=True, eq=False)
-class Entities:
-    """Both sides, their pairs, and the towers that embed new entities.
-
-    Attributes:
-        left: ids, inputs and embeddings of the left entities: the model's own memory, as all attributes are.
-        right: those of the right entities.
-        trained: the pairs of training, as ones.
-        further: pairs that entities have and that nothing was learned from: those of validation, and the histories of
-            entities that were added.
-        towers: what embeds new entities; None if they are the caller's own and were not given to ``load``.
-        shards: which rows this process holds.
-    """
-
-    left: Side
-    right: Side
-    trained: sp.csr_matrix
-    further: sp.csr_matrix
-    towers: Towers | None
-    shards: Shards
-
-    @cached_property
-    def seen(self) -> sp.csr_matrix:
-        """What left entities have seen, as ones: the pairs of training and of validation, and histories."""
-        return union(self.trained, self.further) if self.further.nnz else self.trained
-
-    @property
-    def ids(self) -> Ids:
-        """Ids of both sides; None for row numbers."""
-        return self.left.ids, self.right.ids
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Left and right entities that this process knows."""
-        return len(self.left), len(self.right)
-
-    @property
-    def numbered(self) -> Numbered:
-        """Of which matrix ids are row numbers; see Interactions."""
-        return self.left.numbered, self.right.numbered
-
-    def has_direction(self, side: str = "right") -> NDArray[np.bool_]:
-        """Whether anything sets each entity of a side apart: a pair of the training data, or features.
-
-        All others, known by their id alone, end up with embeddings of about the same direction, which says nothing
-        of what they are like. Of several processes none knows all pairs of a right entity: there all count as known.
-        """
-        this = self.side(side)
-        described = any(part.kind not in ("id", "history") for part in this.inputs.parts)
-        if described or (side == "right" and not self.shards.single):
-            return np.ones(len(this), dtype=bool)
-        if side == "right":
-            return np.bincount(self.trained.indices, minlength=len(this)) > 0
-        known = np.diff(self.trained.indptr) > 0
-        known[this.trained :] = np.diff(self.further.indptr)[this.trained :] > 0  # histories of those added
-        return np.asarray(known)
-
-    def with_added(
-        self,
-        left_features: Any = None,
-        right_features: Any = None,
-        *,
-        histories: Any = None,
-        left_ids: Any = None,
-        right_ids: Any = None,
-    ) -> Self:
-        """The same model with new entities, which it keeps, saves and answers about like those of training.
-
-        Their embeddings come from the towers; a vector of their own they have only after another ``fit``.
-
-        Args:
-            left_features: what describes new left entities: a FeatureTable, frame or file with the column of ids, or a
-                matrix and ``left_ids``. Rows with known ids are left as the model knows them.
-            right_features: the same for right ones.
-            histories: right ids of each new left entity, row by row as ``left_features``; they count as seen.
-            left_ids: ids of rows that bring none.
-            right_ids: the same for right ones.
-        """
-        here, left_given = self, left_features is not None or histories is not None
-        if not left_given and right_features is None:
-            check.fail("left_features, right_features", "None", "what describes new entities, of one side or of both")
-        if right_features is not None:
-            here = here.grown("right", right_features, None, right_ids, True)[0]
-        if left_given:
-            history = None if histories is None else history_matrix(here.right, histories)
-            here, places = here.grown("left", left_features, history, left_ids, True)
-            if history is not None:
-                new = np.where(places >= len(self.left), places, -1)
-                seen = sp.csr_matrix(selection(new, here.shape[0]).T @ history)
-                here = replace(here, further=union(here.further, seen))
-        return here
-
-    def without_added_right(self) -> Self:
-        """The same with the right entities of training alone."""
-        if not self.right.added:
-            return self
-        count, right = self.right.trained, self.right
-        ids = None if right.ids is None else right.ids[:count]
-        return replace(
-            self, right=replace(right, ids=ids, embeddings=right.embeddings[:count], added=0),
-            trained=self.trained[:, :count], further=self.further[:, :count],
-        )  # fmt: skip
-
-    def grown(
-        self, side: str, features: Any, history: sp.csr_matrix | None = None, ids: Any = None, kept: bool = False
-    ) -> tuple[Self, NDArray[np.int64]]:
-        """The model with entities that features or histories describe, and their rows there."""
-        if features is None and history is None:
-            return self, np.empty(0, dtype=np.int64)
-        if not self.shards.single:
-            check.fail(f"{side}_features", f"features in {self.shards.group.size} processes", "a loaded model, in one")
-        towers = self.known_towers("embed new entities")
-        grown, places = extended(self.side(side), towers, features, history, ids, kept)
-        shape = (len(grown), len(self.right)) if side == "left" else (len(self.left), len(grown))
-        pairs = {"trained": resized(self.trained, shape), "further": resized(self.further, shape)}
-        left, right = (grown, self.right) if side == "left" else (self.left, grown)
-        return replace(self, left=left, right=right, **pairs), places
-
-    def known_towers(self, purpose: str) -> Towers:
-        """The towers; refused if the model was loaded without them, with the purpose they are needed for."""
-        if self.towers is None:
-            check.fail("model", "loaded without its own towers", f"gramtower.load(path, towers=...) to {purpose}")
-        return self.towers
-
-    def aligned(self, name: str, pairs: Any) -> Aligned:
-        """Pairs of the left entities that this process knows."""
-        rows = self.shards.left
-        if self.left.ids is not None or rows.count == rows.total:
-            return align(name, pairs, self.ids, self.shape, self.numbered, (self.left.trained, self.right.trained))
-        found = align(name, pairs, self.ids, (rows.total, self.shards.right.total), self.numbered)
-        return replace(found, pairs=found.pairs[rows.first : rows.stop])
-
-    def excluded(self, exclude: Any) -> sp.csr_matrix:
-        """Pairs to leave out, in the model's rows; those of others change nothing, with a warning if all are such."""
-        found = self.aligned("exclude", given_pairs("exclude", exclude))
-        if self.shards.single and found.example is not None and not found.pairs.nnz:
-            warn_of_pairs("exclude", found.total, found.total, found.example[0])
-        return found.pairs
-
-    def excluded_of_new(self, exclude: Any, features: Any, count: int) -> sp.csr_matrix:
-        """Pairs to leave out for new left entities: by their ids, or row by row."""
-        pairs = given_pairs("exclude", exclude)
-        if not isinstance(pairs, Interactions):
-            return resized(canonical("exclude", pairs, (count, self.right.trained)), (count, len(self.right)))
-        what = None if features is None else described(self.left, features)
-        if what is None or what.ids is None:
-            expected = "a scipy.sparse matrix with a row for each new entity, or a table of them with a column of ids"
-            check.fail("exclude", "pairs with ids, of entities without", expected)
-        its = pairs.left_ids, self.right.ids
-        found = align("exclude", pairs, its, (len(its[0]), len(self.right)), (pairs.numbered[0], self.right.numbered))
-        return sp.csr_matrix(selection(what.rows_in(index_of(its[0])), len(its[0])) @ found.pairs)
-
-    def chosen(self, allow: Any, deny: Any, candidates: str) -> dict[str, Any]:
-        """Columns to choose from and those never to choose, as top_k takes them; "trained" denies those added.
-
-        Unknown ids change nothing, with a warning.
-        """
-        denied = [] if deny is None else [self.right.known_rows("deny", deny)]
-        if candidates == "trained":
-            denied.append(np.arange(self.right.trained, len(self.right)))
-        allowed = None if allow is None else self.right.known_rows("allow", allow)
-        return {"allow": allowed, "deny": np.concatenate(denied) if denied else None}
-
-    def left_index(self) -> dict[Any, int]:
-        """The row of each left id."""
-        return index_of(np.arange(len(self.left)) if self.left.ids is None else self.left.ids)
-
-    def seen_by_described(
-        self, features: Any, history: sp.csr_matrix | None, index: Mapping[Any, int] | None = None
-    ) -> sp.csr_matrix | None:
-        """What left entities that a call describes have seen: their history, and the pairs of those that are known.
-
-        Args:
-            features: what describes them.
-            history: their right entities, row by row.
-            index: the row of each left id, where the caller has one already.
-        """
-        what = None if features is None else described(self.left, features)
-        if what is None or what.ids is None:
-            return history
-        rows = what.rows_in(self.left_index() if index is None else index)
-        own = sp.csr_matrix(selection(rows, len(self.left)) @ self.seen)
-        return own if history is None else union(own, history)
-
-    def called(self, features: Any, count: int) -> list[Any]:
-        """What to call left entities that a call describes: the ids of their table, or their rows; None without one."""
-        what = None if features is None else described(self.left, features)
-        if what is None or what.ids is None:
-            return list(range(count))
-        return [
-            None if what.missing is not None and what.missing[row] else key for row, key in enumerate(what.ids.tolist())
-        ]
-
-    def side(self, side: str) -> Side:
-        """One side by its name."""
-        return self.left if check.choice("side", side, ("left", "right")) == "left" else self.right
-
-
-def selection(rows: NDArray[np.int64], size: int) -> sp.csr_matrix:
-    """A matrix whose product with ``size`` rows picks ``rows`` of them; −1 gives an empty row."""
-    there = np.flatnonzero(rows >= 0)
-    return sp.csr_matrix((np.ones(len(there), np.float32), (there, rows[there])), shape=(len(rows), size))
-
-
-class RankedLists(Entities):
-    """Entities that are asked for lists."""
-
-    def recommend(
-        self,
-        left: Any = None,
-        k: int = 10,
-        *,
-        exclude_seen: bool = True,
-        exclude: Any = None,
-        allow: Sequence[Any] | None = None,
-        deny: Sequence[Any] | None = None,
-        candidates: str = "all",
-        left_features: Any = None,
-        right_features: Any = None,
-        histories: Any = None,
-        as_frame: bool = False,
-        table: Any = None,
-    ) -> tuple[NDArray[Any], NDArray[np.float32]] | Any:
-        """The k best right entities for each left one.
-
-        Args:
-            left: ids of left entities; None with ``left_features``, ``histories`` or both for entities not seen in
-                training.
-            k: how many.
-            exclude_seen: leave out what the left entity has seen: right entities of its training and validation pairs,
-                or of its history.
-            exclude: further pairs to leave out: :class:`~gramtower.Interactions`, a frame or the path of a CSV or
-                Parquet file whose first two columns are left and right ids, or a scipy.sparse matrix: of the model's
-                shape where it was fitted on one, or with a row for each new entity. Pairs of others change nothing.
-            allow: only these right ids. Ids that the model does not know are ignored, with a warning that counts them;
-                if it knows none of them, lists are empty.
-            deny: never these right ids; unknown ones are ignored likewise.
-            candidates: "all" that the model knows, also those added later and those of ``right_features``; "trained"
-                for those of the training data alone.
-            left_features: features of new entities: rows of a matrix, or for a model fitted with a FeatureTable a frame
-                or file with the same columns. One list is made for each row; a row with a known id is embedded by its
-                features, and what it has seen is left out.
-            right_features: the same for right entities to be ranked among the others. Of a table with the column of
-                ids, rows with known ids are left as the model knows them; rows of a matrix are called ("new", 0),
-                ("new", 1), …, or go on with the numbers of a model without ids.
-            histories: for models whose left features have a "history": a list of right ids for each new entity, or a
-                scipy.sparse matrix with one column for each right entity.
-            as_frame: return a table, of polars if it is installed and otherwise of pandas, with a row for each answer:
-                ``left``, ``rank`` from 1, ``right``, ``score``. New left entities are called by the ids that a table
-                of them has, or by their row from 0.
-            table: with ``as_frame``, a table of right entities, such as their titles, whose other columns are put
-                beside the answers: a frame, file or FeatureTable with ids in the column "id" or else in the first.
-
-        Returns:
-            Ids, of the type that the training data has, and scores, one row for each left entity, as two arrays; a
-            score of −inf marks a place without an answer, whose id is None, or −1 where ids are numbers. Or the table,
-            which has no such places.
-        """
-        check.count("k", k)
-        _check_frame(as_frame, table)
-        exclude_seen = check.flag("exclude_seen", exclude_seen)
-        check.choice("candidates", candidates, CANDIDATES)
-        new = left_features is not None or histories is not None
-        if (left is None) != new:
-            given = "None" if left is None else "ids, and features or histories"
-            check.fail("left", given, "ids of left entities; or, for new ones, left_features, histories or both")
-        here = self.grown("right", right_features)[0]
-        if new:
-            left_features = read_once(self.left, left_features)
-            seen = None if histories is None else history_matrix(here.right, histories)
-            P = embedded(self.left, self.known_towers("embed new entities"), left_features, seen)
-            asked = self.called(left_features, len(P)) if as_frame else []
-            seen = here.seen_by_described(left_features, seen)
-        else:
-            asked = check.ids("left", left)
-            rows = self.left.rows(asked)
-            P, seen = self.left.embeddings[torch.from_numpy(rows)], here.seen[rows]
-        left_out = [seen] if exclude_seen and seen is not None else []
-        if exclude is not None:
-            left_out.append(
-                here.excluded_of_new(exclude, left_features, len(P)) if new else here.excluded(exclude)[rows]
-            )
-        found, scores = top_k(
-            P, here.right.embeddings, min(k, len(here.right)),
-            exclude=union(*left_out) if left_out else None, **here.chosen(allow, deny, candidates),
-        )  # fmt: skip
-        ids = here.right.names(found)
-        return _framed(asked, ids, scores, ("left", "right"), table) if as_frame else (ids, scores)
-
-    def recommend_all(
-        self,
-        path: str | Path,
-        k: int = 10,
-        *,
-        exclude_seen: bool = True,
-        exclude: Any = None,
-        allow: Sequence[Any] | None = None,
-        deny: Sequence[Any] | None = None,
-        candidates: str = "all",
-        right_features: Any = None,
-        device: str = "auto",
-        fresh: bool = False,
-        progress: Callable[[int, int], object] | None = None,
-    ) -> int:
-        """Write the lists of all left entities, those of :meth:`recommend`, to a table, in bounded memory.
-
-        One row for each answer, in order of left entities: left id, rank from 1, right id and score. While it is being
-        written its parts are in a folder ``PATH.parts`` beside it; the same call goes on where one was killed.
-
-        Args:
-            path: the table: .parquet, .csv or .tsv. Needs polars: ``pip install "gramtower[io]"``.
-            k: how many for each.
-            exclude_seen: leave out what the left entity has seen.
-            exclude: further pairs to leave out.
-            allow: only these right ids.
-            deny: never these right ids.
-            candidates: "all" or "trained".
-            right_features: new right entities to be ranked among the others: a table with the column of ids.
-            device: where scores are made: "auto", "cpu" or "cuda".
-            fresh: begin again where an earlier call left parts, also those of other lists.
-            progress: called with the number of lists that are written and of all, after each part.
-
-        Returns:
-            The number of answers that this call wrote; those of parts that were there are not among them.
-
-        Raises:
-            ValueError: also if the disk has too little room, or parts of other lists are there; nothing is written.
-        """
-        k = check.count("k", k)
-        exclude_seen, fresh = check.flag("exclude_seen", exclude_seen), check.flag("fresh", fresh)
-        check.choice("candidates", candidates, CANDIDATES)
-        if progress is not None and not callable(progress):
-            check.fail("progress", repr(progress), "a function of two numbers, or None")
-        where, path = pick_device(device), check.path("path", path)
-        here = self.grown("right", right_features)[0]
-        left_out = ([here.seen] if exclude_seen else []) + ([] if exclude is None else [here.excluded(exclude)])
-        made = ranking(
-            here.left.embeddings, here.right.embeddings,
-            exclude=union(*left_out) if left_out else None, **here.chosen(allow, deny, candidates),
-        )  # fmt: skip
-        if not here.shards.single:
-            check.fail("model", f"one that {here.shards.group.size} processes share", "a loaded model, in one process")
-        return write_lists(here.ids, here.shape, made, path, min(k, len(here.right)), where, fresh, progress)
-
-    def similar(
-        self,
-        ids: Any = None,
-        side: str = "right",
-        k: int = 10,
-        *,
-        left_features: Any = None,
-        right_features: Any = None,
-        as_frame: bool = False,
-        table: Any = None,
-    ) -> tuple[NDArray[Any], NDArray[np.float32]] | Any:
-        """The k entities of the same side whose embeddings point most alike (cosine), the entity itself left out.
-
-        Entities without a direction of their own, see :meth:`has_direction`, are refused and never listed.
-
-        Args:
-            ids: of entities; None for those that the features describe, one row each.
-            side: "left" or "right".
-            k: how many.
-            left_features: new left entities, asked about and listed like the others; see ``right_features`` of
-                :meth:`recommend`.
-            right_features: new right entities.
-            as_frame: return a table as :meth:`recommend` does, with columns called after the side, ``rank``,
-                ``similar`` and ``score``.
-            table: with ``as_frame``, a table of entities of the side, as for :meth:`recommend`.
-
-        Returns:
-            Ids and cosines as two arrays, or the table.
-        """
-        self.side(side)
-        _check_frame(as_frame, table)
-        features = {"left": left_features, "right": right_features}
-        other = "left" if side == "right" else "right"
-        if features[other] is not None:
-            check.fail(f"{other}_features", "features", f"None: entities of the {side} side are compared")
-        if (ids is None) and features[side] is None:
-            check.fail("ids", "None", f"ids, or {side}_features of new entities")
-        here, places = self.grown(side, features[side])
-        this = here.side(side)
-        rows = places[places >= 0] if ids is None else this.rows(check.ids("ids", ids))
-        directed = here.has_direction(side)
-        if not directed[rows].all():
-            bad = this.names(rows[~directed[rows]])[0]
-            given = f"{bad!r}, which has no pair in the training data and no features"
-            check.fail(f"{side} ids", given, "entities with a pair: nothing says what others are like")
-        unit = normalised(this.embeddings)
-        own = sp.csr_matrix((np.ones(len(rows)), (np.arange(len(rows)), rows)), shape=(len(rows), len(this)))
-        found, scores = top_k(
-            unit[torch.from_numpy(rows)], unit, min(check.count("k", k), len(this)),
-            exclude=own, deny=np.flatnonzero(~directed),
-        )  # fmt: skip
-        names = this.names(found)
-        return (
-            _framed(this.names(rows).tolist(), names, scores, (side, "similar"), table) if as_frame else (names, scores)
-        )
-
-
-def _check_frame(as_frame: object, table: object) -> None:
-    if not check.flag("as_frame", as_frame) and table is not None:
-        check.fail("table", type(table).__name__, "as_frame=True as well: arrays have no columns")
-
-
-def _framed(asked: list[Any], ids: NDArray[Any], scores: NDArray[Any], names: tuple[str, str], table: Any) -> Any:
-    return lists_frame(asked, ids, scores, names, beside=None if table is None else columns_beside(table, ids, scores))
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """What is measured, and what is left out of the rankings; see FittedModel.evaluate."""
-
-    metrics: Any
-    exclude_seen: bool
-    exclude: Any
-    by: str | None
-    trained_only: bool = False  # whether right entities that were not there in training are left out as asked
-    allowed: NDArray[np.int64] | None = None  # columns to rank, increasing; None for all
-
-
-def of_known(known: Entities, test: Any, ranking: Ranking) -> Scores:
-    """Metrics of pairs of entities that the model knows; rows of the result are those of its left entities."""
-    found, group = known.aligned("test", test), known.shards.group
-    if known.shards.single:
-        refuse_strangers("test", found, known.ids, _hint(known, found, 0, ranking))
-    also = [] if ranking.exclude is None else [known.excluded(ranking.exclude)]
-    if ranking.exclude_seen:
-        of_training = np.arange(len(known.left)) < known.left.trained
-        also.append(without(known.further, _masked(found.pairs, of_training)))
-    scores = _measured(
-        known.left.embeddings, known.right.embeddings, found.pairs, ranking, train=known.trained,
-        exclude=union(*also) if also else None, processes=group,
-    )  # fmt: skip
-    return _counted(scores, known, found, int(group.totals(float(found.pairs.nnz))[0]), ranking)
-
-
-def of_described(known: Entities, test: Any, ranking: Ranking, features: Any, histories: Any) -> Scores:
-    """Metrics where left entities are described in the call; rows of the result are those of the test.
-
-    Those that are in neither the features nor the histories are taken as the model knows them, if it does.
-    """
-    if ranking.by == "activity":
-        check.fail("by", repr(ranking.by), "popularity, or None: of new entities there are no training pairs")
-    if not known.shards.single and (ranking.by or {m.kind for m in parse(ranking.metrics)} & {"psp", "novelty"}):
-        check.fail("metrics", "popularity, in several processes", "a loaded model, in one process")
-    matrix, (given, _) = matrix_and_ids(test, "test")
-    shape, trained = (matrix.shape[0], len(known.right)), (matrix.shape[0], known.right.trained)
-    ids = (given, known.right.ids)
-    numbered = (test.numbered[0] if isinstance(test, Interactions) else None, known.right.numbered)
-    names = np.arange(shape[0]) if given is None else given
-    what = None if features is None else described(known.left, features)
-    rows = np.full(shape[0], -1, dtype=np.int64)  # of the features
-    if what is not None and what.ids is None:
-        rows = _by_place("left_features", what.count, shape[0])
-    elif what is not None:
-        rows = join(names, what.places("left_features"))
-    history, new = None, rows >= 0
-    if histories is not None:
-        history, shown = _histories(known, histories, names, numbered)
-        new |= shown
-    own = np.full(shape[0], -1, dtype=np.int64) if given is None else _known_rows(known, given, numbered[0])
-    old = np.where(new, -1, own)
-    P = torch.zeros(shape[0], known.left.embeddings.shape[1], dtype=known.left.embeddings.dtype)
-    P[torch.from_numpy(old >= 0)] = known.left.embeddings[torch.from_numpy(old[old >= 0])]
-    if new.any():
-        taken = None if what is None else what.take("left_features", rows[new])
-        of_new = None if history is None else sp.csr_matrix(history[new])
-        P[torch.from_numpy(new)] = embedded(known.left, known.known_towers("embed new entities"), taken, of_new).to(P)
-    found = align("test", test, ids, shape, numbered, trained)
-    there = new | (old >= 0)
-    if found.example is None and (strange := ~there & (np.diff(found.pairs.indptr) > 0)).any():
-        found = replace(found, example=(names.tolist()[int(np.argmax(strange))], 0))
-    found = replace(found, pairs=_masked(found.pairs, there))
-    refuse_strangers("test", found, known.ids, _hint(known, found, 0, ranking))
-    picked = selection(own, len(known.left))
-    seen = sp.csr_matrix(picked @ known.trained)
-    seen = seen if history is None else union(seen, _masked(history, new))
-    of_training = _masked(found.pairs, (own >= 0) & (own < known.left.trained))
-    also = [without(sp.csr_matrix(picked @ known.further), of_training)] if ranking.exclude_seen else []
-    if ranking.exclude is not None:
-        also.append(align("exclude", given_pairs("exclude", ranking.exclude), ids, shape, numbered, trained).pairs)
-    scores = _measured(
-        P, known.right.embeddings, found.pairs, ranking, train=seen,
-        exclude=union(*also) if also else None, popularity=known.trained,
-    )  # fmt: skip
-    return _counted(scores, known, found, found.pairs.nnz, ranking)
-
-
-def _measured(P: Tensor, Q: Tensor, truth: sp.csr_matrix, ranking: Ranking, **given: Any) -> Scores:
-    """Metrics of rankings of the columns that are allowed; pairs of others count as left out."""
-    lost = 0
-    if (columns := ranking.allowed) is not None:
-        cut = {name: sp.csr_matrix(one[:, columns]) if sp.issparse(one) else one for name, one in given.items()}
-        all_pairs, truth, Q, given = truth.nnz, sp.csr_matrix(truth[:, columns]), Q[torch.from_numpy(columns)], cut
-        lost, group = all_pairs - truth.nnz, given.get("processes", SINGLE)
-        if not group.totals(float(truth.nnz))[0]:
-            check.fail("allow", f"{len(columns):,} known ids, none of them in a test pair", "some that are tested")
-    scores = evaluate_embeddings(
-        P, Q, truth, metrics=ranking.metrics, exclude_train=ranking.exclude_seen, by=ranking.by, **given
-    )
-    scores.left_out = {} if ranking.allowed is None else {"not_allowed": lost}
-    return scores
-
-
-def _histories(
-    known: Entities, histories: Any, names: NDArray[Any], numbered: Numbered
-) -> tuple[sp.csr_matrix, NDArray[np.bool_]]:
-    """What the left entities of a test have seen, in its rows, and which of them have a history."""
-    if isinstance(histories, Interactions):
-        ids = (names, known.right.ids)
-        found = align("histories", histories, ids, (len(names), len(known.right)), numbered)
-        refuse_strangers("histories", found, ids)
-        return found.pairs, join(names, index_of(histories.left_ids)) >= 0
-    matrix = history_matrix(known.right, histories)
-    return matrix, _by_place("histories", matrix.shape[0], len(names)) >= 0
-
-
-def _by_place(name: str, given: int, count: int) -> NDArray[np.int64]:
-    """Row numbers of what has no ids and must have a row for each left entity of a test."""
-    if given != count:
-        expected = f"{count}, one for each left entity of test, or a table with a column of ids"
-        check.fail(name, f"{given} rows without ids", expected)
-    return np.arange(count)
-
-
-def _known_rows(known: Entities, ids: NDArray[Any], numbered: int | None) -> NDArray[np.int64]:
-    """The model's rows of left ids, −1 where there is none; row numbers of another matrix mean other entities."""
-    if not known.shards.single or numbered not in (None, known.left.numbered):
-        return np.full(len(ids), -1, dtype=np.int64)
-    return join(ids, known.left_index())
-
-
-def _masked(matrix: sp.csr_matrix, rows: NDArray[np.bool_]) -> sp.csr_matrix:
-    """A matrix with only some rows filled."""
-    kept = np.repeat(rows, np.diff(matrix.indptr))
-    offsets = np.concatenate([[0], np.cumsum(np.where(rows, np.diff(matrix.indptr), 0))])
-    return sp.csr_matrix((matrix.data[kept], matrix.indices[kept], offsets), shape=matrix.shape)
-
-
-def _hint(known: Entities, found: Aligned, kept: int, ranking: Ranking) -> str:
-    """How entities that are not known could be ranked, side by side; ``kept`` are the pairs with two known ids."""
-    strange = found.total - found.unknown_right > kept or (found.example is not None and found.example[1] == 0)
-    hints = []
-    for side, asked in ((known.left, strange), (known.right, found.unknown_right > 0 and not ranking.trained_only)):
-        ways = [f"{side.name}_features"] if side.inputs.given else []
-        ways += ["histories"] if side.inputs.has_history else []
-        if asked and ways:
-            hints.append(f"{' and '.join(ways)} of evaluate describe{'s' * (len(ways) == 1)} new {side.name} entities")
-        elif asked:
-            hints.append(f"the model knows {side.name} entities by id alone: {side.name}_features of fit, for new ones")
-    return ", ".join(hints)
-
-
-def _counted(scores: Scores, known: Entities, found: Aligned, kept: int, ranking: Ranking) -> Scores:
-    """Metrics with the counts of what they leave out; ``kept`` are the pairs with two known ids."""
-    unknown_left = found.total - found.unknown_right - kept
-    scores.left_out |= {
-        "unknown_left": unknown_left, "unknown_right": found.unknown_right, "seen": scores.pairs_left_out
-    }  # fmt: skip
-    scores.pairs_left_out = sum(scores.left_out.values())
-    if known.shards.single:
-        example = None if found.example is None else found.example[0]
-        warn_of_pairs("test", found.total - kept, found.total, example, _hint(known, found, kept, ranking))
-    return scores
 
 
 @dataclass(frozen=True)
@@ -695,30 +127,43 @@ def short(value: object) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class FittedModel(RankedLists):
-    """What training ended in, and the questions to it. Its entities and their pairs are fields of :class:`Entities`.
+class FittedModel:
+    """The result of training, and its answers.
 
     Attributes:
+        left: ids, inputs and embeddings of the left entities, in memory of the model's own like all attributes.
+        right: those of the right entities.
+        trained: the pairs of training, as ones.
+        further: pairs that entities have and that nothing was learned from: those of validation, and the histories of
+            entities that were added.
+        towers: embed new entities; None if they are the caller's own and were not given to ``load``.
+        shards: which rows this process holds.
         dim: size of the embeddings.
-        hidden: widths of the hidden layers, left and right; none for towers of the caller's own.
-        normalize: whether embeddings of a side have one length, which the towers see to.
-        refine: whether known entities of sides known by features alone were moved by their own pairs after training.
+        hidden: widths of the hidden layers, left and right; empty for custom towers.
+        normalize: whether the towers bring the embeddings of a side to one length.
+        refine: whether known entities of sides with only features were moved by their own pairs after training.
         omega: ω of the training.
         activation: of the hidden layers.
-        l2: λ of the training; None in a file of before it was kept, and so for the next two.
+        l2: λ of the training; None if loaded from an older file; likewise the next two.
         embedding_l2: μ of the training.
         auto_weights: the weights of right entities that ``"auto"`` stands for.
         history: records of the training.
         reason: why it stopped.
-        message: the same with particulars.
+        message: the same in words.
         best_metric: of the validation, or None.
-        path: what was tried on held-out data to choose the penalty, or None if the fit was told not to.
+        path: the settings tried on held-out data, or None if ``select`` was off.
         same_entities: whether both sides are one set, where ``seen`` holds every entity with itself too.
-        plain_pairs: whether all labels were 1 and no pair had a weight, so that ``seen`` says all of them.
+        plain_pairs: whether all labels were 1 and no pair had a weight, so that ``seen`` has all that was learned from.
         names: of the columns that the ids of both sides were read from, such as ("user", "item"); ("left", "right")
             where the data has none.
     """
 
+    left: Side
+    right: Side
+    trained: sp.csr_matrix
+    further: sp.csr_matrix
+    towers: Towers | None
+    shards: Shards
     dim: int
     hidden: tuple[tuple[int, ...], tuple[int, ...]]
     normalize: bool
@@ -788,7 +233,7 @@ class FittedModel(RankedLists):
             left_features: describes new left entities, as for :meth:`similar`.
             right_features: describes new right entities.
         """
-        here = self.grown("left", left_features)[0].grown("right", right_features)[0]
+        here = self._grown("left", left_features)[0]._grown("right", right_features)[0]
         rows, columns = here.left.rows(check.ids("left", left)), here.right.rows(check.ids("right", right))
         if len(rows) != len(columns):
             check.fail("left, right", f"{len(rows)} and {len(columns)} ids", "as many left as right ids")
@@ -875,14 +320,556 @@ class FittedModel(RankedLists):
         exclude_seen = check.flag("exclude_seen", exclude_seen)
         test = Columns(left, right, value, threshold=threshold).read_pairs("test", test)
         histories = given_pairs("histories", histories) if is_frame(histories) or is_path(histories) else histories
-        here = self.grown("right", right_features)[0]
+        here = self._grown("right", right_features)[0]
         if check.choice("candidates", candidates, CANDIDATES) == "trained":
-            here = here.without_added_right()
+            here = here._without_added_right()
         allowed = None if allow is None else np.unique(here.right.known_rows("allow", allow))
         ranking = Ranking(metrics, exclude_seen, exclude, by, candidates == "trained", allowed)
         if left_features is None and histories is None:
             return of_known(here, test, ranking)
         return of_described(here, test, ranking, left_features, histories)
+
+    def recommend(
+        self,
+        left: Any = None,
+        k: int = 10,
+        *,
+        exclude_seen: bool = True,
+        exclude: Any = None,
+        allow: Sequence[Any] | None = None,
+        deny: Sequence[Any] | None = None,
+        candidates: str = "all",
+        left_features: Any = None,
+        right_features: Any = None,
+        histories: Any = None,
+        as_frame: bool = False,
+        table: Any = None,
+    ) -> tuple[NDArray[Any], NDArray[np.float32]] | Any:
+        """The k best right entities for each left one.
+
+        Args:
+            left: ids of left entities; None with ``left_features``, ``histories`` or both for entities not seen in
+                training.
+            k: how many.
+            exclude_seen: leave out what the left entity has seen: right entities of its training and validation pairs,
+                or of its history.
+            exclude: further pairs to leave out: :class:`~gramtower.Interactions`, a frame or the path of a CSV or
+                Parquet file whose first two columns are left and right ids, or a scipy.sparse matrix: of the model's
+                shape where it was fitted on one, or with a row for each new entity. Pairs of others change nothing.
+            allow: only these right ids. Ids that the model does not know are ignored, with a warning that counts them;
+                if it knows none of them, lists are empty.
+            deny: never these right ids; unknown ones are ignored likewise.
+            candidates: "all" that the model knows, also those added later and those of ``right_features``; "trained"
+                for those of the training data alone.
+            left_features: features of new entities: rows of a matrix, or for a model fitted with a FeatureTable a frame
+                or file with the same columns. One list is made for each row; a row with a known id is embedded by its
+                features, and what it has seen is left out.
+            right_features: the same for right entities to be ranked among the others. Of a table with the column of
+                ids, rows with known ids are left as the model knows them; rows of a matrix are called ("new", 0),
+                ("new", 1), …, or go on with the numbers of a model without ids.
+            histories: for models whose left features have a "history": a list of right ids for each new entity, or a
+                scipy.sparse matrix with one column for each right entity.
+            as_frame: return a table, of polars if it is installed and otherwise of pandas, with a row for each answer:
+                ``left``, ``rank`` from 1, ``right``, ``score``. New left entities are called by the ids that a table
+                of them has, or by their row from 0.
+            table: with ``as_frame``, a table of right entities, such as their titles, whose other columns are put
+                beside the answers: a frame, file or FeatureTable with ids in the column "id" or else in the first.
+
+        Returns:
+            Ids, of the type that the training data has, and scores, one row for each left entity, as two arrays; a
+            score of −inf marks a place without an answer, whose id is None, or −1 where ids are numbers. Or the table,
+            which has no such places.
+        """
+        check.count("k", k)
+        _check_frame(as_frame, table)
+        exclude_seen = check.flag("exclude_seen", exclude_seen)
+        check.choice("candidates", candidates, CANDIDATES)
+        new = left_features is not None or histories is not None
+        if (left is None) != new:
+            given = "None" if left is None else "ids, and features or histories"
+            check.fail("left", given, "ids of left entities; or, for new ones, left_features, histories or both")
+        here = self._grown("right", right_features)[0]
+        if new:
+            left_features = read_once(self.left, left_features)
+            seen = None if histories is None else history_matrix(here.right, histories)
+            P = embedded(self.left, self.known_towers("embed new entities"), left_features, seen)
+            asked = self._called(left_features, len(P)) if as_frame else []
+            seen = here.seen_by_described(left_features, seen)
+        else:
+            asked = check.ids("left", left)
+            rows = self.left.rows(asked)
+            P, seen = self.left.embeddings[torch.from_numpy(rows)], here.seen[rows]
+        left_out = [seen] if exclude_seen and seen is not None else []
+        if exclude is not None:
+            left_out.append(
+                here._excluded_of_new(exclude, left_features, len(P)) if new else here._excluded(exclude)[rows]
+            )
+        found, scores = top_k(
+            P, here.right.embeddings, min(k, len(here.right)),
+            exclude=union(*left_out) if left_out else None, **here._candidates(allow, deny, candidates),
+        )  # fmt: skip
+        ids = here.right.names(found)
+        return _framed(asked, ids, scores, ("left", "right"), table) if as_frame else (ids, scores)
+
+    def recommend_all(
+        self,
+        path: str | Path,
+        k: int = 10,
+        *,
+        exclude_seen: bool = True,
+        exclude: Any = None,
+        allow: Sequence[Any] | None = None,
+        deny: Sequence[Any] | None = None,
+        candidates: str = "all",
+        right_features: Any = None,
+        device: str = "auto",
+        fresh: bool = False,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> int:
+        """Write the lists of all left entities, those of :meth:`recommend`, to a table, in bounded memory.
+
+        One row for each answer, in order of left entities: left id, rank from 1, right id and score. While it is being
+        written its parts are in a folder ``PATH.parts`` beside it; the same call goes on where one was killed.
+
+        Args:
+            path: the table: .parquet, .csv or .tsv. Needs polars: ``pip install "gramtower[io]"``.
+            k: how many for each.
+            exclude_seen: leave out what the left entity has seen.
+            exclude: further pairs to leave out.
+            allow: only these right ids.
+            deny: never these right ids.
+            candidates: "all" or "trained".
+            right_features: new right entities to be ranked among the others: a table with the column of ids.
+            device: where scores are made: "auto", "cpu" or "cuda".
+            fresh: begin again where an earlier call left parts, also those of other lists.
+            progress: called with the number of lists that are written and of all, after each part.
+
+        Returns:
+            The number of answers that this call wrote; those of parts that were there are not among them.
+
+        Raises:
+            ValueError: also if the disk has too little room, or parts of other lists are there; nothing is written.
+        """
+        k = check.count("k", k)
+        exclude_seen, fresh = check.flag("exclude_seen", exclude_seen), check.flag("fresh", fresh)
+        check.choice("candidates", candidates, CANDIDATES)
+        if progress is not None and not callable(progress):
+            check.fail("progress", repr(progress), "a function of two numbers, or None")
+        where, path = pick_device(device), check.path("path", path)
+        here = self._grown("right", right_features)[0]
+        left_out = ([here.seen] if exclude_seen else []) + ([] if exclude is None else [here._excluded(exclude)])
+        made = ranking(
+            here.left.embeddings, here.right.embeddings,
+            exclude=union(*left_out) if left_out else None, **here._candidates(allow, deny, candidates),
+        )  # fmt: skip
+        if not here.shards.single:
+            check.fail("model", f"one that {here.shards.group.size} processes share", "a loaded model, in one process")
+        return write_lists(here.ids, here.shape, made, path, min(k, len(here.right)), where, fresh, progress)
+
+    def similar(
+        self,
+        ids: Any = None,
+        side: str = "right",
+        k: int = 10,
+        *,
+        left_features: Any = None,
+        right_features: Any = None,
+        as_frame: bool = False,
+        table: Any = None,
+    ) -> tuple[NDArray[Any], NDArray[np.float32]] | Any:
+        """The k entities of the same side whose embeddings point most alike (cosine), the entity itself left out.
+
+        Entities without a direction of their own, see :meth:`has_direction`, are refused and never listed.
+
+        Args:
+            ids: of entities; None for those that the features describe, one row each.
+            side: "left" or "right".
+            k: how many.
+            left_features: new left entities, asked about and listed like the others; see ``right_features`` of
+                :meth:`recommend`.
+            right_features: new right entities.
+            as_frame: return a table as :meth:`recommend` does, with columns called after the side, ``rank``,
+                ``similar`` and ``score``.
+            table: with ``as_frame``, a table of entities of the side, as for :meth:`recommend`.
+
+        Returns:
+            Ids and cosines as two arrays, or the table.
+        """
+        self.side(side)
+        _check_frame(as_frame, table)
+        features = {"left": left_features, "right": right_features}
+        other = "left" if side == "right" else "right"
+        if features[other] is not None:
+            check.fail(f"{other}_features", "features", f"None: entities of the {side} side are compared")
+        if (ids is None) and features[side] is None:
+            check.fail("ids", "None", f"ids, or {side}_features of new entities")
+        here, places = self._grown(side, features[side])
+        this = here.side(side)
+        rows = places[places >= 0] if ids is None else this.rows(check.ids("ids", ids))
+        directed = here.has_direction(side)
+        if not directed[rows].all():
+            bad = this.names(rows[~directed[rows]])[0]
+            given = f"{bad!r}, which has no pair in the training data and no features"
+            check.fail(f"{side} ids", given, "entities with a pair: nothing says what others are like")
+        unit = normalised(this.embeddings)
+        own = sp.csr_matrix((np.ones(len(rows)), (np.arange(len(rows)), rows)), shape=(len(rows), len(this)))
+        found, scores = top_k(
+            unit[torch.from_numpy(rows)], unit, min(check.count("k", k), len(this)),
+            exclude=own, deny=np.flatnonzero(~directed),
+        )  # fmt: skip
+        names = this.names(found)
+        return (
+            _framed(this.names(rows).tolist(), names, scores, (side, "similar"), table) if as_frame else (names, scores)
+        )
+
+    @cached_property
+    def seen(self) -> sp.csr_matrix:
+        """What left entities have seen, as ones: the pairs of training and of validation, and histories."""
+        return union(self.trained, self.further) if self.further.nnz else self.trained
+
+    @property
+    def ids(self) -> Ids:
+        """Ids of both sides; None for row numbers."""
+        return self.left.ids, self.right.ids
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Left and right entities that this process knows."""
+        return len(self.left), len(self.right)
+
+    @property
+    def numbered(self) -> Numbered:
+        """Of which matrix ids are row numbers; see Interactions."""
+        return self.left.numbered, self.right.numbered
+
+    def has_direction(self, side: str = "right") -> NDArray[np.bool_]:
+        """Whether anything sets each entity of a side apart: a pair of the training data, or features.
+
+        All others, known by their id alone, end up with embeddings of about the same direction, which says nothing
+        of what they are like. Of several processes none knows all pairs of a right entity: there all count as known.
+        """
+        this = self.side(side)
+        described = any(part.kind not in ("id", "history") for part in this.inputs.parts)
+        if described or (side == "right" and not self.shards.single):
+            return np.ones(len(this), dtype=bool)
+        if side == "right":
+            return np.bincount(self.trained.indices, minlength=len(this)) > 0
+        known = np.diff(self.trained.indptr) > 0
+        known[this.trained :] = np.diff(self.further.indptr)[this.trained :] > 0  # histories of those added
+        return np.asarray(known)
+
+    def with_added(
+        self,
+        left_features: Any = None,
+        right_features: Any = None,
+        *,
+        histories: Any = None,
+        left_ids: Any = None,
+        right_ids: Any = None,
+    ) -> Self:
+        """The same model with new entities, which it keeps, saves and answers about like those of training.
+
+        Their embeddings come from the towers; a vector of their own they have only after another ``fit``.
+
+        Args:
+            left_features: what describes new left entities: a FeatureTable, frame or file with the column of ids, or a
+                matrix and ``left_ids``. Rows with known ids are left as the model knows them.
+            right_features: the same for right ones.
+            histories: right ids of each new left entity, row by row as ``left_features``; they count as seen.
+            left_ids: ids of rows that bring none.
+            right_ids: the same for right ones.
+        """
+        here, left_given = self, left_features is not None or histories is not None
+        if not left_given and right_features is None:
+            check.fail("left_features, right_features", "None", "what describes new entities, of one side or of both")
+        if right_features is not None:
+            here = here._grown("right", right_features, None, right_ids, True)[0]
+        if left_given:
+            history = None if histories is None else history_matrix(here.right, histories)
+            here, places = here._grown("left", left_features, history, left_ids, True)
+            if history is not None:
+                new = np.where(places >= len(self.left), places, -1)
+                seen = sp.csr_matrix(selection(new, here.shape[0]).T @ history)
+                here = replace(here, further=union(here.further, seen))
+        return here
+
+    def _without_added_right(self) -> Self:
+        """The same with the right entities of training alone."""
+        if not self.right.added:
+            return self
+        count, right = self.right.trained, self.right
+        ids = None if right.ids is None else right.ids[:count]
+        return replace(
+            self, right=replace(right, ids=ids, embeddings=right.embeddings[:count], added=0),
+            trained=self.trained[:, :count], further=self.further[:, :count],
+        )  # fmt: skip
+
+    def _grown(
+        self, side: str, features: Any, history: sp.csr_matrix | None = None, ids: Any = None, kept: bool = False
+    ) -> tuple[Self, NDArray[np.int64]]:
+        """The model with entities that features or histories describe, and their rows there."""
+        if features is None and history is None:
+            return self, np.empty(0, dtype=np.int64)
+        if not self.shards.single:
+            check.fail(f"{side}_features", f"features in {self.shards.group.size} processes", "a loaded model, in one")
+        towers = self.known_towers("embed new entities")
+        grown, places = extended(self.side(side), towers, features, history, ids, kept)
+        shape = (len(grown), len(self.right)) if side == "left" else (len(self.left), len(grown))
+        pairs = {"trained": resized(self.trained, shape), "further": resized(self.further, shape)}
+        left, right = (grown, self.right) if side == "left" else (self.left, grown)
+        return replace(self, left=left, right=right, **pairs), places
+
+    def known_towers(self, purpose: str) -> Towers:
+        """The towers; refused if the model was loaded without them, with the purpose they are needed for."""
+        if self.towers is None:
+            check.fail("model", "loaded without its own towers", f"gramtower.load(path, towers=...) to {purpose}")
+        return self.towers
+
+    def aligned(self, name: str, pairs: Any) -> Aligned:
+        """Pairs of the left entities that this process knows."""
+        rows = self.shards.left
+        if self.left.ids is not None or rows.count == rows.total:
+            return align(name, pairs, self.ids, self.shape, self.numbered, (self.left.trained, self.right.trained))
+        found = align(name, pairs, self.ids, (rows.total, self.shards.right.total), self.numbered)
+        return replace(found, pairs=found.pairs[rows.first : rows.stop])
+
+    def _excluded(self, exclude: Any) -> sp.csr_matrix:
+        """Pairs to leave out, in the model's rows; those of others change nothing, with a warning if all are such."""
+        found = self.aligned("exclude", given_pairs("exclude", exclude))
+        if self.shards.single and found.example is not None and not found.pairs.nnz:
+            warn_of_pairs("exclude", found.total, found.total, found.example[0])
+        return found.pairs
+
+    def _excluded_of_new(self, exclude: Any, features: Any, count: int) -> sp.csr_matrix:
+        """Pairs to leave out for new left entities: by their ids, or row by row."""
+        pairs = given_pairs("exclude", exclude)
+        if not isinstance(pairs, Interactions):
+            return resized(canonical("exclude", pairs, (count, self.right.trained)), (count, len(self.right)))
+        what = None if features is None else described(self.left, features)
+        if what is None or what.ids is None:
+            expected = "a scipy.sparse matrix with a row for each new entity, or a table of them with a column of ids"
+            check.fail("exclude", "pairs with ids, of entities without", expected)
+        its = pairs.left_ids, self.right.ids
+        found = align("exclude", pairs, its, (len(its[0]), len(self.right)), (pairs.numbered[0], self.right.numbered))
+        return sp.csr_matrix(selection(what.rows_in(index_of(its[0])), len(its[0])) @ found.pairs)
+
+    def _candidates(self, allow: Any, deny: Any, candidates: str) -> dict[str, Any]:
+        """Columns to choose from and those never to choose, as top_k takes them; "trained" denies those added.
+
+        Unknown ids change nothing, with a warning.
+        """
+        denied = [] if deny is None else [self.right.known_rows("deny", deny)]
+        if candidates == "trained":
+            denied.append(np.arange(self.right.trained, len(self.right)))
+        allowed = None if allow is None else self.right.known_rows("allow", allow)
+        return {"allow": allowed, "deny": np.concatenate(denied) if denied else None}
+
+    def _left_index(self) -> dict[Any, int]:
+        """The row of each left id."""
+        return index_of(np.arange(len(self.left)) if self.left.ids is None else self.left.ids)
+
+    def seen_by_described(
+        self, features: Any, history: sp.csr_matrix | None, index: Mapping[Any, int] | None = None
+    ) -> sp.csr_matrix | None:
+        """What left entities that a call describes have seen: their history, and the pairs of those that are known.
+
+        Args:
+            features: what describes them.
+            history: their right entities, row by row.
+            index: the row of each left id, where the caller has one already.
+        """
+        what = None if features is None else described(self.left, features)
+        if what is None or what.ids is None:
+            return history
+        rows = what.rows_in(self._left_index() if index is None else index)
+        own = sp.csr_matrix(selection(rows, len(self.left)) @ self.seen)
+        return own if history is None else union(own, history)
+
+    def _called(self, features: Any, count: int) -> list[Any]:
+        """What to call left entities that a call describes: the ids of their table, or their rows; None without one."""
+        what = None if features is None else described(self.left, features)
+        if what is None or what.ids is None:
+            return list(range(count))
+        return [
+            None if what.missing is not None and what.missing[row] else key for row, key in enumerate(what.ids.tolist())
+        ]
+
+    def side(self, side: str) -> Side:
+        """One side by its name."""
+        return self.left if check.choice("side", side, ("left", "right")) == "left" else self.right
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """What is measured, and what is left out of the rankings; see FittedModel.evaluate."""
+
+    metrics: Any
+    exclude_seen: bool
+    exclude: Any
+    by: str | None
+    trained_only: bool = False  # whether right entities that were not there in training are left out as asked
+    allowed: NDArray[np.int64] | None = None  # columns to rank, increasing; None for all
+
+
+def of_known(known: FittedModel, test: Any, ranking: Ranking) -> Scores:
+    """Metrics of pairs of entities that the model knows; rows of the result are those of its left entities."""
+    found, group = known.aligned("test", test), known.shards.group
+    if known.shards.single:
+        refuse_strangers("test", found, known.ids, _hint(known, found, 0, ranking))
+    also = [] if ranking.exclude is None else [known._excluded(ranking.exclude)]
+    if ranking.exclude_seen:
+        of_training = np.arange(len(known.left)) < known.left.trained
+        also.append(without(known.further, _masked(found.pairs, of_training)))
+    scores = _measured(
+        known.left.embeddings, known.right.embeddings, found.pairs, ranking, train=known.trained,
+        exclude=union(*also) if also else None, processes=group,
+    )  # fmt: skip
+    return _counted(scores, known, found, int(group.totals(float(found.pairs.nnz))[0]), ranking)
+
+
+def of_described(known: FittedModel, test: Any, ranking: Ranking, features: Any, histories: Any) -> Scores:
+    """Metrics where left entities are described in the call; rows of the result are those of the test.
+
+    Those that are in neither the features nor the histories are taken as the model knows them, if it does.
+    """
+    if ranking.by == "activity":
+        check.fail("by", repr(ranking.by), "popularity, or None: of new entities there are no training pairs")
+    if not known.shards.single and (ranking.by or {m.kind for m in parse(ranking.metrics)} & {"psp", "novelty"}):
+        check.fail("metrics", "popularity, in several processes", "a loaded model, in one process")
+    matrix, (given, _) = matrix_and_ids(test, "test")
+    shape, trained = (matrix.shape[0], len(known.right)), (matrix.shape[0], known.right.trained)
+    ids = (given, known.right.ids)
+    numbered = (test.numbered[0] if isinstance(test, Interactions) else None, known.right.numbered)
+    names = np.arange(shape[0]) if given is None else given
+    what = None if features is None else described(known.left, features)
+    rows = np.full(shape[0], -1, dtype=np.int64)  # of the features
+    if what is not None and what.ids is None:
+        rows = _by_place("left_features", what.count, shape[0])
+    elif what is not None:
+        rows = join(names, what.places("left_features"))
+    history, new = None, rows >= 0
+    if histories is not None:
+        history, shown = _histories(known, histories, names, numbered)
+        new |= shown
+    own = np.full(shape[0], -1, dtype=np.int64) if given is None else _known_rows(known, given, numbered[0])
+    old = np.where(new, -1, own)
+    P = torch.zeros(shape[0], known.left.embeddings.shape[1], dtype=known.left.embeddings.dtype)
+    P[torch.from_numpy(old >= 0)] = known.left.embeddings[torch.from_numpy(old[old >= 0])]
+    if new.any():
+        taken = None if what is None else what.take("left_features", rows[new])
+        of_new = None if history is None else sp.csr_matrix(history[new])
+        P[torch.from_numpy(new)] = embedded(known.left, known.known_towers("embed new entities"), taken, of_new).to(P)
+    found = align("test", test, ids, shape, numbered, trained)
+    there = new | (old >= 0)
+    if found.example is None and (strange := ~there & (np.diff(found.pairs.indptr) > 0)).any():
+        found = replace(found, example=(names.tolist()[int(np.argmax(strange))], 0))
+    found = replace(found, pairs=_masked(found.pairs, there))
+    refuse_strangers("test", found, known.ids, _hint(known, found, 0, ranking))
+    picked = selection(own, len(known.left))
+    seen = sp.csr_matrix(picked @ known.trained)
+    seen = seen if history is None else union(seen, _masked(history, new))
+    of_training = _masked(found.pairs, (own >= 0) & (own < known.left.trained))
+    also = [without(sp.csr_matrix(picked @ known.further), of_training)] if ranking.exclude_seen else []
+    if ranking.exclude is not None:
+        also.append(align("exclude", given_pairs("exclude", ranking.exclude), ids, shape, numbered, trained).pairs)
+    scores = _measured(
+        P, known.right.embeddings, found.pairs, ranking, train=seen,
+        exclude=union(*also) if also else None, popularity=known.trained,
+    )  # fmt: skip
+    return _counted(scores, known, found, found.pairs.nnz, ranking)
+
+
+def _measured(P: Tensor, Q: Tensor, truth: sp.csr_matrix, ranking: Ranking, **given: Any) -> Scores:
+    """Metrics of rankings of the columns that are allowed; pairs of others count as left out."""
+    lost = 0
+    if (columns := ranking.allowed) is not None:
+        cut = {name: sp.csr_matrix(one[:, columns]) if sp.issparse(one) else one for name, one in given.items()}
+        all_pairs, truth, Q, given = truth.nnz, sp.csr_matrix(truth[:, columns]), Q[torch.from_numpy(columns)], cut
+        lost, group = all_pairs - truth.nnz, given.get("processes", SINGLE)
+        if not group.totals(float(truth.nnz))[0]:
+            check.fail("allow", f"{len(columns):,} known ids, none of them in a test pair", "some that are tested")
+    scores = evaluate_embeddings(
+        P, Q, truth, metrics=ranking.metrics, exclude_train=ranking.exclude_seen, by=ranking.by, **given
+    )
+    scores.left_out = {} if ranking.allowed is None else {"not_allowed": lost}
+    return scores
+
+
+def _histories(
+    known: FittedModel, histories: Any, names: NDArray[Any], numbered: Numbered
+) -> tuple[sp.csr_matrix, NDArray[np.bool_]]:
+    """What the left entities of a test have seen, in its rows, and which of them have a history."""
+    if isinstance(histories, Interactions):
+        ids = (names, known.right.ids)
+        found = align("histories", histories, ids, (len(names), len(known.right)), numbered)
+        refuse_strangers("histories", found, ids)
+        return found.pairs, join(names, index_of(histories.left_ids)) >= 0
+    matrix = history_matrix(known.right, histories)
+    return matrix, _by_place("histories", matrix.shape[0], len(names)) >= 0
+
+
+def _by_place(name: str, given: int, count: int) -> NDArray[np.int64]:
+    """Row numbers of what has no ids and must have a row for each left entity of a test."""
+    if given != count:
+        expected = f"{count}, one for each left entity of test, or a table with a column of ids"
+        check.fail(name, f"{given} rows without ids", expected)
+    return np.arange(count)
+
+
+def _known_rows(known: FittedModel, ids: NDArray[Any], numbered: int | None) -> NDArray[np.int64]:
+    """The model's rows of left ids, −1 where there is none; row numbers of another matrix mean other entities."""
+    if not known.shards.single or numbered not in (None, known.left.numbered):
+        return np.full(len(ids), -1, dtype=np.int64)
+    return join(ids, known._left_index())
+
+
+def _masked(matrix: sp.csr_matrix, rows: NDArray[np.bool_]) -> sp.csr_matrix:
+    """A matrix with only some rows filled."""
+    kept = np.repeat(rows, np.diff(matrix.indptr))
+    offsets = np.concatenate([[0], np.cumsum(np.where(rows, np.diff(matrix.indptr), 0))])
+    return sp.csr_matrix((matrix.data[kept], matrix.indices[kept], offsets), shape=matrix.shape)
+
+
+def _hint(known: FittedModel, found: Aligned, kept: int, ranking: Ranking) -> str:
+    """How entities that are not known could be ranked, side by side; ``kept`` are the pairs with two known ids."""
+    strange = found.total - found.unknown_right > kept or (found.example is not None and found.example[1] == 0)
+    hints = []
+    for side, asked in ((known.left, strange), (known.right, found.unknown_right > 0 and not ranking.trained_only)):
+        ways = [f"{side.name}_features"] if side.inputs.given else []
+        ways += ["histories"] if side.inputs.has_history else []
+        if asked and ways:
+            hints.append(f"{' and '.join(ways)} of evaluate describe{'s' * (len(ways) == 1)} new {side.name} entities")
+        elif asked:
+            hints.append(f"the model knows {side.name} entities by id alone: {side.name}_features of fit, for new ones")
+    return ", ".join(hints)
+
+
+def _counted(scores: Scores, known: FittedModel, found: Aligned, kept: int, ranking: Ranking) -> Scores:
+    """Metrics with the counts of what they leave out; ``kept`` are the pairs with two known ids."""
+    unknown_left = found.total - found.unknown_right - kept
+    scores.left_out |= {
+        "unknown_left": unknown_left, "unknown_right": found.unknown_right, "seen": scores.pairs_left_out
+    }  # fmt: skip
+    scores.pairs_left_out = sum(scores.left_out.values())
+    if known.shards.single:
+        example = None if found.example is None else found.example[0]
+        warn_of_pairs("test", found.total - kept, found.total, example, _hint(known, found, kept, ranking))
+    return scores
+
+
+def _check_frame(as_frame: object, table: object) -> None:
+    if not check.flag("as_frame", as_frame) and table is not None:
+        check.fail("table", type(table).__name__, "as_frame=True as well: arrays have no columns")
+
+
+def _framed(asked: list[Any], ids: NDArray[Any], scores: NDArray[Any], names: tuple[str, str], table: Any) -> Any:
+    return lists_frame(asked, ids, scores, names, beside=None if table is None else columns_beside(table, ids, scores))
+
+
+def selection(rows: NDArray[np.int64], size: int) -> sp.csr_matrix:
+    """A matrix whose product with ``size`` rows picks ``rows`` of them; −1 gives an empty row."""
+    there = np.flatnonzero(rows >= 0)
+    return sp.csr_matrix((np.ones(len(there), np.float32), (there, rows[there])), shape=(len(rows), size))
 
 
 def pattern_of(matrix: sp.csr_matrix | None, shape: tuple[int, int] | None = None) -> sp.csr_matrix:

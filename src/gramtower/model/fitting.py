@@ -351,4 +351,5 @@ def _with_kept(found: FittedModel, before: Side, tables: Any) -> FittedModel:
         frame.drop(part.table.id) if part.table is not None and part.table.id in frame.columns else frame
         for part, frame in zip(this.inputs.given, frames, strict=True)
     ]
-    return found.grown(before.name, frames if len(frames) > 1 else frames[0], ids=wanted, kept=True)[0]
+    given = {f"{before.name}_features": frames if len(frames) > 1 else frames[0], f"{before.name}_ids": wanted}
+    return found.with_added(**given)
