@@ -429,6 +429,7 @@ class _Search:
         self.points.append(found)
         if settings.verbose and self.group.rank == 0:
             text = ", ".join(f"{name}={short(value)}" for name, value in found.settings.items())
+            text += " with features" if self.data.ids_suffice else ""  # next to ids, which were tried before
             line = f"select: {text}: {settings.metric} {metric:.4f} ± {found.standard_error:.4f}"
             print(line, file=sys.stderr, flush=True)
         return found
