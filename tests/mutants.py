@@ -1,5 +1,7 @@
 """Flip signs in the engine's formulas one at a time, and show that a test fails for each: `make mutants`.
 
+    python tests/mutants.py ["penalty of H" …]
+
 Each mutant is one replacement in a copy of the source, against which the tests of TESTS run. A mutant that passes all
 tests, and a text that is no longer in the source, are errors. Takes some minutes on two cores.
 """
@@ -14,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ["tests/test_engine.py", "tests/test_kronecker.py", "tests/test_blocks.py", "tests/test_cost.py"]
+TESTS = ["tests/test_kronecker.py", "tests/test_cost.py", "tests/test_engine.py", "tests/test_blocks.py"]
 MUTANTS = [  # what it breaks, the text in the source, the text in its place
     ("P_c over blocks", "self.gramian + other.gramian", "self.gramian - other.gramian"),
     ("P̂_c over blocks", "self.cross + other.cross", "self.cross - other.cross"),
@@ -27,7 +29,7 @@ MUTANTS = [  # what it breaks, the text in the source, the text in its place
     ("all-pairs curvature of H", "gramian, alpha=c.omega)", "gramian, alpha=-c.omega)"),
     ("penalty of H", "H.diagonal().add_(", "H.diagonal().sub_("),
     ("diagonal blocks of M", "1 / (shift + squares", "1 / (shift - squares"),
-    ("rows of a block", "self.start + self.tower.rows", "self.start - self.tower.rows"),
+    ("sums over the pairs of a row", "left_sum(self._pairs, x, B, out)", "left_sum(self._pairs, -x, B, out)"),
     ("passes over pairs", "passes = block.passes - before", "passes = block.passes + before"),
     ("slopes of observed pairs", "x = self.observed.slopes", "x = -self.observed.slopes"),
 ]  # fmt: skip
@@ -60,13 +62,13 @@ def main() -> None:
     for _, old, _ in MUTANTS:
         place(old)
     left = []
-    for about, old, new in MUTANTS:
+    asked = [mutant for mutant in MUTANTS if not sys.argv[1:] or mutant[0] in sys.argv[1:]]
+    for about, old, new in asked:
         print(f"{about}: {old} -> {new}\n    ", end="", flush=True)
         if survives(old, new):
             left.append(about)
     print(
-        f"{len(MUTANTS) - len(left)} of {len(MUTANTS)} mutants caught"
-        + (f"; not caught: {', '.join(left)}" if left else "")
+        f"{len(asked) - len(left)} of {len(asked)} mutants caught" + "".join(f"; not caught: {name}" for name in left)
     )
     raise SystemExit(bool(left))
 

@@ -50,10 +50,13 @@ def test_one_side_alone_is_refused_where_towers_share_parameters():
         case.problem.at(case.towers).preconditioner("kronecker", 0.1, "up")
 
 
-def test_all_pairs_part_is_exact_for_a_linear_table_with_the_other_side_fixed():
-    """No observed pair, λ only: G's left block is I ⊗ (ωQ_c + λI); with A = I and S = ωQ_c damping in halves is exact
-    up to the product of the two shifts, so that a vanishing λ leaves the exact inverse."""
-    case = make_case(m=6, n=5, density=0.0, tower="linear", variant=1, l2=1e-9, omega=0.5, seed=2)
+@pytest.mark.parametrize("embedding_l2", [0.0, 0.3])
+def test_all_pairs_part_is_exact_for_a_linear_table_with_the_other_side_fixed(embedding_l2):
+    """Without observed pairs G's left block is I ⊗ (S + λI) with S = ωQ_c + μcI, as c is the same for all rows. With
+    A = I damping in halves is exact up to the product of the two shifts: a vanishing λ leaves the exact inverse."""
+    case = make_case(
+        m=6, n=5, density=0.0, tower="linear", variant=1, l2=1e-9, omega=0.5, embedding_l2=embedding_l2, seed=2
+    )
     for parameter in case.towers.right.parameters():
         parameter.requires_grad_(False)
     point = case.problem.at(gt.Towers(case.towers.left, case.towers.right))
