@@ -103,7 +103,8 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: types-library types-docs
+types:
+	$(MAKE) -j 2 types-library types-docs
 
 types-library: $(READY)
 	$(BIN)/mypy

@@ -51,15 +51,12 @@ def test_python_runs(page, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.name)
-def test_tutorials_compile_say_what_to_install_and_end_with_a_picture_and_a_table(page):
+def test_cells_of_tutorials_compile_and_the_page_is_listed(page):
     text = page.read_text()
     cells = [found[1] for found in CELL.finditer(text)]
     for source in cells:
         compile(source, str(page), "exec")
     assert text.count("```{code-cell}") == len(cells) > 3
-    assert re.search(r"\*\*You need\*\* `pip install \"\.\[[a-z,]+\]\"", text)
-    assert "plt.show()" in "".join(cells[-3:])
-    assert 'print(f"{name' in "".join(cells)
     assert f"\n{page.stem}\n" in (DOCS / "tutorials/index.md").read_text()
 
 
@@ -82,14 +79,8 @@ def test_no_page_of_the_site_scrolls_sideways(too_wide):
     assert too_wide(*pages) == []
 
 
-def test_the_readme_is_short_and_names_both_commands():
-    text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) < 120
-    assert {"make demo", "make test"} <= {line.split("#")[0].strip() for line in text.splitlines()}
-
-
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/get-started.md"])
-def test_whoever_has_nothing_installed_is_told_to_install_from_a_clone(page):
+def test_installation_starts_from_a_clone(page):
     """No index has the package: the first line to type must not ask one for it."""
     lines = re.findall(r"pip install (.+)", (ROOT / page).read_text())
     assert lines[0].startswith('-c constraints.txt ".[')
