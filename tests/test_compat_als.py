@@ -345,7 +345,7 @@ def test_other_formats_and_options_without_meaning_warn():
     with pytest.warns(Warning, match=r"user_items.*coo_matrix.*CSR") as caught:
         fitted(R.tocoo(), iterations=1)
     assert any(w.category.__name__ == ParameterWarning.__name__ for w in caught)
-    with pytest.warns(UserWarning, match=r"ignored.*use_native=False.*use_cg=False.*num_threads=4"):
+    with pytest.warns(UserWarning, match=r"no effect.*use_native=False.*use_cg=False.*num_threads=4"):
         AlternatingLeastSquares(use_native=False, use_cg=False, num_threads=4)
     with pytest.warns(Warning, match="float32 here"):
         assert AlternatingLeastSquares(dtype=np.float16).dtype == np.float32

@@ -191,7 +191,7 @@ def test_what_is_no_number_is_refused(bad):
 
 
 def test_arguments_without_a_meaning_here_warn():
-    with pytest.warns(UserWarning, match=r"ignored.*dtype=.*float64.*use_cg=False.*num_threads=4"):
+    with pytest.warns(UserWarning, match=r"no effect.*dtype=.*float64.*use_cg=False.*num_threads=4"):
         TwoTower(dtype=np.float64, use_cg=False, num_threads=4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

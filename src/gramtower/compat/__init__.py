@@ -1,1 +1,1 @@
-"""The same models under other libraries' names, so that a script changes one import."""
+"""The interfaces of other libraries, so that a script needs one changed import."""

@@ -1,4 +1,4 @@
-"""The interface of `implicit` 0.7: a script changes one import.
+"""The interface of `implicit` 0.7; a script for implicit needs one changed import.
 
     - from implicit.als import AlternatingLeastSquares
     + from gramtower.compat.implicit.als import AlternatingLeastSquares

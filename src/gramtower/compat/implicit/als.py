@@ -1,11 +1,19 @@
-"""Factors of single users or items while the other side stays as it is, in closed form.
+"""`AlternatingLeastSquares`: implicit's model, objective and interface, minimised by this library.
+
+    - from implicit.als import AlternatingLeastSquares
+    + from gramtower.compat.implicit.als import AlternatingLeastSquares
+
+The objective (objective.py) is exactly that of implicit. It is minimised over both sides at once by preconditioned
+Gauss-Newton (`newton-kron`) instead of by alternating, and at the end over the users only, so that stored and
+recalculated users agree. Factors differ from implicit's: they are other coordinates, or another minimum, of the same
+objective.
+
+Factors of single rows while the other side stays fixed have a closed form, in float64:
 
     A = YᵀY + λI + Σ_j (c_j − 1) y_j y_jᵀ,   b = Σ_(c_j liked) c_j y_j,   x = A⁻¹ b
 
-the minimiser over x of Σ_j c_j (t_j − x·y_j)² + λ‖x‖² over all items j, where c_j = 1 and t_j = 0 without an entry.
-If λ = 0 and the factors do not span all dimensions, it is the shortest of the minimisers.
-
-Cost: n k² once, then entries · k² + k³ for each row. In float64.
+is the minimiser over x of Σ_j c_j (t_j − x·y_j)² + λ‖x‖² over all items j, where c_j = 1 and t_j = 0 without an entry;
+the shortest one if λ = 0 and the factors do not span all dimensions. Cost: n k² once, then entries · k² + k³ per row.
 """
 
 from __future__ import annotations
@@ -27,40 +35,234 @@ from numpy.typing import NDArray
 from gramtower._util import checks as check
 from gramtower._util.files import replacing
 from gramtower._util.host import free_memory, readable
-from gramtower.compat.implicit.base import (
-    Callback,
-    Recommender,
-    as_device,
-    as_seed,
-    check_csr,
-    known_rows,
-    row_numbers,
-    warn_of_conversion,
-    warn_of_ignored,
-)
+from gramtower.compat.implicit import base, objective
+from gramtower.compat.implicit.base import Callback, Recommender
 from gramtower.compat.implicit.objective import calculate_loss as calculate_loss
-from gramtower.compat.implicit.objective import (
-    confidences,
-    factor_towers,
-    make_problem,
-    minimize_factors,
-    total_weight,
-)
 from gramtower.engine.objective.point import Point
 from gramtower.training.result import Record
 
 Array = NDArray[np.float64]
 
 
+class AlternatingLeastSquares(Recommender):
+    """Factors of users and items that minimise Σ_O c (t − x·y)² + Σ_∉O (x·y)² + λ (‖X‖² + ‖Y‖²).
+
+    c is alpha times an entry's size, t is 1 for positive entries and 0 for negative ones.
+
+    Args:
+        factors: number of factors k.
+        regularization: λ.
+        alpha: multiplier of the entries.
+        dtype: float32 or float64; float16 becomes float32 with a warning.
+        use_native: has no effect; False warns.
+        use_cg: has no effect; False warns.
+        use_gpu: True for a GPU, False for the CPU, None for a GPU if there is one.
+        iterations: Gauss-Newton iterations; fewer if the objective no longer decreases.
+        calculate_training_loss: whether the callback gets the loss, at no cost.
+        num_threads: has no effect, as ``torch.set_num_threads`` is for the whole process; other values than 0 warn.
+        random_state: seed, or numpy generator to draw one from; None is a fixed seed.
+
+    Attributes:
+        user_factors: users × k, None before ``fit``.
+        item_factors: items × k, None before ``fit``.
+    """
+
+    def __init__(
+        self,
+        factors: int = 100,
+        regularization: float = 0.01,
+        alpha: float = 1.0,
+        dtype: Any = np.float32,
+        use_native: bool = True,
+        use_cg: bool = True,
+        use_gpu: bool | None = None,
+        iterations: int = 15,
+        calculate_training_loss: bool = False,
+        num_threads: int = 0,
+        random_state: Any = None,
+    ) -> None:
+        base.warn_of_ignored(
+            {"use_native": (use_native, True), "use_cg": (use_cg, True), "num_threads": (num_threads, 0)}
+        )
+        self.factors = check.count("factors", factors)
+        self.regularization = check.number("regularization", regularization, minimum=0.0)
+        self.alpha = check.number("alpha", alpha, above=0.0)
+        self.dtype = _as_dtype(dtype)
+        self.use_native, self.use_cg = check.flag("use_native", use_native), check.flag("use_cg", use_cg)
+        self.use_gpu = None if use_gpu is None else check.flag("use_gpu", use_gpu)
+        self.iterations = check.count("iterations", iterations, minimum=0)
+        self.calculate_training_loss = check.flag("calculate_training_loss", calculate_training_loss)
+        self.num_threads = check.count("num_threads", num_threads, minimum=0)
+        self.random_state = random_state
+        self.user_factors: NDArray[Any] | None = None
+        self.item_factors: NDArray[Any] | None = None
+
+    def fit(self, user_items: Any, show_progress: bool = True, callback: Callback | None = None) -> None:
+        """Fit the factors, starting from those of an earlier fit if there are any.
+
+        Args:
+            user_items: sparse users × items matrix of confidences in CSR; other formats are converted with a warning.
+                Entries of the same pair are added. A negative entry is a dislike; a stored 0 has no weight.
+            show_progress: whether to write one line per iteration to standard error.
+            callback: called after each iteration with its number, its seconds and the loss (None unless
+                ``calculate_training_loss``).
+        """
+        device, seed = base.as_device(self.use_gpu), base.as_seed(self.random_state)
+        confident = objective.confidences("user_items", base.check_csr("user_items", user_items), self.alpha)
+        problem = objective.make_problem(confident, self.regularization)
+        dtype = torch.float64 if self.dtype == np.float64 else torch.float32
+        towers = objective.factor_towers(problem, self.user_factors, self.item_factors, self.factors, seed, dtype).to(
+            device
+        )
+        weight, before = objective.total_weight(confident), 0.0
+
+        def report(record: Record, _: Point) -> None:
+            nonlocal before
+            if callback is not None and record.iteration > 0:
+                loss = 2.0 * record.value / weight if self.calculate_training_loss else None
+                callback(record.iteration - 1, record.seconds - before, loss)
+            before = record.seconds
+
+        objective.minimize_factors(problem, towers, self.iterations, report, check.flag("show_progress", show_progress))
+        liked = confident.data > 0
+        tables = [next(tower.parameters()).detach().cpu().numpy().copy() for tower in (towers.left, towers.right)]
+        for table, entries in zip(tables, (confident.tocoo().row, confident.indices), strict=True):
+            table[np.bincount(entries[liked], minlength=len(table)) == 0] = 0.0  # the minimiser for rows without likes
+        self.user_factors, self.item_factors = tables
+
+    def recalculate_user(self, userid: Any, user_items: Any) -> NDArray[Any]:
+        """Factors that are optimal for users, given the items' factors; the model does not change.
+
+        Args:
+            userid: one row number or several.
+            user_items: one row for each user.
+        """
+        return self._recalculated("user", userid, user_items, self._factors("right"))
+
+    def recalculate_item(self, itemid: Any, item_users: Any) -> NDArray[Any]:
+        """Factors that are optimal for items, given the users' factors; see :meth:`recalculate_user`."""
+        return self._recalculated("item", itemid, item_users, self._factors("left"))
+
+    def partial_fit_users(self, userids: Sequence[int], user_items: Any) -> None:
+        """Replace the factors of some users by those that are optimal for their items; new users are added.
+
+        Args:
+            userids: row numbers; users between the last known and a new one get zeros.
+            user_items: one row for each user.
+        """
+        self.user_factors = self._replaced("user", userids, self.recalculate_user(userids, user_items), "left")
+
+    def partial_fit_items(self, itemids: Sequence[int], item_users: Any) -> None:
+        """Replace the factors of some items by those that are optimal for their users; new items are added."""
+        self.item_factors = self._replaced("item", itemids, self.recalculate_item(itemids, item_users), "right")
+
+    def explain(
+        self, userid: int, user_items: Any, itemid: int, user_weights: Any = None, N: int = 10
+    ) -> tuple[float, list[tuple[int, float]], NDArray[np.float64]]:
+        """Explain the score of an item, with recalculated factors, as a sum over the user's liked items.
+
+        Args:
+            userid: row of ``user_items``.
+            user_items: users × items.
+            itemid: item to explain.
+            user_weights: third value of an earlier call for this user, to save time.
+            N: number of liked items to return.
+
+        Returns:
+            The score, the N liked items with the largest contributions, and the user's weights.
+        """
+        Y = self._factors("right")
+        matrix = base.check_csr("user_items", user_items, len(Y))
+        (user,) = base.known_rows("userid", base.row_numbers("userid", [userid]), matrix.shape[0])
+        (item,) = base.known_rows("itemid", base.row_numbers("itemid", [itemid]), len(Y))
+        if user_weights is not None and np.shape(user_weights) != (self.factors, self.factors):
+            given = f"shape {np.shape(user_weights)}"
+            check.fail("user_weights", given, f"the weights that explain returned, {self.factors} × {self.factors}")
+        confident = objective.confidences("user_items", matrix, self.alpha)
+        liked, added, weights = explained(confident, user, Y, self.regularization, item, user_weights)
+        most = np.argsort(-added, kind="stable")[: check.count("N", N)]
+        return float(added.sum()), [(int(liked[j]), float(added[j])) for j in most], weights
+
+    def save(self, fileobj_or_path: str | Path | IO[bytes]) -> None:
+        """Write an .npz file that :meth:`load` and implicit can read; a generator as random_state is not saved."""
+        kept = {name: value for name, value in vars(self).items() if value is not None and not name.startswith("_")}
+        if not isinstance(self.random_state, (int, np.integer)):
+            kept.pop("random_state", None)
+        write_npz(fileobj_or_path, kept | {"dtype": self.dtype.name})
+
+    @classmethod
+    def load(cls, fileobj_or_path: str | Path | IO[bytes]) -> Self:
+        """Read a file of :meth:`save` or of implicit's ALS on the CPU; nothing is unpickled."""
+        settings = inspect.signature(cls).parameters
+        found = read_npz(fileobj_or_path, [*settings, "user_factors", "item_factors", "cg_steps"])
+        found.pop("cg_steps", None)  # a setting of implicit only
+        tables = [found.pop(name, None) for name in ("user_factors", "item_factors")]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the settings warned when the model was created
+            made = cls(**found)
+        for name, table in zip(("user_factors", "item_factors"), tables, strict=True):
+            if table is not None:
+                if table.ndim != 2 or table.shape[1] != made.factors or table.dtype.kind != "f":
+                    given = f"{name} of shape {table.shape} in {table.dtype}"
+                    check.fail("file", given, f"floating-point rows of {made.factors} factors")
+                check.finite(name, table)
+                table = table.astype(made.dtype)
+            setattr(made, name, table)
+        return made
+
+    def _factors(self, side: str) -> NDArray[Any]:
+        found = self.user_factors if side == "left" else self.item_factors
+        if found is None:
+            raise ValueError("model: not fitted yet; call fit first")
+        return found
+
+    def _recalculated(self, kind: str, which: Any, matrix: Any, others: NDArray[Any]) -> NDArray[Any]:
+        name = "user_items" if kind == "user" else "item_users"
+        given = base.check_csr(name, matrix, len(others))
+        count = len(base.row_numbers(f"{kind}id", which))
+        if given.shape[0] != count:
+            raise ValueError(f"{name} must contain 1 row for every {kind} in {kind}ids")
+        rows = solve_rows(objective.confidences(name, given, self.alpha), others, self.regularization).astype(
+            self.dtype
+        )
+        return np.asarray(rows[0] if np.isscalar(which) else rows)
+
+    def _replaced(self, kind: str, which: Any, rows: NDArray[Any], side: str) -> NDArray[Any]:
+        """The factors of a side with some rows replaced, extended if necessary."""
+        numbers, factors = base.row_numbers(f"{kind}ids", which), self._factors(side)
+        if len(numbers) and numbers.min() < 0:
+            raise IndexError(f"{kind}ids: got {numbers.min()}, expected numbers >= 0")
+        rows_then, free = max(len(factors), int(numbers.max(initial=-1)) + 1), free_memory(torch.device("cpu"))
+        if rows_then * self.factors * self.dtype.itemsize > free:
+            check.fail(f"{kind}ids", f"{rows_then - 1}", f"numbers whose factors fit into {readable(free)}")
+        grown = np.zeros((rows_then, self.factors), dtype=self.dtype)
+        grown[: len(factors)] = factors
+        grown[numbers] = rows
+        return grown
+
+
+def _as_dtype(dtype: Any) -> np.dtype[Any]:
+    try:
+        found: np.dtype[Any] = np.dtype(dtype)
+    except TypeError:
+        check.fail("dtype", repr(dtype), "float32 or float64")
+    if found == np.float16:
+        base.warn_of_conversion("dtype=float16: factors are float32 here")
+        return np.dtype(np.float32)
+    if found not in (np.float32, np.float64):
+        check.fail("dtype", repr(dtype), "float32 or float64")
+    return np.dtype(found)
+
+
 def solve_rows(confident: sp.csr_matrix, factors: NDArray[Any], regularization: float) -> Array:
-    """The best factors for each row of confidences, given those of its columns."""
+    """The optimal factors of each row of confidences, given those of its columns."""
     Y = factors.astype(np.float64)
     gramian = Y.T @ Y
     found = np.zeros((confident.shape[0], Y.shape[1]))
     for row in range(confident.shape[0]):
         A, b = _equations(confident, row, Y, gramian, regularization)
         if not b.any():
-            continue  # nothing liked: the minimiser is 0
+            continue  # without likes the minimiser is 0
         if regularization > 0:
             found[row] = scipy.linalg.solve(A, b, assume_a="pos")
         else:
@@ -74,7 +276,7 @@ def explained(
     """The score of a row and a column as a sum over the row's liked columns: y_columnᵀ A⁻¹ y_j c_j.
 
     Returns:
-        The liked columns, what each adds, and A⁻¹, which may be given again as ``weights``.
+        The liked columns, the contribution of each, and A⁻¹, which may be passed as ``weights`` later.
     """
     Y = factors.astype(np.float64)
     if weights is None:
@@ -101,7 +303,7 @@ def _equations(
 
 
 def write_npz(file: str | Path | IO[bytes], values: dict[str, Any]) -> None:
-    """Write named numbers, text and arrays to a path, which gets .npz at its end if it has not, or to an open file."""
+    """Write named numbers, text and arrays to an open file, or to a path, which gets the suffix .npz."""
     if hasattr(file, "write"):
         np.savez(file, **values)
         return
@@ -110,7 +312,7 @@ def write_npz(file: str | Path | IO[bytes], values: dict[str, Any]) -> None:
 
 
 def read_npz(file: str | Path | IO[bytes], names: Collection[str]) -> dict[str, Any]:
-    """What :func:`write_npz` wrote under some of these names; numbers and text come back as Python's."""
+    """Read a file of :func:`write_npz` that has some of these names; scalars become Python values."""
     source = file if hasattr(file, "read") else _with_suffix(file)
     try:
         content = np.load(source, allow_pickle=False)
@@ -128,208 +330,3 @@ def read_npz(file: str | Path | IO[bytes], names: Collection[str]) -> dict[str, 
 def _with_suffix(file: object) -> Path:
     path = check.path("file", file)
     return path if path.name.endswith(".npz") else path.with_name(path.name + ".npz")
-
-
-class AlternatingLeastSquares(Recommender):
-    """Factors of users and items that minimise Σ_O c (t − x·y)² + Σ_∉O (x·y)² + λ (‖X‖² + ‖Y‖²).
-
-    c is alpha times an entry's size, t is 1 for positive entries and 0 for negative ones.
-
-    Args:
-        factors: k, the size of the factors.
-        regularization: λ.
-        alpha: what entries are multiplied with.
-        dtype: of the factors: float32 or float64. float16 is accepted with a warning: it becomes float32.
-        use_native: no meaning here; False warns.
-        use_cg: no meaning here; False warns.
-        use_gpu: True asks for a GPU, False for the CPU, None takes what there is.
-        iterations: Gauss-Newton iterations, fewer if the objective stops falling before.
-        calculate_training_loss: whether the callback is given the loss; it costs nothing.
-        num_threads: no meaning here, ``torch.set_num_threads`` is for the whole process; other than 0 warns.
-        random_state: a seed, or a numpy generator to draw one from; None is a fixed one.
-
-    Attributes:
-        user_factors: users × k, None before ``fit``.
-        item_factors: items × k, None before ``fit``.
-    """
-
-    def __init__(
-        self,
-        factors: int = 100,
-        regularization: float = 0.01,
-        alpha: float = 1.0,
-        dtype: Any = np.float32,
-        use_native: bool = True,
-        use_cg: bool = True,
-        use_gpu: bool | None = None,
-        iterations: int = 15,
-        calculate_training_loss: bool = False,
-        num_threads: int = 0,
-        random_state: Any = None,
-    ) -> None:
-        warn_of_ignored({"use_native": (use_native, True), "use_cg": (use_cg, True), "num_threads": (num_threads, 0)})
-        self.factors = check.count("factors", factors)
-        self.regularization = check.number("regularization", regularization, minimum=0.0)
-        self.alpha = check.number("alpha", alpha, above=0.0)
-        self.dtype = _as_dtype(dtype)
-        self.use_native, self.use_cg = check.flag("use_native", use_native), check.flag("use_cg", use_cg)
-        self.use_gpu = None if use_gpu is None else check.flag("use_gpu", use_gpu)
-        self.iterations = check.count("iterations", iterations, minimum=0)
-        self.calculate_training_loss = check.flag("calculate_training_loss", calculate_training_loss)
-        self.num_threads = check.count("num_threads", num_threads, minimum=0)
-        self.random_state = random_state
-        self.user_factors: NDArray[Any] | None = None
-        self.item_factors: NDArray[Any] | None = None
-
-    def fit(self, user_items: Any, show_progress: bool = True, callback: Callback | None = None) -> None:
-        """Learn factors; factors that are there already are where it starts.
-
-        Args:
-            user_items: sparse users × items matrix of confidences, CSR; other formats are converted with a warning.
-                Entries of the same pair are added. A negative entry is a dislike, a stored 0 a pair that counts
-                for nothing.
-            show_progress: one line an iteration on standard error.
-            callback: called after each iteration with its number, its seconds and the loss (None unless
-                ``calculate_training_loss``).
-        """
-        device, seed = as_device(self.use_gpu), as_seed(self.random_state)
-        confident = confidences("user_items", check_csr("user_items", user_items), self.alpha)
-        problem = make_problem(confident, self.regularization)
-        dtype = torch.float64 if self.dtype == np.float64 else torch.float32
-        towers = factor_towers(problem, self.user_factors, self.item_factors, self.factors, seed, dtype).to(device)
-        weight, before = total_weight(confident), 0.0
-
-        def report(record: Record, _: Point) -> None:
-            nonlocal before
-            if callback is not None and record.iteration > 0:
-                loss = 2.0 * record.value / weight if self.calculate_training_loss else None
-                callback(record.iteration - 1, record.seconds - before, loss)
-            before = record.seconds
-
-        minimize_factors(problem, towers, self.iterations, report, check.flag("show_progress", show_progress))
-        liked = confident.data > 0
-        tables = [next(tower.parameters()).detach().cpu().numpy().copy() for tower in (towers.left, towers.right)]
-        for table, entries in zip(tables, (confident.tocoo().row, confident.indices), strict=True):
-            table[np.bincount(entries[liked], minlength=len(table)) == 0] = 0.0  # the minimiser where nothing is liked
-        self.user_factors, self.item_factors = tables
-
-    def recalculate_user(self, userid: Any, user_items: Any) -> NDArray[Any]:
-        """The best factors for users, given the items' and what the users liked; the model stays as it is.
-
-        Args:
-            userid: one number, or several: how many rows the answer has.
-            user_items: one row for each user.
-        """
-        return self._recalculated("user", userid, user_items, self._factors("right"))
-
-    def recalculate_item(self, itemid: Any, item_users: Any) -> NDArray[Any]:
-        """The best factors for items, given the users'; see :meth:`recalculate_user`."""
-        return self._recalculated("item", itemid, item_users, self._factors("left"))
-
-    def partial_fit_users(self, userids: Sequence[int], user_items: Any) -> None:
-        """Replace the factors of some users by the best ones for what they liked; new numbers are added.
-
-        Args:
-            userids: row numbers; users between the last one known and a new one get zeros.
-            user_items: one row for each of them.
-        """
-        self.user_factors = self._replaced("user", userids, self.recalculate_user(userids, user_items), "left")
-
-    def partial_fit_items(self, itemids: Sequence[int], item_users: Any) -> None:
-        """Replace the factors of some items by the best ones for their users; new numbers are added."""
-        self.item_factors = self._replaced("item", itemids, self.recalculate_item(itemids, item_users), "right")
-
-    def explain(
-        self, userid: int, user_items: Any, itemid: int, user_weights: Any = None, N: int = 10
-    ) -> tuple[float, list[tuple[int, float]], NDArray[np.float64]]:
-        """What a user's liked items add to the score of an item, as recalculated factors give it.
-
-        Args:
-            userid: a row of ``user_items``.
-            user_items: users × items.
-            itemid: the item.
-            user_weights: what an earlier call for this user returned, to save its work.
-            N: how many liked items to name.
-
-        Returns:
-            The score, the N liked items that add most with what they add, and the user's weights.
-        """
-        Y = self._factors("right")
-        matrix = check_csr("user_items", user_items, len(Y))
-        (user,) = known_rows("userid", row_numbers("userid", [userid]), matrix.shape[0])
-        (item,) = known_rows("itemid", row_numbers("itemid", [itemid]), len(Y))
-        if user_weights is not None and np.shape(user_weights) != (self.factors, self.factors):
-            given = f"shape {np.shape(user_weights)}"
-            check.fail("user_weights", given, f"what explain returned, {self.factors} × {self.factors}")
-        confident = confidences("user_items", matrix, self.alpha)
-        liked, added, weights = explained(confident, user, Y, self.regularization, item, user_weights)
-        most = np.argsort(-added, kind="stable")[: check.count("N", N)]
-        return float(added.sum()), [(int(liked[j]), float(added[j])) for j in most], weights
-
-    def save(self, fileobj_or_path: str | Path | IO[bytes]) -> None:
-        """Write an .npz file that :meth:`load`, and implicit, can read; a generator as random_state is left out."""
-        kept = {name: value for name, value in vars(self).items() if value is not None and not name.startswith("_")}
-        if not isinstance(self.random_state, (int, np.integer)):
-            kept.pop("random_state", None)
-        write_npz(fileobj_or_path, kept | {"dtype": self.dtype.name})
-
-    @classmethod
-    def load(cls, fileobj_or_path: str | Path | IO[bytes]) -> Self:
-        """A model that :meth:`save`, or implicit's ALS on the CPU, has written; nothing is unpickled."""
-        settings = inspect.signature(cls).parameters
-        found = read_npz(fileobj_or_path, [*settings, "user_factors", "item_factors", "cg_steps"])
-        found.pop("cg_steps", None)  # implicit's own
-        tables = [found.pop(name, None) for name in ("user_factors", "item_factors")]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of settings that warned when they were made
-            made = cls(**found)
-        for name, table in zip(("user_factors", "item_factors"), tables, strict=True):
-            if table is not None:
-                if table.ndim != 2 or table.shape[1] != made.factors or table.dtype.kind != "f":
-                    given = f"{name} of shape {table.shape} in {table.dtype}"
-                    check.fail("file", given, f"floating-point rows of {made.factors} factors")
-                check.finite(name, table)
-                table = table.astype(made.dtype)
-            setattr(made, name, table)
-        return made
-
-    def _factors(self, side: str) -> NDArray[Any]:
-        found = self.user_factors if side == "left" else self.item_factors
-        if found is None:
-            raise ValueError("model: not fitted yet; call fit first")
-        return found
-
-    def _recalculated(self, kind: str, which: Any, matrix: Any, others: NDArray[Any]) -> NDArray[Any]:
-        name = "user_items" if kind == "user" else "item_users"
-        given = check_csr(name, matrix, len(others))
-        count = len(row_numbers(f"{kind}id", which))
-        if given.shape[0] != count:
-            raise ValueError(f"{name} must contain 1 row for every {kind} in {kind}ids")
-        rows = solve_rows(confidences(name, given, self.alpha), others, self.regularization).astype(self.dtype)
-        return np.asarray(rows[0] if np.isscalar(which) else rows)
-
-    def _replaced(self, kind: str, which: Any, rows: NDArray[Any], side: str) -> NDArray[Any]:
-        """The factors of a side with some rows exchanged, longer if need be."""
-        numbers, factors = row_numbers(f"{kind}ids", which), self._factors(side)
-        if len(numbers) and numbers.min() < 0:
-            raise IndexError(f"{kind}ids: got {numbers.min()}, expected numbers >= 0")
-        rows_then, free = max(len(factors), int(numbers.max(initial=-1)) + 1), free_memory(torch.device("cpu"))
-        if rows_then * self.factors * self.dtype.itemsize > free:
-            check.fail(f"{kind}ids", f"{rows_then - 1}", f"numbers whose factors fit into {readable(free)}")
-        grown = np.zeros((rows_then, self.factors), dtype=self.dtype)
-        grown[: len(factors)] = factors
-        grown[numbers] = rows
-        return grown
-
-
-def _as_dtype(dtype: Any) -> np.dtype[Any]:
-    try:
-        found: np.dtype[Any] = np.dtype(dtype)
-    except TypeError:
-        check.fail("dtype", repr(dtype), "float32 or float64")
-    if found == np.float16:
-        warn_of_conversion("dtype=float16: factors are float32 here")
-        return np.dtype(np.float32)
-    if found not in (np.float32, np.float64):
-        check.fail("dtype", repr(dtype), "float32 or float64")
-    return np.dtype(found)

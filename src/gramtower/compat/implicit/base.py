@@ -1,4 +1,8 @@
-"""Arguments in the forms that implicit takes: matrices of any format, row numbers, seeds, ignored options."""
+"""The interface that all models share with implicit, and the forms of arguments that implicit takes.
+
+Lists are exact and ranked in float32. As in implicit, filtered items are not missing from a list that has space for
+them: they come last, with the lowest score. Lists are never longer than the number of items to choose from.
+"""
 
 from __future__ import annotations
 
@@ -22,29 +26,29 @@ _FAR = 2**62
 
 
 class ParameterWarning(Warning):
-    """An argument was accepted in a form that had to be converted."""
+    """An argument had to be converted."""
 
 
 def warn_of_conversion(message: str) -> None:
-    """Warn with :class:`ParameterWarning`, or with implicit's own where a script has loaded it, for its filters."""
+    """Warn with implicit's ParameterWarning if implicit is imported, so that its filters work, else with ours."""
     theirs = getattr(sys.modules.get("implicit.utils"), "ParameterWarning", ParameterWarning)
     warnings.warn(message, theirs, stacklevel=4)
 
 
 def warn_of_ignored(given: dict[str, tuple[Any, Any]]) -> None:
-    """Name the arguments, each with its usual value, that were given another one and have no meaning here."""
+    """Warn about arguments without effect that were given another value than the default."""
     ignored = [f"{name}={value!r}" for name, (value, usual) in given.items() if value != usual]
     if ignored:
-        warnings.warn(f"no meaning here, and ignored: {', '.join(ignored)}", UserWarning, stacklevel=3)
+        warnings.warn(f"these arguments have no effect here: {', '.join(ignored)}", UserWarning, stacklevel=3)
 
 
 def check_csr(name: str, matrix: Any, columns: int | None = None) -> sp.csr_matrix:
-    """A sparse matrix as CSR in canonical form, with a warning if it is of another format.
+    """A sparse matrix as canonical CSR, with a warning if it has another format.
 
     Args:
-        name: of the argument.
-        matrix: the matrix, which is left as it is.
-        columns: how many it shall have; fewer are filled up, as a model may have grown since the matrix was made.
+        name: name of the argument.
+        matrix: matrix, which is not changed.
+        columns: number of columns; a matrix with fewer gets empty ones, as a model may have grown since.
     """
     if not sp.issparse(matrix):
         check.fail(name, type(matrix).__name__, "a scipy.sparse matrix")
@@ -54,19 +58,19 @@ def check_csr(name: str, matrix: Any, columns: int | None = None) -> sp.csr_matr
     if columns is None or made.shape[1] == columns:
         return made
     if made.shape[1] > columns:
-        check.fail(name, f"{made.shape[1]} columns", f"at most {columns}, as the model knows")
+        check.fail(name, f"{made.shape[1]} columns", f"at most {columns}, as the model has")
     return sp.csr_matrix((made.data, made.indices, made.indptr), shape=(made.shape[0], columns))
 
 
 def row_numbers(name: str, value: Any) -> NDArray[np.int64]:
-    """Row numbers, of one or of several."""
+    """One row number or several, as an array."""
     return np.array(
         [check.count(name, row, minimum=-_FAR, most=_FAR) for row in check.ids(name, value)], dtype=np.int64
     )
 
 
 def known_rows(name: str, rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """The row numbers, if the model has them all.
+    """The row numbers, if the model has all of them.
 
     Raises:
         IndexError: otherwise, as in implicit.
@@ -77,7 +81,7 @@ def known_rows(name: str, rows: NDArray[np.int64], count: int) -> NDArray[np.int
 
 
 def as_seed(random_state: Any) -> int:
-    """A seed from what implicit takes: None, a number, or a generator of numpy, old or new."""
+    """A seed from None, a number, or a numpy generator of either kind."""
     if random_state is None:
         return 0
     if isinstance(random_state, np.random.RandomState):
@@ -88,7 +92,7 @@ def as_seed(random_state: Any) -> int:
 
 
 def as_device(use_gpu: bool | None) -> torch.device:
-    """The device that is asked for; None takes a GPU where there is one."""
+    """The device; None is a GPU if there is one."""
     there = torch.cuda.is_available()
     if use_gpu and not there:
         check.fail("use_gpu", "True", "False or None on a machine without a GPU")
@@ -101,28 +105,28 @@ _LOWEST = -float(np.finfo(np.float32).max)
 
 
 class Recommender(ABC):
-    """A model with factors for users and items; see the subclasses."""
+    """A model with factors of users and items."""
 
     use_gpu: bool | None = None
 
     @abstractmethod
     def fit(self, user_items: Any, show_progress: bool = True, callback: Callback | None = None) -> None:
-        """Learn from a sparse users × items matrix of confidences."""
+        """Fit to a sparse users × items matrix of confidences."""
 
     @abstractmethod
     def recalculate_user(self, userid: Any, user_items: Any) -> NDArray[Any]:
-        """Factors of users from their items alone, without keeping them."""
+        """Factors of users from their items, without storing them."""
 
     @abstractmethod
     def recalculate_item(self, itemid: Any, item_users: Any) -> NDArray[Any]:
-        """Factors of items from their users alone, without keeping them."""
+        """Factors of items from their users, without storing them."""
 
     @abstractmethod
     def _factors(self, side: str) -> NDArray[Any]:
         """Factors of the users ("left") or of the items ("right")."""
 
     def _directions(self, side: str) -> NDArray[Any]:
-        """Factors by which to compare entities of a side: rows of zeros are like no other."""
+        """Factors by which entities of a side are compared; a row of zeros is similar to no other."""
         return self._factors(side)
 
     def recommend(
@@ -135,19 +139,19 @@ class Recommender(ABC):
         recalculate_user: bool = False,
         items: Sequence[int] | None = None,
     ) -> Answer:
-        """The N best items for a user or for several.
+        """The N best items for one user or several.
 
         Args:
-            userid: a row number, or several.
-            user_items: CSR, one row for each user asked: what they liked.
-            N: the length of the lists.
-            filter_already_liked_items: whether the entries of ``user_items`` come last.
-            filter_items: items that come last for everyone.
-            recalculate_user: whether factors are made anew from ``user_items``.
-            items: the items to rank; None is all of them.
+            userid: one row number or several.
+            user_items: CSR matrix of liked items, one row for each user.
+            N: length of the lists.
+            filter_already_liked_items: whether entries of ``user_items`` come last.
+            filter_items: items that come last for all users.
+            recalculate_user: whether to compute factors from ``user_items``.
+            items: items to rank; None for all.
 
         Returns:
-            Items and scores, the best first: one row for each user asked, or flat arrays for one row number.
+            Items and scores, best first: one row for each user, or flat arrays for a single row number.
         """
         filtered = check.flag("filter_already_liked_items", filter_already_liked_items)
         recalculated = check.flag("recalculate_user", recalculate_user)
@@ -174,7 +178,7 @@ class Recommender(ABC):
         filter_items: Sequence[int] | None = None,
         items: Sequence[int] | None = None,
     ) -> Answer:
-        """The N items most alike by cosine, the item itself first; one without any pair is like no other: 0."""
+        """The N most similar items by cosine, the item itself first; an item without pairs has similarity 0."""
         own = self.recalculate_item(itemid, item_users) if check.flag("recalculate_item", recalculate_item) else None
         return self._similar(itemid, "right", "itemid", N, filter_items, items, own)
 
@@ -185,13 +189,13 @@ class Recommender(ABC):
         filter_users: Sequence[int] | None = None,
         users: Sequence[int] | None = None,
     ) -> Answer:
-        """The N users most alike by cosine, the user itself first."""
+        """The N most similar users by cosine, the user itself first."""
         return self._similar(userid, "left", "userid", N, filter_users, users)
 
     def rank_items(
         self, userid: Any, user_items: Any, selected_items: Sequence[int], recalculate_user: bool = False
     ) -> Answer:
-        """Up to ten of the selected items, the best first. Deprecated in implicit: ``recommend`` takes ``items``."""
+        """Up to ten of the selected items, best first. Deprecated in implicit: use ``recommend`` with ``items``."""
         warnings.warn("rank_items is deprecated: use recommend with items", DeprecationWarning, stacklevel=2)
         return self.recommend(userid, user_items, 10, False, None, recalculate_user, selected_items)
 
@@ -204,13 +208,11 @@ class Recommender(ABC):
         filter_items: Sequence[int] | None = None,
         users_items_offset: int = 0,
     ) -> NDArray[np.int32]:
-        """Items for the users of all rows. Deprecated in implicit: ``recommend`` takes several users."""
+        """Items for the users of all rows. Deprecated in implicit: use ``recommend`` with several users."""
         warnings.warn("recommend_all is deprecated: use recommend with many users", DeprecationWarning, stacklevel=2)
         first = check.count("users_items_offset", users_items_offset, minimum=0)
         users = np.arange(user_items.shape[0]) + first
-        return self.recommend(
-            users, user_items, N, filter_already_liked_items, filter_items, recalculate_user
-        )[0]  # fmt: skip
+        return self.recommend(users, user_items, N, filter_already_liked_items, filter_items, recalculate_user)[0]
 
     def to_gpu(self) -> Self:
         """A copy of this model that trains and ranks on a GPU."""
@@ -244,7 +246,7 @@ class Recommender(ABC):
     ) -> Answer:
         chosen, denied = (None if given is None else row_numbers("items", given) for given in (allow, deny))
         if chosen is not None and denied is not None and len(denied):
-            raise ValueError("Can't specify both items and filter_items: a list to choose from, and a filter")
+            raise ValueError("Can't specify both items and filter_items")
         for rows in (chosen, denied):
             known_rows("items", np.empty(0, np.int64) if rows is None else rows, len(Q))
         choice = np.arange(len(Q)) if chosen is None else np.unique(chosen)
@@ -265,7 +267,7 @@ class Recommender(ABC):
 
 
 def _unit(factors: NDArray[Any]) -> NDArray[Any]:
-    """Rows of length one; rows of zeros stay."""
+    """Rows normalised to length 1; rows of zeros stay zero."""
     lengths = np.linalg.norm(factors, axis=1, keepdims=True)
     return np.asarray(np.divide(factors, lengths, out=np.zeros_like(factors), where=lengths > 0))
 
@@ -273,7 +275,7 @@ def _unit(factors: NDArray[Any]) -> NDArray[Any]:
 def _put_first(
     found: NDArray[np.int32], scores: NDArray[Any], rows: NDArray[np.int64], listed: NDArray[np.bool_]
 ) -> None:
-    """Let entities that are listed open their own lists, also where others are alike to within rounding."""
+    """Move each listed entity to the start of its own list, also if others are equal up to rounding."""
     for row in np.flatnonzero(listed & (found[:, 0] != rows)):
         place = np.flatnonzero(found[row] == rows[row])
         end = place[0] if len(place) else found.shape[1] - 1
@@ -282,7 +284,7 @@ def _put_first(
 
 
 def _scored_again(P: NDArray[Any], Q: NDArray[Any], found: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Lists in the order of their scores in the factors' own precision; empty places stay at the end."""
+    """Lists sorted by scores in the precision of the factors; empty places stay at the end."""
     scores = np.einsum("rk,rjk->rj", P, Q[found])
     scores[found < 0] = -np.inf
     order = np.argsort(-scores, axis=1, kind="stable")

@@ -1,19 +1,18 @@
 """The functions of `implicit.evaluation`: splits of a matrix of ratings, and metrics of lists of K items.
 
-For users with t > 0 test items, h_r = 1 where the r-th item of their list is one of them, H = Σ h_r, r = 1 … K:
+For users with t > 0 test items, h_r = 1 if the r-th item of their list is one of them, H = Σ h_r, r = 1 … K:
 
     precision   Σ_users H / Σ_users min(K, t)
     map         mean of Σ_r h_r (h_1 + … + h_r) / r  over min(K, t)
     ndcg        mean of Σ_r h_r / log2(r + 1)  over  Σ_(r ≤ min(K, t)) 1 / log2(r + 1)
-    auc         mean of the AUC of lists that go on with all other items in random order, of which every positive one
-                is as likely to stand anywhere
+    auc         mean of the AUC of lists that continue with all other items in random order
 
-They take any model with implicit's `recommend`. metrics/ has this library's own definitions (docs/metrics.md). Checked
-by tests/test_compat_evaluation.py against implicit's functions.
+The functions take any model with implicit's `recommend`. docs/metrics.md has this library's own definitions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,19 +22,19 @@ from numpy.typing import NDArray
 from gramtower._util import checks as check
 from gramtower.data.matrices import canonical, checked
 
-_BATCH = 1000  # users whose lists are asked for at a time
+_BATCH = 1000  # users whose lists are computed at a time
 Split = tuple[sp.csr_matrix, sp.csr_matrix]
 
 
 class Lists(Protocol):
-    """What is evaluated."""
+    """A model that can be evaluated."""
 
     def recommend(self, userid: Any, user_items: Any, N: int = 10) -> tuple[NDArray[Any], NDArray[Any]]:
         """Lists of N items, without those of ``user_items``, and their scores."""
 
 
 def train_test_split(ratings: Any, train_percentage: float = 0.8, random_state: Any = None) -> Split:
-    """Entries for training, each with the given probability, and the others for testing, of those the positive ones.
+    """Split entries at random into a training and a test matrix; the test matrix has positive entries only.
 
     The same seed gives the same split as implicit's function.
     """
@@ -48,24 +47,24 @@ def train_test_split(ratings: Any, train_percentage: float = 0.8, random_state: 
 
 
 def leave_k_out_split(ratings: Any, K: int = 1, train_only_size: float = 0.0, random_state: Any = None) -> Split:
-    """K random entries of each user with more than K + 1 for testing, all others for training.
+    """Move K random entries of each user with more than K + 1 entries to a test matrix.
 
     Args:
         ratings: users × items.
-        K: how many.
-        train_only_size: the share of users, drawn at random, who keep all entries for training.
-        random_state: a seed or a generator.
+        K: number of test entries per user.
+        train_only_size: share of users, drawn at random, that keep all entries for training.
+        random_state: seed or generator.
     """
     K = check.count("K", K)
     if not 0.0 <= check.number("train_only_size", train_only_size) < 1.0:
-        check.fail("train_only_size", train_only_size, "a share from 0 up to, but without, 1")
+        check.fail("train_only_size", train_only_size, "a share of at least 0 and less than 1")
     entries, random = checked("ratings", ratings).tocoo(), _generator(random_state)
     users, counts = np.unique(entries.row, return_counts=True)
     tested = counts > K + 1
     if train_only_size > 0:
         kept = random.choice(len(users), size=max(1, int(len(users) * train_only_size)), replace=False)
         tested[kept] = False
-    order = np.lexsort((random.random(len(entries.row)), entries.row))  # by user, within a user at random
+    order = np.lexsort((random.random(len(entries.row)), entries.row))  # by user, in random order within a user
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
     test = (place < K) & np.isin(entries.row, users[tested])
@@ -80,15 +79,15 @@ def ranking_metrics_at_k(
     show_progress: bool = True,
     num_threads: int = 1,
 ) -> dict[str, float]:
-    """Precision, MAP, NDCG and AUC of a model's lists; see the module's first lines for the formulas.
+    """Precision, MAP, NDCG and AUC of the lists of a model; the module docstring has the formulas.
 
     Args:
-        model: what makes the lists.
+        model: model with implicit's ``recommend``.
         train_user_items: users × items that lists leave out.
-        test_user_items: users × items that lists should have; users without any do not count.
-        K: the length of the lists.
-        show_progress: no bar is shown in any case.
-        num_threads: no meaning here, as in implicit.
+        test_user_items: users × items that lists should contain; users without entries do not count.
+        K: length of the lists.
+        show_progress: has no effect.
+        num_threads: has no effect.
     """
     K = check.count("K", K)
     test = canonical("test_user_items", test_user_items)
@@ -97,7 +96,7 @@ def ranking_metrics_at_k(
         check.fail("train_user_items", f"{train.shape[0]} rows", f"{test.shape[0]}, as test_user_items has")
     users = np.flatnonzero(np.diff(test.indptr)).astype(np.int32)
     if not len(users):
-        check.fail("test_user_items", "no entries", "at least one user with something to test")
+        check.fail("test_user_items", "no entries", "at least one user with a test item")
     sums, most = np.zeros(4), 0.0
     for start in range(0, len(users), _BATCH):
         batch = users[start : start + _BATCH]
@@ -110,56 +109,32 @@ def ranking_metrics_at_k(
     return {"precision": float(precision), "map": float(map_), "ndcg": float(ndcg), "auc": float(auc)}
 
 
-def precision_at_k(
-    model: Lists,
-    train_user_items: Any,
-    test_user_items: Any,
-    K: int = 10,
-    show_progress: bool = True,
-    num_threads: int = 1,
-) -> float:
-    """The precision of :func:`ranking_metrics_at_k`."""
-    return ranking_metrics_at_k(model, train_user_items, test_user_items, K)["precision"]
+def _metric(key: str, name: str, label: str) -> Callable[..., float]:
+    """A function with the signature of :func:`ranking_metrics_at_k` that returns one of its metrics."""
+
+    def metric_at_k(
+        model: Lists,
+        train_user_items: Any,
+        test_user_items: Any,
+        K: int = 10,
+        show_progress: bool = True,
+        num_threads: int = 1,
+    ) -> float:
+        return ranking_metrics_at_k(model, train_user_items, test_user_items, K)[key]
+
+    metric_at_k.__name__ = metric_at_k.__qualname__ = name
+    metric_at_k.__doc__ = f"{label} of :func:`ranking_metrics_at_k`."
+    return metric_at_k
 
 
-def mean_average_precision_at_k(
-    model: Lists,
-    train_user_items: Any,
-    test_user_items: Any,
-    K: int = 10,
-    show_progress: bool = True,
-    num_threads: int = 1,
-) -> float:
-    """The MAP of :func:`ranking_metrics_at_k`."""
-    return ranking_metrics_at_k(model, train_user_items, test_user_items, K)["map"]
-
-
-def ndcg_at_k(
-    model: Lists,
-    train_user_items: Any,
-    test_user_items: Any,
-    K: int = 10,
-    show_progress: bool = True,
-    num_threads: int = 1,
-) -> float:
-    """The NDCG of :func:`ranking_metrics_at_k`."""
-    return ranking_metrics_at_k(model, train_user_items, test_user_items, K)["ndcg"]
-
-
-def AUC_at_k(
-    model: Lists,
-    train_user_items: Any,
-    test_user_items: Any,
-    K: int = 10,
-    show_progress: bool = True,
-    num_threads: int = 1,
-) -> float:
-    """The AUC of :func:`ranking_metrics_at_k`."""
-    return ranking_metrics_at_k(model, train_user_items, test_user_items, K)["auc"]
+precision_at_k = _metric("precision", "precision_at_k", "Precision")
+mean_average_precision_at_k = _metric("map", "mean_average_precision_at_k", "MAP")
+ndcg_at_k = _metric("ndcg", "ndcg_at_k", "NDCG")
+AUC_at_k = _metric("auc", "AUC_at_k", "AUC")
 
 
 def _hits(lists: NDArray[Any], test: sp.csr_matrix) -> NDArray[np.bool_]:
-    """Which items of the lists are among the user's test items."""
+    """Whether each item of the lists is one of the user's test items."""
     n = test.shape[1]
     wanted = np.repeat(np.arange(test.shape[0]), np.diff(test.indptr)) * n + test.indices
     inside = (lists >= 0) & (lists < n)
@@ -175,7 +150,7 @@ def _totals(hits: NDArray[np.bool_], positive: NDArray[Any], items: int, K: int)
     ideal = np.cumsum(1.0 / np.log2(np.arange(2, K + 2)))
     gain = (hits / np.log2(rank + 1)).sum(1) / ideal[best - 1]
     misses, negative = (~hits).sum(1), items - positive
-    before = (~hits * found).sum(1)  # pairs of a positive item and a negative one behind it, both in the list
+    before = (~hits * found).sum(1)  # pairs of a positive and a lower negative item of the list
     total = hits.sum(1)
     ordered = before + (total + positive) / 2.0 * (negative - misses)
     auc = np.divide(ordered, positive * negative, out=np.ones(len(positive)), where=negative > 0)
@@ -188,7 +163,7 @@ def _part(entries: Any, chosen: NDArray[np.bool_]) -> sp.csr_matrix:
 
 
 def _generator(random_state: Any) -> np.random.Generator:
-    """numpy's generator from a seed, None for an unforeseeable one, or a generator, old or new."""
+    """A numpy generator from a seed, a generator of either kind, or None for a random seed."""
     if isinstance(random_state, np.random.RandomState):
         return np.random.default_rng(int(random_state.randint(2**31)))
     if random_state is None or isinstance(random_state, np.random.Generator):

@@ -3,10 +3,9 @@
     Σ_O c_ij (t_ij − x_i·y_j)² + Σ_∉O (x_i·y_j)² + λ (‖X‖² + ‖Y‖²)  =  2 L(θ),    c = |α r|,  t = 1 if r > 0 else 0
 
 with the squared loss ½(t − ŷ)², pair weights c, ω = 1, imputed labels 0, no entity weights, and linear towers whose
-parameters θ = (X, Y) are the factors themselves. A stored entry of 0 has c = 0: its pair counts for nothing.
+parameters θ = (X, Y) are the factors. A stored entry of 0 has c = 0, so its pair has no weight.
 
-Cost of a value: O(|O| k + (m + n) k²); a Gauss-Newton product takes about twice that. Checked by
-tests/test_compat_als.py against the double sum over all pairs and against implicit's own function.
+Cost of a value: O(|O| k + (m + n) k²); a Gauss-Newton product takes about twice that.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ from gramtower.optim.solvers import NewtonKron
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Record
 
-_NEWTON = NewtonKron(memory=0)  # as much in an iteration as alternating least squares does
+_NEWTON = NewtonKron(memory=0)  # an iteration costs about one of alternating least squares
 _EXACTLY = NewtonKron(memory=0, damping=0.0, cg_steps=40, cg_tolerance=1e-6, cg_progress=1e-9)
 _WENT_WELL = (Reason.MAX_ITERATIONS, Reason.NO_DECREASE, Reason.TOLERANCE)
 
 
 def confidences(name: str, matrix: sp.csr_matrix, alpha: float = 1.0) -> sp.csr_matrix:
-    """α times the entries, in float64."""
+    """The entries times α, in float64."""
     scaled = alpha * matrix.data.astype(np.float64)
     check.finite(f"alpha · {name}", scaled)
     return sp.csr_matrix((scaled, matrix.indices, matrix.indptr), shape=matrix.shape)
 
 
 def make_problem(confident: sp.csr_matrix, regularization: float) -> Problem:
-    """What implicit minimises, halved."""
+    """The problem with half of implicit's objective."""
     if 0 in confident.shape:
         check.fail("user_items", f"shape {confident.shape}", "at least one user and one item")
     labels = (confident.data > 0).astype(np.float64)
@@ -53,7 +52,7 @@ def make_problem(confident: sp.csr_matrix, regularization: float) -> Problem:
 
 
 def total_weight(confident: sp.csr_matrix) -> float:
-    """The weights of all m·n pairs added up, by which implicit divides its loss."""
+    """The sum of the weights of all m·n pairs, by which implicit divides its loss."""
     m, n = confident.shape
     return float(np.abs(confident.data).sum() + m * n - confident.nnz)
 
@@ -61,15 +60,15 @@ def total_weight(confident: sp.csr_matrix) -> float:
 def factor_towers(
     problem: Problem, X: NDArray[Any] | None, Y: NDArray[Any] | None, factors: int, seed: int, dtype: torch.dtype
 ) -> Towers:
-    """Linear towers whose parameters are the factors; those that are None are drawn."""
+    """Linear towers whose parameters are the factors; factors that are None are random."""
     towers = mlp_towers(problem, hidden=(), dim=factors, seed=seed, dtype=dtype)
     with torch.no_grad():
         for tower, given in ((towers.left, X), (towers.right, Y)):
             (table,) = tower.parameters()
             if given is not None:
                 if given.shape != tuple(table.shape):
-                    expected = f"shape {tuple(table.shape)}, as the matrix and factors say"
-                    check.fail("factors", f"shape {given.shape}", f"{expected}; for other data make a new model")
+                    expected = f"shape {tuple(table.shape)}, from the matrix and factors"
+                    check.fail("factors", f"shape {given.shape}", f"{expected}; use a new model for other data")
                 table.copy_(torch.from_numpy(np.ascontiguousarray(given)))
     return towers
 
@@ -77,7 +76,7 @@ def factor_towers(
 def minimize_factors(
     problem: Problem, towers: Towers, iterations: int, report: Callable[[Record, Point], Any], verbose: bool
 ) -> None:
-    """Minimise over both sides together, then over the users while the items stay as they are.
+    """Minimise over both sides together, then over the users with the items fixed.
 
     The second problem is quadratic and its rows are independent: one Newton step without damping solves it.
 
@@ -102,7 +101,7 @@ def minimize_factors(
 
 
 def calculate_loss(Cui: Any, X: Any, Y: Any, regularization: float, num_threads: int = 0) -> float:
-    """implicit's training loss: the objective over the sum of all pairs' weights.
+    """implicit's training loss: the objective divided by the sum of the weights of all pairs.
 
     implicit's own function adds the weights of dislikes to the objective, a constant that is left out here.
 
@@ -111,13 +110,13 @@ def calculate_loss(Cui: Any, X: Any, Y: Any, regularization: float, num_threads:
         X: factors of the users.
         Y: factors of the items.
         regularization: λ.
-        num_threads: no meaning here.
+        num_threads: has no effect.
     """
     confident = confidences("Cui", check_csr("Cui", Cui))
     tables = [check.as_float_array(name, value) for name, value in (("X", X), ("Y", Y))]
     for name, table in zip(("X", "Y"), tables, strict=True):
         if table.ndim != 2 or 0 in table.shape:
-            check.fail(name, f"shape {table.shape}", "one row of factors for each entity")
+            check.fail(name, f"shape {table.shape}", "a matrix with one row of factors for each entity")
         check.finite(name, table)
     dtype = torch.float64 if any(table.dtype == np.float64 for table in tables) else torch.float32
     problem = make_problem(confident, check.number("regularization", regularization, minimum=0.0))

@@ -3,8 +3,8 @@
     - from implicit.als import AlternatingLeastSquares
     + from gramtower.compat.implicit import TwoTower as AlternatingLeastSquares
 
-Users and items are row and column numbers. Arguments keep implicit's meaning, order and names; those without a meaning
-here warn when they are given. als.py has implicit's own objective.
+Users and items are row and column numbers. Arguments have the names, order and meaning of implicit; those without
+effect warn. als.py has implicit's own objective.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class TwoTower(Recommender):
     """A two-tower model behind implicit's interface.
 
     Args:
-        factors: size of the embeddings.
-        regularization: λ; None takes the estimator's default.
-        alpha: confidence of an entry: its value times alpha weighs the pair's loss, beside ω of a pair without one.
-        dtype: float32 whatever is given.
-        use_native: no meaning here.
-        use_cg: no meaning here.
-        use_gpu: True asks for a GPU, False for the CPU, None takes what there is.
+        factors: dimension of the embeddings.
+        regularization: λ; None for the estimator's default.
+        alpha: multiplier of the entries; the weight of an observed pair is alpha times its entry, of others it is ω.
+        dtype: has no effect; factors are float32.
+        use_native: has no effect.
+        use_cg: has no effect.
+        use_gpu: True for a GPU, False for the CPU, None for a GPU if there is one.
         iterations: outer iterations.
-        calculate_training_loss: whether the callback is given the objective.
-        num_threads: no meaning here: ``torch.set_num_threads`` is for the whole process.
-        random_state: a seed, or a numpy generator to draw one from.
-        history: let the user tower see the user's items instead of the user's number, so that users not seen in
-            training can be recommended to with ``recalculate_user=True``.
+        calculate_training_loss: whether the callback gets the objective.
+        num_threads: has no effect, as ``torch.set_num_threads`` is for the whole process.
+        random_state: seed, or numpy generator to draw one from.
+        history: whether the input of the user tower is the user's items instead of the user's number, so that
+            ``recalculate_user=True`` gives lists for users that were not in training.
         options: further arguments of :class:`gramtower.TwoTower`.
     """
 
@@ -87,11 +87,11 @@ class TwoTower(Recommender):
         return self.model.embed(side="right")
 
     def fit(self, user_items: Any, show_progress: bool = True, callback: Callback | None = None) -> None:
-        """Learn from a sparse users × items matrix of confidences; entries that are not zero are observed pairs.
+        """Fit to a sparse users × items matrix of confidences, whose non-zero entries are the observed pairs.
 
-        An entry weighs its pair's loss by alpha times its size. A negative one is a dislike: a pair labelled −1.
-        ``callback`` is called with each iteration, the seconds it took and the objective (None unless
-        ``calculate_training_loss``), once training has ended.
+        The weight of a pair is alpha times the absolute value of its entry; a negative entry is a dislike, with label
+        −1. After training, ``callback`` is called for each iteration with its number, its seconds and the objective
+        (None unless ``calculate_training_loss``).
         """
         self.model.set_params(verbose=show_progress)
         self.model.fit(self._pairs(user_items), left_features="history" if self.history else None)
@@ -104,15 +104,15 @@ class TwoTower(Recommender):
         """Embeddings of users from their items, with ``history=True``.
 
         Raises:
-            NotImplementedError: without it, where users are known by their number alone.
+            NotImplementedError: without ``history=True``, as then only the user's number is known.
         """
         if not self.history:
-            raise NotImplementedError("recalculate_user needs a model made with history=True")
+            raise NotImplementedError("recalculate_user needs a model with history=True")
         rows = self.model.embed(histories=user_items)
         return np.asarray(rows[0] if np.isscalar(userid) else rows)
 
     def recalculate_item(self, itemid: Any, item_users: Any) -> NDArray[Any]:
-        """Not there: items are known by their number alone.
+        """Not supported, as items are known by their number only.
 
         Raises:
             NotImplementedError: always.
@@ -120,7 +120,7 @@ class TwoTower(Recommender):
         raise NotImplementedError("recalculate_item isn't supported with this model")
 
     def save(self, file: str | Path | IO[bytes]) -> None:
-        """Write the model to a path or an open file; :func:`gramtower.load` reads it too."""
+        """Write the model to a path or an open file, which :func:`gramtower.load` can read."""
         if isinstance(file, (str, Path)):
             self.model.save(file)
             return
@@ -130,7 +130,7 @@ class TwoTower(Recommender):
 
     @classmethod
     def load(cls, file: str | Path | IO[bytes]) -> TwoTower:
-        """A model that :meth:`save` wrote; alpha, which only ``fit`` uses, is 1 again."""
+        """Read a file of :meth:`save`; alpha, which only ``fit`` uses, is 1."""
         if isinstance(file, (str, Path)):
             model = load_estimator(file)
         else:
@@ -145,7 +145,7 @@ class TwoTower(Recommender):
         return made
 
     def _factors(self, side: str) -> NDArray[Any]:
-        """The model's own memory, which is not to be changed: a copy of all of it would be made for each list."""
+        """The model's own array, which must not be changed; a copy for each list would be slow."""
         if not hasattr(self.model, "fitted_"):
             raise ValueError("model: not fitted yet; call fit first")
         return np.asarray(self.model.fitted_.side(side).embeddings.numpy())
@@ -160,13 +160,13 @@ class TwoTower(Recommender):
         return made
 
     def _pairs(self, user_items: Any) -> Any:
-        """Labels ±1 by the entries' signs, and their sizes as weights where they are not all one."""
+        """Labels ±1 by the signs of entries, and weights by their absolute values unless all are 1."""
         matrix = Interactions.from_matrix(check_csr("user_items", user_items)).matrix
         matrix.eliminate_zeros()
         weights = np.abs(matrix.data) * np.float32(self.alpha)
         check.finite("alpha · user_items", weights)
         if self.history and (matrix.data < 0).any():
             given = f"{int((matrix.data < 0).sum())} negative entries"
-            check.fail("user_items", given, "likes alone with history=True, where a user is what they liked")
+            check.fail("user_items", given, "positive entries only with history=True")
         matrix.data = np.sign(matrix.data)
         return matrix if (weights == 1).all() else replace(Interactions.from_matrix(matrix), weights=weights)
