@@ -5,7 +5,7 @@
 Linear towers, squared loss, imputed 0: time of newton-kron, from a matrix of pairs, to the objective that ALS ends
 with, over ALS' own time from the same matrix; at most 0.5 is aimed for. Both use as many threads as torch does; BLAS
 gets one inside ALS, which has threads of its own and asks for that. Where DATA lacks a set, pairs of its shape are
-generated, and the result says so. Sets can be measured one at a time. Writes benchmarks/results/als.json. The methods
+generated, which the result notes. Sets can be measured one at a time. Writes benchmarks/results/als.json. The methods
 against each other are bench_solvers.py and `make reproduce`.
 """
 

@@ -67,7 +67,7 @@ class Units:
     """Seconds of one unit of work."""
 
     row: float  # forward and backward of a tower for one entity
-    forward: float  # forward alone
+    forward: float  # forward only
     square: float  # the k² work of one entity: its part of a Gramian and its row of P Q_c
     pair: float  # the k work of one observed pair: score and both sums
     parameter: float  # one number of θ in a pass of the regulariser

@@ -1,7 +1,7 @@
 """Evaluation against its score products. `python benchmarks/bench_evaluation.py [time|memory|all] [--scale 1]`.
 
 time    recall@20 and NDCG@20 of all users at the gowalla shape (29,858 × 40,981, dim 128, 810,128 training pairs left
-        out, 217,242 test pairs), against the products of the scores alone, by turns: in blocks of whole rows, the
+        out, 217,242 test pairs), against only the products of the scores, alternating: in blocks of whole rows, the
         usual way, and in the tiles that the evaluation makes; the ratio is to whichever is faster in a round
 memory  peak memory of the same evaluation beyond embeddings and pairs, in a fresh process
 

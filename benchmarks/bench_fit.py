@@ -1,4 +1,4 @@
-"""`gt.TwoTower().fit` as it comes, warm: `python benchmarks/bench_fit.py [--device cuda] [--data ../shared/data]`.
+"""`gt.TwoTower().fit` with default settings, warm: `python benchmarks/bench_fit.py [--device cuda] [--data FOLDER]`.
 
     gowalla   29,858 x 40,981 with 810,128 pairs; generated ones of that shape where DATA has no gowalla/train.txt.xz
     small     1,000 x 1,000 with 10,000 generated pairs        <= 0.3 s on two cores, <= 0.2 s on a GPU

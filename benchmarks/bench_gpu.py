@@ -3,9 +3,10 @@
     python benchmarks/bench_gpu.py [--shape netflix] [--precision tf32] [--pair-precision bfloat16]
 
 Pairs are random with skewed counts, made on the device, in the shapes of the paper's sets; the towers are the paper's
-(256, 256 → 128). Beside each time stand two floors measured in the same run: the tower's and the Gramians' flops over
-the rate of a large matrix product in that precision, and the bytes that pairs gather over the rate at which a program
-that does nothing else reads random rows of a cached matrix. Times are medians after warm-up, the device waited for.
+(256, 256 → 128). Each time is printed with two floors measured in the same run: the tower's and the Gramians' flops
+over the rate of a large matrix product in that precision, and the bytes that pairs gather over the rate at which a
+program that does nothing else reads random rows of a cached matrix. Times are medians after warm-up, the device waited
+for.
 """
 
 from __future__ import annotations
@@ -152,8 +153,8 @@ def measure(
     result["floors, ms"] = least
     for key, value in result.items():
         floor = least.get(key)
-        beside = f"   floors: flops {floor['flops']:.2f}, bytes {floor['bytes']:.2f}" if floor else ""
-        print(f"  {key:26s} {value if isinstance(value, (dict, int)) else round(value, 3)}{beside}", flush=True)
+        extra = f"   floors: flops {floor['flops']:.2f}, bytes {floor['bytes']:.2f}" if floor else ""
+        print(f"  {key:26s} {value if isinstance(value, (dict, int)) else round(value, 3)}{extra}", flush=True)
     return {"shape": shape, "precision": precision, "pair_precision": pair_precision, "memory_budget": budget, **result}
 
 

@@ -40,7 +40,7 @@ def clustered(count: int, dim: int, centres: Tensor, seed: int) -> Tensor:
 
 
 def timed(P: Tensor, Q: Tensor, index: Index | None) -> dict[str, float]:
-    """Milliseconds of a query alone, and of each in a batch, as the server answers them."""
+    """Milliseconds of a single query, and of each in a batch, as the server answers them."""
 
     def ask(rows: int) -> Callable[[], Any]:
         queries = [Query(P[row : row + 1], [np.empty(0, np.int64)], K) for row in range(rows)]

@@ -10,7 +10,7 @@ Timed by turns, medians of the ratios within each round:
                that says so, where polars is not installed, and the memory of the host with it
 
 The floor of a round is the faster of the two products. Bounds: lists and file at most 1.3 times the floor on two
-cores, and lists at most 2 times the products on a GPU, where the file, which the host writes, stands beside it.
+cores, and lists at most 2 times the products on a GPU, where the file, which the host writes, is timed as well.
 Processor seconds are kept too: they say more where others use the machine. Peak memory is that of a fresh process
 beyond the model. Embeddings are random: what is timed does not depend on how good they are, but ranking is cheaper
 where the best columns come first. Writes the section <device> of benchmarks/results/lists.json at the default sizes.

@@ -1,11 +1,11 @@
-"""Modules of a user's own beside the library's network, at the same sizes: `python benchmarks/bench_modules.py`.
+"""Custom modules compared with the library's network at the same sizes: `python benchmarks/bench_modules.py`.
 
     --size link     57,034 × 63,436 entities, 269,000 pairs, sparse word features on both sides, (1024,) → 512, relu
     --size quarter  a quarter of these entities and pairs, all widths the same
     --size small    4,000 × 3,000 entities, 40,000 pairs, sparse features, (128,) → 64 (two cores)
     --size tiny     a try of the script, no measurement
 
-The rows: mlp_towers, which is an nn.Sequential; a class of one's own with the same layers; with a linear skip from the
+The rows: mlp_towers, which is an nn.Sequential; a custom class with the same layers; with a linear skip from the
 features; with LayerNorm; with a gate; and one that cannot be traced and is left to autodiff. Of each, medians by turns
 within one run of: G·d, gradient, the preconditioner, its product, and an outer iteration as newton-kron makes it with
 ten steps of conjugate gradients; and their ratio to mlp_towers (bound: 3 for the outer iteration). ``--iterations`` of

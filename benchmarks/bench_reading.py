@@ -1,4 +1,4 @@
-"""Reading pairs: a CSV against polars alone, and a folder of Parquet parts against the arrays that it becomes.
+"""Reading pairs: a CSV against polars, and a folder of Parquet parts against the arrays that it becomes.
 
     python benchmarks/bench_reading.py [csv] [--rows 10000000] [--rounds 3]
     python benchmarks/bench_reading.py parts [--rows 10000000] [--ids text] [--part-rows 1000000] [--folder FOLDER]

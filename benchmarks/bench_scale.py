@@ -17,7 +17,7 @@ Bounds (one H200, 10Mx1M): set-up without the problem's checks <= 10 s, G·d <= 
 the section <size>-<device> of benchmarks/results/scale.json.
 
 --columns times one pass over columns (right_sum) in each of the orders of engine/kernels/layout.py, with the lines of
-their partial results, and the pass over rows beside it.
+their partial results, and the pass over rows.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=3)
     parser.add_argument("--by", choices=["both", "secant", "cg"], default="both", help="training runs")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--columns", action="store_true", help="time the ways to pass over columns alone")
+    parser.add_argument("--columns", action="store_true", help="time only the ways to pass over columns")
     parser.add_argument("--result", help="name of the result, as FILE/SECTION")
     arguments = parser.parse_args()
     if arguments.columns:

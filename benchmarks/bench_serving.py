@@ -1,8 +1,8 @@
 """The server under load, on loopback, clients on the same machine: `python benchmarks/bench_serving.py`.
 
     exact         100,000 right entities, dimension 128, k = 20, seen excluded, one id a request, 32 clients: requests
-                  a second (bound: 400), p99 (150 ms), and the time of a request over that of the matrix products
-                  alone, at the mean size of its batches (1.5)
+                  a second (bound: 400), p99 (150 ms), and the time of a request over that of only the matrix
+                  products, at the mean size of its batches (1.5)
     approximate   the same by a faiss index of recall@20 >= 0.95 (bound: 1,500 requests a second)
     cold          1,000,000 × 100,000 entities, --mapped: seconds from the start of the process to ready (bound: 5),
                   and its resident memory over the embeddings (1.5); the same with the file copied, without a bound
@@ -302,7 +302,7 @@ def main() -> None:
                 f"exact: {found['requests_per_second']:.0f} requests/s (>= 400), p99 {found['p99_ms']:.0f} ms (<= 150)"
             )
             over, batch, busy = found["over_products"], found["mean_batch"], found["processor_ms"]
-            print(f"exact: {over:.2f} times the products alone (<= 1.5), in batches of {batch:.1f}")
+            print(f"exact: {over:.2f} times the products (<= 1.5), in batches of {batch:.1f}")
             print(f"exact: {busy:.2f} ms of the server's processor time a request")
         if "approximate" in parts:
             P, Q = model.left_.embeddings, model.right_.embeddings

@@ -7,7 +7,8 @@ Problems are linear and nonlinear, over ids and over features, with the estimato
 Each method starts from the same towers and has ``--seconds`` of training. The best value L* is the lowest that any run
 of the problem found, one of them a long reference run of the default; (L − L*) / L* is the relative difference. Runs
 are kept in the result file by problem and method: the script can be called in pieces, and a piece again replaces what
-it measures. Where the data are not found, pairs and features of the same shape are generated, and the result says so.
+it measures. Where the data are not found, pairs and features of the same shape are generated, and the result has a
+note.
 
 The table ends with the lead of the default over the best of the others at each level and who that is, or, where none of
 them came there, with what the lead is at least. It also says by how much the run that found L* still fell in the last
@@ -269,7 +270,7 @@ def summary(runs: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_curves(entry: dict[str, Any]) -> dict[str, Any]:
-    """A problem's entry with the lowest value of each run in the place of its curve."""
+    """A problem's entry with the lowest value of each run instead of its curve."""
     runs = {
         name: {key: value for key, value in run.items() if key != "curve"}
         | {"lowest": min((value for _, value, _ in run["curve"]), default=None)}

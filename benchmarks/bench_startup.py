@@ -6,11 +6,11 @@
              next ones, which find compiled code in the cache; the import is not counted
     warm     the same fit again in a process                                            <= 0.3 s of wall time, 2 cores
 
-Every process is a new one, with bytecode and compiled code in folders of this run alone; ratios are taken by turns and
-their median is printed. Wall and processor seconds are both kept: the latter say more where others use the machine; how
-many cores those kept busy is in the file. Prints objective and products too: the same fit must end at the same value
-whatever the cache holds. Writes the section startup of benchmarks/results/fit.json; `--repeats` and `--small` are for a
-try.
+Every process is a new one, with bytecode and compiled code in folders of this run; ratios alternate between the
+candidates and their median is printed. Wall and processor seconds are both kept: the latter say more where others use
+the machine; how many cores those kept busy is in the file. Prints objective and products too: the same fit must end at
+the same value whatever the cache holds. Writes the section startup of benchmarks/results/fit.json; `--repeats` and
+`--small` are for a try.
 
 With `--load`, the time to load saved models instead, section loading of that file:
 

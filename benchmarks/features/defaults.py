@@ -1,4 +1,4 @@
-"""`gt.TwoTower()` as it comes on the sets with features: new entities, and known ones, beside linear towers.
+"""`gt.TwoTower()` with default settings on the sets with features, compared with linear towers: new and known entities.
 
     python benchmarks/features/defaults.py [--sets eurlex,…] [--splits 1,2]     results/features.json
     python benchmarks/features/defaults.py --vary '[{"embedding_l2": 0.005}]' --log log.jsonl    defaults changed singly
@@ -39,7 +39,7 @@ def ranked(one: FeatureSet, options: dict[str, Any], beside: bool) -> dict[str, 
 
 
 def given_features(one: FeatureSet) -> dict[str, Any]:
-    """What ``fit`` is given of a set beside its pairs."""
+    """The arguments of ``fit`` for the features of a set."""
     return {f"{side}_features": rows for side, rows in (("left", one.left), ("right", one.right)) if rows is not None}
 
 
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--splits", default="2")
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--no-warm", action="store_true", help="leave out the pairs of known entities")
-    parser.add_argument("--vary", type=json.loads, help="a list of arguments of TwoTower: new entities with each alone")
+    parser.add_argument("--vary", type=json.loads, help="a list of arguments of TwoTower: ranks new entities")
     parser.add_argument("--log", type=Path, default=Path("defaults.jsonl"), help="where the results of --vary go")
     parser.add_argument("--out", type=Path, help="folder of the result, for sets that run at the same time")
     given = parser.parse_args()

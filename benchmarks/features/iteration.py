@@ -1,4 +1,4 @@
-"""One outer iteration of newton-kron on the eurlex shape beside the matrix products that it needs.
+"""One outer iteration of newton-kron on the eurlex shape, compared with the matrix products that it needs.
 
     python benchmarks/features/iteration.py [--repeats 5]                    results/features.json
 
@@ -10,7 +10,7 @@ point is evaluated (forward, value), then the method takes its step: gradient, p
 line search.
 
 The floor is made of as many passes as ``problem.work`` counted in that very iteration, in turns with it, on memory that
-is there already. Of each pass it has these products alone, X the features, x and W the inputs and weight of a layer:
+is there already. Each pass has only these products, X the features, x and W the inputs and weight of a layer:
 
     forward         XW of the first layer (nothing for ids), x Wᵀ of the others
     jvp             X dW, dx Wᵀ + x dWᵀ
@@ -180,7 +180,7 @@ class Floor:
             matrix = torch.eye(size, dtype=torch.float64) + torch.rand(size, size, dtype=torch.float64) / size**2
             return lambda: torch.cholesky_inverse(torch.linalg.cholesky(matrix))
 
-        if len(tower.widths) == 1:  # a table: S alone
+        if len(tower.widths) == 1:  # a table: only S
             return [inverse(k)]
         width, some = tower.widths[0], min(tower.rows, tower.rows // max(1, tower.rows // SAMPLED))
         x, W = torch.randn(some, width), torch.randn(width, k, dtype=torch.float64)
@@ -290,7 +290,7 @@ def measure(settings: ModelSettings, pairs: sp.csr_matrix, words: sp.csr_matrix,
 
 
 def _parts(point: Any, floor: Floor) -> dict[str, dict[str, float]]:
-    """Gradient, preconditioner, G·d and M·r by themselves, each beside its products."""
+    """Gradient, preconditioner, G·d and M·r by themselves, each with its products."""
     _ = point.value
     d, damping = point.gradient(), 1.0
     G, M, out = point.gauss_newton(damping), point.preconditioner("kronecker", damping), d.empty()
@@ -318,7 +318,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--data", type=Path, default=DATA)
-    parser.add_argument("--model", choices=MODELS, help="one of the two runs alone; nothing is written then")
+    parser.add_argument("--model", choices=MODELS, help="only one of the two runs; nothing is written then")
     given = parser.parse_args()
     pairs, words, source = eurlex(given.data)
     print(f"{source}: {pairs.shape[0]:,} × {pairs.shape[1]:,}, {pairs.nnz:,} pairs, {words.nnz:,} entries of features")

@@ -7,7 +7,7 @@
     moby                words × synonyms, both by their letters (bundled); a fifth of the words is new
     wikispeedia         articles × articles that they link to, both by title and categories; a fifth is new on the left
     npm                 40,000 packages × what they depend on, both by the letters of their names; a fifth is new
-    npm1, npm2          the same with what one or two of them depend on, in the place of five
+    npm1, npm2          the same with what one or two of them depend on, instead of five
     facebook*0.3        three tenths of the training pairs of a set, drawn by the seed; any share of any set
 
 Nothing of a public test part is read. ``python benchmarks/features/sets.py`` prints their sizes.
@@ -80,7 +80,7 @@ def _thinned(one: FeatureSet, share: float, seed: int) -> FeatureSet:
 
 
 def warm(one: FeatureSet, seed: int) -> FeatureSet:
-    """The known entities alone, with a tenth of their pairs to find."""
+    """Only the known entities, with a tenth of their pairs to find."""
     pairs = one.train.tocoo()
     held = np.random.default_rng(seed).random(pairs.nnz) < 0.1
 

@@ -5,7 +5,7 @@
     moby                the thesaurus that comes with the library; one link in ten at random (seed 0) is put aside
 
 `load(name, folder)` gives the training part, `inner_split` cuts a validation part off it: the same share of each user's
-pairs. Needs numpy and scipy alone, no table reader.
+pairs. Needs only numpy and scipy, no table reader.
 """
 
 from __future__ import annotations

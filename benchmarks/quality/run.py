@@ -123,5 +123,5 @@ if __name__ == "__main__":
     parser.add_argument("--folder", type=Path, default=Path(".local-data"), help="where the data files are")
     parser.add_argument("--out", type=Path, default=Path("runs/quality"), help="where lists are written")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    parser.add_argument("--again", action="store_true", help="train anew what is there")
+    parser.add_argument("--again", action="store_true", help="train again what is there")
     main(parser.parse_args())
