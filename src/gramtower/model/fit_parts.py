@@ -160,7 +160,7 @@ class RankingValidator:
         processes = point.evaluation.constants.shards.group
         return evaluate_embeddings(P, Q, self.held_out, train=self.train, metrics=metrics, processes=processes)
 
-    def marks(self, shards: Shards) -> dict[str, str]:
+    def fingerprint(self, shards: Shards) -> dict[str, str]:
         """What is measured, and on what, for a checkpoint's fingerprint."""
         digests = (
             sparse_digest(x.indptr, x.indices, x.data, shards.left.first, x.shape[1]).text(shards.group)

@@ -139,7 +139,7 @@ class UnseenValidator:
         known = self.train if self.side == "left" else sp.csr_matrix(truth.shape, dtype=np.float32)
         return evaluate_embeddings(P, Q, truth, metrics=metrics, popularity=known)
 
-    def marks(self, shards: Shards) -> dict[str, str]:
+    def fingerprint(self, shards: Shards) -> dict[str, str]:
         """What is measured, and on what, for a checkpoint's fingerprint."""
         x = self.truth
         digest = sparse_digest(x.indptr, x.indices, x.data, 0, x.shape[1]).text(shards.group)

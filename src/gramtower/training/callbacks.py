@@ -1,17 +1,13 @@
-"""What watches a run: the protocol of callbacks, a progress bar, and recorders for MLflow, TensorBoard and W&B.
+"""Callbacks of a run: the protocol, a progress bar, log lines, and loggers for MLflow, TensorBoard and W&B.
 
-A callback is any function of a record and a point, called after each iteration; one that returns True stops the run. If
-it has them, ``begin`` is called before the first iteration and ``end`` after the last, whatever ended the run. An
-exception in a callback ends the run and reaches the caller; checkpoints stay whole. Over several processes every one
-calls its callbacks; those here act in the first alone. The packages they write to are imported when a run begins.
-A fit with ``refit=True`` is two runs.
+A callback is any function of a record and a point. It is called after each iteration, and stops the run by returning
+True. Its methods ``begin`` and ``end``, if it has them, are called before the first iteration and after the last, for
+whatever reason the run ended. An exception in a callback ends the run and is raised to the caller; checkpoints stay
+valid. Every process calls its callbacks; those of this module act only in the first. They import the packages that they
+need when a run begins. A fit with ``refit=True`` is two runs.
 
-How a progress bar is drawn: by rich in a terminal, as HTML that is replaced in place in a notebook.
-
-A notebook needs nothing but IPython, whose kernel runs it; rich's own bar would need ipywidgets there. Checked by
-tests/test_notebooks.py and tests/test_callbacks.py.
-
-Lines about progress: one an iteration in fixed columns, and one for each step of a longer call.
+A progress bar is drawn by rich in a terminal. In a notebook it is HTML, which needs only IPython, while rich's bar
+would need ipywidgets there.
 """
 
 from __future__ import annotations
@@ -37,21 +33,21 @@ _USE = "this callback"  # in errors about missing packages
 
 
 class Callback(Protocol):
-    """What :func:`gramtower.minimize` and ``TwoTower.fit`` take; plain functions are callbacks."""
+    """A callback of :func:`gramtower.minimize` and ``TwoTower.fit``, for example a plain function."""
 
     def __call__(self, record: Record, point: Point, /) -> object:
-        """After an iteration; True stops the run."""
+        """Called after an iteration; return True to stop the run."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """What ``begin`` is told.
+    """The argument of ``begin``.
 
     Attributes:
-        last: the record that the run goes on from: that of the start, or the last one of a checkpoint.
-        max_iterations: after which it stops at the latest.
-        settings: method, objective and sizes, by name.
-        first: whether this is the first of the run's processes.
+        last: the record that the run starts from: that of iteration 0, or the last one of a checkpoint.
+        max_iterations: the limit of iterations.
+        settings: settings of the method and the objective, and sizes, by name.
+        first: whether this is the first process of the run.
     """
 
     last: Record
@@ -60,35 +56,32 @@ class Started:
     first: bool = True
 
 
-class Watchers:
-    """The callbacks of one run: every one that was told of the beginning is told of the end."""
+class CallbackList:
+    """The callbacks of one run; every callback whose ``begin`` was called gets a call of ``end``."""
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         self.callbacks: list[Any] = check.functions("callbacks", callbacks)
         self._begun: list[Any] = []
 
     def begin(self, started: Started) -> None:
-        """Before the first iteration."""
+        """Call ``begin`` of all callbacks that have it."""
         for one in self.callbacks:
             if hasattr(one, "begin"):
                 one.begin(started)
             self._begun.append(one)
 
     def __call__(self, record: Record, point: Point) -> int:
-        """After an iteration: how many ask to stop."""
+        """Call all callbacks after an iteration; return how many of them ask to stop."""
         answers = [one(record, point) for one in self.callbacks]
         return sum(isinstance(answer, (bool, np.bool_)) and bool(answer) for answer in answers)
 
-    def end(self, result: Result) -> None:
-        """After the last iteration. All are told, even if one fails."""
-        self._end(result)
-
     def fail(self) -> None:
-        """After an error, which counts more than one in what follows."""
+        """Call ``end(None)`` after an error, without raising another one."""
         with suppress(Exception):
-            self._end(None)
+            self.end(None)
 
-    def _end(self, result: Result | None) -> None:
+    def end(self, result: Result | None) -> None:
+        """Call ``end`` of all callbacks, even if one of them fails."""
         with ExitStack() as stack:
             while self._begun:
                 if hasattr(one := self._begun.pop(0), "end"):
@@ -96,7 +89,7 @@ class Watchers:
 
 
 def numbers_of(record: Record) -> dict[str, float]:
-    """The numbers of a record that there are, by the names that recorders show them under."""
+    """The numbers of a record, by the names under which they are logged."""
     named = {
         "objective": record.value, "relative_decrease": record.relative_decrease, "validation": record.metric,
         "gradient_norm": record.gradient_norm, "seconds": record.seconds, "data_passes": record.data_passes,
@@ -106,10 +99,10 @@ def numbers_of(record: Record) -> dict[str, float]:
 
 
 class ProgressBar:
-    """A bar that shows how far a fit is: iterations, time left, objective and metric in one line.
+    """A progress bar with iterations, remaining time, objective and metric in one line.
 
-    In a terminal it is drawn by rich on standard error, in a notebook as an output of the cell that needs nothing more
-    than the notebook itself. ``gt.TwoTower().fit(pairs, callbacks=[gt.ProgressBar()])``.
+    In a terminal rich draws it on standard error; in a notebook it is an output of the cell and needs no other package.
+    Example: ``gt.TwoTower().fit(pairs, callbacks=[gt.ProgressBar()])``.
 
     Args:
         console: a ``rich.console.Console`` to draw on instead.
@@ -117,31 +110,29 @@ class ProgressBar:
 
     def __init__(self, console: Any = None) -> None:
         self.console = console
-        self._bar: Bar | None = None
+        self._bar: _TerminalBar | _NotebookBar | None = None
 
     def begin(self, started: Started) -> None:
-        """Draw it."""
         if started.first:
-            done, figures = started.last.iteration, _figures(started.last)
-            self._bar = open_bar(started.max_iterations, done, figures, _USE, self.console)
+            at = started.max_iterations, started.last.iteration, _figures(started.last)
+            notebook = self.console is None and in_notebook()
+            self._bar = _NotebookBar(*at) if notebook else _TerminalBar(*at, self.console)
 
     def __call__(self, record: Record, point: Point) -> None:
-        """Move it."""
         if self._bar is not None:
             self._bar.move(record.iteration, _figures(record))
 
     def end(self, result: Result | None) -> None:
-        """Leave it as it is."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
 
 class MLflow:
-    """A run of MLflow, nested in the active one if there is one, with the settings and a metric for each number.
+    """Logs to an MLflow run, nested in the active run if there is one: the settings, and a metric for each number.
 
     Args:
-        experiment: name of the experiment; None for the active one.
+        experiment: name of the experiment; None for the active experiment.
         run_name: name of the run; None lets MLflow choose.
     """
 
@@ -177,10 +168,10 @@ class MLflow:
 
 
 class TensorBoard:
-    """A scalar for each number of a record, in event files that TensorBoard shows.
+    """Writes event files for TensorBoard, with a scalar for each number of a record.
 
     Args:
-        folder: of the event files; a second run goes to ``FOLDER-2``, and so on.
+        folder: folder of the event files; a second run writes to ``FOLDER-2``, and so on.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -216,10 +207,10 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases with the settings as its config.
+    """Logs to a run of Weights & Biases, with the settings as its config.
 
     Args:
-        options: what ``wandb.init`` takes, such as ``project="films"``.
+        options: arguments of ``wandb.init``, such as ``project="films"``.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -240,7 +231,7 @@ class WeightsAndBiases:
             self._run.log(numbers_of(record), step=record.iteration)
 
     def end(self, result: Result | None) -> None:
-        """Finish the run; one that an error ended counts as failed."""
+        """Finish the run; after an error it counts as failed."""
         if self._run is not None:
             run, self._run = self._run, None
             run.finish(exit_code=int(result is None))
@@ -251,43 +242,18 @@ def _figures(record: Record) -> str:
     return f"objective {record.value:.6g}{metric}"
 
 
-class Bar(Protocol):
-    """One bar on the screen."""
-
-    def move(self, done: int, figures: str) -> None:
-        """Show that so many iterations are done, with figures beside the bar."""
-
-    def stop(self) -> None:
-        """Leave it as it is."""
-
-
 def in_notebook() -> bool:
     """Whether this code runs in the kernel of a notebook, not in a terminal."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return hasattr(shell, "kernel")
 
 
-def open_bar(total: int, done: int, figures: str, use: str, console: Any = None) -> Bar:
-    """A bar where it can be seen: on ``console`` if there is one, otherwise in the notebook or the terminal.
+class _TerminalBar:
+    """A line on standard error, drawn by rich."""
 
-    Args:
-        total: iterations that there may be.
-        done: iterations before this run.
-        figures: text beside the bar.
-        use: what needs the packages, for errors.
-        console: a ``rich.console.Console``.
-    """
-    if console is None and in_notebook():
-        return NotebookBar(total, done, figures)
-    return TerminalBar(total, done, figures, use, console)
-
-
-class TerminalBar:
-    """A line on standard error, by rich."""
-
-    def __init__(self, total: int, done: int, figures: str, use: str, console: Any) -> None:
-        rich = need("rich.progress", use)
-        console = console or need("rich.console", use).Console(stderr=True)
+    def __init__(self, total: int, done: int, figures: str, console: Any) -> None:
+        rich = need("rich.progress", _USE)
+        console = console or need("rich.console", _USE).Console(stderr=True)
         parts = ("iteration", rich.BarColumn(), rich.MofNCompleteColumn(), "{task.fields[figures]}")
         self._bar = rich.Progress(*parts, rich.TimeRemainingColumn(), console=console)
         self._bar.start()
@@ -300,8 +266,8 @@ class TerminalBar:
         self._bar.stop()
 
 
-class NotebookBar:
-    """An output of the cell, replaced after each iteration."""
+class _NotebookBar:
+    """An output of the cell, which is replaced after each iteration."""
 
     def __init__(self, total: int, done: int, figures: str) -> None:
         self._shown = need("IPython.display", "a bar in a notebook", "ipython")
@@ -314,7 +280,6 @@ class NotebookBar:
         self._handle.update(self._content(self._left(done)))
 
     def stop(self) -> None:
-        """Without the time that is left."""
         self._handle.update(self._content())
 
     def _left(self, done: int) -> str:
@@ -328,7 +293,7 @@ class NotebookBar:
 
 
 class _Output:
-    """The same as HTML and as text, of which a front end takes what it can show."""
+    """A text with an HTML version for front ends that can show it."""
 
     def __init__(self, markup: str, words: str) -> None:
         self._markup, self._words = markup, words
@@ -344,11 +309,11 @@ HEADER = " iter   seconds      objective   decrease       |g|   CG      step   d
 
 
 def progress_lines(name: str, verbose: bool | None = None) -> Callable[[str], None] | None:
-    """A function that takes lines about the progress of a call of several fits; None if nobody reads them.
+    """A function that reports lines about the progress of several fits; None if they are not shown anywhere.
 
     Args:
-        name: of the logger that gets them at level INFO.
-        verbose: whether they go to standard error too; None for yes in a terminal or a notebook.
+        name: name of the logger that gets them at level INFO.
+        verbose: whether to print them to standard error too; None prints them in a terminal or a notebook.
     """
     shown = (sys.stderr.isatty() or in_notebook()) if verbose is None else check.flag("verbose", verbose)
     logger = logging.getLogger(name)
@@ -364,7 +329,7 @@ def progress_lines(name: str, verbose: bool | None = None) -> Callable[[str], No
 
 
 def line(record: Record) -> str:
-    """The fixed columns of one iteration."""
+    """One iteration as a line with fixed columns."""
     gradient = "-" if record.gradient_norm is None else f"{record.gradient_norm:.2e}"
     damping = "-" if record.damping is None else f"{record.damping:.1e}"
     metric = "-" if record.metric is None else f"{record.metric:.4f}"
@@ -375,17 +340,17 @@ def line(record: Record) -> str:
 
 
 def traffic(record: Record) -> str:
-    """Bytes sent between processes, as counted by the first one."""
+    """A line about the bytes sent between processes, as counted by the first process."""
     product = f", {record.product_bytes / 1e6:.3g} MB for one G·d" if record.product_bytes else ""
     return f"{record.processes} processes; each sent and received about {record.bytes / 1e6:.3g} MB{product}"
 
 
 class Log:
-    """Writes the lines; on a terminal also a status line that the next line overwrites.
+    """Prints a line per iteration; in a terminal also a status line, which the next line overwrites.
 
     Args:
-        limits: (max_iterations, time_limit), for the time left.
-        stream: where to, standard error by default.
+        limits: (max_iterations, time_limit), for the remaining time.
+        stream: output stream, standard error by default.
     """
 
     def __init__(self, limits: tuple[int, float | None], stream: TextIO | None = None) -> None:
@@ -396,7 +361,6 @@ class Log:
         self._last: Record | None = None
 
     def __call__(self, record: Record) -> None:
-        """Show a record."""
         self._last = record
         clear = "\r\x1b[K" if self.live and self._started else ""
         if not self._started:
@@ -408,7 +372,7 @@ class Log:
             self.stream.flush()
 
     def end(self, message: str) -> None:
-        """Say why the run stopped."""
+        """Print why the run stopped."""
         clear = "\r\x1b[K" if self.live and self._started else ""
         print(f"{clear}stopped: {message}", file=self.stream, flush=True)
         if self._last is not None and self._last.processes > 1:

@@ -66,10 +66,10 @@ def fingerprint(
     validation: Any = None,
     patience: int | None = None,
 ) -> dict[str, str]:
-    """What must agree for a run to be continued, part by part, so that an error can name what differs.
+    """The properties that must agree for a run to continue, by name, so that an error can name the one that differs.
 
-    A ``validation`` with a method ``marks`` says itself what it measures, and on what; another function is known by its
-    name alone.
+    A ``validation`` with a method ``fingerprint(shards)`` describes its metric and data; any other function is
+    identified only by its name.
     """
     group, rows = problem.shards.group, (problem.shards.left.first, problem.shards.right.first)
     (a, b), loss = problem.weight_arrays, problem.loss
@@ -97,27 +97,26 @@ def fingerprint(
         "options": json.dumps(options, sort_keys=True, default=str),
         "seed": str(seed),
         "patience": str(patience),
-        **_validation_marks(validation, problem.shards),
+        **_validation_fingerprint(validation, problem.shards),
     }
 
 
-def _validation_marks(validation: Any, shards: Shards) -> dict[str, str]:
-    if hasattr(validation, "marks"):
-        marks: dict[str, str] = validation.marks(shards)
-        return marks
+def _validation_fingerprint(validation: Any, shards: Shards) -> dict[str, str]:
+    if hasattr(validation, "fingerprint"):
+        return dict(validation.fingerprint(shards))
     return {"metric": "none" if validation is None else _name(validation), "validation": "none"}
 
 
 def _name(function: Any) -> str:
-    """Where a function, or the class of another callable, was defined."""
+    """The module and name of a function, or of the class of another callable."""
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
 
 
 def _architecture(towers: Towers, problem: Problem) -> str:
-    """Every module of both towers: its class, what it was set to, and what it holds and does not learn.
+    """Every module of both towers: its class, its settings, its buffers and its frozen parameters.
 
-    Sizes of first layers are left out: over processes they count local rows. "towers" has them for all rows.
+    Sizes of first layers are left out, because processes have local rows; "towers" has the sizes of all rows.
     """
     lines = []
     sides = ("left", towers.left, problem.shards.left), ("right", towers.right, problem.shards.right)
@@ -132,14 +131,14 @@ def _architecture(towers: Towers, problem: Problem) -> str:
 
 
 def _text(value: Any, rows: Rows, group: Group) -> str:
-    """A module's attribute: plain values as they are, tensors by their content, anything else by its name."""
+    """A module's attribute as text: plain values, digests of tensors, and the names of other objects."""
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return repr(value)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_text(item, rows, group) for item in value)}]"
     if isinstance(value, (Tensor, np.ndarray)):
         array = torch.as_tensor(value).detach().cpu().to(torch.float64).numpy()
-        # A table over ids holds local rows; its content is that of all processes' rows.
+        # A table over ids holds local rows; the digest is over the rows of all processes.
         table = group.from_first(bool(array.ndim) and len(array) == rows.count)
         digest = Digest().add_rows(np.atleast_1d(array), rows.first if table else 0)
         return f"{'rows of ' if table else ''}{array.shape[1:] if table else array.shape} " + digest.text(
@@ -149,7 +148,7 @@ def _text(value: Any, rows: Rows, group: Group) -> str:
 
 
 def _pair_digest(problem: Problem, values: Any) -> Digest:
-    """The pairs with a number each, whichever process holds them."""
+    """A digest of the pairs with a number each, independent of how processes divide them."""
     pairs = problem.pairs
     return sparse_digest(
         pairs.offsets.numpy(), pairs.columns.numpy(), values, problem.shards.left.first, problem.shape[1]
@@ -157,7 +156,7 @@ def _pair_digest(problem: Problem, values: Any) -> Digest:
 
 
 def sparse_digest(offsets: Any, columns: Any, values: Any, first: int, width: int) -> Digest:
-    """Rows of a sparse matrix, of which these begin with row ``first`` of all processes' rows."""
+    """A digest of rows of a sparse matrix, which start at row ``first`` of all processes' rows."""
     rows = len(offsets) - 1
     if len(columns) < _MANY or not host.has_numba():
         keys = np.repeat(np.arange(first, first + rows), np.diff(offsets)) * width + columns
@@ -177,7 +176,7 @@ def sparse_digest(offsets: Any, columns: Any, values: Any, first: int, width: in
 
 
 def features_text(features: Features, group: Group) -> str:
-    """Kind, size and content of one side's features, whichever process holds which rows."""
+    """Kind, size and digest of one side's features, independent of how processes divide the rows."""
     arrays = [array.numpy() for array in features.arrays]
     if features.kind == "sparse":
         offsets, columns, values = arrays
@@ -189,7 +188,7 @@ def features_text(features: Features, group: Group) -> str:
 
 
 def global_shapes(layout: Layout, shards: Shards) -> dict[str, list[int]]:
-    """Shapes of the tensors of all processes together."""
+    """Shapes of the tensors over all processes."""
     shapes = {name: list(shape) for name, shape in layout.shapes.items()}
     for name in layout.owned:
         shapes[name][0] = (shards.left if side_of(name) == "left" else shards.right).total
@@ -197,7 +196,7 @@ def global_shapes(layout: Layout, shards: Shards) -> dict[str, list[int]]:
 
 
 class StoredHistory:
-    """The file beside one checkpoint, as far as the last checkpoint knows it."""
+    """The file of records next to a checkpoint, up to the last checkpoint."""
 
     def __init__(self, checkpoint: Path, count: int = 0, size: int = 0, checksum: int = 0) -> None:
         self.path = history_path(checkpoint)
@@ -205,11 +204,11 @@ class StoredHistory:
 
     @property
     def mark(self) -> dict[str, int]:
-        """What the checkpoint says of the file."""
+        """The entry of the checkpoint's header about the file."""
         return {"records": self.count, "bytes": self.size, "checksum": self.checksum}
 
     def append(self, records: Sequence[Record]) -> None:
-        """Write what is new of a run's records onto the disk."""
+        """Append the new records of a run, and flush them to disk."""
         text = "".join(record.to_json() + "\n" for record in records[self.count :]).encode()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
@@ -223,7 +222,7 @@ class StoredHistory:
 
 
 def read_stored(checkpoint: Path, mark: Mapping[str, int]) -> tuple[StoredHistory, list[Record]]:
-    """The records that a checkpoint speaks of.
+    """The records that belong to a checkpoint.
 
     Raises:
         ValueError, OSError: if the file is missing or damaged.
@@ -239,28 +238,28 @@ def read_stored(checkpoint: Path, mark: Mapping[str, int]) -> tuple[StoredHistor
         if len(records) != known.count or not records:
             raise ValueError("another number of records")
     except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"{path.name} beside it is damaged: {error}") from error
+        raise ValueError(f"{path.name} next to it is damaged: {error}") from error
     return known, records
 
 
 def history_path(checkpoint: Path) -> Path:
-    """Where the records of a checkpoint are."""
+    """The path of a checkpoint's records."""
     return checkpoint.with_name(checkpoint.name + ".history")
 
 
 @contextmanager
 def locked(path: Path | None, group: Group = SINGLE, name: str = "checkpoint") -> Iterator[None]:
-    """Hold the lock of what is at ``path`` in the first process; None locks nothing.
+    """Hold a lock on a file or folder in the first process; None locks nothing.
 
-    The lock of a folder is a file in it, that of a file stands beside it.
+    The lock of a folder is a file in it; that of a file is next to it.
 
     Args:
-        path: what is written.
+        path: the file or folder that the run writes.
         group: the processes of the run.
-        name: the argument that said so, for the error.
+        name: the name of the argument, for the error.
 
     Raises:
-        ValueError: in every process, if another run holds it.
+        ValueError: in every process, if another run holds the lock.
     """
     file: int | None = None
     lock = None
@@ -284,8 +283,8 @@ def _take(lock: Path, path: Path, name: str) -> int | None:
     except BlockingIOError:
         holder = lock.read_text(errors="replace").strip() or "unknown"
         raise ValueError(
-            f"{name}: {path} is being written by another run (process {holder}); wait for it to end, or give this run "
-            "another path"
+            f"{name}: {path} is being written by another run (process {holder}); wait until it ends, or choose another "
+            "path"
         ) from None
     if file is not None:
         os.ftruncate(file, 0)
@@ -298,7 +297,7 @@ _KIND = ("gramtower-checkpoint", 5)
 
 @dataclass
 class _Header:
-    """What a checkpoint holds besides its tensors; ``sides`` names the tensors that have rows of a side's entities."""
+    """The header of a checkpoint; ``sides`` has the side of each tensor with rows of entities."""
 
     fingerprint: dict[str, str]
     values: dict[str, Any]
@@ -314,7 +313,7 @@ class _Header:
 
 @dataclass
 class Saved:
-    """A run as it stood after an iteration."""
+    """The state of a run after an iteration."""
 
     parameters: Parameters
     method: State
@@ -328,8 +327,8 @@ class Saved:
     first_norm: float | None
 
 
-def write_checkpoint(path: Path, marks: dict[str, str], saved: Saved, log: StoredHistory, shards: Shards) -> None:
-    """Save a run; what is at ``path`` is replaced in one step, and ``log``, its file of records, appended to."""
+def write_checkpoint(path: Path, own: dict[str, str], saved: Saved, log: StoredHistory, shards: Shards) -> None:
+    """Save a run with its ``own`` fingerprint: append records to ``log``, and replace the file ``path`` atomically."""
     tensors, values = split_state({"method": saved.method})
     tensors["parameters"] = saved.parameters
     if saved.best is not None:
@@ -348,7 +347,7 @@ def write_checkpoint(path: Path, marks: dict[str, str], saved: Saved, log: Store
         if shards.group.rank == 0:
             log.append(saved.history)
     header = {
-        "fingerprint": marks,
+        "fingerprint": own,
         "values": values,
         "seconds": saved.seconds,
         "work": saved.work,
@@ -363,18 +362,18 @@ def write_checkpoint(path: Path, marks: dict[str, str], saved: Saved, log: Store
 
 
 def read_checkpoint(
-    path: Path, marks: dict[str, str], like: Parameters, shards: Shards, device: torch.device
+    path: Path, own: dict[str, str], like: Parameters, shards: Shards, device: torch.device
 ) -> tuple[Saved, StoredHistory]:
-    """Load a run, of the tables the rows that this process holds, and the file of its records.
+    """Load a run, with this process's rows of the tables, and the file of its records.
 
     Raises:
-        ValueError: if a file is damaged or missing, not a checkpoint, or belongs to another run.
+        ValueError: if a file is damaged or missing, is not a checkpoint, or has another fingerprint than ``own``.
     """
     with shards.group.together():
         with _refusing(path):
             file = shard_files.Reader(path, _KIND, device)
             header = build("header", _Header, file.header)
-        _refuse_another_run(path, header.fingerprint, marks)
+        _refuse_another_run(path, header.fingerprint, own)
         with _refusing(path):
             tensors = _read_tensors(file, header.sides, like, shards)
             file.close()
@@ -392,27 +391,27 @@ def read_checkpoint(
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint with all files that belong to it."""
+    """Remove a checkpoint and all files that belong to it."""
     shard_files.remove(path)
     history_path(path).unlink(missing_ok=True)
 
 
 @contextmanager
 def _refusing(path: Path) -> Iterator[None]:
-    """Say of which file an error is."""
+    """Add the file name to errors."""
     try:
         yield
     except (ValueError, OSError) as error:
         raise ValueError(
-            f"checkpoint: {path} is damaged or not a checkpoint of this version ({error}); delete it to start anew"
+            f"checkpoint: {path} is damaged or not a checkpoint of this version ({error}); delete it to start again"
         ) from error
 
 
 def restore(path: Path, method: Stateful, state: State) -> None:
-    """Give a method its stored state back.
+    """Restore the stored state of a method.
 
     Raises:
-        ValueError: if it is not the state of such a method.
+        ValueError: if it is the state of another method.
     """
     with _refusing(path):
         _check_state("method", state, method.state())
@@ -425,7 +424,7 @@ def restore(path: Path, method: Stateful, state: State) -> None:
 
 
 def _check_state(name: str, state: Any, like: Any) -> None:
-    """Refuse values of another kind than a fresh method has; tensors may be there that it does not have yet."""
+    """Refuse values whose types differ from those of a new method; additional tensors are allowed."""
     if isinstance(like, dict):
         if not isinstance(state, dict):
             raise ValueError(f"got {name} of type {type(state).__name__}, expected a part of the method's state")
@@ -447,13 +446,13 @@ def _check_state(name: str, state: Any, like: Any) -> None:
 
 
 def _names(state: Any) -> Any:
-    """A state without its values; an empty part counts as none."""
+    """The names in a state, without empty parts."""
     below = {key: _names(value) for key, value in state.items()} if isinstance(state, dict) else None
     return {key: value for key, value in below.items() if value != {}} if below is not None else None
 
 
 def _joined(tensors: dict[str, Stored], values: dict[str, Any]) -> State:
-    """The method's state; every name lies below "method"."""
+    """The method's state; all names must be below "method"."""
     if any(name.split("/")[0] != "method" for name in (*tensors, *values)):
         raise ValueError(f"got {', '.join((*tensors, *values))[:60]}, expected the state of a method")
     try:
@@ -463,20 +462,20 @@ def _joined(tensors: dict[str, Stored], values: dict[str, Any]) -> State:
     return state
 
 
-def _refuse_another_run(path: Path, found: dict[str, str], marks: dict[str, str]) -> None:
-    differing = [key for key in marks if found.get(key) != marks[key]]
+def _refuse_another_run(path: Path, found: dict[str, str], own: dict[str, str]) -> None:
+    differing = [key for key in own if found.get(key) != own[key]]
     if differing:
-        hint = "; without dim, the size of the embeddings follows the machine" if "towers" in differing else ""
+        hint = "; without dim, the size of the embeddings depends on the machine" if "towers" in differing else ""
         raise ValueError(
-            f"checkpoint: {path} belongs to another run, which differs in {', '.join(differing)}; give this run "
-            f"another path, or delete the file to start anew{hint}"
+            f"checkpoint: {path} belongs to another run, which differs in {', '.join(differing)}; choose another path, "
+            f"or delete the file to start again{hint}"
         )
 
 
 def _read_tensors(
     file: shard_files.Reader, held: dict[str, str], like: Parameters, shards: Shards
 ) -> dict[str, Stored]:
-    """The stored tensors: vectors of the parameters' layout, rows of the entities that are here, and others."""
+    """The stored tensors: Parameters, rows of this process's entities, and other tensors."""
     sides = {"left": shards.left, "right": shards.right}
     tensors: dict[str, Stored] = {}
     parts: dict[str, dict[str, Tensor]] = {}

@@ -1,11 +1,11 @@
-"""`gramtower.minimize`: the one loop that runs every method.
+"""`gramtower.minimize`: the loop that runs every method.
 
-Order of an iteration: method.iterate → finite? → validation → record → log, callbacks → checkpoint → limits. The clock
-runs, and work is counted, during method.iterate only (values that a method looks at to choose a step are part of that;
-for those that draw and have a given step size, the value is wanted by the record alone).
+Order of an iteration: method.iterate → finite? → validation → record → log, callbacks → checkpoint → limits. Time and
+work are counted only during method.iterate. That includes values that a method computes to choose a step; a sampling
+method with a given step size computes none, and the value for its record is not counted.
 
-An iteration counts once it has its record: the run then steps to the next `_Reached` by one assignment. Whatever is
-interrupted, or ends in no point, before that has not happened; checkpoints and results are of what was reached.
+An iteration is complete once it has its record: a single assignment then makes the next `_Reached` the current one. An
+iteration that is interrupted, or finds no point, has no effect; checkpoints and results contain only complete ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from gramtower.engine.towers.parameters import Parameters
 from gramtower.engine.towers.towers import Towers
 from gramtower.optim.descent import IterationResult, Method, State
 from gramtower.optim.solvers import Solver, as_solver
-from gramtower.training.callbacks import Callback, Log, Started, Watchers
+from gramtower.training.callbacks import Callback, CallbackList, Log, Started
 from gramtower.training.checkpoint import (
     Saved,
     StoredHistory,
@@ -46,7 +46,7 @@ from gramtower.training.checkpoint import (
 )
 from gramtower.training.result import History, Limits, Reason, Record, Result, Stop
 
-_SAME = 1e-3  # relative difference beyond which an objective is another one, not another machine's rounding
+_SAME = 1e-3  # a larger relative difference of the objective is not explained by another machine's rounding
 
 
 def minimize(
@@ -71,33 +71,33 @@ def minimize(
 ) -> Result:
     """Train two towers: minimise the problem over their parameters, which are updated.
 
-    While it runs, the modules' tensors are those of the present point: to be looked at, not to be changed. Afterwards
-    they are new ones.
+    During the run the modules' tensors are those of the current point; callbacks may read but not change them.
+    Afterwards they are new tensors.
 
     Args:
-        problem: what is minimised.
-        towers: where to start, and what is updated.
+        problem: the objective.
+        towers: the towers, whose parameters are the starting point and are updated.
         optimizer: a solver such as ``gt.NewtonKron(damping=0.1)``, or one by name: newton-kron, gd, gd-diag, newton,
             sogram, sogram-diag, sampling, sampling-diag or lbfgs.
-        max_iterations: stops after this many iterations.
-        time_limit: stops after the iteration in which training time passes this many seconds.
-        seed: for methods that draw.
-        callbacks: called with each record and point; one that returns True stops the run. See
-            gramtower/training/callbacks.py for those that come with the library, and for what else they are told.
-        tolerance: stops when ``Record.gradient_norm`` is at most tolerance times that of the first iteration
-            (exact-gradient methods).
-        validation: a metric of a point, larger is better and NaN never; the best point, of equals the first, is what
-            the towers are left with. Over several processes every one calls it, and the first one's answer counts.
-        validate_at: which iterations are validated; None is all of them.
-        patience: stops when the metric has not improved for this many validations; None never stops so.
-        history: path of a JSONL file with one record an iteration.
-        checkpoint: path of a checkpoint; if the file exists, the run it holds is continued. It must be of the same
-            problem, towers, method, metric and seed; limits may differ. Rows go in the same blocks as before, and
-            rounding with them, unless the problem was given a memory budget.
+        max_iterations: stop after this many iterations.
+        time_limit: stop after the iteration in which the training time exceeds this many seconds.
+        seed: seed of methods that sample.
+        callbacks: functions called with each record and point; if one returns True, the run stops. The module
+            gramtower.training.callbacks has callbacks, and describes their optional methods.
+        tolerance: stop when ``Record.gradient_norm`` is at most tolerance times that of the first iteration
+            (methods with exact gradients).
+        validation: a metric of a point, larger is better and NaN is never best. The towers end at the best point, the
+            first one if several are equal. Every process calls it, and the result of the first process is used.
+        validate_at: a function that returns whether to validate an iteration; None validates all.
+        patience: stop when the metric has not improved for this many validations; None disables this.
+        history: path of a JSONL file with one record per iteration.
+        checkpoint: path of a checkpoint. If the file exists, its run continues; problem, towers, method, metric and
+            seed must be the same, while limits may differ. Unless the problem has a memory budget, the run uses the
+            same blocks of rows as before, and so has the same rounding.
         checkpoint_every: iterations between checkpoints.
-        checkpoint_seconds: seconds of training that must lie between them too.
-        verbose: one line an iteration on standard error.
-        options: of a solver that is given by name; see gramtower/optim/solvers.py for names and defaults.
+        checkpoint_seconds: least seconds of training between checkpoints.
+        verbose: whether to print one line per iteration to standard error.
+        options: options of a solver given by name; see gramtower/optim/solvers.py for names and defaults.
 
     Returns:
         The reason for stopping, the history and the final parameters.
@@ -108,13 +108,13 @@ def minimize(
         >>> result.reason.name, len(result.history), result.value < result.history[0].value
         ('MAX_ITERATIONS', 4, True)
     """
-    watchers = Watchers(callbacks)
+    called = CallbackList(callbacks)
     path = None if checkpoint is None else check.path("checkpoint", checkpoint)
     written = None if history is None else check.path("history", history)
     run = _Run(problem, towers, as_solver(optimizer, options), seed, validation, validate_at)
     limits = Limits(max_iterations, time_limit, tolerance, patience if validation is not None else None)
     if patience is not None and validation is None:
-        check.fail("patience", patience, "a validation metric to be patient about: give validation as well")
+        check.fail("patience", patience, "None, or a validation metric: patience requires `validation`")
     seconds = check.number("checkpoint_seconds", checkpoint_seconds, minimum=0.0)
     spacing = check.count("checkpoint_every", checkpoint_every), seconds
     group = problem.shards.group
@@ -127,29 +127,29 @@ def minimize(
             if log is not None:
                 for record in records.records:
                     log(record)
-            watchers.begin(Started(records.records[-1], max_iterations, run.settings(), group.rank == 0))
+            called.begin(Started(records.records[-1], max_iterations, run.settings(), group.rank == 0))
             with _sigterm_deferred(group) as sigterm:
-                stop = run.loop(limits, records, watchers, log, path, spacing, sigterm)
+                stop = run.loop(limits, records, called, log, path, spacing, sigterm)
             if log is not None:
                 log.end(stop.message)
             result = run.finish(stop, records)
         except BaseException:
-            watchers.fail()
+            called.fail()
             raise
         else:
-            watchers.end(result)
+            called.end(result)
             return result
         finally:
-            with suppress(torch.OutOfMemoryError):  # views of the last point serve as well
+            with suppress(torch.OutOfMemoryError):  # the towers may stay views of the last point
                 towers.unbind()
 
 
 @contextmanager
 def _sigterm_deferred(group: Group) -> Iterator[Callable[[], bool]]:
-    """Keep SIGTERM until the loop ends, for several processes, which must stop after the same iteration.
+    """Defer SIGTERM until the loop ends, because several processes must stop after the same iteration.
 
-    Yields a function that returns whether SIGTERM has come. The handler of the caller runs when the loop has ended. One
-    process, and one whose caller has no handler, keep what they have.
+    Yields a function that returns whether SIGTERM was received. The caller's handler runs after the loop. Nothing
+    changes for a single process, or if the caller has no handler.
     """
     handler = signal.getsignal(signal.SIGTERM)
     if group.size == 1 or not callable(handler) or threading.current_thread() is not threading.main_thread():
@@ -185,7 +185,7 @@ def _non_finite(what: str, names: list[str]) -> Stop:
 
 
 class _Run:
-    """A run: what it is of, and what it has reached."""
+    """A run with its settings and the state that it has reached."""
 
     def __init__(
         self,
@@ -208,36 +208,37 @@ class _Run:
         self.validation, self.validate_at = validation, validate_at
         self.saved_at = 0.0  # seconds at the last checkpoint
         self.reached: _Reached
-        self.marks: dict[str, str] = {}
+        self.fingerprint: dict[str, str] = {}
         self.stored: StoredHistory | None = None
 
     def agree(self, path: Path | None, limits: Limits) -> None:
-        """Refuse processes of one run that were given different things, before anything is computed."""
+        """Refuse processes of one run whose settings differ, before anything is computed."""
         if self.group.size == 1:
             return
         p, (optimizer, options, seed) = self.problem, self._identity
-        objective = {"loss": p.loss.name, "omega": p.omega, "l2": p.l2, "embedding_l2": p.embedding_l2}
-        objective |= {"frequency_power": p.frequency_power, "dtype": str(self.towers.dtype)}
-        objective |= {"precision": p.precision, "pair_precision": p.pair_precision}
-        run = {"optimizer": optimizer, "seed": seed}
-        run |= {f"option {name}": json.dumps(value, default=str) for name, value in options.items()}
-        places = {"device": self.towers.device.type, "checkpoint": None if path is None else str(path)}
-        agree(self.group, versions() | objective | run | places | vars(limits))
+        more = {"frequency_power": p.frequency_power, "dtype": str(self.towers.dtype)}
+        more |= {"precision": p.precision, "pair_precision": p.pair_precision, "optimizer": optimizer, "seed": seed}
+        more |= {f"option {name}": json.dumps(value, default=str) for name, value in options.items()}
+        more |= {"device": self.towers.device.type, "checkpoint": None if path is None else str(path)}
+        agree(self.group, versions() | self._objective() | more | vars(limits))
 
     def settings(self) -> dict[str, Any]:
-        """What the run is of, for callbacks."""
-        p, (optimizer, options, seed) = self.problem, self._identity
-        objective = {"loss": p.loss.name, "omega": p.omega, "l2": p.l2, "embedding_l2": p.embedding_l2}
-        sizes = {"left": p.shards.left.total, "right": p.shards.right.total}
+        """The settings of the run, for callbacks."""
+        shards, (optimizer, options, seed) = self.problem.shards, self._identity
+        sizes = {"left": shards.left.total, "right": shards.right.total}
         metric = {} if self.validation is None else {"metric": getattr(self.validation, "metric", "validation")}
-        return {"optimizer": optimizer, **options, "seed": seed} | objective | sizes | metric
+        return {"optimizer": optimizer, **options, "seed": seed} | self._objective() | sizes | metric
+
+    def _objective(self) -> dict[str, Any]:
+        p = self.problem
+        return {"loss": p.loss.name, "omega": p.omega, "l2": p.l2, "embedding_l2": p.embedding_l2}
 
     def begin(self, path: Path | None, limits: Limits, records: History) -> None:
         """Evaluate the start, or resume from a checkpoint."""
         problem, towers = self.problem, self.towers
         towers.join(problem.shards, problem.left, problem.right)
         if path is not None:
-            self.marks = fingerprint(problem, towers, *self._identity, self.validation, limits.patience)
+            self.fingerprint = fingerprint(problem, towers, *self._identity, self.validation, limits.patience)
             self.stored = StoredHistory(path)
         if path is not None and self.group.from_first(path.exists()):
             self._resume(path, records)
@@ -254,19 +255,18 @@ class _Run:
         self.reached = first
 
     def _resume(self, path: Path, records: History) -> None:
-        """Resume from a checkpoint."""
         problem, like = self.problem, self.towers.parameters()
-        saved, self.stored = read_checkpoint(path, self.marks, like, problem.shards, self.towers.device)
-        if saved.memory_budget:  # the same blocks and rounding, unless one is given
+        saved, self.stored = read_checkpoint(path, self.fingerprint, like, problem.shards, self.towers.device)
+        if saved.memory_budget:  # the same blocks and rounding, unless the problem has a budget
             problem.planned_budgets[self.towers.device] = saved.memory_budget
         point = problem.at(self.towers, saved.parameters)
         self.towers.bind(point.parameters)
         last = saved.history[-1]
         if abs(point.value - last.value) > _SAME * abs(last.value) + 100 * point.value_noise:
             raise ValueError(
-                f"checkpoint: {path} belongs to another run: at its parameters the objective is {point.value:.6g}, and "
-                f"was {last.value:.6g}, so that towers or loss compute something else; give this run another path, or "
-                "delete the file to start anew"
+                f"checkpoint: {path} belongs to another run: at its parameters the objective is {point.value:.6g} "
+                f"instead of {last.value:.6g}, so the towers or the loss differ; choose another path, or delete the "
+                "file to start again"
             )
         restore(path, self.method, saved.method)
         self.saved_at = saved.seconds
@@ -280,13 +280,13 @@ class _Run:
         self,
         limits: Limits,
         records: History,
-        callbacks: Watchers,
+        callbacks: CallbackList,
         log: Log | None,
         path: Path | None,
         spacing: tuple[int, float],
         sigterm: Callable[[], bool],
     ) -> Stop:
-        """Iterate until a rule says stop."""
+        """Iterate until there is a reason to stop."""
         if bad := self.reached.point.terms.non_finite():
             return _non_finite("at the start, the term " + ", ".join(bad), bad)
         try:
@@ -313,7 +313,7 @@ class _Run:
                     stop = Stop(Reason.TOLERANCE, Reason.TOLERANCE.value)
                     break
         except KeyboardInterrupt:
-            if self.group.size > 1:  # processes are at different places: only the last checkpoint is consistent
+            if self.group.size > 1:  # processes may be in different iterations: only the last checkpoint is consistent
                 raise
             stop = Stop(Reason.INTERRUPTED, Reason.INTERRUPTED.value)
             records.cut(self.reached.iteration + 1)
@@ -325,7 +325,7 @@ class _Run:
         return stop
 
     def _iterate(self) -> tuple[IterationResult, float, Work]:
-        """One iteration of the method, not yet recorded, and the seconds and the work of the run with it."""
+        """Run one iteration of the method; return its result, and the seconds and the work of the run so far."""
         before, earlier, start = self.reached, self.problem.work.copy(), time.perf_counter()
         with explained(self.problem.memory_budget):
             result = self.method.iterate(self.problem, self.towers, before.point)
@@ -336,10 +336,10 @@ class _Run:
         return result, seconds, work
 
     def _step_to(self, result: IterationResult, seconds: float, work: Work, records: History) -> Record:
-        """Validate and record the new point, and make it the current one."""
+        """Validate and record the new point, and make it the current point."""
         assert result.point is not None
         before = self.reached
-        self.towers.bind(result.point.parameters)  # no second copy of θ
+        self.towers.bind(result.point.parameters)  # avoids a second copy of θ
         now = replace(
             before, point=result.point, method=self.method.state(), iteration=before.iteration + 1, seconds=seconds,
             work=work, first_norm=result.gradient_norm if before.first_norm is None else before.first_norm,
@@ -351,7 +351,7 @@ class _Run:
         return record
 
     def finish(self, stop: Stop, records: History) -> Result:
-        """Leave the towers at the best point."""
+        """Set the towers to the best point and return the result."""
         reached = self.reached
         parameters, value = reached.point.parameters, reached.point.value
         if reached.best is not None:
@@ -363,7 +363,7 @@ class _Run:
         )
 
     def _failed(self, result: IterationResult) -> Stop | None:
-        """The reason to stop if an iteration led to no point, or to one that is not finite."""
+        """The reason to stop if an iteration found no point, or one that is not finite."""
         if result.point is None:
             if result.gradient_norm < float("inf"):
                 dtype = str(self.towers.dtype).removeprefix("torch.")
@@ -375,11 +375,11 @@ class _Run:
         return None
 
     def _first(self, number: float) -> float:
-        """The first process's number, so that all decide alike."""
+        """The number of the first process, so that all processes decide the same."""
         return self.group.totals(number if self.group.rank == 0 else 0.0)[0]
 
     def _validate(self, now: _Reached) -> tuple[_Reached, float | None]:
-        """What is known after the metric was measured, if it is this time, and the metric."""
+        """Compute the metric if this iteration is validated; return the updated state and the metric."""
         if self.validation is None or (self.validate_at is not None and not self.validate_at(now.iteration)):
             return now, None
         metric = self._first(float(self.validation(now.point)))
@@ -389,7 +389,9 @@ class _Run:
 
     def _record(self, now: _Reached, result: IterationResult | None, before: float, metric: float | None) -> Record:
         value = now.point.value
-        passes = {k: round(v, 6) for k, v in vars(now.work).items()}  # a resumed run adds fractions in another order
+        passes = {
+            k: round(v, 6) for k, v in vars(now.work).items()
+        }  # a resumed run adds the fractions in another order
         return Record(
             iteration=now.iteration,
             seconds=now.seconds,
@@ -424,5 +426,5 @@ class _Run:
             reached.first_norm,
         )
         assert self.stored is not None
-        write_checkpoint(path, self.marks, saved, self.stored, self.problem.shards)
+        write_checkpoint(path, self.fingerprint, saved, self.stored, self.problem.shards)
         self.saved_at = reached.seconds

@@ -1,9 +1,4 @@
-"""What a run returns: a record for each iteration, the reason it stopped, and the point it ended at.
-
-The limits that a caller sets to a run: iterations, seconds of training, tolerance, and patience with a metric.
-
-The tolerance is compared with the gradient in loop.py, which knows it.
-"""
+"""The result of a run: a record for each iteration, the reason for stopping, and the final point; and the limits."""
 
 from __future__ import annotations
 
@@ -20,18 +15,18 @@ from gramtower.engine.towers.parameters import Parameters
 
 
 class Reason(Enum):
-    """Why training stopped, as a name; the value is the explanation."""
+    """The reason why training stopped; the value is the explanation."""
 
     MAX_ITERATIONS = "finished the planned iterations ({iterations})"
     TIME_LIMIT = "finished the planned training time ({seconds:g} s)"
     TOLERANCE = "the gradient norm fell below tolerance times its first value: a stationary point"
     NO_DECREASE = (
-        "the objective no longer decreases measurably in {dtype}: most often this is a minimum to within rounding"
+        "the objective no longer decreases measurably in {dtype}: in most cases this is a minimum up to rounding"
         "{further}"
     )
     NON_FINITE = (
-        "{what} became NaN or infinite; the last good point was kept. Likely causes: a step size that is too large, "
-        "towers whose outputs grow without bound, or labels of an extreme size"
+        "{what} became NaN or infinite; the last finite point was kept. Likely causes are a step size that is too "
+        "large, towers whose outputs grow without bound, or extreme labels"
     )
     EARLY_STOP = "the validation metric did not improve for {patience} evaluations; the best point was restored"
     CALLBACK = "a callback asked to stop"
@@ -40,7 +35,7 @@ class Reason(Enum):
 
 @dataclass(frozen=True)
 class Stop:
-    """Why a run stops, in words, and what was not finite, if that is why; see :class:`Result`."""
+    """The reason why a run stops, as in :class:`Result`."""
 
     reason: Reason
     message: str
@@ -49,29 +44,28 @@ class Stop:
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of one iteration of training; iteration 0 is the start.
+    """The record of one iteration of training; iteration 0 is the start.
 
     Attributes:
         iteration: number of the iteration.
-        seconds: training time so far; validation, checkpoints and, for sampled methods with a given step size, the
-            value of this record are not counted.
+        seconds: training time so far, without validation and checkpoints, and for sampling methods with a given step
+            size without the computation of ``value``.
         value: objective L after the iteration.
         relative_decrease: ``(L before − L) / |L before|``.
-        gradient_norm: ‖∇L‖ where the iteration started. For sampled methods it is that of the last sample. For sweeps
-            of ``newton-kron`` over two tables it is √(‖∇₁L‖² + ‖∇₂L‖²), where each table's gradient is taken when that
-            table moves, so that the second one is at another θ. It vanishes where ‖∇L‖ does.
-        cg_steps: conjugate gradient steps.
+        gradient_norm: ‖∇L‖ at the start of the iteration. For sampling methods it is the norm of the last estimate. For
+            sweeps of ``newton-kron`` over two tables it is √(‖∇₁L‖² + ‖∇₂L‖²), where each table's gradient is computed
+            when that table moves, so that the second one is at another θ. It vanishes where ‖∇L‖ does.
+        cg_steps: number of conjugate gradient steps.
         step: step size δ.
-        damping: damping in force, or None.
-        trials: values the line search looked at.
-        data_passes: how often the method took all m·n pairs into account so far; what ``seconds`` leaves out is not
-            counted here either.
+        damping: the damping that was used, or None.
+        trials: number of objective values computed by the line search.
+        data_passes: how often the method took all m·n pairs into account so far, counted like ``seconds``.
         work: tower passes and passes over the observed pairs so far.
         terms: the value, term by term.
         metric: validation metric, or None.
-        processes: how many processes the run has.
+        processes: number of processes of the run.
         bytes: bytes that the first process has sent and received so far.
-        product_bytes: the same for one G·d, the last.
+        product_bytes: bytes that it sent and received for the last G·d.
     """
 
     iteration: int
@@ -92,21 +86,21 @@ class Record:
     product_bytes: int = 0
 
     def to_json(self) -> str:
-        """One line of JSON."""
+        """The record as one line of JSON."""
         return json.dumps(asdict(self))
 
 
 @dataclass
 class Result:
-    """How a run of ``minimize`` ended: why, with which history, and with which weights.
+    """The result of ``minimize``.
 
     Attributes:
-        reason: why it stopped.
-        message: the same with particulars.
-        history: one record an iteration, the start included.
-        parameters: the parameters that the towers were left with.
-        value: the objective there.
-        best_metric: the best validation metric seen, or None.
+        reason: the reason for stopping.
+        message: the reason with details.
+        history: one record per iteration, including the start.
+        parameters: the final parameters of the towers.
+        value: the objective at these parameters.
+        best_metric: the best validation metric, or None.
         non_finite: with ``Reason.NON_FINITE``, the terms of the objective that were NaN or infinite, or "gradient".
     """
 
@@ -123,7 +117,7 @@ class Result:
         return f"Result({self.reason.name}, value={self.value:.6g}, {last.iteration} iterations, {last.seconds:.1f} s)"
 
     def _repr_html_(self) -> str:
-        """A card for notebooks: how the run went and why it stopped."""
+        """A card for notebooks, with the course of the run and the reason for stopping."""
         last = self.history[-1]
         facts: dict[str, object] = {"objective": self.value, "iterations": last.iteration, "seconds": last.seconds}
         if self.best_metric is not None:
@@ -134,23 +128,23 @@ class Result:
 
 @dataclass
 class History:
-    """Records kept in memory and, with a path, appended to a JSONL file as they come."""
+    """The records of a run, in memory and, if there is a path, in a JSONL file."""
 
     path: Path | None = None
     records: list[Record] = field(default_factory=list)
 
     def begin(self, records: list[Record]) -> None:
-        """Start with the records of an earlier run, or with none; rewrites the file."""
+        """Start with the given records; rewrites the file."""
         self.records = list(records)
         if self.path is not None:
             write_text(self.path, "".join(record.to_json() + "\n" for record in records))
 
     def cut(self, count: int) -> None:
-        """Keep the first ``count`` records alone, and whole lines of them in the file."""
+        """Keep only the first ``count`` records, also in the file."""
         self.begin(self.records[:count])
 
     def add(self, record: Record) -> None:
-        """Keep a record."""
+        """Append a record."""
         self.records.append(record)
         if self.path is not None:
             with self.path.open("a") as file:
@@ -160,10 +154,10 @@ class History:
 def read_history(path: str | Path) -> list[Record]:
     """Read the records of a training run from its JSONL file.
 
-    An unfinished last line, left by a kill, is ignored.
+    An incomplete last line, left by a killed run, is ignored.
 
     Raises:
-        ValueError: naming the line, if any other is not a record.
+        ValueError: if any other line is not a record.
     """
     records: list[Record] = []
     lines = check.path("path", path).read_text().splitlines()
@@ -179,7 +173,7 @@ def read_history(path: str | Path) -> list[Record]:
 
 
 class Limits:
-    """The limits, checked; the arguments are those of ``minimize``, with patience None where nothing is validated."""
+    """The limits of a run, checked; the arguments are those of ``minimize``."""
 
     def __init__(self, max_iterations: int, time_limit: float | None, tolerance: float, patience: int | None) -> None:
         self.max_iterations = check.count("max_iterations", max_iterations, minimum=0)
@@ -188,7 +182,7 @@ class Limits:
         self.patience = None if patience is None else check.count("patience", patience)
 
     def reached(self, iteration: int, seconds: float, waited: int) -> Stop | None:
-        """Why to stop after so many iterations and seconds, and validations without a better metric; None goes on."""
+        """The reason to stop, given the iterations, seconds and validations without improvement, or None."""
         if self.patience is not None and waited >= self.patience:
             return Stop(Reason.EARLY_STOP, Reason.EARLY_STOP.value.format(patience=self.patience))
         if iteration >= self.max_iterations:
