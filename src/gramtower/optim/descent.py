@@ -172,11 +172,11 @@ _NOISE = 0.1  # expected decreases below this fraction of the rounding error are
 
 
 class Backtracking(StepRule):
-    """A step rule: halve the step until the objective decreases sufficiently (eq:ls_condition).
+    """A step rule: halve the step until the objective decreases sufficiently.
 
-    The condition is L(θ + δs) ≤ L(θ) + ηδ sᵀ∇L with the step size δ and the direction s. As in the paper, δ is one of
-    {δ_init, δ_init/2, δ_init/4, …}, where δ_init is the last step size, doubled every few iterations. The search ends
-    without a point when the decrease that the slope predicts is below the rounding error of the objective.
+    The condition is L(θ + δs) ≤ L(θ) + ηδ sᵀ∇L (eq:ls_condition) with the step size δ and the direction s. As in the
+    paper, δ is one of {δ_init, δ_init/2, δ_init/4, …}, where δ_init is the last step size, doubled every few
+    iterations. The search ends without a point when the decrease that the slope predicts is below the rounding error.
 
     Args:
         sufficient_decrease: η.
