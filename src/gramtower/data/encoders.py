@@ -1,12 +1,12 @@
-"""How one column of a feature table becomes columns of numbers, remembered so that later rows get the same ones.
+"""Encoders: each turns one column of a feature table into columns of numbers, and later rows into the same columns.
 
-    numeric      (x − mean) / deviation, 0 where missing; an indicator column when the table has missing values
-    categorical  one column for each value; one for missing values when the table has some
-    list         one column for each element, 1 where the list holds it
-    text         2^bits columns of hashed n-grams, each row of length 1
-    vector       each of its numbers like a numeric column; an indicator column when the table has missing vectors
+    numeric      (x − mean) / deviation, 0 where missing; an indicator column if the table has missing values
+    categorical  one column for each value; one for missing values if the table has some
+    list         one column for each element, 1 where the list contains it
+    text         2^bits columns of hashed n-grams; each row has length 1
+    vector       each number like a numeric column; an indicator column if the table has missing vectors
 
-A category that the table did not have counts as missing; a list element that it did not have is left out; both are
+A category that was not in the table counts as missing and a list element that was not in it is dropped; both are
 counted. Each ``transform`` costs O(entries).
 """
 
@@ -17,8 +17,8 @@ import re
 import unicodedata
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import scipy.sparse as sp
@@ -37,17 +37,42 @@ _WORD_LENGTHS, _CHARACTER_LENGTHS = (1, 2), (3, 4, 5)
 
 
 @dataclass(frozen=True)
-class Numeric:
+class Encoder:
+    """Base class: the encoding of one column."""
+
+    kind: ClassVar[str]
+    column: str
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the encoded columns."""
+        raise NotImplementedError
+
+    @property
+    def width(self) -> int:
+        """Number of encoded columns."""
+        return len(self.names)
+
+    def transform(self, column: Series) -> tuple[NDArray[np.float32] | sp.csr_matrix, int]:
+        """Encode a column, dense or sparse; also returns how many of its entries were not in the table."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Refuse fields that ``fit`` cannot give."""
+
+
+@dataclass(frozen=True)
+class Numeric(Encoder):
     """A column of numbers, standardised."""
 
-    column: str
+    kind = "numeric"
     mean: float
     deviation: float
     indicator: bool
 
     @classmethod
     def fit(cls, column: Series) -> Numeric:
-        """Mean and standard deviation of the values that are there; a constant column has deviation 1."""
+        """Compute mean and standard deviation of the present values; a constant column has deviation 1."""
         values = frames.numbers("numeric", column).to_numpy()
         present = values[~np.isnan(values)]
         mean = float(present.mean()) if len(present) else 0.0
@@ -56,112 +81,114 @@ class Numeric:
 
     @property
     def names(self) -> list[str]:
-        """Names of the columns made."""
         return [self.column, self.column + MISSING] if self.indicator else [self.column]
 
-    @property
-    def width(self) -> int:
-        """Number of columns made."""
-        return 1 + self.indicator
-
     def transform(self, column: Series) -> tuple[NDArray[np.float32], int]:
-        """The columns made, dense, and how many entries were unseen."""
         values = frames.numbers("numeric", column).to_numpy()
         missing = np.isnan(values)
         made = np.where(missing, 0.0, (values - self.mean) / self.deviation)
         parts = [made, missing] if self.indicator else [made]
         return np.column_stack(parts).astype(np.float32), 0
 
+    def check(self) -> None:
+        if not (math.isfinite(self.mean) and 0 < self.deviation < math.inf):
+            check.fail("mean, deviation", f"{self.mean}, {self.deviation}", "finite numbers and a positive deviation")
+
 
 @dataclass(frozen=True)
-class Categorical:
+class _Listed(Encoder):
+    """An encoding with one column for each of some values."""
+
+    values: tuple[str, ...]
+
+    @property
+    def names(self) -> list[str]:
+        return [f"{self.column}={value}" for value in self.values]
+
+    @property
+    def width(self) -> int:
+        return len(self.values)
+
+    def check(self) -> None:
+        object.__setattr__(self, "values", tuple(self.values))
+        if len(set(self.values)) < len(self.values):
+            check.fail("values", "a repeated value", "distinct values")
+
+
+@dataclass(frozen=True)
+class Categorical(_Listed):
     """A column with one value of a set."""
 
-    column: str
-    values: tuple[str, ...]
+    kind = "categorical"
     indicator: bool
 
     @classmethod
     def fit(cls, column: Series) -> Categorical:
-        """The values in sorted order."""
+        """Find the values; they are kept in sorted order."""
         texts = frames.texts(column)
         values = sorted(value for value in texts.unique().to_list() if value is not None)
         return cls(column.name, tuple(values), texts.null_count() > 0)
 
     @property
     def names(self) -> list[str]:
-        """Names of the columns made."""
-        return [f"{self.column}={value}" for value in self.values] + [self.column + MISSING] * self.indicator
+        return super().names + [self.column + MISSING] * self.indicator
 
     @property
     def width(self) -> int:
-        """Number of columns made."""
         return len(self.values) + self.indicator
 
     def transform(self, column: Series) -> tuple[sp.csr_matrix, int]:
-        """The columns made, and how many entries were unseen."""
         texts = frames.texts(column)
         places = _places(texts, self.values)
         unseen = int((places < 0).sum()) - texts.null_count()
         if self.indicator:
             places = np.where(places < 0, len(self.values), places)
-        return _ones(np.arange(len(places)), places, len(places), len(self.names)), unseen
+        return _ones(np.arange(len(places)), places, len(places), self.width), unseen
 
 
 @dataclass(frozen=True)
-class Elements:
+class Elements(_Listed):
     """A column of lists: polars lists, or text with a separator. A missing list is an empty one."""
 
-    column: str
-    values: tuple[str, ...]
+    kind = "list"
     separator: str
 
     @classmethod
     def fit(cls, column: Series, separator: str) -> Elements:
-        """The elements in sorted order."""
+        """Find the elements; they are kept in sorted order."""
         return cls(column.name, tuple(_exploded(column, separator)[1].unique().sort().to_list()), separator)
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the columns made."""
-        return [f"{self.column}={value}" for value in self.values]
-
-    @property
-    def width(self) -> int:
-        """Number of columns made."""
-        return len(self.values)
-
     def transform(self, column: Series) -> tuple[sp.csr_matrix, int]:
-        """The columns made, and how many entries were unseen."""
         rows, elements = _exploded(column, self.separator)
         places = _places(elements, self.values)
-        matrix = _ones(rows, places, len(column), len(self.values))
-        return matrix, int((places < 0).sum())
+        return _ones(rows, places, len(column), len(self.values)), int((places < 0).sum())
+
+    def check(self) -> None:
+        super().check()
+        if not self.separator:
+            check.fail("separator", "''", "text between the elements of a list")
 
 
 @dataclass(frozen=True)
-class Text:
+class Text(Encoder):
     """A column of text as hashed n-grams: words and pairs of words, or 3 to 5 characters of each word.
 
     The hash is CRC-32 of the n-gram in UTF-8, the same in every process. Case, accents and width are folded.
     """
 
-    column: str
+    kind = "text"
     bits: int
     ngrams: str
 
     @property
     def names(self) -> list[str]:
-        """Names of the columns made."""
         return [f"{self.column}#{place}" for place in range(1 << self.bits)]
 
     @property
     def width(self) -> int:
-        """Number of columns made."""
         return 1 << self.bits
 
     def transform(self, column: Series) -> tuple[sp.csr_matrix, int]:
-        """The columns made, and how many entries were unseen."""
         places: list[int] = []
         counts = []
         for cell in frames.texts(column).to_list():
@@ -175,19 +202,23 @@ class Text:
         matrix.data /= np.repeat(lengths, np.diff(matrix.indptr)).astype(np.float32)
         return matrix, 0
 
+    def check(self) -> None:
+        if not 1 <= self.bits <= MOST_BITS or self.ngrams not in ("word", "char"):
+            check.fail("bits, ngrams", f"{self.bits}, {self.ngrams[:20]!r}", f"1 to {MOST_BITS}, word or char")
+
 
 @dataclass(frozen=True)
-class Vector:
-    """A column of lists of numbers of one length, such as pretrained embeddings, each place standardised."""
+class Vector(Encoder):
+    """A column of lists of numbers of one length, such as pretrained embeddings; each place is standardised."""
 
-    column: str
+    kind = "vector"
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
     indicator: bool
 
     @classmethod
     def fit(cls, column: Series) -> Vector:
-        """Means and standard deviations of the vectors that are there; a constant place has deviation 1."""
+        """Compute means and standard deviations of the present vectors; a constant place has deviation 1."""
         values, missing = _vectors(column, None)
         mean, deviation = values.mean(0), values.std(0)
         deviation = np.where(deviation > 1e-12 * np.abs(mean), deviation, 1.0)
@@ -195,16 +226,9 @@ class Vector:
 
     @property
     def names(self) -> list[str]:
-        """Names of the columns made."""
         return [f"{self.column}[{place}]" for place in range(len(self.mean))] + [self.column + MISSING] * self.indicator
 
-    @property
-    def width(self) -> int:
-        """Number of columns made."""
-        return len(self.mean) + self.indicator
-
     def transform(self, column: Series) -> tuple[NDArray[np.float32], int]:
-        """The columns made, dense, and how many entries were unseen."""
         values, missing = _vectors(column, len(self.mean))
         made = np.zeros((len(missing), self.width), dtype=np.float32)
         made[~missing, : len(self.mean)] = (values - np.array(self.mean)) / np.array(self.deviation)
@@ -212,11 +236,16 @@ class Vector:
             made[missing, -1] = 1
         return made, 0
 
+    def check(self) -> None:
+        for name in ("mean", "deviation"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        finite = all(math.isfinite(x) and 0 < y < math.inf for x, y in zip(self.mean, self.deviation, strict=False))
+        if not finite or not len(self.mean) == len(self.deviation) > 0:
+            given = f"{len(self.mean)} and {len(self.deviation)} numbers"
+            check.fail("mean, deviation", given, "equally many finite numbers and positive deviations")
 
-Encoder = Numeric | Categorical | Elements | Text | Vector
-_KINDS: dict[str, Any] = {
-    "numeric": Numeric, "categorical": Categorical, "list": Elements, "text": Text, "vector": Vector,
-}  # fmt: skip
+
+_KINDS = {one.kind: one for one in (Numeric, Categorical, Elements, Text, Vector)}
 
 
 def grams(text: str, kind: str) -> list[str]:
@@ -231,35 +260,19 @@ def grams(text: str, kind: str) -> list[str]:
 
 def to_plain(encoder: Encoder) -> dict[str, Any]:
     """An encoder as JSON values."""
-    kind = next(name for name, made in _KINDS.items() if isinstance(encoder, made))
-    return {"kind": kind, **asdict(encoder)}
+    return {"kind": encoder.kind, **asdict(encoder)}
 
 
 def from_plain(plain: dict[str, Any]) -> Encoder:
-    """The encoder that :func:`to_plain` wrote.
+    """Rebuild the encoder that :func:`to_plain` wrote.
 
     Raises:
-        ValueError: if it is anything else.
+        ValueError: if the values do not describe an encoder.
     """
     fields = dict(plain)
     kind = check.choice("kind", fields.pop("kind", None), tuple(_KINDS))
     made: Encoder = build(f"a {kind} column", _KINDS[kind], fields)
-    if isinstance(made, Numeric) and not (math.isfinite(made.mean) and 0 < made.deviation < math.inf):
-        check.fail("mean, deviation", f"{made.mean}, {made.deviation}", "finite numbers, the deviation positive")
-    if isinstance(made, Vector):
-        made = replace(made, mean=tuple(made.mean), deviation=tuple(made.deviation))
-        finite = all(math.isfinite(x) and 0 < y < math.inf for x, y in zip(made.mean, made.deviation, strict=False))
-        if not finite or not len(made.mean) == len(made.deviation) > 0:
-            given = f"{len(made.mean)} and {len(made.deviation)} numbers"
-            check.fail("mean, deviation", given, "as many finite numbers in both, deviations positive")
-    if isinstance(made, Text) and (not 1 <= made.bits <= MOST_BITS or made.ngrams not in ("word", "char")):
-        check.fail("bits, ngrams", f"{made.bits}, {made.ngrams[:20]!r}", f"1 to {MOST_BITS}, word or char")
-    if isinstance(made, (Categorical, Elements)):
-        made = replace(made, values=tuple(made.values))
-        if len(set(made.values)) < len(made.values):
-            check.fail("values", "one of them twice", "each value once")
-    if isinstance(made, Elements) and not made.separator:
-        check.fail("separator", "''", "text between the elements of a list")
+    made.check()
     return made
 
 
