@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower._util import checks as check
+from gramtower.data.matrices import SparseMatrix
 from gramtower.data.pairs import Pairs, from_sparse
 
 
@@ -65,6 +67,7 @@ class SparseBlock:
 
 
 Block = Tensor | SparseBlock | IdBlock
+MatrixLike: TypeAlias = NDArray[Any] | Tensor | SparseMatrix  # features with one row for each entity
 
 
 class Features:
@@ -160,7 +163,7 @@ class Features:
         return self._casts[key]
 
 
-def as_features(name: str, value: Any, rows: int) -> Features:
+def as_features(name: str, value: MatrixLike | None, rows: int) -> Features:
     """Features from None (ids), scipy.sparse, numpy or torch 2-D; checked against the number of entities."""
     if value is None:
         return Features("ids", rows, rows, None)

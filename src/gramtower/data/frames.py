@@ -15,7 +15,7 @@ import io
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, Union, cast
 
 import numpy as np
 
@@ -26,10 +26,19 @@ from gramtower.data import sources
 from gramtower.data.sources import BOM, PACKED, existing, reading
 
 if TYPE_CHECKING:
-    from polars import DataFrame, Series
+    from polars import DataFrame, LazyFrame, Series
 
 
 Column = str | int  # by name, or by position from 0
+
+
+class ArrowTable(Protocol):
+    """A table of polars, pandas or pyarrow."""
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object: ...
+
+
+TableLike = Union[ArrowTable, Mapping[str, Any], "LazyFrame"]  # a table, or a mapping of column names to values
 _BATCH = 1 << 19  # rows of a Parquet file that are read at a time
 _EXPLAINED = 1 << 26  # bytes of a file that is searched for its first fault
 Choice = tuple[str, Column]  # an argument, for errors, and the column it chose
@@ -317,7 +326,7 @@ def read_frame(name: str, path: Path) -> DataFrame:
         return made
 
 
-def take(name: str, frame: Any, choices: Sequence[Choice]) -> list[Series]:
+def take(name: str, frame: TableLike, choices: Sequence[Choice]) -> list[Series]:
     """Some columns of a frame of any of the libraries ``as_frame`` takes."""
     present = column_names(name, frame)
     names = pick_all(choices, present)
@@ -325,7 +334,7 @@ def take(name: str, frame: Any, choices: Sequence[Choice]) -> list[Series]:
     return [table[column] for column in names]
 
 
-def as_frame(name: str, value: Any, columns: Set[str] | None = None) -> DataFrame:
+def as_frame(name: str, value: TableLike, columns: Set[str] | None = None) -> DataFrame:
     """A polars DataFrame from polars, pandas or pyarrow, or a mapping of columns; only the given columns if any.
 
     Columns that are not there are left to the caller to miss.
@@ -380,7 +389,7 @@ def _from_cells(name: str, cells: list[Any]) -> Series:
         return cast("Series", pl.Series(name, cells, dtype=pl.Object))
 
 
-def column_names(name: str, value: Any) -> list[str]:
+def column_names(name: str, value: TableLike) -> list[str]:
     """The column names of a frame of any of the libraries ``as_frame`` takes."""
     pl = polars()
     if isinstance(value, pl.LazyFrame):

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 
 Key = int | str
+IdsLike = Key | Iterable[Key]  # one id, or a list, array or column of ids
 _CHUNK = 1 << 16  # codes renumbered at a time, so that what numpy makes of them on the way stays in cache
 _EXACT = 2**53  # floats beyond are not all the whole numbers there are
 _SPARE = 4  # numbers are their own codes where they span at most this many times their count
@@ -291,7 +292,7 @@ def index_of(ids: NDArray[Any]) -> dict[Key, int]:
     return {key: row for row, key in enumerate(ids.tolist())}
 
 
-def rows_of(name: str, ids: Any, index: Mapping[Key, int], expected: str | None = None) -> NDArray[np.int64]:
+def rows_of(name: str, ids: IdsLike, index: Mapping[Key, int], expected: str | None = None) -> NDArray[np.int64]:
     """Row numbers of one id or of several.
 
     Args:

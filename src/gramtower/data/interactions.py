@@ -17,20 +17,21 @@ keep the type of the first. Cost: O(pairs log pairs).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from gramtower._util import checks as check
 from gramtower._util import html as html
 from gramtower.data import frames
-from gramtower.data.frames import Choice, Column
+from gramtower.data.frames import Choice, Column, TableLike
 from gramtower.data.ids import (
+    IdsLike,
     Key,
     as_ids,
     as_known,
@@ -42,7 +43,7 @@ from gramtower.data.ids import (
     moments,
     rows_of,
 )
-from gramtower.data.matrices import are_one_set, canonical, checked, entry_mask
+from gramtower.data.matrices import SparseMatrix, are_one_set, canonical, checked, entry_mask
 from gramtower.data.merge import Rule, assemble, given_ids, warn_of_header
 from gramtower.data.sources import PathLike, existing, reading
 
@@ -209,7 +210,7 @@ class Interactions:
     @classmethod
     def from_frame(
         cls,
-        frame: Any,
+        frame: TableLike,
         left: Column,
         right: Column,
         *,
@@ -229,12 +230,12 @@ class Interactions:
     @classmethod
     def from_arrays(
         cls,
-        left: Any,
-        right: Any,
+        left: Iterable[Any],
+        right: Iterable[Any],
         *,
-        value: Any = None,
-        weight: Any = None,
-        time: Any = None,
+        value: ArrayLike | None = None,
+        weight: ArrayLike | None = None,
+        time: Iterable[Any] | None = None,
         threshold: float | None = None,
         labels: bool = False,
         duplicates: str = "max",
@@ -259,9 +260,9 @@ class Interactions:
     @classmethod
     def from_matrix(
         cls,
-        matrix: Any,
-        left_ids: Any = None,
-        right_ids: Any = None,
+        matrix: SparseMatrix,
+        left_ids: Iterable[Key] | None = None,
+        right_ids: Iterable[Key] | None = None,
         *,
         left_name: str = "left",
         right_name: str = "right",
@@ -342,15 +343,15 @@ class Interactions:
     def _right_index(self) -> dict[Key, int]:
         return index_of(self.right_ids)
 
-    def left_rows(self, ids: Any) -> NDArray[np.int64]:
+    def left_rows(self, ids: IdsLike) -> NDArray[np.int64]:
         """Rows of left ids; unknown ids are an error that names the first ones and the nearest known."""
         return rows_of(self.left_name, ids, self._left_index)
 
-    def right_rows(self, ids: Any) -> NDArray[np.int64]:
+    def right_rows(self, ids: IdsLike) -> NDArray[np.int64]:
         """Columns of right ids; unknown ids are an error that names the first ones and the nearest known."""
         return rows_of(self.right_name, ids, self._right_index)
 
-    def subset(self, entries: Any) -> Interactions:
+    def subset(self, entries: ArrayLike) -> Interactions:
         """Some of the pairs, with the same ids; one set of entities if these are.
 
         Args:
@@ -383,7 +384,7 @@ class Interactions:
             self, matrix=matrix, left_ids=left, right_ids=right, report=_counts(matrix), same_entities=self.one_set
         )
 
-    def with_matrix(self, matrix: Any) -> Interactions:
+    def with_matrix(self, matrix: SparseMatrix) -> Interactions:
         """Other pairs of the same entities. Times and weights are those of the old pairs and are not kept."""
         csr = _canonical(matrix, self.shape)
         return replace(self, matrix=csr, times=None, weights=None, report=_counts(csr))
@@ -393,7 +394,7 @@ class Interactions:
         return replace(self, left_name=left_name, right_name=right_name, report={**self.report, **counts})
 
 
-def _canonical(matrix: Any, shape: tuple[int, int] | None = None) -> sp.csr_matrix:
+def _canonical(matrix: SparseMatrix, shape: tuple[int, int] | None = None) -> sp.csr_matrix:
     csr = sp.csr_matrix(canonical("matrix", matrix, shape), dtype=np.float32, copy=True)
     check.finite("matrix", csr.data)  # float64 may be too large for float32, and added duplicates too
     return csr
@@ -419,7 +420,7 @@ class PairSamples:
         pairs: the pairs, or a scipy.sparse matrix of them.
     """
 
-    def __init__(self, pairs: Any) -> None:
+    def __init__(self, pairs: Interactions | SparseMatrix) -> None:
         if not isinstance(pairs, Interactions) and not sp.issparse(pairs):
             check.fail("pairs", type(pairs).__name__, "gramtower.Interactions or a scipy.sparse matrix")
         self.pairs = pairs if isinstance(pairs, Interactions) else Interactions.from_matrix(pairs)
@@ -448,7 +449,10 @@ class PairSamples:
         return f"PairSamples({self.pairs!r})"
 
 
-def pairs_of(given: Any) -> Any:
+PairsLike: TypeAlias = Interactions | PairSamples | SparseMatrix | TableLike  # what estimators accept as observed pairs
+
+
+def pairs_of(given: PairsLike) -> Any:
     """The pairs of samples; anything else as it is."""
     return given.pairs if isinstance(given, PairSamples) else given
 

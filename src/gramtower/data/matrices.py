@@ -15,7 +15,7 @@ kept.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -25,10 +25,11 @@ from gramtower._util import checks as check
 from gramtower._util.torch_runtime import parallel_for
 from gramtower.data.ids import index_of, join
 
+SparseMatrix: TypeAlias = sp.spmatrix | sp.sparray
 _CHUNK = 1 << 20  # entries that one thread looks at before the next
 
 
-def checked(name: str, value: Any, shape: tuple[int, int] | None = None) -> Any:
+def checked(name: str, value: SparseMatrix, shape: tuple[int, int] | None = None) -> Any:
     """A scipy.sparse matrix or array of any format whose every index can be followed and every value is finite.
 
     Args:
@@ -52,7 +53,7 @@ def checked(name: str, value: Any, shape: tuple[int, int] | None = None) -> Any:
     return _coordinates(name, value if value.format == "coo" else _as_coordinates(name, value))
 
 
-def canonical(name: str, value: Any, shape: tuple[int, int] | None = None) -> sp.csr_matrix:
+def canonical(name: str, value: SparseMatrix, shape: tuple[int, int] | None = None) -> sp.csr_matrix:
     """A checked matrix as CSR whose columns increase within a row; duplicates are added. Shares memory if it can."""
     matrix = sp.csr_matrix(checked(name, value, shape))
     if not rows_increase(matrix.indptr, matrix.indices):

@@ -9,6 +9,7 @@ the left entities, items the right ones.
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -118,7 +119,9 @@ def leave_last(pairs: Interactions, count: int = 1, *, minimum: int = 1, seed: i
     return _split(pairs, _last(pairs, check.count("count", count, most=2**62), minimum, seed))
 
 
-def by_time(pairs: Interactions, test: float | None = None, *, cut: Any = None, seed: int = 0) -> Split:
+def by_time(
+    pairs: Interactions, test: float | None = None, *, cut: float | str | datetime.date | None = None, seed: int = 0
+) -> Split:
     """Training before, test from a moment on.
 
     Args:

@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -44,9 +44,10 @@ from gramtower.data.encoders import (
     from_plain,
     to_plain,
 )
-from gramtower.data.frames import Choice, Column
-from gramtower.data.ids import Key, id_array, id_series, index_of, join
-from gramtower.data.sources import existing, reading
+from gramtower.data.features import MatrixLike
+from gramtower.data.frames import Choice, TableLike
+from gramtower.data.ids import IdsLike, Key, id_array, id_series, index_of, join
+from gramtower.data.sources import PathLike, existing, reading
 
 if TYPE_CHECKING:
     from polars import DataFrame, Series
@@ -91,7 +92,7 @@ class FeatureTable:
 
     def __init__(
         self,
-        frame: Any,
+        frame: TableLike | PathLike,
         id: str = "user",
         numeric: Sequence[str] = (),
         categorical: Sequence[str] = (),
@@ -115,7 +116,8 @@ class FeatureTable:
         if check.count("hash_bits", hash_bits) > MOST_BITS:
             check.fail("hash_bits", hash_bits, f"at most {MOST_BITS}")
         check.choice("ngrams", ngrams, ("word", "char"))
-        self.id, self.strict, self._source = id, strict, frame
+        self.id, self.strict = id, strict
+        self._source: Any = frame
         choices = [(name, column) for name, chosen in kinds.items() for column in chosen]
         with _named(frame):
             ids, columns = _identified(frame, id, choices, len(numeric))
@@ -136,7 +138,12 @@ class FeatureTable:
 
     @classmethod
     def inferred(
-        cls, frame: Any, id: str = "user", kinds: Mapping[str, str] | None = None, separator: str = "|", **options: Any
+        cls,
+        frame: TableLike | PathLike,
+        id: str = "user",
+        kinds: Mapping[str, str] | None = None,
+        separator: str = "|",
+        **options: Any,
     ) -> FeatureTable:
         """A table whose columns' kinds are told from their content, by the rules of data/tables.py.
 
@@ -148,7 +155,11 @@ class FeatureTable:
             options: ``hash_bits``, ``ngrams``, ``strict``.
         """
         with _named(frame):
-            source = frames.read_frame("frame", Path(frame)) if _is_path(frame) else frames.as_frame("frame", frame)
+            source = (
+                frames.read_frame("frame", Path(frame))
+                if isinstance(frame, (str, os.PathLike))
+                else frames.as_frame("frame", frame)
+            )
             frames.pick("id", id, source.columns)
             found = infer_kinds(source, id, kinds or {}, separator)
             chosen: dict[str, Any] = {kind: [name for name, k in found.items() if k == kind] for kind in KINDS}
@@ -209,7 +220,7 @@ class FeatureTable:
         """Columns of the table that are encoded."""
         return [encoder.column for encoder in self.encoders]
 
-    def encode(self, ids: Any) -> sp.csr_matrix:
+    def encode(self, ids: IdsLike) -> sp.csr_matrix:
         """Features in the order of ``ids``.
 
         An id that is not in the table gets the row of an entity whose every column is missing.
@@ -219,7 +230,7 @@ class FeatureTable:
             return sp.csr_matrix(self._matrix[rows])
         return sp.csr_matrix(sp.vstack([self._matrix, self.missing_row()], format="csr")[rows])
 
-    def match(self, ids: Any) -> NDArray[np.int64]:
+    def match(self, ids: IdsLike) -> NDArray[np.int64]:
         """The table's row of each id, one beyond the last for ids without features; counts both kinds of strangers."""
         if self._row is None:
             check.fail("ids", "a call on an encoder read from JSON, which has no rows", "encode_frame(frame)")
@@ -239,7 +250,7 @@ class FeatureTable:
             check.fail("ids", f"{unused} rows of features without an id", "an id for every row (strict=True)")
         return rows
 
-    def encode_frame(self, frame: Any, name: str = "frame") -> sp.csr_matrix:
+    def encode_frame(self, frame: TableLike | PathLike, name: str = "frame") -> sp.csr_matrix:
         """Features of new entities, one row for each row of a table with the same columns (ids are not needed).
 
         Unseen categories count as missing and unseen list elements are left out; ``report["unseen_values"]`` says how
@@ -311,7 +322,7 @@ def _fit(kind: str, column: Series, separator: str, bits: int, ngrams: str) -> E
 
 
 def _identified(
-    frame: Any, id: str, choices: list[tuple[str, str]], numeric: int
+    frame: TableLike | PathLike, id: str, choices: list[tuple[str, str]], numeric: int
 ) -> tuple[Series, list[tuple[tuple[str, str], Series]]]:
     """The ids, and each chosen column with the argument that chose it; numeric ones come first."""
     texts: list[Choice] = [("id", id), *choices[numeric:]]
@@ -320,18 +331,14 @@ def _identified(
     return id_series("id", found[0]), list(zip(choices, ordered, strict=True))
 
 
-def _is_path(frame: Any) -> bool:
-    return isinstance(frame, (str, os.PathLike))
-
-
-def _named(frame: Any) -> AbstractContextManager[None]:
+def _named(frame: object) -> AbstractContextManager[None]:
     """Errors name the file, where the table is one."""
-    return reading(frame, "frame") if _is_path(frame) else nullcontext()
+    return reading(frame, "frame") if isinstance(frame, (str, os.PathLike)) else nullcontext()
 
 
-def _read(frame: Any, texts: Sequence[tuple[str, Column]], others: Sequence[tuple[str, Column]]) -> list[Series]:
+def _read(frame: TableLike | PathLike, texts: Sequence[Choice], others: Sequence[Choice]) -> list[Series]:
     """Columns of a frame or file: ``texts``, then ``others``."""
-    if not _is_path(frame):
+    if not isinstance(frame, (str, os.PathLike)):
         return frames.take("frame", frame, [*texts, *others])
     path = existing("frame", frame)
     if frames.suffix_of(path) in (".parquet", ".pq"):
@@ -426,3 +433,6 @@ def _decide(
     if values <= _RECURRING * cells:
         return "categorical"
     return "text" if words >= _WORDS * cells else "categorical"
+
+
+FeaturesLike: TypeAlias = FeatureTable | MatrixLike | TableLike | str | Sequence[Any] | None  # accepted by estimators
