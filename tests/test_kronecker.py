@@ -64,6 +64,18 @@ def test_all_pairs_part_is_exact_for_a_linear_table_with_the_other_side_fixed(em
     assert torch.allclose(M @ G, torch.eye(len(M), dtype=torch.float64), atol=1e-3)
 
 
+def test_moments_over_observed_pairs_are_those_of_dense_sums():
+    case = make_case(m=8, n=7, loss="squared", weights=True, omega=0.3, seed=5)
+    point = case.problem.at(case.towers)
+    weights = torch.outer(torch.tensor(case.dense.a), torch.tensor(case.dense.b)).double()
+    Z = torch.where(torch.tensor(case.dense.labels).isnan(), 0.0, 1 - 0.3 * weights)  # ∂²ℓ⁺ of the squared loss
+    moments = point.evaluation.curvature_moments()
+    for number, (curvatures, own, other) in enumerate(((Z, point.P, point.Q), (Z.T, point.Q, point.P))):
+        expected = curvatures @ torch.stack([torch.ones(len(other)).double(), (other**2).sum(1)], 1)
+        assert torch.allclose(moments.sums[number], expected)
+        assert torch.allclose(moments.squares[number], own.T @ torch.diag(expected[:, 0]) @ own)
+
+
 @pytest.mark.parametrize(
     ("tower", "kind"),
     [("elu", "ids"), ("residual", "ids"), ("custom", "dense"), ("layernorm", "ids")],
