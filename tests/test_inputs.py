@@ -11,7 +11,7 @@ from gramtower.data.splits import held_out_users
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import SINGLE
 from gramtower.distributed.shards import Rows
-from gramtower.model.feature_spec import Inputs, training_inputs, training_parts
+from gramtower.model.feature_spec import FeatureSpec, training_inputs, training_parts
 
 pytest.importorskip("polars", reason="feature tables need polars")
 
@@ -209,7 +209,7 @@ def model():
 def test_inputs_survive_json():
     observed = pairs()
     inputs, _ = unscaled("left", ["id", "history", table()], observed.left_ids, observed.matrix)
-    again = Inputs.from_plain(inputs.to_plain())
+    again = FeatureSpec.from_plain(inputs.to_plain())
     new = frame([5, 40]) | {"group": ["odd", "unheard of"]}
     assert (again.new("left", new, None) != inputs.new("left", new, None)).nnz == 0
     assert again.to_plain() == inputs.to_plain()
@@ -245,7 +245,7 @@ def test_ids_beside_features_may_have_a_smaller_entry_and_so_a_larger_penalty(tm
     given = ["id*0.25", table(name="item")]
     inputs, rows = unscaled("right", given, np.array([f"i{j}" for j in range(SIZE)], dtype=object), pairs().matrix.T)
     assert np.array_equal(rows.toarray()[:, :SIZE], 0.25 * np.eye(SIZE))
-    again = Inputs.from_plain(inputs.to_plain())
+    again = FeatureSpec.from_plain(inputs.to_plain())
     assert (again.parts[0].factor, again.parts[0].name, again.parts[0].width) == (0.25, "id*0.25", SIZE)
     new = again.new("right", frame([3], "item"), None)
     assert new[:, :SIZE].nnz == 0

@@ -49,7 +49,7 @@ from gramtower._util.optional import need
 from gramtower.data import frames
 from gramtower.data.encoders import to_plain
 from gramtower.engine.towers.layers import InputLinear
-from gramtower.model.feature_spec import Inputs, Part
+from gramtower.model.feature_spec import FeatureSpec, Part
 from gramtower.model.fitted import FittedModel
 from gramtower.model.scaling import MOST_DEVIATIONS
 from gramtower.model.side import Side
@@ -127,7 +127,7 @@ def _write_onnx(path: Path, network: Any, given: tuple[torch.Tensor, ...]) -> No
         noisy.setLevel(level)
 
 
-def described_parts(inputs: Inputs) -> list[dict[str, Any]]:
+def described_parts(inputs: FeatureSpec) -> list[dict[str, Any]]:
     """The columns of the parts, and how tables become columns; scaling is in the network."""
     parts, first = [], 0
     for part in inputs.parts:
@@ -221,7 +221,7 @@ class SparseNetwork(nn.Module):
 
     names = ("columns", "values")
 
-    def __init__(self, tower: nn.Module, inputs: Inputs) -> None:
+    def __init__(self, tower: nn.Module, inputs: FeatureSpec) -> None:
         super().__init__()
         self.scale, self.width = _Columns(list(inputs.parts)), inputs.width
         layers = list(tower) if isinstance(tower, nn.Sequential) else []
@@ -303,7 +303,7 @@ class _Columns(nn.Module):
         return made.float()
 
 
-def network_of(tower: nn.Module, inputs: Inputs) -> IdNetwork | DenseNetwork | SparseNetwork:
+def network_of(tower: nn.Module, inputs: FeatureSpec) -> IdNetwork | DenseNetwork | SparseNetwork:
     """The tower of a side with the scaling of what it sees, as a module on the CPU that nothing else shares."""
     tower = copy.deepcopy(tower).cpu().float().eval().requires_grad_(False)
     if inputs.kind == "id":

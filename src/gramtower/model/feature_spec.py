@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,6 +34,7 @@ from gramtower.data.matrices import checked
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.distributed.shards import Rows
+from gramtower.model.given_features import GivenFeatures, is_matrix
 from gramtower.model.scaling import Scaling, dense_scaling, sparse_scaling
 
 Ids = tuple[NDArray[Any] | None, NDArray[Any] | None]  # of a side, and of the other one
@@ -84,7 +84,7 @@ class _Form:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class FeatureSpec:
     """The parts of one side's features, in the order of their columns."""
 
     parts: tuple[Part, ...]
@@ -192,7 +192,7 @@ class Inputs:
                 made.append(sp.csr_matrix((rows, part.width), dtype=np.float32))
         return beside(made)
 
-    def with_usual_history(self, pairs: sp.csr_matrix, group: Group = SINGLE) -> Inputs:
+    def with_usual_history(self, pairs: sp.csr_matrix, group: Group = SINGLE) -> FeatureSpec:
         """The same with the mean history of training, for entities without one.
 
         Args:
@@ -210,10 +210,10 @@ class Inputs:
         entries = values.astype(np.float32), most, [0, len(most)]
         usual = sp.csr_matrix(entries, shape=(1, seen.shape[1]))
         parts = (replace(part, usual=usual[:, : part.width]) if part.kind == "history" else part for part in self.parts)
-        return Inputs(tuple(parts))
+        return FeatureSpec(tuple(parts))
 
     def columns_in(
-        self, side: str, old: Inputs, ids: Ids, old_ids: Ids
+        self, side: str, old: FeatureSpec, ids: Ids, old_ids: Ids
     ) -> list[tuple[slice, slice, NDArray[np.int64]]]:
         """For each part its columns here and in ``old``, and for each column its place in the old part, or −1.
 
@@ -255,7 +255,7 @@ class Inputs:
         ]
 
     @classmethod
-    def from_plain(cls, plain: Sequence[object]) -> Inputs:
+    def from_plain(cls, plain: Sequence[object]) -> FeatureSpec:
         """What :meth:`to_plain` gave.
 
         Raises:
@@ -299,7 +299,7 @@ class Inputs:
             if name == "factor" or (part.scaling is not None and part.scaling.shift is not None)
         }
 
-    def with_tensors(self, side: str, tensors: Mapping[str, Tensor]) -> Inputs:
+    def with_tensors(self, side: str, tensors: Mapping[str, Tensor]) -> FeatureSpec:
         """The same with the numbers that :meth:`tensors` gave."""
         parts = []
         for place, part in enumerate(self.parts):
@@ -309,7 +309,7 @@ class Inputs:
                 shift = None if scaling.shift is None else tensors[f"scale|{side}|{place}|shift"].numpy()
                 scaling = replace(scaling, factor=factor, shift=shift)
             parts.append(replace(part, scaling=scaling))
-        return Inputs(tuple(parts))
+        return FeatureSpec(tuple(parts))
 
     def check_sizes(self, side: str, rows: int, right: int) -> None:
         """Refuse an id for each of other than ``rows`` entities, and a history over other than all right ones."""
@@ -327,7 +327,7 @@ class TowerWidths:
     right: Features
 
     @classmethod
-    def of(cls, left: Inputs, right: Inputs) -> TowerWidths:
+    def of(cls, left: FeatureSpec, right: FeatureSpec) -> TowerWidths:
         """Return the widths of what both towers see."""
         return cls(*(Features("ids", 0, inputs.width, None) for inputs in (left, right)))
 
@@ -346,11 +346,6 @@ def _or_usual(rows: sp.csr_matrix, usual: sp.csr_matrix | None) -> sp.csr_matrix
         return rows
     entries = np.ones(len(empty), np.float32), (empty, np.zeros(len(empty), np.int64))
     return sp.csr_matrix(rows + sp.csr_matrix(entries, shape=(rows.shape[0], 1)) @ usual)
-
-
-def is_matrix(value: Any) -> bool:
-    """Whether a value has rows of numbers: scipy.sparse, torch, numpy or what numpy makes an array of."""
-    return hasattr(value, "shape") and (sp.issparse(value) or hasattr(value, "__array__"))
 
 
 def _new_part(side: str, part: Part, rows: Any) -> Any:
@@ -393,23 +388,6 @@ def _as_sparse(dense: Any) -> sp.csr_matrix:
     return sp.csr_matrix(check.as_float_array("features", dense), dtype=np.float32)
 
 
-def feature_width(given: Any, right: int) -> int:
-    """Number of features that a hidden layer of a side would see; 0 where it has ids.
-
-    What is no feature at all counts as none here, and is refused by :func:`training_parts`.
-    """
-    total = 0
-    for part in given if isinstance(given, (list, tuple)) else [given]:
-        if part is None or (isinstance(part, str) and part != "history"):
-            return 0
-        if isinstance(part, str):
-            total += right
-        else:
-            shape: Any = getattr(part, "shape", ())
-            total += part.width if isinstance(part, FeatureTable) else int(shape[1]) if len(shape) == 2 else 1
-    return total
-
-
 def training_parts(
     side: str, given: Any, ids: NDArray[Any] | None, matrix: sp.csr_matrix, place: Rows | None = None
 ) -> list[tuple[Part, Any]]:
@@ -438,7 +416,7 @@ def training_parts(
 
 def training_inputs(
     side: str, parts: list[tuple[Part, Any]], place: Rows, group: Group, scale: bool
-) -> tuple[Inputs, Any]:
+) -> tuple[FeatureSpec, Any]:
     """The inputs of one side, and its features as :class:`~gramtower.Problem` takes them, scaled if asked to be.
 
     All processes must call it together.
@@ -453,7 +431,7 @@ def training_inputs(
         made.append((part, rows if part.scaling is None else part.scaling(name, rows)))
     several = len(made) > 1
     features = [_own_columns(place, part.factor) if several and rows is None else rows for part, rows in made]
-    return Inputs(tuple(part for part, _ in made)), beside(features)
+    return FeatureSpec(tuple(part for part, _ in made)), beside(features)
 
 
 def _training_part(
@@ -481,7 +459,7 @@ def _training_part(
             given = f"a table without a value in {', '.join(one.columns)}"
             check.fail(f"{side}_features", given, "at least one column with values")
         return Part("table", encoded.shape[1], FeatureTable.encoder_from_json(one.to_json())), encoded
-    refuse_frame(side, one)
+    GivenFeatures(side, one).refuse_frames()
     if not is_matrix(one) or len(one.shape) != 2 or one.shape[0] != rows:
         shape = f" of shape {tuple(one.shape)}" if hasattr(one, "shape") else ""
         expected = f'scipy.sparse, numpy or torch with {rows} rows, a FeatureTable, "id", "history", or a list of these'
@@ -491,13 +469,6 @@ def _training_part(
     one = checked(f"{side}_features", one) if sp.issparse(one) else one
     check.finite(f"{side}_features", one.data if sp.issparse(one) else check.as_float_array(f"{side}_features", one))
     return Part("sparse" if sp.issparse(one) else "dense", int(one.shape[1])), one
-
-
-def refuse_frame(side: str, one: Any) -> None:
-    """Refuse a frame: numpy would take its rows for those of the entities, whatever their order."""
-    if is_frame(one):
-        expected = 'a FeatureTable, which is joined by id: FeatureTable.inferred(frame, id="…")'
-        check.fail(f"{side}_features", f"a {type(one).__name__}", expected)
 
 
 def _factor(name: str, given: str, text: str) -> float:
@@ -514,15 +485,3 @@ def _own_columns(place: Rows, factor: float) -> sp.csr_matrix:
     """A column for each entity of the side, with the factor in each own row."""
     entries = np.full(place.count, factor, np.float32), np.arange(place.first, place.stop), np.arange(place.count + 1)
     return sp.csr_matrix(entries, shape=(place.count, place.total))
-
-
-def is_path(given: Any) -> bool:
-    """Whether something is the path of a file."""
-    return isinstance(given, (str, os.PathLike))
-
-
-def is_frame(given: Any) -> bool:
-    """Whether something is a table with named columns: of polars, pandas or pyarrow, or a mapping of columns."""
-    return isinstance(given, Mapping) or any(
-        hasattr(given, name) for name in ("collect_schema", "column_names", "__arrow_c_stream__", "__dataframe__")
-    )

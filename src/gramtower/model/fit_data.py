@@ -23,23 +23,14 @@ from gramtower.data.interactions import Interactions, pairs_of, union
 from gramtower.data.matrices import checked, resized
 from gramtower.data.merge import warn_of_pairs
 from gramtower.data.splits import per_user
-from gramtower.data.tables import FeatureTable
 from gramtower.distributed.agreement import Digest, agree
 from gramtower.distributed.group import SINGLE, Group, current_group
 from gramtower.distributed.partition import Shard
 from gramtower.distributed.shards import Rows, Shards, entity_costs, row_work, spread, unsharded
 from gramtower.metrics.definitions import to_maximise
 from gramtower.model import defaults
-from gramtower.model.feature_spec import (
-    Ids,
-    Inputs,
-    Part,
-    feature_width,
-    is_frame,
-    is_path,
-    training_inputs,
-    training_parts,
-)
+from gramtower.model.feature_spec import FeatureSpec, Ids, Part, training_inputs, training_parts
+from gramtower.model.given_features import GivenFeatures, is_frame, is_path
 from gramtower.model.settings import ModelSettings
 
 Numbered = tuple[int | None, int | None]  # see Interactions.numbered
@@ -125,7 +116,7 @@ class FitData:
     shards: Shards
     observed: int
     held_out: sp.csr_matrix | None
-    inputs: tuple[Inputs, Inputs]
+    inputs: tuple[FeatureSpec, FeatureSpec]
     features: tuple[Any, Any]
     device: torch.device
     hidden: tuple[tuple[int, ...], tuple[int, ...]]
@@ -171,11 +162,11 @@ class FitData:
 
     def by_ids(self) -> FitData:
         """Return the same data with towers that see only ids."""
-        left, right = (Inputs((Part("id", size),)) for size in self.shape)
+        left, right = (FeatureSpec((Part("id", size),)) for size in self.shape)
         return replace(self, inputs=(left, right), features=(None, None), entries=0.0)
 
 
-def seen_by_towers(both: tuple[Inputs, Inputs]) -> str:
+def seen_by_towers(both: tuple[FeatureSpec, FeatureSpec]) -> str:
     """What towers see, for defaults: ids on each side, next to which there may be features; features; or histories."""
     described = [inputs for inputs in both if inputs.described]
     if all(any(part.kind == "id" for part in inputs.parts) for inputs in described):  # an id can learn all there is
@@ -206,10 +197,11 @@ def prepare_data(
     with group.together():
         matrix, ids, weights = _read_pairs(pairs, group)
     shape = matrix.shape if part is None else part.shape
+    left_given, right_given = GivenFeatures("left", left_features), GivenFeatures("right", right_features)
     hidden = given_hidden
     if hidden is None:
         with group.together():
-            widths = feature_width(left_features, shape[1]), feature_width(right_features, shape[1])
+            widths = left_given.width(shape[1]), right_given.width(shape[1])
         agree(group, {"features": widths})
         hidden = defaults.default_hidden(shape, widths, device)
     dim = given_dim or defaults.default_dim(shape, hidden, device, room, group.size)
@@ -227,8 +219,8 @@ def prepare_data(
         if part is None:
             matrix, weights = local_pairs(matrix, weights, shards)
             ids = shards.left.local_rows("left ids", ids[0]), ids[1]
-        left_features = _local_features("left_features", left_features, shards.left, part is not None)
-        right_features = _local_features("right_features", right_features, shards.right, part is not None)
+        left_features = left_given.local(shards.left, part is not None)
+        right_features = right_given.local(shards.right, part is not None)
         right_ids = shards.right.local_rows("right ids", ids[1])
         left_parts = training_parts("left", left_features, ids[0], matrix, shards.left)
         right_parts = training_parts("right", right_features, right_ids, matrix.T, shards.right)
@@ -248,7 +240,9 @@ def prepare_data(
     )  # fmt: skip
 
 
-def _entries(group: Group, inputs: tuple[Inputs, Inputs], rows: tuple[Any, Any], shape: tuple[int, int]) -> float:
+def _entries(
+    group: Group, inputs: tuple[FeatureSpec, FeatureSpec], rows: tuple[Any, Any], shape: tuple[int, int]
+) -> float:
     """Entries of sparse features of an entity on average, of the side that has fewer; 0 without such features."""
     local = [float(part.nnz) if sp.issparse(part) else 0.0 for part in rows]
     totals = zip(inputs, group.totals(*local), shape, strict=True)
@@ -456,17 +450,3 @@ def _held_out(
     if not isinstance(validation, Shard):
         check.fail("validation", type(validation).__name__, "nothing: a partition holds its own held-out pairs")
     return validation.matrix
-
-
-def _local_features(name: str, features: Any, rows: Rows, local: bool) -> Any:
-    """Matrices among the features as rows of the local entities: given so, or cut from those of all."""
-    if isinstance(features, (list, tuple)):
-        return [_local_features(name, part, rows, local) for part in features]
-    if isinstance(features, FeatureTable) or not hasattr(features, "shape") or rows.count == rows.total:
-        return features
-    if not local:
-        return rows.local_rows(name, checked(name, features).tocsr() if sp.issparse(features) else features)
-    if features.shape[0] != rows.count:
-        expected = f"{rows.count}, one for each of this process's own entities of that side"
-        check.fail(name, f"{features.shape[0]} rows", expected)
-    return features

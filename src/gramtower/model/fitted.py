@@ -39,7 +39,7 @@ from gramtower.metrics.definitions import DEFAULT, parse
 from gramtower.metrics.tally import Scores
 from gramtower.model import defaults
 from gramtower.model.defaults import pick_device
-from gramtower.model.feature_spec import Ids, is_frame, is_path
+from gramtower.model.feature_spec import Ids
 from gramtower.model.fit_data import (
     Aligned,
     Columns,
@@ -50,6 +50,7 @@ from gramtower.model.fit_data import (
     own_pairs,
     refuse_strangers,
 )
+from gramtower.model.given_features import is_frame, is_path
 from gramtower.model.recommend_all import write_lists
 from gramtower.model.side import Side, described, embedded, extended, history_matrix, normalised, read_once
 from gramtower.retrieval.topk import ranking, top_k

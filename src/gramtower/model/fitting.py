@@ -22,7 +22,6 @@ from gramtower._util.host import readable
 from gramtower._util.torch_runtime import threads_of_fit
 from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions
-from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import current_group
 from gramtower.distributed.partition import Shard, read_manifest
 from gramtower.engine.objective.cuda_graphs import return_memory
@@ -41,13 +40,13 @@ from gramtower.model.fit_parts import (
     refined,
 )
 from gramtower.model.fitted import CANDIDATES, FittedModel, Selection, pattern_of
+from gramtower.model.given_features import GivenFeatures
 from gramtower.model.penalty_path import HOLDS, HeldOut, select
 from gramtower.model.refinement import least_budget, move_expected_ids, with_feature_columns
 from gramtower.model.settings import ModelSettings
 from gramtower.model.side import Side, described
 from gramtower.model.unseen import Unseen, hold_out_entities
 from gramtower.model.warm_start import (
-    all_tables,
     described_features,
     grown_pairs,
     refuse_increment,
@@ -81,12 +80,14 @@ def fit(
     features, watchers = (left_features, right_features), check.functions("callbacks", callbacks)
     as_solver(settings.optimizer, dict(settings.solver_options()))  # refused before any work
     if check.choice("candidates", candidates, CANDIDATES) == "all":
-        described = {"left": tables_of("left", left_features), "right": tables_of("right", right_features)}
+        described = [
+            GivenFeatures(side, given).tables() for side, given in zip(("left", "right"), features, strict=True)
+        ]
         found = fit(
             settings, pairs, left_features, right_features, validation, previous, checkpoint, history,
             refit=refit, callbacks=watchers, validation_side=validation_side,
         )  # fmt: skip
-        return found.with_added(described["left"], described["right"])
+        return found.with_added(*described)
     train, held_out, unseen, known = pairs, validation, None, features
     if validation_side is not None:
         seed = check.seed(settings.seed)
@@ -156,24 +157,6 @@ def _selected(
     if group.rank == 0 and found.tried:
         write_text(file, json.dumps(found.to_plain()))
     return found
-
-
-def tables_of(side: str, features: Any) -> Any:
-    """The tables of a side, as those of its entities without pairs; None for a left side that has none.
-
-    Raises:
-        ValueError: if there is no table, or something without ids beside it.
-    """
-    if (processes := current_group().size) > 1:
-        check.fail("candidates", f"'all' in {processes} processes", "'trained', and model.add after loading")
-    parts = [part for part in (features if isinstance(features, (list, tuple)) else [features]) if part is not None]
-    given = [part for part in parts if not isinstance(part, str)]
-    if side == "left" and not given:
-        return None
-    if not given or not all(isinstance(part, FeatureTable) for part in given):
-        shown = f"'all' with {side}_features of {', '.join(type(part).__name__ for part in given) or 'ids alone'}"
-        check.fail("candidates", shown, f"{side}_features with a FeatureTable, whose rows without pairs are kept")
-    return given if len(given) > 1 else given[0]
 
 
 def refit_checkpoint(checkpoint: Path) -> Path:
@@ -327,11 +310,14 @@ def update(
         described_features("left", fitted.left.inputs, fitted.left.ids, left_features),
         described_features("right", fitted.right.inputs, fitted.right.ids, right_features),
     )
-    kept = [side.added > 0 and all_tables(given) for side, given in zip(sides_of(fitted), features, strict=True)]
+    kept = [
+        side.added > 0 and GivenFeatures(side.name, given).only_tables
+        for side, given in zip(sides_of(fitted), features, strict=True)
+    ]
     pairs = grown_pairs(fitted, more, (kept[0], kept[1]))
     found = fit(settings, pairs, *features, previous=fitted, callbacks=callbacks)
     for before, given, there in zip(sides_of(fitted), features, kept, strict=True):
-        found = _with_kept(found, before, tables_of(before.name, given)) if there else found
+        found = _with_kept(found, before, GivenFeatures(before.name, given).tables()) if there else found
     return found
 
 

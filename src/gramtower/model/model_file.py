@@ -44,7 +44,7 @@ from gramtower.engine.towers.mlp import mlp_shapes, undrawn_towers
 from gramtower.engine.towers.parameters import side_of
 from gramtower.engine.towers.towers import Towers
 from gramtower.model import defaults
-from gramtower.model.feature_spec import Inputs, TowerWidths
+from gramtower.model.feature_spec import FeatureSpec, TowerWidths
 from gramtower.model.fitted import FittedModel, Selection, pattern_of
 from gramtower.model.settings import REQUIRED, SETTINGS, ModelSettings
 from gramtower.model.side import Side
@@ -147,7 +147,7 @@ def read_model(
     try:
         file = shards_file.Reader(path, KIND)
         header = _checked_header(file)
-        inputs = {side: Inputs.from_plain(header.inputs[side]) for side in ("left", "right")}
+        inputs = {side: FeatureSpec.from_plain(header.inputs[side]) for side in ("left", "right")}
         _check_tensors(file, header, inputs)
         with file.reading() as read:
             pairs = [_pairs(header, name, read) for name in ("seen", "further")]
@@ -247,7 +247,7 @@ def _tensors_of(header: Header, fitted: FittedModel) -> dict[str, Tensor]:
     return tensors
 
 
-def _is_table(header: Header, side: str, inputs: Inputs) -> bool:
+def _is_table(header: Header, side: str, inputs: FeatureSpec) -> bool:
     """Whether a side's embeddings are its tower's table, and need not be stored beside it."""
     layers = header.hidden[("left", "right").index(side)]
     return not (header.own_towers or header.normalize or layers) and inputs.kind == "id"
@@ -294,7 +294,7 @@ def _checked_header(file: shards_file.Reader) -> Header:
     return header
 
 
-def _check_tensors(file: shards_file.Reader, header: Header, inputs: dict[str, Inputs]) -> None:
+def _check_tensors(file: shards_file.Reader, header: Header, inputs: dict[str, FeatureSpec]) -> None:
     """Refuse missing and further tensors, and those of another shape or type than the header asks for."""
     m, n = header.shape
     expected: dict[str, tuple[_Shape, tuple[torch.dtype, ...]]] = {
@@ -372,7 +372,7 @@ def _activation(header: Header) -> str:
 
 
 def _towers(
-    settings: ModelSettings, header: Header, inputs: dict[str, Inputs], tensors: dict[str, Tensor], mapped: bool
+    settings: ModelSettings, header: Header, inputs: dict[str, FeatureSpec], tensors: dict[str, Tensor], mapped: bool
 ) -> Towers | None:
     """The towers from the stored architecture and parameters, or None if they are the caller's and were not given."""
     if header.own_towers and settings.towers is None:

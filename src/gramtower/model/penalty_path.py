@@ -56,9 +56,10 @@ from gramtower.model.fit_parts import (
     over_ids,
 )
 from gramtower.model.fitted import Selection, Tried, short
+from gramtower.model.given_features import GivenFeatures
 from gramtower.model.refinement import refine
 from gramtower.model.settings import ModelSettings
-from gramtower.model.unseen import SIDES, Unseen, cut, hold_out_entities
+from gramtower.model.unseen import SIDES, Unseen, hold_out_entities
 from gramtower.optim.solvers import NewtonKron, as_solver
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason
@@ -195,7 +196,7 @@ def _sampled(
     chosen = np.random.default_rng(seed).random(pairs.shape[0]) < share
     found = pairs.subset(np.repeat(chosen, np.diff(pairs.matrix.indptr))).without_empty()
     sides = zip(SIDES, features, (pairs.left_ids, pairs.right_ids), (found.left_ids, found.right_ids), strict=True)
-    left, right = (cut(side, given, old, join(new, index_of(old))) for side, given, old, new in sides)
+    left, right = (GivenFeatures(side, given).take(old, join(new, index_of(old))) for side, given, old, new in sides)
     return found, (left, right)
 
 

@@ -32,7 +32,7 @@ from gramtower.data.matrices import canonical, resized
 from gramtower.data.merge import warn_of_ids
 from gramtower.data.tables import FeatureTable
 from gramtower.engine.towers.towers import Towers
-from gramtower.model.feature_spec import Inputs, new_matrix
+from gramtower.model.feature_spec import FeatureSpec, new_matrix
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Side:
     name: str
     ids: NDArray[Any] | None
     embeddings: Tensor
-    inputs: Inputs
+    inputs: FeatureSpec
     numbered: int | None = None
     added: int = 0
 
@@ -171,7 +171,7 @@ class Described:
         return found if self.missing is None else np.where(self.missing, -1, found)
 
     def take(self, name: str, rows: NDArray[np.int64]) -> Any:
-        """Some rows, as Inputs.new takes them; −1 for an entity that nothing describes: its every column is missing."""
+        """Return some rows, as FeatureSpec.new takes them; every column is missing in a row of −1."""
         made = [_taken(name, part, rows) for part in self.parts]
         return made if len(made) > 1 else made[0]
 

@@ -16,7 +16,6 @@ tests/test_unseen.py.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -32,17 +31,15 @@ from gramtower._util import checks as check
 from gramtower.data.features import Features, as_features
 from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions
-from gramtower.data.matrices import checked
 from gramtower.data.splits import held_out
-from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import current_group
 from gramtower.distributed.partition import Shard
 from gramtower.distributed.shards import Shards
 from gramtower.engine.objective.point import Point
 from gramtower.metrics import Scores, evaluate_embeddings
 from gramtower.metrics.tally import deal, means_without
-from gramtower.model.feature_spec import is_matrix, refuse_frame
 from gramtower.model.fit_data import FitData, known_pairs, matrix_and_ids
+from gramtower.model.given_features import GivenFeatures
 from gramtower.model.refinement import ExpectedIds
 from gramtower.model.settings import ModelSettings
 from gramtower.training.checkpoint import features_text, sparse_digest
@@ -167,17 +164,16 @@ def hold_out_entities(
     name = check.choice("validation_side", side, SIDES)
     axis = SIDES.index(name)
     _refuse_others(settings, pairs, features[axis], share, name)
-    for own, given in zip(SIDES, features, strict=True):
-        for part in _listed(given):
-            refuse_frame(own, part)
+    both = [GivenFeatures(side, given) for side, given in zip(SIDES, features, strict=True)]
+    for given in both:
+        given.refuse_frames()
     matrix, _ = matrix_and_ids(pairs)
     whole = pairs if isinstance(pairs, Interactions) else Interactions.from_matrix(matrix, same_entities=False)
     train, test = split_entities(whole, share, name, seed)
     kept = [join(new, index_of(old)) for new, old in zip(_ids(train), _ids(whole), strict=True)]
     new = join(_ids(test)[axis], index_of(_ids(whole)[axis]))
-    inner = [cut(s, given, own, rows) for s, given, own, rows in zip(SIDES, features, _ids(whole), kept, strict=True)]
-    parts = [part for part in _listed(features[axis]) if not isinstance(part, str)]
-    described = [_rows(name, part, _ids(whole)[axis], new) for part in parts]
+    inner = [given.take(own, rows) for given, own, rows in zip(both, _ids(whole), kept, strict=True)]
+    described = both[axis].encode(_ids(whole)[axis], new)
     return Unseen(name, train, (inner[0], inner[1]), described, _truth(test, train, axis, share))
 
 
@@ -224,7 +220,7 @@ def _refuse_others(settings: ModelSettings, pairs: Any, features: Any, share: ob
         check.fail("validation", "None" if share is None else type(share).__name__, expected)
     if check.number("validation", share, above=0.0) >= 1:
         check.fail("validation", share, f"a share of the {side} entities, above 0 and below 1")
-    parts = _listed(features)
+    parts = GivenFeatures(side, features).parts
     if all(part is None or isinstance(part, str) for part in parts):
         seen = " + ".join("id" if part is None else str(part) for part in parts) or "nothing"
         given = f"{side!r} with {side}_features of {seen}"
@@ -234,49 +230,8 @@ def _refuse_others(settings: ModelSettings, pairs: Any, features: Any, share: ob
             check.fail("validation_side", f"{side!r} with {name} as an array", "weights by name, such as 'degree^0.5'")
 
 
-def _listed(features: Any) -> list[Any]:
-    """The parts of one side's features."""
-    return list(features) if isinstance(features, (list, tuple)) else [features]
-
-
 def _ids(pairs: Interactions) -> tuple[NDArray[Any], NDArray[Any]]:
     return pairs.left_ids, pairs.right_ids
-
-
-def cut(side: str, given: Any, ids: NDArray[Any], rows: NDArray[np.int64]) -> Any:
-    """Features of some of the entities as a fit takes them: rows of matrices, tables and names as they are."""
-    if isinstance(given, (list, tuple)):
-        return [cut(side, part, ids, rows) for part in given]
-    if isinstance(given, FeatureTable):
-        return _unstrict(given, ids)
-    return _matrix_rows(side, given, len(ids), rows) if is_matrix(given) else given
-
-
-def _rows(side: str, part: Any, ids: NDArray[Any], rows: NDArray[np.int64]) -> Any:
-    """Rows of a table, encoded, or of a matrix."""
-    if isinstance(part, FeatureTable):
-        return _unstrict(part, ids).encode(ids[rows])
-    return _matrix_rows(side, part, len(ids), rows)
-
-
-def _unstrict(table: FeatureTable, ids: NDArray[Any]) -> FeatureTable:
-    """A table that takes some of the ids alone; one that is strict must fit all of them."""
-    found = copy.copy(table)
-    found.report = dict(table.report)
-    if table.strict:
-        found.match(ids)
-    found.strict = False
-    return found
-
-
-def _matrix_rows(side: str, given: Any, count: int, rows: NDArray[np.int64]) -> Any:
-    name = f"{side}_features"
-    if not is_matrix(given) or len(given.shape) != 2 or given.shape[0] != count:
-        shape = f" of shape {tuple(given.shape)}" if hasattr(given, "shape") else ""
-        check.fail(name, type(given).__name__ + shape, f"{count} rows, one for each {side} entity")
-    if sp.issparse(given):
-        return sp.csr_matrix(checked(name, given))[rows]
-    return given[torch.from_numpy(rows)] if isinstance(given, torch.Tensor) else check.as_float_array(name, given)[rows]
 
 
 def _truth(test: Interactions, train: Interactions, axis: int, share: object) -> sp.csr_matrix:

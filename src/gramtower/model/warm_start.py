@@ -28,9 +28,10 @@ from gramtower.data.matrices import checked
 from gramtower.data.tables import FeatureTable
 from gramtower.engine.towers.parameters import side_of
 from gramtower.engine.towers.towers import Towers
-from gramtower.model.feature_spec import Inputs
+from gramtower.model.feature_spec import FeatureSpec
 from gramtower.model.fit_data import FitData
 from gramtower.model.fitted import FittedModel
+from gramtower.model.given_features import GivenFeatures
 from gramtower.model.refinement import with_feature_columns
 from gramtower.model.side import Side
 
@@ -139,15 +140,7 @@ def sides_of(fitted: FittedModel) -> tuple[Side, Side]:
     return fitted.left, fitted.right
 
 
-def all_tables(features: Any) -> bool:
-    """Whether features are tables, next to ids and histories, so that entities without pairs are described by id."""
-    parts = [part for part in (features if isinstance(features, (list, tuple)) else [features]) if part is not None]
-    return all(isinstance(part, (str, FeatureTable)) for part in parts) and any(
-        isinstance(part, FeatureTable) for part in parts
-    )
-
-
-def described_features(side: str, inputs: Inputs, ids: NDArray[Any] | None, given: Any) -> Any:
+def described_features(side: str, inputs: FeatureSpec, ids: NDArray[Any] | None, given: Any) -> Any:
     """What the tower of a side sees: as before where the model can tell, otherwise as given, for all entities."""
     name, wanted = f"{side}_features", [part.kind for part in inputs.parts if part.kind not in ("id", "history")]
     if given is None:
@@ -157,7 +150,7 @@ def described_features(side: str, inputs: Inputs, ids: NDArray[Any] | None, give
             )
             check.fail(name, f"nothing, for a model that sees {inputs.kind}", expected)
         return [part.name for part in inputs.parts]
-    for part in given if isinstance(given, (list, tuple)) else [given]:
+    for part in GivenFeatures(side, given).parts:
         if not isinstance(part, FeatureTable) or ids is None or not len(ids):
             continue
         found = int((part.match(ids) < len(part)).sum())
