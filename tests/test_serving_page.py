@@ -210,7 +210,7 @@ def test_in_a_browser_a_new_one_is_built_the_map_zooms_and_the_run_shows():
         assert tab.evaluate("document.documentElement.dataset.theme") == "light"
         tab.locator("#model").select_option("plain")
         tab.locator("#evaluation").wait_for(state="hidden")
-        tab.locator("#build-how:has-text('most like all of your picks')").wait_for()
+        tab.locator("#build-how:has-text('most similar to all of your picks')").wait_for()
         tab.locator("#lists li button.name").first.wait_for()
     assert complaints == []
 

@@ -1,4 +1,4 @@
-"""``gramtower index``: an approximate index beside a model, with the recall it reaches."""
+"""``gramtower index``: build an approximate index of a model, and measure its recall."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def index(
 ) -> int:
     """Build an approximate index over the right entities, for models too large for exact lists.
 
-    How far a search goes is doubled until recall@k against exact lists, measured on some hundred left entities, is what
-    was asked for; what it is then is printed and stored. The index is this model's, and is refused beside another.
+    The number of visited clusters or candidates is doubled until recall@k against exact lists, measured on up to 500
+    left entities, reaches --recall; the measured recall is printed and stored. The index works with this model only.
 
     Args:
-        run: Folder of a run, or a model file; the index is written beside it.
+        run: Folder of a run, or a model file; the index is written next to it.
         kind: faiss (inverted lists), faiss-hnsw or hnsw (graphs, by faiss and by hnswlib).
-        recall: Share of the exact lists to find.
+        recall: Recall to reach.
         k: Length of the lists that recall is measured on.
-        seed: For the clusters, the graph and the sample of left entities.
+        seed: Seed for the clusters, the graph and the sample of left entities.
         common: Output.
     """
     common = common or Common()

@@ -59,34 +59,34 @@ def serve(
 ) -> int:
     """Serve models over HTTP, with a page to look around in; SIGHUP reads their files again.
 
-    The interface is described at /docs. A token that requests must bear is taken from --token-file, or from the
+    The interface is described at /docs. Requests must have a bearer token if one is given by --token-file or by the
     environment variable GRAMTOWER_TOKEN.
 
     Args:
-        run: Folder of a run, or a model file: the model that requests without a name mean, called "default".
-        host: Address to listen at; 0.0.0.0 for all of this machine.
-        port: To listen at; 0 for a free one.
-        index: auto (the one beside the model, if it is the model's), exact, faiss, faiss-hnsw or hnsw.
+        run: Folder of a run, or a model file. It is called "default" and answers requests that name no model.
+        host: Address to listen on; 0.0.0.0 for all addresses of this machine.
+        port: Port to listen on; 0 for a free one.
+        index: auto (the index next to the model, if it belongs to it), exact, faiss, faiss-hnsw or hnsw.
         model: A further model, NAME=RUN; may be repeated.
-        left_table: Table of left entities, joined by id, for titles and columns.
-        right_table: The same for right entities; requests can filter by its columns.
-        left_id: Column of ids of --left-table [default: called as in the run, or id].
-        right_id: The same for --right-table.
-        left_title: Column of --left-table that names an entity [default: title, name or label].
-        right_title: The same for --right-table.
-        test: Held-out pairs, a file like the one the run read; the page shows metrics on them, also by popularity.
+        left_table: Table of left entities, joined by id, with titles and columns.
+        right_table: Table of right entities; requests can filter by its columns.
+        left_id: Id column of --left-table [default: the name of the column in the run, or id].
+        right_id: Id column of --right-table [default: the name of the column in the run, or id].
+        left_title: Title column of --left-table [default: title, name or label].
+        right_title: Title column of --right-table [default: title, name or label].
+        test: Held-out pairs, in a file like that of the run; the page shows metrics on them, also by popularity.
         token_file: File whose first line is the token.
-        allow_host: A name that requests to a server for this machine alone may be for; may be repeated.
+        allow_host: A further host name to answer to on a loopback address; may be repeated.
         allow_origin: Origin of pages that may read answers (CORS); may be repeated.
-        watch: Look at the files every second, and take new ones up.
-        mapped: Map the model file instead of copying it, so that processes share it; never overwrite it in place then.
-        workers: Processes that answer, sharing the cores and the mapped model files; more than one implies --mapped.
-        batch_wait: Most milliseconds that a request waits for others to be answered with it.
+        watch: Check the files every second, and reload those that changed.
+        mapped: Map the model file instead of copying it, so that processes share it; never overwrite it in place.
+        workers: Number of processes, which share the cores and the mapped model files; 2 or more imply --mapped.
+        batch_wait: Longest time in milliseconds that a request waits to be batched with others.
         max_k: Longest list.
-        max_ids: Most entities of one request.
+        max_ids: Most entities in one request.
         max_body: Longest body of a request.
         access_log: Log each request on standard error: time, client, method, path, status, duration.
-        log_format: Of all lines on standard error: text, or json for one object a line.
+        log_format: Format of all lines on standard error: text, or json for one object per line.
         common: Output.
     """
     common = common or Common()
@@ -139,7 +139,7 @@ def serve(
     except KeyboardInterrupt:
         if not was_terminated():
             raise
-    return 0  # SIGTERM is how servers are ended
+    return 0  # SIGTERM is the usual way to end a server
 
 
 def _silent(line: str) -> None:
@@ -161,7 +161,7 @@ def _token(file: Path | None) -> str | None:
     if text is None:
         return None
     if not text.strip() or not text.isascii() or not text.isprintable():
-        check.fail("token", "an empty one, or one with other characters", "printable ASCII characters")
+        check.fail("token", "an empty token, or one with other characters", "printable ASCII characters")
     return text.strip()
 
 
