@@ -344,13 +344,13 @@ def _refused(error: ValueError, name: str) -> Refused:
 
 def _private(path: Path) -> TwoTower:
     """Load a model from a private copy of its file."""
-    beside = others(path)
+    shards = others(path)
     if not path.is_file():
         return load(path)  # which raises the error
     try:
-        if beside or not hasattr(os, "memfd_create"):
+        if shards or not hasattr(os, "memfd_create"):
             with tempfile.TemporaryDirectory(prefix="gramtower-serve-") as folder:
-                for file in (path, *beside):
+                for file in (path, *shards):
                     shutil.copyfile(file, Path(folder) / file.name)
                 return load(Path(folder) / path.name)  # copied, as the folder is deleted
         copy = os.memfd_create(path.name[:100])
