@@ -38,41 +38,39 @@ _COPIES = 3  # n × n float64 matrices that EASE holds at once
 
 
 class Baseline(Protocol):
-    """What a model does in a benchmark."""
+    """The interface of a model in a benchmark."""
 
     def fit(self, pairs: sp.csr_matrix, seed: int = 0) -> object:
         """Learn from the positive pairs, users × items."""
         ...
 
     def lists(self, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
-        """The k best items of some users, best first and −1 where there is none, without their rows of ``seen``."""
+        """Return the k best items of some users, best first, −1 where there is none, without their rows of ``seen``."""
         ...
 
 
 @dataclass
 class Popularity:
-    """Every user gets the items with most pairs."""
+    """Recommends the items with most pairs to every user."""
 
     scores_: NDArray[np.float32] = field(init=False, repr=False, compare=False)
 
     def fit(self, pairs: sp.csr_matrix, seed: int = 0) -> Popularity:
-        """Count."""
         matrix = _ones(pairs)
         self.scores_ = np.bincount(matrix.indices, minlength=matrix.shape[1]).astype(np.float32)
         return self
 
     def lists(self, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
-        """See Baseline."""
         alike = np.ones((len(rows), 1), dtype=np.float32)
         return top_k(alike, self.scores_[:, None], k, exclude=seen[rows])[0]
 
 
 @dataclass
 class ItemKNN:
-    """Items near those that a user has; needs the package implicit.
+    """Recommends items that are similar to those of a user; needs the package implicit.
 
     Attributes:
-        neighbours: K, of each item.
+        neighbours: number of neighbours of each item, K.
     """
 
     neighbours: int = 20
@@ -83,7 +81,6 @@ class ItemKNN:
         check.count("neighbours", self.neighbours)
 
     def fit(self, pairs: sp.csr_matrix, seed: int = 0) -> ItemKNN:
-        """Find the neighbours."""
         self.pairs_ = _ones(pairs)
         found = _implicit("nearest_neighbours").CosineRecommender(self.neighbours, num_threads=torch.get_num_threads())
         with as_implicit_asks():
@@ -92,7 +89,6 @@ class ItemKNN:
         return self
 
     def lists(self, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
-        """See Baseline."""
         return lists_by_products(self.pairs_, self.similarity_, rows, k, seen)
 
 
@@ -101,8 +97,8 @@ class EASE:
     """A linear model from a user's items to all items.
 
     Attributes:
-        l2: λ.
-        most_items: more are refused.
+        l2: penalty λ.
+        most_items: the largest number of items that is accepted.
     """
 
     l2: float = 500.0
@@ -115,7 +111,7 @@ class EASE:
         check.count("most_items", self.most_items)
 
     def too_large(self, items: int) -> str | None:
-        """Why so many items are refused; None if they are not."""
+        """Return why so many items are refused, None if they are not."""
         needed, there = _COPIES * 8 * items**2, memory_size()
         if items > self.most_items:
             return f"{items:,} items are more than {self.most_items:,}, and its time grows with their cube"
@@ -124,7 +120,6 @@ class EASE:
         return None
 
     def fit(self, pairs: sp.csr_matrix, seed: int = 0) -> EASE:
-        """Solve, in float64."""
         if reason := self.too_large(pairs.shape[1]):
             check.fail("pairs", reason, "fewer items")
         self.pairs_ = _ones(pairs)
@@ -138,7 +133,6 @@ class EASE:
         return self
 
     def lists(self, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
-        """See Baseline."""
         return lists_by_products(self.pairs_, self.weights_, rows, k, seen)
 
 
@@ -147,14 +141,13 @@ class ALS:
     """Weighted matrix factorisation by alternating least squares; needs the package implicit.
 
     Attributes:
-        options: arguments of implicit.als.AlternatingLeastSquares; its own defaults for the others.
+        options: arguments of implicit.als.AlternatingLeastSquares; the others keep implicit's defaults.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
     model_: Any = field(init=False, repr=False, compare=False)
 
     def fit(self, pairs: sp.csr_matrix, seed: int = 0) -> ALS:
-        """Alternate."""
         given = {"use_gpu": False, "random_state": seed, "num_threads": torch.get_num_threads(), **self.options}
         with as_implicit_asks():
             self.model_ = _implicit("als").AlternatingLeastSquares(**given)
@@ -162,30 +155,29 @@ class ALS:
         return self
 
     def lists(self, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
-        """See Baseline."""
         return lists_of_factors(self.model_, rows, k, seen)
 
 
 def settings_of(model: Any) -> dict[str, Any]:
-    """The arguments that a baseline was made with."""
+    """Return the arguments that a baseline was constructed with."""
     return {part.name: getattr(model, part.name) for part in fields(model) if part.init}
 
 
 def needs_implicit(model: Any) -> str | None:
-    """Why a baseline cannot run here; None if it can."""
+    """Return why a baseline cannot run here, None if it can."""
     if isinstance(model, (ItemKNN, ALS)) and importlib.util.find_spec("implicit") is None:
         return f"the package implicit is not installed: {install_line('implicit')}"
     return None
 
 
 def lists_of_factors(model: Any, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
-    """Lists of a model of implicit with factors of users and items."""
+    """Return the lists of a model of implicit that has factors of users and items."""
     users, items = (_on_host(getattr(model, name)) for name in ("user_factors", "item_factors"))
     return top_k(users[rows], items, k, exclude=seen[rows])[0]
 
 
 def lists_by_products(pairs: sp.csr_matrix, across: Any, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
-    """Lists by the products of users' rows of pairs with an item × item matrix, sparse or dense, in blocks of users."""
+    """Return lists by the product of users' rows with an item × item matrix, sparse or dense, in blocks of users."""
     n = pairs.shape[1]
     k, found = min(k, n), np.full((len(rows), k), -1, dtype=np.int64)
     size = max(1, _BLOCK_BYTES // (16 * n))  # in float64, and again in float32
@@ -201,14 +193,14 @@ def lists_by_products(pairs: sp.csr_matrix, across: Any, rows: NDArray[np.int64]
 
 @contextmanager
 def as_implicit_asks() -> Iterator[None]:
-    """One thread for BLAS inside implicit's own threads; without its warnings about conversions of its own making."""
+    """Limit BLAS to one thread, as implicit has its own, and hide implicit's warnings about its own conversions."""
     with importlib.import_module("threadpoolctl").threadpool_limits(1, "blas"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Method expects CSR input")
         yield
 
 
 def _ones(pairs: sp.csr_matrix) -> sp.csr_matrix:
-    """The pattern of the positive pairs, as ones."""
+    """Return the pattern of the positive pairs, as ones."""
     matrix = canonical("pairs", pairs)
     kept = sp.csr_matrix((matrix.data > 0, matrix.indices, matrix.indptr), shape=matrix.shape, copy=True)
     kept.eliminate_zeros()
@@ -216,7 +208,7 @@ def _ones(pairs: sp.csr_matrix) -> sp.csr_matrix:
 
 
 def _on_host(factors: Any) -> NDArray[np.float32]:
-    """Factors as a numpy array, also those of implicit on a GPU."""
+    """Return factors as a numpy array, also those of implicit on a GPU."""
     return np.asarray(factors.to_numpy() if hasattr(factors, "to_numpy") else factors, dtype=np.float32)
 
 

@@ -59,13 +59,13 @@ _REFUSED = {
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """One split.
+    """The split of one seed.
 
     Attributes:
         train: pairs to learn from.
         seen: pairs that are left out of lists, users × items.
-        users: rows of users with relevant items.
-        relevant: their relevant items, one row for each of them.
+        users: rows of the users with relevant items.
+        relevant: their relevant items, one row for each user.
     """
 
     train: Interactions
@@ -74,10 +74,10 @@ class Cut:
     relevant: sp.csr_matrix
 
     def measure(self, lists: NDArray[np.int64], metrics: list[str]) -> Scores:
-        """Metrics of lists, one for each of ``users``; refuses lists with what is seen.
+        """Return the metrics of lists, one list for each of ``users``.
 
         Raises:
-            ValueError: if a list has another form, an item twice or one that is seen.
+            ValueError: if a list has another form, contains an item twice, or contains an item that is seen.
         """
         if lists.shape[0] != len(self.users):
             check.fail("lists", f"{lists.shape[0]} lists", f"{len(self.users)}, one for each user")
@@ -89,7 +89,7 @@ class Cut:
 
 
 def known_pairs(pairs: Any) -> Interactions:
-    """Pairs as Interactions."""
+    """Return pairs as Interactions."""
     known = Interactions.from_matrix(pairs) if sp.issparse(pairs) else pairs
     if not isinstance(known, Interactions):
         check.fail("pairs", type(pairs).__name__, "gramtower.Interactions or a scipy.sparse matrix")
@@ -99,7 +99,7 @@ def known_pairs(pairs: Any) -> Interactions:
 
 
 def checked_metrics(metrics: Any) -> list[str]:
-    """Names of metrics that lists alone decide."""
+    """Return the names of metrics, all of which can be computed from lists."""
     for metric in (found := parse(metrics)):
         if metric.kind in _REFUSED and (metric.kind == "diversity" or not metric.k):
             check.fail("metrics", repr(metric.name), f"metrics of lists: {_REFUSED[metric.kind]}")
@@ -110,7 +110,7 @@ def checked_metrics(metrics: Any) -> list[str]:
 
 
 def make_cut(pairs: Interactions, test: Any, seed: int) -> Cut:
-    """The split of a seed: a share of the pairs drawn at random, or pairs to test that are the same for every seed."""
+    """Return the split of a seed: a share of the pairs drawn at random, or test pairs, the same for every seed."""
     if isinstance(test, (Interactions, sp.spmatrix, sp.sparray)):
         train, held_out = pairs, test
     else:
@@ -127,17 +127,17 @@ def make_cut(pairs: Interactions, test: Any, seed: int) -> Cut:
 
 
 def seen_places(lists: NDArray[np.int64], seen: sp.csr_matrix) -> int:
-    """How many places of lists hold an item of the same row of ``seen``."""
+    """Count the places of lists that hold an item of the same row of ``seen``."""
     rows, places = np.nonzero(lists >= 0)
     shown = sp.csr_matrix((np.ones(len(rows), dtype=np.float32), (rows, lists[rows, places])), shape=seen.shape)
     return int(shown.multiply(seen).nnz)
 
 
 def describe(value: Any, ids: NDArray[Any] | None = None) -> Any:
-    """Settings and features in JSON, the same for the same ones: arrays and tables by a digest.
+    """Describe settings and features in JSON; equal ones have equal descriptions. Arrays and tables become digests.
 
     Args:
-        value: anything.
+        value: any value.
         ids: the entities whose rows of a table count.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -173,18 +173,18 @@ _BLOCK = 8192  # users that an estimator is asked about at once
 
 
 class Candidate(Protocol):
-    """A model of one run."""
+    """A model in one run."""
 
     def check(self, cut: Cut) -> None:
-        """Refuse what could not be fitted, without fitting it."""
+        """Refuse a model that could not be fitted, without fitting it."""
         ...
 
     def fit(self, cut: Cut, seed: int) -> None:
-        """Learn from the split's training part."""
+        """Learn from the training part of a split."""
         ...
 
     def lists(self, cut: Cut, k: int) -> Lists:
-        """The k best items of each user of the split, −1 where there is none, without those that are seen."""
+        """Return the k best unseen items of each user of the split, −1 where there is none."""
         ...
 
 
@@ -193,12 +193,12 @@ class Entry:
     """A model of a benchmark.
 
     Attributes:
-        name: of the model.
-        make: an unfitted copy of it.
+        name: name of the model.
+        make: returns an unfitted copy of it.
         kind: "baseline", "towers" or "own".
-        settings: what it was made with, for JSON and to know a run by.
+        settings: settings of the model, for JSON and to recognise its runs.
         random: whether its result depends on the seed.
-        left_out: why it is not run; None if it is.
+        left_out: why it does not run; None if it runs.
     """
 
     name: str
@@ -210,34 +210,31 @@ class Entry:
 
 
 class OfBaseline:
-    """A baseline as a candidate."""
+    """Adapts a baseline to the interface of candidates."""
 
     def __init__(self, model: Baseline) -> None:
         self.model = model
 
     def check(self, cut: Cut) -> None:
-        """Nothing is left to refuse."""
+        """Accept every baseline."""
 
     def fit(self, cut: Cut, seed: int) -> None:
-        """See Candidate."""
         self.model.fit(cut.train.matrix, seed)
 
     def lists(self, cut: Cut, k: int) -> Lists:
-        """See Candidate."""
         return self.model.lists(cut.users, k, cut.seen)
 
 
 class OfImplicit:
-    """A model of implicit as a candidate."""
+    """Adapts a model of implicit to the interface of candidates."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
 
     def check(self, cut: Cut) -> None:
-        """Implicit checks when it fits."""
+        """Accept every model: implicit checks when it fits."""
 
     def fit(self, cut: Cut, seed: int) -> None:
-        """See Candidate."""
         if hasattr(self.model, "random_state"):
             self.model.random_state = seed
         self.pairs = sp.csr_matrix((cut.train.matrix > 0).astype(np.float32))
@@ -245,14 +242,13 @@ class OfImplicit:
             self.model.fit(self.pairs, show_progress=False)
 
     def lists(self, cut: Cut, k: int) -> Lists:
-        """See Candidate."""
         if getattr(self.model, "similarity", None) is not None:
             return lists_by_products(self.pairs, self.model.similarity, cut.users, k, cut.seen)
         return lists_of_factors(self.model, cut.users, k, cut.seen)
 
 
 class OfEstimator:
-    """An estimator as a candidate."""
+    """Adapts an estimator to the interface of candidates."""
 
     def __init__(self, model: Any, arguments: Mapping[str, Any]) -> None:
         self.model, self.arguments = model, dict(arguments)
@@ -268,12 +264,10 @@ class OfEstimator:
                 check.count("max_iterations", asked, minimum=0)
 
     def fit(self, cut: Cut, seed: int) -> None:
-        """See Candidate."""
         seeds = {name: seed for name in _SEEDS if name in self.model.get_params()}
         self.model = fit_copy(self.model, cut.train, self.arguments, **seeds)
 
     def lists(self, cut: Cut, k: int) -> Lists:
-        """See Candidate."""
         index, found = index_of(cut.train.right_ids), np.full((len(cut.users), k), -1, dtype=np.int64)
         for start in range(0, len(cut.users), _BLOCK):
             rows = cut.users[start : start + _BLOCK]
@@ -298,13 +292,13 @@ def make_entries(
     models: Mapping[str, Any] | None,
     features: Mapping[str, Any],
 ) -> list[Entry]:
-    """The models of a benchmark, checked.
+    """Return the models of a benchmark after checking them.
 
     Args:
-        pairs: what they learn from.
+        pairs: the pairs that they learn from.
         baselines: names of BUILT_IN; None for all that the data allow.
-        models: the caller's own, by name.
-        features: what was given of ``left_features`` and ``right_features``.
+        models: models of the caller, by name.
+        features: ``left_features`` and ``right_features`` as far as they were given.
     """
     entries = [_built_in(name, pairs, features) for name in _chosen(baselines, bool(features))]
     if models is not None and not isinstance(models, Mapping):
@@ -393,7 +387,7 @@ def _ids(argument: str, pairs: Interactions) -> NDArray[Any] | None:
 
 
 def _check_rows(argument: str, value: Any, pairs: Interactions) -> None:
-    """Refuse matrices of features with other rows than there are entities, before anything is fitted."""
+    """Refuse matrices of features whose number of rows is not the number of entities."""
     ids = _ids(argument, pairs)
     for part in value if isinstance(value, (list, tuple)) else [value]:
         if ids is not None and hasattr(part, "shape") and part.shape[0] != len(ids):

@@ -147,13 +147,13 @@ STATUSES = {
 
 
 def summarise(manifest: Manifest, runs: list[Run], replicates: int = REPLICATES, seed: int = 0) -> dict[str, Any]:
-    """The numbers of a benchmark, for JSON.
+    """Return the numbers of a benchmark, for JSON.
 
     Args:
-        manifest: what was asked for.
-        runs: those that ended.
-        replicates: of the bootstrap.
-        seed: of the bootstrap.
+        manifest: the request.
+        runs: the runs that ended.
+        replicates: number of bootstrap replicates.
+        seed: seed of the bootstrap.
     """
     found = {(run.name, run.seed): run for run in runs}
     models = {name: _facts(manifest, name, found) for name in manifest.models}
@@ -194,7 +194,7 @@ def summarise(manifest: Manifest, runs: list[Run], replicates: int = REPLICATES,
 def verdict(
     summary: dict[str, Any], found: dict[tuple[str, int], Run], manifest: Manifest, replicates: int, seed: int
 ) -> str:
-    """Who won, by how much, and whether chance could say the same."""
+    """Return sentences: which model is best, by how much, and whether the interval of the difference excludes zero."""
     metric, ranked, models = summary["metrics"][0], summary["ranking"], summary["models"]
     if not ranked:
         return "No model has ended yet, so none won."
@@ -216,20 +216,20 @@ def verdict(
 
 
 def _key(metric: str, value: float) -> float:
-    """For sorting, the best first; a value that is none comes last."""
+    """Return a key that sorts the best value first and NaN last."""
     if not math.isfinite(value):
         return math.inf
     return value if parse(metric)[0].kind in LOWER_IS_BETTER else -value
 
 
 def _runs(manifest: Manifest, name: str, found: dict[tuple[str, int], Run]) -> dict[int, Run]:
-    """The runs of a model by seed; one that depends on no seed stands for all."""
+    """Return the runs of a model by seed; a run that depends on no seed stands for all seeds."""
     own = manifest.seeds_of(name)
     return {seed: found[key] for seed in manifest.seeds if (key := (name, seed if seed in own else own[0])) in found}
 
 
 def _facts(manifest: Manifest, name: str, found: dict[tuple[str, int], Run]) -> dict[str, Any]:
-    """Status, times and memory of a model."""
+    """Return status, times and memory of a model."""
     facts, failed = manifest.facts(name), manifest.failures.get(name, {})
     runs = [found[name, seed] for seed in manifest.seeds_of(name) if (name, seed) in found]
     missing = len(manifest.seeds_of(name)) - len(runs)
@@ -264,7 +264,7 @@ def _facts(manifest: Manifest, name: str, found: dict[tuple[str, int], Run]) -> 
 
 
 def _environments(runs: list[Run]) -> list[dict[str, Any]]:
-    """The machines and versions that runs ran on, each once."""
+    """Return the machines and versions of the runs, each once."""
     found: dict[str, dict[str, Any]] = {}
     for run in runs:
         found.setdefault(str({key: value for key, value in run.environment.items() if key != "date"}), run.environment)
@@ -280,7 +280,7 @@ def _intervals(
     replicates: int,
     seed: int,
 ) -> tuple[dict[str, Interval], dict[str, dict[str, Any]]]:
-    """Intervals of the means of models, and means and intervals of their differences from one of them."""
+    """Return intervals of the means of models, and means and intervals of their differences from one of them."""
     own = {name: _runs(manifest, name, found) for name in names}
     measured = [name for name in names if all(metric in run.per_user for run in own[name].values())]
     if not measured:
@@ -307,7 +307,7 @@ def _intervals(
 def _columns(
     there: dict[str, Run], measured: list[str], others: list[str], reference: str | None, metric: str, users: int
 ) -> NDArray[np.float64]:
-    """One column of users' values for each model, and one for each difference; NaN where a run is missing."""
+    """Return one column of users' values for each model and for each difference, NaN where a run is missing."""
     nothing = np.full(users, np.nan)
     values = {name: there[name].per_user[metric] if name in there else nothing for name in measured}
     apart = [values[name] - values[reference] for name in others if reference is not None]
@@ -319,13 +319,13 @@ def _shown(interval: Interval | None) -> str:
 
 
 def ordered(summary: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Models with what is known of them, the best first, those that have not ended last."""
+    """Return models and their numbers, the best first, those that have not ended last."""
     models, ranked = summary["models"], summary["ranking"]
     return [(name, models[name]) for name in (*ranked, *(name for name in models if name not in ranked))]
 
 
 def table_of(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows of the plain table: models with a run, the best first."""
+    """Return heads and rows of the plain table: models with a run, the best first."""
     first, *others = summary["metrics"]
     apart = [f"difference from {summary['reference']}"] if len(summary["ranking"]) > 1 else []
     heads = ["model", first, "95%", *apart, *others, "fit s", "peak MB", "added MB"]
@@ -342,7 +342,7 @@ def table_of(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def notes_of(summary: dict[str, Any]) -> list[str]:
-    """A line for each model that did not end."""
+    """Return a line for each model that did not end."""
     return [
         f"{name} {facts['status']}: {facts['message']}"
         for name, facts in summary["models"].items()
@@ -351,12 +351,12 @@ def notes_of(summary: dict[str, Any]) -> list[str]:
 
 
 def span(interval: Any) -> str:
-    """An interval for people."""
+    """Format an interval."""
     return "-" if interval is None else f"{interval[0]:.4f} to {interval[1]:.4f}"
 
 
 def difference(found: Any) -> str:
-    """A difference for people, with its interval."""
+    """Format a difference and its interval."""
     if found is None:
         return "-"
     low, high = found["interval"]
@@ -364,7 +364,7 @@ def difference(found: Any) -> str:
 
 
 def megabytes(value: int | None) -> str:
-    """Bytes for people; - where they are not known."""
+    """Format bytes as megabytes; - if they are unknown."""
     return "-" if value is None else f"{value / 1e6:,.0f}"
 
 
@@ -379,7 +379,7 @@ _EXPLAINED = (
 
 
 def page(summary: dict[str, Any]) -> str:
-    """The page of what :func:`gramtower.experiments.benchmark_report.summarise` found."""
+    """Build the page of the numbers of :func:`summarise`."""
     problems: list[str] = []
     settings = {name: one["settings"] for name, one in summary["models"].items()}
     machines = {f"machine {place}": one for place, one in enumerate(summary["environments"], start=1)}
@@ -396,7 +396,7 @@ def page(summary: dict[str, Any]) -> str:
 
 
 def about(summary: dict[str, Any]) -> str:
-    """A sentence about the data."""
+    """Return a sentence about the data."""
     data, users = summary["data"], summary["users"]
     counts = {seed: users[str(seed)] for seed in summary["seeds"] if str(seed) in users}
     if len(set(counts.values())) == 1:
@@ -418,7 +418,7 @@ def _troubles(summary: dict[str, Any]) -> list[str]:
 
 
 def _metric(summary: dict[str, Any], metric: str, problems: list[str]) -> list[str]:
-    """Means, intervals and differences of a metric, as a drawing and as a table."""
+    """Return means, intervals and differences of a metric, as a figure and as a table."""
     found = {name: one["metrics"][metric] for name, one in ordered(summary) if one["runs"]}
     if not found:
         return []
@@ -470,7 +470,7 @@ def _seeds(summary: dict[str, Any]) -> list[str]:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Benchmark:
-    """What a benchmark found.
+    """The result of a benchmark.
 
     Attributes:
         summary: all numbers: for each model its status, settings, seconds, bytes, and for each metric the mean, the 95%
@@ -489,16 +489,16 @@ class Benchmark:
 
     @property
     def verdict(self) -> str:
-        """A sentence: who won, by how much, and whether the interval excludes zero."""
+        """Sentences: which model is best, by how much, and whether the interval excludes zero."""
         return str(self.summary["verdict"])
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers, for JSON."""
+        """Return all numbers, for JSON."""
         content: dict[str, Any] = plain(self.summary)
         return content
 
     def to_html(self) -> str:
-        """The page, which needs no other file."""
+        """Return the page, which needs no other file."""
         return page(self.summary)
 
     def __repr__(self) -> str:

@@ -62,36 +62,37 @@ def benchmark(
 ) -> Benchmark:
     """Compare models on the same split, with the same candidates, under several seeds.
 
-    Everything is checked before the first fit. A model that fails, or cannot run here, is reported and the rest runs.
+    Everything is checked before the first fit. A model that fails or cannot run here is reported, and the others run.
 
     Args:
         pairs: :class:`~gramtower.Interactions`, or a scipy.sparse matrix.
-        test: the share of pairs to test on, drawn at random with each seed; or pairs held out by yourself, the same for
-            all seeds, while ``pairs`` are those to learn from.
-        metrics: names, see docs/metrics.md; the first decides who is the best. Those of lists: not auc, mrr without K
-            and diversity.
-        models: your own, by name: a :class:`gramtower.TwoTower` or another estimator with ``get_params``,
-            ``fit(pairs, …)`` and ``recommend(ids, k)``, which leaves out what is seen; a pair of it and the arguments
-            of its fit; one of :mod:`gramtower.experiments.baselines`; or a model of implicit. Each run fits a copy,
-            whose ``seed`` or ``random_state`` is that of the run.
-        baselines: which of those that come with it, of popularity, item-knn, ease, als,
-            gramtower-linear, gramtower-linear-features and gramtower-hidden-features; None for all, the last two where
-            there are features.
-        left_features: what the left tower sees, as for ``TwoTower.fit``: of the models with features, and of your own.
+        test: the share of pairs to test on, drawn at random with each seed; or held-out pairs, the same for all seeds,
+            while ``pairs`` are those to learn from.
+        metrics: names, see docs/metrics.md; the first decides which model is best. Metrics must be of lists: not auc,
+            mrr without K or diversity.
+        models: your own models by name. A model is a :class:`gramtower.TwoTower` or another estimator with
+            ``get_params``, ``fit(pairs, …)`` and ``recommend(ids, k)``, which leaves out seen items; a tuple of an
+            estimator and the arguments of its fit; one of :mod:`gramtower.experiments.baselines`; or a model of
+            implicit. Each run fits a copy with its ``seed`` or ``random_state`` set to the seed of the run.
+        baselines: names of built-in models: popularity, item-knn, ease, als, gramtower-linear,
+            gramtower-linear-features and gramtower-hidden-features. None runs all of them, the last two only if there
+            are features.
+        left_features: input of the left tower, as for ``TwoTower.fit``, for the built-in models with features and for
+            your own.
         right_features: the same for the right tower.
-        seeds: how many, from 0 on; or which.
-        reference: the model that differences are from; None for the best.
+        seeds: the number of seeds, starting from 0; or a list of seeds.
+        reference: the model that others are compared with; None for the best.
         out: folder for report.html, summary.json, benchmark.json and the finished runs. A benchmark that was stopped
-            goes on from there, and other models and seeds are added to those there. None keeps nothing.
-        fresh: start anew even if the folder holds a benchmark.
-        title: of the page; the folder's name if it is empty.
+            continues there, and other models and seeds are added. None keeps nothing.
+        fresh: whether to replace a benchmark that the folder holds.
+        title: title of the page; None or empty for the folder's name.
         command: the command line, for the page.
-        progress: called with a line for each run that ends, instead of the next.
+        progress: called with a line for each run that ends, instead of printing it.
         verbose: whether to print these lines on standard error; None for yes in a terminal or a notebook. The logger
             ``gramtower.benchmark`` gets them at level INFO.
 
     Returns:
-        Means, intervals, differences, times and memory; printing it shows a table and who won.
+        Means, intervals, differences, times and memory. Printing it shows a table and the best model.
     """
     if (processes := current_group().size) > 1:
         check.fail("benchmark", f"{processes} processes", "one: models do not run over several")
@@ -130,7 +131,7 @@ def benchmark(
 
 
 def checked_seeds(seeds: Any) -> list[int]:
-    """Seeds: so many from 0 on, or those given."""
+    """Return seeds: the given ones, or as many as given, starting from 0."""
     if isinstance(seeds, (int, np.integer)) and not isinstance(seeds, bool):
         return list(range(check.count("seeds", seeds, most=_MOST_SEEDS)))
     found = [check.seed(one) for one in check.listed("seeds", seeds, "seeds")]
@@ -155,7 +156,7 @@ class _Runner:
         self.k = max(metric.k for metric in parse(self.manifest.metrics))
 
     def run(self) -> None:
-        """Run what has not ended."""
+        """Run all runs that have not ended."""
         asked = list(self._asked())
         waiting = [(seed, entry) for seed, entry in asked if not self._ended(entry.name, seed)]
         if self.store is not None and len(waiting) < len(asked):
@@ -183,7 +184,7 @@ class _Runner:
         return self.store is not None and read_run(self.store, name, seed) is not None
 
     def _one(self, entry: Entry, seed: int, cut: Cut, where: dict[str, Any]) -> str:
-        """A run, kept if it ends well; returns what to say of it."""
+        """Run a model once and keep the run if it ends well; return a line about it."""
         failures = {name: dict(errors) for name, errors in self.manifest.failures.items()}
         before = failures.get(entry.name, {}).pop(str(seed), None)
         try:
@@ -209,7 +210,7 @@ class _Runner:
 
 
 def measure(entry: Entry, seed: int, cut: Cut, k: int, metrics: list[str]) -> Run:
-    """One run of a model: fit, lists, metrics."""
+    """Run a model once: fit, lists, metrics."""
     candidate, peak, others = entry.make(), ResidentPeak(), OthersBusy()
     began = time.perf_counter()
     candidate.fit(cut, seed)
@@ -225,7 +226,7 @@ def measure(entry: Entry, seed: int, cut: Cut, k: int, metrics: list[str]) -> Ru
 
 
 def _check_entry(entry: Entry, cut: Cut) -> None:
-    """Refuse a model that could not be fitted, by its name."""
+    """Refuse a model that could not be fitted; the error has its name."""
     try:
         if entry.left_out is None:
             entry.make().check(cut)
@@ -234,7 +235,7 @@ def _check_entry(entry: Entry, cut: Cut) -> None:
 
 
 def _prepare() -> None:
-    """Compile what all towers share, so that no model is charged for it."""
+    """Compile the functions that all towers share, so that no model is charged for it."""
     few = sp.csr_matrix(np.eye(8, dtype=np.float32))
     TwoTower(dim=2, hidden=(), max_iterations=2).fit(few)
     TwoTower(dim=2, hidden=(2,), max_iterations=2).fit(few, ["id", few], ["id", few])
@@ -267,7 +268,7 @@ def _about(pairs: Interactions, test: Any) -> dict[str, Any]:
 
 
 def _joined(store: RunStore, now: Manifest, fresh: bool) -> Manifest:
-    """Return what is asked for together with what a folder holds; refuse a folder of another benchmark."""
+    """Return the request together with the one in the folder; refuse a folder of another benchmark."""
     before: Manifest | None = store.continued(now, fresh, ("data", "fixed_test", "metrics"))
     if before is None:
         for path in store.folder.glob("runs/*.tensors"):  # runs of an earlier version
@@ -286,7 +287,7 @@ def _joined(store: RunStore, now: Manifest, fresh: bool) -> Manifest:
 
 
 def _marks(manifest: Manifest, name: str) -> Any:
-    """What must be the same for a model's runs to be kept."""
+    """Return the facts that must be equal for a model's runs to be kept."""
     facts = manifest.facts(name)
     return facts.kind, facts.settings, facts.random
 

@@ -208,19 +208,19 @@ _ERRORS = (ValueError, RuntimeError, ArithmeticError, MemoryError)
 
 @dataclass
 class Runner:
-    """What all methods have in common.
+    """Runs optimizers on one problem from one start.
 
     Attributes:
-        problem: what is minimised.
-        start: makes the towers that every method starts from.
+        problem: the objective.
+        start: returns the towers that every optimizer starts from.
         validation: the metric of a point, or None.
-        time_limit: seconds of training for each method.
-        max_iterations: the same in iterations, or None.
-        seed: for methods that draw.
-        options: constants of methods, by name of the method.
-        folder: where histories and checkpoints are.
-        verbose: one line an iteration on standard error.
-        note: called with the name of each method that starts.
+        time_limit: seconds of training for each optimizer.
+        max_iterations: iterations of each optimizer, or None.
+        seed: seed of optimizers that draw.
+        options: options of optimizers, by name.
+        folder: folder of histories and checkpoints.
+        verbose: whether to print one line for each iteration on standard error.
+        note: called with the name of each optimizer that starts.
     """
 
     problem: Problem
@@ -235,12 +235,12 @@ class Runner:
     note: Callable[[str], None] = print  # to standard output
 
     def prepare(self) -> None:
-        """Compile and cache what all methods share, so that none is charged for it."""
+        """Compile and cache everything that optimizers share, so that none is charged for it."""
         point = self.problem.at(self.start())
         point.gauss_newton() @ point.gradient()
 
     def run(self, name: str) -> Outcome:
-        """Run a method, or continue it; return how it ended."""
+        """Run an optimizer, or continue it; return its outcome."""
         checkpoint, others = checkpoint_path(self.folder, name), OthersBusy()
         options = self.options.get(name, {})
         about = Outcome(options=options, resumed=checkpoint.exists(), environment=environment())
@@ -261,16 +261,16 @@ class Runner:
         return replace(about, status=status, message=message, others_busy=others.cores())
 
     def forget(self, names: Iterable[str]) -> None:
-        """Remove what methods have left, so that they start anew."""
+        """Remove the files of optimizers, so that they start again."""
         for name in names:
             remove_checkpoint(checkpoint_path(self.folder, name))
             history_path(self.folder, name).unlink(missing_ok=True)
 
 
 def measured_at(iteration: int) -> bool:
-    """Whether the metric is computed after an iteration: the first 20, then at steps of a twentieth.
+    """Return whether the metric is computed after an iteration: in the first 20, then at steps of a twentieth.
 
-    A rule of the iteration alone, so that an interrupted run measures what an uninterrupted one does.
+    The rule depends only on the iteration, so that a resumed run measures at the same iterations.
     """
     if iteration <= _ALL:
         return True
@@ -279,7 +279,7 @@ def measured_at(iteration: int) -> bool:
 
 
 def judge(result: Result, time_limit: float) -> tuple[str, str]:
-    """Status and message of a run that ended without an error."""
+    """Return status and message of a run that ended without an error."""
     first, last = result.history[0], result.history[-1]
     if result.reason is Reason.INTERRUPTED:
         return "unfinished", result.message
@@ -302,22 +302,22 @@ SpeedUp = dict[str, Any]  # {"times": float, "bound": "" or ">" or "<"}
 
 
 def lowest_value(methods: list[MethodRun]) -> float | None:
-    """L*: the lowest value that any method reached, None without records."""
+    """Return L*, the lowest value that any optimizer reached, None without records."""
     return min((record.value for method in methods for record in method.history), default=None)
 
 
 def relative_difference(value: float, lowest: float) -> float:
-    """(L − L*) / |L*|."""
+    """Return (L − L*) / |L*|."""
     return (value - lowest) / abs(lowest) if lowest else value - lowest
 
 
 def reached(history: list[Record], lowest: float, level: float) -> Record | None:
-    """The first record whose relative difference is at most a level."""
+    """Return the first record whose relative difference is at most a level."""
     return next((record for record in history if relative_difference(record.value, lowest) <= level), None)
 
 
 def speed_up(a: list[Record], b: list[Record], lowest: float, level: float) -> SpeedUp | None:
-    """How many times sooner A reached a level than B; None if neither did, or one has no records."""
+    """Return how many times sooner A reached a level than B; None if neither did, or one has no records."""
     if not a or not b:
         return None
     at_a, at_b = reached(a, lowest, level), reached(b, lowest, level)
@@ -328,7 +328,7 @@ def speed_up(a: list[Record], b: list[Record], lowest: float, level: float) -> S
 
 
 def summarise(comparison: Comparison) -> dict[str, Any]:
-    """All numbers of a comparison, as in summary.json."""
+    """Return all numbers of a comparison, as in summary.json."""
     methods = comparison.methods
     lowest = lowest_value(methods)
     found: dict[str, Any] = {
@@ -351,7 +351,7 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
 
 
 def verdict(summary: dict[str, Any]) -> str:
-    """One sentence: who won for this data, which is to be within 1% of L* first, and by how much."""
+    """Return a sentence: which optimizer was within 1% of L* first, and how much sooner than the next."""
     first = summary["first"].get(f"{_WON:g}")
     ran = [name for name, found in summary["methods"].items() if "lowest" in found]
     if first is None:
@@ -394,15 +394,15 @@ def _to(history: list[Record], lowest: float, what: Callable[[Record], float]) -
 
 
 def _time_limit(comparison: Comparison) -> float:
-    """The seconds that every method had, 0 if nothing is known of a limit in time alone."""
+    """Return the seconds that every optimizer had, 0 if it had another limit too."""
     limits = comparison.about.settings.get("limits", {})
     return float(limits.get("time_limit") or 0.0) if limits.get("max_iterations") is None else 0.0
 
 
 def _first(ran: list[MethodRun], lowest: float, level: float, limit: float) -> dict[str, Any] | None:
-    """Who reached a level first, and how many times sooner than the next (at least so many if no other did).
+    """Return the optimizer that reached a level first, and how many times sooner than the next.
 
-    A method that stopped before the level gives no bound on how long it would take.
+    If no other reached it, the factor is a lower bound, taken from those that used all their time.
     """
     times = [(record.seconds, m) for m in ran if (record := reached(m.history, lowest, level)) is not None]
     if not times:

@@ -30,7 +30,7 @@ POINTS = 2000
 
 
 def page(comparison: Comparison, summary: dict[str, Any]) -> str:
-    """The page of a comparison with the numbers of :func:`gramtower.experiments.comparison.summarise`."""
+    """Build the page of a comparison from the numbers of :func:`gramtower.experiments.comparison.summarise`."""
     title = f"Comparison of methods: {comparison.title}"
     script = files("gramtower.experiments").joinpath("comparison_page.js").read_text(encoding="utf-8")
     body = [
@@ -47,7 +47,7 @@ def page(comparison: Comparison, summary: dict[str, Any]) -> str:
 
 
 def page_data(comparison: Comparison, lowest: float | None) -> dict[str, Any]:
-    """What page.js draws: for each method its line and the columns of its history."""
+    """Return the data that comparison_page.js draws: for each optimizer its line and the columns of its history."""
     methods = {}
     for method in comparison.methods:
         records = thinned(method.history, POINTS)
@@ -62,7 +62,7 @@ def page_data(comparison: Comparison, lowest: float | None) -> dict[str, Any]:
 
 
 def thinned(history: list[Record], most: int) -> list[Record]:
-    """At most ``most`` records: the first, the last and an even choice of the others."""
+    """Return at most ``most`` records: the first, the last, and an even choice of the others."""
     if len(history) <= most:
         return history
     return [history[round(place * (len(history) - 1) / (most - 1))] for place in range(most)]
@@ -203,10 +203,10 @@ def _times(found: dict[str, Any] | None) -> str:
 
 
 def build(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Rebuild everything that is derived from histories.
+    """Rebuild summary.json, the figures and report.html of a folder from its histories.
 
     Returns:
-        What summary.json holds, and what could not be made and why.
+        The content of summary.json, and a list of what could not be made and why.
 
     Raises:
         ValueError: if the folder holds no comparison, or a file of it is damaged.

@@ -50,7 +50,7 @@ _ELEMENTS = 1 << 22  # of a block of drawn users
 
 
 def t_interval(values: Sequence[float], level: float = 0.95) -> Interval:
-    """Of the mean of a few values; NaN for fewer than two."""
+    """Return the t interval of the mean of a few values, NaN for fewer than two."""
     array = np.asarray(values, dtype=np.float64)
     n = len(array)
     if n < 2:
@@ -68,13 +68,13 @@ def bootstrap_interval(
     replicates: int = 1000,
     seed: int = 0,
 ) -> Interval:
-    """Of the mean over folds of the means over users, for other users of the same kind.
+    """Return the bootstrap interval of the mean over folds of the means over users.
 
     Args:
-        folds: for each, the users as numbers that are the same in all folds, and their values; NaN for no value.
-        level: share of replicates inside.
-        replicates: how often users are drawn.
-        seed: of the draws.
+        folds: for each fold, the users as numbers that are the same in all folds, and their values; NaN for no value.
+        level: share of replicates inside the interval.
+        replicates: number of draws.
+        seed: seed of the draws.
     """
     single = [(keys, np.asarray(values)[:, None]) for keys, values in folds]
     return bootstrap_intervals(single, level=level, replicates=replicates, seed=seed)[0]
@@ -87,13 +87,13 @@ def bootstrap_intervals(
     replicates: int = 1000,
     seed: int = 0,
 ) -> list[Interval]:
-    """Of several such means with the same draws of users, so that they can be of differences too.
+    """Return the intervals of several such means with the same draws of users; differences can be among them.
 
     Args:
         folds: as for :func:`bootstrap_interval`, with values users × means.
-        level: share of replicates inside.
-        replicates: how often users are drawn.
-        seed: of the draws.
+        level: share of replicates inside the interval.
+        replicates: number of draws.
+        seed: seed of the draws.
     """
     users, width = 1 + max(int(keys.max(initial=-1)) for keys, _ in folds), folds[0][1].shape[1]
     sums, counts = np.zeros((users, width, len(folds))), np.zeros((users, width, len(folds)))
@@ -120,7 +120,7 @@ def bootstrap_intervals(
 
 
 def _mean_of_there(means: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Means over the last axis of what is not NaN; NaN where all is."""
+    """Return means over the last axis without NaN; NaN where all values are."""
     there = np.isfinite(means)
     total, count = np.where(there, means, 0.0).sum(-1), there.sum(-1)
     return np.asarray(np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0))
@@ -138,12 +138,12 @@ _SHOWN = 10  # folds whose values a repr lists
 
 @dataclass(frozen=True, repr=False)
 class CrossValidation:
-    """What cross-validation found: metrics of each fold, their means, and how sure these are.
+    """The result of cross-validation.
 
     Attributes:
         folds: the result of ``evaluate`` for each fold.
-        mean: of each metric over the folds.
-        interval: 95% interval of each mean by Student's t over the folds; NaN for a single one.
+        mean: mean of each metric over the folds.
+        interval: 95% interval of each mean by Student's t over the folds; NaN for a single fold.
         user_interval: 95% interval by a bootstrap over users, for metrics that are means over users.
     """
 
@@ -153,12 +153,12 @@ class CrossValidation:
     user_interval: Mapping[str, Interval] = field(default_factory=dict)
 
     def values(self, metric: str) -> NDArray[np.float64]:
-        """The values of a metric, one for each fold."""
+        """Return the values of a metric, one for each fold."""
         check.choice("metric", metric, tuple(self.mean))
         return np.asarray([fold[metric] for fold in self.folds], dtype=np.float64)
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers, for JSON."""
+        """Return all numbers, for JSON."""
         return {
             metric: {
                 "mean": mean,
@@ -182,7 +182,6 @@ class CrossValidation:
         return "\n".join([f"CrossValidation of {len(self.folds)} folds", *(line.rstrip() for line in table)])
 
     def _repr_html_(self) -> str:
-        """A card for notebooks."""
         heads = ["metric", "mean", "95% over folds", "95% over users", *(f"fold {i + 1}" for i in range(self._shown))]
         rows = [
             (metric, mean, _span(self.interval[metric]), _span(self.user_interval.get(metric)),
@@ -212,20 +211,20 @@ def cross_validate(
     time: Column | None = None,
     threshold: float | None = None,
 ) -> CrossValidation:
-    """Fit and measure a model as often as there are folds, each time on other pairs.
+    """Fit and measure a model once for each fold, each time on other pairs.
 
     Args:
-        model: what to fit, such as a :class:`gramtower.TwoTower`. It stays as it is: each fold fits a new one with the
+        model: the model, such as a :class:`gramtower.TwoTower`. It is not changed: each fold fits a new one with the
             same parameters (``get_params``).
-        pairs: :class:`~gramtower.Interactions`; a polars, pandas or pyarrow table, ``left``, ``right`` … being its
-            columns; or a scipy.sparse matrix.
-        folds: how many, drawn by :func:`gramtower.data.splits.folds`; or splits of your own, of these pairs. Those with
-            a ``history`` are evaluated by it (``evaluate(..., histories=...)``).
+        pairs: :class:`~gramtower.Interactions`; a polars, pandas or pyarrow table whose columns ``left``, ``right`` …
+            name; or a scipy.sparse matrix.
+        folds: the number of folds, drawn by :func:`gramtower.data.splits.folds`; or splits of these pairs. Splits with
+            a ``history`` are evaluated with it (``evaluate(..., histories=...)``).
         metrics: names, see docs/metrics.md.
-        left_features: what the left tower sees, as for ``fit``. Rows of a matrix are in the order of ``pairs``.
+        left_features: input of the left tower, as for ``fit``. Rows of a matrix are in the order of ``pairs``.
         right_features: the same for the right tower.
-        seed: of the folds and of the bootstrap; the model has its own.
-        left: of a table, the column of left ids, as for ``fit``.
+        seed: seed of the folds and of the bootstrap; the model has its own.
+        left: the column of left ids, as for ``fit``.
         right: the column of right ids.
         value: the column of values.
         weight: the column of pair weights.
@@ -267,10 +266,10 @@ def cross_validate(
 
 
 def fit_copy(model: Any, pairs: Any, arguments: Mapping[str, Any], **changes: Any) -> Any:
-    """A new model with the parameters of another one, some of them changed, fitted.
+    """Return a fitted copy of a model with some parameters changed.
 
     Raises:
-        KeyboardInterrupt: after Ctrl-C, which a fit takes for its end, and which is to end everything around it.
+        KeyboardInterrupt: after Ctrl-C, which ends a fit early without an error but must end the whole run.
     """
     params = {name: copy.deepcopy(value) for name, value in model.get_params().items()}
     made = type(model)(**params | changes)
@@ -288,7 +287,7 @@ def _check_model(model: Any) -> None:
 
 
 def _splits(pairs: Interactions, folds: Any, seed: int) -> Iterator[Split]:
-    """The splits to go through, the first of them checked before anything is fitted."""
+    """Return the splits, the first of them checked before anything is fitted."""
     if isinstance(folds, (int, np.integer)) and not isinstance(folds, bool):
         if not 2 <= folds <= len(pairs):
             check.fail("folds", folds, f"an integer from 2 to {len(pairs)}, the number of pairs")
@@ -305,7 +304,7 @@ def _splits(pairs: Interactions, folds: Any, seed: int) -> Iterator[Split]:
 
 
 def _of_rows(name: str, features: Any, known: NDArray[Any], asked: NDArray[Any]) -> Any:
-    """Features for other entities: rows of matrices are found by id, everything else knows ids itself."""
+    """Return features of other entities. Rows of matrices are found by id; everything else is joined by id later."""
     if isinstance(features, (list, tuple)):
         return [_of_rows(name, one, known, asked) for one in features]
     if not (sp.issparse(features) or isinstance(features, (np.ndarray, torch.Tensor))) or asked is known:
@@ -322,7 +321,7 @@ def _of_rows(name: str, features: Any, known: NDArray[Any], asked: NDArray[Any])
 def _user_intervals(
     names: Sequence[str], users: Sequence[tuple[NDArray[Any], Mapping[str, NDArray[Any]]]], seed: int
 ) -> dict[str, Interval]:
-    """Bootstrap intervals of the metrics that every fold has for each user."""
+    """Return bootstrap intervals of the metrics that every fold has for each user."""
     index: dict[Any, int] = {}
     keys = [np.asarray([index.setdefault(key, len(index)) for key in ids.tolist()], dtype=np.int64) for ids, _ in users]
     return {
@@ -347,14 +346,14 @@ _DRAWN: dict[str, Callable[..., splits.Split]] = {
 
 
 class PairSplit:
-    """Which pairs to learn from and which to rank, for ``cv=`` of scikit-learn's searches.
+    """Splits pairs into those to learn from and those to rank, for ``cv=`` of scikit-learn's searches.
 
     Args:
-        count: how many splits: folds, or draws with the seeds ``seed``, ``seed + 1``, ….
-        method: "folds", of which each pair is tested in one; or a function of :mod:`gramtower.data.splits`:
+        count: the number of splits: folds, or draws with the seeds ``seed``, ``seed + 1``, ….
+        method: "folds", each pair being tested in one fold; or a function of :mod:`gramtower.data.splits`:
             "random_pairs", "per_user", "leave_one_out", "leave_last" or "by_time".
-        seed: of the draws.
-        options: of that function, such as ``test=0.2``.
+        seed: seed of the draws.
+        options: arguments of that function, such as ``test=0.2``.
     """
 
     def __init__(self, count: int = 5, method: str = "folds", *, seed: int = 0, **options: Any) -> None:
@@ -365,16 +364,16 @@ class PairSplit:
             check.fail("options", ", ".join(options), "none: folds of pairs have none")
 
     def get_n_splits(self, X: Any = None, y: Any = None, groups: Any = None) -> int:
-        """How many splits there are."""
+        """Return the number of splits."""
         return self.count
 
     def split(self, X: Any, y: Any = None, groups: Any = None) -> Iterator[tuple[Positions, Positions]]:
-        """Positions of training and test pairs, split by split.
+        """Yield the positions of training and test pairs of each split.
 
         Args:
             X: :class:`gramtower.PairSamples`.
-            y: not used; scikit-learn hands it on.
-            groups: likewise.
+            y: not used.
+            groups: not used.
         """
         if not isinstance(X, PairSamples):
             check.fail("X", type(X).__name__, "gramtower.PairSamples(pairs): one sample for each pair")
@@ -397,29 +396,29 @@ class PairSplit:
 
 @dataclass(frozen=True)
 class RankingScorer:
-    """A ranking metric of held-out pairs, as ``scoring=`` of scikit-learn's searches; see :func:`ranking_scorer`.
+    """A ranking metric of held-out pairs for ``scoring=`` of scikit-learn's searches; see :func:`ranking_scorer`.
 
     Attributes:
-        metric: its name.
-        sign: −1 for a metric of which less is better, as scikit-learn maximises.
+        metric: name of the metric.
+        sign: −1 for a metric of which less is better, because scikit-learn maximises.
     """
 
     metric: str
     sign: float = 1.0
 
     def __call__(self, model: Any, X: Any, y: Any = None) -> float:
-        """The metric of a fitted model."""
+        """Return the metric of a fitted model."""
         return self.sign * float(model.evaluate(pairs_of(X), (self.metric,))[self.metric])
 
 
 def ranking_scorer(metric: str = "ndcg@20") -> RankingScorer:
-    """A metric of how well held-out pairs are ranked, for ``scoring=`` of scikit-learn's searches.
+    """Return a scorer of how well held-out pairs are ranked, for ``scoring=`` of scikit-learn's searches.
 
-    Training pairs are left out of the rankings, as in ``TwoTower.evaluate``. A dictionary of several scorers works as
-    it does for scikit-learn's own.
+    Training pairs are left out of the rankings, as in ``TwoTower.evaluate``. A dictionary of several scorers works like
+    one of scikit-learn's own.
 
     Args:
-        metric: its name, see docs/metrics.md. One of which less is better is negated.
+        metric: its name, see docs/metrics.md. A metric of which less is better is negated.
     """
     if not isinstance(metric, str):
         check.fail("metric", repr(metric), "the name of one metric")
@@ -428,7 +427,7 @@ def ranking_scorer(metric: str = "ndcg@20") -> RankingScorer:
 
 
 def _keys(pairs: Interactions) -> Positions:
-    """A number for each pair, increasing; parts of the same pairs have the same numbers."""
+    """Return an increasing number for each pair; parts of the same pairs have the same numbers."""
     matrix = pairs.matrix
     rows = np.repeat(np.arange(matrix.shape[0], dtype=np.int64), np.diff(matrix.indptr))
     return np.asarray(rows * matrix.shape[1] + matrix.indices)

@@ -33,7 +33,7 @@ _LONGEST = 30  # letters of a model's name
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Settings of matplotlib that figures are made and saved with: fixed ids, text as text.
+    """Set matplotlib up for figures that are the same each time: fixed ids, text as text.
 
     Raises:
         ImportError: without matplotlib, with the line that installs it.
@@ -44,7 +44,7 @@ def drawing() -> Iterator[None]:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure that belongs to no window, in inches."""
+    """Return an empty figure of a size in inches that belongs to no window."""
     made: Figure = need("matplotlib.figure", "drawing").Figure(figsize=(width, height), layout="constrained")
     return made
 
@@ -56,7 +56,7 @@ def save(figure: Figure, file: Path | io.BytesIO, kind: str) -> None:
 
 
 def as_svg(figure: Figure) -> bytes:
-    """A figure as the bytes of an SVG file."""
+    """Return a figure as the bytes of an SVG file."""
     with drawing():
         file = io.BytesIO()
         save(figure, file, "svg")
@@ -68,10 +68,10 @@ def run_figure(
     metric: str | None,
     tried: Sequence[tuple[Mapping[str, Any], float, float]] = (),
 ) -> Figure:
-    """Objective and, where one was recorded, the validation metric by iteration; then the path of penalties.
+    """Draw the objective and the validation metric, if one was recorded, by iteration; then the path of penalties.
 
     Args:
-        runs: records by what to call them; several are drawn together.
+        runs: records by name; several runs are drawn together.
         metric: name of the validation metric.
         tried: settings, metric and standard error of the points of a path, if there is one.
     """
@@ -95,7 +95,7 @@ def run_figure(
 
 
 def _path(axis: Axes, tried: Sequence[tuple[Mapping[str, Any], float, float]], metric: str) -> None:
-    """The metric of held-out data by penalty, a line for each shape of towers."""
+    """Draw the metric of held-out data by penalty, with a line for each shape of towers."""
     penalty = next(name for name in ("embedding_l2", "l2") if name in tried[0][0])
     shapes: dict[str, list[tuple[float, float, float]]] = {}
     for settings, value, error in tried:
@@ -111,7 +111,7 @@ def _path(axis: Axes, tried: Sequence[tuple[Mapping[str, Any], float, float]], m
 
 
 def degree_figure(degrees: Mapping[str, NDArray[np.int64]]) -> Figure:
-    """For each side how many entities have how many pairs, in bins of doubling width."""
+    """Draw, for each side, how many entities have how many pairs, in bins of doubling width."""
     with drawing():
         figure = new_figure(10.0, 3.4)
         axes: list[Axes] = list(figure.subplots(1, len(degrees), squeeze=False)[0])
@@ -125,7 +125,7 @@ def degree_figure(degrees: Mapping[str, NDArray[np.int64]]) -> Figure:
 
 
 def binned(counts: NDArray[np.int64]) -> tuple[list[str], list[int]]:
-    """Bins 0, 1, 2–3, 4–7, … up to the largest count, and how many counts are in each."""
+    """Return the bins 0, 1, 2–3, 4–7, … up to the largest count, and the number of counts in each."""
     last = int(counts.max(initial=0)).bit_length()
     found = np.bincount(np.array([int(count).bit_length() for count in counts], dtype=np.int64), minlength=last + 1)
     labels = ["0", "1", *(f"{1 << power}–{(2 << power) - 1}" for power in range(1, last))][: last + 1]
@@ -140,12 +140,12 @@ def search_figure(
     importance: Mapping[str, float],
     winner: int,
 ) -> Figure:
-    """Trials of a search: the metric of each and the best so far, their curves, and what each choice explains.
+    """Draw the trials of a search: the metric of each and the best so far, their curves, and the importance of choices.
 
     Args:
-        metric: what was maximised.
-        values: of the trials, in order.
-        given_up: which trials were ended on the way.
+        metric: the metric that was maximised.
+        values: values of the trials, in order.
+        given_up: which trials were stopped early.
         curves: the metric of each trial by iteration.
         importance: by choice, the largest first; may be empty.
         winner: place of the trial that won.
@@ -211,7 +211,13 @@ def _label(axes: Axes, x: str, y: str) -> None:
 
 
 class Line(NamedTuple):
-    """Colour, dashes (lengths on and off; none for a solid line) and width."""
+    """The line of an optimizer, the same in all figures. Colours are of the Okabe-Ito palette.
+
+    Attributes:
+        colour: its colour.
+        dashes: lengths on and off; none for a solid line.
+        width: its width.
+    """
 
     colour: str
     dashes: tuple[int, ...] = ()
@@ -234,7 +240,7 @@ _OTHER = Line("#777777", (1, 2))
 
 
 def line_of(name: str) -> Line:
-    """The line of a method; grey for one that is not known here."""
+    """Return the line of an optimizer; grey for an unknown one."""
     return LINES.get(name, _OTHER)
 
 
@@ -245,7 +251,7 @@ FLOOR = 1e-4
 
 
 def draw_comparison(comparison: Comparison) -> list[Path]:
-    """Write the figures; returns their paths.
+    """Write the figures of a comparison; return their paths.
 
     Raises:
         ImportError: without matplotlib.
@@ -264,7 +270,7 @@ def draw_comparison(comparison: Comparison) -> list[Path]:
 
 
 def value_range(curves: list[list[float]]) -> tuple[float, float]:
-    """Limits of the axis of relative differences: down to FLOOR at most, up to twice the start."""
+    """Return limits of the axis of relative differences: not below FLOOR, up to twice the start."""
     shown = [y for curve in curves for y in curve if y > 0 and math.isfinite(y)]
     top = 2.0 * max((curve[0] for curve in curves if curve and curve[0] > 0), default=1.0)
     return max(FLOOR, 0.8 * min(shown, default=FLOOR)), top

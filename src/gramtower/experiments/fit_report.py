@@ -34,13 +34,13 @@ EXAMPLES, LENGTH, SHOWN = 5, 10, 3  # left entities, right ones of a list, pairs
 
 @dataclass(frozen=True)
 class Group:
-    """Metrics of a tercile of right entities by popularity, or of left ones by activity.
+    """Metrics of a third of the right entities by popularity, or of the left ones by activity.
 
     Attributes:
         name: such as "popularity low"; "all" for all of them.
-        entities: how many are in it: right ones, or left ones with held-out pairs.
-        least: fewest training pairs of one of them.
-        most: most training pairs of one of them.
+        entities: number of entities: right ones, or left ones with held-out pairs.
+        least: smallest number of training pairs of an entity.
+        most: largest number of training pairs of an entity.
         users: left entities that the metrics are means over.
         pairs: held-out pairs that count.
         metrics: by name.
@@ -57,13 +57,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Example:
-    """A left entity, some of the right ones that it has, and its list; rows of the model.
+    """A left entity, some of its right entities, and its list, as rows of the model.
 
     Attributes:
-        row: of the left entity.
-        pairs: how many it has in training.
+        row: row of the left entity.
+        pairs: number of its training pairs.
         known: some of them.
-        listed: the best, without those of training.
+        listed: the best right entities, without those of training.
         hits: which of these are held-out pairs.
     """
 
@@ -75,13 +75,13 @@ class Example:
 
 
 def degrees(matrix: sp.csr_matrix) -> dict[str, NDArray[np.int64]]:
-    """How many pairs each entity has, by side."""
+    """Return the number of pairs of each entity, by side."""
     right = np.bincount(matrix.indices, minlength=matrix.shape[1])
     return {"left": np.diff(matrix.indptr).astype(np.int64), "right": right.astype(np.int64)}
 
 
 def degree_quantiles(matrix: sp.csr_matrix) -> dict[str, dict[str, float]]:
-    """Quantiles of the pairs that entities have, and how many have none, by side."""
+    """Return quantiles of the number of pairs of an entity, and the number of entities without pairs, by side."""
     return {
         side: {name: float(np.quantile(counts, at)) if len(counts) else 0.0 for name, at in QUANTILES.items()}
         | {"none": int((counts == 0).sum())}
@@ -90,9 +90,9 @@ def degree_quantiles(matrix: sp.csr_matrix) -> dict[str, dict[str, float]]:
 
 
 def validation_pairs(fitted: FittedModel) -> sp.csr_matrix | None:
-    """The validation pairs that a model keeps, None if there are none that can be told from others.
+    """Return the validation pairs that a model keeps, None if there are none that can be recognised.
 
-    A model keeps which pairs there were, not their labels: where labels were not all 1 none counts as relevant.
+    A model keeps pairs without their labels: if labels were not all 1, it is unknown which of them are relevant.
     """
     if not fitted.plain_pairs or not fitted.shards.single:
         return None
@@ -105,7 +105,7 @@ def validation_pairs(fitted: FittedModel) -> sp.csr_matrix | None:
 
 
 def groups_of(fitted: FittedModel, truth: sp.csr_matrix, metrics: Sequence[str]) -> list[Group]:
-    """Metrics of held-out pairs: all, by popularity of right entities, and by activity of left ones.
+    """Return metrics of held-out pairs: of all, by popularity of right entities, and by activity of left ones.
 
     Args:
         fitted: the model.
@@ -142,14 +142,14 @@ def _group(
 
 
 def as_pairs(fitted: FittedModel, matrix: sp.csr_matrix) -> Any:
-    """Rows and columns of a model as pairs that it takes: with its ids, or as they are."""
+    """Return a matrix in a model's rows as pairs with the model's ids, if it has ids."""
     if fitted.left.ids is None or fitted.right.ids is None:
         return matrix
     return Interactions(matrix, fitted.left.ids, fitted.right.ids, numbered=fitted.numbered)
 
 
 def examples(fitted: FittedModel, truth: sp.csr_matrix | None, count: int = EXAMPLES) -> list[Example]:
-    """Lists of left entities from seldom to often seen; of those with held-out pairs where there are any."""
+    """Return lists of left entities with few to many pairs, of those with held-out pairs if there are any."""
     active = degrees(fitted.trained)["left"]
     held_out = sp.csr_matrix(fitted.trained.shape) if truth is None else without(truth, fitted.trained)
     asked = np.flatnonzero(np.diff(held_out.indptr) if held_out.nnz else active)
@@ -178,18 +178,18 @@ Titles = Sequence[str | None] | None  # of the entities of a side
 
 @dataclass(frozen=True)
 class FitRun:
-    """What is known of a fit.
+    """The content of the folder of a fit.
 
     Attributes:
-        title: of the page.
-        runs: records by what to call them: one fit, or with ``refit`` that with validation and that on all pairs.
-        summary: what the run wrote when it ended; empty if it did not.
+        title: title of the page.
+        runs: records by name: of one fit, or with ``refit`` of the fit with validation and of the fit on all pairs.
+        summary: summary.json; empty if the fit has not ended.
         settings: tables of its config file.
         model: the fitted model; None while there is none.
-        held_out: pairs to measure, in the model's rows, and what to call them; None if there are none.
-        titles: by side.
-        left_out: held-out pairs of entities that the model does not know.
-        tested: whether the held-out pairs are those of a test, not those of the validation.
+        held_out: pairs to measure, in the model's rows, and a name for them; None if there are none.
+        titles: titles of entities, by side.
+        left_out: number of held-out pairs of entities that the model does not know.
+        tested: whether the held-out pairs are those of a test, not of the validation.
     """
 
     title: str
@@ -204,12 +204,12 @@ class FitRun:
 
     @property
     def last(self) -> list[Record]:
-        """The records of the run that the model is of."""
+        """The records of the run that the model comes from."""
         return list(list(self.runs.values())[-1])
 
     @property
     def end(self) -> tuple[str, str]:
-        """What became of it, and why it stopped; a summary of an earlier, shorter run is no end of this one."""
+        """The status and why the fit stopped; a summary of an earlier, shorter run does not count."""
         records = self.last
         if not records or self.summary.get("iterations") != records[-1].iteration:
             return "unfinished", "no end was recorded"
@@ -218,10 +218,10 @@ class FitRun:
 
 
 def fit_page(run: FitRun) -> tuple[str, dict[str, Any], list[str]]:
-    """The page of a fit.
+    """Build the page of a fit.
 
     Returns:
-        HTML, the numbers in it, and what could not be made and why.
+        HTML, the numbers in it, and a list of what could not be made and why.
     """
     status, message = run.end
     metric = _metric(run)
@@ -373,7 +373,7 @@ def _examples(run: FitRun) -> list[str]:
 
 
 def _called(model: FittedModel) -> tuple[str, str]:
-    """What to call the entities of both sides: as the data does, or left and right where that is the same name."""
+    """Return the names of both sides: those of the data, or left and right if these are equal."""
     return model.names if model.names[0] != model.names[1] else ("left", "right")
 
 

@@ -19,7 +19,7 @@ _STAT = Path("/proc/stat")
 
 
 def environment() -> dict[str, Any]:
-    """Where and with what a run ran."""
+    """Return the machine and the versions that a run runs with."""
     processor = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -41,7 +41,7 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit that this code is of, with a + if files were changed since; None outside a repository of it."""
+    """Return the commit of this code, with a + if files were changed since; None outside its repository."""
     if _git("ls-files", "--error-unmatch", "__init__.py") is None:
         return None  # not a repository, or another project's that this package is only installed in
     head = _git("rev-parse", "--short=12", "HEAD")
@@ -59,13 +59,13 @@ def _git(*arguments: str) -> str | None:
 
 
 class OthersBusy:
-    """Measures how many cores other processes keep busy, from its construction on."""
+    """Measures how many cores other processes keep busy, starting from its construction."""
 
     def __init__(self) -> None:
         self.start = _reading()
 
     def cores(self) -> float | None:
-        """Cores busy with others' work on average so far; None on systems other than Linux."""
+        """Return the average number of cores that others kept busy so far; None on systems other than Linux."""
         now = _reading()
         if self.start is None or now is None:
             return None
@@ -74,7 +74,7 @@ class OthersBusy:
 
 
 def _reading() -> tuple[float, float, float] | None:
-    """Wall time, CPU seconds of all processes, CPU seconds of this one."""
+    """Return wall time, CPU seconds of all processes, and CPU seconds of this process."""
     try:
         fields = [int(x) for x in _STAT.read_text().split("\n", 1)[0].split()[1:9]]
         ticks = os.sysconf("SC_CLK_TCK")

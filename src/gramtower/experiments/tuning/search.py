@@ -91,7 +91,7 @@ def tune(
     validation_side: str | None = None,
     progress: Callable[[Search], None] | None = None,
 ) -> Search:
-    """See :meth:`gramtower.TwoTower.tune`, which fits afterwards; ``progress`` is told of each trial."""
+    """Search for settings; see :meth:`gramtower.TwoTower.tune`. ``progress`` is called after each trial."""
     if (processes := current_group().size) > 1:
         check.fail("tune", f"{processes} processes", "one: trials do not run over several")
     count = check.count("trials", trials)
@@ -133,7 +133,7 @@ def tune(
 
 @contextmanager
 def _folder(storage: str | Path | None) -> Iterator[Path]:
-    """Yield the folder of the log; one without a trial is removed at the end, and a temporary one always."""
+    """Yield the folder of the log. A new one is removed at the end if no trial ended, a temporary one always."""
     if storage is None:
         with tempfile.TemporaryDirectory(prefix="gramtower-tune-") as scratch:
             yield Path(scratch)
@@ -152,14 +152,14 @@ def _folder(storage: str | Path | None) -> Iterator[Path]:
 
 
 def _other(seed: int) -> int:
-    """The seed of the second part and start."""
+    """Return the seed of the second validation part and start."""
     return (seed + 1) % 2**63
 
 
 def make_space(
     model: ModelSettings, start: Mapping[str, Value], given: Mapping[str, Any] | None, parts: Parts
 ) -> Space:
-    """What is searched: what was asked for, or everything that the model was not given explicitly."""
+    """Return the space to search: the given one, or everything that the model does not set explicitly."""
     labels = not np.isin(parts.matrix.data, (-1.0, 1.0)).all()
     with_features = any(features is not None for features in parts.features)
     whole = default_space(start, labels=labels, given_features=with_features, unseen=parts.unseen is not None)
@@ -199,7 +199,7 @@ class _Run:
 
     @cached_property
     def second(self) -> Parts | None:
-        """A second part with other entities held out; None if there is none."""
+        """A second validation part with other entities held out; None if there is none."""
         try:
             return self.others()
         except ValueError:  # of few entities another draw may leave nothing to find
@@ -215,7 +215,7 @@ class _Run:
                 progress(self.result())
 
     def confirm(self) -> Search:
-        """The result; its winner started cold, or did so again, in time, where it had started warm."""
+        """Return the result; its winner started cold, or was trained again from a cold start if there was time."""
         while not self.interrupted and len(self.again) < _CONFIRM:
             best = self.result().best
             if best.started_cold or self._confirmed(best, self._from_cold) is None:
@@ -227,7 +227,7 @@ class _Run:
         return self._train(tried.settings, None, None, confirming=True)
 
     def _confirmed(self, tried: Tried, train: Callable[[Tried], Outcome]) -> Tried | None:
-        """The record of a trial trained once more, by the log or now; None if time or memory did not do."""
+        """Return the record of a trial trained once more, from the log or now; None without time or memory."""
         known = next((t for t in self.log.confirmations if t.number == tried.number), None)
         if known is None:
             if self._late():
@@ -248,10 +248,10 @@ class _Run:
         return known
 
     def confirm_on_others(self) -> Search:
-        """The result; its winner was better on other held-out entities too, from another start.
+        """Return the result; its winner was better on other held-out entities too, from another start.
 
         Few entities say little, and so does one start: networks that begin elsewhere differ by as much as settings do.
-        The defaults and the winner are trained once more, and the same rule holds for what it gains then.
+        The defaults and the winner are trained once more, and the gain is judged by the same rule.
         """
         tried, refused = [t for t in self.log.trials if t.same_as is None], list[int]()
         if not tried:
@@ -271,7 +271,7 @@ class _Run:
         return self.result(verdict=Verdict(first, text) if verdict.winner is first and text else verdict)
 
     def _gain_on_others(self, winner: Tried) -> Gain | None:
-        """What a trial gains on the second part; None if time does not do."""
+        """Return the gain of a trial on the second part; None if there is no time."""
         if self.second is None:
             return None
         first = self.again[0] if self.again else self._confirmed(self.log.trials[0], self._on_others)
@@ -279,7 +279,7 @@ class _Run:
         return None if other is None or first is None else gain(other, first)
 
     def _on_others(self, tried: Tried) -> Outcome:
-        """How a trial ends on the second part; the defaults are the first."""
+        """Train a trial on the second part; the first to be trained are the defaults."""
         assert self.second is not None
         first = self.again[0].value if self.again else None
         arguments = model_arguments(tried.settings, self.model, self.parts.matrix, self.start)
@@ -291,7 +291,7 @@ class _Run:
         )  # fmt: skip
 
     def result(self, cold_only: bool = False, verdict: Verdict | None = None) -> Search:
-        """The search so far, with trials confirmed from a cold start in place of their first records."""
+        """Return the search so far; records of cold confirmations replace the first records of their trials."""
         cold = {t.number: t for t in self.again if t.confirmed is not None}
         tried = [cold.get(t.number, t) for t in self.log.trials]
         if not tried:
@@ -383,11 +383,11 @@ class _Run:
         )  # fmt: skip
 
     def _kept_back(self) -> float:
-        """Seconds to confirm a winner: from a cold start, or on other entities, where the defaults are trained too."""
+        """Return the seconds that a confirmation takes: one fit from a cold start, or two on other entities."""
         return self.first_seconds * (1 if self.parts.unseen is None else 2)
 
     def _larger_affordable(self) -> bool:
-        """Whether towers larger than the first trial's may be tried: they take up to three times as long."""
+        """Return whether towers larger than the first trial's may be tried: they take up to three times as long."""
         return self.limit is None or not self._late(_ROOM * self.first_seconds)
 
     def _late(self, kept_back: float = 0.0) -> bool:

@@ -42,18 +42,18 @@ FEATURES_FIRST = (
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from ``low`` to ``high``; on a logarithmic scale for weights and penalties."""
+    """Numbers from ``low`` to ``high``, on a logarithmic scale for weights and penalties."""
 
     low: float
     high: float
     log: bool
 
     def nearest(self, value: Value) -> Value:
-        """The value itself, or the end of the range next to it."""
+        """Return the value itself, or the nearest end of the range."""
         return min(self.high, max(self.low, float(value)))
 
     def beside(self, value: Value) -> list[Value]:
-        """A step to either side: an octave, or a quarter of the range where that is less."""
+        """Return one step to either side: an octave, or a quarter of the range if that is less."""
         x = float(value)
         if self.log:
             factor = min(2.0, (self.high / self.low) ** 0.25)
@@ -69,16 +69,16 @@ class Range:
 
 @dataclass(frozen=True)
 class Choices:
-    """One of a few values; a single one is fixed and not searched."""
+    """One of a few values; a single value is fixed and not searched."""
 
     values: tuple[Value, ...]
 
     def nearest(self, value: Value) -> Value:
-        """The value itself if it is one of them, otherwise the first."""
+        """Return the value itself if it is one of the choices, otherwise the first."""
         return value if value in self.values else self.values[0]
 
     def beside(self, value: Value) -> list[Value]:
-        """The other values."""
+        """Return the other values."""
         return [other for other in self.values if other != value]
 
     def __str__(self) -> str:
@@ -89,13 +89,13 @@ Space = dict[str, Range | Choices]
 
 
 def default_space(start: Mapping[str, Value], *, labels: bool, given_features: bool, unseen: bool = False) -> Space:
-    """The whole space, around the settings that the search starts at.
+    """Return the whole space, around the settings that the search starts at.
 
     Args:
         start: the default value of every name.
         labels: whether labels are other than ±1, so that only the model's own loss makes sense.
-        given_features: whether features were handed to tune.
-        unseen: whether trials are ranked on entities that training has not seen, which nothing else describes.
+        given_features: whether features were passed to tune.
+        unseen: whether trials are ranked on entities that training has not seen, which only features describe.
     """
     dim, l2 = int(start["dim"]), float(start["l2"])
     activation, normalize = str(start["activation"]), str(start["normalize"])
@@ -120,7 +120,7 @@ def default_space(start: Mapping[str, Value], *, labels: bool, given_features: b
 
 
 def _widths(start: str) -> list[str]:
-    """Hidden layers to try beside the model's own: another layer, another width, none; what costs most comes last."""
+    """Return hidden layers to try next to the model's own, the most expensive last."""
     sides = check_hidden(parse_hidden(start))
     if sides == ((), ()):
         return ["none", "256", "256,256"]
@@ -134,7 +134,7 @@ def _widths(start: str) -> list[str]:
 
 
 def read_space(path: Path) -> dict[str, Any]:
-    """The table ``[space]`` of a TOML file, for :func:`as_space`."""
+    """Return the table ``[space]`` of a TOML file, for :func:`as_space`."""
     content = read_toml("space", path)
     if set(content) - {"space"} or not isinstance(content.get("space", {}), dict):
         check.fail("space", f"{', '.join(content)} at the top of {path}", "one table, [space]")
@@ -142,13 +142,13 @@ def read_space(path: Path) -> dict[str, Any]:
 
 
 def as_space(given: Mapping[str, Any], whole: Space) -> Space:
-    """A space from names and what to search for each; names that are left out are not searched.
+    """Return a space from names and what to search for each; other names are not searched.
 
     ``true`` takes the range of the whole space, ``[low, high]`` another range, a list (for names with a few values)
     those values, and a single value fixes it.
 
     Raises:
-        ValueError: if a name is unknown, a value cannot be, or nothing is left to search.
+        ValueError: if a name is unknown, a value is impossible, or nothing is left to search.
     """
     space: Space = {}
     for name, value in given.items():
@@ -175,16 +175,16 @@ def as_space(given: Mapping[str, Any], whole: Space) -> Space:
 
 
 def searched(space: Space) -> list[str]:
-    """The names with more than one value."""
+    """Return the names with more than one value."""
     return [name for name, part in space.items() if isinstance(part, Range) or len(part.values) > 1]
 
 
 def first_settings(space: Space, start: Mapping[str, Value]) -> list[dict[str, Value]]:
-    """Where a search begins: at the start, then with each choice changed alone.
+    """Return the first settings to try: the start, then the start with one choice changed at a time.
 
     The defaults are good on most data, and a space of ten names is too wide to find the neighbourhood of a good point
-    by chance: these trials say which way to go from it. With features, where time may end them early, what moved the
-    metric most in one-at-a-time trials on sets with features comes first, and what makes towers larger last.
+    by chance: these trials show which way to go. With features, where time may end them early, the choices that moved
+    the metric most in one-at-a-time trials come first, and larger towers last.
     """
     centre = {name: space[name].nearest(start[name]) for name in searched(space)}
     names = list(centre)
@@ -197,27 +197,27 @@ def first_settings(space: Space, start: Mapping[str, Value]) -> list[dict[str, V
 
 
 def larger(settings: Mapping[str, Value], start: Mapping[str, Value]) -> bool:
-    """Whether towers have more units in their hidden layers, or more outputs, than at the start."""
+    """Return whether towers have more hidden units, or more outputs, than at the start."""
     return any(size > before for size, before in zip(_size(settings), _size(start), strict=True))
 
 
 def _size(settings: Mapping[str, Value]) -> tuple[int, int]:
-    """Units of all hidden layers, and the dimension; 0 where they are not searched."""
+    """Return the units of all hidden layers and the dimension, 0 if they are not searched."""
     sides = check_hidden(parse_hidden(str(settings["hidden"]))) if "hidden" in settings else ((), ())
     return sum((*sides[0], *sides[1])), int(settings.get("dim", 0))
 
 
 def linear(hidden: object) -> bool:
-    """Whether towers with these hidden layers, as text, have none, on either side."""
+    """Return whether hidden layers, as text, are none on both sides."""
     return hidden is not None and check_hidden(parse_hidden(str(hidden))) == ((), ())
 
 
 def effective(settings: Mapping[str, Value], start: Mapping[str, Value]) -> dict[str, Value]:
-    """Settings without those that change nothing: the activation of towers without hidden layers.
+    """Return settings without those that change nothing: the activation of towers without hidden layers.
 
     Args:
-        settings: of a trial.
-        start: the default value of every name. What is not searched is that, as long as towers see the same.
+        settings: settings of a trial.
+        start: the default of every name, used for names that are not searched while towers have the same input.
     """
     known = start if settings.get("features", start["features"]) == start["features"] else {}
     unused = ("activation",) if linear(settings.get("hidden", known.get("hidden"))) else ()
@@ -225,14 +225,14 @@ def effective(settings: Mapping[str, Value], start: Mapping[str, Value]) -> dict
 
 
 def describe(space: Space) -> dict[str, Any]:
-    """The space as plain values, such as :func:`as_space` takes."""
+    """Return the space as plain values, such as :func:`as_space` takes."""
     return {
         name: [part.low, part.high] if isinstance(part, Range) else list(part.values) for name, part in space.items()
     }
 
 
 def rescaled_penalty(penalty: float, power: float, matrix: sp.csr_matrix, omega: float) -> float:
-    """μ for a power ν with the total penalty weight that ``penalty`` has at ν = 1: penalty · Σ c / Σ c^ν."""
+    """Return μ for a power ν with the total penalty weight of ``penalty`` at ν = 1: penalty · Σ c / Σ c^ν."""
     m, n = matrix.shape
     counts = np.diff(matrix.indptr) + omega * n, np.bincount(matrix.indices, minlength=n) + omega * m
     return penalty * float(sum(c.sum() for c in counts) / sum((c**power).sum() for c in counts))
@@ -251,7 +251,7 @@ def _range(name: str, value: Any) -> Range | Choices:
 
 
 def _is_widths(name: str, value: Any) -> bool:
-    """Whether a list is one value of ``hidden``, such as [256, 256], rather than several."""
+    """Return whether a list is one value of ``hidden``, such as [256, 256], rather than several."""
     return name == "hidden" and all(isinstance(item, int) for item in value)
 
 

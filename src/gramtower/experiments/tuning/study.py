@@ -55,25 +55,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tried:
-    """One trial.
+    """The record of a trial.
 
     Attributes:
-        number: trials are numbered as they end, from 0.
+        number: number of the trial; trials are numbered as they end, from 0.
         settings: by the names of the search space, fixed ones too.
-        value: the metric that counts: the best on the way for a cold start, the last for a warm one; the mean of the
-            last ones where entities were held out.
+        value: the metric that counts: the best of a cold start, the last of a warm one, and the mean of the last ones
+            if entities were held out.
         iteration: where it was reached.
         curve: metric at the start and after each iteration.
-        seconds: of training.
-        pruned: whether it was given up on the way.
+        seconds: training time.
+        pruned: whether it was stopped early.
         warm_from: the trial whose solution it started from, or None for a cold start.
         reason: why it stopped.
-        confirmed: for a winner that started warm, its value then; ``value`` is that of the cold start after it.
-        without: the metric at its end without each part of the validation entities, for the defaults and for what
-            was better than they; empty for a metric that is of no single entities.
-        metrics: several metrics at its end (``REPORTED`` and the one that is maximised), for the same trials; empty in
-            a log of an earlier version.
-        same_as: the trial whose settings come to the same, and whose results these are; None if it was trained.
+        confirmed: for a winner that started warm, its value then; ``value`` is that of the later cold start.
+        without: the metric at its end without each part of the validation entities, for the defaults and for better
+            trials; empty for a metric that is not a mean over entities.
+        metrics: several metrics at its end (``REPORTED`` and the maximised one), for the same trials; empty in a log of
+            an earlier version.
+        same_as: the trial with equivalent settings whose results these are; None if it was trained.
     """
 
     number: int
@@ -97,7 +97,7 @@ class Tried:
 
     @property
     def note(self) -> str:
-        """How it started, and whether it was given up or trained again, for people."""
+        """How it started, and whether it was stopped early or trained again."""
         if self.same_as is not None:
             return f"same as {self.same_as}"
         notes = [f"warm from {self.warm_from}"] if self.warm_from is not None else []
@@ -107,7 +107,7 @@ class Tried:
 
     @classmethod
     def of(cls, number: int, settings: dict[str, Value], outcome: Outcome, warm_from: int | None) -> Tried:
-        """A record from how a trial ended."""
+        """Return the record of an outcome."""
         return cls(
             number, settings, outcome.value, outcome.iteration, outcome.curve, outcome.seconds, outcome.pruned,
             warm_from, outcome.reason.name, without=outcome.without, metrics=outcome.metrics,
@@ -115,17 +115,17 @@ class Tried:
 
     @property
     def repeated(self) -> str:
-        """How it was trained once more, for people; of the record of such a training."""
+        """How it was trained once more, if this is the record of a confirmation."""
         return "on other held-out entities" if self.confirmed is None else f"cold start; {self.confirmed:.4f} warm"
 
     def again(self, outcome: Outcome) -> Tried:
-        """The record of the same settings trained once more: from a cold start, or where it had one, on other data."""
+        """Return the record of the same settings trained again: cold, or on other data if it had started cold."""
         once_more = Tried.of(self.number, self.settings, outcome, self.warm_from)
         return once_more if self.started_cold else replace(once_more, confirmed=self.value, pruned=False)
 
 
 def pick(trials: Sequence[Tried]) -> Tried:
-    """The trial with the largest metric; the earliest of equals. One that was given up only where all were."""
+    """Return the trial with the largest metric, the earliest of equals; one that was stopped early only if all were."""
     return max(trials, key=_rank)
 
 
@@ -135,12 +135,7 @@ def _rank(trial: Tried) -> tuple[bool, float, int]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which trial wins, and why.
-
-    Attributes:
-        winner: the trial.
-        text: a sentence that says what it was compared with, and how that came out.
-    """
+    """The trial that wins, and a sentence that says what it was compared with."""
 
     winner: Tried
     text: str
@@ -152,7 +147,7 @@ class Gain:
 
     Attributes:
         value: the difference of their metrics.
-        error: its standard error; infinite where it is not known.
+        error: its standard error; infinite if it is unknown.
         base: the metric of the defaults.
     """
 
@@ -172,13 +167,13 @@ class Gain:
 
 
 def gain(trial: Tried, first: Tried) -> Gain:
-    """What a trial has more than the first one, paired over the entities of both."""
+    """Return the gain of a trial over the first one, paired over the entities of both."""
     error = standard_error(trial.without, first.without) if trial.without else math.inf
     return Gain(trial.value - first.value, error, first.value)
 
 
 def judge(trials: Sequence[Tried], refused: Collection[int] = ()) -> Verdict:
-    """The best trial that is better than the defaults, trial 0, beyond noise; the defaults if there is none.
+    """Return the best trial that is better than the defaults, trial 0, beyond noise; the defaults if there is none.
 
     Args:
         trials: in order.
@@ -214,7 +209,7 @@ RADIUS = 4.0  # octaves of ω, λ, μ, or quarters of a power, beyond which a co
 
 
 def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """How far two settings are apart: octaves of ω, λ, μ and quarters of powers; infinite for other towers."""
+    """Return the distance of two settings: octaves of ω, λ, μ and quarters of powers; infinite for other towers."""
     if any(one.get(name) != other.get(name) for name in SAME):
         return math.inf
     steps = []
@@ -232,8 +227,8 @@ class Solutions:
     """Parameters of finished trials in a folder.
 
     Args:
-        folder: where the files are.
-        budget: most bytes of files.
+        folder: the folder.
+        budget: largest number of bytes of all files.
     """
 
     def __init__(self, folder: Path, budget: int) -> None:
@@ -241,26 +236,26 @@ class Solutions:
         folder.mkdir(parents=True, exist_ok=True)
 
     def nearest(self, settings: dict[str, Any], finished: Iterable[tuple[int, dict[str, Any]]]) -> int | None:
-        """The finished trial with a solution that is nearest to settings, or None if none is near."""
+        """Return the finished trial whose solution is nearest to settings, or None if none is near."""
         found = [(distance(settings, other), number) for number, other in finished if self._path(number).exists()]
         near = min(found, default=(math.inf, -1))
         return near[1] if near[0] <= RADIUS else None
 
     def load(self, number: int) -> Tensor:
-        """The parameters of a trial."""
+        """Return the parameters of a trial."""
         from safetensors.torch import load_file
 
         return load_file(self._path(number))["parameters"]
 
     def keep(self, number: int, parameters: Tensor) -> None:
-        """Keep a trial's parameters."""
+        """Save the parameters of a trial."""
         from safetensors.torch import save_file
 
         with replacing(self._path(number)) as partial:
             save_file({"parameters": parameters.detach().to("cpu", torch.float32).contiguous()}, partial)
 
     def drop(self, values: dict[int, float]) -> None:
-        """Drop what is beyond the budget, the worst by ``values`` (number → metric) first."""
+        """Delete files beyond the budget, the worst by ``values`` (number → metric) first."""
         there = sorted((n for n in values if self._path(n).exists()), key=lambda n: (values[n], -n))
         while there and sum(self._path(n).stat().st_size for n in there) > self.budget:
             self._path(there.pop(0)).unlink()
@@ -332,10 +327,10 @@ class Log:
 
     Args:
         folder: where they are kept.
-        about: what the search is of.
+        about: description of the search.
         space: what is searched.
         start: the default of every name.
-        from_best: make the first changes to the best settings so far, instead of to the defaults.
+        from_best: whether to make the first changes to the best settings so far, instead of to the defaults.
 
     Raises:
         ImportError: without optuna.

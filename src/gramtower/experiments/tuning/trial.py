@@ -43,7 +43,7 @@ SETTLED = 2e-3  # relative change over LOOK_BACK iterations under which a curve 
 
 
 def hopeless(curve: Sequence[float], remaining: int, best: float | None, warm: bool, rough: bool = False) -> bool:
-    """Whether a curve, carried on in a straight line for the remaining iterations, stays below the best.
+    """Return whether a curve, extended in a straight line over the remaining iterations, stays below the best.
 
     Args:
         curve: metric at the start and after each iteration.
@@ -64,7 +64,7 @@ def hopeless(curve: Sequence[float], remaining: int, best: float | None, warm: b
 
 
 def settled(curve: Sequence[float]) -> bool:
-    """Whether the last iterations changed next to nothing."""
+    """Return whether the last iterations changed the metric very little."""
     if len(curve) <= LOOK_BACK + 1:
         return False
     last = curve[-1 - LOOK_BACK :]
@@ -72,7 +72,7 @@ def settled(curve: Sequence[float]) -> bool:
 
 
 def outcome(curve: Sequence[float], warm: bool, rough: bool = False) -> tuple[float, int]:
-    """A trial's value and its iteration: the best of a cold curve, the end of a warm one, of a rough one its mean."""
+    """Return value and iteration: the best of a cold curve, the end of a warm one, the mean end of a rough one."""
     if rough:
         last = curve[-min(LOOK_BACK, max(1, len(curve) - 1)) :]
         return sum(last) / len(last), len(curve) - 1
@@ -91,7 +91,7 @@ REPORTED = ("map@5", "recall@20", "ndcg@20")
 
 @dataclass
 class Outcome:
-    """How a trial ended."""
+    """The end of a trial."""
 
     curve: list[float]
     seconds: float
@@ -106,12 +106,12 @@ class Outcome:
 
     @property
     def value(self) -> float:
-        """The metric that counts for it."""
+        """The metric that counts."""
         return outcome(self.curve, self.warm, self.rough)[0]
 
     @property
     def iteration(self) -> int:
-        """The iteration it was reached at."""
+        """The iteration at which it was reached."""
         return outcome(self.curve, self.warm, self.rough)[1]
 
 
@@ -120,13 +120,14 @@ class Parts:
     """The inner training part, and the validation part in its rows and columns.
 
     Attributes:
-        train: what trials learn from, as ``TwoTower.fit`` takes it.
+        train: pairs that trials learn from, as ``TwoTower.fit`` takes them.
         matrix: the same as a matrix.
-        held_out: what they are ranked on: at most as many users as can be ranked often.
-        users: users with validation pairs.
-        shown: those of them that trials are ranked on.
-        features: features handed to tune, left and right, of the entities of ``train``.
-        unseen: where entities were held out with all their pairs, these; ``held_out`` is then in its rows and columns.
+        held_out: validation pairs, of at most as many users as can be ranked often.
+        users: number of users with validation pairs.
+        shown: number of those that trials are ranked on.
+        features: features passed to tune, left and right, of the entities of ``train``.
+        unseen: entities that were held out with all their pairs, if any; ``held_out`` is then in their rows and
+            columns.
     """
 
     train: Any
@@ -139,7 +140,7 @@ class Parts:
 
 
 def validation_part(parts: Parts) -> HeldOut:
-    """The parts as those that penalties are chosen on before trials begin."""
+    """Return the parts in the form in which penalties are chosen on them before trials begin."""
     held_out: Any = None
     if parts.unseen is None:
         held_out = parts.held_out
@@ -149,7 +150,7 @@ def validation_part(parts: Parts) -> HeldOut:
 
 
 def make_parts(pairs: Any, validation: Any, features: tuple[Any, Any], seed: int, device: str) -> Parts:
-    """Split the validation part off, or take the one that was given.
+    """Split the validation part off, or take the given one.
 
     Raises:
         ValueError: if no user has pairs on both sides of the split.
@@ -174,7 +175,7 @@ def make_parts(pairs: Any, validation: Any, features: tuple[Any, Any], seed: int
 def make_parts_of_entities(
     model: ModelSettings, pairs: Any, share: Any, side: str, features: tuple[Any, Any], seed: int
 ) -> Parts:
-    """Hold out a share of the entities of a side with all their pairs; see model/unseen.py."""
+    """Hold out a share of the entities of a side with all their pairs."""
     unseen = hold_out_entities(model, pairs, features, share, side, seed)
     kept, users, shown = _ranked_often(unseen.truth, seed, model.device)
     unseen = replace(unseen, truth=kept)
@@ -182,7 +183,7 @@ def make_parts_of_entities(
 
 
 def _ranked_often(held_out: sp.csr_matrix, seed: int, device: str) -> tuple[sp.csr_matrix, int, int]:
-    """The pairs of as many users as can be ranked often, drawn with the seed; how many users had pairs, and have."""
+    """Return the pairs of as many users as can be ranked often, drawn with the seed, and both numbers of users."""
     users = np.flatnonzero(np.diff(held_out.indptr))
     most = max(1, _SCORES[defaults.pick_device(device).type] // held_out.shape[1])
     shown = np.random.default_rng(seed).permutation(users)[:most]
@@ -194,12 +195,12 @@ def _ranked_often(held_out: sp.csr_matrix, seed: int, device: str) -> tuple[sp.c
 
 
 def start_values(model: ModelSettings, parts: Parts, data: FitData) -> dict[str, Value]:
-    """The settings that a model has without tuning, by the names of the search space.
+    """Return the settings that a model has without tuning, by the names of the search space.
 
     Args:
         model: the model.
-        parts: what trials learn from.
-        data: the same with the features handed to tune, as a fit takes it.
+        parts: the inner training and validation parts.
+        data: the prepared training part.
     """
     given_features = any(features is not None for features in parts.features)
     problem = make_problem(model, data)
@@ -221,20 +222,20 @@ def start_values(model: ModelSettings, parts: Parts, data: FitData) -> dict[str,
 
 
 def weights_power(name: str, weights: Any) -> float:
-    """s of weights by name, ``"degree^s"``; 0 for none, and for an array, which no power stands for."""
+    """Return s of the weights ``"degree^s"``; 0 for none, and for an array."""
     return degree_power(name, weights) if isinstance(weights, str) else 0.0
 
 
 def model_arguments(
     settings: dict[str, Value], model: ModelSettings, matrix: sp.csr_matrix, start: Mapping[str, Value]
 ) -> dict[str, Any]:
-    """Arguments of TwoTower from settings of the search space; what is not among them stays the model's.
+    """Return arguments of TwoTower for settings of the search space; other arguments stay the model's.
 
     Args:
-        settings: of a trial.
-        model: what it is a trial of.
+        settings: settings of a trial.
+        model: the model that is tuned.
         matrix: the inner training part.
-        start: :func:`start_values`, for the penalty where ν is searched and it is not.
+        start: :func:`start_values`, for the penalty if ν is searched and the penalty is not.
     """
     arguments: dict[str, Any] = {
         name: settings[name]
@@ -258,11 +259,11 @@ def model_arguments(
 def changed_arguments(
     settings: dict[str, Value], model: ModelSettings, matrix: sp.csr_matrix, start: Mapping[str, Value]
 ) -> dict[str, Any]:
-    """:func:`model_arguments` without those that are as they were at the start.
+    """Return :func:`model_arguments` without those that are as they were at the start.
 
-    Defaults go by the size of the data, and all pairs are more than the part that trials learn from: what was not
-    changed is left to their rules, unless these would now say something else: dimensions follow hidden layers, and
-    everything follows what the towers see.
+    Defaults depend on the size of the data, and there are more pairs than in the inner training part. Unchanged
+    settings are therefore left to their rules, unless a changed setting would change them: dimensions follow hidden
+    layers, and everything follows the input of the towers.
     """
     same = {name for name, value in settings.items() if value == start[name]}
     if "hidden" in settings and "hidden" not in same:
@@ -280,14 +281,14 @@ def changed_arguments(
 
 
 def chosen_features(settings: dict[str, Value], given: tuple[Any, Any]) -> tuple[Any, Any]:
-    """What the towers see."""
+    """Return the input of the towers for settings."""
     known = {"ids": None, "history": "history", "ids+history": ["id", "history"]}
     choice = settings.get("features", "given")
     return given if choice == "given" else (known[str(choice)], None)
 
 
 def _validator(metric: str, parts: Parts, data: FitData) -> RankingValidator | UnseenValidator:
-    """What a trial is ranked by."""
+    """Return the function that ranks a trial."""
     if parts.unseen is not None:
         return parts.unseen.validator(metric, data)
     return RankingValidator(metric, parts.held_out, data.matrix)
@@ -306,17 +307,17 @@ def run_trial(
 ) -> Outcome:
     """Train until the metric stops improving, settles (warm starts), or cannot reach the best any more.
 
-    On entities that training has not seen it is trained to the end, unless it settles or cannot reach the best.
+    On entities that training has not seen a trial runs to its end, unless it settles or cannot reach the best.
 
     Args:
-        model: the trial's settings as a model's; ``metric`` is what is looked at.
+        model: the model with the settings of the trial and the metric.
         settings: the same by the names of the search space.
-        parts: what to learn from and be ranked on.
+        parts: pairs to learn from and to be ranked on.
         warm: parameters to start from, or None.
-        first: metric of the first trial; one that is better is compared with it by entities, and so is the first.
+        first: metric of the first trial; better trials are compared with it by entities.
         best: metric of the best trial so far.
         deadline: the moment, by ``time.perf_counter``, after which it stops.
-        seed: of the parts that entities are dealt to for that.
+        seed: seed of the division of entities into parts for that comparison.
     """
     data = prepare_data(model, parts.train, *chosen_features(settings, parts.features))
     problem = make_problem(model, data)
