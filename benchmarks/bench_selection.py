@@ -2,6 +2,7 @@
 
     python benchmarks/bench_selection.py --data DATA --out FOLDER            # all sets, three splits
     python benchmarks/bench_selection.py --sets ml1m,amazon-beauty --random 100 --device cpu
+    python benchmarks/bench_selection.py --objectives --splits 0         # labels and left weights
     python benchmarks/bench_selection.py --known --sets ml1m,citeulike --splits 0,1
 
 Each set is split three times. Sets of ids: a fifth of each left entity's pairs is the test part, Recall@20 / NDCG@20.
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import subprocess
 import sys
 import time
 import warnings
@@ -159,7 +161,7 @@ class Ids:
             "omega": base.omega_ * 2 ** rng.uniform(-2, 2),
             "right_weights": f"degree^{rng.choice([0, 0.1, 0.2, 0.3])}",
             "left_weights": f"degree^{rng.choice([0, 0, 0.3])}",
-            "imputed": float(rng.choice([-1, -0.5, 0])),
+            "imputed": (-1.0, -0.5, 0.0, "fitted")[rng.integers(4)],
             "dim": min(*self.train.shape, dim),
         }
 
@@ -200,6 +202,7 @@ class Features(Ids):
         return {
             "l2": base.l2_ * 2 ** rng.uniform(-3, 5), "embedding_l2": base.embedding_l2_ * 2 ** rng.uniform(-2, 2),
             "normalize": normalize, "activation": str(rng.choice(["relu", "gelu"])),
+            "left_weights": f"degree^{rng.choice([0, 0.5])}",
             **({"hidden": ()} if rng.random() < 0.4 else {}), "max_iterations": int(rng.choice([8, 12, 20])),
         }  # fmt: skip
 
@@ -266,6 +269,44 @@ def measured(part: Ids, device: str, random: int, seed: int) -> dict[str, Any]:
     return rows
 
 
+def objectives(part: Ids, device: str) -> dict[str, Any]:
+    """Labels and left weights, each with the penalty that is best on the test part."""
+    base = part.fit(device=device, select=False, max_iterations=1)
+    name, powers = ("l2", (-4, -2, 0, 2, 4)) if isinstance(part, Features) else ("embedding_l2", (0, 1, 2, 3))
+    shape = {"hidden": ()} if isinstance(part, Features) else {}
+    rows = {}
+    for label in (-0.5, "fitted"):
+        for weights in ("degree^0", "degree^0.5"):
+            options = {"imputed": label, "left_weights": weights, "device": device, "select": False, **shape}
+            found = []
+            for power in powers:
+                model = part.fit(**options, **{name: getattr(base, f"{name}_") * 2.0**power})
+                found.append((part.scores(model, device), f"{name} times 2^{power}"))
+            scores, setting = max(found, key=lambda one: one[0][-1])
+            rows[f"label {label}, left weights {weights}"] = {"metrics": scores, "settings": setting}
+    return rows
+
+
+def in_parallel(given: argparse.Namespace, names: list[str]) -> None:
+    """Run the sets in several processes, which share a GPU, and join their results."""
+    out, arguments = given.out or Path(__file__).parent / "results", sys.argv[1:]
+    commands = [
+        [sys.executable, __file__, *arguments, "--jobs", "1", "--sets", ",".join(part), f"--name=-part{number}"]
+        for number in range(given.jobs)
+        if (part := names[number :: given.jobs])
+    ]
+    running = [subprocess.Popen(command) for command in commands]
+    failed = [process.args for process in running if process.wait()]
+    title = f"{'objectives' if given.objectives else 'selection'}_{given.device}"
+    parts = [out / f"{title}-part{number}.json" for number in range(len(commands))]
+    sets = {key: row for path in parts if path.exists() for key, row in json.loads(path.read_text())["sets"].items()}
+    write_result(title + given.name, {"sets": sets, "processes": len(commands)}, given.out)
+    for path in parts:
+        path.unlink(missing_ok=True)
+    if failed:
+        raise SystemExit(f"failed: {failed}")
+
+
 def _twice(model: gt.TwoTower) -> dict[str, Any]:
     """The settings that were chosen, with twice the iterations."""
     return {**model.path_.chosen, "max_iterations": 2 * model.history_[-1].iteration}
@@ -282,13 +323,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--name", default="", help="part of the result's name, for runs side by side")
     parser.add_argument("--known", action="store_true", help="rank known entities by ids next to features")
+    parser.add_argument("--objectives", action="store_true", help="compare labels and left weights instead")
+    parser.add_argument("--jobs", type=int, default=1, help="processes side by side, which share the device")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     if given.known:
         return known(given)
     every = [*IDS, *ALSO_IDS, *(f"{name}+features" for name in (*WITH_FEATURES, *GRAPHS))]
     found: dict[str, Any] = {}
-    for name in given.sets.split(",") if given.sets else every:
+    names = given.sets.split(",") if given.sets else every
+    if given.jobs > 1:
+        return in_parallel(given, names)
+    for name in names:
         kind, plain = (Features, name[:-9]) if name.endswith("+features") else (Ids, name)
         for split_number in map(int, given.splits.split(",")):
             try:
@@ -296,14 +342,17 @@ def main() -> None:
             except FileNotFoundError:
                 print(f"{name}: left out, it is not in {given.data}")
                 break
-            rows = measured(part, given.device, given.random if split_number == 0 else 0, split_number)
+            if given.objectives:
+                rows, end = objectives(part, given.device), ""
+            else:
+                rows = measured(part, given.device, given.random if split_number == 0 else 0, split_number)
+                ratio = rows["default"]["seconds"] / rows["by rules"]["seconds"]
+                end = f"| {ratio:.1f} fits {rows['default']['selection']}"
             found[f"{name} split {split_number}"] = {"metrics": list(part.metrics), "rows": rows}
-            ratio = rows["default"]["seconds"] / rows["by rules"]["seconds"]
             texts = (f"{row} " + "/".join(f"{x:.4f}" for x in of["metrics"]) for row, of in rows.items())
-            print(
-                name, split_number, " | ".join(texts), f"| {ratio:.1f} fits", rows["default"]["selection"], flush=True
-            )
-            write_result(f"selection_{given.device}{given.name}", {"sets": found}, given.out)
+            print(name, split_number, " | ".join(texts), end, flush=True)
+            title = "objectives" if given.objectives else "selection"
+            write_result(f"{title}_{given.device}{given.name}", {"sets": found}, given.out)
 
 
 if __name__ == "__main__":

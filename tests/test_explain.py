@@ -159,6 +159,19 @@ def test_the_remainder_of_a_row_vanishes_at_its_optimum_with_default_settings():
     assert {one.name for one in found.contributions} <= set(late.left_.ids)
 
 
+def test_fitted_labels_are_explained_by_pairs_and_the_mean_score():
+    options = dict(dim=4, device="cpu", max_iterations=200, optimizer="newton", imputed="fitted", select=False)
+    model = gt.TwoTower(**options).fit(DATA)
+    found = model.explain("u1", "i3", side="left")
+    P, Q = (torch.from_numpy(model.embed(side=side)).double() for side in ("left", "right"))
+    b = np.maximum(model.trained_.toarray().sum(0).astype(float), 1) ** 0.1
+    scores = P[model.left_.rows(["u1"])[0]] @ Q.T
+    assert found.base == pytest.approx(float(scores @ torch.from_numpy(b / b.sum())), rel=1e-4, abs=1e-6)
+    assert abs(found.remainder) < 1e-4
+    other = model.explain("u1", "i3", side="right")
+    assert total(other) == pytest.approx(found.score, rel=1e-9)
+
+
 def test_ids_beside_a_history_have_a_part_of_their_own_and_new_entities_none():
     model = gt.TwoTower(hidden=(6,), **OPTIONS).fit(DATA, left_features=["id", "history"])
     found = model.explain("u3", "i5")

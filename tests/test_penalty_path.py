@@ -130,7 +130,49 @@ def test_features_on_both_sides_compare_linear_and_normalised_towers_by_new_enti
 
 def test_shapes_that_are_given_are_not_compared():
     model = small(hidden=(8,), normalize=False).fit(*described())
-    assert all(set(point.settings) == {"l2"} for point in model.path_.tried)
+    assert all(set(point.settings) == {"l2"} for point in model.path_.tried[:-1])
+    assert set(model.path_.tried[-1].settings) == {"l2", "left_weights"}
+
+
+def offset(seed=0):
+    """Pairs of users who like all of one kind of items, few of the others: means of scores differ by user."""
+    rng = np.random.default_rng(seed)
+    left, right = rng.integers(4, size=300), rng.integers(4, size=200)
+    rate = rng.choice([0.02, 0.1, 0.4], size=300)
+    return sp.csr_matrix(rng.random((300, 200)) < rate[:, None] * np.where(left[:, None] == right, 2.0, 0.4))
+
+
+def test_fitted_labels_are_tried_last_and_chosen_only_beyond_noise(tmp_path):
+    pairs = offset().astype(np.float32)
+    path = (model := small().fit(pairs)).path_
+    last, others = path.tried[-1], path.tried[:-1]
+    assert last.settings["imputed"] == "fitted"
+    assert not any("imputed" in point.settings for point in others)
+    gains = last.metric > max(point.metric for point in others)
+    assert gains or "imputed" not in path.chosen
+    given = small(imputed=-0.5).fit(pairs).path_
+    assert not any("imputed" in point.settings for point in given.tried)
+    assert given.tried == others
+    model.save(tmp_path / "model")
+    assert gt.load(tmp_path / "model").path_ == path
+
+
+def test_a_chosen_label_stays_in_files_and_updates(tmp_path, monkeypatch):
+    error = penalty_path._Search.error
+
+    def always(search, one, other=None):
+        return -1.0 if "imputed" in one.settings and other is not None else error(search, one, other)
+
+    monkeypatch.setattr(penalty_path._Search, "error", always)
+    pairs = offset().astype(np.float32)
+    model = small().fit(pairs)
+    assert model.path_.chosen["imputed"] == "fitted"
+    given = small(imputed="fitted", embedding_l2=model.embedding_l2_).fit(pairs)
+    assert np.array_equal(model.embed(side="left"), given.embed(side="left"))
+    model.save(tmp_path / "model")
+    updated = [one.update(pairs) for one in (model, gt.load(tmp_path / "model"))]
+    assert all(one.path_.chosen["imputed"] == "fitted" for one in (model, *updated) if one.path_ is not None)
+    assert np.array_equal(updated[0].embed(side="right"), updated[1].embed(side="right"))
 
 
 def test_ids_next_to_features_hold_out_pairs_and_rank_known_entities_as_well_as_ids_do():

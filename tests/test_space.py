@@ -106,7 +106,7 @@ def test_the_space_has_whatever_the_model_starts_with():
     odd = default_space(
         {**START, "imputed": -0.5, "loss": "squared_hinge", "hidden": "7"}, labels=False, given_features=False
     )
-    assert odd["imputed"].values == (-0.5, 0.0, -1.0)
+    assert odd["imputed"].values == (-0.5, 0.0, -1.0, "fitted")
     assert odd["loss"].values[0] == "squared_hinge"
     assert odd["hidden"].values[0] == "7"
 

@@ -63,7 +63,14 @@ from gramtower.experiments.machine import environment
 from gramtower.experiments.page import PAGE
 from gramtower.experiments.run_store import RunStore
 from gramtower.model.fit_data import FitData, prepare_data
-from gramtower.model.fit_parts import make_problem, make_towers, make_validation, right_weights
+from gramtower.model.fit_parts import (
+    imputed_label,
+    left_weights,
+    make_problem,
+    make_towers,
+    make_validation,
+    right_weights,
+)
 from gramtower.model.settings import ModelSettings
 from gramtower.optim.solvers import SOLVERS, as_solver
 from gramtower.training.checkpoint import fingerprint, remove_checkpoint
@@ -245,10 +252,10 @@ class Setup:
                     "pair_precision": problem.pair_precision,
                     "omega": problem.omega,
                     "l2": problem.l2,
-                    "imputed": model.imputed,
+                    "imputed": imputed_label(model),
                     "embedding_l2": problem.embedding_l2,
                     "frequency_power": problem.frequency_power,
-                    "left_weights": model.left_weights,
+                    "left_weights": left_weights(model),
                     "right_weights": right_weights(model, fit_data),
                 },
                 "towers": {

@@ -57,6 +57,7 @@ from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.layers import InputLinear
 from gramtower.model import defaults
 from gramtower.model.fit_data import seen_by_towers
+from gramtower.model.fit_parts import imputed_label, left_weights
 from gramtower.model.fitted import FittedModel
 from gramtower.model.settings import ModelSettings, given
 from gramtower.model.side import Side, history_matrix
@@ -367,11 +368,24 @@ class RowEquations:
         self._weight, self._other_weight = weights[place], weights[1 - place]
         self._penalty = penalties[place]
         self._gramian, self._sum = _sums(self._others, self._other_weight)
+        self._mean: Tensor | None = None  # of the right embeddings, which fitted labels subtract
+        if problem.imputed.fitted:
+            b = weights[1]
+            total = float(n) if b is None else float(b.sum())
+            self._mean = (self._sum if side == "left" else _sums(this.embeddings[:n], b)[1]) / total
+            if side == "left":
+                self._others = (self._others.double() - self._mean).to(self._others.dtype)
+                self._gramian -= total * torch.outer(self._mean, self._mean)
+        self._left = side == "left"
 
     def parts(self, row: int, q: Tensor) -> tuple[NDArray[np.int64], Array, float, float]:
         """The entities observed with one, what each adds to its score with q, what all pairs add, and the score."""
         columns = self._pairs.indices[self._pairs.indptr[row] : self._pairs.indptr[row + 1]].astype(np.int64)
         p, Q = self._own[row].double(), self._others[torch.from_numpy(columns)].double()
+        score, base = float(p @ q), 0.0
+        if self._mean is not None:  # scores are margins above the mean score, which is the base
+            base = float((p if self._left else q) @ self._mean)
+            p, q = (p, q - self._mean) if self._left else (p - self._mean, q)
         own = 1.0 if self._weight is None else float(self._weight[row])
         pair_weight = torch.full((len(columns),), own, dtype=torch.float64)
         if self._other_weight is not None:
@@ -386,7 +400,7 @@ class RowEquations:
         H += ridge * torch.eye(len(H), dtype=torch.float64)
         v = torch.from_numpy(scipy.linalg.pinvh(H.numpy()) @ q.numpy())
         values = (pairs.curvatures * scores - pairs.slopes) * (Q @ v)
-        return columns, values.numpy(), self._omega * own * self._imputed * float(self._sum @ v), float(p @ q)
+        return columns, values.numpy(), base + self._omega * own * self._imputed * float(self._sum @ v), score
 
 
 def _objective(settings: ModelSettings, fitted: FittedModel, pairs: sp.csr_matrix) -> Problem:
@@ -399,12 +413,14 @@ def _objective(settings: ModelSettings, fitted: FittedModel, pairs: sp.csr_matri
         l2, mu = given(settings.l2), given(settings.embedding_l2)
         l2 = defaults.default_l2(*size, seen) if l2 is None else l2
         mu = defaults.default_embedding_l2(*size, fitted.dim, seen) if mu is None else mu
+    if fitted.path is not None:
+        settings = settings.with_changes(**fitted.path.chosen)
     if isinstance(right, str) and right == "auto":
         right = fitted.auto_weights or defaults.default_right_weights(*size, seen, described)
     return Problem(
         pairs, loss=as_loss(settings.loss), omega=fitted.omega,
-        l2=l2, imputed=settings.imputed, left_weights=settings.left_weights, right_weights=right, embedding_l2=mu,
-        frequency_power=settings.frequency_power,
+        l2=l2, imputed=imputed_label(settings), left_weights=left_weights(settings), right_weights=right,
+        embedding_l2=mu, frequency_power=settings.frequency_power,
     )  # fmt: skip
 
 

@@ -47,8 +47,8 @@ def make_problem(settings: ModelSettings, data: FitData) -> Problem:
         data.matrix, *data.features, loss=settings.loss,
         omega=defaults.default_omega(*size, known) if omega is None else omega,
         l2=defaults.default_l2(*size, known, data.entries) if l2 is None else l2,
-        imputed=settings.imputed,
-        left_weights=_local_weights("left_weights", settings.left_weights, shards.left),
+        imputed=imputed_label(settings),
+        left_weights=_local_weights("left_weights", left_weights(settings), shards.left),
         right_weights=_local_weights("right_weights", right_weights(settings, data), shards.right),
         embedding_l2=mu, frequency_power=settings.frequency_power, memory_budget=settings.memory_budget,
         precision=settings.precision, pair_precision=settings.pair_precision,
@@ -56,10 +56,23 @@ def make_problem(settings: ModelSettings, data: FitData) -> Problem:
     )  # fmt: skip
 
 
+def imputed_label(settings: ModelSettings) -> float | str:
+    """ỹ as it was given, or the default."""
+    return defaults.IMPUTED if settings.imputed == "auto" else settings.imputed
+
+
+def left_weights(settings: ModelSettings) -> Any:
+    """a as it was given, or None."""
+    return None if _is_auto(settings.left_weights) else settings.left_weights
+
+
 def right_weights(settings: ModelSettings, data: FitData) -> Any:
-    """b as it was given, or by name as the data say."""
-    auto = isinstance(settings.right_weights, str) and settings.right_weights == "auto"
-    return auto_weights(data) if auto else settings.right_weights
+    """b as it was given, or by name for the data."""
+    return auto_weights(data) if _is_auto(settings.right_weights) else settings.right_weights
+
+
+def _is_auto(weights: Any) -> bool:
+    return isinstance(weights, str) and weights == "auto"
 
 
 def auto_weights(data: FitData) -> str:

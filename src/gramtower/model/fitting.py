@@ -41,7 +41,7 @@ from gramtower.model.fit_parts import (
 )
 from gramtower.model.fitted import CANDIDATES, FittedModel, Selection, pattern_of
 from gramtower.model.given_features import GivenFeatures
-from gramtower.model.penalty_path import HOLDS, HeldOut, select
+from gramtower.model.penalty_path import HOLDS, OBJECTIVE, HeldOut, select
 from gramtower.model.refinement import least_budget, move_expected_ids, with_feature_columns
 from gramtower.model.settings import ModelSettings
 from gramtower.model.side import Side, described
@@ -273,7 +273,7 @@ def sized_as(settings: ModelSettings, previous: FittedModel) -> ModelSettings:
     chosen = {} if previous.path is None else previous.path.chosen  # penalties that held-out data chose stay
     return settings.with_changes(
         dim=previous.dim, hidden=previous.hidden, normalize=previous.normalize, activation=previous.activation,
-        **{name: chosen[name] for name in ("l2", "embedding_l2") if name in chosen and getattr(settings, name) is None},
+        **{name: chosen[name] for name in OBJECTIVE if name in chosen and getattr(settings, name) in (None, "auto")},
     )  # fmt: skip
 
 

@@ -15,6 +15,9 @@ and take a fraction of a fit's iterations. Networks over features start from scr
 end elsewhere; they are narrower than those of the fit, and the rule's value stays if it is within one standard error of
 the best. Where features describe both sides, linear and normalised towers are compared at the rule's value first.
 
+At the best penalty another objective is compared with the default: fitted labels of unobserved pairs where every entity
+has an id, and weights of left entities by degree^0.5 where features describe both sides.
+
 Where features are given next to ids, the path is that of ids. Then a fit of ids and one of both, at the best penalty,
 rank the held-out pairs: features take part in training if they gain two standard errors. Otherwise known entities are
 ranked as by ids, and features serve only to embed new ones (refinement.py).
@@ -44,6 +47,7 @@ from gramtower.data.interactions import Interactions
 from gramtower.distributed.agreement import agree
 from gramtower.distributed.group import SINGLE, Group, current_group
 from gramtower.distributed.partition import Shard
+from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.parameters import Parameters
 from gramtower.model import defaults
 from gramtower.model.fit_data import FitData, matrix_and_ids, prepare_data
@@ -64,6 +68,7 @@ from gramtower.optim.solvers import NewtonKron, as_solver
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason
 
+OBJECTIVE = ("l2", "embedding_l2", "imputed", "left_weights")  # arguments of the objective that a path can choose
 HOLDS = ("pairs", "left", "right")  # parts that select="…" can ask to hold out
 _PENALTIES = {defaults.IDS: ("embedding_l2",), defaults.FEATURES: ("l2",), defaults.HISTORIES: ("embedding_l2", "l2")}
 _SHARE, _RANKED, _LEAST = 0.1, 5_000, 50  # of an entity's pairs, and of all; most and least entities that are ranked
@@ -137,8 +142,9 @@ def select(settings: ModelSettings, pairs: Any, features: tuple[Any, Any], given
         best, scale = search.run()
         searches = [search]
         if by_ids and best is not None:
-            searches.append(_Search(settings, data, None, names))
-            alone, joint = (one.point(_Shape({}, one.data), best.exponent, None, 1.0) for one in searches)
+            searches.append(_Search(settings.with_changes(**best.shape.changes), data, None, names))
+            changes = best.shape.changes
+            alone, joint = (one.point(_Shape(changes, one.data), best.exponent, None, 1.0) for one in searches)
             by_ids = joint.metric - alone.metric <= _SURE * search.error(joint, alone)
     tried = [Tried(point.settings, point.metric, point.standard_error) for one in searches for point in one.points]
     if best is None:
@@ -323,14 +329,18 @@ class _Search:
     def __init__(self, settings: ModelSettings, data: FitData, unseen: Unseen | None, names: tuple[str, ...]) -> None:
         self.settings, self.data, self.names = settings, data, names
         self.group, self.factor = data.shards.group, _FACTOR[names[0]]
-        self.problem = make_problem(settings, data)
-        moved = data.refine and settings.memory_budget is None  # a fit asks whether its budget has room for it
-        self.own = over_ids(settings, data, data.dim) if moved else None
+        self.problem, self.own = self.objective(settings)
         self.measure = make_validation(settings, data, unseen)
         self.warm = data.seen != defaults.FEATURES  # networks that start warm end elsewhere than from scratch
         given = as_solver(settings.optimizer, dict(settings.solver_options()))
         self.solver = given if isinstance(given, NewtonKron) else NewtonKron()  # others end before they have converged
         self.points: list[_Point] = []
+
+    def objective(self, settings: ModelSettings) -> tuple[Problem, Problem | None]:
+        """The problem that towers are fitted to, and the one that refines embeddings, if they are refined."""
+        moved = self.data.refine and settings.memory_budget is None  # a fit asks whether its budget has room for it
+        own = over_ids(settings, self.data, self.data.dim) if moved else None
+        return make_problem(settings, self.data), own
 
     def run(self) -> tuple[_Point | None, float]:
         """The best point, or None if all are alike, and the multiple of the rule's penalties to use with its shape."""
@@ -339,10 +349,11 @@ class _Search:
             return None, 1.0
         best = max(walked, key=lambda point: point.metric)
         level = [point for point in walked if best.metric - point.metric <= self.error(point, best)]
-        if not self.warm and any(point.exponent == 0.0 for point in level):
-            return best, 1.0
         strongest = max(level, key=lambda point: point.exponent)
-        return best, self.factor ** (_top(walked, best) if strongest is best else strongest.exponent)
+        exponent = _top(walked, best) if strongest is best else strongest.exponent
+        if not self.warm and any(point.exponent == 0.0 for point in level):
+            exponent = 0.0
+        return self.alternative(best), self.factor**exponent
 
     def first(self) -> _Point:
         """The best shape of towers at the rule's penalties; linear and normalised ones need features on both sides."""
@@ -386,6 +397,24 @@ class _Search:
             between = (best.exponent + nearer.exponent) / 2
             points[between] = self.point(first.shape, between, best.parameters)
         return list(points.values())
+
+    def alternative(self, best: _Point) -> _Point:
+        """Compare another objective at the best penalty: fitted labels for ids, weights by degree for features."""
+        weights = self.settings.left_weights
+        if self.data.seen == defaults.IDS and self.settings.imputed == "auto":
+            changes = {"imputed": "fitted"}
+        elif all(self.data.features_alone) and isinstance(weights, str) and weights == "auto":
+            changes = {"left_weights": "degree^0.5"}
+        else:
+            return best
+        shape = replace(best.shape, changes={**best.shape.changes, **changes})
+        default = self.problem, self.own
+        self.problem, self.own = self.objective(self.settings.with_changes(**changes))
+        found = self.point(shape, best.exponent, best.parameters)
+        if found.metric - best.metric > (self.error(found, best) if self.warm else 0.0):
+            return found
+        self.problem, self.own = default
+        return best
 
     def resized(self, changes: dict[str, Any]) -> FitData:
         """The data with towers of a shape, over features as narrow as is enough to compare them."""

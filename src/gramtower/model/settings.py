@@ -23,7 +23,6 @@ from gramtower._util.checks import Hidden
 from gramtower.engine.kernels.losses import LOSSES, Loss
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
-from gramtower.model import defaults
 from gramtower.optim.solvers import SOLVERS, Solver
 
 REQUIRED: Any = object()
@@ -179,14 +178,20 @@ class ModelSettings:
         1.0, "Power ν of the frequency in ``embedding_l2``.", "model", help="Power of the frequency in --embedding-l2.",
         searched="frequency_power",
     )  # fmt: skip
-    imputed: float = _setting(defaults.IMPUTED, "Label of unobserved pairs.", "model", searched="imputed")
-    left_weights: Any = _setting(
-        None,
-        """Weights a of unobserved pairs by left entity. Text such as "degree^0.5", an array, or None for equal
-        weights.""",
+    imputed: float | str = _setting(
+        "auto",
+        """Label of unobserved pairs: a number, or "fitted" for the mean score of each left entity. "auto" is -0.5,
+        unless ``select`` finds fitted labels better, which it tries where every entity has an id.""",
         "model",
-        help="Weights of unobserved pairs by left entity, such as degree^0.5.",
-        shown="degree^0",
+        searched="imputed",
+    )
+    left_weights: Any = _setting(
+        "auto",
+        """Weights a of unobserved pairs by left entity. Text such as "degree^0.5", an array, or None for equal
+        weights. "auto" means equal weights, unless ``select`` finds "degree^0.5" better, which it tries where both
+        sides have only features.""",
+        "model",
+        help="Weights of unobserved pairs by left entity; degree^0 for equal weights.",
         searched="left_power",
     )
     right_weights: Any = _setting(

@@ -160,7 +160,7 @@ class Problem:
         self._shared: Problem | None = None  # with_penalties
 
     def with_penalties(self, l2: float, embedding_l2: float) -> Problem:
-        """The same problem with another λ and μ; everything else is shared with this one, not copied."""
+        """Give the same problem with another λ and μ; everything else is shared with this one, not copied."""
         found = copy.copy(self)
         found.l2 = check.number("l2", l2, minimum=0.0)
         found.embedding_l2 = check.number("embedding_l2", embedding_l2, minimum=0.0)

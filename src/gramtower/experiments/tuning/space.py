@@ -108,7 +108,7 @@ def default_space(start: Mapping[str, Value], *, labels: bool, given_features: b
         "frequency_power": Range(0.25, 1.5, False),
         "left_power": Range(0.0, 1.0, False),
         "right_power": Range(-0.5, 0.75, False),
-        "imputed": Choices(tuple(dict.fromkeys((float(start["imputed"]), 0.0, -1.0)))),
+        "imputed": Choices(tuple(dict.fromkeys((start["imputed"], 0.0, -1.0, "fitted")))),
         "dim": Choices(tuple(sorted({max(1, dim // 2), dim, dim * 2}))),
         "hidden": Choices(tuple(dict.fromkeys((str(start["hidden"]), *_widths(str(start["hidden"])))))),
         "activation": Choices(tuple(dict.fromkeys((activation, *others)))),
@@ -260,7 +260,7 @@ def _check_value(name: str, value: Any, whole: Space) -> Value:
     if name == "dim":
         return check.count(label, value)
     if name == "imputed":
-        return check.number(label, value)
+        return value if value == "fitted" else check.number(label, value)
     if name == "activation":
         make_activation(label, value)
         return str(value)

@@ -30,7 +30,15 @@ from gramtower.engine.objective.point import Point
 from gramtower.experiments.tuning.space import Value, rescaled_penalty
 from gramtower.model import defaults
 from gramtower.model.fit_data import FitData, aligned, hold_out, matrix_and_ids, prepare_data
-from gramtower.model.fit_parts import RankingValidator, iterations, make_problem, make_towers, right_weights
+from gramtower.model.fit_parts import (
+    RankingValidator,
+    imputed_label,
+    iterations,
+    left_weights,
+    make_problem,
+    make_towers,
+    right_weights,
+)
 from gramtower.model.penalty_path import HeldOut
 from gramtower.model.settings import ModelSettings, given
 from gramtower.model.unseen import Unseen, UnseenValidator, hold_out_entities
@@ -209,9 +217,9 @@ def start_values(model: ModelSettings, parts: Parts, data: FitData) -> dict[str,
         "l2": problem.l2,
         "penalty": problem.embedding_l2 / rescaled_penalty(1.0, model.frequency_power, data.matrix, problem.omega),
         "frequency_power": model.frequency_power,
-        "left_power": weights_power("left_weights", model.left_weights),
+        "left_power": weights_power("left_weights", left_weights(model)),
         "right_power": weights_power("right_weights", right_weights(model, data)),
-        "imputed": model.imputed,
+        "imputed": imputed_label(model),
         "dim": data.dim,
         "hidden": hidden_text(data.hidden),
         "activation": data.activation,
