@@ -1,4 +1,4 @@
-"""Ranking metrics, batched over users in bounded memory; docs/metrics.md has the definitions.
+"""Ranking metrics, computed in blocks of users in bounded memory; docs/metrics.md has the definitions.
 
 Each is a mean over the left entities ("users") that have relevant right entities ("items").
 """

@@ -1,9 +1,9 @@
-"""Names and formulas of the metrics; docs/metrics.md states them, eq:map is the paper's.
+"""Names and formulas of the metrics, as defined in docs/metrics.md.
 
-Four kinds. AT_K: of one user's hits (users × K, is the item at this place relevant?) and how many items are relevant to
-each user, at least one. psp: the same with items that count by their inverse propensity. Of a list alone, whatever is
-relevant: novelty and diversity, NaN for a list too short to have one. OF_ITEMS: of how often each item is in the lists
-of all users.
+AT_K       functions of hits (users × K, whether the item at this place is relevant) and the number of relevant items
+psp        hits weighted by the inverse propensities of items
+OF_LISTS   novelty and diversity of a list, whatever is relevant; NaN for a list that is too short
+OF_ITEMS   functions of how often each item is in the lists of all users
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROPENSITY = (0.55, 1.5)  # A and B of Jain et al. (2016), who estimated them on
 Floats = NDArray[np.float64]
 Hits = NDArray[np.bool_]
 Lists = NDArray[np.int64]
-_ELEMENTS = 1 << 20  # of a block of summed embeddings
+_ELEMENTS = 1 << 20  # numbers in a block of summed embeddings
 
 
 def _paper_map(hits: Hits, relevant: Floats) -> Floats:
@@ -63,16 +63,16 @@ def _precisions(hits: Hits) -> Floats:
 
 
 def inverse_propensities(counts: NDArray[np.int64], users: int, a: float, b: float) -> Floats:
-    """1 / p_j = 1 + C (N_j + B)^(−A) with C = (log N − 1)(B + 1)^A, of items with N_j training pairs of N users.
+    """1 / p_j = 1 + C (N_j + B)^(−A) with C = (log N − 1)(B + 1)^A, for items with N_j training pairs of N users.
 
-    An item without pairs has the largest, 1 + C·B^(−A). C is not below 0, which it would be for N < e.
+    The largest value, 1 + C·B^(−A), is that of items without pairs. C is at least 0, also for N < e.
     """
     c = max(0.0, math.log(max(1, users)) - 1) * (b + 1) ** a
     return np.asarray(1 + c * (counts + b) ** -a, dtype=np.float64)
 
 
 def best_gains(gains: Floats, rows: NDArray[np.int64], users: int, k: int) -> Floats:
-    """The sum of the k largest gains of each user; gains and the users that they belong to, in order of users."""
+    """The sum of the k largest gains of each user, given gains and their users (``rows``), in order of users."""
     order = np.lexsort((-gains, rows))
     place = np.arange(len(rows)) - np.searchsorted(rows, rows)
     first = place < k
@@ -80,7 +80,7 @@ def best_gains(gains: Floats, rows: NDArray[np.int64], users: int, k: int) -> Fl
 
 
 def self_information(counts: NDArray[np.int64], users: int) -> Floats:
-    """log₂(N / N_j): how surprising an item with N_j training pairs of N users is; without a pair, as if it had one."""
+    """log₂(N / N_j), the surprise of an item with N_j training pairs of N users; N_j is at least 1."""
     return np.asarray(np.log2(max(1, users) / np.maximum(counts, 1)), dtype=np.float64)
 
 
@@ -94,12 +94,12 @@ def novelty(lists: Lists, information: Floats) -> Floats:
 def diversity(lists: Lists, directions: NDArray[np.float32], lengths: Iterable[int]) -> dict[int, Floats]:
     """For each K, 1 − the mean cosine of the pairs of items in the first K places of each list.
 
-    By Σ_{a≠b} u_aᵀu_b = ‖Σ u_a‖² − Σ ‖u_a‖², so that no pair is looked at: O(lists · K · k).
+    It uses Σ_{a≠b} u_aᵀu_b = ‖Σ u_a‖² − Σ ‖u_a‖² and so costs O(lists · K · k).
 
     Args:
         lists: items, −1 where a list ends early.
-        directions: embeddings of items with length one; those of length zero stay zero.
-        lengths: the Ks.
+        directions: embeddings of items, normalised to length one or zero.
+        lengths: the values of K.
     """
     wanted = sorted(set(lengths))
     found = {k: np.full(len(lists), np.nan) for k in wanted}
@@ -123,12 +123,12 @@ def diversity(lists: Lists, directions: NDArray[np.float32], lengths: Iterable[i
 
 
 def coverage(counts: NDArray[np.int64]) -> float:
-    """The share of items that are in a list, from how often each one is."""
+    """The fraction of items that are in some list, from how often each item is."""
     return float((counts > 0).mean())
 
 
 def gini(counts: NDArray[np.int64]) -> float:
-    """The Gini index of how often each item is in a list: 0 if all are alike, (n − 1)/n if one takes all places."""
+    """The Gini index of how often each item is in a list: 0 if all are equal, (n − 1)/n if one has all places."""
     n, total = len(counts), int(counts.sum())
     if not total:
         return float("nan")
@@ -157,25 +157,25 @@ KNOWN = (*(f"{name}@K" for name in (*_NAMES, *_ALIASES)), *OF_RANKINGS)
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric asked for."""
+    """A requested metric."""
 
-    name: str  # as the caller wrote it, and the key of the result
+    name: str  # as given by the caller, and the key of the result
     kind: str
-    k: int  # 0 where the whole ranking counts
+    k: int  # 0 if the whole ranking counts
 
 
 def to_maximise(name: object) -> str:
-    """A metric whose largest value is the best, for early stopping and searches; others are refused by name."""
+    """Check that larger values of a metric are better, for early stopping and searches, and return its name."""
     if not isinstance(name, str):
         check.fail("metric", repr(name), "one metric, such as 'recall@20'")
     (metric,) = parse(name, "metric")
     if metric.kind in LOWER_IS_BETTER:
-        check.fail("metric", repr(name), "a metric that is better the higher it is, such as 'recall@20'")
+        check.fail("metric", repr(name), "a metric for which higher is better, such as 'recall@20'")
     return name
 
 
 def parse(metrics: str | Sequence[str], argument: str = "metrics") -> list[Metric]:
-    """Metrics from names such as ``"recall@20"``; unknown ones are refused with the list of those there are."""
+    """Parse names of metrics such as ``"recall@20"``; the error for an unknown name lists all metrics."""
     parsed = []
     for name in [metrics] if isinstance(metrics, str) else check.listed(argument, metrics, "names"):
         match = re.fullmatch(r"([a-z_]+)@([1-9][0-9]*)", name) if isinstance(name, str) else None

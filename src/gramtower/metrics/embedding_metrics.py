@@ -1,7 +1,7 @@
 """Ranking metrics of given lists, and of embeddings against held-out pairs in bounded memory.
 
-Users are taken in blocks: the products of their scores, one pass for the top K, and for the AUC one count for each
-test pair. Nothing of users × items is made.
+Users are processed in blocks: the product for their scores, one pass for the top K, and one count for each test pair
+for the AUC. There is no array of users × items.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def ranking_metrics(
     """Metrics of given recommendations.
 
     Args:
-        recommended: users × K item columns, best first, −1 where there is none; no item twice in a row.
+        recommended: users × K item columns, best first, −1 for empty places; a row has no item twice.
         relevant: scipy.sparse, users × items; stored entries with a value above 0 are the relevant items.
-        metrics: names; the AUC needs scores of all items and is not one of them here, and the MRR without a K takes
-            the lists as they are.
+        metrics: names of metrics. The AUC is not available, because it needs scores of all items; the MRR without a K
+            uses the whole lists.
         popularity: scipy.sparse, any number of users × items: the training pairs, for psp and novelty.
         propensity: A and B of psp.
-        embeddings: of the items, one row each, for diversity.
+        embeddings: embeddings of the items, one row each, for diversity.
 
     Returns:
-        Metrics by name, means over the users that have relevant items, which ``.users`` counts.
+        Metrics by name: means over the users that have relevant items, whose number is ``.users``.
     """
     wanted = parse(metrics)
     if any(metric.kind == "auc" for metric in wanted):
@@ -101,21 +101,22 @@ def evaluate_embeddings(
         Q: embeddings of items, n × k.
         test: scipy.sparse, m × n; stored entries with a value above 0 are the relevant pairs.
         train: scipy.sparse, m × n; every stored entry is a training pair.
-        metrics: names, see docs/metrics.md.
-        exclude_train: leave training pairs out of the ranking; test pairs that are training pairs then do not count.
-        exclude: scipy.sparse, m × n; further pairs to leave out in the same way, which are no training pairs.
+        metrics: names of metrics, see docs/metrics.md.
+        exclude_train: whether to leave training pairs out of the ranking; test pairs that are training pairs then do
+            not count.
+        exclude: scipy.sparse, m × n; additional pairs to leave out in the same way.
         by: "popularity" adds each metric for the test items of each tercile of training popularity, "activity" for the
             users of each tercile of training activity, as in ``"recall@20 popularity=low"``.
-        popularity: scipy.sparse, any number of rows × n: the training pairs that the popularity of items is counted
-            from, for psp, novelty and by="popularity"; ``train`` unless given. Users who were not there in training
-            need it: their ``train`` holds their histories, or nothing.
+        popularity: scipy.sparse, any number of rows × n: the training pairs from which the popularity of items is
+            counted, for psp, novelty and by="popularity"; by default ``train``. It is needed for users who were not in
+            the training data, whose ``train`` has their histories or nothing.
         propensity: A and B of psp.
-        block_bytes: most bytes of scores held at once.
-        processes: the processes whose users count together; P, test, train and popularity are then each process's own
-            rows (and exclude), Q is that of all items.
+        block_bytes: largest memory for scores.
+        processes: the processes that divide the users; P, test, train, exclude and popularity are then those of this
+            process's users, and Q is that of all items.
 
     Returns:
-        Metrics by name; attributes of the result count users and pairs, also those left out.
+        Metrics by name; attributes of the result have the numbers of users and pairs, and of those left out.
     """
     wanted = parse(metrics)
     P, Q = embeddings(P, Q)
@@ -168,7 +169,7 @@ def _facts(
     Q: Tensor | None,
     argument: str,
 ) -> ItemFacts:
-    """What the metrics ask of each item."""
+    """The properties of items that the metrics need."""
     names = {metric.kind: metric.name for metric in wanted}
     for kind in ("psp", "novelty"):
         if kind in names and degrees is None:
@@ -194,7 +195,7 @@ def _propensity(given: Any) -> tuple[float, float]:
 
 
 def _degrees(known: sp.csr_matrix | None, processes: Group) -> tuple[NDArray[np.int64], int] | None:
-    """Training pairs of each item, and training users, those of all processes together."""
+    """Numbers of training pairs of each item and of training users, over all processes."""
     if known is None:
         return None
     counts = torch.from_numpy(np.bincount(known.indices, minlength=known.shape[1]))

@@ -1,18 +1,16 @@
-"""Metrics added up block by block: one value for each user and metric is kept, and the means in the end.
+"""Metrics of all users, collected block by block, and the standard error of a difference of two models' metrics.
 
-A break-down has three more groups: users of a tercile, or all users with only the relevant items of a tercile counted.
-Cost: O(users · K · log pairs).
+One value is kept for each user and metric, until their means are computed. A breakdown adds three groups: the users of
+each tercile, or all users with only the relevant items of each tercile. Cost: O(users · K · log pairs).
 
-How much of a difference between two models' metrics is due to the entities they happened to be measured on.
-
-The entities are dealt to at most 20 parts at random, with a seed. With θ₍₋g₎ a model's metric without part g, and
-d_g = θ₍₋g₎ of one model − θ₍₋g₎ of another, the standard error of the difference is the delete-a-group jackknife's,
+For the standard error, entities are divided into at most 20 random parts. With θ₍₋g₎ a model's metric without part g,
+and d_g = θ₍₋g₎ of one model − θ₍₋g₎ of another, the delete-a-group jackknife gives
 
     s² = (G − 1)/G · Σ_g (d_g − mean d)².
 
-It is paired: what makes an entity hard for both models cancels. G numbers for each model are all that is kept, whatever
-the number of entities. For a mean over entities, with parts of one entity each, it is the usual standard error of the
-mean difference; for other metrics it is rather too large than too small (Efron and Stein, 1981). Cost: O(entities).
+It is paired, so that the difficulty of an entity for both models cancels, and needs only G numbers for each model. For
+a mean over entities, with parts of one entity each, it is the usual standard error of the mean difference; for other
+metrics it tends to be too large (Efron and Stein, 1981). Cost: O(entities).
 """
 
 from __future__ import annotations
@@ -49,20 +47,20 @@ GROUPS = ("low", "mid", "high")
 
 
 class Scores(dict[str, float]):
-    """Metrics by name, and what they are means of.
+    """Metrics by name, with the numbers of users and pairs.
 
     Attributes:
-        users: left entities that the metrics are means over.
-        users_left_out: left entities without a relevant item.
-        pairs: relevant pairs that count.
-        pairs_left_out: test pairs that do not count: training pairs too, so that they cannot be recommended, or left
-            out by request; in what a model's ``evaluate`` returns, also those of unknown entities.
-        left_out: the same by reason, where a model's ``evaluate`` returned it: ``unknown_left`` and ``unknown_right``
-            (an id that the model does not know and that nothing describes) and ``seen``.
-        groups: for a break-down, the users that each group's metrics are means over.
+        users: number of left entities that the metrics are means over.
+        users_left_out: number of left entities without a relevant item.
+        pairs: number of relevant pairs that count.
+        pairs_left_out: number of test pairs that do not count, because they are also training pairs, which cannot be
+            recommended, or were excluded; in the result of a model's ``evaluate`` also pairs of unknown entities.
+        left_out: ``pairs_left_out`` by reason, in the result of a model's ``evaluate``: ``unknown_left`` and
+            ``unknown_right`` (an id that is not in the model and has no features) and ``seen``.
+        groups: for a breakdown, the number of users of each group.
         rows: the rows of this process's users, in the order of ``per_user``.
-        per_user: for each metric that is a mean, the values of these users; NaN where a user has none, who is left out
-            of the mean. Those of psp are divided by what the best lists would gain on average.
+        per_user: for each metric that is a mean, the values of these users; NaN for users without a value, who are left
+            out of the mean. Values of psp are divided by the mean gain of the best possible lists.
     """
 
     users: int = 0
@@ -75,7 +73,7 @@ class Scores(dict[str, float]):
     per_user: dict[str, Floats]
 
     def _repr_html_(self) -> str:
-        """A card for notebooks: the metrics, group by group where there are any, and what they are means of."""
+        """A card for notebooks: the metrics, by group if there are groups, and the numbers of users and pairs."""
         groups = getattr(self, "groups", {})
         plain = [name for name in self if not any(name.endswith(f" {group}") for group in groups)]
         rows = [(name, self[name], *(self.get(f"{name} {group}") for group in groups)) for name in plain]
@@ -89,7 +87,7 @@ class Scores(dict[str, float]):
 
 @dataclass(frozen=True)
 class ItemFacts:
-    """What some metrics know of each item; None for what no metric asked for."""
+    """Properties of items that some metrics need; None if no metric needs them."""
 
     inverse_propensities: Floats | None = None
     information: Floats | None = None
@@ -98,18 +96,18 @@ class ItemFacts:
 
 @dataclass
 class _Group:
-    """Users and items that metrics are taken over."""
+    """Users and items that metrics are computed over."""
 
-    label: str  # what it adds to a metric's name
+    label: str  # suffix of a metric's name
     items: NDArray[np.bool_] | None  # relevant items that count; None for all
     members: NDArray[np.bool_]  # users that have such items and belong to the group
-    relevant: Floats  # how many of them each user has, at least 1
+    relevant: Floats  # number of relevant items of each user, at least 1
     values: dict[str, Floats]  # metric → one value for each user
-    best: dict[str, Floats]  # psp → the largest value that each user could have
+    best: dict[str, Floats]  # psp → the largest possible value of each user
 
 
 class Tally:
-    """Values of the metrics for each user, block by block, and their means in the end."""
+    """Collects the values of the metrics for each user, block by block, and computes their means."""
 
     def __init__(
         self,
@@ -123,16 +121,16 @@ class Tally:
         self.rows = np.repeat(np.arange(truth.shape[0]), np.diff(truth.indptr))
         self.shown = {m.k: np.zeros(truth.shape[1], dtype=np.int64) for m in wanted if m.kind in OF_ITEMS}
         self.of_lists = {m.name: np.full(truth.shape[0], np.nan) for m in wanted if m.kind in OF_LISTS}
-        self.beaten = np.zeros(truth.nnz)  # for the AUC: what part of the other items each relevant one is above
+        self.beaten = np.zeros(truth.nnz)  # for the AUC: the fraction of the other items below each relevant one
         self.groups: list[_Group] = []
         self._add_group("", None, None)
 
     def break_down(self, by: str, degrees: NDArray[np.int64]) -> None:
-        """Add three groups of items or of users, by how many training pairs they have.
+        """Add three groups of items or of users, by their number of training pairs.
 
         Args:
             by: "popularity" or "activity".
-            degrees: pairs of all items, or of this process's users.
+            degrees: numbers of pairs of all items, or of this process's users.
         """
         if by == "popularity":
             parts = terciles(degrees)
@@ -158,7 +156,7 @@ class Tally:
             self.groups.append(_Group(label, items, members, np.maximum(relevant, 1.0), values, best))
 
     def add_lists(self, start: int, lists: Lists) -> None:
-        """Take in the recommendations of the next users."""
+        """Add the recommendations of the next users."""
         n, stop = self.truth.shape[1], start + len(lists)
         first, last = self.truth.indptr[[start, stop]]
         known = self.rows[first:last] * n + self.truth.indices[first:last]  # increasing
@@ -166,7 +164,7 @@ class Tally:
         place = np.searchsorted(known, asked).clip(max=max(0, len(known) - 1))
         hits = (known[place] == asked) & (lists >= 0)
         worth = self.facts.inverse_propensities
-        gains = None if worth is None else worth[lists]  # of the last item where there is none, which is no hit
+        gains = None if worth is None else worth[lists]  # not used at empty places, -1, which are no hits
         for group in self.groups:
             counted = hits if group.items is None else hits & group.items[lists]
             relevant = group.relevant[start:stop]
@@ -184,7 +182,7 @@ class Tally:
         self._add_of_lists(start, stop, lists)
 
     def _add_of_lists(self, start: int, stop: int, lists: Lists) -> None:
-        """Novelty and diversity of the next users' lists."""
+        """Add novelty and diversity of the next users' lists."""
         information, directions = self.facts.information, self.facts.directions
         lengths = [metric.k for metric in self.wanted if metric.kind == "diversity"]
         spread = diversity(lists, directions, lengths) if lengths and directions is not None else {}
@@ -195,16 +193,16 @@ class Tally:
                 self.of_lists[metric.name][start:stop] = novelty(lists[:, : metric.k], information)
 
     def add_ranks(self, start: int, stop: int, above: Floats, exclude: sp.csr_matrix | None) -> None:
-        """Take in, for each relevant pair of the next users, how many of the other ranked items are above it."""
+        """Add, for each relevant pair of the next users, the number of other ranked items above it."""
         first, last = self.truth.indptr[[start, stop]]
         others = self.truth.shape[1] - np.diff(self.truth.indptr[start : stop + 1]).astype(np.float64)
         if exclude is not None:
             others -= np.diff(exclude.indptr[start : stop + 1])
-        others[others == 0] = np.nan  # nothing to be above: the user has no AUC
+        others[others == 0] = np.nan  # without other items a user has no AUC
         self.beaten[first:last] = 1 - above / others[self.rows[first:last] - start]
 
     def add_first(self, start: int, stop: int, scores: Tensor) -> None:
-        """Take in the next users' scores of all items, for the place of the first relevant one."""
+        """Add the next users' scores of all items, for the rank of the first relevant one."""
         first, last = self.truth.indptr[[start, stop]]
         rows, columns = self.rows[first:last] - start, self.truth.indices[first:last]
         for group in self.groups:
@@ -212,7 +210,7 @@ class Tally:
             group.values["mrr"][start:stop] = 1 / first_places(scores, rows[counts], columns[counts])
 
     def result(self, rows: NDArray[np.int64], users_left_out: int, pairs_left_out: int) -> Scores:
-        """The means; ``rows`` are those of the users."""
+        """The means; ``rows`` are the rows of the users."""
         scores = Scores()
         scores.rows, scores.per_user = rows, {}
         scores.left_out = {}
@@ -222,7 +220,7 @@ class Tally:
                     if not group.label:
                         shown = self.processes.sum_(torch.from_numpy(self.shown[metric.k].copy()))
                         scores[metric.name] = OF_ITEMS[metric.kind](shown.numpy())
-                elif metric.kind not in OF_LISTS or group.items is None:  # lists are the same for all groups of items
+                elif metric.kind not in OF_LISTS or group.items is None:  # all groups of items have the same lists
                     values = self._values(metric, group)
                     defined = group.members & np.isfinite(values)
                     scores[metric.name + group.label] = self._mean(values[defined])
@@ -236,7 +234,7 @@ class Tally:
         return scores
 
     def _values(self, metric: Metric, group: _Group) -> Floats:
-        """One value for each user, of which the metric is the mean; NaN for a user without one."""
+        """The values of each user, whose mean is the metric; NaN for a user without a value."""
         if metric.kind == "auc":
             weights = self.beaten if group.items is None else self.beaten * group.items[self.truth.indices]
             return np.bincount(self.rows, weights, minlength=len(group.relevant)) / group.relevant
@@ -255,14 +253,14 @@ class Tally:
 
 
 def _first(hits: Hits, k: int) -> Hits:
-    """The first k places; places beyond the end of the list are misses."""
+    """The first k places; missing places count as misses."""
     return hits[:, :k] if hits.shape[1] >= k else np.pad(hits, ((0, 0), (0, k - hits.shape[1])))
 
 
 def terciles(counts: NDArray[Any], gathered: NDArray[Any] | None = None) -> list[NDArray[np.bool_]]:
-    """Three groups by the terciles of counts, or of those of all processes.
+    """Three groups by the terciles of counts, or of the counts ``gathered`` from all processes.
 
-    Equal counts are in the same group, which may leave one empty.
+    Equal counts are in the same group, so that a group may be empty.
     """
     low, high = np.quantile(counts if gathered is None else gathered, [1 / 3, 2 / 3])
     return [counts <= low, (counts > low) & (counts <= high), counts > high]
@@ -272,12 +270,12 @@ PARTS = 20
 
 
 def deal(count: int, seed: int, parts: int = PARTS) -> NDArray[np.int64]:
-    """The part of each entity, 0 to G − 1; parts differ by one entity in size at most."""
+    """The part of each entity, 0 to G − 1; the sizes of parts differ by at most one."""
     return np.random.default_rng(seed).permutation(np.arange(count, dtype=np.int64) % max(1, min(parts, count)))
 
 
 def means_without(values: NDArray[np.float64], parts: NDArray[np.int64]) -> list[float]:
-    """The mean of the values without those of each part in turn, 0 where none is left; NaN is no value."""
+    """The mean of the values without each part in turn, ignoring NaN; 0 if no value is left."""
     known = np.isfinite(values)
     values, of, count = values[known], parts[known], int(parts.max(initial=-1)) + 1
     sums, sizes = np.bincount(of, values, minlength=count), np.bincount(of, minlength=count)
@@ -287,7 +285,7 @@ def means_without(values: NDArray[np.float64], parts: NDArray[np.int64]) -> list
 
 
 def standard_error(one: Sequence[float], other: Sequence[float]) -> float:
-    """Of the difference of two metrics, from what each is without each part; infinite for fewer than two parts."""
+    """The standard error of the difference of two metrics, from their values without each part; inf for one part."""
     if len(one) != len(other):
         raise ValueError(f"other: got {len(other)} parts, expected {len(one)}")
     differences, count = np.subtract(one, other), len(one)

@@ -1,8 +1,8 @@
-"""Where relevant items are ranked among all: exact counts for the AUC and the MRR, without sorting users × items.
+"""Ranks of relevant items among all items: exact counts for the AUC and the MRR, without sorting users × items.
 
 For a relevant item r of user i with score s: #{j not relevant, s_ij > s} + ½ #{j not relevant, s_ij = s}, where items
-left out of the ranking score −inf and are never above. Cost: one pass over the user's scores for each relevant item,
-and two for the place of the first.
+left out of the ranking have score −inf and are never above. Cost: one pass over the user's scores for each relevant
+item, and two for the rank of the first one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def above(scores: Tensor, relevant: sp.csr_matrix, start: int, stop: int) -> NDA
 
 
 def above_torch(scores: Tensor, relevant: sp.csr_matrix, start: int, stop: int) -> NDArray[np.float64]:
-    """See above; by sorting each row, for any device."""
+    """The same as ``above``, by sorting each row, for any device."""
     offsets = relevant.indptr[start : stop + 1]
     counts = np.diff(offsets)
     rows = torch.from_numpy(np.repeat(np.arange(stop - start), counts)).to(scores.device)
@@ -47,15 +47,15 @@ def above_torch(scores: Tensor, relevant: sp.csr_matrix, start: int, stop: int) 
 
 
 def first_places(scores: Tensor, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The place of each row's first relevant item, from 1; of equal scores the smaller column comes first.
+    """The rank of each row's first relevant item, from 1; equal scores are in order of columns.
 
     Args:
-        scores: of all items, for some users.
-        rows: of the relevant pairs, increasing.
-        columns: of the relevant pairs, whose scores are above −inf.
+        scores: scores of all items, for some users.
+        rows: rows of the relevant pairs, increasing.
+        columns: columns of the relevant pairs, whose scores are above −inf.
 
     Returns:
-        One place for each user, infinity where nothing is relevant.
+        One rank for each user, infinity for users without relevant items.
     """
     count, n = scores.shape
     i, j = (torch.from_numpy(x.astype(np.int64)).to(scores.device) for x in (rows, columns))

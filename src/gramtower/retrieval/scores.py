@@ -1,8 +1,8 @@
 """Scores p_iᵀq_j of many left entities against all right ones, a block of rows at a time.
 
-One buffer of at most ``block_bytes`` (or one row) is used again for every block, or several by turns, so nothing of m·n
-elements is made.
-Pairs that must not be ranked are −inf. Cost: the product, 2·rows·n·k operations, and one write for each excluded pair.
+All blocks share one buffer of at most ``block_bytes`` (or one row), or several in turn, so that there is no array of
+m·n elements. Pairs that must not be ranked are −inf. Cost: the product, 2·rows·n·k operations, and one write for each
+excluded pair.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def embeddings(P: Any, Q: Any) -> tuple[Tensor, Tensor]:
 
 
 def as_embeddings(name: str, value: Any) -> Tensor:
-    """A matrix of embeddings as a float32 tensor, checked; ``name`` is that of the argument."""
+    """A matrix of embeddings as a float32 tensor, checked; ``name`` is the name of the argument."""
     if not isinstance(value, (Tensor, np.ndarray)) or value.ndim != 2 or 0 in value.shape[1:]:
         given = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else type(value).__name__
         check.fail(name, given, "a tensor of shape (entities, k)")
@@ -41,7 +41,7 @@ def as_embeddings(name: str, value: Any) -> Tensor:
     if not tensor.is_floating_point():
         check.fail(name, f"dtype {tensor.dtype}", "floating-point embeddings")
     tensor = tensor.to(torch.float32).contiguous()
-    if not torch.isfinite(tensor.sum()):  # a sum may overflow where nothing is wrong, so look closer
+    if not torch.isfinite(tensor.sum()):  # the sum of finite numbers may overflow, so check each row
         bad = int((~torch.isfinite(tensor)).any(1).sum())
         if bad:
             check.fail(name, f"{bad} rows with NaN or infinity", "finite embeddings")
@@ -64,12 +64,12 @@ def score_blocks(
         Q: right embeddings, n × k, float32, on the same device.
         exclude: rows × n (the rows that are scored); its stored entries become −inf.
         deny: columns that become −inf for everyone.
-        rows: which rows of P to score; None for all.
-        block_bytes: most bytes of scores held at once; None for 64 MB on a CPU and 1 GB on a GPU.
-        buffers: used by turns.
+        rows: rows of P to score; None for all.
+        block_bytes: largest memory for scores; None for 64 MB on a CPU and 1 GB on a GPU.
+        buffers: number of buffers, which are used in turn.
 
     Yields:
-        First row, row after the last, and their scores; the block that follows ``buffers - 1`` others overwrites them.
+        First row, row after the last, and their scores, which are overwritten after ``buffers - 1`` more blocks.
     """
     count, n = len(P) if rows is None else len(rows), len(Q)
     size = rows_in_block(n, count, P.device, block_bytes, buffers)
@@ -93,13 +93,13 @@ def score_blocks(
 def rows_in_block(
     n: int, rows: int, device: torch.device, block_bytes: int | str | None = None, buffers: int = 1
 ) -> int:
-    """How many rows of n scores make a block, of which there are so many at a time."""
+    """The number of rows of n scores in a block, if there are ``buffers`` blocks at a time."""
     given = _DEFAULT_BYTES.get(device.type, _DEFAULT_BYTES["cpu"]) if block_bytes is None else block_bytes
     return max(1, min(rows, check.memory_size("block_bytes", given) // (4 * buffers * max(1, n))))
 
 
 def _places(exclude: sp.csr_matrix, start: int, stop: int, device: torch.device) -> Tensor:
-    """Where the stored entries of rows start:stop are in a block of scores; a GPU is not waited for."""
+    """The positions of the stored entries of rows start:stop in a block of scores; it does not wait for a GPU."""
     bounds = exclude.indptr[start : stop + 1]
     columns = exclude.indices[bounds[0] : bounds[-1]].astype(np.int64)
     places = torch.from_numpy(columns + np.repeat(np.arange(stop - start) * exclude.shape[1], np.diff(bounds)))

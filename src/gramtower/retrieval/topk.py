@@ -1,19 +1,13 @@
-"""The k best of each row of a block of scores, the same answer from every implementation.
+"""Exact top-K: the k right entities with the highest p_iᵀq_j for each left entity, in bounded memory.
 
-Best first; equal scores in order of columns, so that nothing depends on threads, blocks or the device. Places that no
-finite score fills hold column −1 and score −inf. Cost: one pass over the block.
+The best come first, and equal scores in order of columns, so that results do not depend on threads, blocks or the
+device. Empty places have column −1 and score −inf. Cost: the score products and one pass over the scores.
 
-The k best columns of many rows without full rows of scores: tiles of scores are ranked in cache.
-
-On a CPU each thread takes some rows, multiplies them with a few columns at a time, and merges the scores into
-its rows' lists while they are in its cache, so that scores never go to memory and back. Of few rows each thread takes
-all, and some of the columns: every row of Q is then read once. Elsewhere, for long lists and for little work, blocks of
-full rows; a GPU is given the next block before the lists of the last one are fetched. Cost: the score products and one
-pass over the scores.
-
-Exact top-K: the k right entities with the highest p_iᵀq_j for each left entity, in bounded memory.
-
-Cost: the score products and one pass over the scores while they are in cache. Ties go to the smaller column.
+On a CPU each thread takes some rows, multiplies them with a few columns at a time, and merges the scores into the lists
+of its rows while they are in its cache, so that scores are never written to memory. If there are few rows, each thread
+takes all of them and some of the columns, so that every row of Q is read once. Otherwise (on a GPU, for long lists and
+for few scores) blocks of full rows are ranked; a GPU starts with the next block before the lists of the last are
+fetched.
 """
 
 from __future__ import annotations
@@ -37,9 +31,9 @@ from gramtower._util.torch_runtime import pool
 from gramtower.data.matrices import canonical
 from gramtower.retrieval.scores import embeddings, score_blocks
 
-_MOST_KEPT = 512  # compiled passes sort the best by insertion, which pays for lists that are not long
-_WORTH_LOADING = 1 << 20  # scores; with fewer, loading compiled code takes longer than it saves
-WORTH_CALLING = 1 << 16  # scores; with fewer, handing them to threads takes longer than it saves
+_MOST_KEPT = 512  # longest lists for compiled code, which sorts by insertion
+_WORTH_LOADING = 1 << 20  # least number of scores for which compiled code is loaded
+WORTH_CALLING = 1 << 16  # least number of scores for which it is called once it is loaded
 
 
 def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -51,25 +45,25 @@ def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return best_torch(scores, k)
 
 
-def use_compiled(device: torch.device, scores: int, k: int = 0, least: int = _WORTH_LOADING) -> bool:
-    """Whether compiled passes (scan.py) are there, and worth it for so many scores and lists of k.
+def use_compiled(device: torch.device, scores: int, k: int = 0, least: int | None = None) -> bool:
+    """Whether compiled code (scan.py) is available, and worth it for this number of scores and lists of k.
 
-    ``least`` is for callers that have them loaded anyhow: from how many scores on they are asked.
+    ``least`` is the least number of scores, for callers that have loaded it already.
     """
-    worth = device.type == "cpu" and scores >= least and k <= _MOST_KEPT
-    return worth and host.has_numba()
+    least = _WORTH_LOADING if least is None else least
+    return device.type == "cpu" and scores >= least and k <= _MOST_KEPT and host.has_numba()
 
 
 def best_torch(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """See best; in plain torch, for any device."""
+    """The same as ``best`` in plain torch, for any device."""
     columns, values, tied = best_but_for_ties(scores, k)
     return settle_ties(scores, columns, values, tied.nonzero()[:, 0])
 
 
 def best_but_for_ties(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Columns and scores as best gives them, and the rows where other columns may have the k-th score too.
+    """Columns and scores as of ``best``, and the rows in which other columns may also have the k-th score.
 
-    A GPU is not waited for; settle_ties must look at these rows again.
+    It does not wait for a GPU; ``settle_ties`` must process these rows again.
     """
     n = scores.shape[1]
     groups = _BestGroups.of(scores, k)
@@ -90,7 +84,7 @@ def best_but_for_ties(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def settle_ties(scores: Tensor, columns: Tensor, values: Tensor, again: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose the smaller columns in the rows ``again``, where torch chose among equals; in place, on any device."""
+    """Choose the smaller columns in the rows ``again``, where torch chose among equal scores; in place."""
     k, size = columns.shape[1], max(1, -(-len(scores) // 16))
     for start in range(0, len(again), size):
         rows = again[start : start + size]
@@ -102,19 +96,18 @@ def settle_ties(scores: Tensor, columns: Tensor, values: Tensor, again: Tensor) 
 
 
 class _BestGroups(NamedTuple):
-    """The scores among which each row's k best are.
+    """A subset of the scores that contains the k best of each row.
 
-    Columns are taken in groups of about √(n / k), those of a group equally far apart: a GPU then reads whole lines for
-    the maxima. The k + 1 groups with the highest maxima hold the k best, up to scores that equal the least of these
-    maxima; every other group is below it or equal. So all scores are read once, where torch.topk reads them several
-    times.
+    Columns are divided into groups of about √(n / k), with equal distances within a group, so that a GPU reads whole
+    lines for the maxima. The k + 1 groups with the highest maxima contain the k best, except for scores that equal the
+    least of these maxima. All scores are thus read once, while torch.topk reads them several times.
 
     Attributes:
-        scores: of the best groups, first columns first, and of the columns that no group has.
-        groups: rows × (k + 1), which groups.
-        step: how far apart the columns of a group are.
-        size: columns of a group.
-        least: of the maxima, the highest that a score elsewhere may be.
+        scores: scores of the best groups, first columns first, and of the columns without a group.
+        groups: rows × (k + 1), the best groups.
+        step: distance of the columns of a group.
+        size: number of columns of a group.
+        least: the least of the maxima, which no score elsewhere exceeds.
     """
 
     scores: Tensor
@@ -125,7 +118,7 @@ class _BestGroups(NamedTuple):
 
     @classmethod
     def of(cls, scores: Tensor, k: int) -> _BestGroups | None:
-        """None where the groups would be few."""
+        """The best groups, or None if there would be too few groups."""
         n = scores.shape[1]
         size = 1 << max(3, round(math.log2(n / (k + 1)) / 2))
         step = n // size
@@ -138,16 +131,16 @@ class _BestGroups(NamedTuple):
         return cls(kept, highest.indices, step, size, highest.values[:, k])
 
     def columns(self, places: Tensor) -> Tensor:
-        """The columns of ``scores`` as columns of the whole."""
+        """The columns of the whole block for columns of ``scores``."""
         count = self.groups.shape[1]
         number = places // count  # of the column in its group
         grouped = number * self.step + self.groups.gather(1, places % count)
         return torch.where(number < self.size, grouped, places + self.size * (self.step - count))
 
 
-_ROWS = 512  # of a tile; with fewer, products are slower
+_ROWS = 512  # rows of a tile; with fewer, products are slower
 _TILE = 1 << 18  # scores of a tile
-_FEWEST = 64  # columns of a tile
+_FEWEST = 64  # least columns of a tile
 
 Lists = tuple[int, int, NDArray[np.int64], NDArray[np.float32]]
 
@@ -165,13 +158,13 @@ def best_lists(
     """The k best columns of each row, as in :func:`best`, some rows at a time and in order.
 
     The arguments are those of score_blocks, with ``deny`` increasing; k is at most the number of columns. With
-    ``loaded`` compiled code is used for few scores too, as by a process that answers again and again.
+    ``loaded`` compiled code is used for few scores too, as in a server that has loaded it.
 
     Yields:
         First row, row after the last, their columns and their scores.
     """
     count = len(P) if rows is None else len(rows)
-    if use_compiled(P.device, count * len(Q), k, **({"least": WORTH_CALLING} if loaded else {})):
+    if use_compiled(P.device, count * len(Q), k, WORTH_CALLING if loaded else None):
         yield from _tiled(P, Q, k, exclude, deny, rows, block_bytes)
         return
     never = None if deny is None else torch.from_numpy(deny).to(Q.device)
@@ -191,7 +184,7 @@ def best_lists(
 
 
 def _launched(start: int, stop: int, scores: Tensor, k: int) -> Callable[[], Lists]:
-    """Start to rank a block on a GPU; what waits for its lists, to be called before the block is overwritten."""
+    """Start to rank a block on a GPU; return a function that waits for its lists, before the block is overwritten."""
     columns, values, tied = (found.to("cpu", non_blocking=True) for found in best_but_for_ties(scores, k))
     done = torch.cuda.current_stream(scores.device).record_event()
 
@@ -256,7 +249,7 @@ def _tiled(
 
 
 def _shared(workers: Executor, strip: Callable[..., Lists], count: int, n: int, threads: int, k: int) -> Lists:
-    """Lists of few rows, a range of the columns for each thread, so that each reads its part of Q alone."""
+    """Lists of few rows, with a range of the columns for each thread, so that each reads only its part of Q."""
     bounds = [n * part // threads for part in range(threads + 1)]
     parts = [workers.submit(strip, 0, count, first, last) for first, last in pairwise(bounds)]
     found = [part.result() for part in parts]
@@ -267,21 +260,21 @@ def _shared(workers: Executor, strip: Callable[..., Lists], count: int, n: int, 
 
 
 def tile_shape(rows: int, n: int, threads: int, block_bytes: int | str | None = None) -> tuple[int, int]:
-    """Rows and columns of a thread's tile; the tiles of all threads are within ``block_bytes``, or 64 scores each."""
+    """Rows and columns of a thread's tile; the tiles of all threads fit ``block_bytes``, or have 64 scores each."""
     size = _TILE if block_bytes is None else min(_TILE, check.memory_size("block_bytes", block_bytes) // (4 * threads))
     height = max(1, min(_ROWS, -(-rows // threads), size // _FEWEST))
     return height, min(n, max(_FEWEST, size // height))
 
 
 class Ranking(NamedTuple):
-    """What lists are made of, checked: embeddings, which columns are candidates, and what each row leaves out.
+    """Checked inputs of a ranking: embeddings, candidates, and the pairs that each row leaves out.
 
     Attributes:
         P: left embeddings.
-        Q: those of the candidates.
+        Q: embeddings of the candidates.
         exclude: rows × candidates, or None.
-        deny: candidates never to choose, increasing, or None.
-        chosen: the column of each candidate; None if all are.
+        deny: candidates that are never chosen, increasing, or None.
+        chosen: the column of each candidate; None if all columns are candidates.
     """
 
     P: Tensor
@@ -291,7 +284,7 @@ class Ranking(NamedTuple):
     chosen: NDArray[np.int64] | None
 
     def lists(self, k: int, block_bytes: int | str | None = None, loaded: bool = False) -> Iterator[Lists]:
-        """First row, row after the last, columns and scores of some rows at a time, in order; at most k of each."""
+        """First row, row after the last, columns and scores of some rows at a time, in order; at most k per row."""
         width = min(k, len(self.Q))
         if width == 0:
             return
@@ -303,7 +296,7 @@ class Ranking(NamedTuple):
     def top(
         self, k: int, block_bytes: int | str | None = None, loaded: bool = False
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The lists of all rows as :func:`top_k` returns them; with ``loaded`` by compiled code for few rows too."""
+        """The lists of all rows as :func:`top_k` returns them; ``loaded`` is that of :func:`best_lists`."""
         found = np.full((len(self.P), k), -1, dtype=np.int64)
         values = np.full((len(self.P), k), -np.inf, dtype=np.float32)
         for start, stop, columns, best in self.lists(k, block_bytes, loaded):
@@ -341,11 +334,11 @@ def checked_ranking(
     chosen: NDArray[np.int64] | None = None,
     denied: NDArray[np.int64] | None = None,
 ) -> Ranking:
-    """The same of finite float32 embeddings, canonical exclusions and increasing columns, which are not looked at.
+    """The ranking of finite float32 embeddings, canonical exclusions and increasing columns, which are not checked.
 
-    Looking through Q for NaN takes as long as the product of a single row with it: who asks often asks this.
+    Checking Q for NaN takes as long as its product with a single row, which matters for frequent queries.
     """
-    if chosen is not None:  # few columns: leave out the others before the product
+    if chosen is not None:  # leave out the other columns before the product
         if denied is not None:
             chosen, denied = np.setdiff1d(chosen, denied, assume_unique=True), None
         Q = Q[torch.from_numpy(chosen).to(Q.device)]
@@ -368,11 +361,11 @@ def top_k(
     Args:
         P: left embeddings, rows × dim.
         Q: right embeddings, n × dim.
-        k: how many; more than there are columns to choose from leaves places empty.
+        k: number of columns per row; places are left empty if there are fewer candidates.
         exclude: scipy.sparse, rows × n; its stored entries are left out.
-        allow: column numbers to choose from; None for all.
-        deny: column numbers never to choose.
-        block_bytes: most bytes of scores held at once, a number or text such as "64MB".
+        allow: column numbers of the candidates; None for all columns.
+        deny: column numbers that are never chosen.
+        block_bytes: largest memory for scores, in bytes or as text such as "64MB".
 
     Returns:
         Columns (int64, −1 where there is none) and scores (float32, −inf there), rows × k, best first; of equal scores
