@@ -1,22 +1,12 @@
-"""Passes over scores for CPUs, compiled by numba: top K, and counts for the AUC.
+"""Compiled passes over scores for CPUs (numba): lists of the k best of each row, and counts for the AUC.
 
-Top K of short lists: each row keeps its k best so far in order. A vector comparison asks of 64 scores at a time whether
-any is above the least of them, which after the first few columns is seldom so; only then are the 64 looked at one by
-one. Columns come in increasing order, so that an equal score at a later column never enters: ties go to the smaller
-column.
+Each row keeps a buffer of a little more than 2k candidates. A vector comparison tests whether any of 64 scores is above
+a bound that k candidates are above. That is rare, and only then a second one finds which, as the bits of one number. A
+full buffer is reduced to a little more than its k best, and its bound is raised: about log2(n / k) times per row, so
+that the cost beyond one pass over the scores is O(k log(n / k)) per row. Columns come in increasing order and stay in
+it, so that an equal score at a later column never enters: ties go to the smaller column.
 
-Same answers as topk.best_torch and ranks.above_torch: tests/test_topk.py, tests/test_metrics.py.
-
-The k best of many rows for k of some hundreds, compiled by numba; ShortLists is for short ones.
-
-Each row keeps a buffer of a little more than 2k candidates. A vector comparison asks of 64 scores at a time whether any
-is above a bound that k candidates are above; that is seldom so, and only then is it asked which, as the bits of one
-number, which is vector work too. A full buffer is cut to not many more than its k best, and its bound raised: about
-log2(n / k) times a row, so that the cost beyond one pass over the scores is O(k log(n / k)) a row, where lists that are
-kept sorted take O(k²). Columns come in increasing order and stay in it, so that an equal score at a later column never
-enters: ties go to the smaller column.
-
-Same answers as topk.best_torch: tests/test_topk.py.
+The results are the same as those of topk.best_torch and ranks.above_torch.
 """
 
 from __future__ import annotations
@@ -34,27 +24,8 @@ from gramtower._util.torch_runtime import parallel_for
 _TOGETHER = 64  # scores compared before a branch
 
 
-class ShortLists:
-    """The k best of each row so far, kept sorted, which pays for k of a few dozen; LongLists is for more."""
-
-    def __init__(self, rows: int, k: int) -> None:
-        self.columns, self.values = np.full((rows, k), -1, np.int64), np.full((rows, k), -np.inf, np.float32)
-
-    def add(self, scores: NDArray[np.float32], offset: int, *left_out: NDArray[Any]) -> None:
-        """Put scores of the columns from ``offset`` on into the lists of their rows; earlier columns came before.
-
-        ``left_out`` are places, ends, excluded and denied: columns excluded[places[i]:ends[i]] of row i, and those of
-        ``denied``, become −inf first; both increase. places[i] moves on past the columns given.
-        """
-        _update_lists(scores, offset, self.columns, self.values, *left_out)
-
-    def finished(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Columns and scores, best first; −1 and −inf where there are fewer than k."""
-        return self.columns, self.values
-
-
 def above(scores: Tensor, offsets: NDArray[Any], columns: NDArray[Any]) -> NDArray[np.float64]:
-    """See ranks.above; columns[offsets[i]:offsets[i + 1]] are relevant to row i."""
+    """The same as ranks.above; columns[offsets[i]:offsets[i + 1]] are relevant to row i."""
     counts, array = np.empty(len(columns)), scores.numpy()
     parallel_for(lambda first, last: _above(first, last, array, offsets, columns, counts), tasks(len(scores)))
     return counts
@@ -66,18 +37,8 @@ def tasks(rows: int) -> list[int]:
 
 
 @compiled(inline="always")
-def _enter(c, v, s, j):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """Put score s at column j into a list, behind all that are not below it; the last one leaves."""
-    p = v.shape[0] - 1
-    while p > 0 and v[p - 1] < s:
-        v[p], c[p] = v[p - 1], c[p - 1]
-        p -= 1
-    v[p], c[p] = s, j
-
-
-@compiled(inline="always")
 def leave_out(row, offset, place, end, excluded, denied):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """Make −inf of a row's scores at ``denied`` and at excluded[place:end], up to its last column; the place after."""
+    """Set a row's scores at ``denied`` and at excluded[place:end] to −inf; return the first place after its columns."""
     for j in denied:
         row[j - offset] = -np.inf
     while place < end and excluded[place] < offset + row.shape[0]:
@@ -86,30 +47,9 @@ def leave_out(row, offset, place, end, excluded, denied):  # type: ignore[no-unt
     return place
 
 
-@compiled(nogil=True)
-def _update_lists(scores, offset, columns, values, places, ends, excluded, denied):  # type: ignore[no-untyped-def]  # pragma: no cover
-    width, k = scores.shape[1], values.shape[1]
-    vectorised = width - width % _TOGETHER
-    first, last = np.searchsorted(denied, offset), np.searchsorted(denied, offset + width)
-    for i in range(scores.shape[0]):
-        row, c, v = scores[i], columns[i], values[i]
-        places[i] = leave_out(row, offset, places[i], ends[i], excluded, denied[first:last])
-        for start in range(0, vectorised, _TOGETHER):
-            least, any_above = v[k - 1], np.uint8(0)
-            for l in range(start, start + _TOGETHER):
-                any_above |= np.uint8(row[l] > least)
-            if any_above != 0:
-                for l in range(start, start + _TOGETHER):
-                    if row[l] > v[k - 1]:
-                        _enter(c, v, row[l], offset + l)
-        for l in range(vectorised, width):
-            if row[l] > v[k - 1]:
-                _enter(c, v, row[l], offset + l)
-
-
 @compiled(inline="always")
 def _ranks(row, s):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """How many scores are above s, and how many are not below it."""
+    """The number of scores above s, and of those not below s."""
     higher, not_below = np.int32(0), np.int32(0)
     for j in range(row.shape[0]):
         higher += np.int32(row[j] > s)
@@ -133,16 +73,15 @@ def _above(first, last, scores, offsets, columns, counts):  # type: ignore[no-un
             counts[offsets[i] + e] = 0.5 * (higher + not_below)
 
 
-_SEQUENCE = np.uint64(0x03F79D71B4CB0A89)  # de Bruijn's: shifted by any l, its six highest bits are all different
-_PLACES = np.empty(64, np.int64)  # l by these bits, so that the place of a power of two is a product and a look
+_SEQUENCE = np.uint64(0x03F79D71B4CB0A89)  # de Bruijn sequence: shifted by any l, its six highest bits are different
+_PLACES = np.empty(64, np.int64)  # l by these bits, which gives the place of a power of two by a product and a lookup
 _PLACES[[(0x03F79D71B4CB0A89 << l & 2**64 - 1) >> 58 for l in range(64)]] = np.arange(64)
 _SPARE = 16  # places of a buffer beyond 2k
 _TRIED = 12  # candidates that are tried as the next bound
-_SHORT = 40  # lists up to this long are kept sorted
 
 
-class LongLists:
-    """What may be among the k best of each row so far: places, how many are filled, and the bound of scores to come."""
+class BestLists:
+    """Candidates for the k best of each row: columns, scores, their number, and the bound for later scores."""
 
     def __init__(self, rows: int, k: int) -> None:
         places = 2 * k + _SPARE + _TOGETHER
@@ -151,11 +90,15 @@ class LongLists:
         self.counts, self.bounds = np.zeros(rows, np.int64), np.full(rows, -np.inf, np.float32)
 
     def add(self, scores: NDArray[np.float32], offset: int, *left_out: NDArray[Any]) -> None:
-        """See :meth:`ShortLists.add`."""
+        """Add scores of the columns from ``offset`` on to the lists of their rows; earlier columns must come first.
+
+        ``left_out`` are places, ends, excluded and denied: the scores of the columns excluded[places[i]:ends[i]] of row
+        i, and of ``denied``, become −inf first; both are increasing. places[i] moves past the given columns.
+        """
         _add(scores, offset, self.k, self.columns, self.values, self.counts, self.bounds, *left_out)
 
     def finished(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Columns and scores, best first; −1 and −inf where there are fewer than k."""
+        """Columns and scores, best first; −1 and −inf if there are fewer than k."""
         shape = len(self.counts), self.k
         columns, values = np.full(shape, -1, np.int64), np.full(shape, -np.inf, np.float32)
         _finish(self.columns, self.values, self.counts, columns, values)
@@ -163,13 +106,13 @@ class LongLists:
 
 
 def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """See topk.best; for k of at most some hundreds, because the best are sorted by insertion in the end."""
+    """The same as topk.best, for k of at most some hundreds, because the best are sorted by insertion."""
     rows = len(scores)
     columns, values = np.empty((rows, k), np.int64), np.empty((rows, k), np.float32)
     array, none, nothing = scores.numpy(), np.zeros(rows, np.int64), np.empty(0, np.int32)
 
     def work(first: int, last: int) -> None:
-        part, lists = slice(first, last), lists_of(last - first, k)
+        part, lists = slice(first, last), BestLists(last - first, k)
         lists.add(array[part], 0, none[part], none[part], nothing, nothing)
         columns[part], values[part] = lists.finished()
 
@@ -177,14 +120,9 @@ def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(columns), torch.from_numpy(values)
 
 
-def lists_of(rows: int, k: int) -> ShortLists | LongLists:
-    """Lists of length k that hold nothing yet."""
-    return ShortLists(rows, k) if k <= _SHORT else LongLists(rows, k)
-
-
 @compiled()
 def _kth(work, k):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """The k-th largest number, by Hoare's selection; ``work`` is left in another order."""
+    """The k-th largest number, by Hoare's selection, which changes the order of ``work``."""
     low, high, place = 0, work.shape[0] - 1, k - 1
     while low < high:
         pivot, i, j = work[(low + high) // 2], low, high
@@ -208,7 +146,7 @@ def _kth(work, k):  # type: ignore[no-untyped-def]  # pragma: no cover
 
 @compiled()
 def _keep(c, v, k):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """Keep the k best candidates, which are more, in their order; returns the least of them."""
+    """Keep the k best of more candidates, in their order; return the least of them."""
     least, above = _kth(v.copy(), k), 0
     for e in range(v.shape[0]):
         above += v[e] > least
@@ -223,10 +161,10 @@ def _keep(c, v, k):  # type: ignore[no-untyped-def]  # pragma: no cover
 
 @compiled()
 def _cut(c, v, k):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """Leave k to 3k/2 of more than 2k candidates in their order; returns how many, and the bound of those to come.
+    """Keep k to 3k/2 of more than 2k candidates in their order; return how many, and the bound for later scores.
 
-    The bound is the highest of a few candidates that k others are above: counting is a vector operation, where an exact
-    selection is a chain of branches. Many equal scores are left to the exact one.
+    The bound is the highest of a few candidates that k others are above: counting is a vector operation, while an exact
+    selection is a chain of branches. The exact selection is used only if many scores are equal.
     """
     bound, kept = np.float32(-np.inf), np.int32(v.shape[0])
     for e in range(0, v.shape[0], max(1, v.shape[0] // _TRIED)):

@@ -205,7 +205,7 @@ def _tiled(
     rows: NDArray[np.int64] | None,
     block_bytes: int | str | None,
 ) -> Iterator[Lists]:
-    from gramtower.retrieval.scan import lists_of
+    from gramtower.retrieval.scan import BestLists
 
     count, n, threads = len(P) if rows is None else len(rows), len(Q), torch.get_num_threads()
     height, width = tile_shape(count, n, threads, block_bytes)
@@ -218,7 +218,7 @@ def _tiled(
 
     def strip(start: int, stop: int, first_column: int = 0, last_column: int = n) -> Lists:
         left = P[start:stop] if rows is None else P[torch.from_numpy(rows[start:stop])]
-        lists = lists_of(len(left), k)
+        lists = BestLists(len(left), k)
         places, ends = offsets[start:stop].copy(), offsets[start + 1 : stop + 1]
         if first_column:
             for row, end in enumerate(ends.tolist()):
