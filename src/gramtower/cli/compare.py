@@ -82,13 +82,13 @@ _BY_METHOD = ("optimizer", "option", "patience")  # of fit, where one method run
 
 @dataclass(frozen=True)
 class Experiment:
-    """A comparison as a file says.
+    """A comparison as described by a file.
 
     Attributes:
         path: the file.
         settings: data, model and training as the flags of ``fit`` would have set them.
-        optimizers: constants of each method to run, by name, in order.
-        shape: (m, n, training pairs) of the data it is about, or None.
+        optimizers: options of each optimizer to run, by name, in order.
+        shape: (m, n, training pairs) of its data, or None.
     """
 
     path: Path
@@ -98,19 +98,19 @@ class Experiment:
 
     @property
     def name(self) -> str:
-        """The name of the file without its ending."""
+        """The name of the file without its extension."""
         return self.path.stem
 
     @property
     def synthetic_note(self) -> str:
-        """What must be said of every result on generated pairs."""
+        """The notice that accompanies every result on generated pairs."""
         m, n, observed = self._shape()
         return f"generated pairs of the shape of {self.name} ({m:,} x {n:,}, {observed:,} pairs), not the data itself"
 
     def synthetic_pairs(self) -> Interactions:
-        """Generated pairs with planted groups; holding out the share ``validation`` leaves as many as ``shape`` says.
+        """Generate pairs with planted groups; holding out the share ``validation`` leaves as many as ``shape`` says.
 
-        The same for the same seed of ``[run]``.
+        The same seed of ``[run]`` gives the same pairs.
         """
         m, n, observed = self._shape()
         try:
@@ -129,15 +129,15 @@ class Experiment:
 
 
 def is_experiment(path: Path) -> bool:
-    """Whether a TOML file has a table that only experiments have; otherwise it is a config as for fit."""
+    """Return whether a TOML file has a table that only experiments have; otherwise it is a config as for fit."""
     return any(name in _TABLES for name in read_toml("config", path))
 
 
 def load_experiment(path: Path) -> Experiment:
-    """An experiment from its file.
+    """Read an experiment.
 
     Raises:
-        ValueError: if it is not TOML, or holds an unknown table, method, key or constant, or a wrong value.
+        ValueError: if the file is not TOML, or has an unknown table, optimizer, key or option, or a wrong value.
     """
     model, train = get_type_hints(ModelOptions), get_type_hints(FitTraining)
     known = {
@@ -164,7 +164,7 @@ def load_experiment(path: Path) -> Experiment:
 
 
 def _methods(path: Path, given: Any) -> dict[str, dict[str, Any]]:
-    """Constants by method, each checked as the method will check it."""
+    """Return options by optimizer, checked by the optimizer itself."""
     if not isinstance(given, dict) or not given:
         check.fail("config", f"{path} with optimizers = {given!r}", "a table [optimizers.NAME] for each method to run")
     found: dict[str, dict[str, Any]] = {}
@@ -188,15 +188,15 @@ _METHODS = ("gd", "newton", "newton-kron")
 
 @dataclass
 class Setup:
-    """What methods are compared on.
+    """The problem that optimizers are compared on.
 
     Attributes:
         settings: the options in force.
-        title: a name for people.
+        title: title of the page.
         synthetic: a notice for generated pairs, None for real ones.
-        methods: constants by method; without --optimizers these are the methods to run.
-        pairs: to learn from.
-        held_out: for the metric.
+        methods: options by optimizer; without --optimizers these are the optimizers to run.
+        pairs: pairs to learn from.
+        held_out: pairs for the metric.
     """
 
     settings: Settings
@@ -208,7 +208,7 @@ class Setup:
 
     @property
     def model(self) -> ModelSettings:
-        """The settings of the model whose objective and towers these are."""
+        """The settings of the model that defines objective and towers."""
         arguments = self.settings.estimator_arguments()
         return ModelSettings(**{k: v for k, v in arguments.items() if k not in ("optimizer_options", "optimizer")})
 
@@ -278,10 +278,10 @@ def make_setup(
     synthetic: bool,
     flags: tuple[DataOptions | None, ModelOptions | None, TrainOptions | None, FeatureOptions | None],
 ) -> Setup:
-    """Read everything that was asked for; flags win over the file.
+    """Read the data and options of a comparison; flags override the file.
 
     Raises:
-        ValueError: if something is missing or wrong; FileNotFoundError if a file is not there.
+        ValueError: if something is missing or wrong; FileNotFoundError if a file is missing.
     """
     experiment = load_experiment(config) if config is not None and is_experiment(config) else None
     if experiment is None:
@@ -318,7 +318,7 @@ def _source(settings: Settings, experiment: Experiment | None) -> Path:
 
 
 def _constants(settings: Settings, experiment: Experiment | None) -> dict[str, dict[str, Any]]:
-    """Constants by method: the experiment's, overridden by --option METHOD.NAME=VALUE."""
+    """Return options by optimizer: the experiment's, overridden by --option METHOD.NAME=VALUE."""
     optimizers = experiment.optimizers if experiment else {name: {} for name in _METHODS}
     found: dict[str, dict[str, Any]] = {name: dict(options) for name, options in optimizers.items()}
     for key, value in settings.estimator_arguments().get("optimizer_options", {}).items():
@@ -349,23 +349,24 @@ def compare(
     common: Common | None = None,
     tokens: Annotated[Sequence[str], Parameter(parse=False)] = (),
 ) -> int:
-    """Run several methods from the same start, one after the other, and report when each was how far.
+    """Run several optimizers from the same start, one after the other, and report their convergence over time.
 
-    Each stops as in fit, but only after 60 seconds of training without --time-limit, at no number of iterations without
-    --max-iterations, and not for a metric that no longer improves. A tenth of the pairs is held out for the metric
-    without --validation. Only the methods' own work is timed: not the metric, not checkpoints.
+    Each optimizer stops as in fit, with three differences: without --time-limit it stops after 60 seconds of training,
+    without --max-iterations there is no limit on iterations, and it does not stop when the metric no longer improves.
+    Without --validation a tenth of the pairs is held out for the metric. Only the optimizers' own work is timed, not
+    the metric and not checkpoints.
 
-    A method that fails, diverges, is unknown or needs longer than the time limit for one iteration is reported, and the
-    rest runs. The same command goes on where a killed one stopped, and other --optimizers are added to those there.
-    Nothing else should run on the machine meanwhile; the report says how many cores others kept busy.
+    An optimizer that fails, diverges, is unknown or needs longer than the time limit for one iteration is reported, and
+    the others run. The same command continues a comparison that was killed, and adds other --optimizers to it. Run
+    nothing else on the machine meanwhile; the report says how many cores other processes kept busy.
 
     Args:
         path: Pairs, as for fit.
         optimizers: Names separated by commas [default: those of the experiment, or gd,newton,newton-kron].
-        out: Folder for report.html, time and passes .png and .svg, summary.json, comparison.json and NAME.jsonl.
+        out: Folder for report.html, time and passes .png and .svg, summary.json, comparison.json, NAME.jsonl and runs.
         config: TOML file: an experiment such as experiments/ml1m.toml, or a config as for fit.
-        synthetic: Instead of DATA, generated pairs of the shape that the experiment states; all output says so.
-        fresh: Start anew even if the folder holds a comparison.
+        synthetic: Use generated pairs of the shape that the experiment states, instead of DATA; all output says so.
+        fresh: Replace a comparison that the folder holds.
         data: Data.
         features: Features.
         model: Model.
@@ -406,7 +407,7 @@ def compare(
 
 
 def show(content: dict[str, Any], out: Path) -> None:
-    """The summary for people."""
+    """Print the summary."""
     metric = content["metric"]
     columns = ["method", "lowest", "(L-L*)/L*", *([metric] if metric else []), "iter", "seconds", "passes"]
     columns += [f"s to {level}" for level in _SHOWN]

@@ -84,28 +84,28 @@ def benchmark(
 ) -> int:
     """Compare models: popularity, item-knn, ease, als, linear and hidden towers of gramtower, and your own configs.
 
-    All learn from the same pairs, rank all right entities for the same left ones and leave out what these have in the
-    training pairs. Of each metric there are the mean over the seeds, its 95% interval by a bootstrap over left
-    entities, and the paired difference from the best model. Models that cannot run here are left out, with the reason.
+    All models learn from the same pairs, rank all right entities for the same left entities and leave out training
+    pairs. Each metric has a mean over the seeds, a 95% interval by a bootstrap over left entities, and a paired
+    difference from the best model. Models that cannot run here are left out, with the reason.
 
-    The same command goes on where a killed one stopped; other models and more seeds are added to those in the folder.
-    Nothing else should run on the machine meanwhile; the page says how many cores others kept busy.
+    The same command continues a benchmark that was killed; other models and more seeds are added to those in the
+    folder. Run nothing else on the machine meanwhile; the page says how many cores other processes kept busy.
 
     Args:
         path: Pairs, as for fit.
         out: Folder for report.html, summary.json, benchmark.json and the finished runs.
-        test: Share of the pairs to test on, drawn anew with each seed, or a file like DATA, the same for all seeds.
+        test: Share of the pairs to test on, drawn again with each seed, or a file like DATA, the same for all seeds.
         models: Names separated by commas, of popularity, item-knn, ease, als, gramtower-linear,
-            gramtower-linear-features and gramtower-hidden-features [default: all, the last two where there are
-            features]; none for your own configs only.
+            gramtower-linear-features and gramtower-hidden-features [default: all, the last two if there are features];
+            none for your own configs only.
         config: A model of your own: a TOML file as for fit, or NAME=FILE; may be repeated. The table [data] of the
             first says how DATA is read.
-        metrics: Names separated by commas; the first decides who is the best.
-        seeds: How many, from 0 on: of the splits and of the models.
-        reference: The model that differences are from [default: the best].
-        fresh: Start anew even if the folder holds a benchmark.
+        metrics: Names separated by commas; the first decides which model is best.
+        seeds: Number of seeds, starting from 0, of the splits and of the models.
+        reference: The model that others are compared with [default: the best].
+        fresh: Replace a benchmark that the folder holds.
         data: Data.
-        features: Features that gramtower-linear-features and gramtower-hidden-features see.
+        features: Input of gramtower-linear-features and gramtower-hidden-features.
         common: Output.
         tokens: The command line itself.
     """
@@ -146,7 +146,7 @@ def benchmark(
 
 
 def report_benchmark(run: Path, common: Common) -> int:
-    """``gramtower report`` of a benchmark's folder: its page and summary anew, from its finished runs."""
+    """Rebuild the page and summary of a benchmark from its finished runs."""
     found = build_benchmark(run)
     if common.json:
         print_json(found.to_dict())
@@ -156,12 +156,12 @@ def report_benchmark(run: Path, common: Common) -> int:
 
 
 def ended_well(found: Benchmark) -> bool:
-    """Whether every model ran, or was left out for a reason that was said."""
+    """Return whether every model ran, or was left out for a reason."""
     return all(facts["status"] in ("finished", "left out") for facts in found.summary["models"].values())
 
 
 def show(found: Benchmark, out: Path) -> None:
-    """The table, what is missing in it and why, and who won."""
+    """Print the table, the models that are missing in it, and the best model."""
     print_table(*table_of(found.summary))
     for line in notes_of(found.summary):
         print(line)
@@ -174,7 +174,7 @@ def _split(text: str) -> list[str]:
 
 
 def _configs(given: list[str]) -> dict[str, Settings]:
-    """Settings by the name of the model: the one given, the file's, or that of the folder of a run."""
+    """Return settings by the name of the model: the given one, or that of the file or of the run's folder."""
     found: dict[str, Settings] = {}
     for text in given:
         name, equals, rest = text.partition("=")
@@ -189,7 +189,7 @@ def _configs(given: list[str]) -> dict[str, Settings]:
 
 
 def _data_of(flags: DataOptions, configs: dict[str, Settings]) -> DataOptions:
-    """How DATA is read: as flags say, otherwise as the first config does; another config must not differ."""
+    """Return how DATA is read: as flags say, otherwise as the first config does; another config must not differ."""
     told = {name: value for name, value in asdict(flags).items() if value is not None}
     first = next(iter(configs.values()), Settings()).data
     base = {name: value for name, value in asdict(first).items() if value is not None} | told
@@ -202,13 +202,13 @@ def _data_of(flags: DataOptions, configs: dict[str, Settings]) -> DataOptions:
 
 
 def _features(settings: Settings, pairs: Interactions, quiet: bool) -> dict[str, Any]:
-    """What towers see beside ids."""
+    """Return the input of towers other than ids."""
     given, _ = tower_features(settings, pairs, quiet)
     return {name: parts for name, parts in given.items() if parts != ["id"]}
 
 
 def _model(settings: Settings, data: DataOptions, pairs: Interactions, quiet: bool) -> Any:
-    """A config as the model and what its fit is given."""
+    """Return the model of a config and the arguments of its fit."""
     arguments = _features(replace(settings, data=data), pairs, quiet)
     validation = validation_of(settings.data)
     if isinstance(validation, Interactions):
@@ -238,12 +238,12 @@ def cross_validate(
 ) -> int:
     """Measure settings by cross-validation: as many fits as folds, each tested on pairs that it has not seen.
 
-    Every pair is tested once. Of each metric there are the mean over the folds, its 95% interval by Student's t over
-    the folds, and one by a bootstrap over left entities.
+    Every pair is tested once. Each metric has a mean over the folds, a 95% interval by Student's t over the folds, and
+    one by a bootstrap over left entities.
 
     Args:
         path: Pairs, as for fit.
-        folds: How many, drawn with --seed.
+        folds: Number of folds, drawn with --seed.
         metrics: Names, separated by commas, as for evaluate.
         out: File for the numbers, as JSON.
         config: TOML file, as for fit.
@@ -296,7 +296,7 @@ def _span(interval: Interval | None) -> str | None:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command was given beside the folder; only a fit has a use for it."""
+    """The arguments of report other than the folder; only a fit uses them."""
 
     test: Path | None = None
     left_table: Path | None = None
@@ -312,18 +312,18 @@ def report(
     right_table: Path | None = None,
     common: Common | None = None,
 ) -> int:
-    """Make report.html of a fit, a tuning, a comparison or a benchmark, from what its folder holds.
+    """Build report.html of a fit, a search, a comparison or a benchmark from its folder.
 
-    Of a fit: curves, settings, data, metrics by popularity and by activity, and examples of lists. Metrics are those of
-    --test, or of the validation pairs that the model keeps. Titles are those of a column title, name or label of a
-    table: the one given, the run's own table of features, or the films of a MovieLens folder. Of a tuning: trials,
-    importance of choices, settings. Of a comparison: all that compare makes, anew from its saved histories alone. Of a
-    benchmark: from its finished runs.
+    The page of a fit has curves, settings, data, metrics by popularity and by activity, and examples of lists. Metrics
+    are those of --test, or of the validation pairs that the model keeps. Titles come from a column title, name or label
+    of a table: the given one, the run's own table of features, or the films of a MovieLens folder. The page of a search
+    has trials, importance of choices and settings. A comparison is rebuilt from its saved histories, a benchmark from
+    its finished runs.
 
     Args:
         run: Folder that fit, tune, compare or benchmark wrote, finished or not.
-        test: Of a fit, held-out pairs to measure, a file like the one the run read.
-        left_table: Of a fit, table with titles of left entities: .csv, .tsv, .parquet.
+        test: For a fit, held-out pairs to measure, a file like the one the run read.
+        left_table: For a fit, table with titles of left entities: .csv, .tsv, .parquet.
         right_table: The same for right entities.
         common: Output.
     """
@@ -378,7 +378,7 @@ KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path, Asked], tuple[dict[st
 
 
 def read_fit(run: Path, asked: Asked) -> tuple[FitRun, list[str]]:
-    """What the folder of a fit holds, and what of it could not be read."""
+    """Return the content of the folder of a fit, and a list of what could not be read."""
     history = _records(run / run_folder.HISTORY)
     config, notes = run / run_folder.CONFIG, list[str]()
     tables = read_toml("config", config) if config.exists() else {}
@@ -406,7 +406,7 @@ def read_fit(run: Path, asked: Asked) -> tuple[FitRun, list[str]]:
 
 
 def _named(history: list[Record], first: list[Record]) -> dict[str, list[Record]]:
-    """The records of a fit, and of a fit with refit those of both halves."""
+    """Return the records of a fit by name, with refit those of both halves."""
     return {"with validation": first, "on all pairs": history} if first and history else {"fit": history or first}
 
 
@@ -426,7 +426,7 @@ def _summary(path: Path) -> dict[str, Any]:
 
 
 def _held_out(model: TwoTower, settings: Settings, asked: Asked) -> tuple[tuple[Any, str] | None, int]:
-    """Pairs to measure in the model's rows and what to call them, and how many were left out."""
+    """Return the pairs to measure in the model's rows and a name for them, and how many were left out."""
     fitted = model.fitted_
     if asked.test is not None:
         pairs = read_pairs(asked.test, options_of_test(settings, asked.test, None), name="--test")
@@ -442,7 +442,7 @@ def _held_out(model: TwoTower, settings: Settings, asked: Asked) -> tuple[tuple[
 
 
 def _titles(model: TwoTower, settings: Settings, side: str, given: Path | None) -> Titles:
-    """Titles from a table, from the run's own features, or from the films of a MovieLens folder."""
+    """Return titles from a table, from the run's own features, or from the films of a MovieLens folder."""
     named = given if given is not None else getattr(settings.features, f"{side}_features")
     this = model.left_ if side == "left" else model.right_
     if named is not None:

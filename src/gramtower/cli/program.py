@@ -55,7 +55,7 @@ COMMANDS = {
     "info": ("info", "Say what a model or a file of pairs holds: counts, pairs per entity, settings."),
     "compare": (
         "compare",
-        "Run several methods from the same start, one after the other, and report when each was how far.",
+        "Run several optimizers from the same start, one after the other, and report their convergence over time.",
     ),
     "benchmark": (
         "experiments",
@@ -63,7 +63,7 @@ COMMANDS = {
     ),
     "report": (
         "experiments",
-        "Make report.html of a fit, a tuning, a comparison or a benchmark, from what its folder holds.",
+        "Build report.html of a fit, a search, a comparison or a benchmark from its folder.",
     ),
     "convert": ("data_commands", "Write the pairs of any DATA as a table with a header, which fit reads again faster."),
     "tune": ("tune", "Choose a model's settings by how well they rank a validation part of the training data."),

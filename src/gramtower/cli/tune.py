@@ -47,26 +47,26 @@ def tune(
 ) -> int:
     """Choose a model's settings by how well they rank a validation part of the training data.
 
-    Searched is everything that no flag or config sets: weight of unobserved pairs, penalties, weights by degree,
-    imputed label, dimension, hidden layers, loss and features; or what --space names. The first trial is at the
-    defaults, which stay unless another is better by more than one standard error. The same command goes on where a
-    search stopped, and with more --trials where it ended.
+    The search covers everything that no flag or config sets: weight of unobserved pairs, penalties, weights by degree,
+    imputed label, dimension, hidden layers, loss and features; or the names in --space. The first trial uses the
+    defaults, which stay unless another trial is better by more than one standard error. The same command continues a
+    search that was stopped, and with more --trials one that ended.
 
-    Here --time-limit is for the whole search, --metric is what is maximised, --validation is the share of each user's
-    pairs to rank [default: 0.1] or a file, and --max-iterations and --patience are those of a trial. With
-    --validation-side left (or right) it is the share of that side's entities that trials do not see: only their
-    features say how they are ranked.
+    Here --time-limit limits the whole search, --metric is the metric to maximise, --validation is the share of each
+    user's pairs to rank [default: 0.1] or a file, and --max-iterations and --patience apply to each trial. With
+    --validation-side left (or right), --validation is the share of that side's entities that trials do not see, so that
+    they are ranked by their features only.
 
     Args:
         path: Pairs, as for fit.
         out: Folder for config.toml (for fit --config), report.md, report.json and the log of the search.
-        trials: How many settings to try, those of an earlier run of the same search included.
+        trials: Number of settings to try, including those of an earlier run of the same search.
         space: TOML file with a table [space]: names and ranges or values to search; see docs/tuning.md.
         storage: Folder for the log of the search, instead of search in --out.
-        config: TOML file, as for fit; what it sets is not searched.
+        config: TOML file, as for fit; settings in it are not searched.
         data: Data.
-        features: Features; what is given is one choice, ids alone the other.
-        model: Model; what is given is not searched.
+        features: Features; these are one choice, ids only the other.
+        model: Model; settings given here are not searched.
         train: Training of a trial.
         common: Output.
     """

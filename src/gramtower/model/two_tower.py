@@ -21,10 +21,6 @@ from gramtower.data.frames import Column
 from gramtower.data.interactions import pairs_of
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
-from gramtower.experiments.figures import run_figure
-from gramtower.experiments.tuning.report import Search, trial_lines
-from gramtower.experiments.tuning.search import tune
-from gramtower.experiments.tuning.trial import chosen_features
 from gramtower.metrics.definitions import LOWER_IS_BETTER, parse
 from gramtower.model.explanation import Explainer, Explanation
 from gramtower.model.exporting import write_export
@@ -37,6 +33,8 @@ from gramtower.training.callbacks import Callback, progress_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from gramtower.experiments.tuning.report import Search
 
 _Arguments = ParamSpec("_Arguments")
 _Answer = TypeVar("_Answer")
@@ -250,7 +248,7 @@ class TwoTower(ModelSettings):
                 the known left ones. A trial runs to its end and counts with the mean of its last points. That side
                 needs a table or a matrix of features. Where both sides are one set, held-out entities are on neither
                 side of what trials learn from.
-            space: names and what to search for each; see gramtower/experiments/tuning/space.py and docs/tuning.md.
+            space: names and what to search for each; see docs/tuning.md.
             storage: a folder that keeps the log, so that a search can be stopped and continued.
             seed: of the split and of the proposals.
             left_features: as for ``fit``.
@@ -270,6 +268,10 @@ class TwoTower(ModelSettings):
             The search: trials, which of them won and why, importances, and ``config()``, a config file for
             ``gramtower fit``.
         """
+        from gramtower.experiments.tuning.report import trial_lines
+        from gramtower.experiments.tuning.search import tune
+        from gramtower.experiments.tuning.trial import chosen_features
+
         features, refit = (left_features, right_features), check.flag("refit", refit)
         columns = Columns(left, right, value, weight, time, threshold)
         pairs, validation = columns.read("pairs", pairs), columns.read_also("validation", validation)
@@ -348,6 +350,8 @@ class TwoTower(ModelSettings):
         fitted = self._known()
         points = [] if fitted.path is None else fitted.path.tried
         tried = [(point.settings, point.metric, point.standard_error) for point in points]
+        from gramtower.experiments.figures import run_figure
+
         return run_figure({"fit": fitted.history}, self.metric, tried)
 
     def explain(
