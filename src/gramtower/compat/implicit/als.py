@@ -30,14 +30,15 @@ import numpy as np
 import scipy.linalg
 import scipy.sparse as sp
 import torch
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from gramtower._util import checks as check
 from gramtower._util.files import replacing
 from gramtower._util.host import free_memory, readable
 from gramtower.compat.implicit import base, objective
-from gramtower.compat.implicit.base import Callback, Recommender
+from gramtower.compat.implicit.base import Callback, Factors, Recommender, RowsLike, Seed
 from gramtower.compat.implicit.objective import calculate_loss as calculate_loss
+from gramtower.data.matrices import SparseMatrix
 from gramtower.engine.objective.point import Point
 from gramtower.training.result import Record
 
@@ -72,14 +73,14 @@ class AlternatingLeastSquares(Recommender):
         factors: int = 100,
         regularization: float = 0.01,
         alpha: float = 1.0,
-        dtype: Any = np.float32,
+        dtype: DTypeLike = np.float32,
         use_native: bool = True,
         use_cg: bool = True,
         use_gpu: bool | None = None,
         iterations: int = 15,
         calculate_training_loss: bool = False,
         num_threads: int = 0,
-        random_state: Any = None,
+        random_state: Seed = None,
     ) -> None:
         base.warn_of_ignored(
             {"use_native": (use_native, True), "use_cg": (use_cg, True), "num_threads": (num_threads, 0)}
@@ -94,10 +95,10 @@ class AlternatingLeastSquares(Recommender):
         self.calculate_training_loss = check.flag("calculate_training_loss", calculate_training_loss)
         self.num_threads = check.count("num_threads", num_threads, minimum=0)
         self.random_state = random_state
-        self.user_factors: NDArray[Any] | None = None
-        self.item_factors: NDArray[Any] | None = None
+        self.user_factors: Factors | None = None
+        self.item_factors: Factors | None = None
 
-    def fit(self, user_items: Any, show_progress: bool = True, callback: Callback | None = None) -> None:
+    def fit(self, user_items: SparseMatrix, show_progress: bool = True, callback: Callback | None = None) -> None:
         """Fit the factors, starting from those of an earlier fit if there are any.
 
         Args:
@@ -130,7 +131,7 @@ class AlternatingLeastSquares(Recommender):
             table[np.bincount(entries[liked], minlength=len(table)) == 0] = 0.0  # the minimiser for rows without likes
         self.user_factors, self.item_factors = tables
 
-    def recalculate_user(self, userid: Any, user_items: Any) -> NDArray[Any]:
+    def recalculate_user(self, userid: RowsLike, user_items: SparseMatrix) -> Factors:
         """Factors that are optimal for users, given the items' factors; the model does not change.
 
         Args:
@@ -139,11 +140,11 @@ class AlternatingLeastSquares(Recommender):
         """
         return self._recalculated("user", userid, user_items, self._factors("right"))
 
-    def recalculate_item(self, itemid: Any, item_users: Any) -> NDArray[Any]:
+    def recalculate_item(self, itemid: RowsLike, item_users: SparseMatrix) -> Factors:
         """Factors that are optimal for items, given the users' factors; see :meth:`recalculate_user`."""
         return self._recalculated("item", itemid, item_users, self._factors("left"))
 
-    def partial_fit_users(self, userids: Sequence[int], user_items: Any) -> None:
+    def partial_fit_users(self, userids: Sequence[int], user_items: SparseMatrix) -> None:
         """Replace the factors of some users by those that are optimal for their items; new users are added.
 
         Args:
@@ -152,12 +153,12 @@ class AlternatingLeastSquares(Recommender):
         """
         self.user_factors = self._replaced("user", userids, self.recalculate_user(userids, user_items), "left")
 
-    def partial_fit_items(self, itemids: Sequence[int], item_users: Any) -> None:
+    def partial_fit_items(self, itemids: Sequence[int], item_users: SparseMatrix) -> None:
         """Replace the factors of some items by those that are optimal for their users; new items are added."""
         self.item_factors = self._replaced("item", itemids, self.recalculate_item(itemids, item_users), "right")
 
     def explain(
-        self, userid: int, user_items: Any, itemid: int, user_weights: Any = None, N: int = 10
+        self, userid: int, user_items: SparseMatrix, itemid: int, user_weights: Factors | None = None, N: int = 10
     ) -> tuple[float, list[tuple[int, float]], NDArray[np.float64]]:
         """Explain the score of an item, with recalculated factors, as a sum over the user's liked items.
 
@@ -210,13 +211,13 @@ class AlternatingLeastSquares(Recommender):
             setattr(made, name, table)
         return made
 
-    def _factors(self, side: str) -> NDArray[Any]:
+    def _factors(self, side: str) -> Factors:
         found = self.user_factors if side == "left" else self.item_factors
         if found is None:
             raise ValueError("model: not fitted yet; call fit first")
         return found
 
-    def _recalculated(self, kind: str, which: Any, matrix: Any, others: NDArray[Any]) -> NDArray[Any]:
+    def _recalculated(self, kind: str, which: RowsLike, matrix: SparseMatrix, others: Factors) -> Factors:
         name = "user_items" if kind == "user" else "item_users"
         given = base.check_csr(name, matrix, len(others))
         count = len(base.row_numbers(f"{kind}id", which))
@@ -227,7 +228,7 @@ class AlternatingLeastSquares(Recommender):
         )
         return np.asarray(rows[0] if np.isscalar(which) else rows)
 
-    def _replaced(self, kind: str, which: Any, rows: NDArray[Any], side: str) -> NDArray[Any]:
+    def _replaced(self, kind: str, which: RowsLike, rows: Factors, side: str) -> Factors:
         """The factors of a side with some rows replaced, extended if necessary."""
         numbers, factors = base.row_numbers(f"{kind}ids", which), self._factors(side)
         if len(numbers) and numbers.min() < 0:
@@ -241,7 +242,7 @@ class AlternatingLeastSquares(Recommender):
         return grown
 
 
-def _as_dtype(dtype: Any) -> np.dtype[Any]:
+def _as_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     try:
         found: np.dtype[Any] = np.dtype(dtype)
     except TypeError:
@@ -254,7 +255,7 @@ def _as_dtype(dtype: Any) -> np.dtype[Any]:
     return np.dtype(found)
 
 
-def solve_rows(confident: sp.csr_matrix, factors: NDArray[Any], regularization: float) -> Array:
+def solve_rows(confident: sp.csr_matrix, factors: Factors, regularization: float) -> Array:
     """The optimal factors of each row of confidences, given those of its columns."""
     Y = factors.astype(np.float64)
     gramian = Y.T @ Y
@@ -271,7 +272,7 @@ def solve_rows(confident: sp.csr_matrix, factors: NDArray[Any], regularization: 
 
 
 def explained(
-    confident: sp.csr_matrix, row: int, factors: NDArray[Any], regularization: float, column: int, weights: Any
+    confident: sp.csr_matrix, row: int, factors: Factors, regularization: float, column: int, weights: Factors | None
 ) -> tuple[NDArray[np.int64], Array, Array]:
     """The score of a row and a column as a sum over the row's liked columns: y_columnᵀ A⁻¹ y_j c_j.
 

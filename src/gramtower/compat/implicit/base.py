@@ -11,7 +11,7 @@ import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -19,9 +19,12 @@ import torch
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
-from gramtower.data.matrices import canonical
+from gramtower.data.matrices import SparseMatrix, canonical
 from gramtower.retrieval.topk import top_k
 
+Factors: TypeAlias = NDArray[Any]  # rows of float32 or float64
+RowsLike: TypeAlias = int | Sequence[int] | NDArray[Any]  # one row number or several
+Seed: TypeAlias = int | np.random.RandomState | np.random.Generator | None
 _FAR = 2**62
 
 
@@ -42,7 +45,7 @@ def warn_of_ignored(given: dict[str, tuple[Any, Any]]) -> None:
         warnings.warn(f"these arguments have no effect here: {', '.join(ignored)}", UserWarning, stacklevel=3)
 
 
-def check_csr(name: str, matrix: Any, columns: int | None = None) -> sp.csr_matrix:
+def check_csr(name: str, matrix: SparseMatrix, columns: int | None = None) -> sp.csr_matrix:
     """A sparse matrix as canonical CSR, with a warning if it has another format.
 
     Args:
@@ -62,7 +65,7 @@ def check_csr(name: str, matrix: Any, columns: int | None = None) -> sp.csr_matr
     return sp.csr_matrix((made.data, made.indices, made.indptr), shape=(made.shape[0], columns))
 
 
-def row_numbers(name: str, value: Any) -> NDArray[np.int64]:
+def row_numbers(name: str, value: RowsLike) -> NDArray[np.int64]:
     """One row number or several, as an array."""
     return np.array(
         [check.count(name, row, minimum=-_FAR, most=_FAR) for row in check.ids(name, value)], dtype=np.int64
@@ -80,7 +83,7 @@ def known_rows(name: str, rows: NDArray[np.int64], count: int) -> NDArray[np.int
     return rows
 
 
-def as_seed(random_state: Any) -> int:
+def as_seed(random_state: Seed) -> int:
     """A seed from None, a number, or a numpy generator of either kind."""
     if random_state is None:
         return 0
@@ -99,7 +102,7 @@ def as_device(use_gpu: bool | None) -> torch.device:
     return torch.device("cuda" if (there if use_gpu is None else use_gpu) else "cpu")
 
 
-Answer = tuple[NDArray[np.int32], NDArray[Any]]
+Answer = tuple[NDArray[np.int32], Factors]
 Callback = Callable[[int, float, float | None], Any]
 _LOWEST = -float(np.finfo(np.float32).max)
 
@@ -110,29 +113,29 @@ class Recommender(ABC):
     use_gpu: bool | None = None
 
     @abstractmethod
-    def fit(self, user_items: Any, show_progress: bool = True, callback: Callback | None = None) -> None:
+    def fit(self, user_items: SparseMatrix, show_progress: bool = True, callback: Callback | None = None) -> None:
         """Fit to a sparse users × items matrix of confidences."""
 
     @abstractmethod
-    def recalculate_user(self, userid: Any, user_items: Any) -> NDArray[Any]:
+    def recalculate_user(self, userid: RowsLike, user_items: SparseMatrix) -> Factors:
         """Factors of users from their items, without storing them."""
 
     @abstractmethod
-    def recalculate_item(self, itemid: Any, item_users: Any) -> NDArray[Any]:
+    def recalculate_item(self, itemid: RowsLike, item_users: SparseMatrix) -> Factors:
         """Factors of items from their users, without storing them."""
 
     @abstractmethod
-    def _factors(self, side: str) -> NDArray[Any]:
+    def _factors(self, side: str) -> Factors:
         """Factors of the users ("left") or of the items ("right")."""
 
-    def _directions(self, side: str) -> NDArray[Any]:
+    def _directions(self, side: str) -> Factors:
         """Factors by which entities of a side are compared; a row of zeros is similar to no other."""
         return self._factors(side)
 
     def recommend(
         self,
-        userid: Any,
-        user_items: Any,
+        userid: RowsLike,
+        user_items: SparseMatrix,
         N: int = 10,
         filter_already_liked_items: bool = True,
         filter_items: Sequence[int] | None = None,
@@ -171,10 +174,10 @@ class Recommender(ABC):
 
     def similar_items(
         self,
-        itemid: Any,
+        itemid: RowsLike,
         N: int = 10,
         recalculate_item: bool = False,
-        item_users: Any = None,
+        item_users: SparseMatrix | None = None,
         filter_items: Sequence[int] | None = None,
         items: Sequence[int] | None = None,
     ) -> Answer:
@@ -184,7 +187,7 @@ class Recommender(ABC):
 
     def similar_users(
         self,
-        userid: Any,
+        userid: RowsLike,
         N: int = 10,
         filter_users: Sequence[int] | None = None,
         users: Sequence[int] | None = None,
@@ -193,7 +196,7 @@ class Recommender(ABC):
         return self._similar(userid, "left", "userid", N, filter_users, users)
 
     def rank_items(
-        self, userid: Any, user_items: Any, selected_items: Sequence[int], recalculate_user: bool = False
+        self, userid: RowsLike, user_items: SparseMatrix, selected_items: Sequence[int], recalculate_user: bool = False
     ) -> Answer:
         """Up to ten of the selected items, best first. Deprecated in implicit: use ``recommend`` with ``items``."""
         warnings.warn("rank_items is deprecated: use recommend with items", DeprecationWarning, stacklevel=2)
@@ -201,7 +204,7 @@ class Recommender(ABC):
 
     def recommend_all(
         self,
-        user_items: Any,
+        user_items: SparseMatrix,
         N: int = 10,
         recalculate_user: bool = False,
         filter_already_liked_items: bool = True,
@@ -229,7 +232,14 @@ class Recommender(ABC):
         return made
 
     def _similar(
-        self, which: Any, side: str, name: str, N: int, deny: Any, allow: Any, own: NDArray[Any] | None = None
+        self,
+        which: RowsLike,
+        side: str,
+        name: str,
+        N: int,
+        deny: RowsLike | None,
+        allow: RowsLike | None,
+        own: Factors | None = None,
     ) -> Answer:
         unit = _unit(self._directions(side))
         rows = row_numbers(name, which)
@@ -242,7 +252,14 @@ class Recommender(ABC):
         return (found[0], scores[0]) if np.isscalar(which) else (found, scores)
 
     def _ranked(
-        self, P: NDArray[Any], Q: NDArray[Any], N: int, single: bool, liked: sp.csr_matrix | None, allow: Any, deny: Any
+        self,
+        P: Factors,
+        Q: Factors,
+        N: int,
+        single: bool,
+        liked: sp.csr_matrix | None,
+        allow: RowsLike | None,
+        deny: RowsLike | None,
     ) -> Answer:
         chosen, denied = (None if given is None else row_numbers("items", given) for given in (allow, deny))
         if chosen is not None and denied is not None and len(denied):
@@ -266,15 +283,13 @@ class Recommender(ABC):
         return (ids[0], scores[0]) if single else (ids, scores)
 
 
-def _unit(factors: NDArray[Any]) -> NDArray[Any]:
+def _unit(factors: Factors) -> Factors:
     """Rows normalised to length 1; rows of zeros stay zero."""
     lengths = np.linalg.norm(factors, axis=1, keepdims=True)
     return np.asarray(np.divide(factors, lengths, out=np.zeros_like(factors), where=lengths > 0))
 
 
-def _put_first(
-    found: NDArray[np.int32], scores: NDArray[Any], rows: NDArray[np.int64], listed: NDArray[np.bool_]
-) -> None:
+def _put_first(found: NDArray[np.int32], scores: Factors, rows: NDArray[np.int64], listed: NDArray[np.bool_]) -> None:
     """Move each listed entity to the start of its own list, also if others are equal up to rounding."""
     for row in np.flatnonzero(listed & (found[:, 0] != rows)):
         place = np.flatnonzero(found[row] == rows[row])
@@ -283,7 +298,7 @@ def _put_first(
         found[row, 0] = rows[row]
 
 
-def _scored_again(P: NDArray[Any], Q: NDArray[Any], found: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[Any]]:
+def _scored_again(P: Factors, Q: Factors, found: NDArray[np.int64]) -> tuple[NDArray[np.int64], Factors]:
     """Lists sorted by scores in the precision of the factors; empty places stay at the end."""
     scores = np.einsum("rk,rjk->rj", P, Q[found])
     scores[found < 0] = -np.inf

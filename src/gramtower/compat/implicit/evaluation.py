@@ -20,7 +20,8 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
-from gramtower.data.matrices import canonical, checked
+from gramtower.compat.implicit.base import Factors, RowsLike, Seed
+from gramtower.data.matrices import SparseMatrix, canonical, checked
 
 _BATCH = 1000  # users whose lists are computed at a time
 Split = tuple[sp.csr_matrix, sp.csr_matrix]
@@ -29,11 +30,11 @@ Split = tuple[sp.csr_matrix, sp.csr_matrix]
 class Lists(Protocol):
     """A model that can be evaluated."""
 
-    def recommend(self, userid: Any, user_items: Any, N: int = 10) -> tuple[NDArray[Any], NDArray[Any]]:
+    def recommend(self, userid: RowsLike, user_items: SparseMatrix, N: int = 10) -> tuple[Factors, Factors]:
         """Lists of N items, without those of ``user_items``, and their scores."""
 
 
-def train_test_split(ratings: Any, train_percentage: float = 0.8, random_state: Any = None) -> Split:
+def train_test_split(ratings: SparseMatrix, train_percentage: float = 0.8, random_state: Seed = None) -> Split:
     """Split entries at random into a training and a test matrix; the test matrix has positive entries only.
 
     The same seed gives the same split as implicit's function.
@@ -46,7 +47,9 @@ def train_test_split(ratings: Any, train_percentage: float = 0.8, random_state: 
     return _part(entries, train), _part(entries, ~train & (entries.data > 0))
 
 
-def leave_k_out_split(ratings: Any, K: int = 1, train_only_size: float = 0.0, random_state: Any = None) -> Split:
+def leave_k_out_split(
+    ratings: SparseMatrix, K: int = 1, train_only_size: float = 0.0, random_state: Seed = None
+) -> Split:
     """Move K random entries of each user with more than K + 1 entries to a test matrix.
 
     Args:
@@ -73,8 +76,8 @@ def leave_k_out_split(ratings: Any, K: int = 1, train_only_size: float = 0.0, ra
 
 def ranking_metrics_at_k(
     model: Lists,
-    train_user_items: Any,
-    test_user_items: Any,
+    train_user_items: SparseMatrix,
+    test_user_items: SparseMatrix,
     K: int = 10,
     show_progress: bool = True,
     num_threads: int = 1,
@@ -114,8 +117,8 @@ def _metric(key: str, name: str, label: str) -> Callable[..., float]:
 
     def metric_at_k(
         model: Lists,
-        train_user_items: Any,
-        test_user_items: Any,
+        train_user_items: SparseMatrix,
+        test_user_items: SparseMatrix,
         K: int = 10,
         show_progress: bool = True,
         num_threads: int = 1,
@@ -133,7 +136,7 @@ ndcg_at_k = _metric("ndcg", "ndcg_at_k", "NDCG")
 AUC_at_k = _metric("auc", "AUC_at_k", "AUC")
 
 
-def _hits(lists: NDArray[Any], test: sp.csr_matrix) -> NDArray[np.bool_]:
+def _hits(lists: Factors, test: sp.csr_matrix) -> NDArray[np.bool_]:
     """Whether each item of the lists is one of the user's test items."""
     n = test.shape[1]
     wanted = np.repeat(np.arange(test.shape[0]), np.diff(test.indptr)) * n + test.indices
@@ -141,7 +144,7 @@ def _hits(lists: NDArray[Any], test: sp.csr_matrix) -> NDArray[np.bool_]:
     return np.asarray(inside & np.isin(lists + np.arange(len(lists))[:, None] * n, wanted))
 
 
-def _totals(hits: NDArray[np.bool_], positive: NDArray[Any], items: int, K: int) -> NDArray[np.float64]:
+def _totals(hits: NDArray[np.bool_], positive: Factors, items: int, K: int) -> NDArray[np.float64]:
     """Sums over users of hits, average precision, NDCG and AUC."""
     rank = np.arange(1, hits.shape[1] + 1)
     found = np.cumsum(hits, axis=1)
@@ -162,7 +165,7 @@ def _part(entries: Any, chosen: NDArray[np.bool_]) -> sp.csr_matrix:
     return sp.csr_matrix((entries.data[chosen], places), shape=entries.shape, dtype=entries.dtype)
 
 
-def _generator(random_state: Any) -> np.random.Generator:
+def _generator(random_state: Seed) -> np.random.Generator:
     """A numpy generator from a seed, a generator of either kind, or None for a random seed."""
     if isinstance(random_state, np.random.RandomState):
         return np.random.default_rng(int(random_state.randint(2**31)))

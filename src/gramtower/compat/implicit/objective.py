@@ -11,15 +11,15 @@ Cost of a value: O(|O| k + (m + n) k²); a Gauss-Newton product takes about twic
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 
 from gramtower._util import checks as check
-from gramtower.compat.implicit.base import check_csr
+from gramtower.compat.implicit.base import Factors, check_csr
+from gramtower.data.matrices import SparseMatrix
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.mlp import mlp_towers
@@ -58,7 +58,7 @@ def total_weight(confident: sp.csr_matrix) -> float:
 
 
 def factor_towers(
-    problem: Problem, X: NDArray[Any] | None, Y: NDArray[Any] | None, factors: int, seed: int, dtype: torch.dtype
+    problem: Problem, X: Factors | None, Y: Factors | None, factors: int, seed: int, dtype: torch.dtype
 ) -> Towers:
     """Linear towers whose parameters are the factors; factors that are None are random."""
     towers = mlp_towers(problem, hidden=(), dim=factors, seed=seed, dtype=dtype)
@@ -74,7 +74,7 @@ def factor_towers(
 
 
 def minimize_factors(
-    problem: Problem, towers: Towers, iterations: int, report: Callable[[Record, Point], Any], verbose: bool
+    problem: Problem, towers: Towers, iterations: int, report: Callable[[Record, Point], None], verbose: bool
 ) -> None:
     """Minimise over both sides together, then over the users with the items fixed.
 
@@ -100,7 +100,7 @@ def minimize_factors(
         )
 
 
-def calculate_loss(Cui: Any, X: Any, Y: Any, regularization: float, num_threads: int = 0) -> float:
+def calculate_loss(Cui: SparseMatrix, X: ArrayLike, Y: ArrayLike, regularization: float, num_threads: int = 0) -> float:
     """implicit's training loss: the objective divided by the sum of the weights of all pairs.
 
     implicit's own function adds the weights of dislikes to the objective, a constant that is left out here.

@@ -16,11 +16,21 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from gramtower._util import checks as check
-from gramtower.compat.implicit.base import Callback, Recommender, as_seed, check_csr, warn_of_ignored
+from gramtower.compat.implicit.base import (
+    Callback,
+    Factors,
+    Recommender,
+    RowsLike,
+    Seed,
+    as_seed,
+    check_csr,
+    warn_of_ignored,
+)
 from gramtower.data.interactions import Interactions
+from gramtower.data.matrices import SparseMatrix
 from gramtower.model.settings import given
 from gramtower.model.two_tower import TwoTower as Estimator
 from gramtower.model.two_tower import load as load_estimator
@@ -51,14 +61,14 @@ class TwoTower(Recommender):
         factors: int = 100,
         regularization: float | None = None,
         alpha: float = 1.0,
-        dtype: Any = np.float32,
+        dtype: DTypeLike = np.float32,
         use_native: bool = True,
         use_cg: bool = True,
         use_gpu: bool | None = None,
         iterations: int = 15,
         calculate_training_loss: bool = False,
         num_threads: int = 0,
-        random_state: Any = None,
+        random_state: Seed = None,
         *,
         history: bool = False,
         **options: Any,
@@ -86,7 +96,7 @@ class TwoTower(Recommender):
         """Embeddings of the items."""
         return self.model.embed(side="right")
 
-    def fit(self, user_items: Any, show_progress: bool = True, callback: Callback | None = None) -> None:
+    def fit(self, user_items: SparseMatrix, show_progress: bool = True, callback: Callback | None = None) -> None:
         """Fit to a sparse users × items matrix of confidences, whose non-zero entries are the observed pairs.
 
         The weight of a pair is alpha times the absolute value of its entry; a negative entry is a dislike, with label
@@ -100,7 +110,7 @@ class TwoTower(Recommender):
                 value = after.value if self.calculate_training_loss else None
                 callback(after.iteration - 1, after.seconds - before.seconds, value)
 
-    def recalculate_user(self, userid: Any, user_items: Any) -> NDArray[Any]:
+    def recalculate_user(self, userid: RowsLike, user_items: SparseMatrix) -> Factors:
         """Embeddings of users from their items, with ``history=True``.
 
         Raises:
@@ -111,7 +121,7 @@ class TwoTower(Recommender):
         rows = self.model.embed(histories=user_items)
         return np.asarray(rows[0] if np.isscalar(userid) else rows)
 
-    def recalculate_item(self, itemid: Any, item_users: Any) -> NDArray[Any]:
+    def recalculate_item(self, itemid: RowsLike, item_users: SparseMatrix) -> Factors:
         """Not supported, as items are known by their number only.
 
         Raises:
@@ -144,13 +154,13 @@ class TwoTower(Recommender):
         made.model = model
         return made
 
-    def _factors(self, side: str) -> NDArray[Any]:
+    def _factors(self, side: str) -> Factors:
         """The model's own array, which must not be changed; a copy for each list would be slow."""
         if not hasattr(self.model, "fitted_"):
             raise ValueError("model: not fitted yet; call fit first")
         return np.asarray(self.model.fitted_.side(side).embeddings.numpy())
 
-    def _directions(self, side: str) -> NDArray[Any]:
+    def _directions(self, side: str) -> Factors:
         directed = self.model.has_direction(side)
         return self._factors(side) if directed.all() else self._factors(side) * directed[:, None]
 
@@ -159,7 +169,7 @@ class TwoTower(Recommender):
         made.model.set_params(device="cuda" if use_gpu else "cpu")
         return made
 
-    def _pairs(self, user_items: Any) -> Any:
+    def _pairs(self, user_items: SparseMatrix) -> Any:
         """Labels ±1 by the signs of entries, and weights by their absolute values unless all are 1."""
         matrix = Interactions.from_matrix(check_csr("user_items", user_items)).matrix
         matrix.eliminate_zeros()
