@@ -198,7 +198,7 @@ def train(problem: gt.Problem, towers: gt.Towers, meter: Meter, iterations: int,
     steps = [record.cg_steps for record in ran.history[1:]]
     peak, plan = meter.steps[f"training by {name}"]["peak_bytes"], problem.plan(towers)
     room = plan.spare_bytes // (2 * plan.needs.theta) if secant else 0
-    held = max(0, min(room, gt.NewtonKron().memory, iterations - gt.NewtonKron().alternating - 1))
+    held = max(0, min(room, gt.optim.NewtonKron().memory, iterations - gt.optim.NewtonKron().alternating - 1))
     del ran.parameters
     print(f"    iterations {[round(s, 3) for s in seconds]} s, {steps} conjugate gradient steps")
     print(f"    at most {held} pairs remembered at a time, room for {room}")

@@ -310,14 +310,14 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path, monkeypatch):
         gt.minimize(*planted(), max_iterations=4, checkpoint=path)
 
 
-class Remembering(gt.Direction):
+class Remembering(gt.optim.Direction):
     """Goes downhill, and remembers numbers of its own that happen to be as many as the parameters."""
 
     numbers = None
 
     def find(self, gradient, point):
         self.numbers = torch.arange(float(len(gradient))) if self.numbers is None else self.numbers + 1
-        return gt.DirectionResult(-gradient)
+        return gt.optim.DirectionResult(-gradient)
 
     def state(self):
         return {} if self.numbers is None else {"numbers": self.numbers}
@@ -327,11 +327,11 @@ class Remembering(gt.Direction):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remembers(gt.Solver):
+class Remembers(gt.optim.Solver):
     name = "remembers"
 
     def method(self, seed):
-        return gt.Descent(Remembering(), gt.Backtracking(initial_step=0.01))
+        return gt.optim.Descent(Remembering(), gt.optim.Backtracking(initial_step=0.01))
 
 
 def test_a_tensor_as_long_as_the_parameters_is_not_taken_for_them(tmp_path):

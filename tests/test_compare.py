@@ -213,7 +213,7 @@ def test_what_goes_wrong_is_reported_and_the_rest_runs(pairs, tmp_path, capsys, 
     def broken(self, seed):
         raise RuntimeError("out of\nluck")
 
-    monkeypatch.setattr(gt.Newton, "method", broken)
+    monkeypatch.setattr(gt.optim.Newton, "method", broken)
     tokens = command(
         pairs, tmp_path, "--optimizers", "newton,sampling,newtn,gd-diag,newton-kron", "--max-iterations", "3",
         "--option", "sampling.step_size=1e9", "--option", "gd-diag.mo=1",

@@ -247,10 +247,10 @@ def test_size_and_layers_follow_the_data_unless_given(tmp_path):
     ("options", "expected"),
     [
         ({}, 12),
-        ({"optimizer": gt.NewtonKron()}, 12),
+        ({"optimizer": gt.optim.NewtonKron()}, 12),
         ({"memory_budget": "2GB"}, 12),
         ({"towers": lambda problem: gt.mlp_towers(problem, hidden=(), dim=4)}, 12),
-        ({"optimizer": gt.NewtonKron(sweeps=0)}, 20),
+        ({"optimizer": gt.optim.NewtonKron(sweeps=0)}, 20),
         ({"optimizer_options": {"sweeps": 0}}, 20),
         ({"optimizer": "lbfgs"}, 20),
     ],

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import gramtower
+from gramtower import _deprecated
 
 ROOT = Path(gramtower.__file__).parent
 ORDER = (
@@ -25,7 +26,7 @@ ORDER = (
     ("retrieval", "metrics"),
     ("model",),
     ("experiments", "compat", "serving"),
-    ("demo",),
+    ("_public", "demo"),
     ("cli", "__main__"),
 )  # each package may import from its own line and from those above it
 LAZY = {  # imports inside of functions, for methods of the estimator that start a tool
@@ -131,15 +132,20 @@ def test_every_command_is_listed_by_the_first_line_of_its_help():
         assert function.__doc__.splitlines()[0] == line
 
 
-def test_every_public_name_is_where_the_table_says():
-    """What type checkers read, what is imported, and what dir() shows are the same names."""
-    places = {(node.module, node.names[0].name) for node in ast.walk(ast.parse((ROOT / "__init__.py").read_text()))
-              if isinstance(node, ast.ImportFrom) and node.module.startswith("gramtower.")}  # fmt: skip
-    assert places == {(module, name) for name, module in gramtower._MODULES.items()}
+def test_every_public_name_is_listed_and_imported_from_its_module():
+    places = {(node.module, node.names[0].name) for node in ast.parse((ROOT / "_public.py").read_text()).body
+              if isinstance(node, ast.ImportFrom)}  # fmt: skip
+    names = {name for _, name in places}
+    assert set(gramtower.__all__) == names <= set(dir(gramtower))
     for module, name in places:
         assert getattr(gramtower, name) is getattr(importlib.import_module(module), name)
-    assert {name for _, name in places} <= set(dir(gramtower))
-    assert set(gramtower.__all__) == {name for _, name in places}
+
+
+@pytest.mark.parametrize("name", _deprecated.NAMES)
+def test_old_spellings_still_work_with_a_warning(name):
+    new = importlib.import_module(f"gramtower.{_deprecated.NAMES[name]}")
+    with pytest.warns(DeprecationWarning, match=f"{new.__name__}.{name}"):
+        assert getattr(gramtower, name) is getattr(new, name)
 
 
 def test_packages_are_attributes_without_an_import_of_their_own():

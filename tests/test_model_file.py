@@ -76,12 +76,12 @@ def test_a_model_keeps_what_the_data_calls_its_entities(tmp_path):
     assert gt.load(older).fitted_.names == ("left", "right")
 
 
-class Own(gt.GradientDescent):
+class Own(gt.optim.GradientDescent):
     """A method of the user's own."""
 
 
 def test_a_solver_is_saved_by_its_name_and_options(tmp_path):
-    model = fitted(optimizer=gt.Newton(cg_max_steps=7))
+    model = fitted(optimizer=gt.optim.Newton(cg_max_steps=7))
     model.save(tmp_path / "m")
     loaded = gt.load(tmp_path / "m")
     assert (loaded.optimizer, loaded.optimizer_options["cg_max_steps"]) == ("newton", 7)

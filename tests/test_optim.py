@@ -87,7 +87,7 @@ def test_newton_kron_goes_lower_than_the_papers_newton_for_the_same_products():
 @pytest.mark.parametrize("most", [1, 2])
 def test_newton_kron_never_makes_more_steps_than_the_most_allowed(most):
     problem, towers = planted()
-    history = gt.minimize(problem, towers, gt.NewtonKron(cg_max_steps=most), max_iterations=4).history
+    history = gt.minimize(problem, towers, gt.optim.NewtonKron(cg_max_steps=most), max_iterations=4).history
     assert {record.cg_steps for record in history[1:]} == {most}
 
 
@@ -171,16 +171,16 @@ def test_a_solver_and_its_name_are_the_same_run(name):
 
 
 def test_solvers_check_their_options_and_say_what_they_are():
-    assert repr(gt.NewtonKron(damping=0.5)).startswith("NewtonKron(damping=0.5, damping_up=2.5")
+    assert repr(gt.optim.NewtonKron(damping=0.5)).startswith("NewtonKron(damping=0.5, damping_up=2.5")
     with pytest.raises(ValueError, match=r"^damping.*-1\.0"):
-        gt.NewtonKron(damping=-1.0)
+        gt.optim.NewtonKron(damping=-1.0)
     with pytest.raises(ValueError, match=r"^memory.*0"):
-        gt.LBFGS(memory=0)
+        gt.optim.LBFGS(memory=0)
     problem, towers = planted()
     with pytest.raises(ValueError, match=r"^options.*damping"):
-        gt.minimize(problem, towers, gt.NewtonKron(), damping=0.1)
+        gt.minimize(problem, towers, gt.optim.NewtonKron(), damping=0.1)
     with pytest.raises(ValueError, match=r"^optimizer.*<class"):
-        gt.minimize(problem, towers, gt.NewtonKron)
+        gt.minimize(problem, towers, gt.optim.NewtonKron)
 
 
 def test_an_embedding_table_that_both_towers_share_is_trained():

@@ -18,7 +18,7 @@ from gramtower.optim import newton_kron
 from gramtower.optim.descent import Damping, StepResult, Verdict
 from gramtower.optim.secant import KroneckerSecant, Pair, inverse_product
 
-SECANT = gt.NewtonKron(sweeps=0)  # tables on a CPU are swept otherwise
+SECANT = gt.optim.NewtonKron(sweeps=0)  # tables on a CPU are swept otherwise
 
 
 def linear(m=240, n=180, pairs=3000, dim=8, dtype=torch.float64, **options):
@@ -45,7 +45,7 @@ def test_linear_towers_need_fewer_passes_than_lbfgs_and_than_conjugate_gradient(
     best = gt.minimize(problem, clone(towers), SECANT, max_iterations=150, tolerance=1e-9).value
     levels = [best * (1 + level) for level in (0.1, 0.01, 0.001)]
     ours = passes_to(problem, clone(towers), SECANT, levels)
-    for rival, wanted in (("lbfgs", levels), (gt.NewtonKron(memory=0, sweeps=0), levels[:2])):
+    for rival, wanted in (("lbfgs", levels), (gt.optim.NewtonKron(memory=0, sweeps=0), levels[:2])):
         theirs = passes_to(problem, clone(towers), rival, wanted)
         assert all(own < 0.7 * other for own, other in zip(ours, theirs, strict=False)), (ours, theirs)
 
@@ -69,7 +69,7 @@ def test_it_converges_to_a_vanishing_gradient():
 def test_one_side_moves_at_a_time_at_first():
     problem, towers = linear()
     seen = [towers.parameters()]
-    three = gt.NewtonKron(alternating=3, sweeps=0)
+    three = gt.optim.NewtonKron(alternating=3, sweeps=0)
     gt.minimize(problem, towers, three, 4, callbacks=[lambda _, p: seen.append(p.parameters.clone())])
     moved = [
         {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
@@ -193,7 +193,7 @@ def test_a_memory_budget_without_room_for_pairs_is_kept():
         direction.find(point.gradient(), point)
         kept.append(direction.secant.memory)
     assert kept[0] == 0
-    assert 0 < kept[1] <= kept[2] == gt.NewtonKron().memory
+    assert 0 < kept[1] <= kept[2] == gt.optim.NewtonKron().memory
 
 
 def test_the_preconditioner_is_kept_until_the_value_fell_by_two_percent_or_damping_grew(monkeypatch):
@@ -316,7 +316,7 @@ def network(hidden=16, **options):
 def test_networks_go_on_by_secants_once_damping_has_outgrown_its_start():
     problem, towers = network()
     alone, both = (
-        gt.minimize(problem, clone(towers), gt.NewtonKron(network_memory=memory), 160, tolerance=0.0)
+        gt.minimize(problem, clone(towers), gt.optim.NewtonKron(network_memory=memory), 160, tolerance=0.0)
         for memory in (0, 10)
     )
     assert all(record.cg_steps for record in alone.history[1:])
@@ -329,7 +329,7 @@ def test_networks_go_on_by_secants_once_damping_has_outgrown_its_start():
 
 
 def test_damping_is_outgrown_above_its_start_after_it_was_far_below_or_far_above():
-    newton = gt.NewtonKron(damping=2.0).method(0).descent.direction.newton
+    newton = gt.optim.NewtonKron(damping=2.0).method(0).descent.direction.newton
     found = []
     for value in (50.0, 61.0, 1.0, 3.0, 0.1, 1.9, 2.1):
         newton.damping.value = value

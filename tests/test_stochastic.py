@@ -84,7 +84,7 @@ def test_a_step_that_no_halving_saves_ends_the_run_with_a_reason(monkeypatch):
         spoiled.step_size = 1e30
 
     spoiled = as_solver("sampling", {"ratio": 0.1}).method(0)
-    solver = dataclasses.make_dataclass("Spoiled", [], bases=(gt.Solver,), frozen=True)()
+    solver = dataclasses.make_dataclass("Spoiled", [], bases=(gt.optim.Solver,), frozen=True)()
     object.__setattr__(solver, "method", lambda seed: spoiled)
     result = gt.minimize(problem, towers, solver, max_iterations=3, callbacks=[spoil])
     assert result.reason is Reason.NO_DECREASE

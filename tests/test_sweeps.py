@@ -34,7 +34,7 @@ def passes_to(run, level):
 def test_they_need_fewer_passes_than_secants_lbfgs_and_plain_sweeps(options):
     problem, towers = tables(**options)
     ours = gt.minimize(problem, clone(towers), max_iterations=60, tolerance=0.0)
-    for rival in (gt.NewtonKron(sweeps=0), "lbfgs"):
+    for rival in (gt.optim.NewtonKron(sweeps=0), "lbfgs"):
         theirs = gt.minimize(problem, clone(towers), rival, max_iterations=150, tolerance=0.0)
         best = min(ours.value, theirs.value)
         for level in (0.1, 0.01):
@@ -122,7 +122,7 @@ def plain(value):
 
 def test_states_stay_as_they_were():
     problem, towers = tables()
-    method, point, states = gt.NewtonKron().method(0), problem.at(towers), []
+    method, point, states = gt.optim.NewtonKron().method(0), problem.at(towers), []
     for _ in range(6):
         point = method.iterate(problem, towers, point).point
         state = method.state()["sweeps"]
@@ -133,11 +133,11 @@ def test_states_stay_as_they_were():
 
 def test_where_rows_cannot_be_solved_any_more_it_goes_on_downhill():
     problem, towers = tables()
-    method, point = gt.NewtonKron().method(0), problem.at(towers)
+    method, point = gt.optim.NewtonKron().method(0), problem.at(towers)
     for _ in range(3):
         point = method.iterate(problem, towers, point).point
     plain, _ = tables(kernels="reference")  # as in several processes
-    resumed = gt.NewtonKron().method(0)
+    resumed = gt.optim.NewtonKron().method(0)
     resumed.restore(method.state())
     after = resumed.iterate(plain, towers, plain.at(towers, point.parameters)).point
     assert after.value < point.value

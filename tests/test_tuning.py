@@ -295,16 +295,16 @@ def test_importances_need_no_other_package(monkeypatch):
 
 
 def test_a_solver_is_in_the_config_by_name_and_one_of_ones_own_is_said(tmp_path):
-    class Own(gt.GradientDescent):
+    class Own(gt.optim.GradientDescent):
         """A method of the user's own."""
 
     options = dict(trials=1, space={"omega": True}, refit=False)
-    search = small(optimizer=gt.Newton(cg_max_steps=7)).tune(data(), **options)
+    search = small(optimizer=gt.optim.Newton(cg_max_steps=7)).tune(data(), **options)
     search.write(tmp_path)
     for found in (search, read_search(tmp_path)):
         train = tomllib.loads(found.config())["train"]
         assert (train["optimizer"], train["option"]["cg_max_steps"]) == ("newton", 7)
-    sampled = tomllib.loads(small(optimizer=gt.Sogram(ratio=0.5)).tune(data(), **options).config())["train"]
+    sampled = tomllib.loads(small(optimizer=gt.optim.Sogram(ratio=0.5)).tune(data(), **options).config())["train"]
     assert sampled["option"]["ratio"] == 0.5
     assert "step_size" not in sampled["option"]  # None, for which TOML has no word
     text = small(optimizer=Own()).tune(data(), **options).config()

@@ -257,7 +257,7 @@ def measure(settings: ModelSettings, pairs: sp.csr_matrix, words: sp.csr_matrix,
     data = prepare_data(settings, pairs, words)
     problem = make_problem(settings, data)
     towers = make_towers(settings, data, problem)
-    method = gt.NewtonKron().method(settings.seed)
+    method = gt.optim.NewtonKron().method(settings.seed)
     point = problem.at(towers)
     for _ in range(BEFORE):
         point = method.iterate(problem, towers, point).point

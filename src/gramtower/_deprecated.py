@@ -1,4 +1,4 @@
-"""Old names of public modules: they can be imported for one more version, with a ``DeprecationWarning``."""
+"""Old places of public names and modules, which work for one more version, with a ``DeprecationWarning``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ MODULES = {  # old name -> new name, both below gramtower
     "tuning": "experiments.tuning",
     "tuning.report": "experiments.tuning.report",
 }
+
+_OPTIM = "Backtracking Descent DiagonalDescent DiagonalSampling DiagonalSogram Direction DirectionResult "
+_OPTIM += "GradientDescent LBFGS Method Newton NewtonKron Sampling Sogram Solver StepResult StepRule"
+NAMES = dict.fromkeys(_OPTIM.split(), "optim")  # name that was in gramtower -> module below gramtower that has it
 
 
 class _MovedModules:

@@ -3,7 +3,7 @@
 `gd`, `gd-diag`, `newton`, `sogram`, `sogram-diag`, `sampling` and `sampling-diag` are those of the paper (Section
 "Compared Optimization Methods"), with its constants as defaults, except for the step sizes of the four that sample,
 which are searched. `newton-kron` and `lbfgs` are not in the paper. ``gt.minimize(problem, towers,
-gt.NewtonKron(damping=0.1))`` and ``gt.minimize(problem, towers, "newton-kron", damping=0.1)`` are the same run.
+gt.optim.NewtonKron(damping=0.1))`` and ``gt.minimize(problem, towers, "newton-kron", damping=0.1)`` are the same run.
 
 A custom solver is a dataclass with a ``name`` and a ``method``; docs/choosing.md has an example.
 """

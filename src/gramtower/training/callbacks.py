@@ -113,6 +113,7 @@ class ProgressBar:
         self._bar: _TerminalBar | _NotebookBar | None = None
 
     def begin(self, started: Started) -> None:
+        """Draw the bar."""
         if started.first:
             at = started.max_iterations, started.last.iteration, _figures(started.last)
             notebook = self.console is None and in_notebook()
@@ -123,6 +124,7 @@ class ProgressBar:
             self._bar.move(record.iteration, _figures(record))
 
     def end(self, result: Result | None) -> None:
+        """Close the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

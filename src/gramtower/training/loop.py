@@ -77,8 +77,8 @@ def minimize(
     Args:
         problem: the objective.
         towers: the towers, whose parameters are the starting point and are updated.
-        optimizer: a solver such as ``gt.NewtonKron(damping=0.1)``, or one by name: newton-kron, gd, gd-diag, newton,
-            sogram, sogram-diag, sampling, sampling-diag or lbfgs.
+        optimizer: a solver such as ``gt.optim.NewtonKron(damping=0.1)``, or one by name: newton-kron, gd, gd-diag,
+            newton, sogram, sogram-diag, sampling, sampling-diag or lbfgs.
         max_iterations: stop after this many iterations.
         time_limit: stop after the iteration in which the training time exceeds this many seconds.
         seed: seed of methods that sample.
