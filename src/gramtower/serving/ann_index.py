@@ -56,35 +56,20 @@ class Index(Protocol):
 
 @dataclass
 class Facts:
-    """Facts about an index.
+    """Facts about an index."""
 
-    Attributes:
-        kind: one of KINDS.
-        model: digest of the right ids and embeddings.
-        entities: number of entities.
-        dim: dimension of the embeddings.
-        k: length of the lists that recall was measured on.
-        recall: measured recall against exact lists.
-        target: recall that was asked for.
-        queries: number of left entities that recall was measured on.
-        reach: number of clusters or candidates that a search visits.
-        seconds: time of building and measuring.
-        bytes: size of the index.
-        built: time of building, seconds since 1970.
-    """
-
-    kind: str
-    model: str
-    entities: int
-    dim: int
-    k: int
-    recall: float
-    target: float
-    queries: int
-    reach: int
-    seconds: float
-    bytes: int
-    built: float
+    kind: str  # one of KINDS
+    model: str  # digest of the right ids and embeddings
+    entities: int  # number of entities
+    dim: int  # dimension of the embeddings
+    k: int  # length of the lists that recall was measured on
+    recall: float  # measured recall against exact lists
+    target: float  # recall that was asked for
+    queries: int  # number of left entities that recall was measured on
+    reach: int  # number of clusters or candidates that a search visits
+    seconds: float  # time of building and measuring
+    bytes: int  # size of the index
+    built: float  # time of building, seconds since 1970
 
 
 def index_path(model: Path) -> Path:
@@ -298,23 +283,14 @@ _GATHERED = 1 << 22  # numbers gathered at a time
 
 @dataclass
 class Query:
-    """Embeddings to compute lists for, which must be finite.
+    """Embeddings to compute lists for, which must be finite."""
 
-    Attributes:
-        embeddings: one row for each list.
-        excluded: excluded columns of each list, increasing.
-        k: length of the lists.
-        among: the only columns to choose from, increasing; None for all.
-        key: equal for queries with the same ``among``.
-        notes: numbers for the answer, such as unknown ids, by name.
-    """
-
-    embeddings: Tensor
-    excluded: list[Rows]
-    k: int
-    among: Rows | None = None
-    key: Hashable = field(default=None)
-    notes: dict[str, int] = field(default_factory=dict)
+    embeddings: Tensor  # one row for each list
+    excluded: list[Rows]  # excluded columns of each list, increasing
+    k: int  # length of the lists
+    among: Rows | None = None  # the only columns to choose from, increasing; None for all
+    key: Hashable = field(default=None)  # equal for queries with the same ``among``
+    notes: dict[str, int] = field(default_factory=dict)  # numbers for the answer, such as unknown ids, by name
 
 
 def best_lists(queries: Sequence[Query], Q: Tensor, index: Index | None = None) -> list[Found]:

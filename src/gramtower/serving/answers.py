@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gramtower._util.files import plain
 from gramtower.data.ids import Key
 from gramtower.serving.batching import places
 from gramtower.serving.refusals import Refused, shown
+from gramtower.serving.request_checks import Features
 from gramtower.serving.served_entities import Entities, project
-from gramtower.serving.snapshot import Snapshot
+from gramtower.serving.snapshot import NewFeatures, Snapshot
 
 _HISTORY = 200  # pairs of an entity that are shown
 _RECORDS = 400  # points of a curve
@@ -26,7 +28,7 @@ def search(snapshot: Snapshot, side: str, text: str, most: int) -> dict[str, Any
     return {"model": snapshot.name, "results": titled(this, np.array(this.search(text, most), np.int64))}
 
 
-def titled(this: Entities, rows: Any) -> list[dict[str, Any]]:
+def titled(this: Entities, rows: NDArray[np.int64]) -> list[dict[str, Any]]:
     """Entities with their titles and numbers of pairs."""
     shown = places(this, rows)
     titles = None if this.table is None else this.table.titles()
@@ -54,7 +56,7 @@ def explain(
     snapshot: Snapshot,
     left: Key | None,
     right: Key,
-    features: Any,
+    features: NewFeatures,
     histories: Sequence[Sequence[Key]] | None,
     most: int,
 ) -> dict[str, Any]:
@@ -155,16 +157,19 @@ def run(snapshot: Snapshot) -> dict[str, Any]:
     )
 
 
-def features(name: str, given: Any) -> Any:
+def features(name: str, given: Features | None) -> NewFeatures:
     """Features of a request in the form that the model takes: columns, or an array of numbers."""
-    if given is None or isinstance(given, dict):
-        lengths = {len(cells) for cells in given.values()} if given is not None else {0}
+    if given is None:
+        return None
+    if isinstance(given, dict):
+        lengths = {len(cells) for cells in given.values()}
         if len(lengths) != 1:
             raise Refused(422, f"{name}: got columns of {sorted(lengths)[:5]} cells, expected equal numbers")
         return given
-    if all(isinstance(row, dict) for row in given):
-        columns = list(dict.fromkeys(column for row in given for column in row))
-        return {column: [row.get(column) for row in given] for column in columns}
+    rows = [row for row in given if isinstance(row, dict)]
+    if len(rows) == len(given):
+        columns = dict.fromkeys(column for row in rows for column in row)
+        return {column: [row.get(column) for row in rows] for column in columns}
     widths = {len(row) for row in given}
     if len(widths) != 1:
         raise Refused(422, f"{name}: got rows of {sorted(widths)[:5]} numbers, expected equal numbers")
@@ -175,5 +180,5 @@ def features(name: str, given: Any) -> Any:
     return array
 
 
-def _rounded(values: Any) -> list[float]:
+def _rounded(values: NDArray[np.float32]) -> list[float]:
     return [float(f"{value:.5g}") for value in values.tolist()]

@@ -152,27 +152,16 @@ def _deliver(finished: list[tuple[asyncio.Future[Any], Any]]) -> None:
 
 @dataclass
 class ListTask:
-    """Recommendations, or neighbours in one side.
+    """Recommendations, or neighbours in one side."""
 
-    Attributes:
-        snapshot: model.
-        kind: "recommend", or the side of the neighbours.
-        prepare: builds the query; may raise Refused.
-        asked: entity of each list; None for new entities.
-        field: name of that entity in the answer.
-        size: number of lists.
-        columns: columns of the table to return; None for none, empty for all.
-        lines: whether to return one line for each list instead of one JSON object.
-    """
-
-    snapshot: Snapshot
-    kind: str
-    prepare: Callable[[], Query]
-    asked: Sequence[Key] | None
-    field: str
-    size: int
-    columns: list[str] | None = None
-    lines: bool = False
+    snapshot: Snapshot  # model
+    kind: str  # "recommend", or the side of the neighbours
+    prepare: Callable[[], Query]  # builds the query; may raise Refused
+    asked: Sequence[Key] | None  # entity of each list; None for new entities
+    field: str  # name of that entity in the answer
+    size: int  # number of lists
+    columns: list[str] | None = None  # columns of the table to return; None for none, empty for all
+    lines: bool = False  # whether to return one line for each list instead of one JSON object
 
     def answer(self, found: Found, notes: dict[str, int]) -> bytes:
         """The JSON of the lists, with the notes of their query, which each line repeats."""

@@ -22,7 +22,7 @@ from gramtower.serving.batching import Batcher, CallTask, ListTask, work
 from gramtower.serving.refusals import Limits, Refused, encode, shown, within
 from gramtower.serving.request_checks import Guard, answer, parse, read_body, refusal
 from gramtower.serving.served_models import Gauge, Metrics, Models
-from gramtower.serving.snapshot import Snapshot
+from gramtower.serving.snapshot import NewFeatures, Snapshot
 from gramtower.serving.web_page import PAGE_POLICY, api_page, describe, page
 
 _CHUNK = 64  # lists in one piece of a streamed answer
@@ -82,7 +82,7 @@ class Service:
 
         def task(a: int, b: int, lines: bool) -> ListTask:
             left = None if asked.left is None else asked.left[a:b]
-            part = features if features is None or not lines else _cut(features, a, b)
+            part = _cut(features, a, b) if lines else features
             histories = asked.histories if asked.histories is None or not lines else asked.histories[a:b]
             return ListTask(
                 snapshot, "recommend",
@@ -222,7 +222,7 @@ class Service:
         if not stream:
             within("ids × k", rows * k, self.limits.answers, "places in one answer", hint)
 
-    def _features(self, name: str, given: Any) -> Any:
+    def _features(self, name: str, given: bodies.Features | None) -> NewFeatures:
         features = answers.features(name, given)
         if features is not None:
             within(name, _rows(features), self.limits.ids, "rows")
@@ -305,13 +305,13 @@ def _columns(wanted: bool | list[str]) -> list[str] | None:
     return wanted or None
 
 
-def _rows(features: Any, histories: Sequence[Any] | None = None) -> int:
+def _rows(features: NewFeatures, histories: Sequence[Sequence[Key]] | None = None) -> int:
     if features is None:
         return len(histories or ())
     return max(map(len, features.values()), default=0) if isinstance(features, dict) else len(features)
 
 
-def _cut(features: Any, a: int, b: int) -> Any:
+def _cut(features: NewFeatures, a: int, b: int) -> NewFeatures:
     if isinstance(features, dict):
         return {name: cells[a:b] for name, cells in features.items()}
-    return features[a:b]
+    return None if features is None else features[a:b]

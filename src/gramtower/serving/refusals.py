@@ -27,31 +27,18 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on requests; a request above one is answered with 422, or with the status given here.
+    """Limits on requests; a request above one is answered with 422, or with the status given here."""
 
-    Attributes:
-        body: bytes of the body (413).
-        body_seconds: time in which the body must arrive (408).
-        k: length of a list.
-        ids: entities, pairs or rows of features.
-        stream_ids: entities of a request with a streamed answer.
-        answers: numbers or list entries in an answer that is not streamed.
-        history: right ids in the history of one new entity.
-        listed: ids in ``allow`` and ``deny``.
-        waiting: requests that wait to be computed (503).
-        connections: open connections (503).
-    """
-
-    body: int = 2_000_000
-    body_seconds: float = 10.0
-    k: int = 1_000
-    ids: int = 1_000
-    stream_ids: int = 100_000
-    answers: int = 200_000
-    history: int = 10_000
-    listed: int = 10_000
-    waiting: int = 1_024
-    connections: int = 1_024
+    body: int = 2_000_000  # bytes of the body (413)
+    body_seconds: float = 10.0  # time in which the body must arrive (408)
+    k: int = 1_000  # length of a list
+    ids: int = 1_000  # entities, pairs or rows of features
+    stream_ids: int = 100_000  # entities of a request with a streamed answer
+    answers: int = 200_000  # numbers or list entries in an answer that is not streamed
+    history: int = 10_000  # right ids in the history of one new entity
+    listed: int = 10_000  # ids in ``allow`` and ``deny``
+    waiting: int = 1_024  # requests that wait to be computed (503)
+    connections: int = 1_024  # open connections (503)
 
 
 def within(name: str, given: int, most: int, what: str, hint: str = "") -> None:

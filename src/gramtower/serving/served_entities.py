@@ -373,17 +373,11 @@ class Entities:
 
 @dataclass(frozen=True)
 class Map:
-    """Entities in two dimensions.
+    """Entities in two dimensions."""
 
-    Attributes:
-        rows: the entities, those with the most pairs first.
-        places: two coordinates for each.
-        shares: share of the variance of each dimension.
-    """
-
-    rows: Rows
-    places: NDArray[np.float32]
-    shares: tuple[float, float]
+    rows: Rows  # the entities, those with the most pairs first
+    places: NDArray[np.float32]  # two coordinates for each
+    shares: tuple[float, float]  # share of the variance of each dimension
 
 
 def project(this: Entities, most: int = 5000) -> Map:

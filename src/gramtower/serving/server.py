@@ -44,33 +44,19 @@ _TOO_LONG = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close
 
 @dataclass
 class Options:
-    """Settings of the server.
+    """Settings of the server."""
 
-    Attributes:
-        host: address to listen on.
-        port: 0 for a free port.
-        token: bearer token that requests must have; None for no token.
-        hosts: further host names to answer to on a loopback address.
-        origins: origins whose pages may read answers (CORS).
-        watch: seconds between checks of the files; None to reload on SIGHUP only.
-        wait: longest time in seconds that a request waits to be batched with others.
-        limits: bounds on requests.
-        workers: number of processes.
-        access_log: whether to log each request.
-        log_format: "text" or "json".
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    token: str | None = None
-    hosts: Sequence[str] = ()
-    origins: Sequence[str] = ()
-    watch: float | None = None
-    wait: float = 0.002
-    limits: Limits = field(default_factory=Limits)
-    workers: int = 1
-    access_log: bool = False
-    log_format: str = "text"
+    host: str = "127.0.0.1"  # address to listen on
+    port: int = 8000  # 0 for a free port
+    token: str | None = None  # bearer token that requests must have; None for no token
+    hosts: Sequence[str] = ()  # further host names to answer to on a loopback address
+    origins: Sequence[str] = ()  # origins whose pages may read answers (CORS)
+    watch: float | None = None  # seconds between checks of the files; None to reload on SIGHUP only
+    wait: float = 0.002  # longest time in seconds that a request waits to be batched with others
+    limits: Limits = field(default_factory=Limits)  # bounds on requests
+    workers: int = 1  # number of processes
+    access_log: bool = False  # whether to log each request
+    log_format: str = "text"  # "text" or "json"
 
 
 def serve(

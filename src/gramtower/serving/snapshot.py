@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from polars import DataFrame
 
 Rows = NDArray[np.int64]
+NewFeatures: TypeAlias = dict[str, list[Any]] | NDArray[np.float32] | None  # columns, or rows of numbers
 INDEXES = ("auto", "exact", "faiss", "faiss-hnsw", "hnsw")
 _COPIED, _WARM = 1 << 24, 64  # bytes at a time; rows of a first batch
 
@@ -56,26 +57,17 @@ class TableSource:
 
 @dataclass(frozen=True)
 class Source:
-    """Where to read a model.
+    """Where to read a model."""
 
-    Attributes:
-        name: name of the model in requests.
-        path: model file.
-        index: "auto" uses the index next to the file if it belongs to it, "exact" uses none, a kind requires one.
-        mapped: whether to map the file instead of copying it.
-        tables: tables of entities by side.
-        test: reads held-out pairs to compute metrics on.
-        files: files of tables and held-out pairs, which are watched as well.
-        kept: another path of the file that other workers serve, for a worker that starts later; None for ``path``.
-    """
-
-    name: str
-    path: Path
+    name: str  # name of the model in requests
+    path: Path  # model file
+    # "auto" uses the index next to the file if it belongs to it, "exact" uses none, a kind requires one
     index: str = "auto"
-    mapped: bool = False
-    tables: Mapping[str, TableSource] | None = None
-    test: Callable[[], Interactions] | None = None
-    files: Sequence[Path] = ()
+    mapped: bool = False  # whether to map the file instead of copying it
+    tables: Mapping[str, TableSource] | None = None  # tables of entities by side
+    test: Callable[[], Interactions] | None = None  # reads held-out pairs to compute metrics on
+    files: Sequence[Path] = ()  # files of tables and held-out pairs, which are watched as well
+    # another path of the file that other workers serve, for a worker that starts later; None for ``path``
     kept: Path | None = None
 
     def stamp(self) -> tuple[Any, ...]:
@@ -151,7 +143,7 @@ class Snapshot:
         k: int,
         *,
         left: Sequence[Key] | None = None,
-        left_features: Any = None,
+        left_features: NewFeatures = None,
         histories: Sequence[Sequence[Key]] | None = None,
         exclude_seen: bool = True,
         allow: Sequence[Key] | None = None,
@@ -211,7 +203,7 @@ class Snapshot:
         return scores
 
     def embed(
-        self, side: str, ids: Sequence[Key] | None, features: Any, histories: Sequence[Sequence[Key]] | None
+        self, side: str, ids: Sequence[Key] | None, features: NewFeatures, histories: Sequence[Sequence[Key]] | None
     ) -> Tensor:
         """Embeddings of known ids or of new entities."""
         if ids is not None:
@@ -219,7 +211,7 @@ class Snapshot:
             return this.embeddings[torch.from_numpy(this.rows(ids))]
         return self.embed_new(side, features, None if histories is None else self._histories(histories))
 
-    def embed_new(self, side: str, features: Any, histories: sp.csr_matrix | None) -> Tensor:
+    def embed_new(self, side: str, features: NewFeatures, histories: sp.csr_matrix | None) -> Tensor:
         """Embeddings of new entities.
 
         Raises:
@@ -237,7 +229,7 @@ class Snapshot:
         return embeddings
 
     def explain(
-        self, left: Key | None, right: Key, features: Any, histories: Sequence[Sequence[Key]] | None
+        self, left: Key | None, right: Key, features: NewFeatures, histories: Sequence[Sequence[Key]] | None
     ) -> Explanation:
         """The explanation of a score; see model.explain.
 
@@ -298,7 +290,7 @@ class Snapshot:
             return None, None
         return among, (None if allow is None else tuple(allow), json.dumps(wanted or None, sort_keys=True))
 
-    def _seen_by_described(self, features: Any, histories: sp.csr_matrix | None) -> sp.csr_matrix | None:
+    def _seen_by_described(self, features: NewFeatures, histories: sp.csr_matrix | None) -> sp.csr_matrix | None:
         """Pairs of entities given by features: their histories, and their pairs in training if their ids are known."""
         try:
             seen = self.model.fitted_.seen_by_described(features, histories, self.left.index)
