@@ -11,10 +11,10 @@ along the line from nothing known (x = 0) to x,
     other towers              Gauss-Legendre quadrature, finer until it is exact to 10⁻⁶ or the points are spent
 
 with all integrals through the first layer's outputs, so that the cost is nnz(x) × width and at most _MOST passes of
-one row through the rest. What quadrature misses is ``remainder``. Entities known by their id alone are explained by
+one row through the rest. What quadrature misses is ``remainder``. Entities known only by id are explained by
 what they were observed with (:class:`RowEquations`). All in float64.
 
-The embedding of an entity known by its id alone, as a sum over the entities that it was observed with.
+The embedding of an entity known only by id is written as a sum over the entities that it was observed with.
 
 A linear tower over ids gives every entity a vector of its own, and where training ended, the gradient of the objective
 along the vector p of left entity i is
@@ -50,6 +50,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gramtower._util import checks as check
+from gramtower.data.tables import FeaturesLike
 from gramtower.engine.kernels.activations import ACTIVATIONS
 from gramtower.engine.kernels.losses import LossTerms, Scored, as_loss
 from gramtower.engine.objective.gramians import column_sums, gram
@@ -138,8 +139,8 @@ class Explainer:
         right: Any = None,
         *,
         side: str = "left",
-        left_features: Any = None,
-        right_features: Any = None,
+        left_features: FeaturesLike = None,
+        right_features: FeaturesLike = None,
         histories: Any = None,
     ) -> Explanation:
         """See :meth:`gramtower.TwoTower.explain`."""
@@ -164,7 +165,7 @@ class Explainer:
         if this.inputs.kind == "id":
             if features is not None or histories is not None or own is None:
                 this.inputs.listed(side, features)
-                check.fail("histories", "a history", f"an id: this model knows {side} entities by their id alone")
+                check.fail("histories", "a history", f"an id: this model knows {side} entities only by id")
             return self._by_pairs(this, that, own, q)
         x = self._inputs(this, own, features, histories)
         return self._by_inputs(this, that, x, q, own)
@@ -351,7 +352,7 @@ class RowEquations:
     def __init__(self, settings: ModelSettings, fitted: FittedModel, side: str) -> None:
         place = 0 if side == "left" else 1
         if settings.towers is not None or fitted.hidden[place] or fitted.normalize:
-            given = f"{side} entities known by their id alone, through layers of their own"
+            given = f"{side} entities known only by id, through hidden or normalising layers"
             check.fail("model", given, f"features or a history on the {side}, or ids with hidden=(), not normalised")
         if not fitted.plain_pairs:
             given = "fitted with labels or weights, of which a model keeps nothing"
@@ -409,7 +410,7 @@ def _objective(settings: ModelSettings, fitted: FittedModel, pairs: sp.csr_matri
     size, right = (pairs.shape, pairs.nnz), settings.right_weights
     l2, mu = fitted.l2, fitted.embedding_l2
     described = fitted.left.inputs.described, fitted.right.inputs.described
-    if l2 is None or mu is None:  # a file of before they were kept
+    if l2 is None or mu is None:  # loaded from an older file
         l2, mu = given(settings.l2), given(settings.embedding_l2)
         l2 = defaults.default_l2(*size, seen) if l2 is None else l2
         mu = defaults.default_embedding_l2(*size, fitted.dim, seen) if mu is None else mu

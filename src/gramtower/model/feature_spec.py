@@ -1,7 +1,7 @@
-"""What a tower sees of its entities: parts side by side, remembered so that new entities are described alike.
+"""The features that a tower sees of its entities, kept so that new entities are encoded alike.
 
-    "id"            a column for each entity of the training data; a new entity has none of them. "id*0.1" beside other
-                    parts: entries of 0.1 in the place of 1, which is λ / 0.1² in the place of λ on what ids learn
+    "id"            a column for each entity of the training data; a new entity has none of them. "id*0.1" next to
+                    other parts: entries of 0.1 instead of 1, which is λ / 0.1² instead of λ on what ids learn
     "history"       the observed right entities of a left one, equal values, length one; for an entity without any, the
                     mean of the histories in training, as a tower has learned nothing for an empty one
     a FeatureTable  its columns, joined by id; the encoding is kept, the rows are not
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -190,7 +190,7 @@ class FeatureSpec:
                 made.append(_or_usual(known, part.usual))
             else:
                 made.append(sp.csr_matrix((rows, part.width), dtype=np.float32))
-        return beside(made)
+        return concatenated(made)
 
     def with_usual_history(self, pairs: sp.csr_matrix, group: Group = SINGLE) -> FeatureSpec:
         """The same with the mean history of training, for entities without one.
@@ -266,7 +266,7 @@ class FeatureSpec:
             form = build("inputs", _Form, one)
             kind = check.choice("inputs.kind", form.kind, (*NAMES, *_GIVEN))
             if (kind == "table") != (form.table is not None):
-                check.fail("inputs", f"{kind} with {type(form.table).__name__}", "a table for the kind table alone")
+                check.fail("inputs", f"{kind} with {type(form.table).__name__}", "a table only for the kind table")
             table = None if form.table is None else FeatureTable.encoder_from_json(json.dumps(form.table))
             if not 0 < form.width < 2**31 or (table is not None and table.width != form.width):
                 check.fail("inputs.width", form.width, "a positive number" if table is None else f"{table.width}")
@@ -279,36 +279,31 @@ class FeatureSpec:
             check.fail("inputs", " + ".join(kinds) or "nothing", "parts, id and history once each")
         return cls(tuple(parts))
 
+    def _scales(self, side: str) -> Iterator[tuple[str, int, str]]:
+        """Yield the name in a file, the part and the attribute of each array of the scalings."""
+        for place, part in enumerate(self.parts):
+            if part.scaling is not None:
+                for name in ("factor",) if part.scaling.shift is None else ("factor", "shift"):
+                    yield f"scale|{side}|{place}|{name}", place, name
+
     def tensors(self, side: str) -> dict[str, Tensor]:
-        """The numbers of the scalings, by the names that a file has them under."""
-        found = ((place, part.scaling) for place, part in enumerate(self.parts) if part.scaling is not None)
+        """Return the numbers of the scalings, by their names in a file."""
         return {
-            f"scale|{side}|{place}|{name}": torch.from_numpy(array)
-            for place, scaling in found
-            for name, array in (("factor", scaling.factor), ("shift", scaling.shift))
-            if array is not None
+            key: torch.from_numpy(getattr(self.parts[place].scaling, name)) for key, place, name in self._scales(side)
         }
 
     def tensor_widths(self, side: str) -> dict[str, int]:
-        """The same names and the lengths of these tensors."""
-        found = ((place, part) for place, part in enumerate(self.parts) if part.scaling is not None)
-        return {
-            f"scale|{side}|{place}|{name}": part.width
-            for place, part in found
-            for name in ("factor", "shift")
-            if name == "factor" or (part.scaling is not None and part.scaling.shift is not None)
-        }
+        """Return the lengths of these tensors."""
+        return {key: self.parts[place].width for key, place, _ in self._scales(side)}
 
     def with_tensors(self, side: str, tensors: Mapping[str, Tensor]) -> FeatureSpec:
-        """The same with the numbers that :meth:`tensors` gave."""
-        parts = []
-        for place, part in enumerate(self.parts):
-            scaling = part.scaling
-            if scaling is not None:
-                factor = tensors[f"scale|{side}|{place}|factor"].numpy()
-                shift = None if scaling.shift is None else tensors[f"scale|{side}|{place}|shift"].numpy()
-                scaling = replace(scaling, factor=factor, shift=shift)
-            parts.append(replace(part, scaling=scaling))
+        """Return the same with the numbers that :meth:`tensors` gave."""
+        parts = list(self.parts)
+        for key, place, name in self._scales(side):
+            scaling = parts[place].scaling
+            assert scaling is not None
+            array: dict[str, Any] = {name: tensors[key].numpy()}
+            parts[place] = replace(parts[place], scaling=replace(scaling, **array))
         return FeatureSpec(tuple(parts))
 
     def check_sizes(self, side: str, rows: int, right: int) -> None:
@@ -376,7 +371,7 @@ def _missing(side: str, part: Part, rows: int) -> sp.csr_matrix:
     return sp.vstack([row] * rows, format="csr") if rows else row[:0]
 
 
-def beside(features: Sequence[Any]) -> Any:
+def concatenated(features: Sequence[Any]) -> Any:
     """One part as it is; several as one sparse matrix."""
     if len(features) == 1:
         return features[0]
@@ -404,13 +399,13 @@ def training_parts(
     place = place or Rows((0, matrix.shape[0]))
     wanted = list(given) if isinstance(given, (list, tuple)) else ["id" if given is None else given]
     if not wanted:
-        check.fail(f"{side}_features", repr(given), "at least one part; None for ids alone")
+        check.fail(f"{side}_features", repr(given), "at least one part; None for ids only")
     read = [_training_part(side, one, ids, matrix, place) for one in wanted]
     named = [part.kind for part, _ in read if part.kind in NAMES]
     if len(set(named)) < len(named):
         check.fail(f"{side}_features", " + ".join(named), "id and history once each")
     if len(read) == 1 and read[0][0].factor != 1:
-        check.fail(f"{side}_features", repr(wanted[0]), "other parts beside it, or 'id'")
+        check.fail(f"{side}_features", repr(wanted[0]), "other parts next to it, or 'id'")
     return read
 
 
@@ -431,7 +426,7 @@ def training_inputs(
         made.append((part, rows if part.scaling is None else part.scaling(name, rows)))
     several = len(made) > 1
     features = [_own_columns(place, part.factor) if several and rows is None else rows for part, rows in made]
-    return FeatureSpec(tuple(part for part, _ in made)), beside(features)
+    return FeatureSpec(tuple(part for part, _ in made)), concatenated(features)
 
 
 def _training_part(

@@ -231,7 +231,7 @@ def prepare_data(
     if refine is None:
         refine = defaults.default_refine(alone) and settings.towers is None
     elif refine and not any(alone):
-        check.fail("refine", True, "features on a side, and no ids or histories beside them: these are its own already")
+        check.fail("refine", True, "a side with only features: ids and histories already fit each entity")
     activation = defaults.default_activation(normalize) if settings.activation is None else settings.activation
     return FitData(
         matrix, weights, ids, shards, observed, held_out, (left, right), (left_rows, right_rows), device, hidden, dim,

@@ -26,11 +26,12 @@ from torch import Tensor
 from gramtower._util import checks as check
 from gramtower._util import html as html
 from gramtower.data.frames import Column
-from gramtower.data.ids import index_of, join
-from gramtower.data.interactions import Interactions
+from gramtower.data.ids import IdsLike, index_of, join
+from gramtower.data.interactions import Interactions, PairsLike
 from gramtower.data.list_files import columns_beside, lists_frame
 from gramtower.data.matrices import canonical, resized, union, without
 from gramtower.data.merge import warn_of_pairs
+from gramtower.data.tables import FeaturesLike
 from gramtower.distributed.group import SINGLE
 from gramtower.distributed.shards import Shards
 from gramtower.engine.towers.towers import Towers
@@ -224,7 +225,7 @@ class FittedModel:
         return sp.csr_matrix(self.seen - self.seen.multiply(own))
 
     def predict(
-        self, left: Any, right: Any, *, left_features: Any = None, right_features: Any = None
+        self, left: IdsLike, right: IdsLike, *, left_features: FeaturesLike = None, right_features: FeaturesLike = None
     ) -> NDArray[np.float32]:
         """Scores of pairs of ids, element by element: how well the two entities of each pair go together.
 
@@ -243,11 +244,11 @@ class FittedModel:
 
     def embed(
         self,
-        ids: Any = None,
+        ids: IdsLike | None = None,
         side: str = "left",
         *,
-        left_features: Any = None,
-        right_features: Any = None,
+        left_features: FeaturesLike = None,
+        right_features: FeaturesLike = None,
         histories: Any = None,
     ) -> NDArray[np.float32]:
         """Embeddings of entities by id, or of new ones by what the towers see; all of a side when nothing is given.
@@ -260,7 +261,9 @@ class FittedModel:
             check.fail("left_features, right_features", "features of both sides", "those of one")
         if new_left or right_features is not None:
             if ids is not None:
-                check.fail("ids", "ids beside features or histories", "None: these describe entities of their own")
+                check.fail(
+                    "ids", "ids together with features or histories", "None: these describe entities of their own"
+                )
             history = None if histories is None else history_matrix(self.right, histories)
             this, features = (self.left, left_features) if new_left else (self.right, right_features)
             return np.asarray(embedded(this, self.known_towers("embed new entities"), features, history).numpy())
@@ -271,16 +274,16 @@ class FittedModel:
 
     def evaluate(
         self,
-        test: Any,
+        test: PairsLike,
         metrics: Sequence[str] = DEFAULT,
         *,
         exclude_seen: bool = True,
-        exclude: Any = None,
+        exclude: PairsLike | None = None,
         by: str | None = None,
         candidates: str = "all",
         allow: Sequence[Any] | None = None,
-        left_features: Any = None,
-        right_features: Any = None,
+        left_features: FeaturesLike = None,
+        right_features: FeaturesLike = None,
         histories: Any = None,
         left: Column | None = None,
         right: Column | None = None,
@@ -332,16 +335,16 @@ class FittedModel:
 
     def recommend(
         self,
-        left: Any = None,
+        left: IdsLike | None = None,
         k: int = 10,
         *,
         exclude_seen: bool = True,
-        exclude: Any = None,
+        exclude: PairsLike | None = None,
         allow: Sequence[Any] | None = None,
         deny: Sequence[Any] | None = None,
         candidates: str = "all",
-        left_features: Any = None,
-        right_features: Any = None,
+        left_features: FeaturesLike = None,
+        right_features: FeaturesLike = None,
         histories: Any = None,
         as_frame: bool = False,
         table: Any = None,
@@ -361,7 +364,7 @@ class FittedModel:
                 if it knows none of them, lists are empty.
             deny: never these right ids; unknown ones are ignored likewise.
             candidates: "all" that the model knows, also those added later and those of ``right_features``; "trained"
-                for those of the training data alone.
+                for only those of the training data.
             left_features: features of new entities: rows of a matrix, or for a model fitted with a FeatureTable a frame
                 or file with the same columns. One list is made for each row; a row with a known id is embedded by its
                 features, and what it has seen is left out.
@@ -373,8 +376,8 @@ class FittedModel:
             as_frame: return a table, of polars if it is installed and otherwise of pandas, with a row for each answer:
                 ``left``, ``rank`` from 1, ``right``, ``score``. New left entities are called by the ids that a table
                 of them has, or by their row from 0.
-            table: with ``as_frame``, a table of right entities, such as their titles, whose other columns are put
-                beside the answers: a frame, file or FeatureTable with ids in the column "id" or else in the first.
+            table: with ``as_frame``, a table of right entities, such as their titles, whose other columns are
+                joined to the answers: a frame, file or FeatureTable with ids in the column "id" or else in the first.
 
         Returns:
             Ids, of the type that the training data has, and scores, one row for each left entity, as two arrays; a
@@ -418,11 +421,11 @@ class FittedModel:
         k: int = 10,
         *,
         exclude_seen: bool = True,
-        exclude: Any = None,
+        exclude: PairsLike | None = None,
         allow: Sequence[Any] | None = None,
         deny: Sequence[Any] | None = None,
         candidates: str = "all",
-        right_features: Any = None,
+        right_features: FeaturesLike = None,
         device: str = "auto",
         fresh: bool = False,
         progress: Callable[[int, int], object] | None = None,
@@ -430,7 +433,7 @@ class FittedModel:
         """Write the lists of all left entities, those of :meth:`recommend`, to a table, in bounded memory.
 
         One row for each answer, in order of left entities: left id, rank from 1, right id and score. While it is being
-        written its parts are in a folder ``PATH.parts`` beside it; the same call goes on where one was killed.
+        written its parts are in a folder ``PATH.parts`` next to it; the same call continues one that was killed.
 
         Args:
             path: the table: .parquet, .csv or .tsv. Needs polars: ``pip install "gramtower[io]"``.
@@ -469,18 +472,18 @@ class FittedModel:
 
     def similar(
         self,
-        ids: Any = None,
+        ids: IdsLike | None = None,
         side: str = "right",
         k: int = 10,
         *,
-        left_features: Any = None,
-        right_features: Any = None,
+        left_features: FeaturesLike = None,
+        right_features: FeaturesLike = None,
         as_frame: bool = False,
         table: Any = None,
     ) -> tuple[NDArray[Any], NDArray[np.float32]] | Any:
         """The k entities of the same side whose embeddings point most alike (cosine), the entity itself left out.
 
-        Entities without a direction of their own, see :meth:`has_direction`, are refused and never listed.
+        Entities without a pair and without features (see :meth:`has_direction`) are rejected and never listed.
 
         Args:
             ids: of entities; None for those that the features describe, one row each.
@@ -546,8 +549,8 @@ class FittedModel:
     def has_direction(self, side: str = "right") -> NDArray[np.bool_]:
         """Whether anything sets each entity of a side apart: a pair of the training data, or features.
 
-        All others, known by their id alone, end up with embeddings of about the same direction, which says nothing
-        of what they are like. Of several processes none knows all pairs of a right entity: there all count as known.
+        All others are known only by id: their embeddings have about the same direction, which says nothing about
+        them. Of several processes none knows all pairs of a right entity: there all count as known.
         """
         this = self.side(side)
         described = any(part.kind not in ("id", "history") for part in this.inputs.parts)
@@ -561,12 +564,12 @@ class FittedModel:
 
     def with_added(
         self,
-        left_features: Any = None,
-        right_features: Any = None,
+        left_features: FeaturesLike = None,
+        right_features: FeaturesLike = None,
         *,
         histories: Any = None,
-        left_ids: Any = None,
-        right_ids: Any = None,
+        left_ids: IdsLike | None = None,
+        right_ids: IdsLike | None = None,
     ) -> Self:
         """The same model with new entities, which it keeps, saves and answers about like those of training.
 
@@ -595,7 +598,7 @@ class FittedModel:
         return here
 
     def _without_added_right(self) -> Self:
-        """The same with the right entities of training alone."""
+        """Return the model with only the right entities of training."""
         if not self.right.added:
             return self
         count, right = self.right.trained, self.right
@@ -841,7 +844,9 @@ def _hint(known: FittedModel, found: Aligned, kept: int, ranking: Ranking) -> st
         if asked and ways:
             hints.append(f"{' and '.join(ways)} of evaluate describe{'s' * (len(ways) == 1)} new {side.name} entities")
         elif asked:
-            hints.append(f"the model knows {side.name} entities by id alone: {side.name}_features of fit, for new ones")
+            hints.append(
+                f"the model knows {side.name} entities only by id; fit with {side.name}_features to rank new ones"
+            )
     return ", ".join(hints)
 
 

@@ -22,6 +22,7 @@ from gramtower._util.host import readable
 from gramtower._util.torch_runtime import threads_of_fit
 from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions
+from gramtower.data.tables import FeaturesLike
 from gramtower.distributed.group import current_group
 from gramtower.distributed.partition import Shard, read_manifest
 from gramtower.engine.objective.cuda_graphs import return_memory
@@ -64,8 +65,8 @@ ITERATIONS = 2  # unless given; benchmarks/bench_updates.py tries others
 def fit(
     settings: ModelSettings,
     pairs: Any,
-    left_features: Any = None,
-    right_features: Any = None,
+    left_features: FeaturesLike = None,
+    right_features: FeaturesLike = None,
     validation: Any = None,
     previous: FittedModel | None = None,
     checkpoint: str | Path | None = None,
@@ -117,8 +118,8 @@ def fit(
     if found.reason is Reason.INTERRUPTED:
         return replace(found, path=path)
     count = best_iteration(found)
-    if count == 0 and previous is None:  # nobody wants the numbers that were drawn
-        warnings.warn("no iteration ranks the validation part better than the start did; one is made", stacklevel=3)
+    if count == 0 and previous is None:  # an untrained model is never useful
+        warnings.warn("validation never improved over the random start; training for 1 iteration", stacklevel=3)
         count = 1
     again = None if checkpoint is None else refit_checkpoint(check.path("checkpoint", checkpoint))
     final = _fit(
@@ -259,7 +260,7 @@ def _has_room(settings: ModelSettings, data: FitData, dim: int) -> bool:
 
 
 def _further(data: FitData) -> sp.csr_matrix:
-    """What answers leave out beside training pairs: held-out ones and, where both sides are one set, self-pairs."""
+    """Return the pairs that answers leave out besides those of training: held-out ones and self-pairs of one set."""
     held_out = pattern_of(data.held_out, data.matrix.shape)
     return pattern_of(held_out + own_pairs(data.ids, held_out.shape)) if data.same_entities else held_out
 
@@ -299,8 +300,8 @@ def update(
     settings: ModelSettings,
     fitted: FittedModel,
     more: Any,
-    left_features: Any = None,
-    right_features: Any = None,
+    left_features: FeaturesLike = None,
+    right_features: FeaturesLike = None,
     iterations: int = ITERATIONS,
     callbacks: Iterable[Callback] = (),
 ) -> FittedModel:

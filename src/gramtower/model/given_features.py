@@ -1,4 +1,4 @@
-"""Features of one side as a caller passes them to a fit: told apart, checked, and cut to some of the entities."""
+"""Features of one side as a caller passes them to a fit: identified, checked, and cut to some of the entities."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     parameters|NAME           the tensors of the towers
     left, right               embeddings, where they are not the tower's table itself
     seen_counts, seen_columns the training pairs: columns row after row, and how many each row has
-    further_counts, …         pairs that entities have beside them: those of validation, histories of added ones
+    further_counts, …         pairs not learned from: those of validation, histories of added entities
     SIDE_text, SIDE_lengths   ids that are text, as one block of UTF-8 and the bytes of each; or
     SIDE_numbers              ids that are numbers; neither where rows are known by number
     left_weights, …           weights that were given as arrays
@@ -54,13 +54,17 @@ KIND = ("gramtower-model", 7)
 _ARRAYS = ("left_weights", "right_weights")
 _PARAMS = {name: kind for name, kind in typing.get_type_hints(ModelSettings).items() if SETTINGS[name].saved}
 _LATER = {name: one.before for name, one in SETTINGS.items() if one.before is not REQUIRED}  # missing in older files
+_SHARED = (
+    "dim", "normalize", "omega", "message", "best_metric", "same_entities", "plain_pairs", "l2", "embedding_l2",
+    "auto_weights", "refine",
+)  # fields of the header that are those of the model  # fmt: skip
 _FLOATS, _LIMIT = (torch.float32, torch.float64), 2**31
 _Shape = tuple[int | None, ...]  # None for a length that the content says
 
 
 @dataclass(kw_only=True)
 class Header:
-    """What a file says of its model beside its tensors.
+    """The description of a model in its file, without the tensors.
 
     Attributes:
         params: the constructor's arguments, without towers and arrays.
@@ -79,7 +83,7 @@ class Header:
         history: records of the training.
         same_entities: whether both sides are one set.
         plain_pairs: whether all labels were 1 and there were no weights.
-        activation: of hidden layers; not in files of before it followed the data, and so for the next three.
+        activation: of hidden layers; absent in older files, likewise the next three.
         l2: λ of the training.
         embedding_l2: μ of the training.
         auto_weights: what the data made of ``right_weights="auto"``.
@@ -173,13 +177,9 @@ def read_model(
     return settings, FittedModel(
         left=left, right=right, trained=pairs[0], further=pairs[1], towers=made,
         shards=unsharded((left.trained, right.trained)),
-        dim=header.dim, hidden=(tuple(header.hidden[0]), tuple(header.hidden[1])), normalize=header.normalize,
-        omega=header.omega,
-        history=[Record(**record) for record in header.history],
-        reason=Reason[header.reason], message=header.message, best_metric=header.best_metric,
-        same_entities=header.same_entities, plain_pairs=header.plain_pairs,
-        activation=_activation(header), l2=header.l2,
-        embedding_l2=header.embedding_l2, auto_weights=header.auto_weights, refine=header.refine,
+        **{name: getattr(header, name) for name in _SHARED},
+        hidden=(tuple(header.hidden[0]), tuple(header.hidden[1])), activation=_activation(header),
+        history=[Record(**record) for record in header.history], reason=Reason[header.reason],
         path=None if header.path is None else Selection.from_plain("path", header.path),
         names=(header.names[0], header.names[1]),
     )  # fmt: skip
@@ -204,14 +204,11 @@ def _header(settings: ModelSettings, fitted: FittedModel) -> tuple[Header, dict[
         params=params, own_towers=settings.towers is not None,
         shape=[n + side.added for n, side in zip(totals, sides, strict=True)],
         added=[side.added for side in sides], numbered=[side.numbered for side in sides],
-        dim=fitted.dim, hidden=[list(widths) for widths in fitted.hidden], normalize=fitted.normalize,
+        **{name: getattr(fitted, name) for name in _SHARED},
+        hidden=[list(widths) for widths in fitted.hidden], activation=fitted.activation,
         inputs={side.name: side.inputs.to_plain() for side in sides},
-        reason=fitted.reason.name, message=fitted.message, omega=fitted.omega, best_metric=fitted.best_metric,
-        history=[vars(record) for record in fitted.history],
-        same_entities=fitted.same_entities, plain_pairs=fitted.plain_pairs,
-        activation=fitted.activation, l2=fitted.l2, embedding_l2=fitted.embedding_l2,
-        auto_weights=fitted.auto_weights, refine=fitted.refine, names=list(fitted.names),
-        path=None if fitted.path is None else fitted.path.to_plain(),
+        history=[vars(record) for record in fitted.history], reason=fitted.reason.name,
+        path=None if fitted.path is None else fitted.path.to_plain(), names=list(fitted.names),
     )  # fmt: skip
     return header, arrays
 
@@ -248,7 +245,7 @@ def _tensors_of(header: Header, fitted: FittedModel) -> dict[str, Tensor]:
 
 
 def _is_table(header: Header, side: str, inputs: FeatureSpec) -> bool:
-    """Whether a side's embeddings are its tower's table, and need not be stored beside it."""
+    """Whether a side's embeddings are its tower's table, so that they are not stored twice."""
     layers = header.hidden[("left", "right").index(side)]
     return not (header.own_towers or header.normalize or layers) and inputs.kind == "id"
 
@@ -305,7 +302,7 @@ def _check_tensors(file: shards_file.Reader, header: Header, inputs: dict[str, F
     for side, rows, added in zip(("left", "right"), header.shape, header.added, strict=True):
         inputs[side].check_sizes(side, rows - added, n - header.added[1])
         if added and inputs[side].kind == "id":
-            check.fail("added", f"{added} {side} entities known by their id alone", "entities that are described")
+            check.fail("added", f"{added} {side} entities known only by id", "entities with features")
         if not _is_table(header, side, inputs[side]):
             expected[side] = ((rows, header.dim), _FLOATS)
         if not header.own_towers:
@@ -361,13 +358,13 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def _table(towers: Towers | None, side: str) -> Tensor:
-    """The embeddings of entities that are known by id alone: the tower's table."""
+    """Return the embeddings of entities known only by id: the tower's table."""
     table: Tensor = getattr(towers, side)[0].weight.detach()
     return table
 
 
 def _activation(header: Header) -> str:
-    """That of hidden layers, also in files of before it followed the data."""
+    """Return the activation of hidden layers, with the old default for older files."""
     return header.activation or header.params["activation"] or defaults.ACTIVATION
 
 

@@ -1,13 +1,13 @@
 """Known entities after training: what their tower says of them, moved by their own pairs.
 
-A tower sees features alone. What they do not say of an entity, such as how popular it is, its own pairs do. With the
+A tower sees only features. An entity's own pairs show what features do not, such as how popular it is. With the
 embeddings q_j of the other side as training left them, that of left entity i becomes
 
     p_i = f(u_i) + d_i,    min over d of  Σ_(i,j)∈O ℓ(R_ij, p_iᵀq_j) + ½ω Σ_∉O a_i b_j (ỹ − p_iᵀq_j)² + ½κ Σ_i ‖d_i‖²
 
 and likewise on the right. κ = 2 mean_O(ℓ″ at ŷ = 0) mean_j ‖q_j‖² is the curvature that two pairs have on average: what
 features say counts as much as two pairs, so that an entity with few of them stays where its tower puts it. New entities
-have no d. Towers learn nothing of d, unlike of ids beside features, which would take from them what they are to learn.
+have no d. The towers are trained without d: ids trained next to features would explain what features should learn.
 
 It is a problem over ids (eq:prob), convex, whose towers are rows that stay as they are and, on one side, a table added
 to them. Cost: some ten Gauss-Newton products a side, O(|O|k + (m+n)k²) each, and no pass through a tower. Memory: the

@@ -2,7 +2,7 @@
 
     sparse matrices   x → sign(x) log(1 + |x| / x̄) · √idf, then rows of length one; x̄ is the mean size of an entry
     tables            one-hot, list and text columns times √idf, together of length one; numbers and indicators of
-                      missing values beside them, over √their number
+                      missing values apart, over √their number
     dense matrices    (x − mean) / deviation of each column, at most ±10, over √width: rows of about length one
 
     idf_j = 1 + log((1 + rows) / (1 + rows with feature j))
@@ -32,7 +32,7 @@ MOST_DEVIATIONS = 10.0
 
 @dataclass(frozen=True)
 class _Form:
-    """A scaling as it is stored beside its tensors."""
+    """A scaling as it is stored, without its tensors."""
 
     shifted: bool
     unit: float | None

@@ -18,7 +18,8 @@ from gramtower._util import checks as check
 from gramtower._util import html as html
 from gramtower._util.optional import need
 from gramtower.data.frames import Column
-from gramtower.data.interactions import pairs_of
+from gramtower.data.interactions import PairsLike, pairs_of
+from gramtower.data.tables import FeaturesLike
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
 from gramtower.metrics.definitions import LOWER_IS_BETTER, parse
@@ -90,9 +91,9 @@ class TwoTower(ModelSettings):
 
     def fit(
         self,
-        pairs: Any,
-        left_features: Any = None,
-        right_features: Any = None,
+        pairs: PairsLike,
+        left_features: FeaturesLike = None,
+        right_features: FeaturesLike = None,
         validation: Any = None,
         warm_start: bool = False,
         checkpoint: str | Path | None = None,
@@ -116,7 +117,7 @@ class TwoTower(ModelSettings):
                 columns; or a scipy.sparse matrix whose rows and columns are then the ids.
                 Inside an initialised torch.distributed process group all processes learn one model: every one gives
                 the same pairs and keeps its share, or gives its :func:`~gramtower.distributed.partition.read_part`.
-            left_features: what the left tower sees: None or "id" for ids alone, one row for each entity (scipy.sparse,
+            left_features: what the left tower sees: None or "id" for only ids, one row for each entity (scipy.sparse,
                 numpy or torch), a :class:`~gramtower.data.tables.FeatureTable` joined by id, "history" for the entity's
                 own observed right entities, or a list of these side by side, such as ``["id", "history", table]``.
                 In a list with features, the id vector of a new entity is predicted from its features, and
@@ -162,9 +163,9 @@ class TwoTower(ModelSettings):
 
     def update(
         self,
-        more_pairs: Any,
-        left_features: Any = None,
-        right_features: Any = None,
+        more_pairs: PairsLike,
+        left_features: FeaturesLike = None,
+        right_features: FeaturesLike = None,
         iterations: int = ITERATIONS,
         *,
         callbacks: Iterable[Callback] = (),
@@ -206,7 +207,7 @@ class TwoTower(ModelSettings):
 
     def tune(
         self,
-        pairs: Any,
+        pairs: PairsLike,
         *,
         trials: int = 50,
         time_limit: float | None = None,
@@ -216,8 +217,8 @@ class TwoTower(ModelSettings):
         space: Mapping[str, Any] | None = None,
         storage: str | Path | None = None,
         seed: int = 0,
-        left_features: Any = None,
-        right_features: Any = None,
+        left_features: FeaturesLike = None,
+        right_features: FeaturesLike = None,
         refit: bool = True,
         verbose: bool | None = None,
         left: Column | None = None,
@@ -243,7 +244,7 @@ class TwoTower(ModelSettings):
             validation: the share of each user's pairs to rank, drawn with ``seed``, or pairs held out by yourself.
             validation_side: "left" or "right" to choose by entities that were never seen: ``validation`` is then the
                 share of that side's entities with pairs that is held out with all of them. Trials learn from the other
-                entities alone. At each look the features of the held-out ones go through the present towers; with
+                entities only. At each look the features of the held-out ones go through the present towers; with
                 "left" the known right entities are ranked for them, with "right" they are ranked among themselves for
                 the known left ones. A trial runs to its end and counts with the mean of its last points. That side
                 needs a table or a matrix of features. Where both sides are one set, held-out entities are on neither
@@ -304,8 +305,8 @@ class TwoTower(ModelSettings):
 
     def add(
         self,
-        left_features: Any = None,
-        right_features: Any = None,
+        left_features: FeaturesLike = None,
+        right_features: FeaturesLike = None,
         *,
         histories: Any = None,
         left_ids: Any = None,
@@ -360,14 +361,14 @@ class TwoTower(ModelSettings):
         right: Any = None,
         *,
         side: str = "left",
-        left_features: Any = None,
-        right_features: Any = None,
+        left_features: FeaturesLike = None,
+        right_features: FeaturesLike = None,
         histories: Any = None,
     ) -> Explanation:
         """What carried the score of a pair: a part for each thing known of its left entity, whose sum is the score.
 
         Where the left tower sees a history or features, these are its parts; exact for linear towers and those with
-        one hidden layer, otherwise with a small ``remainder``. An entity known by its id alone, in a model without
+        one hidden layer, otherwise with a small ``remainder``. An entity known only by id, in a model without
         hidden layers, is explained by what it was observed with. docs/explaining.md says how.
 
         Args:

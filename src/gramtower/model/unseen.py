@@ -1,10 +1,10 @@
-"""Entities that are held out of a fit with all their pairs, to validate on what it does for entities it has not seen.
+"""Validation on entities that are held out of a fit with all their pairs.
 
     hold_out_entities(…)       the part to learn from, with features of its entities, and what is asked about the others
     Unseen.validator(…)        the metric of a point: their features through its towers, then ranked
 
 Held-out entities are no rows of the part to learn from: an empty row would be learned as an entity that goes with
-nothing. Scalings of features are learned from that part alone (a FeatureTable keeps the encoding it was made with).
+nothing. Scalings of features are learned from only that part (a FeatureTable keeps the encoding it was made with).
 Where both sides are one set, held-out entities are on neither side of it.
 
     side="left"     the known right entities are ranked for each held-out left one
@@ -49,7 +49,7 @@ SIDES = ("left", "right")
 
 @dataclass(frozen=True, eq=False)
 class Unseen:
-    """Entities of one side without training pairs, and what is asked about them.
+    """Held-out entities of one side, with their pairs and features.
 
     Attributes:
         side: theirs, "left" or "right".
