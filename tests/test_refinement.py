@@ -185,7 +185,7 @@ def test_a_file_and_an_update_keep_it(tmp_path):
     model.save(tmp_path / "model.gramtower")
     again = gt.load(tmp_path / "model.gramtower")
     assert again.refine_
-    assert again.refine is None
+    assert again.refine == "auto"
     np.testing.assert_array_equal(again.embed(side="left"), model.embed(side="left"))
     assert again.update(sp.csr_matrix(pairs.shape), left, right).refine_
 
