@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from cases import make_case
 
 import gramtower as gt
+from gramtower._util import torch_runtime
 from gramtower._util.torch_runtime import products_in
 from gramtower.data.datasets import planted_pairs
 
@@ -119,3 +121,41 @@ def test_on_a_gpu_results_are_as_near_to_the_cpu_as_the_choice_allows(precision,
     assert point.value == pytest.approx(here.value, rel=near)
     for mine, exact in zip((g, Gd), wanted, strict=True):
         assert float((mine.vector.cpu() - exact.vector).norm()) <= near * exact.norm()
+
+
+def test_after_an_interrupt_anywhere_in_it_a_thread_can_use_the_other_precision(matmul):
+    matmul.allow_tf32, lines = False, []
+
+    def interrupt(line):
+        """Whether the block has so many lines of code, after an interrupt at that line."""
+
+        def trace(frame, event, argument):
+            nonlocal line
+            if frame.f_code.co_filename != torch_runtime.__file__:
+                return None
+            line -= event == "line"
+            if line == 0 and event == "line":
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            with products_in("tf32"):
+                pass
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+    def run():
+        while interrupt(len(lines) + 1):
+            with products_in("float32"):
+                assert not matmul.allow_tf32
+            lines.append("other precision")
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert len(lines) > 10

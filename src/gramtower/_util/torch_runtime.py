@@ -138,7 +138,7 @@ class _Inside(threading.local):
 _inside = _Inside()
 _turn = threading.Condition()
 _stack = ExitStack()  # restores the setting
-_users, _shared = 0, ""  # threads inside blocks, and the precision that they use
+_users: dict[int, str] = {}  # threads inside blocks, and the precision that they use
 
 
 @contextmanager
@@ -148,30 +148,30 @@ def products_in(precision: str) -> Iterator[None]:
         with _set_to(precision):
             yield
         return
-    _enter(precision)
-    _inside.depth += 1
-    try:
+    try:  # before anything is changed: Ctrl-C may come between any two lines
+        _inside.depth = 1
+        _enter(precision)
         yield
     finally:
-        _inside.depth -= 1
+        _inside.depth = 0
         _leave()
 
 
 def _enter(precision: str) -> None:
-    """Wait until no thread uses the other precision, and set this one."""
-    global _users, _shared
+    """Wait until no other thread uses the other precision, and set this one."""
     with _turn:
-        _turn.wait_for(lambda: not _users or _shared == precision)
+        _users.pop(threading.get_ident(), None)  # is there if the thread was interrupted while it left
+        _turn.wait_for(lambda: set(_users.values()) <= {precision})
         if not _users:
+            _stack.close()
             _stack.enter_context(_set_to(precision))
-        _users, _shared = _users + 1, precision
+        _users[threading.get_ident()] = precision
 
 
 def _leave() -> None:
     """Restore the setting if no other thread needs it."""
-    global _users
     with _turn:
-        _users -= 1
+        _users.pop(threading.get_ident(), None)
         if not _users:
             _stack.close()
             _turn.notify_all()
