@@ -15,6 +15,10 @@ MODULES = {  # old name -> new name, both below gramtower
     "data.partition": "distributed.partition",
     "data.readers.netflix": "data.readers.ratings",
     "data.synthetic": "data.datasets",
+    "estimator": "model",
+    "estimator.fitted": "model.fitted",
+    "export": "model",
+    "export.networks": "model.exporting",
     "tuning": "experiments.tuning",
     "tuning.report": "experiments.tuning.report",
 }
