@@ -1,14 +1,11 @@
-"""Problems with planted structure at any size, including the shapes of the paper's Table "Data statistics".
+"""Example data: pairs that come with the library, and synthetic pairs of any size.
 
-Entities belong to groups; a pair is observed more often inside its group; activity and popularity are skewed, as in
-real data. O(|O| log |O|) time.
+    packages()       15,722 packages × 661 dependencies, 139,933 pairs: bundled/npm-core.txt.xz; MIT, see LICENSE.txt
+    thesaurus()      8,655 heads × 8,655 words, 674,945 pairs: bundled/moby-core.txt.xz; public domain
+    planted_pairs()  entities in groups; pairs are more frequent within a group, activity and popularity are skewed
+    paper_shape()    the same with the shapes of the paper's Table "Data statistics"
 
-The pairs that come with the library: npm packages with their dependencies, and words with their synonyms.
-
-    packages()    15,722 packages × 661 dependencies, 139,933 pairs: bundled/npm-core.txt.xz; MIT, see its LICENSE.txt
-    thesaurus()   8,655 heads × 8,655 words, 674,945 pairs: bundled/moby-core.txt.xz; public domain
-
-O(pairs).
+Cost: O(|O| log |O|) time.
 """
 
 from __future__ import annotations
@@ -35,16 +32,16 @@ PAPER_SHAPES = {
 def planted_pairs(
     m: int, n: int, observed: int, groups: int = 16, affinity: float = 0.8, skew: float = 1.0, seed: int = 0
 ) -> sp.csr_matrix:
-    """An m × n pattern of ``observed`` pairs, all labelled 1.
+    """Draw an m × n matrix of ``observed`` pairs, all labelled 1.
 
     Args:
-        m: left entities.
-        n: right entities.
-        observed: pairs wanted, at most 80% of m·n, so that drawing without repetition ends.
+        m: number of left entities.
+        n: number of right entities.
+        observed: number of pairs, at most 80% of m·n, so that drawing without repetition ends.
         groups: number of groups on each side.
-        affinity: share of pairs drawn inside the left entity's own group.
+        affinity: share of pairs drawn within the left entity's group.
         skew: standard deviation of the logarithm of activity and popularity.
-        seed: for all draws.
+        seed: random seed.
     """
     check.count("m", m)
     check.count("n", n)
@@ -82,7 +79,7 @@ def planted_pairs(
 
 
 def paper_shape(name: str, seed: int = 0) -> sp.csr_matrix:
-    """A synthetic pattern of the shape of one of the paper's data sets. Not the data itself."""
+    """Draw synthetic pairs with the shape of one of the paper's data sets (not the data themselves)."""
     m, n, observed = PAPER_SHAPES[check.choice("name", name, tuple(PAPER_SHAPES))]
     return planted_pairs(m, n, observed, groups=64, seed=seed)
 
@@ -93,7 +90,7 @@ def _as_matrix(keys: NDArray[np.int64], m: int, n: int) -> sp.csr_matrix:
 
 
 def packages() -> Interactions:
-    """Packages of npm in 2016 and what they depend on, to run or to develop: pairs (package, dependency)."""
+    """npm packages of 2016 and their dependencies: pairs (package, dependency)."""
     return _lines("npm-core.txt.xz", " ")
 
 

@@ -1,11 +1,6 @@
-"""Tables from files and from other libraries' frames, with errors that say what is wrong with the file.
+"""Tables from CSV and Parquet files and from the frames of other libraries, and conversion of their columns.
 
-polars does the work; it is imported here, when a table is asked for, and by nothing else in the library at import
-time.
-
-What the cells of a column hold: texts, numbers, or times.
-
-polars does the work (frames.py).
+polars reads CSV, pyarrow reads Parquet; both are imported when they are first needed.
 """
 
 from __future__ import annotations
@@ -56,7 +51,7 @@ def arrow() -> Any:
 
 
 def suffix_of(path: Path) -> str:
-    """The ending of a file's name in small letters, without that of a compression."""
+    """The ending of a file's name in lower case, without that of a compression."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     while suffixes and suffixes[-1] in PACKED:
         suffixes.pop()
@@ -64,17 +59,17 @@ def suffix_of(path: Path) -> str:
 
 
 def separator_of(path: Path) -> str:
-    """What stands between fields, by the ending: tabs in .tsv, otherwise commas."""
+    """The separator of fields, by the ending of the name: a tab for .tsv, otherwise a comma."""
     return "\t" if suffix_of(path) == ".tsv" else ","
 
 
 def text_bytes(path: Path, encoding: str) -> bytes:
-    """The text of a file as UTF-8 without a byte order mark, decompressed."""
+    """Read the text of a file as UTF-8 without a byte order mark, decompressed."""
     return _as_utf8(path, sources.content(path), encoding)
 
 
 def _as_utf8(where: Path | str, data: bytes, encoding: str) -> bytes:
-    """Text as UTF-8 without a byte order mark; what is UTF-8 already is not copied."""
+    """Convert text to UTF-8 without a byte order mark; UTF-8 is not copied."""
     if not sources.is_utf8(encoding):
         return sources.decoded(where, data, encoding).encode()
     sources.refuse_utf16(where, data)
@@ -84,7 +79,7 @@ def _as_utf8(where: Path | str, data: bytes, encoding: str) -> bytes:
 
 
 def _source(path: Path, encoding: str) -> Path | bytes:
-    """What polars is given: the file itself if it is plain UTF-8, otherwise its text."""
+    """The source for polars: the file itself if it is plain UTF-8, otherwise its text."""
     if sources.packing(path) or not sources.is_utf8(encoding):
         return text_bytes(path, encoding)
     with path.open("rb") as stream:
@@ -93,13 +88,13 @@ def _source(path: Path, encoding: str) -> Path | bytes:
 
 
 class Needed(str):
-    """A column that nobody chose by name here: something made before needs it."""
+    """The name of a column that the user did not choose: an existing encoding needs it."""
 
     __slots__ = ()
 
 
 def pick(name: str, column: Column, present: Sequence[str]) -> str:
-    """The name of a column chosen by name or by position; the error lists the columns there are."""
+    """The name of a column chosen by name or by position; the error lists the columns."""
     if isinstance(column, Needed) and column not in present:
         check.fail(name, f"a table of {', '.join(present)}", f"the column {str(column)!r} as well, as in training")
     if isinstance(column, int) and not isinstance(column, bool):
@@ -121,7 +116,7 @@ def pick_all(choices: Sequence[Choice], present: Sequence[str]) -> list[str]:
 
 
 def _in_order(names: Sequence[str], present: Sequence[str]) -> list[str]:
-    """Each of the names once, in the order of the file."""
+    """The distinct names, in the order of the file."""
     chosen = set(names)
     return [name for name in present if name in chosen]
 
@@ -138,17 +133,17 @@ def read_csv(
     encoding: str = "utf8",
     label: str = "path",
 ) -> list[Series]:
-    """Some columns of a delimited text file.
+    """Read some columns of a delimited text file.
 
     Args:
         source: the file (.gz, .zst, .xz and .bz2 are decompressed) or its bytes.
-        texts: (argument name, column) of columns that are read as text, whatever they look like; None for all.
-        others: the same for columns read as numbers or dates where they look like that, otherwise as text.
+        texts: (argument name, column) of columns that are read as text; None for all.
+        others: the same for columns whose type is inferred: numbers, dates or text.
         separator: one character between fields.
         header: whether the first line names the columns.
-        quote: quoting character, None for none.
-        comment: lines that start with this are left out.
-        encoding: of the text; any name Python knows.
+        quote: quoting character, or None.
+        comment: lines that start with this text are skipped.
+        encoding: text encoding; any name that Python knows.
         label: name of the argument that holds the path, for errors.
 
     Returns:
@@ -183,7 +178,7 @@ def read_csv(
 
 
 def _options(separator: str, header: bool, quote: str | None, comment: str | None) -> dict[str, Any]:
-    """How polars reads delimited text."""
+    """The options of polars for delimited text."""
     if not isinstance(separator, str) or len(separator.encode(errors="replace")) != 1 or separator in "\r\n":
         check.fail("separator", repr(separator), "one ASCII character")
     if quote is not None and (
@@ -191,13 +186,13 @@ def _options(separator: str, header: bool, quote: str | None, comment: str | Non
     ):
         check.fail("quote", repr(quote), "one ASCII character other than the separator, or None")
     if comment is not None and not (isinstance(comment, str) and comment):
-        check.fail("comment", repr(comment), "what lines to leave out begin with, or None")
+        check.fail("comment", repr(comment), "the beginning of lines to skip, or None")
     form = {"separator": separator, "has_header": header, "quote_char": quote, "comment_prefix": comment}
     return form | {"encoding": "utf8", "glob": False}
 
 
 def _refuse_twice(label: str, where: Path | str, choices: Sequence[Choice], present: Sequence[str]) -> None:
-    """Refuses a column chosen by a name that the header has twice; polars calls the second x_duplicated_0."""
+    """Refuse a chosen name that the header has twice; polars calls the second x_duplicated_0."""
     renamed = {name.removesuffix("_duplicated_0") for name in present if name.endswith("_duplicated_0")}
     for _, column in choices:
         if column in renamed:
@@ -205,7 +200,7 @@ def _refuse_twice(label: str, where: Path | str, choices: Sequence[Choice], pres
 
 
 def _fault(given: Path | bytes, separator: str, quote: str | None, comment: str | None) -> str:
-    """What is wrong with a text that polars refused, and where; "" if that cannot be said."""
+    """The first fault of a text that polars refused, with its line; "" if it is not found."""
     if isinstance(given, Path) and (given.stat().st_size > _EXPLAINED or sources.packing(given)):
         return ""
     data = given if isinstance(given, bytes) else given.read_bytes()
@@ -315,7 +310,7 @@ def _decoded(name: str, array: Any) -> Series:
 
 
 def read_frame(name: str, path: Path) -> DataFrame:
-    """A whole Parquet or delimited file; the columns of a text file as text."""
+    """Read a whole Parquet or delimited file; all columns of a text file are text."""
     found = existing(name, path)
     with reading(found, name):
         if suffix_of(found) in (".parquet", ".pq"):
@@ -327,7 +322,7 @@ def read_frame(name: str, path: Path) -> DataFrame:
 
 
 def take(name: str, frame: TableLike, choices: Sequence[Choice]) -> list[Series]:
-    """Some columns of a frame of any of the libraries ``as_frame`` takes."""
+    """Select some columns of a table."""
     present = column_names(name, frame)
     names = pick_all(choices, present)
     table = as_frame(name, frame, set(names))
@@ -335,10 +330,7 @@ def take(name: str, frame: TableLike, choices: Sequence[Choice]) -> list[Series]
 
 
 def as_frame(name: str, value: TableLike, columns: Set[str] | None = None) -> DataFrame:
-    """A polars DataFrame from polars, pandas or pyarrow, or a mapping of columns; only the given columns if any.
-
-    Columns that are not there are left to the caller to miss.
-    """
+    """Convert a table, or those of ``columns`` that it has, to a polars DataFrame."""
     pl = polars()
     if isinstance(value, pl.LazyFrame):
         names = value.collect_schema().names()
@@ -360,7 +352,7 @@ def as_frame(name: str, value: TableLike, columns: Set[str] | None = None) -> Da
 
 
 def _from_pandas(value: Any, columns: Set[str] | None) -> DataFrame:
-    """Column by column, because polars needs pyarrow for text in pandas and that may be absent."""
+    """Convert column by column, because polars needs pyarrow for text in pandas and that may be absent."""
     pl = polars()
     made = []
     for column in value.columns:
@@ -379,7 +371,7 @@ def _from_pandas(value: Any, columns: Set[str] | None) -> DataFrame:
 
 
 def _from_cells(name: str, cells: list[Any]) -> Series:
-    """A column from Python's values; of Objects where these are of several types, or of one that polars has not."""
+    """A column of Python values; of dtype Object if polars has no type for them."""
     pl = polars()
     if len({type(cell) for cell in cells if cell is not None}) > 1:
         return cast("Series", pl.Series(name, cells, dtype=pl.Object))
@@ -390,7 +382,7 @@ def _from_cells(name: str, cells: list[Any]) -> Series:
 
 
 def column_names(name: str, value: TableLike) -> list[str]:
-    """The column names of a frame of any of the libraries ``as_frame`` takes."""
+    """The column names of a table."""
     pl = polars()
     if isinstance(value, pl.LazyFrame):
         return list(value.collect_schema().names())
@@ -407,7 +399,7 @@ _LARGEST = float(np.finfo(np.float32).max)  # of a number
 
 
 def texts(column: Series) -> Series:
-    """Cells as text; whole numbers that a missing value turned into floats are written as whole numbers."""
+    """Convert cells to text; floats that are all whole numbers are written as whole numbers."""
     pl = polars()
     column = _plain(column)
     if column.dtype == pl.String:
@@ -424,7 +416,7 @@ def texts(column: Series) -> Series:
 
 
 def numbers(name: str, column: Series) -> Series:
-    """Float64 values; null and NaN are missing values, text that is no number and numbers beyond float32 are errors."""
+    """Convert cells to float64; other text, and numbers beyond float32, are errors. Null and NaN are missing."""
     pl = polars()
     column = _plain(column)
     if not (column.dtype.is_numeric() or column.dtype in (pl.Boolean, pl.String, pl.Null)):
@@ -443,7 +435,7 @@ def numbers(name: str, column: Series) -> Series:
 
 
 def _no_date(texts: Series) -> str:
-    """The first text that is no date, or not written as the others are; the first of all if none is."""
+    """The first text that is not a date, or the first of all."""
     pl = polars()
     try:
         wrong = texts.filter(texts.str.to_datetime(strict=False).is_null())
@@ -453,7 +445,7 @@ def _no_date(texts: Series) -> str:
 
 
 def seconds(name: str, column: Series) -> Series:
-    """Float64 times: numbers as they are, dates and times as seconds since 1970 (UTC unless they have a zone)."""
+    """Convert times to float64: dates and datetimes become seconds since 1970 (UTC unless they have a zone)."""
     pl = polars()
     column = _plain(column)
     if column.dtype == pl.String:
@@ -463,7 +455,7 @@ def seconds(name: str, column: Series) -> Series:
                 column = column.str.to_datetime()
             except pl.exceptions.PolarsError:
                 given = f"{_no_date(sample)!r} in column {column.name!r}"
-                check.fail(name, given, "numbers, or dates such as 2020-01-31, written alike in all rows")
+                check.fail(name, given, "numbers, or dates such as 2020-01-31, in one format")
     if column.dtype == pl.Date:
         return column.cast(pl.Int32).cast(pl.Float64) * 86400
     if column.dtype == pl.Datetime:
@@ -472,7 +464,7 @@ def seconds(name: str, column: Series) -> Series:
 
 
 def _plain(column: Series) -> Series:
-    """A column of Objects as what polars makes of them together, such as numbers of integers and floats."""
+    """Convert a column of dtype Object to the common type of its cells, such as floats for integers and floats."""
     pl = polars()
     if column.dtype != pl.Object:
         return column

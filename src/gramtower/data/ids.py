@@ -1,31 +1,19 @@
-"""What an id is, and columns of ids as numbers.
+"""Ids: their types, columns of ids as codes, lookups, ids as tensors, and times.
 
 The ids of a side are whole numbers (an int64 array) or text (an object array of str):
 
     text files                          text, whatever it looks like: "007" stays "007"
     integers of frames, Parquet, arrays whole numbers
-    floats that are whole numbers       whole numbers: what a missing value makes of integers elsewhere
-    text and whole numbers in one list  text, the numbers in digits
+    floats that are whole numbers       whole numbers, because missing values turn integers into floats elsewhere
+    text and whole numbers in one list  text; the numbers are written in digits
     uuid.UUID                           text
-    bool, bytes, other floats, dates,   refused; so are whole numbers beyond 64 bits with sign, and floats beyond 2⁵³,
-    lists and everything else           which are no longer exact
+    bool, bytes, other floats, dates,   refused; so are whole numbers beyond signed 64 bits, and floats beyond 2⁵³,
+    lists and everything else           which are not exact
 
-None, NaN and pandas' NA are missing. Codes do not depend on how polars cuts a column into chunks. Cost: O(rows) for
-text, a sort for numbers that are far apart.
-
-Ids ↔ row numbers: look-up of ids that must be known, and joins of two sets of ids.
-
-Who asks by id asks by type: 7 is not "7", and the error says so. Joins of tables (pairs to evaluate, features, a warm
-start) match a whole number with the text that writes it, "7" but not "007": ids of CSV files are text, and those of a
-Parquet file with the same entities may be numbers.
-
-Ids as tensors: whole numbers as they are, text as one block of UTF-8 with offsets. Nothing is pickled.
-
-A hundred thousand ids load in milliseconds.
-
-Moments as seconds since 1970 (UTC): from numbers, dates, datetimes of Python, numpy and pandas, and ISO 8601 text.
-
-A time without a zone is UTC; one with a zone is converted.
+None, NaN and pandas' NA are missing. Lookups are type-sensitive: 7 does not match "7", and the error explains it. Joins
+of tables (pairs to evaluate, features, a warm start) match a whole number with its decimal text, "7" but not "007",
+because ids of CSV files are text and those of a Parquet file with the same entities may be numbers. Times are seconds
+since 1970; a time without a zone is UTC. Cost: O(rows), and a sort for numbers that are far apart.
 """
 
 from __future__ import annotations
@@ -99,9 +87,9 @@ def by_appearance(codes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def code_series(*columns: pl.Series) -> list[Coded]:
-    """Codes of polars columns of one length, as id_series returns them; those of text are found side by side.
+    """Codes of polars columns of one length, as id_series returns them; text columns are coded in parallel.
 
-    The code of a text is its place in a list of the distinct ones, which is what an Enum is.
+    The code of a text is its position among the distinct texts, as in a polars Enum.
     """
     pl = frames.polars()
     named = [column.alias(str(place)) for place, column in enumerate(columns)]
@@ -119,7 +107,7 @@ def _coded_text(text: pl.Series, codes: pl.Series) -> Coded:
 
 
 def _parts(column: pl.Series) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
-    """Numbers, 0 where they are missing, and where that is."""
+    """Numbers, with 0 for missing ones, and a mask of the missing ones."""
     if not column.null_count():
         return column.to_numpy(), None
     return column.fill_null(0).to_numpy(), column.is_null().to_numpy()
@@ -186,7 +174,7 @@ def _from_objects(name: str, column: pl.Series) -> pl.Series:
 
 
 def id_array(name: str, values: Any) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
-    """Ids of any sequence as an int64 array or an object array of text, and where they are missing (None: nowhere)."""
+    """Convert ids to an int64 or object array, with a mask of the missing ones (None if there are none)."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         check.fail(name, type(values).__name__, "a sequence of ids")
     if type(values).__module__.startswith("polars"):
@@ -214,7 +202,7 @@ def id_array(name: str, values: Any) -> tuple[NDArray[Any], NDArray[np.bool_] | 
 
 
 def integers(name: str, values: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
-    """An array of numbers as whole numbers, and where they are missing (None: nowhere)."""
+    """An array of numbers as whole numbers, and a mask of missing ones (None if there are none)."""
     if values.dtype.kind != "f":
         if values.dtype == np.uint64 and len(values):
             _in_range(name, int(values.max()))
@@ -228,14 +216,14 @@ def integers(name: str, values: NDArray[Any]) -> tuple[NDArray[np.int64], NDArra
 
 
 def is_missing(cell: Any) -> bool:
-    """None, NaN, and pandas' NA and NaT."""
+    """Whether a cell is None, NaN, or pandas' NA or NaT."""
     if isinstance(cell, (float, np.floating)):
         return bool(cell != cell)
     return cell is None or type(cell).__name__ in ("NAType", "NaTType")
 
 
 def key_of(name: str, cell: Any) -> Key:
-    """One id: text, or a whole number (7.0 is 7)."""
+    """Convert one id to text or a whole number (7.0 is 7)."""
     if isinstance(cell, str):
         return str(cell)
     if isinstance(cell, uuid.UUID):
@@ -264,7 +252,7 @@ def _check_unicode(name: str, texts: Iterable[str]) -> None:
 
 
 def as_ids(name: str, values: Any) -> NDArray[Any]:
-    """Distinct ids, none missing."""
+    """Convert ids and check that they are distinct and none is missing."""
     ids, missing = id_array(name, values)
     if missing is not None:
         check.fail(name, f"no id at place {int(np.argmax(missing))}", "an id at every place")
@@ -277,7 +265,7 @@ def as_ids(name: str, values: Any) -> NDArray[Any]:
 
 
 def as_objects(texts: list[Any]) -> NDArray[np.object_]:
-    """A one-dimensional object array."""
+    """Convert a list to a one-dimensional object array."""
     result = np.empty(len(texts), dtype=object)
     result[:] = texts
     return result
@@ -288,21 +276,21 @@ _NAMED = 3  # unknown ids that an error names
 
 
 def index_of(ids: NDArray[Any]) -> dict[Key, int]:
-    """The row of each id."""
+    """Map each id to its row."""
     return {key: row for row, key in enumerate(ids.tolist())}
 
 
 def rows_of(name: str, ids: IdsLike, index: Mapping[Key, int], expected: str | None = None) -> NDArray[np.int64]:
-    """Row numbers of one id or of several.
+    """Look up the rows of one or several ids.
 
     Args:
-        name: of the argument, for errors.
+        name: the argument, for errors.
         ids: one id or a sequence of them.
-        index: what index_of made.
-        expected: what to say was expected; by default, ids among those known.
+        index: the result of index_of.
+        expected: the end of the error message; by default it asks for known ids.
 
     Raises:
-        ValueError: for unknown ids; names the first few, with near ones or why they cannot be among those known.
+        ValueError: for unknown ids; it names the first few, with similar known ids or with the reason.
     """
     keys = [key_of(name, cell) for cell in check.ids(name, ids)]
     unknown = [key for key in keys if key not in index]
@@ -314,7 +302,7 @@ def rows_of(name: str, ids: IdsLike, index: Mapping[Key, int], expected: str | N
 
 
 def join(ids: NDArray[Any], index: Mapping[Key, int]) -> NDArray[np.int64]:
-    """The row of each id, −1 where it is unknown; a number and the text that writes it are the same id."""
+    """Match ids with rows, −1 for unknown ids; a number and its decimal text are the same id."""
     keys = ids.tolist()
     if keys and index and isinstance(keys[0], str) != _is_text(index):
         keys = [str(key) for key in keys] if _is_text(index) else [_number(key) for key in keys]
@@ -322,7 +310,7 @@ def join(ids: NDArray[Any], index: Mapping[Key, int]) -> NDArray[np.int64]:
 
 
 def as_known(texts: Iterable[str], ids: NDArray[Any] | None) -> list[Key]:
-    """Text from a command line as ids of the type of those known; None stands for row numbers."""
+    """Convert text from a command line to the type of the known ids; None means row numbers."""
     numbers = ids is None or ids.dtype.kind == "i"
     return [_number(text) if numbers else text for text in texts]
 
@@ -337,7 +325,7 @@ def _is_text(index: Mapping[Key, int]) -> bool:
 
 
 def _number(text: str) -> Key:
-    """The whole number that a text writes, otherwise the text."""
+    """The whole number that a text writes, or the text itself."""
     return int(text) if len(text) <= 20 and _NUMBER.fullmatch(text) else text
 
 
@@ -353,7 +341,7 @@ def _hint(key: Key, index: Mapping[Key, int]) -> str:
 
 
 def pack_ids(ids: NDArray[Any] | None) -> dict[str, Tensor]:
-    """Ids as ``numbers``, or as ``text`` and ``offsets``; nothing for entities known by row number."""
+    """Ids as tensors: ``numbers``, or one block of UTF-8 ``text`` with ``offsets``; empty for None."""
     if ids is None:
         return {}
     ids, _ = id_array("ids", ids)
@@ -366,10 +354,10 @@ def pack_ids(ids: NDArray[Any] | None) -> dict[str, Tensor]:
 
 
 def unpack_ids(tensors: Mapping[str, Tensor], prefix: str = "") -> NDArray[Any] | None:
-    """Ids from tensors under the names of pack_ids with a prefix; None if there are none.
+    """Rebuild ids from the tensors of pack_ids, whose names have a prefix; None if there are none.
 
     Raises:
-        ValueError: if the tensors are not what pack_ids makes of distinct ids.
+        ValueError: if pack_ids cannot have written these tensors.
     """
     found = {name: tensors[prefix + name] for name in ("numbers", "text", "offsets") if prefix + name in tensors}
     if not found:
@@ -406,7 +394,7 @@ _MOMENT = "a number, a date, a datetime, or text such as 2020-01-31 or 2020-01-3
 
 
 def moment(name: str, value: Any) -> float:
-    """One moment."""
+    """Convert a number, date, datetime or ISO 8601 text to seconds since 1970 (UTC)."""
     if isinstance(value, str):
         try:
             value = datetime.fromisoformat(value.strip())
@@ -424,7 +412,7 @@ def moment(name: str, value: Any) -> float:
 
 
 def moments(name: str, values: Any) -> NDArray[np.float64]:
-    """A sequence of moments; NaN where one is missing."""
+    """Convert a sequence of times to seconds since 1970 (UTC); NaN where one is missing."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         check.fail(name, type(values).__name__, "a sequence of times")
     array = check.as_array(name, values, "a sequence of times")

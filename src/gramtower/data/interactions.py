@@ -1,18 +1,7 @@
-"""Observed pairs with the ids, weights and times they came with: from files, frames or arrays to one CSR matrix.
+"""Interactions: observed pairs with ids, weights and times, read from files, frames or arrays into one CSR matrix.
 
-Ids are whole numbers or text, as the source has them (data/ids.py says when); rows are numbered in order of first
-appearance among the rows kept.
-Cost: O(rows) time and memory beyond reading the file; see data/merge.py for the order of entries.
-
-Pairs as scikit-learn takes its data: a sequence of samples, one for each pair, that is cut by positions.
-
-Interactions have the shape of their matrix, whose rows are entities; scikit-learn's searches count and cut what they
-are given by its first axis. Cost: that of ``Interactions.subset``.
-
-Two sets of observed pairs as one: the entities of the first, then those that only the second has.
-
-A pair that both have is taken from the second, with its label, weight and time. Ids are joined as in data/ids.py and
-keep the type of the first. Cost: O(pairs log pairs).
+Ids are whole numbers or text (data/ids.py has the rules); rows are numbered in order of first appearance among the rows
+kept. Cost: O(rows) time and memory in addition to reading the file; data/merge.py describes the order of entries.
 """
 
 from __future__ import annotations
@@ -58,35 +47,35 @@ _SHOWN = 5  # pairs in a notebook
 
 @dataclass(frozen=True, eq=False)
 class Interactions:
-    """Observed pairs, such as which user bought which item: what a model learns from.
+    """Observed pairs, such as which user bought which item: the training data of a model.
 
-    Make one with ``from_csv``, ``from_frame``, ``from_arrays`` ….
+    Create one with ``from_csv``, ``from_parquet``, ``from_frame``, ``from_arrays`` or ``from_matrix``.
 
-    What the constructors share. ``threshold=4`` keeps rows whose value is at least 4 and labels them 1; without a
-    threshold the value is the label when ``labels=True``, otherwise every row is a pair labelled 1. Rows without an id,
-    or without a value, weight or time that was asked for, are left out and counted, and more than one in a hundred of
-    them are a warning. Then rows of the same pair are merged by ``duplicates``:
+    ``threshold=4`` keeps rows whose value is at least 4 and labels them 1. Without a threshold the value is the label
+    if ``labels=True``; otherwise every row is a pair labelled 1. Rows with a missing id, or a missing value, weight or
+    time in a chosen column, are dropped and counted; more than 1% of them give a warning. Then rows of the same pair
+    are merged by ``duplicates``:
 
-    - ``"max"`` (default, whatever the order of rows): largest label, largest weight, latest time
+    - ``"max"`` (default; does not depend on the order of rows): largest label, largest weight, latest time
     - ``"sum"``: labels and weights added, latest time
-    - ``"last"``, ``"first"``: label, weight and time of one row, by time where there are times, otherwise by place
-    - ``"error"``: repeated pairs are an error
+    - ``"last"``, ``"first"``: label, weight and time of one row, by time if there are times, otherwise by position
+    - ``"error"``: repeated pairs raise an error
 
     Attributes:
-        matrix: scipy.sparse CSR, m × n, float32. Stored entries are the observed pairs, values the labels; the columns
-            of a row increase and none occurs twice.
+        matrix: scipy.sparse CSR, m × n, float32. Stored entries are the observed pairs and values the labels; the
+            columns of a row increase and are distinct.
         left_ids: m distinct ids, an int64 array or an object array of str; row i of the matrix belongs to
             ``left_ids[i]``. Text files give text ("007" stays "007"), integers stay integers; see data/ids.py.
         right_ids: n distinct ids.
-        times: float64, aligned with ``matrix.data``, or None. Seconds since 1970 where the source had dates.
+        times: float64, aligned with ``matrix.data``, or None. Seconds since 1970 if the source had dates.
         weights: float32, aligned with ``matrix.data``, or None.
         left_name: name of the left column.
         right_name: name of the right column.
-        report: counts of what was read, left out and merged.
-        numbered: where ids are but the row or column numbers of a matrix that came without ids, how many it had, for
-            each side; otherwise None. Numbers of another matrix are other entities, and are not joined with them.
+        report: counts of rows read, dropped and merged.
+        numbered: for each side, the number of entities if the ids are only row or column numbers of a matrix without
+            ids; otherwise None. Such numbers are not joined with those of another matrix.
         same_entities: whether both sides are one set, such as packages that depend on packages: then no entity is
-            recommended to itself. None lets :attr:`one_set` tell from the data.
+            recommended to itself. With None, :attr:`one_set` decides from the data.
 
     Example:
         >>> pairs = gt.Interactions.from_arrays(["ann", "ann", "bob"], ["tea", "milk", "tea"])
@@ -141,7 +130,7 @@ class Interactions:
         encoding: str = "utf8",
         same_entities: bool | None = None,
     ) -> Interactions:
-        """Pairs from a delimited text file; .gz, .zst, .xz and .bz2 are decompressed.
+        """Read pairs from a delimited text file; .gz, .zst, .xz and .bz2 are decompressed.
 
         Args:
             path: the file, or its content as bytes.
@@ -149,17 +138,17 @@ class Interactions:
             right: column of right ids.
             value: column of ratings, counts or labels.
             weight: column of pair weights.
-            time: column of times: numbers, or dates and datetimes, which become seconds since 1970 (those without a
-                zone are taken as UTC).
+            time: column of times: numbers, or dates and datetimes, which become seconds since 1970 (UTC if they have no
+                zone).
             threshold: smallest value that makes a pair; see the class.
             labels: whether values are the labels; see the class.
             duplicates: how rows of the same pair are merged; see the class.
             separator: one character between fields.
-            header: whether the first line names the columns. There is a warning where columns are chosen by position
-                and the names are ids of other lines too.
-            quote: quoting character, None for none.
-            comment: lines that start with this are left out.
-            encoding: of the text; any name Python knows.
+            header: whether the first line names the columns. There is a warning if columns are chosen by position and
+                the names also occur as ids.
+            quote: quoting character, or None.
+            comment: lines that start with this text are skipped.
+            encoding: text encoding; any name that Python knows.
             same_entities: whether both sides are one set of entities; see the class.
         """
         rule = Rule.of(threshold, labels, duplicates, value)
@@ -222,7 +211,7 @@ class Interactions:
         duplicates: str = "max",
         same_entities: bool | None = None,
     ) -> Interactions:
-        """Pairs from a polars, pandas or pyarrow table or a mapping of columns; arguments as in :meth:`from_csv`."""
+        """Read pairs from a polars, pandas or pyarrow table or a mapping of columns; see :meth:`from_csv`."""
         rule = Rule.of(threshold, labels, duplicates, value)
         texts, others = _choices(left, right, value, weight, time)
         return cls._from_columns(frames.take("frame", frame, texts + others), others, rule, same_entities)
@@ -243,10 +232,10 @@ class Interactions:
         right_name: str = "right",
         same_entities: bool | None = None,
     ) -> Interactions:
-        """Pairs from sequences of equal length: ids (text or whole numbers; None is missing) and numbers.
+        """Make pairs from sequences of equal length: ids (text or whole numbers; None is missing) and numbers.
 
-        Times are numbers, or dates, datetimes, datetime64 or ISO 8601 text, UTC unless they have a zone. Needs no
-        polars. The other arguments are those of :meth:`from_csv`.
+        Times are numbers, or dates, datetimes, datetime64 or ISO 8601 text, UTC unless they have a zone. The other
+        arguments are those of :meth:`from_csv`. Does not need polars.
         """
         rule = Rule.of(threshold, labels, duplicates, value)
         left, right = given_ids("left", left), given_ids("right", right)
@@ -268,7 +257,7 @@ class Interactions:
         right_name: str = "right",
         same_entities: bool | None = None,
     ) -> Interactions:
-        """Pairs from any scipy.sparse matrix; ids default to row and column numbers. Duplicates are added."""
+        """Make pairs from a scipy.sparse matrix; ids default to row and column numbers. Duplicates are added."""
         csr = _canonical(matrix)
         rows = as_ids("left_ids", range(csr.shape[0]) if left_ids is None else check.listed("left_ids", left_ids))
         columns = as_ids(
@@ -284,7 +273,7 @@ class Interactions:
     def _from_columns(
         cls, columns: list[pl.Series], others: list[Choice], rule: Rule, same_entities: bool | None
     ) -> Interactions:
-        """``columns``: left, right, then those of ``others``. Emptied, so that the text can be freed on the way."""
+        """Assemble the columns left, right and ``others``; the list is emptied to free text early."""
         numbers = {}
         for name, _ in reversed(others):
             column = columns.pop()
@@ -298,7 +287,7 @@ class Interactions:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(m, n): left and right entities."""
+        """(m, n): the numbers of left and right entities."""
         return (len(self.left_ids), len(self.right_ids))
 
     def __len__(self) -> int:
@@ -310,7 +299,7 @@ class Interactions:
         return f"Interactions({len(self):,} pairs of {m:,} {self.left_name!r} and {n:,} {self.right_name!r}{sets})"
 
     def _repr_html_(self) -> str:
-        """A card for notebooks: sizes, what the pairs have besides, and the first of them."""
+        """A card for notebooks: sizes, optional fields, and the first pairs."""
         (m, n), matrix = self.shape, self.matrix
         sizes: dict[str, object] = {"pairs": len(self), self.left_name: m, self.right_name: n}
         sizes["share of all pairs"] = len(self) / max(1, m * n)
@@ -330,7 +319,7 @@ class Interactions:
 
     @cached_property
     def one_set(self) -> bool:
-        """Whether both sides are one set of entities: as given, or by ids and pairs (data/matrices.py)."""
+        """Whether both sides are one set of entities: as given, or decided from the data."""
         if self.same_entities is not None:
             return bool(self.same_entities)
         return are_one_set(self.matrix, self.left_ids, self.right_ids)
@@ -344,18 +333,18 @@ class Interactions:
         return index_of(self.right_ids)
 
     def left_rows(self, ids: IdsLike) -> NDArray[np.int64]:
-        """Rows of left ids; unknown ids are an error that names the first ones and the nearest known."""
+        """Look up the rows of left ids; an unknown id is an error that suggests similar ones."""
         return rows_of(self.left_name, ids, self._left_index)
 
     def right_rows(self, ids: IdsLike) -> NDArray[np.int64]:
-        """Columns of right ids; unknown ids are an error that names the first ones and the nearest known."""
+        """Look up the columns of right ids; an unknown id is an error that suggests similar ones."""
         return rows_of(self.right_name, ids, self._right_index)
 
     def subset(self, entries: ArrayLike) -> Interactions:
-        """Some of the pairs, with the same ids; one set of entities if these are.
+        """Select some of the pairs; the ids of both sides are kept.
 
         Args:
-            entries: a mask over the stored entries (``matrix.data``), or their places without repetition.
+            entries: a mask over the stored entries (``matrix.data``), or their distinct positions.
         """
         chosen = entry_mask("entries", entries, len(self))
         old = self.matrix
@@ -369,7 +358,7 @@ class Interactions:
         )
 
     def without_empty(self) -> Interactions:
-        """The same pairs without the entities that have none: no row and no column of the matrix is empty."""
+        """Remove the entities without pairs: no row and no column of the matrix is empty."""
         old = self.matrix
         rows = np.flatnonzero(np.diff(old.indptr))
         kept = np.bincount(old.indices, minlength=old.shape[1]) > 0
@@ -385,12 +374,12 @@ class Interactions:
         )
 
     def with_matrix(self, matrix: SparseMatrix) -> Interactions:
-        """Other pairs of the same entities. Times and weights are those of the old pairs and are not kept."""
+        """Make other pairs of the same entities; times and weights are dropped."""
         csr = _canonical(matrix, self.shape)
         return replace(self, matrix=csr, times=None, weights=None, report=_counts(csr))
 
     def renamed(self, left_name: str, right_name: str, **counts: int) -> Interactions:
-        """The same pairs under other column names, with more counts in the report."""
+        """Change the column names, and add counts to the report."""
         return replace(self, left_name=left_name, right_name=right_name, report={**self.report, **counts})
 
 
@@ -414,7 +403,7 @@ def _choices(
 class PairSamples:
     """Observed pairs as ``X`` of scikit-learn's searches: ``GridSearchCV(...).fit(gt.PairSamples(pairs))``.
 
-    Every pair is a sample. Parts keep the ids of both sides, so that models of different parts know the same entities.
+    Every pair is a sample, so that scikit-learn can select pairs by position. Parts keep the ids of both sides.
 
     Args:
         pairs: the pairs, or a scipy.sparse matrix of them.
@@ -427,23 +416,23 @@ class PairSamples:
 
     @property
     def shape(self) -> tuple[int]:
-        """How many pairs there are."""
+        """(number of pairs,)."""
         return (len(self.pairs),)
 
     def __len__(self) -> int:
         return len(self.pairs)
 
     def __getitem__(self, places: Any) -> PairSamples:
-        """Some of the pairs, by a mask, by places or by a slice; scikit-learn adds an ellipsis for further axes."""
+        """Select pairs by a mask, positions or a slice; scikit-learn adds an ellipsis for further axes."""
         if isinstance(places, tuple) and len(places) == 2 and places[1] is Ellipsis:
             places = places[0]
         if isinstance(places, slice):
             places = np.arange(len(self))[places]
         if isinstance(places, (int, np.integer)):
-            check.fail("places", places, "several: a mask, an array of places or a slice")
+            check.fail("places", places, "several pairs: a mask, an array of positions or a slice")
         return PairSamples(self.pairs.subset(places))
 
-    __iter__ = None  # pairs are taken in parts, not one by one
+    __iter__ = None  # pairs are selected in parts, not one by one
 
     def __repr__(self) -> str:
         return f"PairSamples({self.pairs!r})"
@@ -453,18 +442,20 @@ PairsLike: TypeAlias = Interactions | PairSamples | SparseMatrix | TableLike  # 
 
 
 def pairs_of(given: PairsLike) -> Any:
-    """The pairs of samples; anything else as it is."""
+    """Unwrap PairSamples; anything else is returned unchanged."""
     return given.pairs if isinstance(given, PairSamples) else given
 
 
 def union(known: Interactions, more: Interactions, name: str = "more", strangers: bool = True) -> Interactions:
-    """The pairs of both.
+    """Combine two sets of pairs: the entities of the first, then the new entities of the second.
+
+    If both have a pair, the label, weight and time of the second are kept. Cost: O(pairs log pairs).
 
     Args:
-        known: the first ones; their rows and columns keep their places.
-        more: the second ones; weights that one of the two has not are ones, times are kept if both have them.
-        name: of the argument that gave the second ones, for errors.
-        strangers: whether entities that are new in ``more`` are added; their pairs are left out otherwise.
+        known: the first set; its rows and columns keep their positions.
+        more: the second set; missing weights are 1, and times are kept if both sets have them.
+        name: the argument that holds the second set, for errors.
+        strangers: whether new entities of ``more`` are added; otherwise their pairs are dropped.
     """
     rows, left_ids = _places(f"{name}: left ids", known.left_ids, more.left_ids, strangers)
     columns, right_ids = _places(f"{name}: right ids", known.right_ids, more.right_ids, strangers)
@@ -503,7 +494,7 @@ def _keys(rows: NDArray[Any], columns: NDArray[Any], shape: tuple[int, int]) -> 
 def _places(
     name: str, known: NDArray[Any], given: NDArray[Any], strangers: bool
 ) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """The row of each given id among those known and, after them, the new ones; and all of these ids."""
+    """The row of each given id, with new ids after the known ones, and all ids."""
     places = join(given, index_of(known)) if len(known) else np.full(len(given), -1, dtype=np.int64)
     new = places < 0
     if not strangers or not new.any():
@@ -514,7 +505,7 @@ def _places(
         added = list(map(str, added)) if known.dtype == object else as_known(added, known)
         if known.dtype != object and any(isinstance(one, str) for one in added):
             example = next(one for one in added if isinstance(one, str))
-            check.fail(name, repr(example), "whole numbers, as those that are known")
+            check.fail(name, repr(example), "whole numbers, like the known ids")
     ids = np.empty(len(known) + len(added), dtype=known.dtype if len(known) else given.dtype)
     ids[: len(known)], ids[len(known) :] = known, added
     return places, ids

@@ -1,15 +1,9 @@
-"""Ranked lists of many entities as one Parquet, CSV or TSV file: one row for each answer, written part by part.
+"""Ranked lists as a frame, or as one Parquet, CSV or TSV file that is written part by part: one row for each answer.
 
-Parts are files in a folder beside the table, ``NAME.parts``, whose manifest says what they are parts of; each is
-written whole or not at all. The last step joins them to the table, in one step too, and removes the folder. A run that
-was killed goes on after its last part if everything in the manifest is as it was, and is refused by the name of what
-is not. Memory: one part and what polars holds of a few row groups.
-
-Ranked lists as a table: one row for each answer, in polars if it is installed, otherwise in pandas.
-
-Columns of a second table, such as titles, are put beside the answers by id; reading that one takes polars.
-
-Cost: O(answers).
+Parts are files in a folder next to the table, ``NAME.parts``, with a manifest; each is written completely or not at
+all. The last step joins them into the table and removes the folder. An interrupted run continues after its last part if
+the manifest matches its arguments; otherwise the error names the difference. Memory: one part, and a few row groups
+while the parts are joined.
 """
 
 from __future__ import annotations
@@ -42,14 +36,14 @@ _MANIFEST, _KIND, _VERSION = "manifest.json", "gramtower lists", 1
 
 
 class ListFile:
-    """A table of lists that is being written.
+    """A writer for a table of lists.
 
     Args:
-        path: the table; its ending says what it is.
-        ids: of the left and of the right entities, int64 or text; None for row numbers.
-        sizes: how many there are of each.
-        k: longest list.
-        marks: what the lists are of, by name, as JSON can hold it; a part of others is not gone on from.
+        path: the table; its ending decides the format.
+        ids: ids of the left and of the right entities, int64 or text; None for row numbers.
+        sizes: numbers of left and right entities.
+        k: length of the lists.
+        marks: facts about the lists, as JSON values by name; a run continues only if they are equal.
     """
 
     def __init__(
@@ -71,13 +65,13 @@ class ListFile:
         self._marks = {"k": k, "left entities": sizes[0], "rows of a part": self.rows, **marks}
 
     def begin(self, fresh: bool = False) -> int:
-        """Make the folder, or find it; returns how many parts are there already.
+        """Create or find the folder; returns how many parts it already has.
 
         Args:
-            fresh: remove what an earlier run left.
+            fresh: whether to remove the parts of an earlier run.
 
         Raises:
-            ValueError: if the folder holds parts of other lists, or the disk has no room for all that is to come.
+            ValueError: if the folder has parts of other lists, or the disk is too small.
         """
         if (fresh and (self.folder / _MANIFEST).exists()) or self._has_only_parts():
             shutil.rmtree(self.folder)
@@ -88,7 +82,7 @@ class ListFile:
         return done
 
     def write(self, part: int, columns: NDArray[np.int64], values: NDArray[np.float32]) -> int:
-        """Save the lists of a part's entities, as top_k gives them; returns the number of answers."""
+        """Write the lists of a part, as top_k returns them; returns the number of answers."""
         table = self._table(part * self.rows, columns, values)
         with replacing(self._name(part)) as partial:
             if self.path.suffix.lower() == ".parquet":
@@ -98,7 +92,7 @@ class ListFile:
         return len(table)
 
     def finish(self) -> None:
-        """Join the parts to the table, which takes the place of an older one, and remove them."""
+        """Join the parts into the table, which replaces an older one, and remove them."""
         names = [self._name(part) for part in range(self.parts)]
         with replacing(self.path) as partial:
             if self.path.suffix.lower() == ".parquet":
@@ -111,7 +105,7 @@ class ListFile:
         shutil.rmtree(self.folder)
 
     def room(self) -> int:
-        """About how many bytes parts and table take."""
+        """Estimate the bytes of parts and table."""
         answers, left, right = self.lists * self._k, _length(self._left), _length(self._right)
         if self.path.suffix.lower() != ".parquet":
             return round(2 * answers * (left + right + len(str(self._k)) + _SCORE + len(COLUMNS)))
@@ -131,30 +125,30 @@ class ListFile:
         return self.folder / f"part-{part:06d}{self.path.suffix.lower()}"
 
     def _has_only_parts(self) -> bool:
-        """Whether the folder has no manifest and nothing of others: a run was killed as it began or removed it."""
+        """Whether the folder has only parts and no manifest, as an interrupted start or end leaves it."""
         if not self.folder.is_dir():
             return False
         return all(is_left_over(path.name) or _PART.fullmatch(path.name) for path in self.folder.iterdir())
 
     def _parts_there(self) -> tuple[int, int]:
-        """How many parts an earlier run left, and their bytes; refused if it was of other lists."""
+        """Number and bytes of the parts of an earlier run; parts of other lists are refused."""
         try:
             found = json.loads((self.folder / _MANIFEST).read_text(encoding="utf-8"))
             of = found["of"] if (found["kind"], found["version"]) == (_KIND, _VERSION) else None
         except (OSError, ValueError, KeyError, TypeError):
             of = None
         if not isinstance(of, dict):
-            self._refuse("which is no folder of lists that this version began")
+            self._refuse("which is not a folder of lists that this version started")
         for name in self._marks | of:
             if of.get(name) != self._marks.get(name):
-                self._refuse(f"begun with other {name} ({of.get(name)}, now {self._marks.get(name)})")
+                self._refuse(f"started with other {name} ({of.get(name)}, now {self._marks.get(name)})")
         sizes: list[int] = []
         while len(sizes) < self.parts and self._name(len(sizes)).is_file():
             sizes.append(self._name(len(sizes)).stat().st_size)
         return len(sizes), sum(sizes)
 
     def _refuse(self, why: str) -> NoReturn:
-        expected = "the arguments that it was begun with, another name, or fresh=True (--fresh) to begin again"
+        expected = "the same arguments as before, another name, or fresh=True (--fresh) to start again"
         check.fail("path", f"{self.folder}, {why}", expected)
 
     def _check_room(self, there: int) -> None:
@@ -181,7 +175,7 @@ def _column(ids: NDArray[Any] | None, size: int) -> Any:
 
 
 def _length(column: Any) -> float:
-    """Mean characters of an id."""
+    """Mean length of an id in bytes."""
     return float(column.cast(frames.polars().String).str.len_bytes().mean() or 0.0)
 
 
@@ -193,15 +187,15 @@ def lists_frame(
     packages: Sequence[str] = ("polars", "pandas"),
     beside: Mapping[str, Sequence[Any]] | None = None,
 ) -> Any:
-    """Lists, as ``recommend`` gives them, as a table with columns for the id asked for, rank from 1, answer and score.
+    """A table of lists, with columns for the query id, the rank from 1, the answer and its score.
 
     Args:
-        asked: the ids asked for, one for each list.
-        ids: the answers, a row for each list; their type stays.
-        scores: of the answers; places without an answer (−inf) are left out.
-        names: of the columns of the ids asked for and of the answers.
-        packages: whose frames to make, the first that is installed.
-        beside: further columns, a value for each answer in the order of the rows; see :func:`columns_beside`.
+        asked: the query ids, one for each list.
+        ids: the answers, one row for each list.
+        scores: scores of the answers; entries of −inf are dropped.
+        names: column names of the query ids and of the answers.
+        packages: the first of these that is installed makes the frame.
+        beside: further columns with one value for each row; see :func:`columns_beside`.
     """
     wanted, found, given = check.ids("asked", asked), np.asarray(ids), np.asarray(scores)
     if found.ndim != 2 or found.shape != given.shape or len(wanted) != len(found):
@@ -228,13 +222,13 @@ def lists_frame(
 
 
 def columns_beside(table: Any, ids: NDArray[Any], scores: NDArray[Any]) -> dict[str, Any]:
-    """The columns of a table for each answer of some lists, null where it has no row for one.
+    """Look up the columns of a table for each answer; null if it has no row for an answer.
 
     Args:
-        table: a polars, pandas or pyarrow table, a mapping of columns or the path of a CSV or Parquet file, whose ids
-            are in the column "id" or else in the first; or a :class:`~gramtower.data.tables.FeatureTable`.
-        ids: the answers, a row for each list.
-        scores: of the answers.
+        table: a polars, pandas or pyarrow table, a mapping of columns or the path of a CSV or Parquet file, with ids in
+            the column "id" or otherwise the first; or a :class:`~gramtower.data.tables.FeatureTable`.
+        ids: the answers, one row for each list.
+        scores: scores of the answers.
 
     Raises:
         ValueError: if an id is in several rows, or no id of the table is one of the answers.

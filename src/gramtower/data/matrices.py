@@ -1,15 +1,8 @@
-"""Sparse matrices from outside, checked before compiled code follows their indices.
+"""Checks of sparse matrices given by the user, and set operations on them.
 
-scipy checks little of what a matrix holds, and its own conversions read beyond their arrays when offsets fall or
-columns are out of range. Everything that takes a matrix calls :func:`checked` or :func:`canonical` first; patterns that
-were stored go through :func:`pattern`. Cost: O(entries), by numpy on all cores.
-
-Whether both sides of pairs are one set of entities, such as packages that depend on packages, told from the data.
-
-They are if at least half of the smaller side's ids are on the other side too and, if these were ids of different
-things, such as users and films that are both numbered from 1, at least twenty pairs would be expected to have the same
-id twice, of which there are not a tenth. Cost: O(ids + pairs), and an index of the smaller side's ids, which is not
-kept.
+scipy checks little, and its own conversions read beyond their arrays when offsets decrease or columns are out of range.
+So every function that takes a matrix calls :func:`checked` or :func:`canonical` first, and stored patterns are checked
+by :func:`pattern`. Cost: O(entries), by numpy on all cores.
 """
 
 from __future__ import annotations
@@ -30,12 +23,12 @@ _CHUNK = 1 << 20  # entries that one thread looks at before the next
 
 
 def checked(name: str, value: SparseMatrix, shape: tuple[int, int] | None = None) -> Any:
-    """A scipy.sparse matrix or array of any format whose every index can be followed and every value is finite.
+    """Check that all indices of a scipy.sparse matrix or array are valid and all values are finite.
 
     Args:
-        name: of the argument.
-        value: the matrix, which is left as it is.
-        shape: what it must be, or None.
+        name: the argument, for errors.
+        value: the matrix, of any format; it is not changed.
+        shape: the required shape, or None.
 
     Returns:
         The same matrix; entries beyond the last offset are dropped.
@@ -54,7 +47,7 @@ def checked(name: str, value: SparseMatrix, shape: tuple[int, int] | None = None
 
 
 def canonical(name: str, value: SparseMatrix, shape: tuple[int, int] | None = None) -> sp.csr_matrix:
-    """A checked matrix as CSR whose columns increase within a row; duplicates are added. Shares memory if it can."""
+    """Convert to CSR with increasing columns in each row; duplicates are added. Shares memory if possible."""
     matrix = sp.csr_matrix(checked(name, value, shape))
     if not rows_increase(matrix.indptr, matrix.indices):
         matrix = matrix.copy()
@@ -74,7 +67,7 @@ def pattern(name: str, columns: NDArray[Any], offsets: NDArray[Any], shape: tupl
 
 
 def entry_mask(name: str, given: Any, total: int) -> NDArray[np.bool_]:
-    """A mask over the stored entries of a matrix: one that is given, or of places without repetition."""
+    """A mask over the stored entries of a matrix, from a mask or from distinct positions."""
     chosen = check.as_array(name, given, "a mask, or places of entries")
     if chosen.dtype == bool and chosen.shape != (total,):
         check.fail(name, f"a mask of shape {chosen.shape}", f"shape ({total},), one for each pair")
@@ -92,7 +85,7 @@ def entry_mask(name: str, given: Any, total: int) -> NDArray[np.bool_]:
 
 
 def union(first: sp.csr_matrix, *others: sp.csr_matrix) -> sp.csr_matrix:
-    """The pattern of the stored entries of matrices of one shape, as ones."""
+    """A matrix of ones at the stored entries of any of some matrices of one shape."""
     found = _ones(first)
     for other in others:
         if other.nnz:
@@ -101,13 +94,13 @@ def union(first: sp.csr_matrix, *others: sp.csr_matrix) -> sp.csr_matrix:
 
 
 def without(pairs: sp.csr_matrix, others: sp.csr_matrix) -> sp.csr_matrix:
-    """The stored entries of a matrix of positive values that are not stored entries of another of its shape."""
+    """The entries of a matrix of positive values that another matrix of its shape does not store."""
     stored = sp.csr_matrix((np.ones(others.nnz, dtype=bool), others.indices, others.indptr), shape=others.shape)
     return (pairs > pairs.multiply(stored)).tocsr()
 
 
 def resized(matrix: sp.csr_matrix, shape: tuple[int, int]) -> sp.csr_matrix:
-    """A matrix with empty rows and columns after its own."""
+    """Append empty rows and columns to a matrix."""
     if matrix.shape == shape:
         return matrix
     offsets = np.concatenate([matrix.indptr, np.full(shape[0] - matrix.shape[0], matrix.indptr[-1])])
@@ -120,7 +113,7 @@ def _ones(matrix: sp.csr_matrix) -> sp.csr_matrix:
 
 
 def extremes(array: NDArray[Any]) -> tuple[Any, Any]:
-    """The least and the largest number of an array that is not empty, NaN where there is one; by all threads."""
+    """The smallest and largest number of a non-empty array (NaN if it contains one), by all threads."""
     cuts = [*range(0, len(array), _CHUNK), len(array)]
     lows, highs = np.empty(len(cuts) - 1, array.dtype), np.empty(len(cuts) - 1, array.dtype)
 
@@ -146,7 +139,7 @@ def rows_increase(offsets: NDArray[Any], columns: NDArray[Any]) -> bool:
 
 
 def everywhere(test: Callable[[int, int], bool], total: int) -> bool:
-    """Whether a test holds for all places from 0 to ``total``, which threads look at chunk by chunk."""
+    """Whether a test holds for all chunks of positions below ``total``; threads test them in parallel."""
     failed: list[int] = []
 
     def work(first: int, last: int) -> None:
@@ -182,7 +175,7 @@ def _coordinates(name: str, value: Any) -> Any:
 
 
 def _as_coordinates(name: str, value: Any) -> Any:
-    """A matrix of lists, of diagonals or from a dictionary."""
+    """Convert a LIL, DIA or DOK matrix to COO."""
     if value.format == "lil" and [len(row) for row in value.rows] != [len(row) for row in value.data]:
         check.fail(name, "lists of columns and of values that differ in length", "a value for each column")
     if value.format == "dia" and (value.data.ndim != 2 or np.shape(value.offsets) != value.data.shape[:1]):
@@ -233,7 +226,12 @@ _ROWS = 1 << 16  # left rows that are looked at together
 
 
 def are_one_set(matrix: sp.csr_matrix, left_ids: NDArray[Any], right_ids: NDArray[Any]) -> bool:
-    """Whether the ids of both sides are those of one set; see the module."""
+    """Whether both sides are one set of entities, such as packages that depend on packages.
+
+    They are if at least half of the ids of the smaller side are on the other side, and pairs of an id with itself are
+    rare: less than a tenth of the number expected for unrelated sides, such as users and films that are both numbered
+    from 1. If fewer than twenty are expected, the answer is no. Cost: O(ids + pairs).
+    """
     rows = _same(left_ids, right_ids)
     columns = np.flatnonzero(rows >= 0)
     if 2 * len(columns) < max(1, min(matrix.shape)):
@@ -248,7 +246,7 @@ def are_one_set(matrix: sp.csr_matrix, left_ids: NDArray[Any], right_ids: NDArra
 
 
 def _same(left_ids: NDArray[Any], right_ids: NDArray[Any]) -> NDArray[np.int64]:
-    """The left row of each right id, −1 where it is not on the left."""
+    """The left row of each right id, −1 if it is not on the left."""
     if len(left_ids) <= len(right_ids):
         return join(right_ids, index_of(left_ids))
     columns = join(left_ids, index_of(right_ids))
@@ -259,7 +257,7 @@ def _same(left_ids: NDArray[Any], right_ids: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def _with_itself(matrix: sp.csr_matrix, same: NDArray[np.int64], first: int, last: int) -> int:
-    """How many pairs of some rows are of an entity with itself; ``same`` is the row of each column's entity."""
+    """Count the pairs of an entity with itself in some rows; ``same`` is the row of each column's entity."""
     offsets, columns = matrix.indptr[first : last + 1], matrix.indices
     rows = np.repeat(np.arange(first, first + len(offsets) - 1), np.diff(offsets))
     return int((same[columns[offsets[0] : offsets[-1]]] == rows).sum())

@@ -1,14 +1,8 @@
-"""From columns of ids and numbers to the fields of Interactions: what is left out, numbered, merged and counted.
+"""Build the fields of Interactions from columns of ids and numbers: drop rows, number ids, merge duplicates, count.
 
-Cost: O(rows) time; a few arrays of that length.
-
-Rows of (left, right, label, weight, time) → one CSR matrix without duplicates.
-
-One sort of 64-bit keys, which numpy does with vector instructions, puts the rows in order of (left, right) and, where
-there are numbers to carry along, of their place in the file. Then rows of the same pair are merged by a rule.
-O(rows log rows) time. Many rows are handed to data/grouping.py, which does the same on all cores.
-
-Warnings about what was left out of the data: rows that make no pair, and pairs of entities that are not known.
+:func:`ordered_merge` sorts 64-bit keys, which puts the rows in order of (left, right) and, if there are numbers to
+carry along, of their position in the file; then rows of the same pair are merged by a rule. Many rows are passed to
+data/grouping.py, which does the same on all cores. Cost: O(rows log rows) time; a few arrays of that length.
 """
 
 from __future__ import annotations
@@ -33,7 +27,7 @@ _LOST = ("rows_without_id", "rows_without_number", "rows_below_threshold")
 
 @dataclass(frozen=True)
 class Rule:
-    """Which rows make a pair, what its label is, and how rows of one pair are merged; see Interactions."""
+    """The rule for which rows make a pair, for its label, and for merging rows of one pair; see Interactions."""
 
     threshold: float | None
     labels: bool
@@ -45,12 +39,12 @@ class Rule:
         if not isinstance(self.labels, (bool, np.bool_)):
             check.fail("labels", repr(self.labels), "True or False")
         if self.labels and self.threshold is not None:
-            check.fail("labels", "True with a threshold", "one of them: pairs over a threshold are labelled 1")
+            check.fail("labels", "True with a threshold", "only one of them: pairs over a threshold are labelled 1")
         check.choice("duplicates", self.duplicates, RULES)
 
     @classmethod
     def of(cls, threshold: float | None, labels: bool, duplicates: str, value: object) -> Rule:
-        """A rule for rows with these values, or None; refused if it reads values and there are none."""
+        """Make a rule, and refuse one that reads values if there are none."""
         rule = cls(threshold, labels, duplicates)
         rule.need_value(value)
         return rule
@@ -63,12 +57,12 @@ class Rule:
     def need_value(self, given: object) -> None:
         """Refuse a rule that reads values when there are none."""
         if self.reads_value and given is None:
-            check.fail("value", None, "the values that threshold or labels=True speak of")
+            check.fail("value", None, "a value column, which threshold and labels=True need")
 
 
 @dataclass(frozen=True)
 class Fields:
-    """What assemble makes; the fields of Interactions."""
+    """The fields of Interactions."""
 
     matrix: sp.csr_matrix
     left_ids: NDArray[Any]
@@ -79,12 +73,12 @@ class Fields:
 
 
 def assemble(left: Coded, right: Coded, numbers: dict[str, NDArray[Any]], rule: Rule) -> Fields:
-    """Leave out rows, number ids by first appearance, merge.
+    """Drop rows, number ids in order of first appearance, and merge duplicates.
 
     Args:
         left: ids of the left side.
-        right: ids of the right side, as many rows.
-        numbers: "value", "weight" and "time" where given: one float for each row, NaN where missing.
+        right: ids of the right side, equally many.
+        numbers: any of "value", "weight" and "time": one float for each row, NaN where missing.
         rule: see the class.
     """
     total = len(left.codes)
@@ -115,10 +109,10 @@ def assemble(left: Coded, right: Coded, numbers: dict[str, NDArray[Any]], rule: 
 
 
 def check_rows(report: dict[str, int]) -> None:
-    """Refuse rows of which none is kept, and warn where many are left out.
+    """Refuse data without a kept row, and warn if many rows are dropped.
 
     Args:
-        report: rows, and how many of them are left out for each reason.
+        report: the number of rows, and how many were dropped for each reason.
     """
     if report["rows"] == sum(report[name] for name in _LOST):
         counts = ", ".join(f"{name} {count}" for name, count in report.items())
@@ -136,7 +130,7 @@ def _identified(left: NDArray[Any], right: NDArray[Any]) -> NDArray[np.bool_] | 
 def _narrow(
     kept: NDArray[np.bool_] | None, total: int, masks: list[NDArray[np.bool_]]
 ) -> tuple[NDArray[np.bool_] | None, int]:
-    """Rows that are in all masks too, and how many were lost by that; None stays None while nothing is lost."""
+    """Intersect a mask with others, and count the rows lost; None means all rows."""
     both = kept
     for mask in masks:
         if both is not None or not mask.all():
@@ -155,7 +149,7 @@ def _numbered(side: Coded, kept: NDArray[np.bool_] | None) -> tuple[NDArray[Any]
 
 
 def given_ids(name: str, given: Any) -> Any:
-    """Ids as they were given, tensors as arrays; matrices are none."""
+    """Ids as given, tensors as arrays; sparse matrices are refused."""
     if sp.issparse(given):
         check.fail(name, "a sparse matrix", "a sequence of ids; from_matrix takes a matrix")
     return check.as_array(name, given, "a sequence of ids") if isinstance(given, torch.Tensor) else given
@@ -170,7 +164,7 @@ def ordered(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
     """Sorted keys row · 2^bits + column, duplicates kept, and with ``places`` the input position of each.
 
-    The sort is stable: positions are sorted along as low bits where that fits into 63 bits.
+    The sort is stable: positions are sorted along as low bits if that fits into 63 bits.
     """
     keys = rows.astype(np.int64)
     keys <<= bits
@@ -219,7 +213,7 @@ def ordered_merge(
     times: NDArray[Any] | None,
     rule: str,
 ) -> tuple[sp.csr_matrix, NDArray[np.float32] | None, NDArray[np.float64] | None, int]:
-    """The same as :func:`merge`, by one sort of all rows in one thread."""
+    """Do the same as :func:`merge` by one sort of all rows in one thread."""
     bits = max(1, shape[1] - 1).bit_length()
     numbers = (labels, weights, times)
     keys, order = ordered(rows, columns, bits, places=any(array is not None for array in numbers))
@@ -265,7 +259,7 @@ def _matrix(keys: NDArray[np.int64], values: NDArray[np.float32], bits: int, sha
 def _chosen(
     order: NDArray[Any], fresh: NDArray[Any], starts: NDArray[Any], times: NDArray[Any] | None, rule: str
 ) -> NDArray[Any]:
-    """For each pair, the place of its first or last row: by time where there are times, then by place."""
+    """For each pair, the position of its first or last row, by time (if there are times) and then by position."""
     if times is not None:
         order = order[np.lexsort((times[order], np.cumsum(fresh)))]  # lexsort is stable: equal times keep their places
     at = starts if rule == "first" else np.append(starts[1:], len(order)) - 1
@@ -277,26 +271,26 @@ _SHARE = 0.01  # of the rows; more are worth a warning
 
 
 def rows_left_out(report: Mapping[str, int]) -> int:
-    """How many rows of a report are left out because something is missing in them."""
+    """Number of rows of a report that were dropped because of a missing cell."""
     return sum(report.get(name, 0) for name in _REASONS)
 
 
 def warn_of_rows(report: Mapping[str, int]) -> None:
-    """Warn if more than a hundredth of the rows miss something; those below a threshold are meant to be left out."""
+    """Warn if more than 1% of the rows were dropped because of a missing cell."""
     if (lost := rows_left_out(report)) > _SHARE * report["rows"]:
         why = ", ".join(f"{report[name]:,} {reason}" for name, reason in _REASONS.items() if report.get(name))
         _warn("rows", lost, report["rows"], why)
 
 
 def warn_of_pairs(name: str, lost: int, total: int, example: object, hint: str = "") -> None:
-    """Warn if more than a hundredth of pairs have an id that is not known; a hint says what can be done about it."""
+    """Warn if more than 1% of the pairs have an unknown id; ``hint`` says what to do about it."""
     if lost > _SHARE * total:
         why = f"an id is not in the training data, such as {example!r}"
         _warn(f"pairs of {name}", lost, total, f"{why}; {hint}" if hint else why)
 
 
 def warn_of_ids(name: str, unknown: Sequence[object], total: int) -> None:
-    """Warn if some ids of an argument that takes unknown ones are not known; they are ignored."""
+    """Warn if some ids are unknown and ignored."""
     if unknown:
         some = ", ".join(map(repr, unknown[:3]))
         text = f"{name}: {len(unknown):,} of {total:,} ids are unknown to the model and are ignored, such as {some}"
@@ -304,7 +298,7 @@ def warn_of_ids(name: str, unknown: Sequence[object], total: int) -> None:
 
 
 def warn_of_header(names: tuple[str, str], ids: tuple[NDArray[Any], NDArray[Any]]) -> None:
-    """Warn if the names of both columns are ids as well: they are a pair then, of a file without a header."""
+    """Warn if the names of both columns are also ids: then the file probably has no header."""
     if all(map(_is_id, names, ids)):
         text = f"the first line is left out: {names[0]!r} and {names[1]!r}, taken for names of columns, are ids too"
         warnings.warn(f"{text}; header=False reads it as a pair", LeftOutWarning, stacklevel=3)

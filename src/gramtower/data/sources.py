@@ -1,16 +1,9 @@
-"""Files from outside: what may be one, how it is decompressed and decoded, and errors that name it.
+"""Files given by the user: decompression, decoding, archives, and errors that name the file.
 
-Whatever is wrong with a file ends in ``ValueError`` or ``OSError`` with its name: the readers work inside
-:func:`reading`, the one place that translates what the layers below raise. Decompression is bounded, so that a small
-file cannot fill the memory: what is read whole may take a quarter of the machine's memory, what is read in pieces
-1 GiB and 200 times the file's size.
-
-Large files piece by piece: decompressed as they are read, from folders, zips and tars, cut where lines end.
-
-Nothing here holds more than one chunk and one line, and no more comes out of a file than Budget allows. Checked
-by tests/test_netflix.py, tests/test_mediawiki.py and tests/test_sources.py.
-
-Data sets that are a folder of several files: which file is which.
+A problem with a file always raises ``ValueError`` or ``OSError`` with its name: readers work inside :func:`reading`,
+which translates the errors of lower layers. Decompression is bounded, so that a small file cannot fill the memory: a
+file that is read whole may take a quarter of the machine's memory, and one that is read in pieces 1 GiB plus 200 times
+the file's size. Pieces come from files, folders, zips and tars, and hold at most one chunk and one line.
 """
 
 from __future__ import annotations
@@ -72,11 +65,11 @@ _TOML_BYTES, _TOML_LINE = 1 << 16, 2000  # tomllib takes quadratic time for keys
 
 @contextmanager
 def reading(path: PathLike, name: str = "path") -> Iterator[None]:
-    """Every error of what is done inside names the file, and is a ``ValueError`` or ``OSError``.
+    """Turn errors raised inside into ``ValueError`` or ``OSError`` that name the file.
 
     Args:
         path: the file, folder or archive.
-        name: the argument that holds it.
+        name: the argument that holds the path.
     """
     try:
         yield
@@ -112,7 +105,7 @@ def _reason(error: BaseException) -> str:
 
 
 def existing(name: str, path: PathLike, *, folder: bool = False) -> Path:
-    """A path to a plain file that is not empty, or to a folder where that may be."""
+    """Check that a path is a plain non-empty file or, with ``folder``, a folder."""
     try:
         found = Path(path)
     except TypeError:
@@ -131,15 +124,15 @@ def existing(name: str, path: PathLike, *, folder: bool = False) -> Path:
 
 
 def compression(head: bytes) -> str:
-    """How bytes are compressed, by the first of them: one of PACKED, "zlib", or "" for not at all."""
+    """The compression of some bytes, by the first of them: one of PACKED, "zlib", or "" for none."""
     return next((kind for kind, beginning in _BEGINNINGS.items() if beginning.match(head)), "")
 
 
 def packing(path: Path) -> str:
-    """How a file is compressed: one of PACKED by its first bytes, or "" for not at all.
+    """The compression of a file, by its first bytes: one of PACKED, or "" for none.
 
     Raises:
-        ValueError: if its ending says something else.
+        ValueError: if its name ends differently.
     """
     with path.open("rb") as stream:
         found = compression(stream.read(16))
@@ -151,11 +144,11 @@ def packing(path: Path) -> str:
 
 
 class Budget:
-    """How many bytes may still come out of a file.
+    """A limit on the bytes that come out of a compressed file.
 
     Args:
         path: the file, for the error.
-        most: how many there may be in all; by default 1 GiB and 200 times the file's own.
+        most: the limit; by default 1 GiB plus 200 times the size of the file.
     """
 
     def __init__(self, path: Path, most: int | None = None) -> None:
@@ -163,7 +156,7 @@ class Budget:
         self.left = self.most
 
     def take(self, size: int) -> None:
-        """Counts bytes that came out; refuses those beyond."""
+        """Count bytes that came out, and refuse more than the limit."""
         self.left -= size
         if self.left < 0:
             given = f"{self.path}, which decompresses to more than {self.most / 1e9:.3g} GB"
@@ -171,19 +164,19 @@ class Budget:
 
 
 class Metered:
-    """A stream of bytes whose length is counted against a budget; for what asks for an object to read from."""
+    """A file object whose bytes are counted against a budget."""
 
     def __init__(self, stream: IO[bytes], budget: Budget) -> None:
         self._stream, self._budget = stream, budget
 
     def read(self, size: int | None = None) -> bytes:
-        """The next bytes, at most ``size`` or CHUNK; none at the end."""
+        """Read at most ``size`` or CHUNK bytes; empty at the end."""
         piece = self._stream.read(CHUNK if size is None else size)
         self._budget.take(len(piece))
         return piece
 
     def pieces(self) -> Iterator[bytes]:
-        """All bytes, in pieces, without the mark of UTF-8 at their beginning."""
+        """Yield all bytes in pieces, without a byte order mark of UTF-8."""
         first = self.read(max(CHUNK, len(BOM)))
         refuse_utf16(self._budget.path, first)
         yield first.removeprefix(BOM)
@@ -199,7 +192,7 @@ def opened(path: Path, most: int | None = None) -> Iterator[Metered]:
 
 
 def content(path: Path) -> bytes:
-    """The bytes of a file, decompressed; at most a quarter of the machine's memory."""
+    """Read a file whole, decompressed; at most a quarter of the machine's memory."""
     buffer = io.BytesIO()
     with opened(path, host.memory_size() // 4) as stream:
         while piece := stream.read():
@@ -208,7 +201,7 @@ def content(path: Path) -> bytes:
 
 
 def is_utf8(encoding: str) -> bool:
-    """Whether an encoding is UTF-8; refuses one that Python does not know."""
+    """Whether an encoding is UTF-8; an unknown encoding is refused."""
     if not isinstance(encoding, str):
         check.fail("encoding", repr(encoding), "the name of an encoding")
     try:
@@ -220,7 +213,7 @@ def is_utf8(encoding: str) -> bool:
 
 
 def decoded(path: PathLike, data: bytes, encoding: str) -> str:
-    """Text from bytes, without a byte order mark; the error names the file and the place."""
+    """Decode bytes, without a byte order mark; the error names the file and the position."""
     if is_utf8(encoding):
         refuse_utf16(path, data)
         data = data.removeprefix(BOM)
@@ -233,14 +226,14 @@ def decoded(path: PathLike, data: bytes, encoding: str) -> str:
 
 
 def refuse_utf16(path: PathLike, head: bytes) -> None:
-    """Refuses text that begins with the byte order mark of UTF-16, and says what to do."""
+    """Refuse text that begins with the byte order mark of UTF-16."""
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
         expected = "UTF-8, or encoding='utf-16' where an encoding can be given"
         check.fail("path", f"{path}, which begins like UTF-16 text", expected)
 
 
 def read_toml(name: str, path: PathLike) -> dict[str, Any]:
-    """The tables of a TOML file of at most 64 KiB and lines of at most 2,000 characters.
+    """Read a TOML file of at most 64 KiB and lines of at most 2,000 characters.
 
     Args:
         name: the argument that holds the path.
@@ -271,14 +264,14 @@ def read_pieces(path: Path) -> Iterator[bytes]:
     """Yield the bytes of a file, decompressed: .gz, .xz, .bz2, .zst.
 
     Raises:
-        ValueError: if the file ends too early, is not what its ending says, or explodes.
+        ValueError: if the file is cut short, differs from its ending, or decompresses to too many bytes.
     """
     with opened(path) as stream:
         yield from stream.pieces()
 
 
 def members(path: Path, wanted: re.Pattern[str]) -> list[str]:
-    """Names of the files of a folder (and two levels below it) or zip whose last part matches; sorted."""
+    """Sorted names of the files of a folder (and two levels below it) or zip that match a pattern."""
     with reading(path):
         if path.is_dir():
             files = (file for level in ("*", "*/*", "*/*/*") for file in path.glob(level))
@@ -290,13 +283,13 @@ def members(path: Path, wanted: re.Pattern[str]) -> list[str]:
 
 
 def read_members(path: Path, names: Iterable[str], end: bytes = b"\n", most: int | None = None) -> Iterator[bytes]:
-    """The bytes of some files of a folder or zip, one file after the other, each ended by a line's end.
+    """Yield the bytes of some files of a folder or zip, one file after the other.
 
     Args:
         path: the folder or zip.
-        names: of the files.
-        end: what stands between files.
-        most: how many bytes there may be in all; see Budget.
+        names: names of the files.
+        end: bytes to yield after each file.
+        most: limit of decompressed bytes; see Budget.
     """
     if path.is_dir():
         for name in names:
@@ -314,12 +307,12 @@ def read_members(path: Path, names: Iterable[str], end: bytes = b"\n", most: int
 
 
 def is_tar(path: Path) -> bool:
-    """Whether a file is called a tar, compressed or not."""
+    """Whether a file has the name of a tar, compressed or not."""
     return bool(_TAR.fullmatch(path.name))
 
 
 def read_tar(path: Path, wanted: re.Pattern[str], end: bytes = b"\n") -> Iterator[bytes]:
-    """The bytes of matching files of a tar, in its order, also of tars inside it; read once from front to end."""
+    """Yield the bytes of matching files of a tar, and of tars inside it, in their order."""
     with opened(path) as stream:
         yield from _tar_pieces(stream, Budget(path), wanted, end, _DEPTH)
 
@@ -343,7 +336,7 @@ def _tar_pieces(stream: Any, budget: Budget, wanted: re.Pattern[str], end: bytes
 
 
 def whole_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes in chunks that end where a line ends, of about CHUNK bytes or one line, whichever is more."""
+    """Regroup bytes into chunks that end at the end of a line, of about CHUNK bytes or one line."""
     kept: list[bytes] = []
     length = 0
     for piece in pieces:
@@ -366,12 +359,12 @@ _PACKED = "(" + "|".join(re.escape(ending) for ending in PACKED) + ")?"
 
 
 def file_in(path: PathLike, pattern: str, expected: str) -> Path:
-    """The file of a folder, or of a folder in it, whose name matches a pattern, compressed or not.
+    """Find the file of a folder, or of a folder in it, whose name matches a pattern, compressed or not.
 
     Args:
         path: the folder.
-        pattern: a regular expression of the whole name, without the ending of a compression.
-        expected: the name to ask for when it is not there.
+        pattern: a regular expression for the whole name without the ending of a compression.
+        expected: the name for the error if there is none.
     """
     folder = existing("path", path, folder=True)
     if not folder.is_dir():
@@ -384,5 +377,5 @@ def file_in(path: PathLike, pattern: str, expected: str) -> Path:
 
 
 def holds(path: Path, *patterns: str) -> bool:
-    """Whether a path is a folder with a file, compressed or not, for each of some patterns of names."""
+    """Whether a path is a folder with a file, compressed or not, for each pattern."""
     return path.is_dir() and all(members(path, re.compile(one + _PACKED, re.IGNORECASE)) for one in patterns)

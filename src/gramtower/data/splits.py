@@ -1,10 +1,11 @@
-"""Splits of observed pairs into training and test: a pair is never in both, and entities are known by their ids.
+"""Splits of observed pairs into training and test parts; a pair is never in both.
 
-Splits of pairs (random, of each user, the last, by time, folds) keep the ids of both sides in all parts. Splits of
-entities (held out whole) keep in each part only the entities that have pairs there: an entity that was held out is no
-empty row of the training part, which a model would learn as one that goes with nothing.
-Every split takes Interactions and a seed and is the same for the same seed. O(pairs log pairs) time at most. Users are
-the left entities, items the right ones.
+Splits of pairs (random, per user, the last ones, by time, folds) keep the ids of both sides in all parts. Splits of
+entities keep in each part only the entities that have pairs there: a held-out entity is not an empty row of the
+training part, which a model would learn as an entity without any pairs.
+
+Every split takes Interactions and a seed, and the same seed gives the same split. Users are the left entities and items
+the right ones. Cost: O(pairs log pairs) time at most.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ class Split:
     """Training and test pairs.
 
     Attributes:
-        train: pairs to learn from.
-        test: pairs held out.
-        emptied_users: left entities that had pairs and have none in ``train``.
-        emptied_items: right entities that had pairs and have none in ``train``.
-        held_out_users: rows, in the pairs that were split, of left entities that were held out whole.
+        train: training pairs.
+        test: held-out pairs.
+        emptied_users: number of left entities that had pairs and have none in ``train``.
+        emptied_items: number of right entities that had pairs and have none in ``train``.
+        held_out_users: rows of the held-out left entities in the pairs that were split.
         held_out_items: the same for right entities.
         history: for :func:`held_out_users`, the pairs of held-out users that may be shown to the model; otherwise None.
     """
@@ -60,12 +61,12 @@ class Split:
 
 
 def random_pairs(pairs: Interactions, test: float = 0.1, *, seed: int = 0) -> Split:
-    """Each test pair drawn from all pairs alike.
+    """Hold out random pairs.
 
     Args:
-        pairs: what to split.
+        pairs: the pairs to split.
         test: share of pairs to hold out, above 0 and below 1; rounded to whole pairs.
-        seed: of the draw.
+        seed: seed of the random choice.
     """
     _checked(pairs)
     share = _share("test", test)
@@ -75,13 +76,13 @@ def random_pairs(pairs: Interactions, test: float = 0.1, *, seed: int = 0) -> Sp
 
 
 def per_user(pairs: Interactions, test: float = 0.2, *, minimum: int = 1, seed: int = 0) -> Split:
-    """The same share of every user's pairs, rounded to the nearest whole number.
+    """Hold out the same share of every user's pairs, rounded to the nearest whole number.
 
     Args:
-        pairs: what to split.
+        pairs: the pairs to split.
         test: share of each user's pairs to hold out.
-        minimum: pairs every user keeps for training, even when that leaves none to test.
-        seed: of the draw.
+        minimum: pairs that every user keeps for training, even if none is left for the test.
+        seed: seed of the random choice.
     """
     _checked(pairs)
     share = _share("test", test)
@@ -94,25 +95,25 @@ def per_user(pairs: Interactions, test: float = 0.2, *, minimum: int = 1, seed: 
 
 
 def leave_one_out(pairs: Interactions, *, minimum: int = 1, seed: int = 0) -> Split:
-    """One pair of each user held out: the latest where there are times (ties drawn), otherwise one drawn at random.
+    """Hold out one pair of each user: the latest (ties at random), or a random one without times.
 
     Args:
-        pairs: what to split.
-        minimum: pairs that must remain for training; users with fewer keep all of theirs.
-        seed: of the draw.
+        pairs: the pairs to split.
+        minimum: pairs that must remain for training; users with fewer keep all their pairs.
+        seed: seed of the random choice.
     """
     _checked(pairs)
     return _split(pairs, _last(pairs, 1, minimum, seed))
 
 
 def leave_last(pairs: Interactions, count: int = 1, *, minimum: int = 1, seed: int = 0) -> Split:
-    """The latest pairs of each user held out; which of those of the same moment is drawn.
+    """Hold out the latest pairs of each user; among pairs of the same time the choice is random.
 
     Args:
-        pairs: what to split; must have times.
-        count: pairs of each user to hold out.
-        minimum: pairs every user keeps for training, even when that leaves fewer than ``count`` to test, or none.
-        seed: of the draw.
+        pairs: the pairs to split; they must have times.
+        count: number of pairs of each user to hold out.
+        minimum: pairs that every user keeps for training, even if fewer than ``count`` are left for the test.
+        seed: seed of the random choice.
     """
     _checked(pairs)
     _need_times(pairs)
@@ -122,15 +123,15 @@ def leave_last(pairs: Interactions, count: int = 1, *, minimum: int = 1, seed: i
 def by_time(
     pairs: Interactions, test: float | None = None, *, cut: float | str | datetime.date | None = None, seed: int = 0
 ) -> Split:
-    """Training before, test from a moment on.
+    """Split by time: train on earlier pairs, test on later ones.
 
     Args:
-        pairs: what to split; must have times.
-        test: share of pairs to hold out, the latest ones; pairs of the same moment as the earliest of them are drawn.
-            0.1 unless ``cut`` is given.
-        cut: the moment, instead: pairs at or after it are held out. A number in the unit of the times, or a date,
+        pairs: the pairs to split; they must have times.
+        test: share of the latest pairs to hold out, 0.1 unless ``cut`` is given; among pairs at the time of the split
+            the choice is random.
+        cut: alternatively, the time from which on pairs are held out: a number in the unit of the times, or a date,
             datetime, datetime64 or ISO 8601 text, UTC unless it has a zone.
-        seed: of the draw.
+        seed: seed of the random choice.
     """
     _checked(pairs)
     generator = _generator(seed)
@@ -147,16 +148,16 @@ def by_time(
 
 
 def held_out(pairs: Interactions, side: str = "left", share: float = 0.2, *, seed: int = 0) -> Split:
-    """Some entities of a side held out with all their pairs: what a model does for entities it has never seen.
+    """Hold out some entities of a side with all their pairs, to test a model on unseen entities.
 
-    ``train`` holds the entities that have pairs left, ``test`` those of the pairs held out. Entities of the other side
-    whose pairs were all with held-out ones are not in ``train`` either, and are counted.
+    ``train`` has the entities with remaining pairs and ``test`` those of the held-out pairs. Entities of the other side
+    that had pairs only with held-out entities are not in ``train`` either; they are counted.
 
     Args:
-        pairs: what to split.
+        pairs: the pairs to split.
         side: "left" or "right".
-        share: of the entities of that side with pairs, at least one.
-        seed: of the draw.
+        share: share of the entities with pairs to hold out, at least one.
+        seed: seed of the random choice.
     """
     _checked(pairs)
     axis = ("left", "right").index(check.choice("side", side, ("left", "right")))
@@ -166,17 +167,16 @@ def held_out(pairs: Interactions, side: str = "left", share: float = 0.2, *, see
 
 
 def held_out_users(pairs: Interactions, users: float = 0.1, *, history: float = 0.8, seed: int = 0) -> Split:
-    """Strong generalisation: some users give no training pair at all, and are known by a part of theirs afterwards.
+    """Hold out users; a part of their pairs can be shown to the model later (strong generalisation).
 
-    ``train`` holds the other users and their items, ``test`` and ``history`` the held-out users: they are no rows of
-    ``train``.
+    ``train`` has the other users and their items, ``test`` and ``history`` only the held-out users.
 
     Args:
-        pairs: what to split.
+        pairs: the pairs to split.
         users: share of the users with pairs to hold out, at least one.
-        history: share of a held-out user's pairs that the model may be shown when it is asked (``Split.history``); the
-            others are the test pairs. At least one of them is a test pair.
-        seed: of the draw.
+        history: share of a held-out user's pairs that may be shown to the model (``Split.history``); the others, at
+            least one, are the test pairs.
+        seed: seed of the random choice.
     """
     _checked(pairs)
     generator = _generator(seed)
@@ -193,17 +193,17 @@ def held_out_users(pairs: Interactions, users: float = 0.1, *, history: float = 
 
 
 def folds(pairs: Interactions, count: int = 5, *, by: str = "pairs", seed: int = 0) -> Iterator[Split]:
-    """Cross-validation: as many splits, each with another part of the pairs to test; every pair is tested once.
+    """Yield the splits of a cross-validation; every pair is in the test part of one of them.
 
     Args:
-        pairs: what to split.
-        count: of folds, at least 2.
-        by: what is dealt out at random: "pairs", or the entities of a side with all their pairs, "left" or "right", as
-            in :func:`held_out`. Parts differ by one pair or entity at most.
-        seed: of the draw.
+        pairs: the pairs to split.
+        count: number of folds, at least 2.
+        by: "pairs", or "left" or "right" for the entities of a side with all their pairs, as in :func:`held_out`. The
+            sizes of the folds differ by at most one pair or entity.
+        seed: seed of the random choice.
 
     Returns:
-        The splits, made one by one as they are asked for.
+        A generator of splits.
     """
     _checked(pairs)
     axis = ("left", "right", "pairs").index(check.choice("by", by, ("pairs", "left", "right")))
@@ -228,7 +228,7 @@ def _need_times(pairs: Interactions) -> NDArray[np.float64]:
 
 
 def _last(pairs: Interactions, count: int, minimum: object, seed: object) -> NDArray[np.bool_]:
-    """The last pairs of each user, in order of times where there are any, that leave ``minimum`` behind."""
+    """A mask of the last pairs of each user, by time if there are times, that leaves ``minimum`` pairs."""
     counts = np.diff(pairs.matrix.indptr).astype(np.int64)
     rank = _ranks(pairs, _generator(seed).random(len(pairs)), None if pairs.times is None else -pairs.times)
     out = np.minimum(count, counts - check.count("minimum", minimum, minimum=0, most=2**62)).clip(0)
@@ -241,7 +241,7 @@ def _entities(pairs: Interactions, axis: int, seed: object) -> NDArray[np.int64]
 
 
 def _taken(name: str, share: object, there: int, what: str) -> int:
-    """How many entities a share of them is, at least one."""
+    """The number of entities in a share, at least one."""
     taken = max(1, round(_share(name, share) * there))
     if taken >= there:
         given = f"{share} of {there} {what if what == 'users' else what + ' entities'} with pairs"
@@ -258,7 +258,7 @@ def _mask(size: int, places: NDArray[np.int64]) -> NDArray[np.bool_]:
 def _without(
     pairs: Interactions, axis: int, entities: NDArray[np.int64], shown: NDArray[np.bool_] | None = None
 ) -> Split:
-    """All pairs of some entities held out, but for those that may be shown; no part has an entity without pairs."""
+    """Hold out all pairs of some entities, except ``history``; no part has an entity without pairs."""
     own = np.sort(entities).astype(np.int64)
     out = _mask(pairs.shape[axis], own)
     held = np.repeat(out, np.diff(pairs.matrix.indptr)) if axis == 0 else out[pairs.matrix.indices]

@@ -1,11 +1,9 @@
-"""Feature tables: entities' columns, joined by id, as one sparse matrix in the order the ids are asked for.
+"""Feature tables: the columns of entities, joined by id and encoded as one sparse matrix.
 
-The encoding is remembered: rows of new entities are encoded alike, and it is saved as JSON. See data/encoders.py for
-what becomes of each kind of column. Cost: O(entries).
+The encoding is kept, so that rows of new entities are encoded in the same way, and can be saved as JSON.
+data/encoders.py describes the encoding of each kind of column. If kinds are not given, they are inferred:
 
-Which kind of features each column of a table holds, when it is not given.
-
-    list         lists, or text with the separator in at least a tenth of the cells and elements that recur
+    list         lists, or text with the separator in at least a tenth of the cells and recurring elements
     numeric      numbers, or text that is a number in every cell; numbers with leading zeros, such as "02139", are codes
     categorical  truth values; text whose values recur (at most half as many values as cells) or are single words
     text         other text
@@ -59,7 +57,7 @@ _DENSE = 100  # numeric columns side by side
 
 @dataclass
 class _Form:
-    """An encoding as it is stored."""
+    """The stored form of an encoding."""
 
     format: str
     version: int
@@ -68,24 +66,24 @@ class _Form:
 
 
 class FeatureTable:
-    """Features of one side's entities.
+    """The features of the entities of one side.
 
     Args:
         frame: a polars, pandas or pyarrow table, a mapping of columns, or the path of a CSV or Parquet file.
-        id: column of ids: whole numbers or text, of a CSV file text. Rows without an id are left out and counted; an id
-            twice is an error. In a join a whole number and the text that writes it are the same id.
+        id: column of ids: whole numbers, or text (always for a CSV file). Rows without an id are dropped and counted;
+            repeated ids are an error. A whole number and its decimal text are the same id.
         numeric: columns of numbers.
         categorical: columns with one value of a set.
         lists: columns of lists, or of text with ``separator`` between elements.
         text: columns of free text.
         vectors: columns of lists of numbers of one length, such as pretrained embeddings.
-        separator: between the elements of list columns.
-        hash_bits: text columns become 2^hash_bits columns each.
+        separator: text between the elements of list columns.
+        hash_bits: each text column becomes 2^hash_bits columns.
         ngrams: ``"word"`` (words and pairs of words) or ``"char"`` (3 to 5 characters of each word).
-        strict: whether ids without features, and features without ids, are errors in :meth:`encode`.
+        strict: whether :meth:`encode` refuses ids without features and features without ids.
 
     Attributes:
-        report: counts: of the table (``rows``, ``rows_without_id``, ``missing`` by column) and of the last
+        report: counts of the table (``rows``, ``rows_without_id``, ``missing`` by column) and of the last
             :meth:`encode` (``ids_without_features``, ``features_without_ids``) or :meth:`encode_frame`
             (``unseen_values``).
     """
@@ -145,13 +143,14 @@ class FeatureTable:
         separator: str = "|",
         **options: Any,
     ) -> FeatureTable:
-        """A table whose columns' kinds are told from their content, by the rules of data/tables.py.
+        """Make a table and infer the kinds of its columns from their content.
 
         Args:
-            frame: as for the class.
+            frame: see the class.
             id: column of ids.
-            kinds: kinds of some columns, which win: "numeric", "categorical", "list", "text", "vector" or "skip".
-            separator: between the elements of list columns.
+            kinds: kinds of some columns ("numeric", "categorical", "list", "text", "vector" or "skip"), which are not
+                inferred.
+            separator: text between the elements of list columns.
             options: ``hash_bits``, ``ngrams``, ``strict``.
         """
         with _named(frame):
@@ -181,14 +180,14 @@ class FeatureTable:
 
     @property
     def source(self) -> Any:
-        """The frame or path that the table was made from."""
+        """The frame or path that the table was read from."""
         if self._source is None:
             check.fail("features", "an encoder read from JSON, which has no rows", "a table with rows, or a frame")
         return self._source
 
     @property
     def kinds(self) -> dict[str, str]:
-        """The kind of each column that is encoded."""
+        """The kind of each encoded column."""
         return {encoder.column: to_plain(encoder)["kind"] for encoder in self.encoders}
 
     @property
@@ -203,7 +202,7 @@ class FeatureTable:
 
     @property
     def columns_apart(self) -> list[int]:
-        """Columns of the encoded matrix that hold numbers, or say that a value is missing."""
+        """Columns of the encoded matrix with numbers or with indicators of missing values."""
         found: list[int] = []
         start = 0
         for encoder in self.encoders:
@@ -217,13 +216,13 @@ class FeatureTable:
 
     @property
     def columns(self) -> list[str]:
-        """Columns of the table that are encoded."""
+        """Encoded columns of the table."""
         return [encoder.column for encoder in self.encoders]
 
     def encode(self, ids: IdsLike) -> sp.csr_matrix:
-        """Features in the order of ``ids``.
+        """Encode the features of some entities, in the order of ``ids``.
 
-        An id that is not in the table gets the row of an entity whose every column is missing.
+        An id that is not in the table gets the row of an entity with only missing values.
         """
         rows = self.match(ids)
         if rows.max(initial=-1) < self._matrix.shape[0]:
@@ -231,7 +230,7 @@ class FeatureTable:
         return sp.csr_matrix(sp.vstack([self._matrix, self.missing_row()], format="csr")[rows])
 
     def match(self, ids: IdsLike) -> NDArray[np.int64]:
-        """The table's row of each id, one beyond the last for ids without features; counts both kinds of strangers."""
+        """The table's row of each id (the number of rows if it has none); also counts unmatched ids and rows."""
         if self._row is None:
             check.fail("ids", "a call on an encoder read from JSON, which has no rows", "encode_frame(frame)")
         asked, missing = id_array("ids", ids)
@@ -251,10 +250,10 @@ class FeatureTable:
         return rows
 
     def encode_frame(self, frame: TableLike | PathLike, name: str = "frame") -> sp.csr_matrix:
-        """Features of new entities, one row for each row of a table with the same columns (ids are not needed).
+        """Encode new entities: each row of a table with the same columns (ids are not needed).
 
-        Unseen categories count as missing and unseen list elements are left out; ``report["unseen_values"]`` says how
-        many there were, by column. ``name`` is what errors call the table.
+        Unseen categories count as missing and unseen list elements are dropped; ``report["unseen_values"]`` counts both
+        by column. ``name`` is the name of the table in errors.
         """
         choices: list[Choice] = [(name, frames.Needed(column)) for column in self.columns]
         numeric = sum(isinstance(encoder, Numeric) for encoder in self.encoders)
@@ -271,7 +270,7 @@ class FeatureTable:
 
     @classmethod
     def encoder_from_json(cls, text: str) -> FeatureTable:
-        """A table without rows that encodes frames as the one that wrote ``text``."""
+        """Rebuild the encoding of a table from JSON, without its rows."""
         try:
             plain = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -295,13 +294,13 @@ class FeatureTable:
         return matrix, unseen
 
     def missing_row(self) -> sp.csr_matrix:
-        """The row of an entity whose every column is missing."""
+        """The encoded row of an entity with only missing values."""
         pl = frames.polars()
         return self._encoded([pl.Series(column, [None], dtype=pl.String) for column in self.columns])[0]
 
 
 def _sparse(parts: list[Any]) -> list[sp.csr_matrix]:
-    """The same columns as sparse matrices, many dense ones in each: making one takes longer than filling it."""
+    """Combine dense columns into few sparse matrices, because creating a matrix takes longer than filling it."""
     blocks: list[sp.csr_matrix] = []
     for dense, group in groupby(parts, lambda part: isinstance(part, np.ndarray)):
         run = list(group)
@@ -324,7 +323,7 @@ def _fit(kind: str, column: Series, separator: str, bits: int, ngrams: str) -> E
 def _identified(
     frame: TableLike | PathLike, id: str, choices: list[tuple[str, str]], numeric: int
 ) -> tuple[Series, list[tuple[tuple[str, str], Series]]]:
-    """The ids, and each chosen column with the argument that chose it; numeric ones come first."""
+    """The ids, and each chosen column with its argument; numeric columns come first."""
     texts: list[Choice] = [("id", id), *choices[numeric:]]
     found = _read(frame, texts, list(choices[:numeric]))
     ordered = found[len(texts) :] + found[1 : len(texts)]
@@ -332,7 +331,7 @@ def _identified(
 
 
 def _named(frame: object) -> AbstractContextManager[None]:
-    """Errors name the file, where the table is one."""
+    """Add the name of the file, if any, to errors."""
     return reading(frame, "frame") if isinstance(frame, (str, os.PathLike)) else nullcontext()
 
 
@@ -351,7 +350,7 @@ _SEPARATED, _RECURRING, _WORDS = 0.1, 0.5, 1.5
 
 
 def infer_kinds(table: DataFrame, id: str, given: Mapping[str, str], separator: str) -> dict[str, str]:
-    """The kind of every column but ``id``, those of ``given`` as they are given."""
+    """Infer the kind of every column except ``id``; kinds in ``given`` are kept."""
     present = [name for name in table.columns if name != id]
     for name, kind in given.items():
         if name not in present:
@@ -367,7 +366,7 @@ def _told(present: Sequence[str], given: Mapping[str, str], found: Iterator[str]
 
 
 def _kinds(columns: Sequence[Series], separator: str) -> list[str]:
-    """The kinds of columns of one length, all at a time: tables may have very many."""
+    """Infer the kinds of many columns of one length in one pass."""
     kinds = [_by_type(column) for column in columns]
     texts = [column for column, kind in zip(columns, kinds, strict=True) if not kind]
     found = iter(_of_text(texts, separator))
@@ -375,7 +374,7 @@ def _kinds(columns: Sequence[Series], separator: str) -> list[str]:
 
 
 def _by_type(column: Series) -> str:
-    """The kind of a column that is no text; "" for text."""
+    """The kind of a column by its type; "" for text."""
     pl = frames.polars()
     if isinstance(column.dtype, pl.List) and column.dtype.inner == pl.String:
         return "list"
@@ -391,7 +390,7 @@ def _by_type(column: Series) -> str:
 
 
 def _is_vector(column: Series) -> bool:
-    """Whether a column of lists holds floats, in lists of one length."""
+    """Whether a column has lists of floats of one length."""
     pl = frames.polars()
     if isinstance(column.dtype, pl.Array):
         column = column.arr.to_list()
@@ -421,7 +420,7 @@ def _of_text(columns: Sequence[Series], separator: str) -> list[str]:
 def _decide(
     column: Series, separator: str, cells: int, numbers: int, codes: int, separated: int, values: int, words: int
 ) -> str:
-    """The kind of a column of text by what was counted in it."""
+    """The kind of a text column, by counts of its cells."""
     if not cells:
         return "skip"
     if numbers == cells and not codes:
