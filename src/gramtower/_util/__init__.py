@@ -1,1 +1,1 @@
-"""What the machine offers: memory, threads, compiled code, streams, the precision of products."""
+"""Helpers that know nothing of models: argument checks, files, tensors on disk, memory, threads, compiled code."""

@@ -1,7 +1,4 @@
-"""Argument checks: each raises ``ValueError`` naming the argument, what was given and what was expected.
-
-Widths of hidden layers, as arguments and as text.
-"""
+"""Argument checks: each raises ``ValueError`` with the argument, the given value and the expected one."""
 
 from __future__ import annotations
 
@@ -32,12 +29,12 @@ class LeftOutWarning(UserWarning):
 
 
 def fail(name: str, given: object, expected: str) -> NoReturn:
-    """Raise the one form of error message this library uses for bad arguments."""
+    """Raise ``ValueError`` in the form that this library uses for bad arguments."""
     raise ValueError(f"{name}: got {given}, expected {expected}")
 
 
 def number(name: str, value: object, *, minimum: float = -math.inf, above: float | None = None) -> float:
-    """A finite real number, at least ``minimum`` (or strictly above ``above``)."""
+    """Check for a finite real number, at least ``minimum`` (or strictly above ``above``)."""
     bound = f" above {above:g}" if above is not None else f" >= {minimum:g}" if minimum > -math.inf else ""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         fail(name, repr(value), f"a finite number{bound}")
@@ -51,7 +48,7 @@ def number(name: str, value: object, *, minimum: float = -math.inf, above: float
 
 
 def count(name: str, value: object, *, minimum: int = 1, most: int | None = None) -> int:
-    """An integer, at least ``minimum`` and at most ``most``."""
+    """Check for an integer, at least ``minimum`` and at most ``most``."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or int(value) < minimum:
         fail(name, repr(value), f"an integer >= {minimum}")
     if most is not None and int(value) > most:
@@ -60,22 +57,22 @@ def count(name: str, value: object, *, minimum: int = 1, most: int | None = None
 
 
 def seed(value: object) -> int:
-    """A seed that every generator takes."""
+    """Check for a seed that every random generator accepts."""
     return count("seed", value, minimum=0, most=2**63 - 1)
 
 
 def choice(name: str, value: object, options: tuple[str, ...]) -> str:
-    """One of a few names; the error lists them."""
+    """Check for one of a few names; the error lists them."""
     if not isinstance(value, str) or value not in options:
         fail(name, repr(value), "one of " + ", ".join(repr(o) for o in options))
     return value
 
 
 def near(name: str, known: Collection[str], count: int = 3, cutoff: float = 0.6) -> list[str]:
-    """Known names like a wrong one, the most alike first.
+    """Known names similar to an unknown one, the most similar first.
 
-    Few names are all compared. Of many, those one edit away are looked up, which takes milliseconds however many there
-    are if they come as a set or as the keys of a mapping.
+    A few names are all compared. Among many, only names that are one edit away are looked up, which takes milliseconds
+    if ``known`` is a set or a mapping.
     """
     if len(known) <= _COMPARED:
         return difflib.get_close_matches(name, list(known), count, cutoff)
@@ -85,7 +82,7 @@ def near(name: str, known: Collection[str], count: int = 3, cutoff: float = 0.6)
 
 
 def _edits(name: str) -> Iterator[str]:
-    """A name in other case and without blanks around it; if it is not long, with one letter out, in, changed, moved."""
+    """Variants of a name: other case, no blanks around it and, for short names, one letter changed."""
     yield from (name.strip(), name.lower(), name.upper(), name.title())
     if len(name) > _LONGEST:
         return
@@ -100,21 +97,21 @@ def _edits(name: str) -> Iterator[str]:
 
 
 def flag(name: str, value: object) -> bool:
-    """True or False; 1 and 0 are too."""
+    """Check for True or False (or 1 or 0)."""
     if not isinstance(value, (bool, int, np.bool_, np.integer)) or value not in (0, 1):
         fail(name, repr(value), "True or False")
     return bool(value)
 
 
 def path(name: str, value: object) -> Path:
-    """A path."""
+    """Check for a path."""
     if not isinstance(value, (str, os.PathLike)) or "\0" in str(value):
         fail(name, repr(value), "a path: text or pathlib.Path")
     return Path(value)
 
 
 def listed(name: str, value: Any, what: str = "values") -> list[Any]:
-    """The elements of a one-dimensional sequence; neither text nor a matrix is one."""
+    """The elements of a one-dimensional sequence; strings and 2-D arrays are refused."""
     import torch  # here, so that the help of the command line does without it
 
     flat = not isinstance(value, torch.Tensor) or (value.layout == torch.strided and value.dim() == 1)
@@ -126,7 +123,7 @@ def listed(name: str, value: Any, what: str = "values") -> list[Any]:
 
 
 def ids(name: str, value: Any) -> list[Any]:
-    """One id, or a sequence of them."""
+    """A list of ids, from one id or a sequence."""
     found = [value] if isinstance(value, (str, int, np.integer)) else listed(name, value, "ids")
     for one in found:
         if not isinstance(one, Hashable):
@@ -135,7 +132,7 @@ def ids(name: str, value: Any) -> list[Any]:
 
 
 def functions(name: str, value: object) -> list[Any]:
-    """Functions, one after the other."""
+    """Check for a sequence of functions."""
     listed = list(value) if isinstance(value, Iterable) else [value]
     if not isinstance(value, Iterable) or not all(map(callable, listed)):
         fail(name, repr(value), "a sequence of functions")
@@ -143,7 +140,7 @@ def functions(name: str, value: object) -> list[Any]:
 
 
 def as_array(name: str, value: Any, expected: str) -> NDArray[Any]:
-    """A numpy array of what is one, or a dense tensor, or can become one."""
+    """Convert a dense tensor or a sequence to a numpy array."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -158,7 +155,7 @@ def as_array(name: str, value: Any, expected: str) -> NDArray[Any]:
 
 
 def as_float_array(name: str, value: Any) -> NDArray[Any]:
-    """A numpy float array; float32 and float64 are kept, every other real number (True is 1) becomes float64."""
+    """Convert to a float array; float32 and float64 are kept, other real numbers become float64."""
     expected = "an array of real numbers"
     array = as_array(name, value, expected)
     if array.dtype.kind not in "biuf":
@@ -167,7 +164,7 @@ def as_float_array(name: str, value: Any) -> NDArray[Any]:
 
 
 def finite(name: str, array: NDArray[Any]) -> None:
-    """Refuse NaN and infinity, naming the first place that holds one."""
+    """Refuse NaN and infinity; the error names the first position."""
     if array.size and np.isfinite(array.min()) and np.isfinite(array.max()):  # a NaN is both; without a new array
         return
     bad = ~np.isfinite(array)
@@ -178,7 +175,7 @@ def finite(name: str, array: NDArray[Any]) -> None:
 
 
 def fits(name: str, value: Any, dtype: torch.dtype) -> None:
-    """Refuse finite numbers that a dtype cannot hold, naming the first."""
+    """Refuse finite numbers that are too large for a dtype; the error names the first."""
     import torch
 
     array, most = np.asarray(value), torch.finfo(dtype).max
@@ -224,7 +221,7 @@ Hidden = Sequence[int] | tuple[Sequence[int], Sequence[int]]  # of both towers, 
 
 
 def check_hidden(hidden: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Widths of the hidden layers of both towers: given for both at once, or as a pair of two such sequences.
+    """Check the widths of hidden layers: one sequence for both towers, or a pair of sequences.
 
     Raises:
         ValueError: if they are not positive integers.
@@ -238,19 +235,19 @@ def check_hidden(hidden: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def hidden_text(hidden: Hidden) -> str:
-    """Widths as text: ``"256,256"``, ``"none"``, or ``"1024/none"`` for a left and another right tower."""
+    """Write widths as text: ``"256,256"``, ``"none"``, or ``"1024/none"`` if the two towers differ."""
     left, right = (",".join(map(str, widths)) or "none" for widths in check_hidden(hidden))
     return left if left == right else f"{left}/{right}"
 
 
 def config_hidden(hidden: Hidden) -> list[int] | str:
-    """Widths as a config file has them: a list, or text where the towers differ."""
+    """Widths for a config file: a list, or text if the towers differ."""
     left, right = check_hidden(hidden)
     return list(left) if left == right else hidden_text(hidden)
 
 
 def parse_hidden(text: str, name: str = "hidden") -> Hidden:
-    """The widths that such a text says."""
+    """Read widths from the text of :func:`hidden_text`."""
     sides = []
     for side in text.split("/"):
         words = [] if side.strip() == "none" else [word.strip() for word in side.split(",") if word.strip()]

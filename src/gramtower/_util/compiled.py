@@ -1,21 +1,15 @@
-"""``compiled``: the one way this library compiles a function with numba, kept on disk for the next process if possible.
+"""``compiled``: compiles a function with numba and keeps the machine code on disk for the next process.
 
-Machine code is kept where numba would keep it (beside the source file, or in the user's cache folder, or in
-NUMBA_CACHE_DIR), in files of code_files.py. Where none of the folders can be written, or a file cannot be used (a full
-disk, damage), functions are compiled in this process anew, and a warning says so once. GRAMTOWER_CACHE=0 keeps and
-reads nothing. The code, and so every result, is the same either way.
+Code is kept where numba would keep it (next to the source file, in the user's cache folder, or in NUMBA_CACHE_DIR), but
+in files of our own. numba's cache numbers its files in an index: two processes that compile at the same time may give
+one number to two signatures, and a third process then calls the wrong code. Here each file holds one function compiled
+for one signature and processor, and its name is a digest of these, of the source files of the function and of all
+functions that it calls, and of the versions of numba and Python. Files are written under another name and renamed, and
+begin with a digest of their content; damaged files are ignored and rewritten.
 
-Files of compiled code that another process may write, cut short or damage at any moment.
-
-One file holds one function compiled for one signature and one processor. Its name is a digest of what it is of: the
-signature, the processor, the content of the source files of the function and of all that it calls, which are compiled
-into it, the versions of numba and Python. No index says which file is which, so that processes that compile at the same
-time cannot mix them up: numba's own files are numbered, two processes may give one number to two signatures, and a
-third then calls the wrong code. Files are written beside and renamed, and begin with a digest of their content; one
-that was cut or changed is not used, and is written anew.
-
-What is read is unpickled by numba's own rules: the folder must be one that only its user can write. Checked by
-tests/test_compiled.py.
+If no folder can be written, or a file cannot be used, functions are compiled in each process, and one warning says so.
+GRAMTOWER_CACHE=0 turns the cache off. Results are the same either way. Files are unpickled by numba's rules, so the
+folder must be writable only by its user.
 """
 
 from __future__ import annotations
@@ -41,13 +35,13 @@ _UNUSABLE = (  # of a cache: unwritable, or its files not what this numba wrote
     OSError, EOFError, ValueError, TypeError, AttributeError, LookupError, ImportError, RuntimeError,
     pickle.PickleError,
 )  # fmt: skip
-_THEN = "every process compiles anew, which takes seconds; set NUMBA_CACHE_DIR to a writable folder"
-_THEN_NOT = "every process compiles anew, which takes seconds; use a version that gramtower was tested with"
+_THEN = "every process has to compile, which takes seconds; set NUMBA_CACHE_DIR to a writable folder"
+_THEN_NOT = "every process has to compile, which takes seconds; use a version that gramtower was tested with"
 _warned = False
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """A decorator: ``njit`` with these options, and a cache on disk unless the function is only ever inlined."""
+    """Decorate a function with ``njit`` and a cache on disk (none for functions that are always inlined)."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         made = njit(**options)(function)
@@ -57,7 +51,7 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
             _keep(made)
         except (RuntimeError, OSError):  # no place that can be written
             _warn_once("no folder for compiled code can be written")
-        except (AttributeError, TypeError):  # what is replaced is not part of numba's public interface
+        except (AttributeError, TypeError):  # the cache is not part of numba's public interface
             _warn_once("this version of numba keeps compiled code in another way", _THEN_NOT)
             return njit(**options)(function)
         return made
@@ -66,7 +60,7 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def _keep(made: Any) -> None:
-    """Let a compiled function keep its code in files of code_files.py, in the folder that numba chooses."""
+    """Replace the cache of a compiled function by CodeFiles, in the folder that numba chooses."""
     made.enable_caching()
     cache = made._cache
     files = CodeFiles(cache.cache_path, cache._impl.filename_base, made.py_func)
@@ -79,13 +73,13 @@ def _keep(made: Any) -> None:
 
 
 def _tolerant(step: Callable[..., Any], folder: str) -> Callable[..., Any]:
-    """A step of the cache that does nothing where its files cannot be used."""
+    """Wrap a step of the cache: it does nothing if its files cannot be used."""
 
     def guarded(*arguments: Any) -> Any:
         try:
             return step(*arguments)
         except Damaged as error:
-            _warn_once(f"of the compiled code in {folder}, {error} is not used", "it is compiled and written anew")
+            _warn_once(f"of the compiled code in {folder}, {error} is not used", "it is compiled and written again")
         except _UNUSABLE as error:
             why = getattr(error, "strerror", None) or "a damaged file"
             _warn_once(f"compiled code cannot be kept in {folder} ({why})")
@@ -95,7 +89,7 @@ def _tolerant(step: Callable[..., Any], folder: str) -> Callable[..., Any]:
 
 
 def _warn_once(reason: str, then: str = _THEN) -> None:
-    """Warn, once in a process."""
+    """Warn once per process."""
     global _warned
     if not _warned:
         _warned = True
@@ -107,15 +101,15 @@ _DIGEST = 32  # bytes of SHA-256
 
 
 class Damaged(ValueError):
-    """A file does not hold what was written."""
+    """A file differs from what was written."""
 
 
 class CodeFiles:
-    """The files of one function, in the place of numba's index and numbered files.
+    """The files of one function, which replace numba's index and numbered files.
 
     Args:
-        folder: where they are.
-        base: how their names begin.
+        folder: the folder.
+        base: the beginning of their names.
         function: the plain function that is compiled.
     """
 
@@ -129,10 +123,10 @@ class CodeFiles:
         return self.folder / f"{self.base}.{hashlib.sha256(of.encode()).hexdigest()[:32]}{ENDING}"
 
     def load(self, key: Any) -> Any:
-        """What was saved under a key, None if nothing was.
+        """Load the code for a key; None if there is none.
 
         Raises:
-            Damaged: if the file is not as it was written.
+            Damaged: if the file differs from what was written.
         """
         try:
             stored = self.path(key).read_bytes()
@@ -146,17 +140,17 @@ class CodeFiles:
         return data
 
     def save(self, key: Any, data: Any) -> None:
-        """Keep compiled code under a key."""
+        """Save compiled code for a key."""
         content: bytes = dumps((key, data))  # type: ignore[no-untyped-call]
         with replacing(self.path(key)) as partial:
             partial.write_bytes(hashlib.sha256(content).digest() + content)
 
     def flush(self) -> None:
-        """Nothing: names depend on content, so that nothing goes stale."""
+        """Do nothing: names depend on the content, so no file is outdated."""
 
 
 def sources(function: Callable[..., Any]) -> list[str]:
-    """The files of a function and of the compiled functions that it calls by a global name, and so on."""
+    """The source files of a function and of the compiled functions that it calls, directly or indirectly."""
     found, waiting = {function}, [function]
     while waiting:
         one: Any = waiting.pop()

@@ -1,8 +1,7 @@
-"""Files that are never half written: in a folder of their own first, then onto the disk, then renamed.
+"""Atomic writes: files are written in a temporary folder, synced to disk, and renamed.
 
-What a killed process leaves is such a folder, ``.gramtower-….partial``; the next write beside it removes it. A lock
-tells it from the folder of a process that is still writing. Used by everything that writes a file that something else
-may read.
+A killed process leaves such a folder, ``.gramtower-….partial``; the next write next to it removes it. A lock
+distinguishes it from the folder of a process that is still writing.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ _PREFIX, _SUFFIX, _LOCK = ".gramtower-", ".partial", "lock"
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name to write under; what is there when the block ends well takes the place of ``path`` in one step.
+    """Yield a temporary path; it atomically replaces ``path`` when the block succeeds.
 
-    If the block or the disk fails, the file at ``path`` stays as it was and nothing is left beside it. Folders above
-    it are made. The new file has the permissions that an ordinary new file gets. A device, a pipe or a folder is never
+    If the block or the disk fails, the file at ``path`` is unchanged and nothing else is left. Parent folders are
+    created. The new file has the permissions that an ordinary new file gets. A device, a pipe or a folder is never
     replaced.
     """
     if path.exists() and not path.is_file():
@@ -53,29 +52,29 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def is_left_over(name: str) -> bool:
-    """Whether a name is that of a folder that a killed process wrote in; the next write next to it removes it."""
+    """Whether a name is that of a temporary folder, which the next write next to it removes."""
     return name.startswith(_PREFIX) and name.endswith(_SUFFIX)
 
 
 def remove_left_overs(folder: Path) -> None:
-    """Remove what killed processes left in a folder, where nothing may be written that would do so."""
+    """Remove the temporary folders of killed processes from a folder."""
     for left in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
         _remove_if_left(left)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Save UTF-8 text in one step; file names that were not read as UTF-8 keep their bytes."""
+    """Write UTF-8 text atomically; file names that are not valid UTF-8 keep their bytes."""
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8", errors="surrogateescape")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Save a JSON object in one step; see :func:`plain` for what becomes of other values."""
+    """Write a JSON object atomically; :func:`plain` converts other values."""
     write_text(path, json.dumps(plain(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def plain(value: Any) -> Any:
-    """Values that JSON can hold: numbers that are not finite become None, arrays lists, paths and the like text."""
+    """Convert values for JSON: non-finite numbers become None, arrays lists, and other objects text."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -88,10 +87,10 @@ def plain(value: Any) -> Any:
 
 
 def take_lock(path: Path) -> int | None:
-    """An open file with an exclusive lock, made if need be; None where the system or the file system has no locks.
+    """Open (or create) a file with an exclusive lock; None if the system has no locks.
 
     Raises:
-        BlockingIOError: if another holds it.
+        BlockingIOError: if another process holds the lock.
     """
     if os.name != "posix":
         return None
@@ -116,7 +115,7 @@ def take_lock(path: Path) -> int | None:
 
 
 def _writing_folder(path: Path) -> tuple[Path, int | None]:
-    """A new folder beside ``path`` to write in, and its lock; removes those that killed processes left there."""
+    """Create a temporary folder next to ``path`` with its lock, and remove those of killed processes."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_left_overs(path.parent)

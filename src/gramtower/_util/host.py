@@ -1,24 +1,4 @@
-"""What the host has: its memory, or what a container or a batch job may have of it; numba.
-
-How much memory there is, and the row blocks of a tower; engine/objective/planning.py decides what is kept of them.
-
-The resident set of this process: how much there is now, and its largest size since a moment.
-
-Linux keeps the largest size (VmHWM) and sets it back on request. Elsewhere, and where the request is refused, there is
-no answer rather than a guess.
-
-Pages of a mapped file that this process need not keep: they stay in the system's cache, and come back when read.
-
-Only what /proc/self/maps calls a mapping of that very file is given up, and only pages that nothing was written to:
-anything else is left as it is, as are all systems but Linux.
-
-Large vectors on a CPU, in huge pages where the system has them.
-
-A solver makes several vectors of θ's size in each iteration. The system hands out fresh memory page by page, which
-takes longer than writing to it: a copy of 36 MB took 16 ms, and 5 to 8 in huge pages. numpy asks for them, torch does
-not. :class:`Vectors` does without fresh memory where one iteration drops what the next one needs. Checked by
-tests/test_parameters.py.
-"""
+"""Memory and CPUs: what this machine, container or batch job has, and memory that is given back to the system."""
 
 from __future__ import annotations
 
@@ -52,7 +32,7 @@ _OWN_GROUPS = "/proc/self/cgroup"  # lines of number:controllers:group; version 
 
 
 def memory_size() -> int:
-    """Bytes of the host, whoever uses them now; in a container or a batch job at most its limit."""
+    """Total memory of the host in bytes, or the limit of a container or batch job."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in _limit_files():
         try:
@@ -63,9 +43,9 @@ def memory_size() -> int:
 
 
 def memory_left() -> int | None:
-    """Bytes that a container or a batch job may still take; None without a limit.
+    """Bytes that a container or batch job may still allocate; None without a limit.
 
-    Its files that are in memory, and were not used lately, count as free: the system gives them up for others.
+    Cached files that were not used recently count as free, because the system drops them first.
     """
     left = []
     for path in _limit_files():
@@ -84,7 +64,7 @@ def _number(path: Path) -> int:
 
 
 def _inactive_files(path: Path) -> int:
-    """Of a memory.stat; version 1 counts those of inner groups apart."""
+    """Bytes of inactive cached files in a memory.stat; version 1 counts inner groups separately."""
     with contextlib.suppress(OSError, ValueError):
         found = dict(line.split() for line in path.read_text().splitlines())
         return int(found.get("total_inactive_file", found.get("inactive_file", 0)))
@@ -92,7 +72,7 @@ def _inactive_files(path: Path) -> int:
 
 
 def _limit_files() -> list[Path]:
-    """Where limits of this process may stand: of the outermost control group, its own, and those between."""
+    """Files with limits of this process: of the outermost control group, its own, and those in between."""
     files = [Path(path) for path in _CONTAINER]
     with contextlib.suppress(OSError):  # a system without control groups
         for line in Path(_OWN_GROUPS).read_text().splitlines():
@@ -123,7 +103,7 @@ def cpu_count() -> int:
 
 
 def running_tasks() -> int:
-    """Threads of all processes that run or could run now, this one among them; 1 where the system does not tell."""
+    """Number of runnable threads of all processes, including this one; 1 if it is unknown."""
     try:
         return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
     except (OSError, ValueError, IndexError):
@@ -131,10 +111,10 @@ def running_tasks() -> int:
 
 
 def own_pages(size: int, dtype: DTypeLike) -> NDArray[Any]:
-    """An array in small pages of its own, unless it is small itself; nothing is in it yet.
+    """An uninitialised array in small pages of its own, unless it is small.
 
-    Only what has been written to takes memory, and the system gets it back as soon as the array is freed. Arrays of the
-    C library's heap leave holes there, which count as memory in use until something fits into them.
+    Only written pages take memory, and the system gets them back as soon as the array is freed. Arrays on the heap of
+    the C library leave holes, which count as used memory until something fits into them.
     """
     kind = np.dtype(dtype)
     if size * kind.itemsize < _SMALL:
@@ -147,7 +127,7 @@ def own_pages(size: int, dtype: DTypeLike) -> NDArray[Any]:
 
 
 def return_memory() -> None:
-    """Give what was freed back to the system, where the C library has a call for it; it may keep it otherwise."""
+    """Return freed memory to the system, if the C library can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)
@@ -155,7 +135,7 @@ def return_memory() -> None:
 
 @cache
 def has_numba() -> bool:
-    """Whether compiled code can be had; without numba everything runs in numpy, scipy and torch."""
+    """Whether numba is installed; without it everything runs in numpy, scipy and torch."""
     return importlib.util.find_spec("numba") is not None
 
 
@@ -172,14 +152,14 @@ class BlockPlan:
 
 
 def default_budget(device: torch.device) -> int:
-    """Half of the memory that is free now."""
+    """Half of the free memory of a device."""
     return int(free_memory(device) * _SHARE)
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can be had now; of a host at most what a container may still have of it.
+    """Free memory of a device in bytes; for a CPU at most the rest of a container's limit.
 
-    What torch keeps of a GPU's memory for this process while nothing uses it can be had as well.
+    Memory of a GPU that torch's allocator has reserved but does not use counts as free.
     """
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -194,13 +174,13 @@ def free_memory(device: torch.device) -> int:
 
 
 def readable(size: int) -> str:
-    """A size as the argument memory_budget takes it, rounded up."""
+    """A size as text for the argument memory_budget, rounded up."""
     unit, name = (10**9, "GB") if size >= 10**11 else (10**6, "MB")
     return f"{-(-size // unit)}{name}"
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes that a device has, whoever uses them now; of a host what a container may have of it."""
+    """Total memory of a device in bytes; for a CPU at most the limit of a container."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return memory_size()
@@ -208,7 +188,7 @@ def total_memory(device: torch.device) -> int:
 
 @contextmanager
 def explained(budget: int | None) -> Iterator[None]:
-    """Turns a GPU's "out of memory" into an error that names the budget to set."""
+    """Turn the out-of-memory error of a GPU into one that suggests a memory budget."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -224,10 +204,12 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class ResidentPeak:
-    """Measures from its construction on.
+    """The peak of this process's resident memory since the construction of this object.
+
+    Linux records the peak (VmHWM) and resets it on request. Elsewhere the answer is None.
 
     Attributes:
-        start: bytes at that moment, after what nobody uses any more was given back; None where it cannot be told.
+        start: resident bytes at the start, after unused memory was returned; None if unknown.
     """
 
     def __init__(self) -> None:
@@ -239,7 +221,7 @@ class ResidentPeak:
             self.start = _bytes("VmRSS")
 
     def bytes(self) -> int | None:
-        """The largest size so far; None where it cannot be told."""
+        """The peak so far; None if unknown."""
         return None if self.start is None else _bytes("VmHWM")
 
 
@@ -253,7 +235,11 @@ _FIELDS = 5  # of a line of /proc/self/smaps before the path
 
 
 def release(path: Path, tensor: Tensor) -> int:
-    """Give up a tensor's pages of a mapped file; returns how many bytes."""
+    """Drop a tensor's pages of a mapped file from memory; returns the number of bytes.
+
+    They stay in the system's cache and come back when they are read. Only unwritten pages of that very file are
+    dropped, and only on Linux.
+    """
     start = tensor.data_ptr()
     span = _mapping(path, start, start + tensor.numel() * tensor.element_size())
     if span is None or not tensor.is_contiguous():
@@ -264,7 +250,7 @@ def release(path: Path, tensor: Tensor) -> int:
 
 
 def _mapping(path: Path, start: int, stop: int) -> tuple[int, int] | None:
-    """The whole pages between two addresses, first and size, if they are an unwritten mapping of the file."""
+    """Start and size of the whole pages between two addresses, if they are an unwritten mapping of the file."""
     if sys.platform != "linux":
         return None
     page = os.sysconf("SC_PAGE_SIZE")
@@ -291,23 +277,28 @@ _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 def empty_like(vector: Tensor) -> Tensor:
-    """An uninitialised vector of the same length, type and device."""
+    """An uninitialised vector of the same length, type and device.
+
+    On a CPU large vectors are allocated by numpy, which asks for huge pages where torch does not: a copy of 36 MB took
+    16 ms, and 5 to 8 ms in huge pages.
+    """
     if vector.device.type != "cpu" or vector.nbytes < _LARGE or vector.dtype not in _NUMPY:
         return torch.empty_like(vector)
     return torch.from_numpy(np.empty(len(vector), _NUMPY[vector.dtype]))
 
 
 class Vectors:
-    """Uninitialised vectors on a CPU whose memory is used again once neither they nor views of them are in use.
+    """Uninitialised vectors on a CPU whose memory is reused once neither they nor views of them are alive.
 
-    They are as many as were ever in use at once, and freed with this object.
+    Solvers allocate several vectors of the size of θ in each iteration; reuse avoids fresh pages. All memory is freed
+    with this object.
     """
 
     def __init__(self) -> None:
         self._idle: list[NDArray[np.floating]] = []
 
     def empty_like(self, vector: Tensor) -> Tensor:
-        """One of the same length and type."""
+        """A vector of the same length and type."""
         dtype = _NUMPY[vector.dtype]
         fitting = (i for i, array in enumerate(self._idle) if array.dtype == dtype and len(array) == len(vector))
         place = next(fitting, None)

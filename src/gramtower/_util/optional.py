@@ -1,14 +1,11 @@
-"""Packages that only some uses need: imported where they are used, named with how to get them where they are absent.
-
-Every message ends in the line to type, ``pip install "gramtower[EXTRA]"``.
-"""
+"""Optional packages: imported where they are used; a missing one is an error with the command that installs it."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-#: Package, by the name it is imported under → the extra of ours that brings it.
+#: Import name of a package → the extra that installs it.
 EXTRAS = {
     "polars": "io",
     "pyarrow": "io",
@@ -33,17 +30,17 @@ EXTRAS = {
 
 
 def install_line(package: str) -> str:
-    """What to type to get a package; by its own name where no extra of ours brings it."""
+    """The command that installs a package, by extra if there is one."""
     return f'pip install "gramtower[{EXTRAS[package]}]"' if package in EXTRAS else f"pip install {package}"
 
 
 def missing(what: str, package: str, error: ImportError | None = None) -> ImportError:
-    """The error for a use whose package could not be imported.
+    """Make the error for a package that could not be imported.
 
     Args:
-        what: the use, the beginning of a sentence such as "tuning".
-        package: what it needs, by the name it is imported under.
-        error: how the import failed; names another package of the same extra if that is the one missing.
+        what: the feature that needs it, such as "tuning".
+        package: the import name of the package.
+        error: the error of the import; if it names another package of the same extra, that one is reported.
     """
     absent = error is None or isinstance(error, ModuleNotFoundError)
     root = "" if error is None else (error.name or "").split(".")[0]
@@ -54,15 +51,15 @@ def missing(what: str, package: str, error: ImportError | None = None) -> Import
 
 
 def need(module: str, what: str, package: str | None = None) -> Any:
-    """A module of an optional package.
+    """Import a module of an optional package.
 
     Args:
         module: its name.
-        what: the use, for the error.
-        package: what to install, where that is not the beginning of the module's name.
+        what: the feature that needs it, for the error.
+        package: the package to install, if it is not the first part of the module's name.
 
     Raises:
-        ImportError: with the line to type, if it is not there.
+        ImportError: with the command that installs it, if it is missing.
     """
     try:
         return importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""JSON from a file as a dataclass: every field is required, no other is allowed, and types are checked."""
+"""JSON from a file as a dataclass: all fields are required, no others are allowed, and types are checked."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _LARGEST = 1 << 63  # of integers: what a tensor and a file can count
 
 
 def build(where: str, cls: type[T], plain: object) -> T:
-    """An instance of a dataclass from a JSON object.
+    """Make an instance of a dataclass from a JSON object.
 
     Args:
-        where: what it is read from, for errors.
-        cls: the dataclass; its annotations say what is expected, ``float`` takes integers too.
-        plain: what JSON gave.
+        where: the source, for errors.
+        cls: the dataclass, whose annotations are checked; ``float`` accepts integers too.
+        plain: the parsed JSON.
 
     Raises:
-        ValueError: naming the field that is missing, unknown or of another type.
+        ValueError: if a field is missing, unknown or of another type.
     """
     if type(plain) is not dict:
         raise ValueError(f"{where}: got {_shown(plain)}, expected an object")
@@ -41,7 +41,7 @@ def build(where: str, cls: type[T], plain: object) -> T:
 
 
 def fits(hint: Any, value: object) -> bool:
-    """Whether a value that JSON gave is of an annotated type."""
+    """Whether a JSON value has an annotated type."""
     return _test(hint)(value)
 
 
@@ -61,7 +61,7 @@ def _fields(cls: Any) -> tuple[dict[str, tuple[Callable[[Any], bool], str]], lis
 
 @lru_cache(maxsize=256)
 def _test(hint: Any) -> Callable[[Any], bool]:
-    """The test of an annotation; types that JSON has no form of are never met."""
+    """The test for an annotation; types that JSON does not have never match."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return lambda value: True

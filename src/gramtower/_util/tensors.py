@@ -1,12 +1,12 @@
-"""JSON and tensors in one safetensors file, with checksums: what models, checkpoints and partitions are written in.
+"""JSON and tensors in one safetensors file with checksums: the format of models, checkpoints and partitions.
 
     metadata   kind and version of the content; a checksum for each MiB of each tensor; one over all of this and over
                the names, types and shapes of the tensors
-    "header"   the JSON, as a tensor of bytes, so that it may be of any length
+    "header"   the JSON as a tensor of bytes, so that its length is not limited
     others     the caller's tensors
 
-What is read is mapped, compared with its checksum, and only then handed out; a reader of some rows looks at the
-mebibytes that hold them. Nothing is pickled.
+Tensors are memory-mapped and compared with their checksums before they are returned; if only some rows are read, only
+the mebibytes with these rows are compared. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 class Damaged(ValueError):
-    """A file that is not what was written, or not of the kind that is read."""
+    """A file that differs from what was written, or is of another kind."""
 
 
 def write(path: Path, kind: str, version: int, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Save JSON and tensors; the file at ``path`` is replaced in one step and stays whole if anything fails."""
+    """Write JSON and tensors; the file at ``path`` is replaced atomically."""
     from safetensors.torch import save_file
 
     text = np.frombuffer(json.dumps(header, ensure_ascii=False).encode(), dtype=np.uint8)
@@ -49,7 +49,7 @@ def write(path: Path, kind: str, version: int, header: Mapping[str, Any], tensor
 
 
 class TensorFile:
-    """A file that :func:`write` wrote, open for reading.
+    """An open file that :func:`write` wrote.
 
     Attributes:
         header: the JSON, parsed and compared with its checksum.
@@ -90,7 +90,7 @@ class TensorFile:
         self.dtypes = {name: _TYPES[dtype] for name, (dtype, _) in content.items()}
 
     def read(self, name: str, first: int = 0, stop: int | None = None) -> Tensor:
-        """A tensor, or rows ``first:stop`` of it, compared with its checksums."""
+        """Read a tensor, or rows ``first:stop`` of it, and compare its checksums."""
         tensor: Tensor = self._file.get_tensor(name)
         part = tensor if stop is None else tensor[first:stop]
         if tensor.numel() and part.numel():
@@ -102,7 +102,7 @@ class TensorFile:
         return part
 
     def close(self) -> None:
-        """Close the file; tensors that were read stay."""
+        """Close the file; tensors that were read stay valid."""
         self._stack.close()
 
     def _check_kind(self, facts: dict[str, str], kind: str, version: int) -> None:
@@ -152,7 +152,7 @@ def _chunks(tensor: Tensor) -> list[NDArray[np.uint8]]:
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU, each in memory that it shares with no other, as safetensors asks."""
+    """Copy tensors to the CPU, each in memory of its own, as safetensors requires."""
     found: dict[str, Tensor] = {}
     places: set[int] = set()
     for name, tensor in tensors.items():
@@ -170,7 +170,7 @@ def _seal(kind: str, version: int, content: Mapping[str, Any]) -> str:
 
 
 def _parsed(path: Path, text: bytes) -> dict[str, Any]:
-    """A JSON object; no key may occur twice."""
+    """Parse a JSON object without repeated keys."""
 
     def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)

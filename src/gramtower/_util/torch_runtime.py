@@ -1,32 +1,19 @@
-"""The one pool of plain threads, for compiled code and products that release the GIL; ``torch.get_num_threads()`` many.
+"""Process-wide state of torch: one thread pool, the precision of matrix products, and a side stream of a GPU.
 
-Idle threads sleep. Thread pools that spin between calls, numba's own among them, would compete with torch's workers for
-the same cores.
+Threads. :func:`parallel_for` runs compiled code and products that release the GIL on ``torch.get_num_threads()``
+threads. Idle threads sleep: pools that spin between calls, such as numba's, would compete with torch's workers. A
+forked process has none of its parent's threads, so the pool is recreated there; torch's OpenMP threads are gone too and
+torch would wait for them, so a forked process uses one torch thread. To use several, start processes by "spawn".
 
-A forked process has none of its parent's threads: the pool is recreated there. Torch's own OpenMP threads are gone too,
-and torch would wait for them for ever, so that a forked process works with one torch thread; to use several, start
-processes by "spawn".
+Precision. Matrix products on a GPU are "float32" (IEEE) or "tf32" (inputs rounded to 10 bits of mantissa, sums in
+float32; several times faster on tensor cores). torch has one setting per process; :func:`products_in` sets it during a
+computation and restores it. Threads that need the other precision wait.
 
-How exactly a GPU multiplies float32 matrices, as a choice of the problem and not of the process.
-
-    "float32"   as IEEE float32
-    "tf32"      inputs rounded to 10 bits of mantissa, sums in float32: several times faster on tensor cores
-
-In torch this is a process-wide setting; it is set during a computation and restored after it. Threads that want the
-same precision compute at once; a thread that wants the other one waits until they are done. CPUs and float64 are not
-affected.
-
-A side stream of a GPU, on which the right side's kernels run concurrently with the left side's.
-
-Kernels over few right rows leave most of a GPU idle; run concurrently with others they cost no time. Used for small
-problems, which run from CUDA graphs (engine/objective/cuda_graphs.py): a G·d at ml1m's and ml10m's shapes takes a fifth
-and a tenth less time. Large problems fill a GPU by themselves, and the two sides would evict each other from its cache.
-Results are bit-identical.
-
-Memory is safe because the side stream starts after everything before ``fork`` and is waited for by ``join``, and no
-tensor that one stream reads is freed by the other in between. Without a GPU nothing changes.
-
-Checked on a GPU by tests/test_cuda_graphs.py; timed by benchmarks/bench_gpu.py.
+Streams. :class:`SideStream` runs the kernels of the right side concurrently with those of the left side. Kernels over
+few right rows leave most of a GPU idle: for small problems, which run from CUDA graphs, G·d at the shapes of ml1m and
+ml10m takes a fifth and a tenth less time. Results are bit-identical. Memory is safe because the side stream starts
+after all work before ``fork`` and ``join`` waits for it, and no tensor that one stream reads is freed by the other in
+between.
 """
 
 from __future__ import annotations
@@ -49,7 +36,7 @@ from gramtower._util import host
 def parallel_for(work: Callable[[int, int], None], bounds: list[int]) -> None:
     """Call ``work(bounds[t], bounds[t + 1])`` for each t, on the next free thread; work releases the GIL."""
     tasks, threads = len(bounds) - 1, torch.get_num_threads()
-    if min(tasks, threads) <= 1:  # small work is not worth what handing it out costs
+    if min(tasks, threads) <= 1:  # too little work for several threads
         for t in range(tasks):
             work(bounds[t], bounds[t + 1])
         return
@@ -72,7 +59,7 @@ def parallel_for(work: Callable[[int, int], None], bounds: list[int]) -> None:
 
 @contextmanager
 def threads_of_fit(tiny: bool) -> Iterator[None]:
-    """Work with as many torch threads as suit the machine: one for operations so short that threads would only wait.
+    """Use a suitable number of torch threads: one if operations are so short that threads would only wait.
 
     Otherwise as many as torch was given, but no more than the CPUs that this process may use (its affinity mask and the
     quota of its container).
@@ -90,7 +77,7 @@ def threads_of_fit(tiny: bool) -> Iterator[None]:
 
 
 def _busy_cpus() -> int:
-    """CPUs that others use now, where torch's threads would wait in long loops (gramtower/__init__.py); 0 elsewhere."""
+    """CPUs that other processes use, if torch's threads wait in long loops (gramtower/__init__.py); otherwise 0."""
     if not sys.modules["gramtower"]._long_waits:
         return 0
     found = []
@@ -130,7 +117,7 @@ PAIR_PRECISIONS = ("float32", "bfloat16")
 
 
 class _Inside(threading.local):
-    """The blocks that a thread is in."""
+    """The precisions that a thread has entered."""
 
     depth = 0
 
@@ -143,7 +130,7 @@ _users: dict[int, str] = {}  # threads inside blocks, and the precision that the
 
 @contextmanager
 def products_in(precision: str) -> Iterator[None]:
-    """Matrix products inside the block use that precision; a block within a block sets it for itself."""
+    """Use this precision for matrix products inside the block; blocks can be nested."""
     if _inside.depth:
         with _set_to(precision):
             yield
@@ -202,7 +189,7 @@ def _set_to(precision: str) -> Iterator[None]:
 
 
 class SideStream:
-    """A CUDA stream besides the current one; with None, the current one itself."""
+    """A CUDA stream next to the current one; with None, the current one itself."""
 
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
         self.stream = stream

@@ -287,7 +287,7 @@ class Interactions:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(m, n): the numbers of left and right entities."""
+        """Numbers of left and right entities, (m, n)."""
         return (len(self.left_ids), len(self.right_ids))
 
     def __len__(self) -> int:
@@ -416,7 +416,7 @@ class PairSamples:
 
     @property
     def shape(self) -> tuple[int]:
-        """(number of pairs,)."""
+        """A tuple with the number of pairs."""
         return (len(self.pairs),)
 
     def __len__(self) -> int:
