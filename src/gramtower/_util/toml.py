@@ -1,7 +1,4 @@
-"""Settings as a TOML file with tables of names and values; ``gramtower fit --config`` reads it.
-
-Written under another name and renamed.
-"""
+"""Settings as a TOML file with tables of names and values, which ``gramtower fit --config`` reads."""
 
 from __future__ import annotations
 
@@ -13,12 +10,12 @@ from gramtower._util.files import write_text
 
 
 def write_config(path: Path, tables: dict[str, dict[str, Any]], comment: str) -> None:
-    """Settings as TOML, with the names of the flags; what is None is left out."""
+    """Write settings as a TOML file with the names of the flags; None is left out."""
     write_text(path, config_text(tables, comment))
 
 
 def config_text(tables: dict[str, dict[str, Any]], comment: str) -> str:
-    """The text of such a file."""
+    """Return the text of such a file."""
     lines = [f"# {comment}"]
     for name, table in tables.items():
         given = {key.replace("_", "-"): value for key, value in table.items() if value is not None}
@@ -27,7 +24,7 @@ def config_text(tables: dict[str, dict[str, Any]], comment: str) -> str:
 
 
 def toml(value: object) -> str:
-    """A value as TOML."""
+    """Return a value as TOML."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (int, float)):

@@ -389,7 +389,7 @@ def compare(
         if fresh or not store.manifest.exists():
             runner.forget(SOLVERS)
         store.write_manifest(_joined(store, request, runner.options, fresh))
-        kept = f"what was learned so far is in {out}, and the same command continues it"
+        kept = f"the runs so far are in {out}, and the same command continues them"
         try:
             interrupted = _run_all(runner, store, names)
             content, problems = build(out)

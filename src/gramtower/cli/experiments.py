@@ -137,7 +137,7 @@ def benchmark(
             command=shlex.join(["gramtower", *tokens]), progress=None if common.quiet else note, verbose=False,
         )  # fmt: skip
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"runs that ended are in {out}, and the same command goes on after them") from None
+        raise KeyboardInterrupt(f"runs that ended are in {out}, and the same command continues after them") from None
     if common.json:
         print_json(found.to_dict())
     else:
@@ -190,12 +190,12 @@ def _configs(given: list[str]) -> dict[str, Settings]:
 
 def _data_of(flags: DataOptions, configs: dict[str, Settings]) -> DataOptions:
     """Return how DATA is read: as flags say, otherwise as the first config does; another config must not differ."""
-    told = {name: value for name, value in asdict(flags).items() if value is not None}
+    given = {name: value for name, value in asdict(flags).items() if value is not None}
     first = next(iter(configs.values()), Settings()).data
-    base = {name: value for name, value in asdict(first).items() if value is not None} | told
+    base = {name: value for name, value in asdict(first).items() if value is not None} | given
     for name, settings in configs.items():
         for key, value in asdict(settings.data).items():
-            if key not in ("validation", "path", *told) and value is not None and value != base.get(key):
+            if key not in ("validation", "path", *given) and value is not None and value != base.get(key):
                 expected = f"{key} = {base.get(key)!r} as for the others, or a flag: all models read the same pairs"
                 check.fail("--config", f"{key} = {value!r} in [data] of {name}", expected)
     return replace(DataOptions(), **base | {"validation": None})
@@ -264,7 +264,7 @@ def cross_validate(
     if not common.quiet:
         if settings.data.validation is not None:
             unused = f"[data] validation {settings.data.validation} of the config is not used"
-            note(f"{unused}: the folds are what is held out")
+            note(f"{unused}: the folds are held out instead")
         note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities, {folds} folds")
     seen, _ = tower_features(settings, pairs, common.quiet)
     found = validate(estimator, pairs, folds, names, **seen, seed=estimator.seed)
@@ -368,7 +368,7 @@ def _fit(run: Path, asked: Asked) -> tuple[dict[str, Any], list[str]]:
     return content, notes + problems
 
 
-#: Kinds of folders in the order in which they are told, and what makes their pages; the last is any other.
+#: Tests of the kinds of folders, in order, and the functions that build their pages; the last takes any other folder.
 KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path, Asked], tuple[dict[str, Any], list[str]]]], ...] = (
     (lambda run: comparison_store(run).manifest.exists(), _comparison),
     (lambda run: (run / run_folder.HISTORY).exists() or (run / run_folder.MODEL).exists(), _fit),

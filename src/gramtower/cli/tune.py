@@ -107,7 +107,7 @@ def tune(
                 validation_side=settings.train.validation_side,
             )  # fmt: skip
         except KeyboardInterrupt:
-            text = f"trials that ended are in {storage}, and the same command goes on after them"
+            text = f"trials that ended are in {storage}, and the same command continues after them"
             raise KeyboardInterrupt(text) from None
     facts: dict[str, Any] = {
         "metric": metric, "value": found.best.value, "trial": found.best.number, "trials": len(found.trials),
@@ -125,7 +125,7 @@ def tune(
             print_table(heads, rows)
         print(found.caution)
     if found.interrupted:
-        kept = f"{len(found.trials)} trials were kept in {storage}, and the same command goes on after them"
+        kept = f"{len(found.trials)} trials were kept in {storage}, and the same command continues after them"
         raise KeyboardInterrupt(kept)
     return 0
 

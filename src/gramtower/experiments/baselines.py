@@ -1,4 +1,4 @@
-"""Models to compare with, each a few lines over numpy, scipy, torch or ``implicit``.
+"""Baseline models, each a few lines on top of numpy, scipy, torch or ``implicit``.
 
 All learn from the pattern of the positive pairs, X (users × items, ones), without weights or features.
 
@@ -6,9 +6,9 @@ All learn from the pattern of the positive pairs, X (users × items, ones), with
     ItemKNN     X S, S the cosines of each item's K nearest ones, itself among them (implicit's CosineRecommender)
     EASE        X B, B = argmin ‖X − XB‖² + λ‖B‖² with zeros on its diagonal (Steck 2019), in closed form:
                 P = (XᵀX + λI)⁻¹, B_ij = −P_ij / P_jj. O(n³) time, 3 n² float64: refused beyond ``most_items``
-    ALS         p_iᵀq_j by implicit's AlternatingLeastSquares, with its defaults unless told otherwise
+    ALS         p_iᵀq_j by implicit's AlternatingLeastSquares, with its defaults for options that are not given
 
-Seen pairs are left out by the caller's matrix, ties go to the smaller column: the rules of retrieval/topk.py.
+The caller passes the seen pairs that lists leave out; ties go to the smaller column, as in retrieval/topk.py.
 """
 
 from __future__ import annotations

@@ -372,13 +372,13 @@ def _own(name: str, given: Any, pairs: Interactions, features: Mapping[str, Any]
 
 
 def _estimator(name: str, model: Any, arguments: Mapping[str, Any], pairs: Interactions, kind: str) -> Entry:
-    told = {part: describe(value, _ids(part, pairs)) for part, value in arguments.items()}
+    given = {part: describe(value, _ids(part, pairs)) for part, value in arguments.items()}
     for part, value in arguments.items():
         _check_rows(part, value, pairs)
     settings = {n: describe(v) for n, v in model.get_params().items() if n not in ("verbose", *_SEEDS)}
     return Entry(
         name, lambda: OfEstimator(model, arguments), kind,
-        {"model": type(model).__name__, **settings, **({"fit": told} if told else {})},
+        {"model": type(model).__name__, **settings, **({"fit": given} if given else {})},
     )  # fmt: skip
 
 

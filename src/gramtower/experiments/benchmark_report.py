@@ -137,11 +137,11 @@ def read_run(store: RunStore, name: str, seed: int) -> Run | None:
 
 
 REPLICATES = 1000
-#: What can become of a model, and what that means.
+#: The possible states of a model, with their meaning.
 STATUSES = {
     "finished": "all its runs ended",
     "failed": "a run raised an error",
-    "unfinished": "not all its runs have ended; the same benchmark goes on",
+    "unfinished": "not all its runs have ended; the same benchmark continues them",
     "left out": "it was not run",
 }
 
@@ -370,8 +370,8 @@ def megabytes(value: int | None) -> str:
 
 _DIGITS = 4
 _EXPLAINED = (
-    "All models learn from the same pairs, rank all items for the same users, and leave out what a user has in the "
-    "training pairs. Means are over seeds of means over users. Intervals: percentiles of {replicates:,} bootstrap "
+    "All models learn from the same pairs, rank all items for the same users, and leave out a user's training "
+    "pairs. Means are over seeds of means over users. Intervals: percentiles of {replicates:,} bootstrap "
     "replicates, in which users are drawn with replacement, the same draws for all models. A difference is that of the "
     "same users under the same seeds. Each is a statement about one pair of models: with many of them, some exclude "
     "zero by chance."
@@ -441,7 +441,7 @@ def _costs(summary: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
     heads = ["model", "fit, seconds", "lists, seconds", "peak, MB", "added, MB"]
     note = (
-        "Seconds are medians over seeds, of the fit alone and of the lists of all users. Memory is the resident set of "
+        "Seconds are medians over seeds, of the fit and of the lists of all users. Memory is the resident set of "
         "the process: its largest size during fit and lists, and by how much that is above the size before, the "
         "largest over seeds. Memory of a GPU is not in it. Models run one after the other; nothing else should."
     )

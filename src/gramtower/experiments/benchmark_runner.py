@@ -253,7 +253,7 @@ def _facts(entry: Entry) -> dict[str, Any]:
 
 def _about(pairs: Interactions, test: Any) -> dict[str, Any]:
     share, weights = _is_share(test), [] if pairs.weights is None else [pairs.weights]
-    held = f"a share of {float(test):g} drawn at random for the test, anew with each seed" if share else "a given test"
+    held = f"a share of {float(test):g} drawn at random for the test, again with each seed" if share else "a given test"
     content: dict[str, Any] = plain(
         {
             "left": pairs.shape[0],

@@ -358,7 +358,7 @@ def verdict(summary: dict[str, Any]) -> str:
         return "For this data nobody won: no method ran."
     name, seconds = first["method"], f"{first['seconds']:.3g} s"
     if len(ran) == 1:
-        return f"For this data {name} ran alone, and was within {_WON:.0%} of its lowest objective after {seconds}."
+        return f"For this data only {name} ran; it was within {_WON:.0%} of its lowest objective after {seconds}."
     if first["next"] is not None:
         lead = f"{first['times']:.3g} times sooner than the next, {first['next']}"
     elif first["times"] is not None and first["times"] > 1:

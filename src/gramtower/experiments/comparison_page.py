@@ -120,7 +120,7 @@ def _charts(comparison: Comparison) -> list[str]:
         '<label><input type="checkbox" id="log" checked> logarithmic</label></div>',
         f'<div id="readout"></div><ul class="keys">{"".join(keys)}</ul>',
         f'<div class="charts{" two" if len(charts) > 1 else ""}">{"".join(figures)}</div>',
-        "<noscript><p>The curves need JavaScript; the tables and the figures beside this file do not.</p></noscript>",
+        "<noscript><p>The curves need JavaScript; the tables and the figures next to this file do not.</p></noscript>",
         *note,
         '<p class="soft">L* is the lowest value that any method reached; the record that reached it has no place on '
         f"the logarithmic axis. Differences below {FLOOR:g} are not shown. Buttons hide and show methods.</p>",
@@ -143,7 +143,7 @@ def _outcomes(comparison: Comparison, summary: dict[str, Any]) -> list[str]:
     return [
         "<h2>What became of each method</h2>",
         table(head, rows, sentences=[len(head) - 1]),
-        '<p class="soft">Seconds are of training alone: validation, checkpoints and, for methods that sample, the '
+        '<p class="soft">Seconds are training time: validation, checkpoints and, for methods that sample, the '
         f"value of the record are left out. Data passes are counted alike.{escape(legend)}</p>",
     ]
 

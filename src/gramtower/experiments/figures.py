@@ -295,7 +295,7 @@ def _fill(figure: Figure, comparison: Comparison, axis: str) -> None:
         axes.set_ylabel(str(comparison.metric))
     for axes in (left, *rest):
         axes.set_xlabel(label)
-        if any(x > 0 for line in axes.lines for x in line.get_xdata()):  # starts alone are no axis
+        if any(x > 0 for line in axes.lines for x in line.get_xdata()):  # there is more than the starts
             axes.set_xscale("log")
         axes.grid(True, which="major", alpha=0.35)
         axes.grid(True, which="minor", alpha=0.12)

@@ -1,4 +1,4 @@
-"""What a timing depends on besides the code: its version, and the load of the machine."""
+"""Circumstances of a timing: versions, machine, and the load by other processes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The folder of a comparison, a benchmark or a search: a manifest, and one JSON file for each run that ended.
 
-    KIND.json        what was asked for
+    KIND.json        the request
     runs/NAME.json   a run that ended
 
 Each file is written in one step when its content is known. A command that was killed is therefore continued by the same
@@ -36,7 +36,7 @@ class RunStore:
     Attributes:
         folder: where they are.
         kind: "comparison", "benchmark" or "search".
-        argument: what error messages call the folder.
+        argument: name of the folder in error messages.
     """
 
     folder: Path
@@ -45,7 +45,7 @@ class RunStore:
 
     @property
     def manifest(self) -> Path:
-        """The file that says what was asked for."""
+        """The file with the request."""
         return self.folder / f"{self.kind}.json"
 
     def read_manifest(self, cls: type[T]) -> T | None:
@@ -85,7 +85,7 @@ class RunStore:
 
         Args:
             now: the manifest of this call.
-            fresh: whether to remove what the folder holds.
+            fresh: whether to remove the files of an earlier experiment.
             same: fields that must be equal.
 
         Raises:
@@ -101,7 +101,7 @@ class RunStore:
         return before
 
     def refuse(self, differing: Iterable[str]) -> None:
-        """Raise a ValueError that lists what differs from the manifest; nothing happens for an empty list."""
+        """Raise a ValueError that lists the differences from the manifest; nothing happens for an empty list."""
         if names := ", ".join(differing):
             expected = f"a new folder for another {self.kind}" + (", or fresh to replace it" * (self.kind != "search"))
             check.fail(self.argument, f"{self.folder}, whose {self.manifest.name} has another {names}", expected)

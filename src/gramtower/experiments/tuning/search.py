@@ -1,14 +1,13 @@
-"""`TwoTower.tune`: settings proposed by optuna, tried on an inner validation part, and the best of them confirmed.
+"""`TwoTower.tune`: optuna proposes settings, trials rank them on an inner validation part, and the best are confirmed.
 
-The loop: ask for settings (the first are the defaults), start from the nearest finished neighbour's solution or cold,
-train with an eye on the curve, tell. Proposals depend on the seed and on the finished trials alone, so a search with
-one worker is the same each time, and a resumed one goes on as if it had not stopped. What won after a warm start is
-trained again from a cold one, which is what a user of the result will do. The defaults are trained in full, and stay
-unless a trial is better beyond noise (tried.py); where entities were held out, on two draws of them.
+The loop asks for settings (the first are the defaults), starts from the solution of the nearest finished trial or cold,
+trains while watching the curve, and records the outcome. Proposals depend only on the seed and on the finished trials,
+so that a search is the same each time, and a resumed one goes the same way. A winner that started warm is trained again
+from a cold start, because that is how its settings will be used. The defaults are trained in full, and stay unless a
+trial is better beyond noise (study.py); where entities were held out, on two draws of them.
 
-A time limit counts everything from the first split to the last confirmation, for which the time that it takes is kept
-back. Only the first trial runs to its end whatever the limit. Larger towers than its are tried only
-while there is time for many trials.
+A time limit covers everything from the first split to the last confirmation, whose time is reserved. Only the first
+trial runs to its end whatever the limit. Larger towers are tried only while there is time for many trials.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ def tune(
     about = request(parts, data, chosen, metric, seed, model)
     del data
     with _folder(storage) as folder, locked(folder, name="storage"):
-        # with held-out entities trials are few and cold: each may add to what was found before
+        # with held-out entities trials are few and cold: each builds on the best so far
         log = Log(folder, about, chosen, start, from_best=parts.unseen is not None)
         solutions = Solutions(folder / "weights", _WARM_BYTES)
         run = _Run(model, parts, start, chosen, metric, seed, log, solutions, limit, began, others)
@@ -207,7 +206,7 @@ class _Run:
 
     def search(self, trials: int, progress: Callable[[Search], None] | None) -> None:
         """Run trials until there are enough of them or time is up."""
-        self._drop()  # what a kill left to be dropped
+        self._drop()  # files that a killed process did not delete
         self.first_seconds = next((t.seconds for t in self.log.trials), 0.0)
         while self.log.ended < trials and not self._late(self._kept_back()) and not self.interrupted:
             self._trial()
@@ -334,7 +333,7 @@ class _Run:
             self.log.keep(replace(same, number=number, settings=settings, seconds=0.0, same_as=first))
             return
         near = None
-        if self.parts.unseen is None:  # otherwise the iterations of two trials would add up to what learns by heart
+        if self.parts.unseen is None:  # otherwise iterations of two trials would add up, and networks memorise
             near = self.solutions.nearest(settings, [(t.number, t.settings) for t in finished])
         best = pick(finished).value if finished else None
         asked = time.perf_counter()

@@ -1,12 +1,12 @@
-"""The search space: what is searched, over which values, and where the search starts.
+"""The search space: the names that are searched, their values, and the settings that the search starts at.
 
 Names are those of :class:`gramtower.TwoTower`'s arguments, with four of their own:
 
-    penalty       μ as if ν were 1. For another ν it is rescaled to the same total Σ_i c_i + Σ_j c_j, because c^ν alone
-                  would move μ by orders of magnitude; what the model gets is `embedding_l2`
+    penalty       μ as if ν were 1. For another ν it is rescaled to the same total Σ_i c_i + Σ_j c_j, because c^ν by
+                  itself would move μ by orders of magnitude; the model gets it as `embedding_l2`
     left_power    s of left_weights="degree^s"; 0 is no weights
     right_power   s of right_weights
-    features      "ids", "history", "ids+history", or "given": the features handed to tune
+    features      "ids", "history", "ids+history", or "given": the features passed to tune
 
 Ranges are centred on the defaults for the size of the data.
 """
