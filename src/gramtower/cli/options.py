@@ -335,7 +335,17 @@ def _as_flag(name: str, value: Any, hint: Any) -> Any:
 
 
 #: From the text of a flag to the value of the setting, where that is not the value itself.
+
+
+def _number_or_text(value: str) -> float | str:
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
 _FROM_TEXT: dict[str, Callable[[Any], Any]] = {
+    "imputed": _number_or_text,
     "hidden": lambda text: text if text == "auto" else parse_hidden(text),
     "optimizer_options": lambda texts: dict(map(parse_option, texts)),
     "select": lambda text: {"auto": True, "off": False}.get(text, text),
