@@ -11,6 +11,7 @@ from types import ModuleType
 MODULES = {  # old name -> new name, both below gramtower
     "benchmarking": "experiments",
     "benchmarking.baselines": "experiments.baselines",
+    "compat.implicit.utils": "compat.implicit.base",
     "data.bundle": "data.datasets",
     "data.partition": "distributed.partition",
     "data.readers.netflix": "data.readers.ratings",
