@@ -32,19 +32,16 @@ LEFT: dict[str, int] = {
     "cli": 18,
     "data": 26,
     "distributed": 7,
-    "docs/choosing.md": 8,
+    "docs/choosing.md": 3,
     "docs/cli.md": 13,
     "docs/explaining.md": 8,
     "docs/how-to/features.md": 5,
-    "docs/metrics.md": 4,
-    "docs/notation.md": 1,
+    "docs/metrics.md": 2,
     "docs/sklearn.md": 2,
-    "docs/towers.md": 1,
-    "engine": 22,
+    "engine": 10,
     "experiments": 12,
     "gramtower": 5,
     "model": 56,
-    "optim": 1,
 }
 
 

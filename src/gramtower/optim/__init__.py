@@ -1,4 +1,4 @@
-"""Optimization methods, assembled from named parts: where the gradient comes from, which way, how far."""
+"""Optimizers, and the parts to build custom ones: gradients, directions and step rules."""
 
 from gramtower.optim.descent import Backtracking as Backtracking
 from gramtower.optim.descent import Descent as Descent

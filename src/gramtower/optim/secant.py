@@ -20,7 +20,7 @@ that every pair can be used. Damping starts at zero and is increased when the de
 quarter of the predicted −½ sᵀ∇L.
 
 The first iterations move one side at a time, s = −M∇L on the left, then on the right, as alternating least squares
-does: from small random embeddings both sides together start next to a saddle point, while each side alone is a convex
+does: from small random embeddings both sides together start next to a saddle point, while each side is a convex
 problem. A side that starts at zero moves first; otherwise the other side would also be drawn to zero, which is the
 saddle. Without memory for a pair all iterations are of this kind, which costs less than conjugate gradient over both.
 

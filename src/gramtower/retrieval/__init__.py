@@ -1,1 +1,1 @@
-"""What a trained model is asked: the best right entities for left ones."""
+"""Retrieval: the best right entities for left ones."""

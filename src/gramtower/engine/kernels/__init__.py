@@ -54,7 +54,7 @@ BACKENDS = ("auto", *_MODULES)
 
 
 class Kernels(Protocol):
-    """What a backend provides; reference.py says in full what each operation does.
+    """The operations of a backend; reference.py defines each of them.
 
     Attributes:
         SLOPES_FROM_OUTPUTS: whether φ′ is recovered from activations' outputs, in the pass that needs it, where it
@@ -125,7 +125,7 @@ class Kernels(Protocol):
         scale: float = 1.0,
         sums: bool = False,
     ) -> Tensor | None:
-        """scale·initial + (g + bias) ∘ φ′ written to ``out``; rows with the column sums of the second term if asked."""
+        """scale·initial + (g + bias) ∘ φ′ written to ``out``; with ``sums``, partial column sums of the second term."""
 
     def export_order(self, pairs: Pairs) -> tuple[Order | None, dict[str, Tensor]]:
         """The traversal order of pairs: short index tensors, and by name the O(|O|) tensors of the order by columns."""
@@ -141,7 +141,7 @@ if TYPE_CHECKING:
 
 
 def select(device: torch.device, backend: str = "auto") -> Kernels:
-    """The kernels for a device; ``backend`` asks for one by name.
+    """The kernels for a device, or those of a ``backend`` by name.
 
     Raises:
         ValueError: if ``backend`` is unknown or does not run on ``device``.

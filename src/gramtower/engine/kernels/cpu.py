@@ -6,10 +6,8 @@ is a run of pieces. Within a task the columns are visited tile by tile, a tile b
 core's second-level cache; pairs are taken four at a time, so that a row's vectors are read once for four products. Each
 task reads all gathered rows from memory once, and so has several pairs for each of them where there are enough.
 
-Tasks run on plain threads, as many as ``torch.get_num_threads()``, without the GIL. Numba's own thread pools are left
-alone: their workers keep spinning after a call and would compete with torch's for the same cores.
-
-Compared with engine/kernels/reference.py in tests/test_kernels.py; timed by benchmarks/bench_engine.py.
+Tasks run on plain threads, as many as ``torch.get_num_threads()``, without the GIL. Numba's thread pools are not used:
+their workers keep spinning after a call and would compete with torch's for the same cores.
 """
 
 from __future__ import annotations

@@ -250,7 +250,7 @@ def export_order(pairs: Pairs) -> tuple[Order | None, dict[str, Tensor]]:
 
 
 def import_order(pairs: Pairs, order: Order | None, by_columns: dict[str, Tensor] | None) -> None:
-    """Without the tensors by columns, pairs can be summed over rows alone."""
+    """Without the tensors by columns, pairs can only be summed over rows."""
     if order is not None:
         left, right = order
         if by_columns is not None:

@@ -7,8 +7,8 @@ same bits in every run.
 
 In the right order the entries are grouped by blocks of about ``ROW_BLOCK`` rows before they are grouped by column:
 programs that run at the same time then gather from a part of the left embeddings that stays in the second-level cache.
-How that is done follows from the number of entries in each column alone (:func:`column_order`), so that
-engine/objective/planning.py knows the lines before any pair is visited:
+The order depends only on the number of entries in each column (:func:`column_order`), so that
+engine/objective/planning.py knows the number of lines before any pair is visited:
 
     one launch           all pieces at once, with a line for each piece of a column that falls into several blocks
     one launch a block   where those lines would be more than ``LINES``: a column's piece is then the only one of its
@@ -80,7 +80,7 @@ _right: WeakKeyDictionary[Pairs, Pieces] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class OrderSizes:
-    """What an order takes: exact for rows, upper bounds for columns.
+    """Sizes of an order: exact for rows, upper bounds for columns.
 
     Attributes:
         height: rows of a block.

@@ -177,7 +177,7 @@ def _tried(name: str, function: Function, y: Tensor, s: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LossTerms:
-    """What ℓ⁺ needs besides the scores, on the observed pairs in row order.
+    """The inputs of ℓ⁺ besides the scores, on the observed pairs in row order.
 
     Attributes:
         loss: ℓ.
@@ -225,7 +225,7 @@ class Observed(Protocol):
 
 
 class Scored:
-    """ℓ⁺ from the scores ŷ, each quantity when it is asked for."""
+    """ℓ⁺ from the scores ŷ; each quantity is computed when it is needed."""
 
     def __init__(self, terms: LossTerms, scores: Tensor) -> None:
         self.terms, self.scores = terms, scores

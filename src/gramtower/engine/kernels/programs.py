@@ -1,4 +1,4 @@
-"""The GPU programs of the pair operations, in Triton. gpu.py launches them and says what each computes.
+"""The GPU programs of the pair operations, in Triton; gpu.py launches them.
 
 One program works on one piece of a row (layout.py). Row numbers become 64-bit before they are multiplied by a row's
 length. Sums are made in the dtype of the result; the value of the objective in float64.

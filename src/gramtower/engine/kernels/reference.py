@@ -132,7 +132,7 @@ def slope_product(
     """scale·initial + (g + bias) ∘ φ′ written to ``out``, φ′ from the activation's output y.
 
     All matrices are rows × columns; ``initial`` may be ``out``, and so may g. Returns rows with the column sums of the
-    second term if asked for ``sums``.
+    second term with ``sums``.
     """
     product = (g if bias is None else g + bias) * activation.slope(y)
     if initial is None:

@@ -1,4 +1,4 @@
-"""One small system for each row of an embedding table, while the other side's embeddings stay where they are.
+"""One small linear system for each row of an embedding table, while the other side's embeddings are fixed.
 
 With B the other side's embeddings in a basis where the all-pairs curvature is diagonal, e,
 
@@ -6,10 +6,10 @@ With B the other side's embeddings in a basis where the all-pairs curvature is d
     A_i = diag(a_i e + d_i) + Σ_j c_ij b_j b_jᵀ
     g_i = diag(a_i e + d_i) y_i − a_i t_i + Σ_j x_ij b_j
 
-with y_i the row itself and t_i what imputed labels pull it to, by a few steps of conjugate gradient over A_i's own
-diagonal. Nothing is averaged over rows: this is what alternating least squares solves. Cost: a row's pairs are gathered
-once, and then twice in each step out of the cache where they fit: O(|O| k steps). :func:`solve_batched` is the
-definition, in plain torch.
+with y_i the row itself and t_i the pull of imputed labels, solved by a few steps of conjugate gradient with A_i's
+diagonal as the preconditioner. Nothing is averaged over rows: these are the systems of alternating least squares. Cost:
+a row's pairs are gathered once, and then read twice in each step, from the cache if they fit: O(|O| k steps).
+:func:`solve_batched` is the definition, in plain torch.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class Linearization:
             yield start, min(self.rows, start + self.plan.rows)
 
     def saved_blocks(self) -> Iterator[tuple[int, int, list[Any]]]:
-        """Row ranges with what each step kept, recomputed block by block if it was not kept."""
+        """Row ranges with the values that each step kept, or recomputed block by block if it did not."""
         for index, (start, stop) in enumerate(self.blocks()):
             yield start, stop, self._kept[index] if self.plan.keep else self.forward_block(start, stop)[1]
         if not self.plan.keep:

@@ -34,7 +34,7 @@ from gramtower.engine.towers.steps import CurvatureContext, Moment, Named, Value
 def call_with(module: nn.Module, tensors: Mapping[str, Tensor], *inputs: Any) -> Any:
     """Call ``module(*inputs)`` with some parameters and buffers replaced, by their first names, and restore them.
 
-    torch.func.functional_call alone would replace and restore a module that is registered under two names twice, and
+    torch.func.functional_call would replace and restore a module that is registered under two names twice, and
     leave it with the replacement. Here every tensor of every module is replaced once.
     """
     names = {id(tensor): name for name, tensor in chain(module.named_parameters(), module.named_buffers())}

@@ -146,15 +146,15 @@ def try_module(side: str, module: nn.Module, rows: Block, row: Block, values: Va
     """
     where = f"{side} tower: {type(module).__name__}"
     first = _run(module, rows, values)
-    second, alone = _run(module, rows, values), _run(module, row, values)
+    second, single = _run(module, rows, values), _run(module, row, values)
     if differ(second.result, first.result):
         raise ValueError(
             f"{where} gives different results for the same rows{_first_difference(second, first)}; the objective over "
             "all pairs needs a deterministic module: call .eval() or remove the noise"
         )
-    if differ(alone.result, first.result):
+    if differ(single.result, first.result):
         raise ValueError(
-            f"{where} gives a row another result when the block has other rows{_first_difference(alone, first)}; "
+            f"{where} gives a row another result when the block has other rows{_first_difference(single, first)}; "
             "each row must be mapped independently (use nn.LayerNorm, not batch statistics)"
         )
     if isinstance(first.result, Tensor) and not first.result.requires_grad:
@@ -164,7 +164,7 @@ def try_module(side: str, module: nn.Module, rows: Block, row: Block, values: Va
                 f"{where} has no derivative: its result no longer depends on any trainable parameter after step "
                 f"{stops[-1]}; expected a differentiable result (no argmax, detach, no_grad or integers)"
             )
-    return first.result, alone.result
+    return first.result, single.result
 
 
 def check_magnitude(side: str, features: Features, dtype: torch.dtype) -> None:

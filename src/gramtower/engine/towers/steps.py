@@ -1,6 +1,6 @@
 """The interface of a step of a tower: its value, derivatives, part of the preconditioner, and cost.
 
-    forward   x ↦ y                       keeps what the derivatives need
+    forward   x ↦ y                       keeps values for the derivatives
     jvp       (dx, dθ) ↦ dy               eq:Jvp, forward mode
     vjp       g ↦ gᵀ∂y/∂x, gᵀ∂y/∂θ       the tensor-matrix product of eq:ten-mat, reverse mode
 

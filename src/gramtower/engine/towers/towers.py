@@ -365,9 +365,9 @@ class Towers:
                 check.fail(f"{side} tower", f"an output of {y.dtype}", f"{self.dtype}, as its trainable parameters")
             if rows and not is_stack(module) and self._tried.get(side) is not ops:
                 given = [features.block(0, count, values.dtype, values.device) for count in (rows, 1)]
-                again, alone = try_module(side, module, given[0], given[1], values)
+                again, single = try_module(side, module, given[0], given[1], values)
                 self._tried[side] = ops
-                _check_shape(side, alone, 1, y.shape[1])
+                _check_shape(side, single, 1, y.shape[1])
                 if differ(y, again):
                     if features.total != features.rows:
                         given_class = f"{type(module).__name__}, whose forward differs from its trace by torch.fx"

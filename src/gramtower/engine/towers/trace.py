@@ -32,7 +32,7 @@ from gramtower.engine.towers.layers import Affine, Elementwise, InputAffine, Nor
 from gramtower.engine.towers.opaque import Opaque, call_with
 from gramtower.engine.towers.steps import Op
 
-Found = tuple[Op, list[fx.Node]]  # a step and what it reads
+Found = tuple[Op, list[fx.Node]]  # a step and its inputs
 
 _ACTIVATIONS: dict[Any, type[nn.Module]] = {function: kind.module for kind in TABLE for function in kind.functions}
 _POINTWISE: dict[Any, Callable[[Tensor], Tensor]] = {
@@ -502,8 +502,8 @@ class _Builder:
     def _segment(self, segment: list[int], start: int) -> Op:
         first = self.nodes[segment[0] - 1]
         if len(segment) == 1:
-            alone = start > 0 or isinstance(first.op, (InputAffine, Opaque))
-            if alone and len(first.inputs) == 1:
+            plain = start > 0 or isinstance(first.op, (InputAffine, Opaque))
+            if plain and len(first.inputs) == 1:
                 return first.op
         places = {start: 0} | {number: place for place, number in enumerate(segment, 1)}
         nodes = [self.nodes[number - 1] for number in segment]
