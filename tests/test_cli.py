@@ -422,7 +422,7 @@ def test_a_failure_is_exit_code_1_and_debug_shows_where(fitted, capsys, monkeypa
 
     monkeypatch.setattr(TwoTower, "recommend", broken)
     said = refusal(capsys, "recommend", fitted, "--left", "007", code=1)
-    assert "a fault of gramtower (cli/query.py, line" in said
+    assert "internal error in gramtower (cli/query.py, line" in said
     assert "--debug" in said
     assert "Error" not in said
     assert run(["recommend", str(fitted), "--left", "007", "--debug"]) == 1
@@ -440,7 +440,7 @@ def test_a_failure_is_exit_code_1_and_debug_shows_where(fitted, capsys, monkeypa
         (RecursionError("maximum recursion depth exceeded"), 2, "nested too deeply"),
         (OSError(errno.ENOSPC, "No space left on device", "run"), 1, "run: no space left on the disk"),
         (OSError(errno.EROFS, "Read-only file system", "run"), 2, "run: the file system is read-only"),
-        (KeyError("x"), 1, "a fault of gramtower"),
+        (KeyError("x"), 1, "internal error in gramtower"),
     ],
 )
 def test_every_error_is_said_in_words_of_this_library(fitted, capsys, monkeypatch, error, code, words):
@@ -536,7 +536,7 @@ def test_the_help_of_every_option_is_whole(capsys):
 def test_a_missing_argument_is_named(tokens, name, capsys):
     assert run(tokens) == 2
     command = tokens[0]
-    expected = f"error: {name}: got nothing, expected a value; gramtower {command} --help says of what kind"
+    expected = f"error: {name}: missing value; see gramtower {command} --help"
     assert capsys.readouterr().err.strip() == expected
 
 

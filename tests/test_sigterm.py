@@ -179,7 +179,7 @@ def test_several_processes_stop_after_the_same_iteration_and_keep_it(data, tmp_p
         finally:
             several.kill()
     assert errors.count("error: stopped by SIGTERM") == 2, errors
-    assert "goes on from it" in errors
+    assert "continue from it" in errors
     assert not locks(tmp_path)
     records = history.read_text().splitlines()
     rest = subprocess.run(

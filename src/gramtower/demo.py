@@ -3,7 +3,7 @@
 The data: packages of npm in 2016 and what they depend on (data/datasets.py). The 64 dependencies that are used most are
 the tools, which describe a package; the others are what is to be found. A fifth of the packages is held out whole. The
 left tower sees a package's tools, so that any combination of them can be asked about; the right one knows dependencies
-by id. Shown beside it: linear towers over the same features, and the dependencies that are used most. Linear towers add
+by id. For comparison: linear towers over the same features, and the dependencies that are used most. Linear towers add
 up what each tool suggests; a hidden layer can learn what two of them need together.
 """
 
@@ -52,7 +52,7 @@ def run(
         seed: for the split and the initial weights.
         out: where to write; None makes a new temporary folder.
         verbose: one line an iteration on standard error.
-        uses: tools of packages to ask about, beside some of the held-out ones; None for USES.
+        uses: tools of packages to query, in addition to some of the held-out ones; None for USES.
     """
     check.seed(seed)
     if seconds is not None:
@@ -74,7 +74,7 @@ def run(
     model, model_time = _fit(model, train, tools, out / "history.jsonl")
     model.save(out / "model.gramtower")
     if model.reason_ is Reason.INTERRUPTED:
-        raise KeyboardInterrupt(f"the model so far is {out / 'model.gramtower'}; the demo itself starts anew")
+        raise KeyboardInterrupt(f"the model so far is {out / 'model.gramtower'}; the demo itself starts again")
     picture = draw(model, out / "run.png")
     drawn = np.random.default_rng(seed).permutation(test.shape[0])[:NEW]
     return {
@@ -101,7 +101,7 @@ def run(
 
 
 def described(pairs: Interactions) -> tuple[Interactions, dict[str, list[str]]]:
-    """Pairs of packages with what they need beside the tools, and the tools of each package."""
+    """Pairs of packages with their dependencies other than tools, and the tools of each package."""
     matrix = pairs.matrix
     order = np.argsort(-np.bincount(matrix.indices, minlength=matrix.shape[1]), kind="stable")
     is_tool = np.zeros(matrix.shape[1], dtype=bool)
@@ -180,7 +180,7 @@ def _fit(
     table = FeatureTable({"package": names, "uses": [_text(tools[name]) for name in names]}, "package", lists=["uses"])
     model.fit(train, left_features=table, history=history)
     if history is None and model.reason_ is Reason.INTERRUPTED:
-        raise KeyboardInterrupt("nothing was kept; the demo starts anew")
+        raise KeyboardInterrupt("nothing was kept; the demo starts again")
     return model, time.perf_counter() - start
 
 

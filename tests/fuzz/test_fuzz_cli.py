@@ -207,7 +207,7 @@ COMMANDS = {  # a line that works, flags it may have, and how often it is tried
 }
 FOREIGN = re.compile(
     r"\b\w+(Error|Exception|Warning)\b|Traceback|Errno|NoneType|has no attribute|PlRefPath|codec can't encode|"
-    r"enforce fail|torch\.|numpy\.|polars|unexpected keyword|site-packages|a fault of gramtower"
+    r"enforce fail|torch\.|numpy\.|polars|unexpected keyword|site-packages|internal error in gramtower"
 )
 
 

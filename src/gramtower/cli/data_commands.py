@@ -68,11 +68,11 @@ def split(
     data: ReadOptions | None = None,
     common: Common | None = None,
 ) -> int:
-    """Cut the pairs of any DATA into files to train on and to test on.
+    """Split pairs into training and test files.
 
     random: pairs drawn from all. per-user: the same share of each left entity's pairs. last: the latest pairs of each
-    left entity. time: all pairs from a moment on. cold-left, cold-right: left or right entities with all their pairs,
-    for what a model does with entities it has never seen. folds: as many files as folds, every pair tested once.
+    left entity. time: all pairs from a given time on. cold-left, cold-right: left or right entities with all their
+    pairs, to test on unseen entities. folds: a training and a test file for each fold; every pair is tested once.
 
     Args:
         path: Pairs, as for fit.
@@ -81,11 +81,11 @@ def split(
         share: Of the pairs or entities to hold out, above 0 and below 1 [default: 0.2].
         count: Pairs of each left entity (last) [default: 1], or folds [default: 5].
         minimum: Pairs that each left entity keeps to train on (per-user, last) [default: 1].
-        cut: Moment of the first pair to test (time), such as 2020-01-31, in the place of --share.
+        cut: Moment of the first pair to test (time), such as 2020-01-31, instead of --share.
         history: Share of a held-out left entity's pairs (cold-left) that go into a file of their own, to describe it.
-        folds_of: What is dealt out to the folds: pairs, left or right entities [default: pairs].
+        folds_of: What is divided into folds: pairs, left or right entities [default: pairs].
         file_format: csv, tsv, csv.gz, tsv.gz or parquet [default: parquet if DATA is, otherwise csv].
-        seed: Of the draws.
+        seed: Seed of the random draws.
         config: TOML file whose table [data] says how DATA is read.
         data: Data.
         common: Output.
@@ -238,7 +238,7 @@ def convert(
     data: ReadOptions | None = None,
     common: Common | None = None,
 ) -> int:
-    """Write the pairs of any DATA as a table with a header, which fit reads again faster.
+    """Convert pairs of any format to a CSV or Parquet table, which is read faster.
 
     A folder with the dumps page, pagelinks, redirect and (since 2023) linktarget (.sql.gz) of a MediaWiki becomes the
     links between its articles, with redirects followed; columns are from and to.
@@ -340,16 +340,16 @@ def partition(
     data: DataOptions | None = None,
     common: Common | None = None,
 ) -> int:
-    """Cut pairs into parts of about equal work, by left entity, for a fit by several processes.
+    """Split pairs by left entity into parts of similar size, for a fit by several processes.
 
-    ``torchrun --nproc-per-node 4 -m gramtower fit FOLDER --out RUN`` then reads each part in one process alone.
-    Held-out pairs are chosen here: the same as fit would choose with the same --validation and --seed.
+    ``torchrun --nproc-per-node 4 -m gramtower fit FOLDER --out RUN`` then reads each part in only one process.
+    The held-out pairs are chosen here. They are those that fit chooses with the same --validation and --seed.
 
     Args:
         path: Pairs, as for fit.
         out: Folder for the parts: new, empty, or that of an earlier partition, which is replaced.
-        parts: How many; at least as many as there will ever be processes.
-        seed: For --validation.
+        parts: Number of parts; at least the largest number of processes that will read them.
+        seed: Seed of the split for --validation.
         config: TOML file whose table [data] says how the pairs are read.
         data: Data.
         common: Output.

@@ -67,23 +67,23 @@ def fit(
       counted; the iteration that passes the limit is finished);
     - the gradient norm falls to 1e-6 of its first value (methods with exact gradients);
     - no step lowers the objective measurably in float32, near a relative decrease of 1e-7;
-    - with --validation, --patience iterations without a better --metric; the best point is what is saved,
-      or with --refit as many iterations on all pairs, started anew;
+    - with --validation, --patience iterations without a better --metric; the best point is saved, or with --refit the
+      model is trained again on all pairs for as many iterations;
     - Ctrl-C, SIGTERM, or a value that is not finite.
 
-    An interrupted fit goes on where it stopped when the same command is given again; so does one that reached
-    --max-iterations or --time-limit when that limit is raised.
+    An interrupted fit continues when the same command is run again. So does a fit that reached --max-iterations or
+    --time-limit, when that limit is raised.
 
-    Started by torchrun, its processes learn one model together; a folder made by gramtower partition lets each of them
-    read its own share alone.
+    Started by torchrun, the processes train one model together; with a folder made by gramtower partition, each of them
+    reads only its own share.
 
     Args:
         path: Pairs: .csv, .tsv, .parquet (also .gz, .xz, .zst), a folder of .parquet parts such as Spark, DuckDB and
             polars write (also key=value folders; read in a stream), a MovieLens or Netflix folder or zip, lists, edges,
             or a folder made by gramtower partition.
         out: Folder of the run: model.gramtower, config.toml, history.jsonl and summary.json.
-        config: TOML file with tables [data], [features], [model], [train]; keys are the names of the flags, which win.
-        fresh: Start anew even if the folder holds an unfinished run.
+        config: TOML file with tables [data], [features], [model], [train]; keys are names of flags. Flags win.
+        fresh: Start again even if the folder holds an unfinished run.
         data: Data.
         features: Features.
         model: Model.
@@ -148,7 +148,7 @@ def _fit(group: Group, settings: Settings, source: Path, out: Path, fresh: bool,
                     selection_file(checkpoint).unlink(missing_ok=True)
         resumed = bool(group.from_first(checkpoint.exists()))
         if resumed and loud:
-            note(f"going on from {checkpoint}")
+            note(f"continuing from {checkpoint}")
         try:
             estimator.fit(
                 observed, **seen, validation=held_out, refit=bool(settings.train.refit), checkpoint=checkpoint,
@@ -156,8 +156,8 @@ def _fit(group: Group, settings: Settings, source: Path, out: Path, fresh: bool,
                 validation_side=side,
             )  # fmt: skip
         except KeyboardInterrupt:
-            kept = f"{checkpoint} is whole, and the same command goes on from it" if checkpoint.exists() else ""
-            raise KeyboardInterrupt(kept or "nothing was learned yet; the same command starts anew") from None
+            kept = f"{checkpoint} is complete; run the same command to continue from it" if checkpoint.exists() else ""
+            raise KeyboardInterrupt(kept or "nothing was learned yet; run the same command to start again") from None
         estimator.save(out / run_folder.MODEL)
         if group.rank > 0:
             return 0
@@ -237,7 +237,7 @@ def _report(facts: dict[str, Any], common: Common) -> int:
             | {"stopped": facts["stopped"], "model": facts["model"]}
         )
     if interrupted:
-        raise KeyboardInterrupt(f"iteration {facts['iterations']} was kept, and the same command goes on from it")
+        raise KeyboardInterrupt(f"iteration {facts['iterations']} was kept; run the same command to continue from it")
     if failed:
         note(f"error: {facts['stopped']}")
     return int(failed)
@@ -254,20 +254,20 @@ def update(
     features: FeatureOptions | None = None,
     common: Common | None = None,
 ) -> int:
-    """Add pairs to those that a model knows, and run a few iterations from its weights.
+    """Add pairs to a fitted model and continue training for a few iterations.
 
     Old pairs, entities and seen lists stay; new entities are added. MORE is read with the columns and the threshold of
-    the run, unless told otherwise. Of the old pairs the model keeps which there are: all count with the label 1 and
-    without weights, and a model fitted with other labels or with weights is refused.
+    the run, unless flags say otherwise. A model keeps its pairs without labels and weights: all old pairs have the
+    label 1 and no weight, and a model fitted with other labels or with weights is refused.
 
-    Tables of features are read again, from where the run has them or as told: they must have the rows of all entities,
-    old and new, as a model does not keep them.
+    A model does not keep feature tables. They are read again, from the paths of the run or from those given here, and
+    must have the rows of all entities, old and new.
 
     Args:
         run: Folder of a fit, or a model file.
         path: Pairs to add, as for fit.
-        iterations: How many.
-        out: Folder for the new model; without it the one in RUN is replaced, in one step.
+        iterations: Number of iterations.
+        out: Folder for the new model; without it, the model in RUN is replaced atomically.
         data: Data.
         features: Features.
         common: Output.

@@ -25,7 +25,7 @@ from gramtower.model.two_tower import TwoTower
 def info(
     path: Path, /, *, config: Path | None = None, data: ReadOptions | None = None, common: Common | None = None
 ) -> int:
-    """Say what a model or a file of pairs holds: counts, pairs per entity, settings.
+    """Describe a model or a file of pairs: counts, pairs per entity, settings.
 
     Args:
         path: Folder of a run, a model file, or a file of pairs as for fit.
@@ -105,7 +105,7 @@ def _example(ids: Any) -> Any:
 
 
 def export(run: Path, /, *, to: str, out: Path, common: Common | None = None) -> int:
-    """Write a model for other programs: towers as networks, or embeddings with their ids.
+    """Export a model: its towers as networks, or its embeddings with their ids.
 
     Args:
         run: Folder of a run, or a model file.
@@ -131,7 +131,7 @@ def demo(
     out: Path | None = None,
     common: Common | None = None,
 ) -> int:
-    """Learn from npm packages what a package will need by the tools that it uses, and say it for new ones.
+    """Demo: recommend npm dependencies, including for packages not seen in training.
 
     Args:
         uses: Tools of a package to ask about, such as "gulp, browserify"; may be repeated.

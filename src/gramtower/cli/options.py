@@ -85,34 +85,35 @@ class FeatureOptions:
     left_features: str | None = None
     "Table of features of left entities, joined by id: .csv, .tsv, .parquet."
     right_features: str | None = None
-    "The same for right entities."
+    "Table of features of right entities."
     left_id: str | None = None
-    "Its column of ids [default: called as --left, or id]."
+    "Id column of --left-features [default: the name given to --left, else id]."
     right_id: str | None = None
-    "The same for --right-features."
+    "Id column of --right-features [default: the name given to --right, else id]."
     left_column: Annotated[
         list[str] | None,
         Parameter(
             help="Kind of a column of --left-features, NAME=KIND: numeric, categorical, list, text, vector or skip; "
-            "may be repeated. Kinds of other columns are told from their content.",
+            "may be repeated. The kinds of other columns are inferred from their content.",
             negative=(),
         ),
     ] = None
     right_column: Annotated[
-        list[str] | None, Parameter(help="The same for --right-features; may be repeated.", negative=())
+        list[str] | None,
+        Parameter(help="Kind of a column of --right-features, NAME=KIND; may be repeated.", negative=()),
     ] = None
     list_separator: str | None = None
-    "Between the elements of list columns [default: |]."
+    "Separator of the elements of list columns [default: |]."
     hash_bits: int | None = None
     "Text columns become 2^bits features each [default: 15]."
     ngrams: str | None = None
-    "Of text columns: word, or char [default: word]."
+    "How text columns are cut: word or char [default: word]."
     left_identity: bool | None = None
-    "With --left-features or --history: also a vector of its own for each left entity [default: no]."
+    "With --left-features or --history: also learn a vector for each left entity [default: no]."
     right_identity: bool | None = None
-    "With --right-features: also a vector of its own for each right entity [default: no]."
+    "With --right-features: also learn a vector for each right entity [default: no]."
     identity_scale: float | None = None
-    "Add such vectors to features with this scale; below 1, such as 0.1, new entities rank higher among known ones."
+    "Scale of these vectors next to features; below 1, such as 0.1, new entities rank higher among known ones."
 
 
 @_FEATURES
@@ -121,7 +122,7 @@ class FitFeatures(FeatureOptions):
     """What the towers see, and which entities a model keeps. The table ``[features]``."""
 
     candidates: str | None = None
-    "all: a fit also keeps entities of its tables that have no pairs, and recommends them [default: trained]."
+    "all: also keep and recommend entities of the tables that have no pairs [default: trained]."
 
 
 @_MODEL
@@ -132,7 +133,10 @@ class ModelOptions(_Options):
 
     history: Annotated[
         bool | None,
-        Parameter(help="Describe each left entity by its right ones, so that new ones can be embedded.", negative=()),
+        Parameter(
+            help="Describe each left entity by its right entities, so that new left entities can be embedded.",
+            negative=(),
+        ),
     ] = None
 
 
@@ -173,16 +177,16 @@ class FitTraining(TuneTraining):
 @_OUTPUT
 @dataclass
 class Common:
-    """What every command understands."""
+    """Options of every command."""
 
     json: Annotated[bool, Parameter(negative=(), show_default=False)] = False
-    "Print one JSON object on standard output, and nothing else there."
+    "Print only one JSON object on standard output."
     quiet: Annotated[bool, Parameter(negative=(), show_default=False)] = False
-    "No progress on standard error."
+    "Do not report progress on standard error."
     threads: int | None = None
-    "Threads to use; set it when several runs share the cores."
+    "Number of threads; set it when several runs share the cores."
     debug: Annotated[bool, Parameter(negative=(), show_default=False)] = False
-    "Show where an error came from."
+    "Show the traceback of an error."
 
 
 TABLES: dict[str, type] = {

@@ -91,7 +91,7 @@ def visible(text: str) -> str:
 
 
 def abandon_output() -> None:
-    """Let go of standard output, which nobody reads any more, so that the interpreter's end does not fail on it."""
+    """Redirect standard output to the null device once its reader has gone, so that the final flush does not fail."""
     try:
         number = sys.stdout.fileno()
     except (OSError, ValueError):  # not a file of the system

@@ -3,9 +3,9 @@
 A command's module is imported when it is asked for: the list of commands, ``--version`` and misspelt commands need
 neither torch nor what commands are made of (tests/test_imports.py).
 
-0: fine. 1: the run failed. 2: bad input, which are ``ValueError`` and files that are not there or not usable. 130:
-interrupted by Ctrl-C. 143: by SIGTERM. Anything else is a fault of the library: the line says where it is and what to
-report.
+Exit codes: 0 success; 1 the run failed; 2 bad input, which means a ``ValueError`` or a file that is missing or
+unusable; 130 interrupted by Ctrl-C; 143 by SIGTERM. Any other exception is an internal error, which the user is asked
+to report.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ LONGEST = 1000  # characters of an error
 
 COMMANDS = {
     "fit": ("fit_command", "Learn a model from observed pairs."),
-    "update": ("fit_command", "Add pairs to those that a model knows, and run a few iterations from its weights."),
-    "split": ("data_commands", "Cut the pairs of any DATA into files to train on and to test on."),
+    "update": ("fit_command", "Add pairs to a fitted model and continue training for a few iterations."),
+    "split": ("data_commands", "Split pairs into training and test files."),
     "partition": (
         "data_commands",
-        "Cut pairs into parts of about equal work, by left entity, for a fit by several processes.",
+        "Split pairs by left entity into parts of similar size, for a fit by several processes.",
     ),
     "evaluate": ("query", "Measure the ranking of held-out pairs."),
     "cross-validate": (
         "experiments",
         "Measure settings by cross-validation: as many fits as folds, each tested on pairs that it has not seen.",
     ),
-    "recommend": ("query", "List the best right entities for left ones."),
-    "similar": ("query", "List the entities of the same side whose embeddings point most alike (cosine)."),
+    "recommend": ("query", "Recommend right entities for left entities."),
+    "similar": ("query", "List the most similar entities of the same side, by the cosine of their embeddings."),
     "explain": (
         "query",
-        "Show what carried the score of a pair: the parts of what is known of its left entity, whose sum is the score.",
+        "Explain the score of a pair: the contributions of everything known about its left entity.",
     ),
-    "info": ("info", "Say what a model or a file of pairs holds: counts, pairs per entity, settings."),
+    "info": ("info", "Describe a model or a file of pairs: counts, pairs per entity, settings."),
     "compare": (
         "compare",
         "Run several optimizers from the same start, one after the other, and report their convergence over time.",
@@ -65,25 +65,25 @@ COMMANDS = {
         "experiments",
         "Build report.html of a fit, a search, a comparison or a benchmark from its folder.",
     ),
-    "convert": ("data_commands", "Write the pairs of any DATA as a table with a header, which fit reads again faster."),
+    "convert": ("data_commands", "Convert pairs of any format to a CSV or Parquet table, which is read faster."),
     "tune": ("tune", "Choose a model's settings by how well they rank a validation part of the training data."),
     "index": ("index", "Build an approximate index over the right entities, for models too large for exact lists."),
-    "export": ("info", "Write a model for other programs: towers as networks, or embeddings with their ids."),
+    "export": ("info", "Export a model: its towers as networks, or its embeddings with their ids."),
     "serve": ("serve", "Serve models over HTTP, with a page to look around in; SIGHUP reads their files again."),
     "demo": (
         "info",
-        "Learn from npm packages what a package will need by the tools that it uses, and say it for new ones.",
+        "Demo: recommend npm dependencies, including for packages not seen in training.",
     ),
 }  # name: its module, and the first line of its help, so that the list of commands needs none of the modules
 
 
 def make_app(*names: str) -> App:
-    """The app, with the named commands as they are and the others by their names and first lines alone."""
+    """Build the app; only the named commands are imported, the others have just a name and a line of help."""
     made = App(
         name="gramtower",
         help="Two-tower nonlinear embeddings learned from all pairs, observed and unobserved.",
         version=version("gramtower"),
-        help_epilogue="Exit codes: 0 fine, 1 the run failed, 2 bad input, 130 interrupted by Ctrl-C, 143 by SIGTERM.",
+        help_epilogue="Exit codes: 0 success, 1 the run failed, 2 bad input, 130 stopped by Ctrl-C, 143 by SIGTERM.",
     )
     for name, (module, line) in COMMANDS.items():
         if name in names:
@@ -94,7 +94,7 @@ def make_app(*names: str) -> App:
 
 
 def _named_only() -> None:
-    """Stands for a command that is not asked for."""
+    """Stand in for a command that is not imported."""
 
 
 def run(tokens: Sequence[str]) -> int:
@@ -141,7 +141,7 @@ def _run(tokens: Sequence[str]) -> int:
             return int(command(*bound.args, **bound.kwargs) or 0)
     except KeyboardInterrupt as interrupt:
         word, code = interruption()
-        return _say(f"{word}; {str(interrupt) or 'files that were there are as they were'}", code)
+        return _say(f"{word}; {str(interrupt) or 'existing files are unchanged'}", code)
     except BrokenPipeError:  # the reader of our output has gone
         abandon_output()
         return 1
@@ -152,16 +152,16 @@ def _run(tokens: Sequence[str]) -> int:
 
 
 def _usage_text(error: CycloptsError) -> str:
-    """What is wrong with a command line, in this library's words where an argument is missing."""
+    """Describe what is wrong with a command line."""
     if not isinstance(error, MissingArgumentError) or error.argument is None or not error.command_chain:
         return str(error)
     command = " ".join(error.command_chain)
     name = error.keyword or error.argument.name
-    return f"{name}: got nothing, expected a value; gramtower {command} --help says of what kind"
+    return f"{name}: missing value; see gramtower {command} --help"
 
 
 def _is_text(token: str) -> bool:
-    """Whether an argument is text, in a locale without UTF-8 too, where Python hands its bytes on as surrogates."""
+    """Whether an argument is UTF-8 text; in other locales Python passes its bytes on as surrogates."""
     try:
         token.encode("utf-8", "surrogateescape").decode("utf-8")
     except UnicodeError:
@@ -180,7 +180,7 @@ def _say(text: str, code: int) -> int:
     line = visible(" ".join(text.split()))
     if len(line) > LONGEST:
         line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
-    with contextlib.suppress(OSError):  # nobody reads standard error
+    with contextlib.suppress(OSError):  # standard error is closed
         note(f"error: {line}")
     return code
 
@@ -208,7 +208,7 @@ def error_text(error: BaseException) -> tuple[str, int]:
         detail = f": {error}" if str(error) and _ours(error) else "; try a smaller --dim, --hidden or --memory-budget"
         return f"not enough memory{detail}", 1
     if isinstance(error, RecursionError):
-        return "input that is nested too deeply", 2
+        return "the input is nested too deeply", 2
     if isinstance(error, UnicodeEncodeError):
         return f"got {error.object!r}, expected text that UTF-8 can hold", 2
     if isinstance(error, OSError):
@@ -217,7 +217,7 @@ def error_text(error: BaseException) -> tuple[str, int]:
         return str(error), 1
     if isinstance(error, ValueError) and _ours(error):
         return str(error), 2
-    return f"a fault of gramtower{_place(error)}: please report it, with the command and what --debug shows", 1
+    return f"internal error in gramtower{_place(error)}; please report it with the command and the output of --debug", 1
 
 
 def _about_file(error: OSError) -> tuple[str, int]:

@@ -117,7 +117,7 @@ def recommend(
     fresh: Switch = False,
     common: Common | None = None,
 ) -> int:
-    """List the best right entities for left ones.
+    """Recommend right entities for left entities.
 
     With --all the lists of all left entities go to a file, in bounded memory: one row for each answer, with left id,
     rank, right id and score. Until it is done its parts are in OUT.parts, and the same command goes on where it was
@@ -156,7 +156,9 @@ def recommend(
     elif left_features is None and (left is None) == (history is None):
         given = "both" if left else "none"
         check.fail(
-            "--left, --left-features, --history", given, "--left alone, or what describes a new entity; or --all"
+            "--left, --left-features, --history",
+            given,
+            "only --left, only the description of a new entity, or --all",
         )
     model, settings = open_model(run)
     options: dict[str, Any] = {"exclude_seen": not include_seen, "candidates": candidates}
@@ -316,14 +318,14 @@ def similar(
     right_features: Path | None = None,
     common: Common | None = None,
 ) -> int:
-    """List the entities of the same side whose embeddings point most alike (cosine).
+    """List the most similar entities of the same side, by the cosine of their embeddings.
 
     Args:
         run: Folder of a run, or a model file.
         right: Id of a right entity; may be repeated.
         left: Id of a left entity, instead of --right; may be repeated.
         k: How many.
-        left_features: Table of left entities: new ones are compared too. With it alone, all its rows are asked about.
+        left_features: Table of left entities; new ones are compared too. Without --left, all its rows are queried.
         right_features: The same for right entities.
         common: Output.
     """
@@ -408,7 +410,7 @@ def explain(
     history: Ids = None,
     common: Common | None = None,
 ) -> int:
-    """Show what carried the score of a pair: the parts of what is known of its left entity, whose sum is the score.
+    """Explain the score of a pair: the contributions of everything known about its left entity.
 
     Args:
         run: Folder of a run, or a model file.

@@ -40,7 +40,7 @@ def read_pairs(
         loss: that a model is to be fitted with; values that it does not take as labels are refused.
 
     Raises:
-        ValueError: if the format cannot be told, or an option does not go with it.
+        ValueError: if the format cannot be detected, or an option does not apply to it.
     """
     if not path.exists():
         raise FileNotFoundError(f"{name}: no such file or folder: {path}")
@@ -194,7 +194,7 @@ def new_rows(
     this = model.left_ if side == "left" else model.right_
     known = 0 if this.ids is None else int((join(as_objects(ids), index_of(this.ids)) >= 0).sum())
     if known and not quiet:
-        note(f"{known:,} of {len(ids):,} ids were in the training data; here their features alone describe them")
+        note(f"{known:,} of {len(ids):,} ids were in the training data; here they are described only by their features")
     return frame, ids
 
 

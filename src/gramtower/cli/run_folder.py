@@ -65,13 +65,13 @@ def model_file(run: Path) -> Path:
     """
     path = run / MODEL if run.is_dir() else run
     if not path.exists():
-        hint = "; its fit has not ended: the same fit command goes on" if (run / CHECKPOINT).exists() else ""
+        hint = "; its fit has not finished: run the same fit command to continue" if (run / CHECKPOINT).exists() else ""
         raise ValueError(f"run: got {run}, expected a folder that holds {MODEL}, or a model file{hint}")
     return path
 
 
 def open_model(run: Path) -> tuple[TwoTower, Settings]:
-    """The model of a run (a folder, or the model file alone) and the settings it was made with.
+    """Load the model of a run (a folder or a model file) and the settings it was made with.
 
     Raises:
         ValueError: if there is none, or it is damaged or foreign.
