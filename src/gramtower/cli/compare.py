@@ -365,7 +365,7 @@ def compare(
         optimizers: Names separated by commas [default: those of the experiment, or gd,newton,newton-kron].
         out: Folder for report.html, time and passes .png and .svg, summary.json, comparison.json, NAME.jsonl and runs.
         config: TOML file: an experiment such as experiments/ml1m.toml, or a config as for fit.
-        synthetic: Use generated pairs of the shape that the experiment states, instead of DATA; all output says so.
+        synthetic: Use generated pairs of the shape of the experiment instead of DATA; all output is marked as such.
         fresh: Replace a comparison that the folder holds.
         data: Data.
         features: Features.
