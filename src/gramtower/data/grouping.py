@@ -1,19 +1,19 @@
-"""Rows of (left, right, numbers) in pieces → one CSR matrix without duplicates, on all cores and nearly in place.
+"""Group rows of (left, right, numbers) into one CSR matrix without duplicates, on all cores and nearly in place.
 
 1. Ranges of left rows are *buckets*. A pass over the pieces counts the rows of each; a second one moves the rows of a
-   piece to their buckets, in the order they came in, and lets go of the piece.
+   piece to their buckets, in their order, and frees the piece.
 2. Each bucket is put in order of (left, right) by a counting sort by left and a sort of every left row's few entries,
    and rows of the same pair are merged. The result is written over the bucket.
 
-So besides the arrays of the result, in their final size, there are a few pieces and a bucket for each thread: memory
-of a bucket is taken as rows are moved there, while that of pieces is given back (host.own_pages). What is computed is
-that of merging.merge and does not depend on the number of threads. Cost: O(rows log(entries of a row)).
+So in addition to the arrays of the result there are a few pieces and a bucket for each thread: memory of a bucket is
+allocated as rows are moved there, while that of pieces is freed (host.own_pages). The result equals that of
+merge.ordered_merge and does not depend on the number of threads. Cost: O(rows log(entries of a row)).
 
-The entries of a CSR pattern in column order, on all cores: a counting sort in two steps, each within the caches.
+:func:`by_column` sorts the entries of a CSR pattern by column: a counting sort in two steps, each within the caches.
 
 Ranges of columns are *buckets*. Blocks of rows are counted by bucket, then moved to their buckets in order; each bucket
-is then put in order of its columns, with a copy of the bucket alone. Both steps keep the order of entries that go to
-the same place, so that the entries of a column come by row and the result is one, whatever the number of threads.
+is then sorted by column, with a copy of only that bucket. Both steps are stable, so the entries of a column are in the
+order of rows, for any number of threads.
 
 Cost: O(|O|) time; 4 bytes for each entry besides the result.
 """
@@ -63,10 +63,10 @@ def group(
     """The matrix of values (1 where there are none), its weights and times, and how many rows were merged away.
 
     Args:
-        pieces: in order; emptied on the way.
+        pieces: the pieces in order; the list is emptied.
         shape: of the matrix.
-        rule: one of merging.RULES.
-        renumber: row and column numbers by mark, where pieces hold marks.
+        rule: one of merge.RULES.
+        renumber: row and column numbers by mark, if pieces hold marks.
     """
     total = sum(len(piece.left) for piece in pieces)
     shift = max(0, (shape[0] - 1).bit_length() - (_BUCKETS - 1).bit_length())

@@ -1,1 +1,1 @@
-"""One fit by many processes: row shards and the few collectives, which do nothing in a single process."""
+"""Training with several processes: row shards, collectives, and their files; with one process they do nothing."""

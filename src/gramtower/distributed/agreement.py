@@ -1,7 +1,7 @@
-"""What must be the same in every process, compared before anything is computed.
+"""Facts that must be equal in every process, compared before the computation starts.
 
-:func:`agree` compares named facts and says in which process one differs. :class:`Digest` is a fingerprint of rows
-spread over processes, the same however they are spread: a sum, modulo 2⁶⁴, of one hashed number for each entry.
+:func:`agree` compares named facts, and its error names the process that differs. :class:`Digest` is a fingerprint of
+rows that does not depend on how they are spread over processes: the sum, modulo 2⁶⁴, of a hash of each entry.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _CHUNK = 1 << 16  # entries at a time, so that what numpy makes of them on the w
 
 
 def agree(group: Group, facts: Mapping[str, Any]) -> None:
-    """Refuse processes that differ in a fact.
+    """Check that facts are equal in all processes.
 
     Raises:
-        ValueError: in every process, naming the fact, the process and both values.
+        ValueError: in every process; it names the fact, the process and both values.
     """
     reports = group.gather_json(dict(facts))
     for name, value in reports[0].items():
@@ -35,7 +35,7 @@ def agree(group: Group, facts: Mapping[str, Any]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Versions that must be the same in every process."""
+    """Versions of packages that must be equal in every process."""
     from importlib.metadata import version
 
     torch_version = str(torch.__version__).split("+")[0]
@@ -48,17 +48,17 @@ def versions() -> dict[str, str]:
 
 
 class Digest:
-    """Entries (key, value) in any order, as two 64-bit sums, which do not depend on the number of threads."""
+    """A fingerprint of entries (key, value) in any order: two 64-bit sums."""
 
     def __init__(self) -> None:
         self._sums = np.zeros(2, dtype=np.uint64)
 
     def add(self, keys: NDArray[Any], values: NDArray[Any]) -> Digest:
-        """Add entries: a distinct integer and a number each."""
+        """Add entries: a distinct integer and a number for each."""
         return self._add(len(keys), lambda part: keys[part].astype(np.uint64), values)
 
     def add_rows(self, array: Any, first: int) -> Digest:
-        """Add an array whose first row is row ``first`` of all processes' rows; None adds nothing."""
+        """Add an array whose first row has the global number ``first``; None adds nothing."""
         if array is None:
             return self
         plain = np.asarray(array)
@@ -69,7 +69,7 @@ class Digest:
         )
 
     def add_sums(self, sums: NDArray[np.uint64]) -> Digest:
-        """Add what another Digest, or entry_sums, summed."""
+        """Add the sums of another Digest or of entry_sums."""
         with np.errstate(over="ignore"):
             self._sums = self._sums + sums
         return self
@@ -95,7 +95,7 @@ class Digest:
 
 
 def mix(x: Any) -> Any:
-    """The finishing steps of splitmix64, of a number or an array: every bit of the result depends on every bit of x."""
+    """Apply the final steps of splitmix64 to a number or an array: every bit of x changes every bit of the result."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (x ^ (x >> np.uint64(31))) + np.uint64(0x9E3779B97F4A7C15)

@@ -1,7 +1,4 @@
-"""The sums of agreement.Digest over the entries of sparse rows, compiled by numba: without arrays of keys on the way.
-
-Imported where there are many entries.
-"""
+"""The sums of agreement.Digest over the entries of sparse rows, compiled by numba; imported only for many entries."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ _mix: Any = compiled(inline="always")(mix)
 def entry_sums(
     offsets: NDArray[np.int64], columns: NDArray[Any], values: NDArray[Any], first: int, width: int
 ) -> NDArray[np.uint64]:
-    """Both sums for the rows of these offsets, of which the first is row ``first`` of all."""
+    """Compute both sums for the rows of ``offsets``; the first row has the global number ``first``."""
     sums = np.zeros(2, np.uint64)
     _add(offsets, columns, values, first, width, sums)
     return sums

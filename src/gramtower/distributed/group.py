@@ -34,12 +34,12 @@ class Pending:
         self._finish = finish
 
     def wait(self) -> Tensor:
-        """The result."""
+        """Wait for the operation and return its result."""
         return self._finish()
 
 
 class Group:
-    """One process by itself."""
+    """A single process."""
 
     size, rank = 1, 0
     local_size = 1  # processes on this machine
@@ -55,7 +55,7 @@ class Group:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around work without collectives: an error in one process is raised in all."""
+        """Raise an error of one process in all processes; for work without collectives."""
         error: Exception | None = None
         try:
             yield
@@ -79,15 +79,15 @@ class Group:
         return tensors
 
     def totals(self, *numbers: float) -> tuple[float, ...]:
-        """Sums of numbers, added in the order of ranks: the same bits in every process."""
+        """Sum numbers in the order of ranks, so that every process gets the same bits."""
         return numbers
 
     def from_first(self, value: Any) -> Any:
-        """Broadcast the first process's value, which JSON can hold."""
+        """Broadcast a JSON value of the first process."""
         return value
 
     def gather_json(self, value: Any) -> list[Any]:
-        """All-gather values that JSON can hold, by rank."""
+        """All-gather JSON values by rank."""
         return [value]
 
     def copy_from_first_(self, tensor: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class Group:
         return Pending(lambda: rows)
 
     def barrier(self) -> None:
-        """Wait until all processes are here."""
+        """Wait for all processes."""
 
 
 SINGLE = Group()
@@ -113,7 +113,7 @@ class ProcessGroup(Group):
     """The processes of torch.distributed's default group, which must be initialised.
 
     Args:
-        device: of the collectives: the GPU with NCCL, the CPU with gloo. Other tensors are copied to it and back.
+        device: device of the collectives: the GPU for NCCL, the CPU for gloo. Other tensors are copied to it and back.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -133,14 +133,12 @@ class ProcessGroup(Group):
         self.watch = Watch(_get_default_store(), self.rank, self.size, _timeout(self.device))
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """See Group."""
         self.bytes["reduce"] += 2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size
         buffer = tensor.to(self.device)
         self._call("sum", lambda: self._dist.all_reduce(buffer))
         return tensor if buffer is tensor else tensor.copy_(buffer)
 
     def sum_all(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """See Group."""
         if not tensors:  # towers of tables alone have no replicated tensors
             return ()
         flat = self.sum_(torch.cat([tensor.reshape(-1) for tensor in tensors]))
@@ -148,7 +146,6 @@ class ProcessGroup(Group):
         return tuple(part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True))
 
     def totals(self, *numbers: float) -> tuple[float, ...]:
-        """See Group."""
         local = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         gathered = local.new_empty(self.size * len(numbers))
         self.bytes["scalars"] += (self.size - 1) * local.numel() * 8
@@ -157,11 +154,10 @@ class ProcessGroup(Group):
         return tuple(sum(column) for column in zip(*rows, strict=True))
 
     def from_first(self, value: Any) -> Any:
-        """See Group."""
         return self.gather_json(value if self.rank == 0 else None)[0]
 
     def gather_json(self, value: Any) -> list[Any]:
-        """See Group; as text, so that nothing is unpickled."""
+        """All-gather values as JSON text, so that nothing is unpickled."""
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
         lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         local = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
@@ -172,13 +168,12 @@ class ProcessGroup(Group):
         return [json.loads(gathered[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
     def copy_from_first_(self, tensor: Tensor) -> Tensor:
-        """See Group."""
         buffer = tensor.to(self.device)
         self._call("copy_from_first", lambda: self._dist.broadcast(buffer, 0))
         return tensor if buffer is tensor else tensor.copy_(buffer)
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Pending:
-        """See Group. Shards of unequal length are padded to the longest."""
+        """All-gather rows; shorter shards are padded to the longest."""
         if rows.device.type != self.device.type:
             elsewhere = self.gather_rows(rows.to(self.device), counts)
             return Pending(lambda: elsewhere.wait().to(rows.device))
@@ -203,7 +198,7 @@ class ProcessGroup(Group):
         return Pending(finish)
 
     def reduce_scatter_rows(self, rows: Tensor, counts: Sequence[int]) -> Pending:
-        """See Group. The parts are added here in the order of ranks: the same sum whatever the backend."""
+        """Add the parts in the order of ranks, so that the sum does not depend on the backend."""
         if rows.device.type != self.device.type:
             elsewhere = self.reduce_scatter_rows(rows.to(self.device), counts)
             return Pending(lambda: elsewhere.wait().to(rows.device))
@@ -223,7 +218,6 @@ class ProcessGroup(Group):
         return Pending(finish)
 
     def barrier(self) -> None:
-        """See Group."""
         self.totals(0.0)
 
     def _call(self, name: str, operation: Callable[[], Any]) -> Any:
@@ -237,7 +231,7 @@ class ProcessGroup(Group):
 
 
 def current_group() -> Group:
-    """The processes of torch.distributed's default group if it is initialised and has several; otherwise this one."""
+    """The default group of torch.distributed if it has several processes; otherwise a group of this process."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -246,7 +240,7 @@ def current_group() -> Group:
 
 
 def _timeout(device: torch.device) -> float:
-    """Seconds after which an operation fails; torch says it in no public place."""
+    """Seconds after which an operation fails; torch has no public attribute for it."""
     from torch.distributed.distributed_c10d import _get_default_group
 
     try:

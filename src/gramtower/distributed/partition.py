@@ -1,15 +1,14 @@
-"""A folder of pairs cut by left entity, from which each process of a fit reads its shard and nothing else.
+"""Partitions: folders of pairs split by left entity, of which each process of a fit reads only its shard.
 
     manifest.json                  shape, counts, which rows are in which part, the names of the files, a checksum
     part-00000-TOKEN.safetensors   offsets, columns and labels of the part's rows, weights and held-out pairs if any,
                                    left ids
     right-TOKEN.safetensors        right ids
 
-Parts hold about equal work: pairs plus tower work. A process of N takes a run of whole parts, so there must be at least
-N. Left rows keep the order of the Interactions that were written, so that a fit is the same for any N. A partition that
-is written over another gets new names, the manifest is replaced in one step, and then the old files are removed: a kill
-at any moment leaves the old partition or the new one. Files have checksums (tensors.py) and are checked against the
-manifest.
+Parts have about equal work: pairs plus tower work. Each of N processes takes consecutive whole parts, so there must be
+at least N. Left rows keep their order, so a fit is the same for any N. A new partition in the same folder gets new file
+names, the manifest is replaced atomically, and then the old files are removed: an interruption leaves the old partition
+or the new one. Files have checksums (tensors.py) and are checked against the manifest.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _ROW_WORK = 200.0  # tower work of an entity in units of a pair's, for the defau
 
 @dataclass(frozen=True)
 class Listed:
-    """A part as the manifest lists it: its file, its left rows (first, stop) and how many pairs they have."""
+    """A part in the manifest: its file, its left rows (first, stop) and their number of pairs."""
 
     file: str
     rows: list[int]
@@ -60,11 +59,11 @@ class Listed:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder holds.
+    """The content of a partition.
 
     Attributes:
-        format: says that it is a partition.
-        version: of the format.
+        format: the name of the format.
+        version: version of the format.
         shape: numbers of left and right entities.
         pairs: number of pairs.
         held_out: number of held-out pairs, or None.
@@ -89,14 +88,14 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Shard:
-    """The local rows of a partition: what one process reads of it.
+    """The rows of a partition that one process reads.
 
     Attributes:
         matrix: local left rows × all right columns.
-        weights: of the pairs, or None.
-        held_out: pairs to validate on, in the same form, or None.
+        weights: weights of the pairs, or None.
+        held_out: validation pairs in the same form, or None.
         left_ids: ids of the local left rows.
-        folder: where it was read from.
+        folder: the folder of the partition.
         shards: the row ranges of all processes.
         pairs: number of pairs of all processes.
         held_out_pairs: number of held-out pairs of all processes, or None.
@@ -135,11 +134,11 @@ def write_partition(
     """Write pairs as a folder of parts; returns the manifest.
 
     Args:
-        pairs: what is learned from.
-        folder: a new or empty folder, or one that holds an earlier partition, which is replaced.
-        parts: how many; at least as many as there will ever be processes.
-        held_out: pairs of the same entities to validate on.
-        row_work: tower work of a left entity in units of one pair's, for even parts.
+        pairs: the training pairs.
+        folder: a new or empty folder, or one with an earlier partition, which is replaced.
+        parts: number of parts; at least the largest number of processes that will read them.
+        held_out: validation pairs of the same entities.
+        row_work: tower work of a left entity, in units of the work of one pair.
     """
     folder = Path(folder)
     check.count("parts", parts)
@@ -183,12 +182,12 @@ def write_partition(
 
 
 def is_partition(path: Path) -> bool:
-    """Whether a path is a folder that write_partition made."""
+    """Whether a path is a partition."""
     return (path / MANIFEST).is_file()
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder.
+    """Read the manifest of a partition.
 
     Raises:
         ValueError: if there is none, or it is damaged, of another kind or another version.
@@ -211,7 +210,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_part(folder: str | Path, group: Group = SINGLE) -> Shard:
-    """This process's shard of a partition; a single process reads all of it.
+    """Read this process's shard of a partition; a single process reads all of it.
 
     Raises:
         ValueError: in every process, if the folder is not a partition, is damaged or has too few parts.
@@ -244,7 +243,7 @@ def read_part(folder: str | Path, group: Group = SINGLE) -> Shard:
 
 
 def _check_manifest(manifest: Manifest) -> None:
-    """Refuse counts that do not add up, and files outside the folder."""
+    """Refuse inconsistent counts and files outside the folder."""
     if len(manifest.shape) != 2 or not all(1 <= size < 2**31 for size in manifest.shape):
         check.fail("shape", manifest.shape[:4], "two numbers of entities")
     parts = [build("parts", Listed, part) for part in manifest.parts]
@@ -263,7 +262,7 @@ def _check_manifest(manifest: Manifest) -> None:
 
 
 def _read_listed(folder: Path, manifest: Manifest, part: Listed) -> tuple[dict[str, Tensor], NDArray[Any]]:
-    """The tensors of a part and the ids of its rows, checked against what the manifest says of it."""
+    """Read the tensors and ids of a part, checked against the manifest."""
     tensors = _read(folder, part.file, asdict(part))
     rows = part.rows[1] - part.rows[0]
     pairs = ["", *(["held_out_"] if manifest.held_out is not None else [])]
@@ -310,7 +309,7 @@ def _stack(parts: list[tuple[dict[str, Tensor], Any]], prefix: str, n: int, rows
 
 
 def _read(folder: Path, name: str, header: dict[str, Any] | None = None) -> dict[str, Tensor]:
-    """The tensors of a file, which must say of itself what the manifest does."""
+    """Read the tensors of a file, whose header must match the manifest."""
     file = _tensors.TensorFile(folder / name, *_KIND)
     if file.header != (header or {"file": name}):
         check.fail(name, "the header of another file", "that of its place in the manifest")
@@ -321,7 +320,7 @@ def _read(folder: Path, name: str, header: dict[str, Any] | None = None) -> dict
 
 @contextmanager
 def _refusing(folder: Path) -> Iterator[None]:
-    """Say of which folder an error is."""
+    """Add the name of the folder to errors."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -333,7 +332,7 @@ def _checksum(manifest: Manifest) -> int:
 
 
 def _format_of(folder: Path) -> object:
-    """What the manifest of a folder says it is; None without one that can be read."""
+    """The format that the manifest of a folder states; None without a readable manifest."""
     try:
         plain = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -342,5 +341,5 @@ def _format_of(folder: Path) -> object:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether write_partition made a file, or left it unfinished."""
+    """Whether a file was written by write_partition, completely or not."""
     return path.name == MANIFEST or bool(_FILE_NAME.fullmatch(path.name)) or is_left_over(path.name)

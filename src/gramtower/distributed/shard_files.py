@@ -1,9 +1,9 @@
-"""Tensors of a run on disk: one file from one process, one from each of several, with an index. Nothing is pickled.
+"""Tensors of a run on disk: one file for each process, with an index. Nothing is pickled.
 
-The main file holds JSON, the replicated tensors, and the first process's rows of tables; every other process
-writes its rows beside it. The main file names the others and says which rows are where, so that any number of processes
-can read what any number wrote, each reading its local rows alone. The main file is renamed into place after all others
-are written: whoever is killed at any moment leaves the old set or the new one. Each file has checksums (tensors.py).
+The main file has JSON, the replicated tensors, and the first process's rows of tables; every other process writes its
+rows to a file next to it. The main file lists the others and the rows of each, so that any number of processes can read
+files of any number, each reading only its local rows. The main file is renamed into place after all others are written:
+an interruption leaves the old set or the new one. Each file has checksums (tensors.py).
 
 Used for checkpoints (training/checkpoint.py) and models (model/model_file.py).
 """
@@ -35,7 +35,7 @@ _SIDES = ("left", "right", "left ragged")
 
 @dataclass
 class Index:
-    """Where the rows are.
+    """The rows in each file.
 
     Attributes:
         rows: tensor → the side whose rows it holds; "left ragged" if rows have lengths of their own.
@@ -58,16 +58,16 @@ def write(
     rows: dict[str, str],
     shards: Shards,
 ) -> None:
-    """Write a set of tensors; the set at ``path`` is replaced in one step.
+    """Write a set of tensors; the set at ``path`` is replaced atomically.
 
     Args:
         path: the main file.
         kind: name and version of the format.
-        header: what JSON can hold; the first process's is written.
+        header: JSON values; those of the first process are written.
         tensors: the same names in every process.
         rows: tensor → "left" or "right", for tensors that hold this process's rows of that side; "left ragged" for
             those whose rows have lengths of their own, which are read whole.
-        shards: who holds which rows.
+        shards: the rows of each process.
     """
     group = shards.group
     local = {name: tensor for name, tensor in tensors.items() if group.rank == 0 or name in rows}
@@ -123,7 +123,7 @@ class Reader:
         return name in self._index.rows
 
     def read(self, name: str, rows: Rows | None = None) -> Tensor:
-        """A tensor, or ``rows`` of it."""
+        """Read a tensor, or ``rows`` of it."""
         files = range(len(self._index.files))
         if not self.spread(name):
             found = self._file(0).read(name, *(() if rows is None else (rows.first, rows.stop)))
@@ -142,10 +142,10 @@ class Reader:
 
     @contextmanager
     def reading(self) -> Iterator[Callable[[str], Tensor]]:
-        """All tensors, read in full by a few threads, small ones first, while the block runs.
+        """Read all tensors in a few threads while the block runs, small ones first.
 
-        Gives a function that waits for one of them; the end of the block waits for all. Checksums cost little time
-        this way, as numpy and zlib let other threads run.
+        Yields a function that waits for one tensor; the end of the block waits for all. Checksums cost little time this
+        way, because numpy and zlib release the GIL.
         """
         for number in range(len(self._index.files)):
             self._file(number)
@@ -200,7 +200,7 @@ def _plain(name: str) -> bool:
 
 
 def others(path: Path) -> list[Path]:
-    """The files beside a main file that other processes wrote."""
+    """The files of other processes next to a main file."""
     name = re.compile(re.escape(path.name) + r"\.[0-9a-f]{8}\.\d+-of-\d+")
     return (
         sorted(other for other in path.parent.iterdir() if name.fullmatch(other.name)) if path.parent.is_dir() else []
@@ -208,7 +208,7 @@ def others(path: Path) -> list[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a main file and those beside it."""
+    """Remove a main file and the files of other processes."""
     path.unlink(missing_ok=True)
     for other in others(path):
         other.unlink(missing_ok=True)

@@ -1,9 +1,8 @@
-"""Which process holds which rows: contiguous ranges of the left and of the right entities.
+"""The rows of each process: contiguous ranges of the left and of the right entities.
 
 Process r holds its left entities with their features and all their pairs (local left rows × all right columns), and its
-right entities with their features. Rows of id tables are held by one process each. What the formulas need of other
-processes' right rows comes through ``gather`` and goes back through ``add_right_sum``; with one process both do
-nothing.
+right entities with their features. Rows of id tables are held by one process each. Right rows of other processes
+are exchanged by ``gather`` and ``add_right_sum``; with one process both do nothing.
 
 Ranges are chosen by :func:`balanced` so that work is even.
 """
@@ -70,13 +69,13 @@ class Rows:
         return [b - a for a, b in itertools.pairwise(self.bounds)]
 
     def local(self, rows: Tensor) -> Tensor:
-        """Of global row numbers, increasing, those held here, as local ones."""
+        """Select the local rows among increasing global row numbers, and return their local numbers."""
         return rows if len(self.bounds) == 2 else rows[(rows >= self.first) & (rows < self.stop)] - self.first
 
     def local_rows(self, name: str, rows: Any) -> Any:
-        """Of the rows of all entities of the side (an array, or a sparse matrix by rows), those held here.
+        """Select the local rows of an array or sparse matrix with one row for each entity of the side.
 
-        None, and text, which says the same of all, stay as they are.
+        None and text are returned unchanged.
         """
         if rows is None or isinstance(rows, str) or self.count == self.total:
             return rows

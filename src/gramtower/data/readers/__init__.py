@@ -1,4 +1,4 @@
-"""Readers of the layouts that public data sets come in: one file a layout, the functions to call named here."""
+"""Readers for the layouts of public data sets."""
 
 from gramtower.data.readers.graphs import Graph, musae, wikispeedia
 from gramtower.data.readers.item_lists import (

@@ -1,19 +1,17 @@
-"""Graphs whose nodes have features: what the readers of such sets return.
+"""Graphs whose nodes have features: MUSAE and Wikispeedia. Files are read whole: O(size).
 
-Graphs of the MUSAE collection, such as Facebook pages that like each other, with features of each node.
+MUSAE, such as Facebook pages that like each other:
 
     *edges.csv                    a header, then two nodes on each line
     *features.json                {"node": [feature, feature, …], …}
-    *target.csv or *pages.csv     a header, then a line a node: its id first, then name, kind and the like
+    *target.csv or *pages.csv     a header, then one line per node: its id first, then name, kind and so on
 
-Reads the whole files: O(size).
-
-Wikispeedia: the links between articles of a small Wikipedia, and the categories of the articles.
+Wikispeedia, the links between articles of a small Wikipedia and their categories:
 
     links.tsv         from<TAB>to, titles URL-encoded
-    categories.tsv    article<TAB>category, several lines for an article with several
+    categories.tsv    article<TAB>category, several lines for an article with several categories
 
-Lines that begin with # and blank ones are left out. Reads the whole files: O(size).
+Blank lines and lines that begin with # are skipped.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ class Graph:
     Attributes:
         pairs: nodes × nodes, the same on both sides and in the order of ``nodes``, with those without links.
         features: nodes × features of ones, float32, in the same order: left and right features alike.
-        nodes: what is known of each node: a polars frame, all columns as text, ids first.
+        nodes: a polars frame with one row for each node; all columns are text, ids come first.
     """
 
     pairs: Interactions
@@ -63,15 +61,15 @@ def links(
     names: tuple[str, str],
     both: bool = False,
 ) -> Interactions:
-    """Links between rows as pairs, each once; those of a node to itself are left out and counted as ``self_links``.
+    """Make distinct pairs of links; links of a node to itself are dropped and counted as ``self_links``.
 
     Args:
         path: the file, for errors.
         left: rows of one end of each link.
         right: rows of the other end.
-        ids: of the nodes.
-        names: of both sides.
-        both: whether a link is a pair both ways.
+        ids: ids of the nodes.
+        names: names of both sides.
+        both: whether a link makes a pair in both directions.
     """
     others = left != right
     rows, columns = left[others], right[others]
@@ -85,7 +83,7 @@ def links(
 
 
 def ones(rows: Any, columns: Any, shape: tuple[int, int]) -> sp.csr_matrix:
-    """A float32 matrix with a 1 at each place, also at one that is named twice."""
+    """A float32 matrix with 1 at each position, also at repeated ones."""
     entries = (np.ones(len(rows), dtype=np.float32), (np.asarray(rows), np.asarray(columns)))
     matrix = sp.csr_matrix(entries, shape=shape)
     matrix.sum_duplicates()  # which scipy 1.13.0 leaves
@@ -101,7 +99,7 @@ def musae(path: PathLike, *, directed: bool = False) -> Graph:
 
     Args:
         path: the folder; its files may be compressed and have a prefix such as ``musae_facebook_``.
-        directed: whether a line of edges is a pair one way only; otherwise it is one both ways.
+        directed: whether a line of edges makes a pair in one direction only.
 
     Returns:
         Pairs of ``"node"`` and ``"neighbour"``, features, and the table of nodes. Links of a node to itself are left

@@ -1,17 +1,11 @@
-"""Lines of ids: ``user item item …`` lists, thesaurus lines, edge lists. O(size).
+"""Lines of ids: lists ``user item item …``, thesaurus lines, edge lists, CiteULike and extreme classification.
 
-CiteULike: users and their articles, with the words of each article (citeulike-a, citeulike-t).
+Files are read whole: O(size). CiteULike (citeulike-a, citeulike-t) has users, their articles and the words of each
+article; articles and words are numbered by their lines from 0:
 
-    users.dat               a line a user: how many articles, then their numbers
-    words.dat or mult.dat   a line an article: how many words, then word:count
-    vocabulary.dat          a line a word
-
-Articles are numbered by their lines, words too, both from 0. Reads the whole files: O(size). Checked by
-tests/test_readers.py.
-
-The text format of extreme classification: labels and sparse features of a document on each line.
-
-Reads the whole file: O(size) time and memory.
+    users.dat               one line per user: the number of articles, then their numbers
+    words.dat or mult.dat   one line per article: the number of words, then word:count
+    vocabulary.dat          one line per word
 """
 
 from __future__ import annotations
@@ -36,12 +30,12 @@ def item_lists(path: PathLike, *, separator: str | None = None, encoding: str = 
     """Lines ``user item item …``: one left entity and its right entities.
 
     Args:
-        path: the file, which may be compressed.
-        separator: between ids; None for any run of spaces and tabs.
-        encoding: of the text.
+        path: the file, possibly compressed.
+        separator: separator of ids; None for any run of spaces and tabs.
+        encoding: text encoding.
 
     Returns:
-        Interactions of ``"user"`` and ``"item"``. A line without items makes no pair and is counted in the report as
+        Interactions of ``"user"`` and ``"item"``. Lines without items are counted in the report as
         ``lines_without_pairs``.
     """
     with reading(path):
@@ -92,16 +86,16 @@ def edge_list(
     encoding: str = "utf8",
     **options: Any,
 ) -> Interactions:
-    """Lines of two ids, perhaps with more columns.
+    """Read lines of two ids, possibly with more columns.
 
     Args:
-        path: the file, which may be compressed.
-        separator: between columns; None for any run of spaces and tabs.
-        left: column of left ids, by position from 0, or by name where there is a header.
+        path: the file, possibly compressed.
+        separator: separator of columns; None for any run of spaces and tabs.
+        left: column of left ids, by position from 0, or by name if there is a header.
         right: column of right ids.
         header: whether the first line names the columns.
-        comment: lines that begin with this are left out.
-        encoding: of the text.
+        comment: lines that begin with this text are skipped.
+        encoding: text encoding.
         options: ``value``, ``weight``, ``time``, ``threshold``, ``labels``, ``duplicates`` as in
             :meth:`Interactions.from_csv`.
     """
@@ -132,7 +126,7 @@ def edge_list(
 
 
 def lines(path: PathLike, encoding: str, keep_blank: bool = False) -> Iterator[tuple[int, str]]:
-    """Numbered lines of a file without their ends; blank ones left out unless asked for."""
+    """Yield numbered lines of a file without line ends; blank lines are skipped by default."""
     text = frames.text_bytes(existing("path", path), encoding)
     for number, line in enumerate(decoded(path, text, "utf8").rstrip("\n").split("\n"), start=1):
         line = line.rstrip("\r")
@@ -141,7 +135,7 @@ def lines(path: PathLike, encoding: str, keep_blank: bool = False) -> Iterator[t
 
 
 def one_byte(data: bytes, separator: bytes) -> tuple[bytes, str]:
-    """The text with a separator of one byte, which does not occur in it, for one of several."""
+    """Replace a separator of several bytes by one byte that does not occur in the text."""
     free = next((byte for byte in b"\t\x1f\x1e\x1d\x1c\x02\x03\x04" if byte not in data), None)
     if free is None:
         check.fail("path", "text with every control character", f"text with {separator!r} between fields")
@@ -153,7 +147,7 @@ class CiteULike:
     """Users, articles and words.
 
     Attributes:
-        pairs: users × articles; ids are line numbers from 0, and articles that nobody has are columns too.
+        pairs: users × articles; ids are line numbers from 0; articles without users are columns too.
         words: articles × words, float32 counts, in the order of the columns of ``pairs``.
         vocabulary: the words.
     """
@@ -164,7 +158,7 @@ class CiteULike:
 
 
 def citeulike(path: PathLike) -> CiteULike:
-    """The articles that users have, and the words of the articles.
+    """Read the articles of users and the words of articles.
 
     Args:
         path: folder with users.dat, words.dat (or mult.dat) and vocabulary.dat, each of which may be compressed.

@@ -5,19 +5,16 @@
     pagelinks   pl_from, pl_namespace, pl_title      or, since 2023, pl_from, pl_target_id with
     linktarget  lt_id, lt_namespace, lt_title
 
-A pair is (article, article it links to), both of namespace 0. A link to a redirect counts as one to the page that the
-redirect leads to, also over several redirects; redirects themselves are no articles. Left out and counted are links
-from other pages, to pages that do not exist, to other namespaces, and of a page to itself; links that become the same
-are merged. Ids are titles with spaces.
+A pair is (article, article it links to), both of namespace 0. Redirects are followed and are not articles themselves.
+Links from other pages, to pages that do not exist, to other namespaces, and of a page to itself are dropped and
+counted; repeated links are merged. Ids are titles with spaces.
 
-The dumps are read once each, in pieces. Held besides a piece: the titles of namespace 0, the targets of linktarget
-(12 bytes each) and 8 bytes for each link.
+Each dump is read once, in pieces. Memory: a piece, the titles of namespace 0, the targets of linktarget (12 bytes each)
+and 8 bytes for each link.
 
-Rows of MySQL dumps, piece by piece: the columns asked for, by the names that CREATE TABLE gives them.
-
-A dump is statements; rows stand in ``INSERT INTO `t` VALUES (…),(…);``. Rows are matched one after the other without a
-gap, so that quotes and brackets inside text cannot be taken for the end of a row, and a row that a buffer cuts waits
-for the rest of it. What is held is one piece of the file and one row.
+Dumps are SQL statements with rows in ``INSERT INTO `t` VALUES (…),(…);``. Rows are matched one after the other without
+a gap, so that quotes and brackets inside text cannot be mistaken for the end of a row, and a row at the end of a buffer
+waits for the rest.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ _ARTICLES = b"0"
 
 
 def mediawiki_links(path: PathLike) -> Interactions:
-    """The links between articles.
+    """Read the links between articles.
 
     Args:
         path: folder with the dumps ``page``, ``pagelinks``, ``redirect`` and, for dumps since 2023, ``linktarget``:
@@ -67,7 +64,7 @@ def mediawiki_links(path: PathLike) -> Interactions:
 
 
 def is_mediawiki(path: Path) -> bool:
-    """Whether a folder holds a dump of links."""
+    """Whether a folder has a dump of links."""
     return path.is_dir() and bool(_dumps(path, "pagelinks"))
 
 
@@ -118,7 +115,7 @@ def _read_pages(folder: Path) -> _Pages:
 
 
 def _resolved(leads_to: NDArray[np.int64], is_redirect: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Where each page leads in the end: the articles themselves, −1 for redirects to nowhere or in a circle."""
+    """The final target of each page; −1 for redirects to nowhere or in a circle."""
     target = np.append(leads_to, -1)  # so that −1 leads to −1
     for _ in range(max(1, len(target)).bit_length() + 1):  # each round doubles the length of the chains followed
         target = target[target]
@@ -267,7 +264,7 @@ def columns_of(path: Path) -> list[str]:
 
 
 def read_rows(path: Path, columns: Sequence[str]) -> Iterator[list[Row]]:
-    """Some columns of all rows, many rows at a time, as they are written: ``b"12"``, ``b"'Title'"``, ``b"NULL"``.
+    """Yield some columns of all rows, many rows at a time, as they are written: ``b"12"``, ``b"'Title'"``, ``b"NULL"``.
 
     Raises:
         ValueError: if a column does not exist, a row is not one, or the file ends inside a statement.
@@ -283,7 +280,7 @@ class _Reader:
         self.pieces = sources.read_pieces(path)
 
     def columns(self) -> list[str]:
-        """Goes on to the CREATE TABLE and reads it."""
+        """Find and read the CREATE TABLE statement."""
         if self._next_statement() != b"CREATE TABLE":
             check.fail("path", f"{self.path} without CREATE TABLE before its rows", "a MySQL dump of one table")
         while (found := _CREATE.match(self.data, self.at)) is None:
@@ -336,7 +333,7 @@ class _Reader:
             self._more("a row")
 
     def _next_statement(self) -> bytes | None:
-        """Goes to the next CREATE TABLE or INSERT INTO at the beginning of a line; None at the end of the file."""
+        """Find the next CREATE TABLE or INSERT INTO at the beginning of a line; None at the end of the file."""
         while (found := _STATEMENT.search(self.data, self.at)) is None:
             line = max(self.at, self.data.rfind(b"\n") + 1)  # a cut line stays
             inside = len(self.data) - line > _KEYWORD  # of a line that is no statement: its last byte is enough
@@ -348,7 +345,7 @@ class _Reader:
         return found[1]
 
     def _more(self, what: str) -> None:
-        """Reads another piece because what stands here is not whole; refuses what will not become so."""
+        """Read another piece to complete a row; refuse a row that cannot be completed."""
         place = f"{what} at byte {self.before + self.at}"
         if len(self.data) - self.at > _LONGEST:
             shown = self.data[self.at : self.at + 60].decode(errors="replace")
@@ -357,7 +354,7 @@ class _Reader:
             check.fail("path", f"{self.path}, which ends inside {place}", "a whole file")
 
     def _grow(self) -> bool:
-        """Forgets what was used and reads another piece; False at the end of the file."""
+        """Drop the bytes already used and read another piece; False at the end of the file."""
         piece = next(self.pieces, b"")
         self.before += self.at
         self.data, self.at = self.data[self.at :] + piece, 0

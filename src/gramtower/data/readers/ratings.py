@@ -1,13 +1,13 @@
-"""MovieLens folders and zips, of every edition. Reads the whole file: O(size).
+"""Ratings: MovieLens (all editions) and the Netflix Prize.
 
-The Netflix Prize ratings, in both layouts that are in circulation.
+MovieLens folders, zips or files are read whole. The Netflix ratings come in two layouts:
 
-    training_set/mv_0000001.txt …    a file for each movie, in a folder, zip or tar (also training_set.tar in a tar)
-    combined_data_1.txt …            the same contents one after the other, in a folder or zip
+    training_set/mv_0000001.txt …    one file for each movie, in a folder, zip or tar (also training_set.tar in a tar)
+    combined_data_1.txt …            the same contents concatenated, in a folder or zip
 
-Both are lines ``movie:`` followed by its ratings ``user,rating,date``. Read once in chunks: besides one chunk 8 bytes
-are held for each rating kept (16 with times), and about 50 while the matrix is put together. A rating that is NaN is
-left out and counted; an infinite one and any other line are refused.
+Both have lines ``movie:`` followed by the ratings ``user,rating,date``. They are read in chunks: each rating kept takes
+8 bytes (16 with times), and about 50 while the matrix is built. Ratings of NaN are dropped and counted; infinite
+ratings and any other lines are refused.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _RENAMED = {"userId": "user", "movieId": "movie"}
 def movielens(
     path: PathLike, *, threshold: float | None = 4.0, labels: bool = False, times: bool | None = None
 ) -> Interactions:
-    """Ratings of MovieLens: ``ratings.dat`` (1M, 10M), ``ratings.csv`` (20M and later) or ``u.data`` (100K).
+    """Read the ratings of MovieLens: ``ratings.dat`` (1M, 10M), ``ratings.csv`` (20M and later) or ``u.data`` (100K).
 
     Args:
-        path: folder, zip or the ratings file itself, which may be compressed.
-        threshold: smallest rating that makes a pair; None keeps all of them.
+        path: folder, zip, or the ratings file itself, possibly compressed.
+        threshold: smallest rating that makes a pair; None keeps all ratings.
         labels: with ``threshold=None``, whether ratings are the labels.
-        times: whether to keep timestamps; by default, where the file has them.
+        times: whether to keep timestamps; by default they are kept if the file has them.
 
     Returns:
         Interactions of ``"user"`` and ``"movie"``.
@@ -81,7 +81,7 @@ def movielens(
 def movielens_table(path: PathLike, table: str) -> DataFrame:
     """``"movies"`` (movie, title, genres separated by ``|``) or ``"users"`` (user, gender, age, occupation, zip).
 
-    All columns are text. Give the frame to :class:`~gramtower.data.tables.FeatureTable`.
+    All columns are text. Pass the frame to :class:`~gramtower.data.tables.FeatureTable`.
     """
     check.choice("table", table, ("movies", "users"))
     with reading(path):
@@ -145,11 +145,11 @@ _EXPECTED = "training_set with mv_*.txt (folder, zip or tar), or combined_data_*
 def netflix(
     path: PathLike, *, threshold: float | None = 4.0, labels: bool = False, times: bool = False
 ) -> Interactions:
-    """Ratings of the Netflix Prize.
+    """Read the ratings of the Netflix Prize.
 
     Args:
         path: a folder, zip or tar of either layout, or one file of it.
-        threshold: smallest rating that makes a pair; None keeps all of them.
+        threshold: smallest rating that makes a pair; None keeps all ratings.
         labels: with ``threshold=None``, whether ratings are the labels.
         times: whether to keep the dates.
 
@@ -177,7 +177,7 @@ def netflix(
 
 
 def is_netflix(path: Path) -> bool:
-    """Whether a folder or archive holds one of the layouts."""
+    """Whether a folder or archive has one of the layouts."""
     return bool(_TARS.fullmatch(path.name) or any(sources.members(path, p) for p in (_COMBINED, _MOVIES, _TARS)))
 
 
@@ -249,5 +249,5 @@ def _fields(chunk: bytes) -> Any:
 
 
 def _coded(numbers: NDArray[np.int32]) -> Coded:
-    """Ids as they are, the only reference to them, so that assemble can free them."""
+    """Ids without another reference, so that assemble can free them."""
     return Coded(numbers, lambda places: as_objects([str(number) for number in numbers[places].tolist()]))
