@@ -158,7 +158,7 @@ def test_a_refusal_of_unknown_entities_says_how_they_are_described(model):
     with pytest.raises(ValueError, match=r"histories.*evaluate"):
         small(max_iterations=1).fit(pairs(), "history").evaluate(cold, METRICS)
     ids = small(max_iterations=1).fit(pairs())
-    with pytest.raises(ValueError, match=r"left.*left_features.*fit"):
+    with pytest.raises(ValueError, match=r"left_features"):
         ids.evaluate(cold, METRICS)
     both, asked = pairs(right=[*range(ITEMS), *NEW]), {"exclude_seen": False, "candidates": "trained"}
     with pytest.warns(LeftOutWarning) as told:  # as asked for, and nothing that more features would mend
