@@ -101,7 +101,7 @@ def test_torchrun_fits_a_partition_and_restarts_from_the_checkpoint_when_a_proce
             raise
     assert process.returncode == 0, errors  # an end that aborts is no failure of a run
     assert gt.load(tmp_path / "run" / "model.gramtower").history_[-1].iteration == 120
-    assert "going on from" in errors
+    assert "continuing from" in errors
     assert "2 processes; each sent and received about" in errors
     records = gt.read_history(history)
     assert [record.iteration for record in records] == list(range(121))

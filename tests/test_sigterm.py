@@ -186,7 +186,7 @@ def test_several_processes_stop_after_the_same_iteration_and_keep_it(data, tmp_p
         [*command, str(len(records) + 4)], env=ENVIRONMENT, capture_output=True, text=True, timeout=200
     )
     assert rest.returncode == 0, rest.stderr
-    assert "going on from" in rest.stderr
+    assert "continuing from" in rest.stderr
     assert history.read_text().splitlines()[: len(records)] == records  # the checkpoint had all of them
 
 
