@@ -9,7 +9,7 @@ Each set is split three times. Sets of ids: a fifth of each left entity's pairs 
 Sets with features: a fifth of the entities of one side is new, MAP@5 / Recall@20 (P@1 / P@3 / P@5 of documents).
 Rows are the default, the same by rules (`select=False`), popularity, EASE (of four penalties the best on the test part)
 and the best of so many random settings, chosen on the test part as well: the last two are upper bounds, not choices.
-Seconds are those of the fits. Writes FOLDER/selection_DEVICE.json. DATA holds the folders of public sets that
+Seconds are those of the fits. Writes section DEVICE of FOLDER/selection.json. DATA holds the folders of public sets that
 benchmarks/features/sets.py reads; sets that are not there are left out.
 
 With --known, sets with features are split like those of ids and known entities are ranked: by ids, and by ids next to
@@ -240,7 +240,7 @@ def known(given: argparse.Namespace) -> None:
             for row, of in rows.items():
                 scores = "/".join(f"{x:.4f}" for x in of["metrics"])
                 print(f"{name} {number} {row:22s} {scores} {of['seconds']:.1f} s {of['selection']}", flush=True)
-            write_result(f"selection_known_{given.device}{given.name}", {"sets": found}, given.out)
+            write_result(f"selection/known-{given.device}", {"sets": found}, given.out)
 
 
 def measured(part: Ids, device: str, random: int, seed: int) -> dict[str, Any]:
@@ -287,20 +287,24 @@ def objectives(part: Ids, device: str) -> dict[str, Any]:
     return rows
 
 
+def section(given: argparse.Namespace) -> str:
+    """The file and section of a result."""
+    return f"selection/{'objectives-' if given.objectives else ''}{given.device}"
+
+
 def in_parallel(given: argparse.Namespace, names: list[str]) -> None:
     """Run the sets in several processes, which share a GPU, and join their results."""
     out, arguments = given.out or Path(__file__).parent / "results", sys.argv[1:]
     commands = [
-        [sys.executable, __file__, *arguments, "--jobs", "1", "--sets", ",".join(part), f"--name=-part{number}"]
+        [sys.executable, __file__, *arguments, "--jobs", "1", "--sets", ",".join(part), f"--name=part{number}"]
         for number in range(given.jobs)
         if (part := names[number :: given.jobs])
     ]
     running = [subprocess.Popen(command) for command in commands]
     failed = [process.args for process in running if process.wait()]
-    title = f"{'objectives' if given.objectives else 'selection'}_{given.device}"
-    parts = [out / f"{title}-part{number}.json" for number in range(len(commands))]
+    parts = [out / f"part{number}.json" for number in range(len(commands))]
     sets = {key: row for path in parts if path.exists() for key, row in json.loads(path.read_text())["sets"].items()}
-    write_result(title + given.name, {"sets": sets, "processes": len(commands)}, given.out)
+    write_result(section(given), {"sets": sets, "processes": len(commands)}, given.out)
     for path in parts:
         path.unlink(missing_ok=True)
     if failed:
@@ -321,7 +325,7 @@ def main() -> None:
     parser.add_argument("--random", type=int, default=0, help="random settings to try on the first split")
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--name", default="", help="part of the result's name, for runs side by side")
+    parser.add_argument("--name", default="", help="name of the result, instead of its section of selection.json")
     parser.add_argument("--known", action="store_true", help="rank known entities by ids next to features")
     parser.add_argument("--objectives", action="store_true", help="compare labels and left weights instead")
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side, which share the device")
@@ -351,8 +355,7 @@ def main() -> None:
             found[f"{name} split {split_number}"] = {"metrics": list(part.metrics), "rows": rows}
             texts = (f"{row} " + "/".join(f"{x:.4f}" for x in of["metrics"]) for row, of in rows.items())
             print(name, split_number, " | ".join(texts), end, flush=True)
-            title = "objectives" if given.objectives else "selection"
-            write_result(f"{title}_{given.device}{given.name}", {"sets": found}, given.out)
+            write_result(given.name or section(given), {"sets": found}, given.out)
 
 
 if __name__ == "__main__":

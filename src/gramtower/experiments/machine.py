@@ -7,12 +7,13 @@ import platform
 import subprocess
 import time
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from gramtower import __version__
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _STAT = Path("/proc/stat")
@@ -27,7 +28,7 @@ def environment() -> dict[str, Any]:
         processor = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), processor)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "gramtower": version("gramtower"),
+        "gramtower": __version__,
         "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__.split("+")[0],
