@@ -156,7 +156,7 @@ def test_a_union_takes_repeated_pairs_from_the_second_with_its_weight_and_time()
     assert both.weights.tolist() == [1, 0.5, 3]
     assert both.times.tolist() == [5, 7, 8]
     assert both.matrix.has_canonical_format
-    assert as_set(union(first, second, strangers=False)) == {("a", 1), ("b", 2)}
+    assert as_set(union(first, second, add_new=False)) == {("a", 1), ("b", 2)}
     with pytest.raises(ValueError, match=r"more.*right ids.*'x'"):
         union(first, Interactions.from_arrays(["a"], ["x"]))
     nothing = first.subset([])

@@ -446,7 +446,7 @@ def pairs_of(given: PairsLike) -> Any:
     return given.pairs if isinstance(given, PairSamples) else given
 
 
-def union(known: Interactions, more: Interactions, name: str = "more", strangers: bool = True) -> Interactions:
+def union(known: Interactions, more: Interactions, name: str = "more", add_new: bool = True) -> Interactions:
     """Combine two sets of pairs: the entities of the first, then the new entities of the second.
 
     If both have a pair, the label, weight and time of the second are kept. Cost: O(pairs log pairs).
@@ -455,10 +455,10 @@ def union(known: Interactions, more: Interactions, name: str = "more", strangers
         known: the first set; its rows and columns keep their positions.
         more: the second set; missing weights are 1, and times are kept if both sets have them.
         name: the argument that holds the second set, for errors.
-        strangers: whether new entities of ``more`` are added; otherwise their pairs are dropped.
+        add_new: whether new entities of ``more`` are added; otherwise their pairs are dropped.
     """
-    rows, left_ids = _places(f"{name}: left ids", known.left_ids, more.left_ids, strangers)
-    columns, right_ids = _places(f"{name}: right ids", known.right_ids, more.right_ids, strangers)
+    rows, left_ids = _places(f"{name}: left ids", known.left_ids, more.left_ids, add_new)
+    columns, right_ids = _places(f"{name}: right ids", known.right_ids, more.right_ids, add_new)
     shape = (len(left_ids), len(right_ids))
     first, second = known.matrix.tocoo(), more.matrix.tocoo()
     i, j = rows[second.row], columns[second.col]
@@ -492,12 +492,12 @@ def _keys(rows: NDArray[Any], columns: NDArray[Any], shape: tuple[int, int]) -> 
 
 
 def _places(
-    name: str, known: NDArray[Any], given: NDArray[Any], strangers: bool
+    name: str, known: NDArray[Any], given: NDArray[Any], add_new: bool
 ) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """The row of each given id, with new ids after the known ones, and all ids."""
     places = join(given, index_of(known)) if len(known) else np.full(len(given), -1, dtype=np.int64)
     new = places < 0
-    if not strangers or not new.any():
+    if not add_new or not new.any():
         return places, known
     places[new] = len(known) + np.arange(int(new.sum()))
     added = given[new].tolist()

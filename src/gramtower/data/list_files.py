@@ -185,7 +185,7 @@ def lists_frame(
     scores: NDArray[Any],
     names: tuple[str, str] = ("left", "right"),
     packages: Sequence[str] = ("polars", "pandas"),
-    beside: Mapping[str, Sequence[Any]] | None = None,
+    more: Mapping[str, Sequence[Any]] | None = None,
 ) -> Any:
     """A table of lists, with columns for the query id, the rank from 1, the answer and its score.
 
@@ -195,7 +195,7 @@ def lists_frame(
         scores: scores of the answers; entries of −inf are dropped.
         names: column names of the query ids and of the answers.
         packages: the first of these that is installed makes the frame.
-        beside: further columns with one value for each row; see :func:`columns_beside`.
+        more: further columns with one value for each row; see :func:`extra_columns`.
     """
     wanted, found, given = check.ids("asked", asked), np.asarray(ids), np.asarray(scores)
     if found.ndim != 2 or found.shape != given.shape or len(wanted) != len(found):
@@ -209,7 +209,7 @@ def lists_frame(
         names[1]: found[kept].tolist(),
         "score": given[kept],
     }
-    for name, values in (beside or {}).items():
+    for name, values in (more or {}).items():
         if name in columns:
             check.fail("table", f"a column {name!r}", f"names other than {', '.join(map(repr, columns))}")
         columns[name] = values
@@ -221,7 +221,7 @@ def lists_frame(
     raise missing("a table of lists", "polars")
 
 
-def columns_beside(table: Any, ids: NDArray[Any], scores: NDArray[Any]) -> dict[str, Any]:
+def extra_columns(table: Any, ids: NDArray[Any], scores: NDArray[Any]) -> dict[str, Any]:
     """Look up the columns of a table for each answer; null if it has no row for an answer.
 
     Args:

@@ -324,7 +324,7 @@ def _refusing(folder: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        raise ValueError(f"folder: {folder} is missing or damaged ({error}); make the partition anew") from error
+        raise ValueError(f"folder: {folder} is missing or damaged ({error}); write the partition again") from error
 
 
 def _checksum(manifest: Manifest) -> int:

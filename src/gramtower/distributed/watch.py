@@ -87,14 +87,14 @@ class Watch:
         )
 
     def _run(self) -> None:
-        begun, since, told = self.begun, time.monotonic(), False
+        begun, since, reported = self.begun, time.monotonic(), False
         while not self._stop.wait(_BEAT):
             try:
                 self._write()
                 if self.begun != begun:
-                    begun, since, told = self.begun, time.monotonic(), False
-                elif not told and time.monotonic() - since > _PATIENCE * self.timeout and (found := self.missing()):
-                    told = True
+                    begun, since, reported = self.begun, time.monotonic(), False
+                elif not reported and time.monotonic() - since > _PATIENCE * self.timeout and (found := self.missing()):
+                    reported = True
                     print(f"process {self.rank} waits in {self.operation}: {found}", file=sys.stderr, flush=True)
             except Exception:  # the store is gone, and with it the run
                 return

@@ -311,7 +311,7 @@ def rejoined(pairs: Any, held_out: Any) -> Any:
         one if isinstance(one, Interactions) else Interactions.from_matrix(matrix)
         for one, matrix in zip((pairs, held_out), matrices, strict=True)
     ]
-    found = union(both[0], both[1], "validation", strangers=False)
+    found = union(both[0], both[1], "validation", add_new=False)
     return found if isinstance(pairs, Interactions) else found.matrix
 
 

@@ -28,7 +28,7 @@ from gramtower._util import html as html
 from gramtower.data.frames import Column
 from gramtower.data.ids import IdsLike, index_of, join
 from gramtower.data.interactions import Interactions, PairsLike
-from gramtower.data.list_files import columns_beside, lists_frame
+from gramtower.data.list_files import extra_columns, lists_frame
 from gramtower.data.matrices import canonical, resized, union, without
 from gramtower.data.merge import warn_of_pairs
 from gramtower.data.tables import FeaturesLike
@@ -869,7 +869,7 @@ def _check_frame(as_frame: object, table: object) -> None:
 
 
 def _framed(asked: list[Any], ids: NDArray[Any], scores: NDArray[Any], names: tuple[str, str], table: Any) -> Any:
-    return lists_frame(asked, ids, scores, names, beside=None if table is None else columns_beside(table, ids, scores))
+    return lists_frame(asked, ids, scores, names, more=None if table is None else extra_columns(table, ids, scores))
 
 
 def selection(rows: NDArray[np.int64], size: int) -> sp.csr_matrix:
