@@ -366,7 +366,8 @@ class _Search:
                 best = linear
         if both and settings.normalize is None:
             turned = self.tried({**best.shape.changes, "normalize": not normalize})
-            best = max(best, turned, key=lambda point: point.metric)
+            if turned.metric - best.metric > self.error(turned, best):
+                best = turned
         return best
 
     def tried(self, changes: dict[str, Any]) -> _Point:
