@@ -9,8 +9,8 @@ Each set is split three times. Sets of ids: a fifth of each left entity's pairs 
 Sets with features: a fifth of the entities of one side is new, MAP@5 / Recall@20 (P@1 / P@3 / P@5 of documents).
 Rows are the default, the same by rules (`select=False`), popularity, EASE (of four penalties the best on the test part)
 and the best of so many random settings, chosen on the test part as well: the last two are upper bounds, not choices.
-Seconds are those of the fits. DATA holds the folders of public sets that benchmarks/features/sets.py reads; sets that are
-not there are left out. Each mode writes its section of FOLDER/selection.json.
+Seconds are those of the fits. DATA holds the folders of public sets that benchmarks/features/sets.py reads; sets that
+are not there are left out. Each mode writes its section of FOLDER/selection.json.
 
 With --known, sets with features are split like those of ids and known entities are ranked: by ids, and by ids next to
 features, both with default settings. Aim: ids next to features rank them no worse than ids do.
