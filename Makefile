@@ -40,11 +40,11 @@ demo: $(READY)
 	$(BIN)/gramtower demo
 
 test: lint types
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2
 
 # The warning is of the interpreter of triton 3.2.
 test-oldest: $(OLDEST)/.ready
-	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -W "ignore:Conversion of an array with ndim:DeprecationWarning"
+	$(OLDEST)/bin/python -m pytest -n 2 -W "ignore:Conversion of an array with ndim:DeprecationWarning"
 
 # The Pythons of the classifiers in pyproject.toml, those that are installed here, each in an environment of its own.
 test-pythons:
@@ -52,7 +52,7 @@ test-pythons:
 	  if ! command -v python$$version >/dev/null; then echo "python$$version is not installed: left out"; continue; fi; \
 	  test -x .venv-$$version/bin/python || python$$version -m venv .venv-$$version || exit 1; \
 	  .venv-$$version/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" \
-	    && .venv-$$version/bin/python -m pytest -n 2 --dist worksteal || exit 1; \
+	    && .venv-$$version/bin/python -m pytest -n 2 || exit 1; \
 	done
 
 # A pip that reads what wheels need without downloading them: torch's would be gigabytes. Without a network it fails.
@@ -67,7 +67,7 @@ resolves:
 fuzz: $(READY)
 	@echo "FUZZ_SEED=$(FUZZ_SEED)"
 	FUZZ_SEED=$(FUZZ_SEED) FUZZ_MINUTES=$$(cat tests/fuzz/test_fuzz_*.py | grep -c '^def test_' | \
-	  xargs -I{} $(BIN)/python -c 'print(2 * $(MINUTES) / {})') $(BIN)/python -m pytest -n 2 --dist worksteal tests/fuzz/test_fuzz_*.py
+	  xargs -I{} $(BIN)/python -c 'print(2 * $(MINUTES) / {})') $(BIN)/python -m pytest -n 2 tests/fuzz/test_fuzz_*.py
 
 # Kills runs at random moments and compares what they end in with uninterrupted ones.
 crash: $(READY)
