@@ -27,17 +27,17 @@ PATTERN = re.compile(rf"\b(?:{'|'.join(INSTEAD)})\b", re.IGNORECASE)
 
 #: How many are left in each part of the tree. Numbers may only fall; a part without any has no line.
 LEFT: dict[str, int] = {
-    "_util": 17,
-    "data": 26,
-    "distributed": 7,
-    "docs/choosing.md": 3,
-    "docs/explaining.md": 8,
-    "docs/how-to/features.md": 5,
+    "_util": 1,
+    "data": 9,
+    "distributed": 1,
+    "docs/choosing.md": 2,
+    "docs/explaining.md": 2,
+    "docs/how-to/features.md": 2,
     "docs/metrics.md": 2,
     "docs/sklearn.md": 2,
     "engine": 10,
-    "experiments": 12,
-    "model": 56,
+    "experiments": 4,
+    "model": 15,
 }
 
 
