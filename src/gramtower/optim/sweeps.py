@@ -27,10 +27,10 @@ from torch import Tensor
 
 from gramtower._util.host import Vectors
 from gramtower._util.torch_runtime import parallel_for
-from gramtower.engine.objective.evaluation import Evaluation
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.objective.row_steps import row_step, solves_rows
+from gramtower.engine.objective.value_and_gradient import Evaluation
 from gramtower.engine.towers.parameters import Parameters
 from gramtower.engine.towers.towers import Towers
 from gramtower.optim.descent import Descent, IterationResult, Method, State, Stateful, vectors

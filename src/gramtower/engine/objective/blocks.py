@@ -1,6 +1,6 @@
 """The left rows of a point in blocks, and what their observed pairs add to value, gradient and G·d.
 
-One evaluation (evaluation.py) loops over these blocks, which know what is kept:
+One evaluation (value_and_gradient.py) loops over these blocks, which know what is kept:
 
     resident   one block of all rows: embeddings, activations and ℓ⁺ on the pairs are kept as long as the point
     streamed   many blocks, each made for one visit: its rows run forward again, and nothing of it is kept

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from gramtower._util.torch_runtime import SideStream
-from gramtower.engine.objective.evaluation import Evaluation
 from gramtower.engine.objective.gauss_newton import GaussNewton
 from gramtower.engine.objective.operators import Damped, Executor, Factored
+from gramtower.engine.objective.value_and_gradient import Evaluation
 from gramtower.engine.towers.linearization import Work
 from gramtower.engine.towers.parameters import Parameters
 

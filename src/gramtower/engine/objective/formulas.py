@@ -7,8 +7,8 @@ With E the embeddings of a side (P or Q), A its weights, Ẽ its imputed factor,
     output_curvature  ωA(dE G_c + E dG_c) + diag(μ c) dE           that of eq:final_Gd, along dE
     pair_moments      (1, ‖e_i‖²)                                  what the preconditioner sums over O
 
-What observed pairs add (X Q, Z Q and their transposes) is in blocks.py; the loop over rows in evaluation.py. Each is
-O(rows k²). Checked against the dense twin by tests/test_engine.py.
+The terms of observed pairs (X Q, Z Q and their transposes) are in blocks.py, the loop over rows in
+value_and_gradient.py. Each is O(rows k²).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Point: what an optimizer, or anybody, may ask of a problem at parameters θ.
 
 Five questions: value, gradient, Gauss-Newton products, a preconditioner, and the problem along a line. The mathematics
-is evaluation.py (value, gradient), gauss_newton.py (G) and kronecker.py (M).
+is value_and_gradient.py (value, gradient), gauss_newton.py (G) and kronecker.py (M).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from gramtower._util import checks as check
-from gramtower.engine.objective.evaluation import Evaluation
 from gramtower.engine.objective.gauss_newton import GaussNewton
 from gramtower.engine.objective.kronecker import SIDES, Kronecker, kronecker
 from gramtower.engine.objective.operators import EAGER, Executor
+from gramtower.engine.objective.value_and_gradient import Evaluation
 from gramtower.engine.towers.linearization import Work
 from gramtower.engine.towers.parameters import Parameters, as_parameters
 

@@ -5,7 +5,7 @@
 
 The last line, a penalty on embeddings that grows with how often an entity is seen, goes beyond the paper; it is
 off (μ = 0) by default. All arguments are checked here, before any work. Values, gradients and curvature are in
-evaluation.py and gauss_newton.py; the errors in tests/test_problem.py.
+value_and_gradient.py and gauss_newton.py; the errors in tests/test_problem.py.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from gramtower.engine.objective.constants import (
     make_pair_constants,
 )
 from gramtower.engine.objective.cuda_graphs import GraphPool
-from gramtower.engine.objective.evaluation import Evaluation
 from gramtower.engine.objective.planning import Footprint, Orders, Plan, Streamed, make_plan
 from gramtower.engine.objective.point import Point
+from gramtower.engine.objective.value_and_gradient import Evaluation
 from gramtower.engine.towers.linearization import Work
 from gramtower.engine.towers.parameters import Parameters, as_parameters
 from gramtower.engine.towers.steps import Scratch

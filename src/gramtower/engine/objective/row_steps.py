@@ -19,9 +19,9 @@ from torch import Tensor
 from gramtower.engine.kernels import select
 from gramtower.engine.kernels.row_systems import RowSystems
 from gramtower.engine.objective.blocks import LeftBlock
-from gramtower.engine.objective.evaluation import Evaluation
 from gramtower.engine.objective.gramians import column_sums
 from gramtower.engine.objective.problem import Problem
+from gramtower.engine.objective.value_and_gradient import Evaluation
 from gramtower.engine.towers.towers import Towers
 
 _LEAST, _TINY = 1e-7, 1e-12  # least shift, of the largest eigenvalue, and at all

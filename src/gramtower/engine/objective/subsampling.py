@@ -3,7 +3,7 @@
     block     all pairs of Û × V̂, scaled by mn / (m̂ n̂)                        (Û × V̂ selection)
     subsets   two subsets of O: one for gradients, one for Gramians            (eq:grad_sogram_naive, eq:gramian2)
 
-Both are the same evaluation as the full gradient (evaluation.py) on smaller constants: fewer rows, other weights. The
+Both are the same evaluation as the full gradient on smaller constants: fewer rows, other weights. The
 second replaces a_i by ā_i = a_i/|O_i,:| times how often i was drawn (eq:trans); an entity without observed pair is
 never drawn and so not covered by it.
 
@@ -23,8 +23,8 @@ from gramtower.data.pairs import Pairs
 from gramtower.distributed.shards import Shards
 from gramtower.engine.kernels import select
 from gramtower.engine.objective.blocks import LeftRows, PairBlocks
-from gramtower.engine.objective.evaluation import Evaluation
 from gramtower.engine.objective.problem import Problem
+from gramtower.engine.objective.value_and_gradient import Evaluation
 from gramtower.engine.towers.parameters import Parameters
 from gramtower.engine.towers.towers import Towers
 
