@@ -221,11 +221,7 @@ Hidden = Sequence[int] | tuple[Sequence[int], Sequence[int]]  # of both towers, 
 
 
 def check_hidden(hidden: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Check the widths of hidden layers: one sequence for both towers, or a pair of sequences.
-
-    Raises:
-        ValueError: if they are not positive integers.
-    """
+    """Check the widths of hidden layers: one sequence for both towers, or a pair of sequences."""
     if not isinstance(hidden, Iterable) or isinstance(hidden, str) or getattr(hidden, "ndim", 1) != 1:
         fail("hidden", repr(hidden), "a sequence of layer widths, such as (256, 256) or (), or a pair of them")
     given = tuple(hidden)

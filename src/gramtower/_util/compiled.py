@@ -123,11 +123,7 @@ class CodeFiles:
         return self.folder / f"{self.base}.{hashlib.sha256(of.encode()).hexdigest()[:32]}{ENDING}"
 
     def load(self, key: Any) -> Any:
-        """Load the code for a key; None if there is none.
-
-        Raises:
-            Damaged: if the file differs from what was written.
-        """
+        """Load the code for a key; None if there is none."""
         try:
             stored = self.path(key).read_bytes()
         except FileNotFoundError:

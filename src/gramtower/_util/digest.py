@@ -10,14 +10,7 @@ import torch
 
 
 def digest_of(*values: object) -> str:
-    """Return a digest of arrays, sparse matrices, tensors, ids and text, the same in every process.
-
-    Args:
-        values: numpy arrays and whatever ``numpy.asarray`` takes, scipy.sparse matrices, tensors.
-
-    Returns:
-        16 hexadecimal digits of BLAKE2b. Shapes and types of numbers count.
-    """
+    """Return a digest of arrays, sparse matrices, tensors, ids and text: 16 digits, the same in every process."""
     found = hashlib.blake2b(digest_size=8)
     for value in values:
         if sp.issparse(value):

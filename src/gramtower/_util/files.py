@@ -87,11 +87,7 @@ def plain(value: Any) -> Any:
 
 
 def take_lock(path: Path) -> int | None:
-    """Open (or create) a file with an exclusive lock; None if the system has no locks.
-
-    Raises:
-        BlockingIOError: if another process holds the lock.
-    """
+    """Open (or create) a file with an exclusive lock (``BlockingIOError`` if it is held); None without locks."""
     if os.name != "posix":
         return None
     import fcntl

@@ -35,13 +35,7 @@ def install_line(package: str) -> str:
 
 
 def missing(what: str, package: str, error: ImportError | None = None) -> ImportError:
-    """Make the error for a package that could not be imported.
-
-    Args:
-        what: the feature that needs it, such as "tuning".
-        package: the import name of the package.
-        error: the error of the import; if it names another package of the same extra, that one is reported.
-    """
+    """Make the error for a package that could not be imported."""
     absent = error is None or isinstance(error, ModuleNotFoundError)
     root = "" if error is None else (error.name or "").split(".")[0]
     if absent and EXTRAS.get(root, "") == EXTRAS.get(package):
@@ -51,16 +45,7 @@ def missing(what: str, package: str, error: ImportError | None = None) -> Import
 
 
 def need(module: str, what: str, package: str | None = None) -> Any:
-    """Import a module of an optional package.
-
-    Args:
-        module: its name.
-        what: the feature that needs it, for the error.
-        package: the package to install, if it is not the first part of the module's name.
-
-    Raises:
-        ImportError: with the command that installs it, if it is missing.
-    """
+    """Import a module of an optional package."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

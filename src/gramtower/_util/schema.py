@@ -14,16 +14,7 @@ _LARGEST = 1 << 63  # of integers: what a tensor and a file can count
 
 
 def build(where: str, cls: type[T], plain: object) -> T:
-    """Make an instance of a dataclass from a JSON object.
-
-    Args:
-        where: the source, for errors.
-        cls: the dataclass, whose annotations are checked; ``float`` accepts integers too.
-        plain: the parsed JSON.
-
-    Raises:
-        ValueError: if a field is missing, unknown or of another type.
-    """
+    """Make an instance of a dataclass from a JSON object."""
     if type(plain) is not dict:
         raise ValueError(f"{where}: got {_shown(plain)}, expected an object")
     kind: Any = cls

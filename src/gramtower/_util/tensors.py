@@ -55,10 +55,6 @@ class TensorFile:
         header: the JSON, parsed and compared with its checksum.
         shapes: name → shape of the tensors.
         dtypes: name → type of the tensors.
-
-    Raises:
-        Damaged: if the file is of another kind or version, or anything read differs from its checksum.
-        OSError: if it cannot be read.
     """
 
     def __init__(self, path: Path, kind: str, version: int) -> None:

@@ -264,11 +264,7 @@ def to_plain(encoder: Encoder) -> dict[str, Any]:
 
 
 def from_plain(plain: dict[str, Any]) -> Encoder:
-    """Rebuild the encoder that :func:`to_plain` wrote.
-
-    Raises:
-        ValueError: if the values do not describe an encoder.
-    """
+    """Rebuild the encoder that :func:`to_plain` wrote."""
     fields = dict(plain)
     kind = check.choice("kind", fields.pop("kind", None), tuple(_KINDS))
     made: Encoder = build(f"a {kind} column", _KINDS[kind], fields)

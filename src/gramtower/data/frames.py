@@ -230,12 +230,6 @@ def parquet_file(label: str, path: Path, texts: Sequence[str] = ()) -> Iterator[
 
     pyarrow raises where polars, on some damaged files, ends the process ("memory allocation of … bytes failed"). Do not
     ask it for the metadata of single columns, ``metadata.row_group(0).column(0)``: that ends the process, too.
-
-    Args:
-        label: the argument that holds the path.
-        path: the file.
-        texts: columns of text, which are read as distinct texts and a code for each row: a small file may repeat a long
-            text many times.
     """
     pa = arrow()
     try:

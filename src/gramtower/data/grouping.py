@@ -41,17 +41,11 @@ _RULES = {"max": 0, "error": 0, "sum": 1, "first": 2, "last": 3}
 
 @dataclass
 class Piece:
-    """Some rows of the input, one after the other.
+    """Some rows of the input, one after the other."""
 
-    Attributes:
-        left: left row numbers, or marks of them; int32.
-        right: the same of columns.
-        numbers: "value", "weight" and "time" where there are any, as many.
-    """
-
-    left: NDArray[np.int32]
-    right: NDArray[np.int32]
-    numbers: dict[str, NDArray[Any]]
+    left: NDArray[np.int32]  # left row numbers, or marks of them; int32
+    right: NDArray[np.int32]  # the same of columns
+    numbers: dict[str, NDArray[Any]]  # "value", "weight" and "time" where there are any, as many
 
 
 def group(
@@ -62,11 +56,7 @@ def group(
 ) -> tuple[sp.csr_matrix, NDArray[np.float32] | None, NDArray[np.float64] | None, int]:
     """The matrix of values (1 where there are none), its weights and times, and how many rows were merged away.
 
-    Args:
-        pieces: the pieces in order; the list is emptied.
-        shape: of the matrix.
-        rule: one of merge.RULES.
-        renumber: row and column numbers by mark, if pieces hold marks.
+    The list of pieces is emptied; ``renumber`` has row and column numbers by mark, if pieces hold marks.
     """
     total = sum(len(piece.left) for piece in pieces)
     shift = max(0, (shape[0] - 1).bit_length() - (_BUCKETS - 1).bit_length())

@@ -48,26 +48,14 @@ _EXPECTED = "ids that are text or whole numbers"
 
 @dataclass(frozen=True)
 class Coded:
-    """A column of ids as numbers.
+    """A column of ids as numbers."""
 
-    Attributes:
-        codes: one integer for each row, equal where the ids are equal; -1 where the id is missing.
-        names: the ids at some places of the column.
-    """
-
-    codes: NDArray[Any]
-    names: Callable[[NDArray[Any]], NDArray[Any]]
+    codes: NDArray[Any]  # one integer for each row, equal where the ids are equal; -1 where the id is missing
+    names: Callable[[NDArray[Any]], NDArray[Any]]  # the ids at some places of the column
 
 
 def by_appearance(codes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Renumber codes 0, 1, … in order of first appearance.
-
-    Args:
-        codes: non-negative integers with few gaps.
-
-    Returns:
-        The new codes, and for each of them the place where it appears first.
-    """
+    """Renumber non-negative codes 0, 1, … by first appearance; also returns the place where each appears first."""
     total = len(codes)
     index = np.int32 if total < 2**31 - 1 else np.int64
     size = int(codes.max()) + 1 if total else 0
@@ -281,17 +269,7 @@ def index_of(ids: NDArray[Any]) -> dict[Key, int]:
 
 
 def rows_of(name: str, ids: IdsLike, index: Mapping[Key, int], expected: str | None = None) -> NDArray[np.int64]:
-    """Look up the rows of one or several ids.
-
-    Args:
-        name: the argument, for errors.
-        ids: one id or a sequence of them.
-        index: the result of index_of.
-        expected: the end of the error message; by default it asks for known ids.
-
-    Raises:
-        ValueError: for unknown ids; it names the first few, with similar known ids or with the reason.
-    """
+    """Look up the rows of ids; the error names unknown ids and similar ones, and ends with ``expected``."""
     keys = [key_of(name, cell) for cell in check.ids(name, ids)]
     unknown = [key for key in keys if key not in index]
     if unknown:
@@ -354,11 +332,7 @@ def pack_ids(ids: NDArray[Any] | None) -> dict[str, Tensor]:
 
 
 def unpack_ids(tensors: Mapping[str, Tensor], prefix: str = "") -> NDArray[Any] | None:
-    """Rebuild ids from the tensors of pack_ids, whose names have a prefix; None if there are none.
-
-    Raises:
-        ValueError: if pack_ids cannot have written these tensors.
-    """
+    """Rebuild ids from the tensors of pack_ids, whose names have a prefix; None if there are none."""
     found = {name: tensors[prefix + name] for name in ("numbers", "text", "offsets") if prefix + name in tensors}
     if not found:
         return None

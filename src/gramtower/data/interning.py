@@ -67,11 +67,7 @@ class _Shard:
 
 
 class Table:
-    """The ids of one side; text, or whole numbers.
-
-    Args:
-        text: whether they are text.
-    """
+    """The ids of one side; text, or whole numbers."""
 
     def __init__(self, text: bool) -> None:
         self.text = text

@@ -23,16 +23,7 @@ _CHUNK = 1 << 20  # entries that one thread looks at before the next
 
 
 def checked(name: str, value: SparseMatrix, shape: tuple[int, int] | None = None) -> Any:
-    """Check that all indices of a scipy.sparse matrix or array are valid and all values are finite.
-
-    Args:
-        name: the argument, for errors.
-        value: the matrix, of any format; it is not changed.
-        shape: the required shape, or None.
-
-    Returns:
-        The same matrix; entries beyond the last offset are dropped.
-    """
+    """Check that all indices of a scipy.sparse matrix or array are valid and values finite; drops unused entries."""
     if not sp.issparse(value):
         check.fail(name, type(value).__name__, "a scipy.sparse matrix or array")
     if len(value.shape) != 2:

@@ -73,14 +73,7 @@ class Fields:
 
 
 def assemble(left: Coded, right: Coded, numbers: dict[str, NDArray[Any]], rule: Rule) -> Fields:
-    """Drop rows, number ids in order of first appearance, and merge duplicates.
-
-    Args:
-        left: ids of the left side.
-        right: ids of the right side, equally many.
-        numbers: any of "value", "weight" and "time": one float for each row, NaN where missing.
-        rule: see the class.
-    """
+    """Drop rows, number ids by first appearance, and merge duplicates; a missing number is NaN."""
     total = len(left.codes)
     for name, array in (("right", right.codes), *numbers.items()):
         if array.shape != (total,):
@@ -109,11 +102,7 @@ def assemble(left: Coded, right: Coded, numbers: dict[str, NDArray[Any]], rule: 
 
 
 def check_rows(report: dict[str, int]) -> None:
-    """Refuse data without a kept row, and warn if many rows are dropped.
-
-    Args:
-        report: the number of rows, and how many were dropped for each reason.
-    """
+    """Refuse data without a kept row, and warn if many rows are dropped."""
     if report["rows"] == sum(report[name] for name in _LOST):
         counts = ", ".join(f"{name} {count}" for name, count in report.items())
         check.fail("rows", f"none to keep ({counts})", "at least one observed pair")

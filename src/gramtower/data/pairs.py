@@ -77,17 +77,11 @@ def bin_count(numbers: Tensor, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Columns:
-    """The same entries in column order.
+    """The same entries in column order."""
 
-    Attributes:
-        offsets: int64, n + 1. Entries ``offsets[j]:offsets[j + 1]`` belong to column j.
-        rows: int32, |O|. Row of each entry.
-        position: int64 or int32, |O|. Where each entry stands in row order.
-    """
-
-    offsets: Tensor
-    rows: Tensor
-    position: Tensor
+    offsets: Tensor  # int64, n + 1. Entries ``offsets[j]:offsets[j + 1]`` belong to column j
+    rows: Tensor  # int32, |O|. Row of each entry
+    position: Tensor  # int64 or int32, |O|. Where each entry stands in row order
 
     @cached_property
     def segments(self) -> Segments:
@@ -97,17 +91,11 @@ class Columns:
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Entries of a sparse m × n pattern in row order; see the module's first lines.
+    """Entries of a sparse m × n pattern in row order; see the module's first lines."""
 
-    Attributes:
-        shape: (m, n).
-        offsets: int64, m + 1. Entries ``offsets[i]:offsets[i + 1]`` belong to row i.
-        columns: int32, |O|. Column of each entry, increasing within a row.
-    """
-
-    shape: tuple[int, int]
-    offsets: Tensor
-    columns: Tensor
+    shape: tuple[int, int]  # (m, n)
+    offsets: Tensor  # int64, m + 1. Entries ``offsets[i]:offsets[i + 1]`` belong to row i
+    columns: Tensor  # int32, |O|. Column of each entry, increasing within a row
 
     def __len__(self) -> int:
         return int(self.columns.shape[0])

@@ -52,40 +52,24 @@ _OTHERS = ("value", "weight", "time")
 
 @dataclass(frozen=True)
 class Part:
-    """One file.
+    """One file."""
 
-    Attributes:
-        path: where it is.
-        name: its path below the folder, with slashes.
-        keys: the columns given by its folders, key=value.
-        size: in bytes.
-        modified: in nanoseconds since 1970.
-    """
-
-    path: Path
-    name: str
-    keys: dict[str, str]
-    size: int
-    modified: int
+    path: Path  # where it is
+    name: str  # its path below the folder, with slashes
+    keys: dict[str, str]  # the columns given by its folders, key=value
+    size: int  # in bytes
+    modified: int  # in nanoseconds since 1970
 
 
 @dataclass(frozen=True)
 class ReadingProgress:
-    """Progress of reading a folder.
+    """Progress of reading a folder."""
 
-    Attributes:
-        parts: parts read so far.
-        all_parts: parts of the folder.
-        rows: rows read so far.
-        all_rows: rows of all parts.
-        seconds: time since the start.
-    """
-
-    parts: int
-    all_parts: int
-    rows: int
-    all_rows: int
-    seconds: float
+    parts: int  # parts read so far
+    all_parts: int  # parts of the folder
+    rows: int  # rows read so far
+    all_rows: int  # rows of all parts
+    seconds: float  # time since the start
 
     @property
     def rate(self) -> float:
@@ -114,11 +98,7 @@ def is_parts(path: Path) -> bool:
 
 
 def list_parts(folder: Path) -> list[Part]:
-    """List the parts of a folder, in order.
-
-    Raises:
-        ValueError: if there are none, if another file is among them, or if folders disagree in their keys.
-    """
+    """List the parts of a folder, in order."""
     if (folder / "_delta_log").exists():
         expected = f"{_EXPECTED}; export the current rows of the table to a folder of their own"
         check.fail("path", f"{folder}, a Delta table, of whose files not all may count", expected)
@@ -148,11 +128,7 @@ def list_parts(folder: Path) -> list[Part]:
 
 
 def check_unchanged(folder: Path, parts: list[Part]) -> None:
-    """Refuse a folder whose files are no longer those that were listed.
-
-    Raises:
-        ValueError: naming the first file that was added, removed or written to.
-    """
+    """Refuse a folder whose files are no longer those that were listed."""
     before = {part.name: (part.size, part.modified) for part in parts}
     now = {part.name: (part.size, part.modified) for part in list_parts(folder)}
     for name in sorted(before.keys() | now.keys()):
@@ -179,18 +155,7 @@ def read_folder(
     rule: Rule,
     progress: Callable[[ReadingProgress], None] | None = None,
 ) -> tuple[Fields, str, str]:
-    """Read the fields of Interactions, and the names of the left and right column.
-
-    Args:
-        folder: a folder of Parquet files.
-        choices: (argument, column) of "left", "right", and of "value", "weight" and "time" where they are read.
-        rule: which rows make a pair.
-        progress: called after each batch, in any thread.
-
-    Raises:
-        ValueError: naming the part that cannot be read, that has other columns or types than the first one, in which an
-            id is missing, or that was changed meanwhile.
-    """
+    """Read the fields of Interactions, and the names of the left and right column."""
     with reading(folder):
         parts = list_parts(folder)
         described = [_describe(part, choices) for part in parts]

@@ -65,12 +65,7 @@ _TOML_BYTES, _TOML_LINE = 1 << 16, 2000  # tomllib takes quadratic time for keys
 
 @contextmanager
 def reading(path: PathLike, name: str = "path") -> Iterator[None]:
-    """Turn errors raised inside into ``ValueError`` or ``OSError`` that name the file.
-
-    Args:
-        path: the file, folder or archive.
-        name: the argument that holds the path.
-    """
+    """Turn errors raised inside into ``ValueError`` or ``OSError`` that name the file."""
     try:
         yield
     except UnicodeError as error:
@@ -129,11 +124,7 @@ def compression(head: bytes) -> str:
 
 
 def packing(path: Path) -> str:
-    """The compression of a file, by its first bytes: one of PACKED, or "" for none.
-
-    Raises:
-        ValueError: if its name ends differently.
-    """
+    """The compression of a file, by its first bytes: one of PACKED, or "" for none."""
     with path.open("rb") as stream:
         found = compression(stream.read(16))
     suffix = path.suffix.lower()
@@ -144,12 +135,7 @@ def packing(path: Path) -> str:
 
 
 class Budget:
-    """A limit on the bytes that come out of a compressed file.
-
-    Args:
-        path: the file, for the error.
-        most: the limit; by default 1 GiB plus 200 times the size of the file.
-    """
+    """A limit on the bytes of a compressed file's content: ``most``, or 1 GiB plus 200 times the file's size."""
 
     def __init__(self, path: Path, most: int | None = None) -> None:
         self.path, self.most = path, (1 << 30) + 200 * path.stat().st_size if most is None else most
@@ -233,12 +219,7 @@ def refuse_utf16(path: PathLike, head: bytes) -> None:
 
 
 def read_toml(name: str, path: PathLike) -> dict[str, Any]:
-    """Read a TOML file of at most 64 KiB and lines of at most 2,000 characters.
-
-    Args:
-        name: the argument that holds the path.
-        path: the file.
-    """
+    """Read a TOML file of at most 64 KiB and lines of at most 2,000 characters."""
     with reading(path, name):
         found = existing(name, path)
         with found.open("rb") as stream:
@@ -261,11 +242,7 @@ _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # others decompress a who
 
 
 def read_pieces(path: Path) -> Iterator[bytes]:
-    """Yield the bytes of a file, decompressed: .gz, .xz, .bz2, .zst.
-
-    Raises:
-        ValueError: if the file is cut short, differs from its ending, or decompresses to too many bytes.
-    """
+    """Yield the bytes of a file, decompressed: .gz, .xz, .bz2, .zst."""
     with opened(path) as stream:
         yield from stream.pieces()
 
@@ -283,14 +260,7 @@ def members(path: Path, wanted: re.Pattern[str]) -> list[str]:
 
 
 def read_members(path: Path, names: Iterable[str], end: bytes = b"\n", most: int | None = None) -> Iterator[bytes]:
-    """Yield the bytes of some files of a folder or zip, one file after the other.
-
-    Args:
-        path: the folder or zip.
-        names: names of the files.
-        end: bytes to yield after each file.
-        most: limit of decompressed bytes; see Budget.
-    """
+    """Yield the bytes of some files of a folder or zip, one file after the other."""
     if path.is_dir():
         for name in names:
             yield from read_pieces(path / name)

@@ -22,11 +22,7 @@ _CHUNK = 1 << 16  # entries at a time, so that what numpy makes of them on the w
 
 
 def agree(group: Group, facts: Mapping[str, Any]) -> None:
-    """Check that facts are equal in all processes.
-
-    Raises:
-        ValueError: in every process; it names the fact, the process and both values.
-    """
+    """Check that facts are equal in all processes."""
     reports = group.gather_json(dict(facts))
     for name, value in reports[0].items():
         for rank, other in enumerate(reports):

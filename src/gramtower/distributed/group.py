@@ -110,11 +110,7 @@ SINGLE = Group()
 
 
 class ProcessGroup(Group):
-    """The processes of torch.distributed's default group, which must be initialised.
-
-    Args:
-        device: device of the collectives: the GPU for NCCL, the CPU for gloo. Other tensors are copied to it and back.
-    """
+    """The processes of torch.distributed's default group, which must be initialised."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         import torch.distributed as dist

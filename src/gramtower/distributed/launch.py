@@ -32,11 +32,7 @@ def started_among_several() -> bool:
 
 @contextmanager
 def joined(cuda: bool) -> Iterator[Group]:
-    """Join the process group that torchrun's environment describes; without torchrun, yield the group of this process.
-
-    Args:
-        cuda: whether the model is on GPUs, one for each process of a machine: NCCL connects them, and gloo otherwise.
-    """
+    """Join the process group of torchrun (NCCL with ``cuda``, else gloo); without it, the group of this process."""
     from gramtower.distributed.group import current_group
 
     if not started_among_several():
@@ -87,9 +83,6 @@ def agreed_name(store: Any, rank: int, size: int, timeout: timedelta) -> str:
 
     A process writes a number of its own, and waits for the first to answer with that number and the name; the first
     answers every number that it sees until all have said, under the name, that they know it.
-
-    Raises:
-        TimeoutError: if the others do not come in time.
     """
     own, end = secrets.token_hex(8), time.monotonic() + timeout.total_seconds()
     if rank:

@@ -59,56 +59,32 @@ class Listed:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a partition.
+    """The content of a partition."""
 
-    Attributes:
-        format: the name of the format.
-        version: version of the format.
-        shape: numbers of left and right entities.
-        pairs: number of pairs.
-        held_out: number of held-out pairs, or None.
-        weights: whether pairs have weights.
-        left: name of the left column.
-        right: name of the right column.
-        ids: file of the right ids.
-        parts: the parts, in order of their rows.
-    """
-
-    format: str
-    version: int
-    shape: list[int]
-    pairs: int
-    held_out: int | None
-    weights: bool
-    left: str
-    right: str
-    ids: str
-    parts: list[Any]
+    format: str  # the name of the format
+    version: int  # version of the format
+    shape: list[int]  # numbers of left and right entities
+    pairs: int  # number of pairs
+    held_out: int | None  # number of held-out pairs, or None
+    weights: bool  # whether pairs have weights
+    left: str  # name of the left column
+    right: str  # name of the right column
+    ids: str  # file of the right ids
+    parts: list[Any]  # the parts, in order of their rows
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The rows of a partition that one process reads.
+    """The rows of a partition that one process reads."""
 
-    Attributes:
-        matrix: local left rows × all right columns.
-        weights: weights of the pairs, or None.
-        held_out: validation pairs in the same form, or None.
-        left_ids: ids of the local left rows.
-        folder: the folder of the partition.
-        shards: the row ranges of all processes.
-        pairs: number of pairs of all processes.
-        held_out_pairs: number of held-out pairs of all processes, or None.
-    """
-
-    matrix: sp.csr_matrix
-    weights: NDArray[np.float32] | None
-    held_out: sp.csr_matrix | None
-    left_ids: NDArray[Any]
-    folder: Path
-    shards: Shards
-    pairs: int
-    held_out_pairs: int | None = None
+    matrix: sp.csr_matrix  # local left rows × all right columns
+    weights: NDArray[np.float32] | None  # weights of the pairs, or None
+    held_out: sp.csr_matrix | None  # validation pairs in the same form, or None
+    left_ids: NDArray[Any]  # ids of the local left rows
+    folder: Path  # the folder of the partition
+    shards: Shards  # the row ranges of all processes
+    pairs: int  # number of pairs of all processes
+    held_out_pairs: int | None = None  # number of held-out pairs of all processes, or None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -187,11 +163,7 @@ def is_partition(path: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a partition.
-
-    Raises:
-        ValueError: if there is none, or it is damaged, of another kind or another version.
-    """
+    """Read the manifest of a partition."""
     try:
         plain = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -210,11 +182,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_part(folder: str | Path, group: Group = SINGLE) -> Shard:
-    """Read this process's shard of a partition; a single process reads all of it.
-
-    Raises:
-        ValueError: in every process, if the folder is not a partition, is damaged or has too few parts.
-    """
+    """Read this process's shard of a partition; a single process reads all of it."""
     folder = Path(folder)
     with group.together():
         manifest = read_manifest(folder)

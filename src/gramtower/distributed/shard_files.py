@@ -35,19 +35,12 @@ _SIDES = ("left", "right", "left ragged")
 
 @dataclass
 class Index:
-    """The rows in each file.
+    """The rows in each file."""
 
-    Attributes:
-        rows: tensor → the side whose rows it holds; "left ragged" if rows have lengths of their own.
-        left: first left rows of the processes, and their number.
-        right: the same for right rows.
-        files: names of the files, the main one first.
-    """
-
-    rows: dict[str, str]
-    left: list[int]
-    right: list[int]
-    files: list[str]
+    rows: dict[str, str]  # tensor → the side whose rows it holds; "left ragged" if rows have lengths of their own
+    left: list[int]  # first left rows of the processes, and their number
+    right: list[int]  # the same for right rows
+    files: list[str]  # names of the files, the main one first
 
 
 def write(
@@ -93,10 +86,6 @@ class Reader:
         header: the JSON that was written.
         shapes: name → shape, of all processes' rows together; None for the rows of ragged ones.
         dtypes: name → type.
-
-    Raises:
-        Damaged: if a file is damaged or of another kind.
-        OSError: if one is missing or cannot be read.
     """
 
     def __init__(self, path: Path, kind: tuple[str, int], device: torch.device | str = "cpu") -> None:

@@ -25,15 +25,10 @@ from gramtower.distributed.group import SINGLE, Group, Pending
 
 @dataclass(frozen=True)
 class Sharded:
-    """A tensor with a row for each entity of a side that this process holds.
+    """A tensor with a row for each entity of a side that this process holds."""
 
-    Attributes:
-        tensor: the rows.
-        side: "left" or "right".
-    """
-
-    tensor: Tensor
-    side: str
+    tensor: Tensor  # the rows
+    side: str  # "left" or "right"
 
 
 @dataclass(frozen=True)
@@ -123,13 +118,7 @@ def unsharded(shape: tuple[int, int]) -> Shards:
 
 
 def spread(group: Group, left_costs: Any, right_costs: Any) -> Shards:
-    """Ranges of about equal cost, one for each process.
-
-    Args:
-        group: the processes.
-        left_costs: a cost for each left entity, such as its pairs plus its share of tower work.
-        right_costs: a cost for each right entity.
-    """
+    """Ranges of about equal cost, one for each process."""
     left, right = (balanced(costs, group.size) for costs in (left_costs, right_costs))
     return Shards(group, Rows(left, group.rank), Rows(right, group.rank))
 

@@ -95,11 +95,7 @@ def build_index(
     recall: float = 0.95,
     seed: int = 0,
 ) -> tuple[Index, Facts]:
-    """Build an index of Q that reaches a recall@k on a sample of the rows of P.
-
-    Raises:
-        ValueError: if the recall cannot be reached.
-    """
+    """Build an index of Q that reaches a recall@k on a sample of the rows of P."""
     check.choice("kind", kind, KINDS)
     target = check.number("recall", recall, above=0.0)
     if target > 1:
@@ -142,11 +138,7 @@ def write_index(path: Path, index: Any, facts: Facts) -> None:
 
 
 def read_index(path: Path, model: str) -> tuple[Index, Facts]:
-    """Read the index of the model with a digest.
-
-    Raises:
-        ValueError: if the file is damaged or belongs to another model.
-    """
+    """Read the index of the model with a digest."""
     file = TensorFile(path, *_FORMAT)
     try:
         facts = _facts(path, file)

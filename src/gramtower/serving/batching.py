@@ -79,11 +79,7 @@ class Batcher:
         return len(self._waiting)
 
     async def submit(self, task: Task) -> Any:
-        """Compute a task.
-
-        Raises:
-            Refused: the task's own error, or 503 if too many tasks wait.
-        """
+        """Compute a task."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         with self._condition:

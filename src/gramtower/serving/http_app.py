@@ -31,14 +31,7 @@ Asked = Callable[[Any, Snapshot], Any]
 
 
 class Service:
-    """The handlers of all routes; those of POST take a checked body and the model that it names.
-
-    Args:
-        models: models being served.
-        metrics: counters.
-        limits: limits on requests.
-        wait: longest time in seconds that a request waits to be batched with others.
-    """
+    """The handlers of all routes; those of POST take a checked body and the model that it names."""
 
     def __init__(self, models: Models, metrics: Metrics, limits: Limits, wait: float = 0.002) -> None:
         self.models, self.metrics, self.limits = models, metrics, limits

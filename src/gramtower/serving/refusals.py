@@ -8,13 +8,7 @@ from typing import Any
 
 
 class Refused(Exception):
-    """A request that cannot be answered.
-
-    Args:
-        status: HTTP status.
-        message: one line with the given and the expected value.
-        details: further fields of the JSON answer.
-    """
+    """A request that cannot be answered."""
 
     def __init__(self, status: int, message: str, **details: Any) -> None:
         super().__init__(message)

@@ -154,11 +154,7 @@ _EXPECTED = {
 
 
 def parse(kind: type[Kind], body: bytes) -> Kind:
-    """Parse and check a body.
-
-    Raises:
-        Refused: 422 with the first error and the number of further fields with errors.
-    """
+    """Parse and check a body."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -197,11 +193,7 @@ def _lower(text: str) -> str:
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """Read the whole body.
-
-    Raises:
-        Refused: 413 if it is too long, 408 if it takes too long, 400 if the client has disconnected.
-    """
+    """Read the whole body; one that is too long (413) or too slow (408) is refused."""
     too_long = Refused(413, f"body: got more than {limits.body} bytes, expected at most {limits.body}")
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and (len(length) > 15 or int(length) > limits.body):
@@ -235,17 +227,7 @@ def refusal(refused: Refused) -> Response:
 
 
 class Guard:
-    """ASGI layer that checks, counts and logs requests, and adds headers.
-
-    Args:
-        app: application inside.
-        metrics: counts requests.
-        paths: paths of the application, for the labels of metrics.
-        token: bearer token that requests must have; None for no token.
-        hosts: accepted host names; None for all.
-        origins: origins whose pages may read answers (CORS).
-        log: called with the scope, the status and the seconds of each request.
-    """
+    """ASGI layer that checks, counts and logs requests, and adds headers."""
 
     def __init__(
         self,

@@ -37,11 +37,7 @@ _NO_ROWS = np.empty(0, np.int64)
 
 
 class RowIndex(Mapping[Key, int]):
-    """The row of each id in 12 bytes per id: sorted hashes and their rows; a dict takes 60 to 100 bytes.
-
-    Args:
-        ids: distinct ids, integers or text.
-    """
+    """The row of each id in 12 bytes per id: sorted hashes and their rows; a dict takes 60 to 100 bytes."""
 
     def __init__(self, ids: NDArray[Any]) -> None:
         self._ids, self._text = ids, ids.dtype.kind != "i"
@@ -84,15 +80,6 @@ class EntityTable:
 
     A filter asks for a value, for one of several values, or for a range {"min", "max"} of a numeric column. A list
     column such as ``Comedy|Drama`` matches by its elements. All columns of a filter must match.
-
-    Args:
-        name: name of the table in messages, such as "--right-table".
-        frame: rows of the table.
-        id: column of ids.
-        ids: ids of the model, in order; None for row numbers.
-        count: number of entities of the model.
-        title: column of titles; by default a column called title, name or label.
-        separator: separator of the elements of list columns.
     """
 
     def __init__(
@@ -143,11 +130,7 @@ class EntityTable:
         return [_plain(cells) if row >= 0 else {} for row, cells in zip(rows.tolist(), taken, strict=True)]
 
     def matching(self, wanted: Mapping[str, Any]) -> Rows:
-        """The entities that match a filter, increasing.
-
-        Raises:
-            Refused: 422 for an unknown column or an invalid range.
-        """
+        """The entities that match a filter, increasing."""
         every: Rows | None = None
         for column, value in wanted.items():
             rows = self._of_column(self._column(column), value)
@@ -257,14 +240,6 @@ def _plain(cells: dict[str, Any]) -> dict[str, Any]:
 class Entities:
     """The entities of one side.
 
-    Args:
-        side: "left" or "right".
-        ids: id of each row, integers or text; None for row numbers.
-        embeddings: rows × dim.
-        degrees: number of observed pairs of each entity.
-        table: columns to show and to filter by.
-        name: the data's name for an entity, such as "user"; by default the side.
-
     Attributes:
         index: the row of each id; None for row numbers.
     """
@@ -293,22 +268,14 @@ class Entities:
         return key if isinstance(key, int) and 0 <= key < len(self) else -1
 
     def rows(self, keys: Sequence[Key]) -> Rows:
-        """The rows of ids.
-
-        Raises:
-            Refused: 404 with the unknown ids and similar known ones.
-        """
+        """The rows of ids."""
         found = np.fromiter((self.row(key) for key in keys), np.int64, len(keys))
         if len(found) and found.min() < 0:
             raise self._unknown(list(dict.fromkeys(k for k, row in zip(keys, found, strict=True) if row < 0)))
         return found
 
     def known_rows(self, keys: Sequence[Key]) -> tuple[Rows, int]:
-        """The rows of known ids, increasing and without duplicates, and the number of unknown ids.
-
-        Raises:
-            Refused: 404 for an id that is known in the other type, as text or as a number.
-        """
+        """The rows of known ids, increasing and without duplicates, and the number of unknown ids."""
         found = np.fromiter((self.row(key) for key in keys), np.int64, len(keys))
         unknown = [key for key, row in zip(keys, found, strict=True) if row < 0]
         if self.index is not None and any(is_of_other_type(key, self.index) for key in unknown):

@@ -33,9 +33,6 @@ class Metrics(Collector):
     """Counters and histograms of one process.
 
     Labels come from the server's own routes, never from a request, so that their number is bounded.
-
-    Args:
-        labels: labels of every value, such as the number of the worker.
     """
 
     def __init__(self, labels: Labels = ()) -> None:
@@ -134,11 +131,7 @@ class Models:
         self.refused: dict[str, str] = {}
 
     def get(self, name: str | None = None) -> Snapshot:
-        """The current model with a name; the first one for None.
-
-        Raises:
-            Refused: 404, with near names.
-        """
+        """The current model with a name; the first one for None."""
         if name is None:
             return next(iter(self._snapshots.values()))
         if name not in self._snapshots:

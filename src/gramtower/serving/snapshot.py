@@ -212,11 +212,7 @@ class Snapshot:
         return self.embed_new(side, features, None if histories is None else self._histories(histories))
 
     def embed_new(self, side: str, features: NewFeatures, histories: sp.csr_matrix | None) -> Tensor:
-        """Embeddings of new entities.
-
-        Raises:
-            Refused: 422 with the model's message if features are invalid.
-        """
+        """Embeddings of new entities."""
         given: dict[str, Any] = {f"{side}_features": features}
         if histories is not None:
             given["histories"] = histories
@@ -231,11 +227,7 @@ class Snapshot:
     def explain(
         self, left: Key | None, right: Key, features: NewFeatures, histories: Sequence[Sequence[Key]] | None
     ) -> Explanation:
-        """The explanation of a score; see model.explain.
-
-        Raises:
-            Refused: 404 for an unknown id, 422 with the model's message if it cannot explain this score.
-        """
+        """The explanation of a score; see model.explain."""
         own = None if left is None else int(self.left.rows([left])[0])
         other = int(self.right.rows([right])[0])
         matrix = None if histories is None else self._histories(histories)

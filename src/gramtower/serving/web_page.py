@@ -48,12 +48,7 @@ _HEAD = (
 
 
 def describe(bodies: Mapping[str, type[Body]], texts: Mapping[str, str]) -> dict[str, Any]:
-    """The OpenAPI description.
-
-    Args:
-        bodies: bodies of POST requests, by path.
-        texts: descriptions of GET requests, by path.
-    """
+    """The OpenAPI description."""
     router = APIRouter()
     for path, body in bodies.items():
         content = {"application/json": {"schema": body.model_json_schema(ref_template="#/components/schemas/{model}")}}

@@ -109,19 +109,7 @@ def run_workers(
     say: Callable[[str], None],
     announce: Callable[[], None],
 ) -> None:
-    """Serve with several processes until a signal ends them.
-
-    Args:
-        serve_at: runs one worker; see ``server.serve_at``.
-        listening: bound socket.
-        sources: models, which the workers map.
-        options: settings; see ``server.Options``.
-        say: writes a line for the operator.
-        announce: called when all workers answer.
-
-    Raises:
-        ValueError: if a worker cannot start.
-    """
+    """Serve with several processes until a signal ends them."""
     mapped = {source.name: replace(source, mapped=True) for source in sources}
     share = max(1, torch.get_num_threads() // options.workers)
     context = multiprocessing.get_context("spawn")
