@@ -49,15 +49,7 @@ from gramtower.cli.run_folder import HISTORY, for_writing, held
 from gramtower.data.datasets import planted_pairs
 from gramtower.data.interactions import Interactions
 from gramtower.data.sources import read_toml, reading
-from gramtower.experiments.comparison import (
-    RAN,
-    Outcome,
-    Request,
-    Runner,
-    checkpoint_path,
-    read_outcomes,
-    store_of,
-)
+from gramtower.experiments.comparison import RAN, Outcome, Request, Runner, checkpoint_path, read_outcomes, store_of
 from gramtower.experiments.comparison_page import build
 from gramtower.experiments.machine import environment
 from gramtower.experiments.page import PAGE

@@ -20,25 +20,10 @@ from gramtower._util.files import write_json, write_text
 from gramtower.cli import run_folder
 from gramtower.cli.compare import show as show_comparison
 from gramtower.cli.formats import DataOptions, ReadOptions, guess_format
-from gramtower.cli.options import (
-    Common,
-    FeatureOptions,
-    ModelOptions,
-    Settings,
-    TrainOptions,
-    merge_flags,
-    read_config,
-)
+from gramtower.cli.options import Common, FeatureOptions, ModelOptions, Settings, TrainOptions, merge_flags, read_config
 from gramtower.cli.output import note, print_facts, print_json, print_table, shown
 from gramtower.cli.query import options_of_test
-from gramtower.cli.reading import (
-    id_column,
-    read_frame,
-    read_pairs,
-    share_or_pairs,
-    tower_features,
-    validation_of,
-)
+from gramtower.cli.reading import id_column, read_frame, read_pairs, share_or_pairs, tower_features, validation_of
 from gramtower.cli.run_folder import CONFIG, HISTORY, for_writing
 from gramtower.data.interactions import Interactions
 from gramtower.data.readers import movielens_table

@@ -189,12 +189,7 @@ class Common:
     "Show the traceback of an error."
 
 
-TABLES: dict[str, type] = {
-    "data": DataOptions,
-    "features": FitFeatures,
-    "model": ModelOptions,
-    "train": FitTraining,
-}
+TABLES: dict[str, type] = {"data": DataOptions, "features": FitFeatures, "model": ModelOptions, "train": FitTraining}
 _Table = TypeVar("_Table", DataOptions, FitFeatures, ModelOptions, FitTraining)
 
 

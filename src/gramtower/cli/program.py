@@ -48,10 +48,7 @@ COMMANDS = {
     ),
     "recommend": ("query", "Recommend right entities for left entities."),
     "similar": ("query", "List the most similar entities of the same side, by the cosine of their embeddings."),
-    "explain": (
-        "query",
-        "Explain the score of a pair: the contributions of everything known about its left entity.",
-    ),
+    "explain": ("query", "Explain the score of a pair: the contributions of everything known about its left entity."),
     "info": ("info", "Describe a model or a file of pairs: counts, pairs per entity, settings."),
     "compare": (
         "compare",
@@ -61,19 +58,13 @@ COMMANDS = {
         "experiments",
         "Compare models: popularity, item-knn, ease, als, linear and hidden towers of gramtower, and your own configs.",
     ),
-    "report": (
-        "experiments",
-        "Build report.html of a fit, a search, a comparison or a benchmark from its folder.",
-    ),
+    "report": ("experiments", "Build report.html of a fit, a search, a comparison or a benchmark from its folder."),
     "convert": ("data_commands", "Convert pairs of any format to a CSV or Parquet table, which is read faster."),
     "tune": ("tune", "Choose a model's settings by how well they rank a validation part of the training data."),
     "index": ("index", "Build an approximate index over the right entities, for models too large for exact lists."),
     "export": ("info", "Export a model: its towers as networks, or its embeddings with their ids."),
     "serve": ("serve", "Serve models over HTTP, with a page to look around in; SIGHUP reads their files again."),
-    "demo": (
-        "info",
-        "Demo: recommend npm dependencies, including for packages not seen in training.",
-    ),
+    "demo": ("info", "Demo: recommend npm dependencies, including for packages not seen in training."),
 }  # name: its module, and the first line of its help, so that the list of commands needs none of the modules
 
 

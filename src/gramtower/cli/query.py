@@ -156,9 +156,7 @@ def recommend(
     elif left_features is None and (left is None) == (history is None):
         given = "both" if left else "none"
         check.fail(
-            "--left, --left-features, --history",
-            given,
-            "only --left, only the description of a new entity, or --all",
+            "--left, --left-features, --history", given, "only --left, only the description of a new entity, or --all"
         )
     model, settings = open_model(run)
     options: dict[str, Any] = {"exclude_seen": not include_seen, "candidates": candidates}

@@ -11,13 +11,7 @@ from cyclopts import Parameter
 from gramtower._util import checks as check
 from gramtower.cli.fit_command import features_table
 from gramtower.cli.formats import DataOptions
-from gramtower.cli.options import (
-    Common,
-    FitFeatures,
-    ModelOptions,
-    TuneTraining,
-    merge_flags,
-)
+from gramtower.cli.options import Common, FitFeatures, ModelOptions, TuneTraining, merge_flags
 from gramtower.cli.output import note, print_facts, print_json, print_table
 from gramtower.cli.reading import read_pairs, tower_features, validation_of
 from gramtower.cli.run_folder import for_writing, held

@@ -287,10 +287,7 @@ class OfEstimator:
 
 
 def make_entries(
-    pairs: Interactions,
-    baselines: Sequence[str] | None,
-    models: Mapping[str, Any] | None,
-    features: Mapping[str, Any],
+    pairs: Interactions, baselines: Sequence[str] | None, models: Mapping[str, Any] | None, features: Mapping[str, Any]
 ) -> list[Entry]:
     """Return the models of a benchmark after checking them.
 

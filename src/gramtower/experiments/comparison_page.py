@@ -15,13 +15,7 @@ from typing import Any
 
 from gramtower._util.files import plain, write_json, write_text
 from gramtower._util.html import document, number
-from gramtower.experiments.comparison import (
-    LEVELS,
-    STATUSES,
-    Comparison,
-    read_comparison,
-    summarise,
-)
+from gramtower.experiments.comparison import LEVELS, STATUSES, Comparison, read_comparison, summarise
 from gramtower.experiments.figures import FLOOR, draw_comparison, line_of
 from gramtower.experiments.page import BUSY, PAGE, SUMMARY, circumstances, table
 from gramtower.training.result import Record

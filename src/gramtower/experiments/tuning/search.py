@@ -28,26 +28,8 @@ import numpy as np
 from gramtower._util import checks as check
 from gramtower.distributed.group import current_group
 from gramtower.experiments.tuning.report import Search
-from gramtower.experiments.tuning.space import (
-    NAMES,
-    Space,
-    Value,
-    as_space,
-    default_space,
-    effective,
-    linear,
-)
-from gramtower.experiments.tuning.study import (
-    Gain,
-    Log,
-    Solutions,
-    Tried,
-    Verdict,
-    gain,
-    judge,
-    pick,
-    request,
-)
+from gramtower.experiments.tuning.space import NAMES, Space, Value, as_space, default_space, effective, linear
+from gramtower.experiments.tuning.study import Gain, Log, Solutions, Tried, Verdict, gain, judge, pick, request
 from gramtower.experiments.tuning.trial import (
     Outcome,
     Parts,
@@ -364,11 +346,7 @@ class _Run:
         self.solutions.drop({t.number: t.value for t in self.log.trials})
 
     def _train(
-        self,
-        settings: dict[str, Value],
-        near: int | None,
-        best: float | None,
-        confirming: bool = False,
+        self, settings: dict[str, Value], near: int | None, best: float | None, confirming: bool = False
     ) -> Outcome:
         arguments = model_arguments(settings, self.model, self.parts.matrix, self.start)
         model = self.model.with_changes(**{**arguments, "metric": self.metric})
