@@ -74,19 +74,12 @@ _BY_METHOD = ("optimizer", "option", "patience")  # of fit, where one method run
 
 @dataclass(frozen=True)
 class Experiment:
-    """A comparison as described by a file.
+    """A comparison as described by a file."""
 
-    Attributes:
-        path: the file.
-        settings: data, model and training as the flags of ``fit`` would have set them.
-        optimizers: options of each optimizer to run, by name, in order.
-        shape: (m, n, training pairs) of its data, or None.
-    """
-
-    path: Path
-    settings: Settings
-    optimizers: dict[str, dict[str, Any]]
-    shape: tuple[int, int, int] | None
+    path: Path  # the file
+    settings: Settings  # data, model and training as the flags of ``fit`` would have set them
+    optimizers: dict[str, dict[str, Any]]  # options of each optimizer to run, by name, in order
+    shape: tuple[int, int, int] | None  # (m, n, training pairs) of its data, or None
 
     @property
     def name(self) -> str:
@@ -126,11 +119,7 @@ def is_experiment(path: Path) -> bool:
 
 
 def load_experiment(path: Path) -> Experiment:
-    """Read an experiment.
-
-    Raises:
-        ValueError: if the file is not TOML, or has an unknown table, optimizer, key or option, or a wrong value.
-    """
+    """Read an experiment."""
     model, train = get_type_hints(ModelOptions), get_type_hints(FitTraining)
     known = {
         "data": get_type_hints(DataOptions) | {"shape": list[int] | None},
@@ -180,23 +169,14 @@ _METHODS = ("gd", "newton", "newton-kron")
 
 @dataclass
 class Setup:
-    """The problem that optimizers are compared on.
+    """The problem that optimizers are compared on."""
 
-    Attributes:
-        settings: the options in force.
-        title: title of the page.
-        synthetic: a notice for generated pairs, None for real ones.
-        methods: options by optimizer; without --optimizers these are the optimizers to run.
-        pairs: pairs to learn from.
-        held_out: pairs for the metric.
-    """
-
-    settings: Settings
-    title: str
-    synthetic: str | None
-    methods: dict[str, dict[str, Any]]
-    pairs: Interactions
-    held_out: Interactions | None
+    settings: Settings  # the options in force
+    title: str  # title of the page
+    synthetic: str | None  # a notice for generated pairs, None for real ones
+    methods: dict[str, dict[str, Any]]  # options by optimizer; without --optimizers these are the optimizers to run
+    pairs: Interactions  # pairs to learn from
+    held_out: Interactions | None  # pairs for the metric
 
     @property
     def model(self) -> ModelSettings:
@@ -270,11 +250,7 @@ def make_setup(
     synthetic: bool,
     flags: tuple[DataOptions | None, ModelOptions | None, TrainOptions | None, FeatureOptions | None],
 ) -> Setup:
-    """Read the data and options of a comparison; flags override the file.
-
-    Raises:
-        ValueError: if something is missing or wrong; FileNotFoundError if a file is missing.
-    """
+    """Read the data and options of a comparison; flags override the file."""
     experiment = load_experiment(config) if config is not None and is_experiment(config) else None
     if experiment is None:
         settings = merge_flags(config, *flags)

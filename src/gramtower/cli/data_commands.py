@@ -286,13 +286,7 @@ def has_values(pairs: Interactions) -> bool:
 
 
 def write_pairs(pairs: Interactions, out: Path, values: bool | None = None) -> None:
-    """Save pairs as a table, in one step; text files a block of rows at a time.
-
-    Args:
-        pairs: what to save.
-        out: the table, by whose ending it is written.
-        values: whether to write values, for parts that must have the same columns; None if they say anything.
-    """
+    """Save pairs as a table, in one step; text files a block of rows at a time."""
     values = has_values(pairs) if values is None else values
     with replacing(out) as partial:
         if frames.suffix_of(out) == ".parquet":

@@ -38,34 +38,17 @@ _HEAD = 1 << 16  # bytes of a file in which its first line is looked for
 
 @dataclass(frozen=True)
 class Format:
-    """A format of files or folders of pairs.
+    """A format of files or folders of pairs."""
 
-    Attributes:
-        read: returns the pairs of a path, given the options and whether to report progress.
-        endings: endings of file names that have this format.
-        sniff: tells whether a folder or archive has this format.
-        flags: flags that apply to it: "columns" (--left, --right, --value, --weight, --time), "threshold", "separator".
-        about: remark for the help of ``--format``.
-    """
-
-    read: Callable[[Path, ReadOptions, bool], Interactions]
-    endings: tuple[str, ...] = ()
-    sniff: Callable[[Path], bool] | None = None
-    flags: tuple[str, ...] = ()
-    about: str = ""
+    read: Callable[[Path, ReadOptions, bool], Interactions]  # takes the options, and whether to report progress
+    endings: tuple[str, ...] = ()  # endings of file names that have this format
+    sniff: Callable[[Path], bool] | None = None  # tells whether a folder or archive has this format
+    flags: tuple[str, ...] = ()  # that apply to it: "columns" (of _ROLES), "threshold", "separator"
+    about: str = ""  # remark for the help of ``--format``
 
 
 def find_format(path: Path, options: ReadOptions, name: str = "DATA") -> str:
-    """The name of the format of a path, given by ``--format`` or detected.
-
-    Args:
-        path: the file or folder.
-        options: how it is read.
-        name: the argument that named it, for errors.
-
-    Raises:
-        ValueError: if the format cannot be detected, or an option does not apply to it.
-    """
+    """The name of the format of a path, given by ``--format`` or detected."""
     kind = guess_format(path, name) if options.format is None else check.choice("format", options.format, (*FORMATS,))
     flags = FORMATS[kind].flags
     if "columns" in flags:

@@ -235,24 +235,14 @@ def merge_flags(
 
 
 def read_config(path: Path) -> Settings:
-    """Settings from a TOML file.
-
-    Raises:
-        ValueError: if it is not TOML, or holds an unknown table or key, or a value of the wrong type.
-    """
+    """Settings from a TOML file."""
     known = {name: get_type_hints(table) for name, table in TABLES.items()}
     found = read_tables(path, read_toml("config", path), known)
     return Settings(**{name: TABLES[name](**values) for name, values in found.items()})
 
 
 def read_tables(path: Path, content: dict[str, Any], known: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The tables of a TOML file as the flags would have given their values.
-
-    Args:
-        path: the file, for errors.
-        content: its tables.
-        known: the type of each key that a table may have, by table.
-    """
+    """The tables of a TOML file as the flags would have given their values."""
     tables: dict[str, dict[str, Any]] = {}
     with reading(path, "config"):
         for name, table in content.items():

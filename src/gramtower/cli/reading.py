@@ -30,18 +30,7 @@ _MOVIELENS = {"left": ("user",), "right": ("movie",)}
 def read_pairs(
     path: Path, options: DataOptions, loud: bool = False, name: str = "DATA", loss: str | Loss | None = None
 ) -> Interactions:
-    """The pairs of a file or folder.
-
-    Args:
-        path: the file or folder.
-        options: how it is read.
-        loud: whether to say how far the reading of a folder of parts is.
-        name: the argument that named it, for errors.
-        loss: that a model is to be fitted with; values that it does not take as labels are refused.
-
-    Raises:
-        ValueError: if the format cannot be detected, or an option does not apply to it.
-    """
+    """The pairs of a file or folder."""
     if not path.exists():
         raise FileNotFoundError(f"{name}: no such file or folder: {path}")
     if is_partition(path):

@@ -18,11 +18,7 @@ CHECKPOINT = "checkpoint.safetensors"
 
 
 def for_writing(out: Path | None) -> Path:
-    """The folder that a command is to write, there or not; one that cannot be is refused before anything is read.
-
-    Raises:
-        ValueError: if it, or what it would be in, is a file, or may not be written.
-    """
+    """The folder that a command is to write, there or not; one that cannot be is refused before anything is read."""
     if out is None:
         check.fail("out", "nothing", "a folder")
     there = next(one for one in (out.absolute(), *out.absolute().parents) if one.exists())
@@ -58,11 +54,7 @@ def is_model(path: Path) -> bool:
 
 
 def model_file(run: Path) -> Path:
-    """The model file of a run (a folder, or the file itself).
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """The model file of a run (a folder, or the file itself)."""
     path = run / MODEL if run.is_dir() else run
     if not path.exists():
         hint = "; its fit has not finished: run the same fit command to continue" if (run / CHECKPOINT).exists() else ""
@@ -71,11 +63,7 @@ def model_file(run: Path) -> Path:
 
 
 def open_model(run: Path) -> tuple[TwoTower, Settings]:
-    """Load the model of a run (a folder or a model file) and the settings it was made with.
-
-    Raises:
-        ValueError: if there is none, or it is damaged or foreign.
-    """
+    """Load the model of a run (a folder or a model file) and the settings it was made with."""
     path = model_file(run)
     config = path.parent / CONFIG
     return load(path), read_config(config) if config.exists() else Settings()

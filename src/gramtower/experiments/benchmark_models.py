@@ -59,26 +59,15 @@ _REFUSED = {
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """The split of one seed.
+    """The split of one seed."""
 
-    Attributes:
-        train: pairs to learn from.
-        seen: pairs that are left out of lists, users × items.
-        users: rows of the users with relevant items.
-        relevant: their relevant items, one row for each user.
-    """
-
-    train: Interactions
-    seen: sp.csr_matrix
-    users: NDArray[np.int64]
-    relevant: sp.csr_matrix
+    train: Interactions  # pairs to learn from
+    seen: sp.csr_matrix  # pairs that are left out of lists, users × items
+    users: NDArray[np.int64]  # rows of the users with relevant items
+    relevant: sp.csr_matrix  # their relevant items, one row for each user
 
     def measure(self, lists: NDArray[np.int64], metrics: list[str]) -> Scores:
-        """Return the metrics of lists, one list for each of ``users``.
-
-        Raises:
-            ValueError: if a list has another form, contains an item twice, or contains an item that is seen.
-        """
+        """Return the metrics of lists, one list for each of ``users``."""
         if lists.shape[0] != len(self.users):
             check.fail("lists", f"{lists.shape[0]} lists", f"{len(self.users)}, one for each user")
         taken = seen_places(lists, sp.csr_matrix(self.seen[self.users]))
@@ -136,9 +125,7 @@ def seen_places(lists: NDArray[np.int64], seen: sp.csr_matrix) -> int:
 def describe(value: Any, ids: NDArray[Any] | None = None) -> Any:
     """Describe settings and features in JSON; equal ones have equal descriptions. Arrays and tables become digests.
 
-    Args:
-        value: any value.
-        ids: the entities whose rows of a table count.
+    Of a table only the rows of ``ids`` count.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -190,23 +177,14 @@ class Candidate(Protocol):
 
 @dataclass(frozen=True)
 class Entry:
-    """A model of a benchmark.
+    """A model of a benchmark."""
 
-    Attributes:
-        name: name of the model.
-        make: returns an unfitted copy of it.
-        kind: "baseline", "towers" or "own".
-        settings: settings of the model, for JSON and to recognise its runs.
-        random: whether its result depends on the seed.
-        left_out: why it does not run; None if it runs.
-    """
-
-    name: str
-    make: Callable[[], Candidate]
-    kind: str
-    settings: dict[str, Any]
-    random: bool = True
-    left_out: str | None = None
+    name: str  # name of the model
+    make: Callable[[], Candidate]  # returns an unfitted copy of it
+    kind: str  # "baseline", "towers" or "own"
+    settings: dict[str, Any]  # settings of the model, for JSON and to recognise its runs
+    random: bool = True  # whether its result depends on the seed
+    left_out: str | None = None  # why it does not run; None if it runs
 
 
 class OfBaseline:
@@ -289,14 +267,7 @@ class OfEstimator:
 def make_entries(
     pairs: Interactions, baselines: Sequence[str] | None, models: Mapping[str, Any] | None, features: Mapping[str, Any]
 ) -> list[Entry]:
-    """Return the models of a benchmark after checking them.
-
-    Args:
-        pairs: the pairs that they learn from.
-        baselines: names of BUILT_IN; None for all that the data allow.
-        models: models of the caller, by name.
-        features: ``left_features`` and ``right_features`` as far as they were given.
-    """
+    """Return the models of a benchmark after checking them."""
     entries = [_built_in(name, pairs, features) for name in _chosen(baselines, bool(features))]
     if models is not None and not isinstance(models, Mapping):
         check.fail("models", type(models).__name__, "names and models, such as {'mine': gramtower.TwoTower(dim=32)}")

@@ -40,29 +40,17 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The request: which models are compared on which data.
+    """The request: which models are compared on which data."""
 
-    Attributes:
-        title: title of the page.
-        data: counts, a digest, and how pairs are held out.
-        fixed_test: whether all seeds test the same pairs.
-        metrics: names; the first decides which model is best.
-        seeds: seeds of the runs.
-        reference: the model that others are compared with; None for the best.
-        models: by name, in order.
-        failures: errors of models, by seed.
-        commands: command lines, if any.
-    """
-
-    title: str
-    data: dict[str, Any]
-    fixed_test: bool
-    metrics: list[str]
-    seeds: list[int]
-    reference: str | None
-    models: dict[str, dict[str, Any]]
-    failures: dict[str, dict[str, str]] = field(default_factory=dict)
-    commands: list[str] = field(default_factory=list)
+    title: str  # title of the page
+    data: dict[str, Any]  # counts, a digest, and how pairs are held out
+    fixed_test: bool  # whether all seeds test the same pairs
+    metrics: list[str]  # names; the first decides which model is best
+    seeds: list[int]  # seeds of the runs
+    reference: str | None  # the model that others are compared with; None for the best
+    models: dict[str, dict[str, Any]]  # by name, in order
+    failures: dict[str, dict[str, str]] = field(default_factory=dict)  # errors of models, by seed
+    commands: list[str] = field(default_factory=list)  # command lines, if any
 
     def __post_init__(self) -> None:
         if not self.metrics or not self.seeds or not self.models:
@@ -81,33 +69,19 @@ class Manifest:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A finished run of a model.
+    """A finished run of a model."""
 
-    Attributes:
-        name: name of the model.
-        seed: seed of the split and of the model.
-        metrics: by name.
-        users: array with the rows of the users that metrics are means over.
-        per_user: array with their values, for each metric that is a mean over users.
-        seconds: time of the fit.
-        list_seconds: time of the lists.
-        peak_bytes: the largest resident set during the run; None if unknown.
-        start_bytes: the resident set before.
-        others_busy: cores that other processes kept busy during the run; None if unknown.
-        environment: machine and versions.
-    """
-
-    name: str
-    seed: int
-    metrics: dict[str, Any]
-    users: Any
-    per_user: dict[str, Any]
-    seconds: float
-    list_seconds: float
-    peak_bytes: int | None = None
-    start_bytes: int | None = None
-    others_busy: float | None = None
-    environment: dict[str, Any] = field(default_factory=dict)
+    name: str  # name of the model
+    seed: int  # seed of the split and of the model
+    metrics: dict[str, Any]  # by name
+    users: Any  # array with the rows of the users that metrics are means over
+    per_user: dict[str, Any]  # array with their values, for each metric that is a mean over users
+    seconds: float  # time of the fit
+    list_seconds: float  # time of the lists
+    peak_bytes: int | None = None  # the largest resident set during the run; None if unknown
+    start_bytes: int | None = None  # the resident set before
+    others_busy: float | None = None  # cores that other processes kept busy during the run; None if unknown
+    environment: dict[str, Any] = field(default_factory=dict)  # machine and versions
 
     def __post_init__(self) -> None:  # JSON has lists for arrays, and null for NaN
         users = np.asarray(self.users, dtype=np.int64)
@@ -125,11 +99,7 @@ def store_of(folder: Path, argument: str = "folder") -> RunStore:
 
 
 def read_run(store: RunStore, name: str, seed: int) -> Run | None:
-    """Return a finished run, None if there is none.
-
-    Raises:
-        ValueError: if its file is damaged or of another run.
-    """
+    """Return a finished run, None if there is none."""
     run = store.read_run(f"{name}-{seed}", Run)
     if run is not None and (run.name, run.seed) != (name, seed):
         check.fail("folder", f"a run of {run.name!r} with seed {run.seed}", f"one of {name!r} with seed {seed}")
@@ -147,14 +117,7 @@ STATUSES = {
 
 
 def summarise(manifest: Manifest, runs: list[Run], replicates: int = REPLICATES, seed: int = 0) -> dict[str, Any]:
-    """Return the numbers of a benchmark, for JSON.
-
-    Args:
-        manifest: the request.
-        runs: the runs that ended.
-        replicates: number of bootstrap replicates.
-        seed: seed of the bootstrap.
-    """
+    """Return the numbers of a benchmark, for JSON."""
     found = {(run.name, run.seed): run for run in runs}
     models = {name: _facts(manifest, name, found) for name in manifest.models}
     complete = [name for name, facts in models.items() if facts["status"] == "finished"]
@@ -510,11 +473,7 @@ class Benchmark:
 
 
 def build(folder: Path) -> Benchmark:
-    """Rebuild summary.json and report.html of a folder from benchmark.json and the finished runs.
-
-    Raises:
-        ValueError: if the folder holds no benchmark, or a file of it is damaged.
-    """
+    """Rebuild summary.json and report.html of a folder from benchmark.json and the finished runs."""
     store = store_of(folder)
     manifest = store.read_manifest(Manifest)
     if manifest is None:

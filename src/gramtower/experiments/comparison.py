@@ -50,48 +50,28 @@ _COUNTS = {"left": int, "right": int, "pairs": int, "validation_pairs": int | No
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of an optimizer's run.
+    """The end of an optimizer's run."""
 
-    Attributes:
-        status: one of STATUSES.
-        message: why it stopped.
-        options: of the optimizer.
-        resumed: whether it continued from a checkpoint.
-        environment: machine and versions.
-        others_busy: cores that other processes kept busy during the run; None if unknown.
-    """
-
-    status: str = ""
-    message: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-    resumed: bool = False
-    environment: dict[str, Any] = field(default_factory=dict)
-    others_busy: float | None = None
+    status: str = ""  # one of STATUSES
+    message: str = ""  # why it stopped
+    options: dict[str, Any] = field(default_factory=dict)  # of the optimizer
+    resumed: bool = False  # whether it continued from a checkpoint
+    environment: dict[str, Any] = field(default_factory=dict)  # machine and versions
+    others_busy: float | None = None  # cores that other processes kept busy during the run; None if unknown
 
 
 @dataclass(frozen=True)
 class Request:
-    """comparison.json: which optimizers run on which problem.
+    """comparison.json: which optimizers run on which problem."""
 
-    Attributes:
-        methods: names, in order; in folders of earlier versions outcomes by name.
-        title: title of the page; the folder's name if it is empty.
-        synthetic: a notice for generated pairs, None for real ones.
-        metric: name of the validation metric.
-        data: path, counts and a digest of the pairs.
-        settings: of problem, towers and limits.
-        commands: command lines.
-        environment: machine and versions.
-    """
-
-    methods: list[str] | dict[str, dict[str, Any]] = field(default_factory=list)
-    title: str = ""
-    synthetic: str | None = None
-    metric: str | None = None
-    data: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    commands: list[str] = field(default_factory=list)
-    environment: dict[str, Any] = field(default_factory=dict)
+    methods: list[str] | dict[str, dict[str, Any]] = field(default_factory=list)  # names; earlier versions: outcomes
+    title: str = ""  # title of the page; the folder's name if it is empty
+    synthetic: str | None = None  # a notice for generated pairs, None for real ones
+    metric: str | None = None  # name of the validation metric
+    data: dict[str, Any] = field(default_factory=dict)  # path, counts and a digest of the pairs
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # of problem, towers and limits
+    commands: list[str] = field(default_factory=list)  # command lines
+    environment: dict[str, Any] = field(default_factory=dict)  # machine and versions
 
     def __post_init__(self) -> None:
         limits = self.settings.get("limits", {})
@@ -152,11 +132,7 @@ def checkpoint_path(folder: Path, name: str) -> Path:
 
 
 def read_outcomes(store: RunStore, request: Request | None) -> dict[str, Outcome]:
-    """Return the recorded end of each optimizer of a request.
-
-    Raises:
-        ValueError: if a file is damaged.
-    """
+    """Return the recorded end of each optimizer of a request."""
     if request is None:
         return {}
     outcomes = {name: store.read_run(name, Outcome) or Outcome() for name in request.methods}
@@ -170,11 +146,7 @@ def read_outcomes(store: RunStore, request: Request | None) -> dict[str, Outcome
 
 
 def read_comparison(folder: Path) -> Comparison:
-    """Return the comparison in a folder. Histories are enough: without comparison.json only the request is missing.
-
-    Raises:
-        ValueError: if there is none, or a file of it is damaged.
-    """
+    """Return the comparison in a folder. Histories are enough: without comparison.json only the request is missing."""
     store = store_of(folder)
     request = store.read_manifest(Request)
     outcomes = read_outcomes(store, request)
@@ -208,31 +180,18 @@ _ERRORS = (ValueError, RuntimeError, ArithmeticError, MemoryError)
 
 @dataclass
 class Runner:
-    """Runs optimizers on one problem from one start.
-
-    Attributes:
-        problem: the objective.
-        start: returns the towers that every optimizer starts from.
-        validation: the metric of a point, or None.
-        time_limit: seconds of training for each optimizer.
-        max_iterations: iterations of each optimizer, or None.
-        seed: seed of optimizers that draw.
-        options: options of optimizers, by name.
-        folder: folder of histories and checkpoints.
-        verbose: whether to print one line for each iteration on standard error.
-        note: called with the name of each optimizer that starts.
-    """
+    """Runs optimizers on one problem from one start."""
 
     problem: Problem
-    start: Callable[[], Towers]
-    validation: Callable[[Point], float] | None
-    time_limit: float
-    max_iterations: int | None
-    seed: int
-    folder: Path
-    options: dict[str, dict[str, Any]] = field(default_factory=dict)
-    verbose: bool = False
-    note: Callable[[str], None] = print  # to standard output
+    start: Callable[[], Towers]  # returns the towers that every optimizer starts from
+    validation: Callable[[Point], float] | None  # the metric of a point, or None
+    time_limit: float  # seconds of training for each optimizer
+    max_iterations: int | None  # iterations of each optimizer, or None
+    seed: int  # seed of optimizers that draw
+    folder: Path  # folder of histories and checkpoints
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # options of optimizers, by name
+    verbose: bool = False  # whether to print one line for each iteration on standard error
+    note: Callable[[str], None] = print  # called with the name of each optimizer that starts
 
     def prepare(self) -> None:
         """Compile and cache everything that optimizers share, so that none is charged for it."""

@@ -201,9 +201,6 @@ def build(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
     Returns:
         The content of summary.json, and a list of what could not be made and why.
-
-    Raises:
-        ValueError: if the folder holds no comparison, or a file of it is damaged.
     """
     comparison = read_comparison(folder)
     numbers = summarise(comparison)

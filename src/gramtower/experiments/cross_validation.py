@@ -70,11 +70,7 @@ def bootstrap_interval(
 ) -> Interval:
     """Return the bootstrap interval of the mean over folds of the means over users.
 
-    Args:
-        folds: for each fold, the users as numbers that are the same in all folds, and their values; NaN for no value.
-        level: share of replicates inside the interval.
-        replicates: number of draws.
-        seed: seed of the draws.
+    Each fold has users, as numbers that are the same in all folds, and their values, NaN for no value.
     """
     single = [(keys, np.asarray(values)[:, None]) for keys, values in folds]
     return bootstrap_intervals(single, level=level, replicates=replicates, seed=seed)[0]
@@ -89,11 +85,7 @@ def bootstrap_intervals(
 ) -> list[Interval]:
     """Return the intervals of several such means with the same draws of users; differences can be among them.
 
-    Args:
-        folds: as for :func:`bootstrap_interval`, with values users × means.
-        level: share of replicates inside the interval.
-        replicates: number of draws.
-        seed: seed of the draws.
+    Values of a fold are users × means.
     """
     users, width = 1 + max(int(keys.max(initial=-1)) for keys, _ in folds), folds[0][1].shape[1]
     sums, counts = np.zeros((users, width, len(folds))), np.zeros((users, width, len(folds)))
@@ -266,11 +258,7 @@ def cross_validate(
 
 
 def fit_copy(model: Any, pairs: Any, arguments: Mapping[str, Any], **changes: Any) -> Any:
-    """Return a fitted copy of a model with some parameters changed.
-
-    Raises:
-        KeyboardInterrupt: after Ctrl-C, which ends a fit early without an error but must end the whole run.
-    """
+    """Return a fitted copy of a model with some parameters changed."""
     params = {name: copy.deepcopy(value) for name, value in model.get_params().items()}
     made = type(model)(**params | changes)
     made.fit(pairs, **arguments)

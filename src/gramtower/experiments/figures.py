@@ -33,11 +33,7 @@ _LONGEST = 30  # letters of a model's name
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Set matplotlib up for figures that are the same each time: fixed ids, text as text.
-
-    Raises:
-        ImportError: without matplotlib, with the line that installs it.
-    """
+    """Set matplotlib up for figures that are the same each time: fixed ids, text as text."""
     mpl = need("matplotlib", "drawing")
     with mpl.rc_context({"svg.hashsalt": "gramtower", "svg.fonttype": "none", "font.size": 10}):
         yield
@@ -70,10 +66,7 @@ def run_figure(
 ) -> Figure:
     """Draw the objective and the validation metric, if one was recorded, by iteration; then the path of penalties.
 
-    Args:
-        runs: records by name; several runs are drawn together.
-        metric: name of the validation metric.
-        tried: settings, metric and standard error of the points of a path, if there is one.
+    A point of the path (``tried``) has settings, a metric and its standard error.
     """
     measured = any(record.metric is not None for records in runs.values() for record in records)
     panels = 1 + measured + bool(tried)
@@ -140,16 +133,7 @@ def search_figure(
     importance: Mapping[str, float],
     winner: int,
 ) -> Figure:
-    """Draw the trials of a search: the metric of each and the best so far, their curves, and the importance of choices.
-
-    Args:
-        metric: the metric that was maximised.
-        values: values of the trials, in order.
-        given_up: which trials were stopped early.
-        curves: the metric of each trial by iteration.
-        importance: by choice, the largest first; may be empty.
-        winner: place of the trial that won.
-    """
+    """Draw the trials of a search: metrics and the best so far, curves, and the importance of choices."""
     with drawing():
         figure = new_figure(13.0 if importance else 9.5, 3.8)
         trials, ways, *rest = figure.subplots(1, 3 if importance else 2, squeeze=False)[0]
@@ -177,12 +161,7 @@ def search_figure(
 
 
 def interval_figure(metric: str, models: Sequence[tuple[str, float, tuple[float, float] | None]]) -> Figure:
-    """Draw the mean of each model as a dot with its 95% interval, over a common axis from zero.
-
-    Args:
-        metric: its name.
-        models: name, mean, and interval if there is one; the first is drawn at the top.
-    """
+    """Draw the mean of each model as a dot with its 95% interval, over a common axis from zero."""
     with drawing():
         figure = new_figure(6.6, 0.9 + 0.3 * len(models))
         axis: Axes = figure.subplots()
@@ -211,17 +190,11 @@ def _label(axes: Axes, x: str, y: str) -> None:
 
 
 class Line(NamedTuple):
-    """The line of an optimizer, the same in all figures. Colours are of the Okabe-Ito palette.
+    """The line of an optimizer, the same in all figures. Colours are of the Okabe-Ito palette."""
 
-    Attributes:
-        colour: its colour.
-        dashes: lengths on and off; none for a solid line.
-        width: its width.
-    """
-
-    colour: str
-    dashes: tuple[int, ...] = ()
-    width: float = 2.0
+    colour: str  # its colour
+    dashes: tuple[int, ...] = ()  # lengths on and off; none for a solid line
+    width: float = 2.0  # its width
 
 
 _DASHED = (5, 3)
@@ -251,11 +224,7 @@ FLOOR = 1e-4
 
 
 def draw_comparison(comparison: Comparison) -> list[Path]:
-    """Write the figures of a comparison; return their paths.
-
-    Raises:
-        ImportError: without matplotlib.
-    """
+    """Write the figures of a comparison; return their paths."""
     paths: list[Path] = []
     with drawing():
         for name in AXES:

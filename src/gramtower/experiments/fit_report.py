@@ -34,44 +34,26 @@ EXAMPLES, LENGTH, SHOWN = 5, 10, 3  # left entities, right ones of a list, pairs
 
 @dataclass(frozen=True)
 class Group:
-    """Metrics of a third of the right entities by popularity, or of the left ones by activity.
+    """Metrics of a third of the right entities by popularity, or of the left ones by activity."""
 
-    Attributes:
-        name: such as "popularity low"; "all" for all of them.
-        entities: number of entities: right ones, or left ones with held-out pairs.
-        least: smallest number of training pairs of an entity.
-        most: largest number of training pairs of an entity.
-        users: left entities that the metrics are means over.
-        pairs: held-out pairs that count.
-        metrics: by name.
-    """
-
-    name: str
-    entities: int
-    least: int
-    most: int
-    users: int
-    pairs: int
-    metrics: dict[str, float]
+    name: str  # such as "popularity low"; "all" for all of them
+    entities: int  # number of entities: right ones, or left ones with held-out pairs
+    least: int  # smallest number of training pairs of an entity
+    most: int  # largest number of training pairs of an entity
+    users: int  # left entities that the metrics are means over
+    pairs: int  # held-out pairs that count
+    metrics: dict[str, float]  # by name
 
 
 @dataclass(frozen=True)
 class Example:
-    """A left entity, some of its right entities, and its list, as rows of the model.
+    """A left entity, some of its right entities, and its list, as rows of the model."""
 
-    Attributes:
-        row: row of the left entity.
-        pairs: number of its training pairs.
-        known: some of them.
-        listed: the best right entities, without those of training.
-        hits: which of these are held-out pairs.
-    """
-
-    row: int
-    pairs: int
-    known: list[int]
-    listed: list[int]
-    hits: list[bool]
+    row: int  # row of the left entity
+    pairs: int  # number of its training pairs
+    known: list[int]  # some of them
+    listed: list[int]  # the best right entities, without those of training
+    hits: list[bool]  # which of these are held-out pairs
 
 
 def degrees(matrix: sp.csr_matrix) -> dict[str, NDArray[np.int64]]:
@@ -105,13 +87,7 @@ def validation_pairs(fitted: FittedModel) -> sp.csr_matrix | None:
 
 
 def groups_of(fitted: FittedModel, truth: sp.csr_matrix, metrics: Sequence[str]) -> list[Group]:
-    """Return metrics of held-out pairs: of all, by popularity of right entities, and by activity of left ones.
-
-    Args:
-        fitted: the model.
-        truth: held-out pairs in its rows.
-        metrics: names.
-    """
+    """Return metrics of held-out pairs: of all, by popularity of right entities, and by activity of left ones."""
     truth = without(truth, fitted.trained)
     test, trained = as_pairs(fitted, truth), degrees(fitted.trained)
     users = np.flatnonzero(np.diff(truth.indptr))
@@ -178,29 +154,17 @@ Titles = Sequence[str | None] | None  # of the entities of a side
 
 @dataclass(frozen=True)
 class FitRun:
-    """The content of the folder of a fit.
-
-    Attributes:
-        title: title of the page.
-        runs: records by name: of one fit, or with ``refit`` of the fit with validation and of the fit on all pairs.
-        summary: summary.json; empty if the fit has not ended.
-        settings: tables of its config file.
-        model: the fitted model; None while there is none.
-        held_out: pairs to measure, in the model's rows, and a name for them; None if there are none.
-        titles: titles of entities, by side.
-        left_out: number of held-out pairs of entities that the model does not know.
-        tested: whether the held-out pairs are those of a test, not of the validation.
-    """
+    """The content of the folder of a fit."""
 
     title: str
-    runs: Mapping[str, Sequence[Record]]
-    summary: Mapping[str, Any] = field(default_factory=dict)
-    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    model: FittedModel | None = None
-    held_out: tuple[sp.csr_matrix, str] | None = None
-    titles: Mapping[str, Titles] = field(default_factory=dict)
-    left_out: int = 0
-    tested: bool = False
+    runs: Mapping[str, Sequence[Record]]  # records by name; with ``refit`` of the fit with validation and of the last
+    summary: Mapping[str, Any] = field(default_factory=dict)  # summary.json; empty if the fit has not ended
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # tables of its config file
+    model: FittedModel | None = None  # the fitted model; None while there is none
+    held_out: tuple[sp.csr_matrix, str] | None = None  # pairs to measure, in the model's rows, and a name for them
+    titles: Mapping[str, Titles] = field(default_factory=dict)  # titles of entities, by side
+    left_out: int = 0  # number of held-out pairs of entities that the model does not know
+    tested: bool = False  # whether the held-out pairs are those of a test, not of the validation
 
     @property
     def last(self) -> list[Record]:

@@ -36,13 +36,7 @@ def drawn(make: Callable[[], Figure], caption: str, problems: list[str]) -> str:
 def circumstances(
     commands: Sequence[str], settings: Mapping[str, Mapping[str, Any]], machines: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
-    """Return the end of a page: command lines, settings in groups, and the machines that runs ran on.
-
-    Args:
-        commands: command lines, if any.
-        settings: names and values by the name of their group; values that are None are left out.
-        machines: the environment of each run, by its name; "" for a single run.
-    """
+    """Return the end of a page: command lines, settings in groups, and the machines that runs ran on."""
     found = ["<h2>Command</h2>", *(f"<pre>{escape(command)}</pre>" for command in commands)] if commands else []
     groups = {name: {k: v for k, v in part.items() if v is not None} for name, part in settings.items()}
     if any(groups.values()):

@@ -31,17 +31,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RunStore:
-    """The files of one experiment.
+    """The files of one experiment."""
 
-    Attributes:
-        folder: where they are.
-        kind: "comparison", "benchmark" or "search".
-        argument: name of the folder in error messages.
-    """
-
-    folder: Path
-    kind: str
-    argument: str = "folder"
+    folder: Path  # where they are
+    kind: str  # "comparison", "benchmark" or "search"
+    argument: str = "folder"  # name of the folder in error messages
 
     @property
     def manifest(self) -> Path:
@@ -49,11 +43,7 @@ class RunStore:
         return self.folder / f"{self.kind}.json"
 
     def read_manifest(self, cls: type[T]) -> T | None:
-        """Return the manifest as a dataclass, None if there is none.
-
-        Raises:
-            ValueError: if the file is damaged or has another version.
-        """
+        """Return the manifest as a dataclass, None if there is none."""
         return self._read(self.manifest, cls)
 
     def write_manifest(self, content: Any) -> None:
@@ -61,11 +51,7 @@ class RunStore:
         write_json(self.manifest, self._headed(content))
 
     def read_run(self, name: str, cls: type[T]) -> T | None:
-        """Return a run as a dataclass, None if it has not ended.
-
-        Raises:
-            ValueError: if the file is damaged or has another version.
-        """
+        """Return a run as a dataclass, None if it has not ended."""
         return self._read(self.run_path(name), cls)
 
     def write_run(self, name: str, content: Any) -> None:
@@ -81,16 +67,7 @@ class RunStore:
         return self.folder / "runs" / f"{name}.json"
 
     def continued(self, now: Any, fresh: bool, same: Iterable[str]) -> Any:
-        """Return the manifest that the folder already holds, None if the experiment starts here.
-
-        Args:
-            now: the manifest of this call.
-            fresh: whether to remove the files of an earlier experiment.
-            same: fields that must be equal.
-
-        Raises:
-            ValueError: if the folder holds another experiment, or is damaged.
-        """
+        """Return the manifest that the folder already holds, None if the experiment starts here."""
         before = None if fresh else self.read_manifest(type(now))
         remove_left_overs(self.folder / "runs")
         if before is None:

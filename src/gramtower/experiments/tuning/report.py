@@ -248,11 +248,7 @@ class Search:
 
 
 def read_search(folder: Path) -> Search:
-    """Return the search in the report.json of a folder.
-
-    Raises:
-        ValueError: if the file is damaged or not of a search.
-    """
+    """Return the search in the report.json of a folder."""
     path = folder / REPORT
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

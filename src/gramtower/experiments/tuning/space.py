@@ -89,14 +89,7 @@ Space = dict[str, Range | Choices]
 
 
 def default_space(start: Mapping[str, Value], *, labels: bool, given_features: bool, unseen: bool = False) -> Space:
-    """Return the whole space, around the settings that the search starts at.
-
-    Args:
-        start: the default value of every name.
-        labels: whether labels are other than ±1, so that only the model's own loss makes sense.
-        given_features: whether features were passed to tune.
-        unseen: whether trials are ranked on entities that training has not seen, which only features describe.
-    """
+    """Return the whole space, around the settings that the search starts at."""
     dim, l2 = int(start["dim"]), float(start["l2"])
     activation, normalize = str(start["activation"]), str(start["normalize"])
     others, lengths = (("relu", "leaky_relu(0.35)", "gelu"), ("yes", "no")) if given_features else ((), ())
@@ -146,9 +139,6 @@ def as_space(given: Mapping[str, Any], whole: Space) -> Space:
 
     ``true`` takes the range of the whole space, ``[low, high]`` another range, a list (for names with a few values)
     those values, and a single value fixes it.
-
-    Raises:
-        ValueError: if a name is unknown, a value is impossible, or nothing is left to search.
     """
     space: Space = {}
     for name, value in given.items():
@@ -213,12 +203,7 @@ def linear(hidden: object) -> bool:
 
 
 def effective(settings: Mapping[str, Value], start: Mapping[str, Value]) -> dict[str, Value]:
-    """Return settings without those that change nothing: the activation of towers without hidden layers.
-
-    Args:
-        settings: settings of a trial.
-        start: the default of every name, used for names that are not searched while towers have the same input.
-    """
+    """Return settings without those that change nothing: the activation of towers without hidden layers."""
     known = start if settings.get("features", start["features"]) == start["features"] else {}
     unused = ("activation",) if linear(settings.get("hidden", known.get("hidden"))) else ()
     return {name: value for name, value in settings.items() if name not in unused}

@@ -55,40 +55,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tried:
-    """The record of a trial.
+    """The record of a trial; ``without`` and ``metrics`` are only those of the defaults and of better trials."""
 
-    Attributes:
-        number: number of the trial; trials are numbered as they end, from 0.
-        settings: by the names of the search space, fixed ones too.
-        value: the metric that counts: the best of a cold start, the last of a warm one, and the mean of the last ones
-            if entities were held out.
-        iteration: where it was reached.
-        curve: metric at the start and after each iteration.
-        seconds: training time.
-        pruned: whether it was stopped early.
-        warm_from: the trial whose solution it started from, or None for a cold start.
-        reason: why it stopped.
-        confirmed: for a winner that started warm, its value then; ``value`` is that of the later cold start.
-        without: the metric at its end without each part of the validation entities, for the defaults and for better
-            trials; empty for a metric that is not a mean over entities.
-        metrics: several metrics at its end (``REPORTED`` and the maximised one), for the same trials; empty in a log of
-            an earlier version.
-        same_as: the trial with equivalent settings whose results these are; None if it was trained.
-    """
-
-    number: int
-    settings: dict[str, Value]
-    value: float
-    iteration: int
-    curve: list[float]
-    seconds: float
-    pruned: bool
-    warm_from: int | None
-    reason: str
-    confirmed: float | None = None
-    without: list[float] = field(default_factory=list)
-    same_as: int | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
+    number: int  # trials are numbered as they end, from 0
+    settings: dict[str, Value]  # by the names of the search space, fixed ones too
+    value: float  # the best of a cold start, the last of a warm one, the mean of the last if entities were held out
+    iteration: int  # where it was reached
+    curve: list[float]  # metric at the start and after each iteration
+    seconds: float  # training time
+    pruned: bool  # whether it was stopped early
+    warm_from: int | None  # the trial whose solution it started from, or None for a cold start
+    reason: str  # why it stopped
+    confirmed: float | None = None  # the warm value of a winner that was then trained from a cold start
+    without: list[float] = field(default_factory=list)  # the metric without each part of the validation entities
+    same_as: int | None = None  # the trial with equivalent settings whose results these are; None if it was trained
+    metrics: dict[str, float] = field(default_factory=dict)  # REPORTED and the maximised one
 
     @property
     def started_cold(self) -> bool:
@@ -143,17 +124,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Gain:
-    """How much better a trial is than the defaults.
+    """How much better a trial is than the defaults."""
 
-    Attributes:
-        value: the difference of their metrics.
-        error: its standard error; infinite if it is unknown.
-        base: the metric of the defaults.
-    """
-
-    value: float
-    error: float
-    base: float
+    value: float  # the difference of their metrics
+    error: float  # its standard error; infinite if it is unknown
+    base: float  # the metric of the defaults
 
     @property
     def sure(self) -> bool:
@@ -173,12 +148,7 @@ def gain(trial: Tried, first: Tried) -> Gain:
 
 
 def judge(trials: Sequence[Tried], refused: Collection[int] = ()) -> Verdict:
-    """Return the best trial that is better than the defaults, trial 0, beyond noise; the defaults if there is none.
-
-    Args:
-        trials: in order.
-        refused: numbers of trials that may not win.
-    """
+    """Return the best trial that is better than the defaults, trial 0, beyond noise; the defaults if there is none."""
     first, best = trials[0], pick(trials)
     if first.number != 0:
         return Verdict(best, f"trial {best.number} is the best; the defaults failed, and are not compared with it")
@@ -224,12 +194,7 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 class Solutions:
-    """Parameters of finished trials in a folder.
-
-    Args:
-        folder: the folder.
-        budget: largest number of bytes of all files.
-    """
+    """Parameters of finished trials in a folder."""
 
     def __init__(self, folder: Path, budget: int) -> None:
         self.folder, self.budget = folder, budget
@@ -323,19 +288,7 @@ class _Failed:
 
 
 class Log:
-    """The records of a search; trials are numbered as they end.
-
-    Args:
-        folder: where they are kept.
-        about: description of the search.
-        space: what is searched.
-        start: the default of every name.
-        from_best: whether to make the first changes to the best settings so far, instead of to the defaults.
-
-    Raises:
-        ImportError: without optuna.
-        ValueError: if the folder holds another search, or is damaged.
-    """
+    """The records of a search; trials are numbered as they end."""
 
     def __init__(
         self, folder: Path, about: Request, space: Space, start: Mapping[str, Value], from_best: bool = False
@@ -389,11 +342,7 @@ class Log:
         self.store.write_run(name, record)
 
     def ask(self, allow_larger: bool = True) -> dict[str, Value]:
-        """Return the next settings to try.
-
-        Args:
-            allow_larger: whether towers may be larger than at the start. If not, proposals get those of the start.
-        """
+        """Return the next settings to try."""
         number = self.ended
         if number < len(self.first):
             settings = self._first(number)

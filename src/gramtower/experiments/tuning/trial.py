@@ -53,13 +53,7 @@ SETTLED = 2e-3  # relative change over LOOK_BACK iterations under which a curve 
 def hopeless(curve: Sequence[float], remaining: int, best: float | None, warm: bool, rough: bool = False) -> bool:
     """Return whether a curve, extended in a straight line over the remaining iterations, stays below the best.
 
-    Args:
-        curve: metric at the start and after each iteration.
-        remaining: iterations to come.
-        best: metric of the best trial so far, or None.
-        warm: whether the trial started from another one's solution.
-        rough: whether it is measured on entities that training has not seen; the line then begins at the best of the
-            last few points.
+    A rough curve, of entities that training has not seen, is extended from the best of its last few points.
     """
     iterations = len(curve) - 1
     if best is None or iterations < (LOOK_BACK if warm else COLD_START):
@@ -125,26 +119,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Parts:
-    """The inner training part, and the validation part in its rows and columns.
+    """The inner training part, and the validation part in its rows and columns (or in those of ``unseen``)."""
 
-    Attributes:
-        train: pairs that trials learn from, as ``TwoTower.fit`` takes them.
-        matrix: the same as a matrix.
-        held_out: validation pairs, of at most as many users as can be ranked often.
-        users: number of users with validation pairs.
-        shown: number of those that trials are ranked on.
-        features: features passed to tune, left and right, of the entities of ``train``.
-        unseen: entities that were held out with all their pairs, if any; ``held_out`` is then in their rows and
-            columns.
-    """
-
-    train: Any
-    matrix: sp.csr_matrix
-    held_out: sp.csr_matrix
-    users: int
-    shown: int
-    features: tuple[Any, Any]
-    unseen: Unseen | None = None
+    train: Any  # pairs that trials learn from, as ``TwoTower.fit`` takes them
+    matrix: sp.csr_matrix  # the same as a matrix
+    held_out: sp.csr_matrix  # validation pairs, of at most as many users as can be ranked often
+    users: int  # number of users with validation pairs
+    shown: int  # number of those that trials are ranked on
+    features: tuple[Any, Any]  # features passed to tune, left and right, of the entities of ``train``
+    unseen: Unseen | None = None  # entities that were held out with all their pairs
 
 
 def validation_part(parts: Parts) -> HeldOut:
@@ -158,11 +141,7 @@ def validation_part(parts: Parts) -> HeldOut:
 
 
 def make_parts(pairs: Any, validation: Any, features: tuple[Any, Any], seed: int, device: str) -> Parts:
-    """Split the validation part off, or take the given one.
-
-    Raises:
-        ValueError: if no user has pairs on both sides of the split.
-    """
+    """Split the validation part off, or take the given one."""
     matrix, ids = matrix_and_ids(pairs)
     if isinstance(validation, Real):
         train, held = hold_out(pairs, validation, seed)
@@ -203,13 +182,7 @@ def _ranked_often(held_out: sp.csr_matrix, seed: int, device: str) -> tuple[sp.c
 
 
 def start_values(model: ModelSettings, parts: Parts, data: FitData) -> dict[str, Value]:
-    """Return the settings that a model has without tuning, by the names of the search space.
-
-    Args:
-        model: the model.
-        parts: the inner training and validation parts.
-        data: the prepared training part.
-    """
+    """Return the settings that a model has without tuning, by the names of the search space."""
     given_features = any(features is not None for features in parts.features)
     problem = make_problem(model, data)
     return {
@@ -237,14 +210,7 @@ def weights_power(name: str, weights: Any) -> float:
 def model_arguments(
     settings: dict[str, Value], model: ModelSettings, matrix: sp.csr_matrix, start: Mapping[str, Value]
 ) -> dict[str, Any]:
-    """Return arguments of TwoTower for settings of the search space; other arguments stay the model's.
-
-    Args:
-        settings: settings of a trial.
-        model: the model that is tuned.
-        matrix: the inner training part.
-        start: :func:`start_values`, for the penalty if ν is searched and the penalty is not.
-    """
+    """Return arguments of TwoTower for settings of the search space; other arguments stay the model's."""
     arguments: dict[str, Any] = {
         name: settings[name]
         for name in ("omega", "l2", "frequency_power", "imputed", "dim", "loss", "activation")
@@ -316,16 +282,7 @@ def run_trial(
     """Train until the metric stops improving, settles (warm starts), or cannot reach the best any more.
 
     On entities that training has not seen a trial runs to its end, unless it settles or cannot reach the best.
-
-    Args:
-        model: the model with the settings of the trial and the metric.
-        settings: the same by the names of the search space.
-        parts: pairs to learn from and to be ranked on.
-        warm: parameters to start from, or None.
-        first: metric of the first trial; better trials are compared with it by entities.
-        best: metric of the best trial so far.
-        deadline: the moment, by ``time.perf_counter``, after which it stops.
-        seed: seed of the division of entities into parts for that comparison.
+    ``first`` and ``best`` are metrics of the first and of the best trial; ``deadline`` is a time of ``perf_counter``.
     """
     data = prepare_data(model, parts.train, *chosen_features(settings, parts.features))
     problem = make_problem(model, data)
