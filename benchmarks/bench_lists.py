@@ -38,7 +38,7 @@ from common import median_ratio, write_result
 
 from gramtower._util.torch_runtime import pool
 from gramtower.model.feature_spec import Ids
-from gramtower.model.recommend_all import _streamed, write_lists
+from gramtower.model.fitted import _streamed, write_lists
 from gramtower.retrieval.scores import rows_in_block
 from gramtower.retrieval.topk import Ranking, ranking, tile_shape
 

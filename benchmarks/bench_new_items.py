@@ -9,7 +9,7 @@ share of the places of all lists of 20 that new items take, of `gt.TwoTower()` w
     id + features        and an id of each item next to them
     id*0.3 + features    the same with a larger penalty on what ids learn, and id*0.1
     zero id + features   as id + features, without the id vectors that are expected of new items
-                         (model/refinement.py)
+                         (model/unseen.py)
 
 next to lists that are the same for all users, which say of new items
 

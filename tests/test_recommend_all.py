@@ -18,7 +18,7 @@ import gramtower as gt
 from gramtower.data import list_files
 from gramtower.data.list_files import ListFile
 from gramtower.data.tables import FeatureTable
-from gramtower.model import recommend_all as listing
+from gramtower.model import fitted as listing
 
 pl = pytest.importorskip("polars", reason="files of lists are written with polars")
 

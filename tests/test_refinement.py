@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gramtower as gt
 from gramtower.model.fit_data import prepare_data
-from gramtower.model.fit_parts import make_problem, make_towers
-from gramtower.model.refinement import least_budget, refine
+from gramtower.model.fit_parts import least_budget, make_problem, make_towers, refine
 
 M, N, K = 23, 17, 4
 

@@ -9,7 +9,7 @@ import scipy.sparse as sp
 import gramtower as gt
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import SINGLE
-from gramtower.model.scaling import dense_scaling, sparse_scaling
+from gramtower.model.feature_spec import dense_scaling, sparse_scaling
 
 ROWS = 40
 

@@ -37,11 +37,11 @@ from gramtower.experiments.comparison import store_of
 from gramtower.experiments.machine import environment
 from gramtower.model.defaults import pick_device
 from gramtower.model.fit_data import known_pairs
+from gramtower.model.fit_parts import grown_pairs
 from gramtower.model.fitting import ITERATIONS, refit_checkpoint, selection_file
 from gramtower.model.settings import SETTINGS
 from gramtower.model.two_tower import TwoTower
 from gramtower.model.unseen import unseen_pairs
-from gramtower.model.warm_start import grown_pairs
 from gramtower.training.checkpoint import locked, remove_checkpoint
 from gramtower.training.result import History, Reason, Record
 

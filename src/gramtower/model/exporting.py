@@ -22,8 +22,8 @@ A tower as one network from features, as they come, to embeddings: scaling inclu
                                   tables and matrices what they are encoded as; a dense matrix among them has all. An
                                   entity without a history gets the mean one of training.
 
-Scaling (model/scaling.py) is in float64 as in the model, the rest in float32. Cost of sparse rows: batch × length ×
-width of the first layer.
+Scaling is in float64 as in the model, the rest in float32. Cost of sparse rows: batch × length × width of the first
+layer.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ from gramtower._util.optional import need
 from gramtower.data import frames
 from gramtower.data.encoders import to_plain
 from gramtower.engine.towers.layers import InputLinear
-from gramtower.model.feature_spec import FeatureSpec, Part
+from gramtower.model.feature_spec import MOST_DEVIATIONS, FeatureSpec, Part
 from gramtower.model.fitted import FittedModel
-from gramtower.model.scaling import MOST_DEVIATIONS
 from gramtower.model.side import Side
 
 FORMATS = ("onnx", "torchscript", "numpy", "parquet", "faiss")

@@ -7,17 +7,27 @@
     a FeatureTable  its columns, joined by id; the encoding is kept, the rows are not
     a matrix        one row for each entity, in the order of the ids
 
-Tables and matrices are brought to a common scale (scaling.py), learned from the training data, the same for new ones.
+Tables and matrices are brought to a common scale, learned from the training data and kept for new entities:
+
+    sparse matrices   x → sign(x) log(1 + |x| / x̄) · √idf, then rows of length one; x̄ is the mean size of an entry
+    tables            one-hot, list and text columns times √idf, together of length one; numbers and indicators of
+                      missing values apart, over √their number
+    dense matrices    (x − mean) / deviation of each column, at most ±10, over √width: rows of about length one
+
+    idf_j = 1 + log((1 + rows) / (1 + rows with feature j))
+
 One part is handed to the tower as it is, ids as row numbers and dense rows dense; several become one sparse matrix.
 Cost: O(entries).
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -32,10 +42,258 @@ from gramtower.data.features import Features
 from gramtower.data.ids import index_of, join
 from gramtower.data.matrices import checked
 from gramtower.data.tables import FeatureTable
-from gramtower.distributed.group import SINGLE, Group
+from gramtower.distributed.group import SINGLE, Group, current_group
 from gramtower.distributed.shards import Rows
-from gramtower.model.given_features import GivenFeatures, is_matrix
-from gramtower.model.scaling import Scaling, dense_scaling, sparse_scaling
+
+MOST_DEVIATIONS = 10.0
+
+
+@dataclass(frozen=True)
+class _ScalingForm:
+    """A scaling as it is stored, without its tensors."""
+
+    shifted: bool
+    unit: float | None
+    apart: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Scaling:
+    """How the columns of one part of the features are scaled.
+
+    Attributes:
+        factor: of each column.
+        shift: subtracted before, from each column of a dense matrix; None for sparse ones.
+        unit: size of an entry that becomes log 2; None leaves entries as they are.
+        apart: columns that row lengths leave out, increasing.
+    """
+
+    factor: NDArray[np.float64]
+    shift: NDArray[np.float64] | None = None
+    unit: float | None = None
+    apart: tuple[int, ...] = ()
+
+    def __call__(self, name: str, rows: Any) -> Any:
+        """The scaled rows, float32; dense if they were, otherwise CSR."""
+        if self.shift is not None:
+            given = rows.toarray() if sp.issparse(rows) else check.as_float_array(name, rows)
+            check.finite(name, given)
+            dense = (given.astype(np.float64) - self.shift) * self.factor
+            most = MOST_DEVIATIONS / math.sqrt(len(self.factor))
+            return np.clip(dense, -most, most).astype(np.float32)
+        made = sp.csr_matrix(rows, dtype=np.float64, copy=True)
+        check.finite(name, made.data)
+        if self.unit is not None:
+            made.data = np.copysign(np.log1p(np.abs(made.data) / self.unit), made.data)
+        made.data *= self.factor[made.indices]
+        apart = np.isin(made.indices, np.array(self.apart, dtype=made.indices.dtype))
+        squares = np.where(apart, 0.0, made.data**2)
+        lengths = np.sqrt(np.asarray(sp.csr_matrix((squares, made.indices, made.indptr), made.shape).sum(1)).ravel())
+        each = np.repeat(1 / np.where(lengths > 0, lengths, 1.0), np.diff(made.indptr))
+        made.data *= np.where(apart, 1.0, each)
+        return sp.csr_matrix(made, dtype=np.float32)
+
+    @property
+    def text(self) -> str:
+        """In a few words, for people."""
+        if self.shift is not None:
+            return "standardised"
+        return ("log, " if self.unit is not None else "") + "√idf, rows of length one"
+
+    def to_plain(self) -> dict[str, Any]:
+        """All but the numbers of the columns, as JSON has it."""
+        return asdict(_ScalingForm(self.shift is not None, self.unit, list(self.apart)))
+
+    @classmethod
+    def unfilled(cls, plain: dict[str, Any], width: int) -> Scaling:
+        """What :meth:`to_plain` gave of so many columns, before their numbers are read."""
+        form = build("inputs.scaling", _ScalingForm, plain)
+        if (form.unit is not None and not 0 < form.unit < np.inf) or any(not 0 <= x < width for x in form.apart):
+            check.fail("inputs.scaling", str(plain)[:60], "a positive unit, and columns that are there")
+        unknown = np.empty(0)
+        return cls(unknown, unknown if form.shifted else None, form.unit, tuple(sorted(form.apart)))
+
+
+def sparse_scaling(
+    name: str, group: Group, rows: sp.csr_matrix, total: int, apart: Sequence[int] | None = None
+) -> Scaling:
+    """The scaling of sparse rows held here, of ``total`` in all processes.
+
+    Args:
+        name: of the argument, for errors.
+        group: the processes.
+        rows: the local ones.
+        total: rows of all processes.
+        apart: columns of a table that hold standardised numbers and indicators of missing ones; None for a matrix,
+            whose entries are amounts.
+    """
+    data = rows.data.astype(np.float64)
+    present = data != 0
+    counted = np.bincount(rows.indices[present], minlength=rows.shape[1]).astype(np.float64)
+    largest = max(group.gather_json(float(np.abs(data).max(initial=0.0))))
+    size = np.abs(data / (largest or 1.0)).sum()
+    (counted,) = (x.numpy() for x in group.sum_all(torch.from_numpy(counted)))
+    size, entries = group.totals(float(size), float(present.sum()))
+    factor = np.sqrt(1 + np.log((1 + total) / (1 + counted)))
+    if apart is not None:
+        factor[list(apart)] = 1 / math.sqrt(max(1, len(apart)))
+        return Scaling(factor, apart=tuple(apart))
+    return Scaling(factor, unit=largest * size / max(1.0, entries) or 1.0)
+
+
+def dense_scaling(name: str, group: Group, rows: Any, total: int) -> Scaling:
+    """The scaling of dense rows held here, of ``total`` in all processes."""
+    values = check.as_float_array(name, rows).astype(np.float64)
+    sizes = group.gather_json(np.abs(values).max(axis=0, initial=0.0).tolist())
+    unit = np.exp2(np.frexp(np.max(sizes, axis=0))[1] - 1.0)  # a power of two, so that squares of any numbers add up
+    values = values / unit
+    (sums,) = group.sum_all(torch.from_numpy(values.sum(0)))
+    mean = sums.numpy() / max(1, total)
+    (squares,) = group.sum_all(torch.from_numpy(((values - mean) ** 2).sum(0)))
+    deviation = np.sqrt(squares.numpy() / max(1, total))
+    told_apart = deviation > 1e-12 * np.abs(mean)
+    factor = np.where(told_apart, 1 / np.where(told_apart, deviation, 1.0), 0.0) / math.sqrt(max(1, values.shape[1]))
+    return Scaling(factor / unit, shift=mean * unit)
+
+
+@dataclass(frozen=True, eq=False)
+class GivenFeatures:
+    """Features of one side: None or "id" for ids, "history", a table, a matrix, or a list of these.
+
+    Attributes:
+        side: "left" or "right".
+        given: the argument of the caller.
+    """
+
+    side: str
+    given: Any
+
+    @property
+    def parts(self) -> list[Any]:
+        """The parts, one if the argument is no list."""
+        return list(self.given) if isinstance(self.given, (list, tuple)) else [self.given]
+
+    @property
+    def described(self) -> list[Any]:
+        """The parts that are tables or matrices, not names."""
+        return [part for part in self.parts if part is not None and not isinstance(part, str)]
+
+    @property
+    def only_tables(self) -> bool:
+        """Whether tables describe the entities, next to ids and histories at most: then features are joined by id."""
+        return bool(self.described) and all(isinstance(part, FeatureTable) for part in self.described)
+
+    def width(self, right: int) -> int:
+        """Return the number of features that a hidden layer would see; 0 where the side has ids.
+
+        Invalid values count as no features here; the fit refuses them later.
+        """
+        total = 0
+        for part in self.parts:
+            if part is None or (isinstance(part, str) and part != "history"):
+                return 0
+            if isinstance(part, str):
+                total += right
+            else:
+                shape: Any = getattr(part, "shape", ())
+                total += part.width if isinstance(part, FeatureTable) else int(shape[1]) if len(shape) == 2 else 1
+        return total
+
+    def refuse_frames(self) -> None:
+        """Refuse frames: numpy would take their rows for those of the entities, whatever their order."""
+        for part in self.parts:
+            if is_frame(part):
+                expected = 'a FeatureTable, which is joined by id: FeatureTable.inferred(frame, id="…")'
+                check.fail(f"{self.side}_features", f"a {type(part).__name__}", expected)
+
+    def tables(self) -> Any:
+        """Return the tables, which describe entities without pairs too; None for a left side that has none.
+
+        Raises:
+            ValueError: if there is no table, or a matrix next to it.
+        """
+        if (processes := current_group().size) > 1:
+            check.fail("candidates", f"'all' in {processes} processes", "'trained', and model.add after loading")
+        if self.side == "left" and not self.described:
+            return None
+        if not self.only_tables:
+            kinds = ", ".join(type(part).__name__ for part in self.described) or "only ids"
+            expected = f"{self.side}_features with a FeatureTable, whose rows without pairs are kept"
+            check.fail("candidates", f"'all' with {self.side}_features of {kinds}", expected)
+        return self.described if len(self.described) > 1 else self.described[0]
+
+    def take(self, ids: NDArray[Any], rows: NDArray[np.int64]) -> Any:
+        """Return the features of some of the entities as a fit takes them: rows of matrices; tables and names as is."""
+        taken = [
+            _lenient(part, ids) if isinstance(part, FeatureTable)
+            else self._matrix_rows(part, len(ids), rows) if is_matrix(part) else part
+            for part in self.parts
+        ]  # fmt: skip
+        return taken if isinstance(self.given, (list, tuple)) else taken[0]
+
+    def encode(self, ids: NDArray[Any], rows: NDArray[np.int64]) -> list[Any]:
+        """Return rows of each table, encoded, and of each matrix."""
+        return [
+            _lenient(part, ids).encode(ids[rows])
+            if isinstance(part, FeatureTable)
+            else self._matrix_rows(part, len(ids), rows)
+            for part in self.described
+        ]
+
+    def local(self, rows: Rows, is_local: bool) -> Any:
+        """Return the features with matrices cut to the rows of this process, unless they were given so."""
+        taken = [self._local_part(part, rows, is_local) for part in self.parts]
+        return taken if isinstance(self.given, (list, tuple)) else taken[0]
+
+    def _local_part(self, part: Any, rows: Rows, is_local: bool) -> Any:
+        name = f"{self.side}_features"
+        if isinstance(part, FeatureTable) or not hasattr(part, "shape") or rows.count == rows.total:
+            return part
+        if not is_local:
+            return rows.local_rows(name, checked(name, part).tocsr() if sp.issparse(part) else part)
+        if part.shape[0] != rows.count:
+            expected = f"{rows.count}, one for each of this process's own entities of that side"
+            check.fail(name, f"{part.shape[0]} rows", expected)
+        return part
+
+    def _matrix_rows(self, part: Any, count: int, rows: NDArray[np.int64]) -> Any:
+        name = f"{self.side}_features"
+        if not is_matrix(part) or len(part.shape) != 2 or part.shape[0] != count:
+            shape = f" of shape {tuple(part.shape)}" if hasattr(part, "shape") else ""
+            check.fail(name, type(part).__name__ + shape, f"{count} rows, one for each {self.side} entity")
+        if sp.issparse(part):
+            return sp.csr_matrix(checked(name, part))[rows]
+        return (
+            part[torch.from_numpy(rows)] if isinstance(part, torch.Tensor) else check.as_float_array(name, part)[rows]
+        )
+
+
+def _lenient(table: FeatureTable, ids: NDArray[Any]) -> FeatureTable:
+    """Return a table that takes only some of the ids; a strict one must have all of them."""
+    found = copy.copy(table)
+    found.report = dict(table.report)
+    if table.strict:
+        found.match(ids)
+    found.strict = False
+    return found
+
+
+def is_matrix(value: Any) -> bool:
+    """Whether a value has rows of numbers: scipy.sparse, torch, numpy or anything that numpy makes an array of."""
+    return hasattr(value, "shape") and (sp.issparse(value) or hasattr(value, "__array__"))
+
+
+def is_path(given: Any) -> bool:
+    """Whether something is the path of a file."""
+    return isinstance(given, (str, os.PathLike))
+
+
+def is_frame(given: Any) -> bool:
+    """Whether something is a table with named columns: of polars, pandas or pyarrow, or a mapping of columns."""
+    return isinstance(given, Mapping) or any(
+        hasattr(given, name) for name in ("collect_schema", "column_names", "__arrow_c_stream__", "__dataframe__")
+    )
+
 
 Ids = tuple[NDArray[Any] | None, NDArray[Any] | None]  # of a side, and of the other one
 NAMES = ("id", "history")

@@ -29,8 +29,16 @@ from gramtower.distributed.partition import Shard
 from gramtower.distributed.shards import Rows, Shards, entity_costs, row_work, spread, unsharded
 from gramtower.metrics.definitions import to_maximise
 from gramtower.model import defaults
-from gramtower.model.feature_spec import FeatureSpec, Ids, Part, training_inputs, training_parts
-from gramtower.model.given_features import GivenFeatures, is_frame, is_path
+from gramtower.model.feature_spec import (
+    FeatureSpec,
+    GivenFeatures,
+    Ids,
+    Part,
+    is_frame,
+    is_path,
+    training_inputs,
+    training_parts,
+)
 from gramtower.model.settings import ModelSettings
 
 Numbered = tuple[int | None, int | None]  # see Interactions.numbered
@@ -152,7 +160,7 @@ class FitData:
     def ids_suffice(self) -> bool:
         """Whether linear towers see ids next to tables or matrices, so that training could leave these out.
 
-        Features of new entities are then mapped to id vectors by a regression (model/refinement.py), which has no
+        Features of new entities are then mapped to id vectors by a regression (model/unseen.py), which has no
         place for histories.
         """
         sides = [inputs for inputs in self.inputs if inputs.described]

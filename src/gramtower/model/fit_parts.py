@@ -1,35 +1,50 @@
 """The parts of a fit that follow from settings and data: the problem, the towers, iterations, validation, refinement.
 
 Fits, selection, tuning and comparisons put them together in different orders.
+
+A previous model's weights go into fresh towers: first layers feature by feature, everything else unchanged. Entities
+and features that are new start near the average of those known. Of old pairs a model keeps only which there are: one
+fitted with other labels than 1 or with weights cannot be updated. Of features it keeps the encoding, not the rows.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import scipy.sparse as sp
-from torch import Tensor
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from gramtower._util import checks as check
+from gramtower.data.features import as_features
+from gramtower.data.ids import index_of, join
+from gramtower.data.interactions import Interactions, union
+from gramtower.data.matrices import checked
+from gramtower.data.tables import FeatureTable
 from gramtower.distributed.shards import Rows, Shards
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.mlp import mlp_towers
+from gramtower.engine.towers.parameters import side_of
 from gramtower.engine.towers.towers import Towers
 from gramtower.metrics import Scores, evaluate_embeddings
 from gramtower.metrics.definitions import to_maximise
 from gramtower.metrics.tally import deal, means_without
 from gramtower.model import defaults
+from gramtower.model.feature_spec import FeatureSpec, GivenFeatures
 from gramtower.model.fit_data import FitData
 from gramtower.model.fitted import FittedModel
-from gramtower.model.refinement import refine
 from gramtower.model.settings import ModelSettings, given
-from gramtower.model.unseen import Unseen, UnseenValidator
-from gramtower.model.warm_start import carry_over
-from gramtower.optim.solvers import as_solver
+from gramtower.model.side import Side
+from gramtower.model.unseen import Unseen, UnseenValidator, with_feature_columns
+from gramtower.optim.solvers import NewtonKron, as_solver
 from gramtower.training.checkpoint import sparse_digest
+from gramtower.training.loop import minimize
 
 _TINY = 50_000_000  # multiplications of an evaluation: about ten milliseconds
 
@@ -188,3 +203,210 @@ def refined(settings: ModelSettings, data: FitData, left: Tensor, right: Tensor)
     here = left.to(data.device), own.to(data.device)
     P, Q = refine(over_ids(settings, data, right.shape[1]), here, data.features_alone)
     return P.cpu(), data.shards.gather(Q).wait().cpu()
+
+
+def carry_over(fitted: FittedModel, towers: Towers, data: FitData) -> None:
+    """Copy the weights of a fitted model into fresh towers for other data."""
+    sides, inputs, ids = (fitted.left, fitted.right), data.inputs, data.ids
+    before, after = fitted.known_towers("start from it").parameters(), towers.parameters()
+    for name, fresh in after.items():
+        if name not in before.layout.shapes:
+            check.fail("warm_start", f"towers with a new parameter {name}", "the same architecture as before")
+        old = before[name].cpu()
+        side = side_of(name)
+        index = ("left", "right").index(side)
+        known, new = sides[index].inputs, inputs[index]
+        if name.endswith(".0.weight") and (len(old), len(fresh)) == (known.width, new.width):
+            turned = (ids, (sides[0].ids, sides[1].ids))  # of this side, and of the other
+            for here, there, places in new.columns_in(side, known, *((t[index], t[1 - index]) for t in turned)):
+                rows, part = fresh[here], old[there]
+                rows.mul_(0.1).add_(part.mean(0))
+                rows[places >= 0] = part[places[places >= 0]]
+        elif old.shape == fresh.shape:
+            fresh.copy_(old)
+        else:
+            given = f"{name} of shape {tuple(fresh.shape)}"
+            check.fail("warm_start", given, f"the shape {tuple(old.shape)} it had before")
+    towers.load(after)
+
+
+def start_from_outputs(fitted: FittedModel, towers: Towers, data: FitData) -> None:
+    """Let linear towers over ids start from what a fitted model's towers, which see features too, give for the data."""
+    wide = with_feature_columns(towers, data)
+    carry_over(fitted, wide, data)
+    start = towers.parameters()
+    for side, rows, count in zip(("left", "right"), data.features, data.shape, strict=True):
+        start[towers.local_names(side)["0.weight"]].copy_(wide.embed(side, as_features(side, rows, count)))
+    towers.load(start)
+
+
+def refuse_increment(fitted: FittedModel, data: FitData) -> None:
+    """Refuse to start from a model on data that lack most of what it knows: a fit keeps nothing but its own pairs."""
+    seen, matrix = fitted.observed(), data.matrix
+    degrees = {
+        "left": (np.diff(seen.indptr), np.diff(matrix.indptr)),
+        "right": tuple(np.bincount(x.indices, minlength=x.shape[1]) for x in (seen, matrix)),
+    }
+    for place, side in enumerate((fitted.left, fitted.right)):
+        known, ids = np.flatnonzero(degrees[side.name][0]), data.ids[place]
+        if side.ids is None or ids is None:
+            rows = np.where(known < len(degrees[side.name][1]), known, -1)
+        else:
+            rows = join(side.ids[known], index_of(ids))
+        found = int((degrees[side.name][1][rows[rows >= 0]] > 0).sum())
+        if 2 * found < len(known):
+            check.fail(
+                "pairs",
+                f"pairs of {found:,} of the {len(known):,} {side.name} entities that the model knows",
+                "all pairs, old and new, with warm_start=True; model.update(pairs) adds pairs to those it knows",
+            )
+
+
+def grown_pairs(fitted: FittedModel, more: Any, dropped: tuple[bool, bool] = (False, False)) -> Any:
+    """The pairs that a model knows, and more: entities keep their rows, new ones come after them.
+
+    Args:
+        fitted: the model.
+        more: pairs to add.
+        dropped: for both sides, whether entities that were added after training and have no pairs are left out:
+            nothing is to be learned from them.
+
+    Returns:
+        Interactions; a matrix where the model knows entities by number.
+    """
+    if not fitted.shards.single:
+        check.fail("model", f"one spread over {fitted.shards.group.size} processes", "one of a single process")
+    if not fitted.plain_pairs:
+        given = "a model fitted with labels other than 1 or with weights, which it does not keep"
+        check.fail("model", given, "fit(pairs, warm_start=True) with all pairs, old and new")
+    ids = fitted.left.ids, fitted.right.ids
+    if ids[0] is None or ids[1] is None:
+        if not sp.issparse(more):
+            given = type(more).__name__
+            check.fail("more_pairs", given, "a scipy.sparse matrix, as in training: entities are known by number")
+        second = Interactions.from_matrix(checked("more_pairs", more))
+        return union(Interactions.from_matrix(fitted.observed()), second, "more_pairs").matrix
+    if not isinstance(more, Interactions):
+        check.fail("more_pairs", type(more).__name__, "gramtower.Interactions, as in training")
+    observed = fitted.observed()
+    kept = [
+        np.flatnonzero((np.arange(len(side)) < side.trained) | (counts > 0) | (not drop))
+        for side, counts, drop in zip(
+            sides_of(fitted), (np.diff(observed.indptr), np.bincount(observed.indices, minlength=observed.shape[1])),
+            dropped, strict=True,
+        )
+    ]  # fmt: skip
+    known = Interactions(
+        sp.csr_matrix(observed[kept[0]][:, kept[1]]), ids[0][kept[0]], ids[1][kept[1]],
+        left_name=more.left_name, right_name=more.right_name,
+        same_entities=fitted.same_entities or bool(more.same_entities),
+    )  # fmt: skip
+    return union(known, more, "more_pairs")
+
+
+def sides_of(fitted: FittedModel) -> tuple[Side, Side]:
+    """Return the left and the right side."""
+    return fitted.left, fitted.right
+
+
+def described_features(side: str, inputs: FeatureSpec, ids: NDArray[Any] | None, given: Any) -> Any:
+    """What the tower of a side sees: as before where the model can tell, otherwise as given, for all entities."""
+    name, wanted = f"{side}_features", [part.kind for part in inputs.parts if part.kind not in ("id", "history")]
+    if given is None:
+        if wanted:
+            expected = (
+                f"features of all {side} entities, old and new: the model keeps how they are encoded, not the rows"
+            )
+            check.fail(name, f"nothing, for a model that sees {inputs.kind}", expected)
+        return [part.name for part in inputs.parts]
+    for part in GivenFeatures(side, given).parts:
+        if not isinstance(part, FeatureTable) or ids is None or not len(ids):
+            continue
+        found = int((part.match(ids) < len(part)).sum())
+        if 2 * found < len(ids):
+            expected = f"the table of all {side} entities, old and new: the model does not keep its rows"
+            check.fail(name, f"rows of {found:,} of the {len(ids):,} {side} entities that the model knows", expected)
+    return given
+
+
+_WORTH = 2.0  # pairs that what features say of an entity counts as
+_ITERATIONS, _DAMPING = 3, 1e-3  # convex: the model is right from the start
+_PAIRS = 1 << 22  # pairs whose curvature is computed at a time
+Sides = tuple[Tensor, Tensor]
+
+
+class _Moved(nn.Module):
+    """Rows that stay as they are, and a multiple of those of a trained table that starts at ``start``."""
+
+    def __init__(self, rows: Tensor, start: Tensor, scale: float) -> None:
+        super().__init__()
+        self.fixed, self.scale = _table(rows, trained=False), scale
+        self.own = _table(start, trained=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Both together."""
+        rows: Tensor = self.fixed(ids) + self.scale * self.own(ids)
+        return rows
+
+
+def _table(rows: Tensor, trained: bool) -> nn.Embedding:
+    return nn.Embedding(rows.shape[0], rows.shape[1], _weight=rows, _freeze=not trained)
+
+
+def refine(problem: Problem, embeddings: Sides, sides: tuple[bool, bool]) -> Sides:
+    """The embeddings of local left and right entities, those of some sides moved by their own pairs after training.
+
+    An entity's own pairs show what features do not, such as how popular it is. With embeddings q_j of the other side as
+    training left them, that of left entity i becomes p_i = f(u_i) + d_i, where d minimises
+
+        Σ_(i,j)∈O ℓ(R_ij, p_iᵀq_j) + ½ω Σ_∉O a_i b_j (ỹ − p_iᵀq_j)² + ½κ Σ_i ‖d_i‖²,
+
+    and likewise on the right. κ = 2 mean_O(ℓ″ at ŷ = 0) mean_j ‖q_j‖² is the curvature of two average pairs: features
+    count as much as two pairs. New entities have no d. The towers are trained without d: ids trained next to features
+    would explain what features should learn. Cost: some ten Gauss-Newton products a side, and no pass through a tower.
+
+    Args:
+        problem: the pairs, ids on both sides, λ = 1 and μ = 0.
+        embeddings: P and Q as training left them, on the device to compute on.
+        sides: for left and right, whether they are moved; each while the other one is as it was.
+    """
+    moved, curvature = list(embeddings), _mean_curvature(problem)
+    for side in (0, 1):
+        if sides[side] and (kappa := _WORTH * curvature * _mean_square(problem, embeddings[1 - side])) > 0:
+            start = torch.zeros_like(embeddings[side])
+            towers = _towers(embeddings, side, start, 1 / math.sqrt(kappa))  # λ = 1 on the table is κ on its multiple
+            minimize(problem, towers, NewtonKron(damping=_DAMPING), _ITERATIONS)
+            point = problem.at(towers)
+            moved[side] = (point.P, point.Q)[side].clone()
+    return moved[0], moved[1]
+
+
+def least_budget(problem: Problem, dim: int, device: torch.device, sides: tuple[bool, bool]) -> int:
+    """The smallest memory budget that :func:`refine` keeps to in one process with embeddings of a size, in bytes."""
+    rows, zero = (problem.shards.left, problem.shards.right), torch.zeros((), device=device)
+    shapes = zero.expand(rows[0].count, dim), zero.expand(rows[1].count, dim)  # tables that take no memory
+    return max(problem.least_budget(_towers(shapes, side, shapes[side], 1.0)) for side in (0, 1) if sides[side])
+
+
+def _towers(embeddings: Sides, side: int, start: Tensor, scale: float) -> Towers:
+    moved, other = _Moved(embeddings[side], start, scale), _table(embeddings[1 - side], trained=False)
+    return Towers(moved, other) if side == 0 else Towers(other, moved)
+
+
+def _mean_square(problem: Problem, rows: Tensor) -> float:
+    """‖q_j‖² of the rows of all processes on average."""
+    square, count = problem.shards.group.totals(float(rows.square().sum(dtype=torch.float64)), float(len(rows)))
+    return square / max(1.0, count)
+
+
+def _mean_curvature(problem: Problem) -> float:
+    """w ℓ″(R, 0) of the pairs of all processes on average; 0 where no pair says anything."""
+    total = 0.0
+    for start in range(0, len(problem.labels), _PAIRS):
+        part = slice(start, start + _PAIRS)
+        labels = torch.from_numpy(problem.labels[part]).double()
+        second = problem.loss.second(labels, torch.zeros_like(labels))
+        if problem.pair_weights is not None:
+            second = second * torch.from_numpy(problem.pair_weights[part])
+        total += float(second.sum())
+    return problem.shards.group.totals(total)[0] / max(1, problem.observed)

@@ -11,9 +11,11 @@ tests/test_estimator.py, tests/test_seen.py and tests/test_new_entities.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,10 +27,11 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower._util import html as html
+from gramtower._util.host import explained
 from gramtower.data.frames import Column
 from gramtower.data.ids import IdsLike, index_of, join
 from gramtower.data.interactions import Interactions, PairsLike
-from gramtower.data.list_files import extra_columns, lists_frame
+from gramtower.data.list_files import ListFile, extra_columns, lists_frame
 from gramtower.data.matrices import canonical, resized, union, without
 from gramtower.data.merge import warn_of_pairs
 from gramtower.data.tables import FeaturesLike
@@ -40,7 +43,7 @@ from gramtower.metrics.definitions import DEFAULT, parse
 from gramtower.metrics.tally import Scores
 from gramtower.model import defaults
 from gramtower.model.defaults import pick_device
-from gramtower.model.feature_spec import Ids
+from gramtower.model.feature_spec import Ids, is_frame, is_path
 from gramtower.model.fit_data import (
     Aligned,
     Columns,
@@ -51,10 +54,9 @@ from gramtower.model.fit_data import (
     own_pairs,
     refuse_strangers,
 )
-from gramtower.model.given_features import is_frame, is_path
-from gramtower.model.recommend_all import write_lists
 from gramtower.model.side import Side, described, embedded, extended, history_matrix, normalised, read_once
-from gramtower.retrieval.topk import ranking, top_k
+from gramtower.retrieval.topk import Lists, Ranking, ranking, top_k
+from gramtower.training.checkpoint import locked
 from gramtower.training.result import Reason, Record
 
 CANDIDATES = ("all", "trained")  # right entities to choose from: all that are known, or those of the training data
@@ -328,7 +330,7 @@ class FittedModel:
         if check.choice("candidates", candidates, CANDIDATES) == "trained":
             here = here._without_added_right()
         allowed = None if allow is None else np.unique(here.right.known_rows("allow", allow))
-        ranking = Ranking(metrics, exclude_seen, exclude, by, candidates == "trained", allowed)
+        ranking = _Evaluation(metrics, exclude_seen, exclude, by, candidates == "trained", allowed)
         if left_features is None and histories is None:
             return of_known(here, test, ranking)
         return of_described(here, test, ranking, left_features, histories)
@@ -704,7 +706,7 @@ class FittedModel:
 
 
 @dataclass(frozen=True)
-class Ranking:
+class _Evaluation:
     """What is measured, and what is left out of the rankings; see FittedModel.evaluate."""
 
     metrics: Any
@@ -715,7 +717,7 @@ class Ranking:
     allowed: NDArray[np.int64] | None = None  # columns to rank, increasing; None for all
 
 
-def of_known(known: FittedModel, test: Any, ranking: Ranking) -> Scores:
+def of_known(known: FittedModel, test: Any, ranking: _Evaluation) -> Scores:
     """Metrics of pairs of entities that the model knows; rows of the result are those of its left entities."""
     found, group = known.aligned("test", test), known.shards.group
     if known.shards.single:
@@ -731,7 +733,7 @@ def of_known(known: FittedModel, test: Any, ranking: Ranking) -> Scores:
     return _counted(scores, known, found, int(group.totals(float(found.pairs.nnz))[0]), ranking)
 
 
-def of_described(known: FittedModel, test: Any, ranking: Ranking, features: Any, histories: Any) -> Scores:
+def of_described(known: FittedModel, test: Any, ranking: _Evaluation, features: Any, histories: Any) -> Scores:
     """Metrics where left entities are described in the call; rows of the result are those of the test.
 
     Those that are in neither the features nor the histories are taken as the model knows them, if it does.
@@ -783,7 +785,7 @@ def of_described(known: FittedModel, test: Any, ranking: Ranking, features: Any,
     return _counted(scores, known, found, found.pairs.nnz, ranking)
 
 
-def _measured(P: Tensor, Q: Tensor, truth: sp.csr_matrix, ranking: Ranking, **given: Any) -> Scores:
+def _measured(P: Tensor, Q: Tensor, truth: sp.csr_matrix, ranking: _Evaluation, **given: Any) -> Scores:
     """Metrics of rankings of the columns that are allowed; pairs of others count as left out."""
     lost = 0
     if (columns := ranking.allowed) is not None:
@@ -834,7 +836,7 @@ def _masked(matrix: sp.csr_matrix, rows: NDArray[np.bool_]) -> sp.csr_matrix:
     return sp.csr_matrix((matrix.data[kept], matrix.indices[kept], offsets), shape=matrix.shape)
 
 
-def _hint(known: FittedModel, found: Aligned, kept: int, ranking: Ranking) -> str:
+def _hint(known: FittedModel, found: Aligned, kept: int, ranking: _Evaluation) -> str:
     """How entities that are not known could be ranked, side by side; ``kept`` are the pairs with two known ids."""
     strange = found.total - found.unknown_right > kept or (found.example is not None and found.example[1] == 0)
     hints = []
@@ -850,7 +852,7 @@ def _hint(known: FittedModel, found: Aligned, kept: int, ranking: Ranking) -> st
     return ", ".join(hints)
 
 
-def _counted(scores: Scores, known: FittedModel, found: Aligned, kept: int, ranking: Ranking) -> Scores:
+def _counted(scores: Scores, known: FittedModel, found: Aligned, kept: int, ranking: _Evaluation) -> Scores:
     """Metrics with the counts of what they leave out; ``kept`` are the pairs with two known ids."""
     unknown_left = found.total - found.unknown_right - kept
     scores.left_out |= {
@@ -884,3 +886,127 @@ def pattern_of(matrix: sp.csr_matrix | None, shape: tuple[int, int] | None = Non
         return sp.csr_matrix(shape, dtype=np.float32)
     ones = np.ones(len(matrix.indices), dtype=np.float32)
     return sp.csr_matrix((ones, matrix.indices.copy(), matrix.indptr.copy()), shape=matrix.shape)
+
+
+def write_lists(
+    ids: Ids,
+    shape: tuple[int, int],
+    ranking: Ranking,
+    path: Path,
+    k: int,
+    device: torch.device,
+    fresh: bool,
+    progress: Callable[[int, int], object] | None,
+) -> int:
+    """Write the lists of all left entities to a table, from where an earlier run of the same was killed.
+
+    Args:
+        ids: of the left and right entities; None for row numbers.
+        shape: numbers of left and right entities.
+        ranking: their embeddings, and what is left out.
+        path: the table: .parquet, .csv or .tsv.
+        k: longest list.
+        device: where scores are made.
+        fresh: begin again if parts of an earlier run are there.
+        progress: called with the lists that are written and the number of all, after each part.
+
+    Returns:
+        The number of answers that this call wrote.
+    """
+    file = ListFile(path, ids, shape, k, _marks(ids, ranking))
+    with locked(path, name="path"):
+        done, answers = file.begin(fresh), 0
+        total, pending = file.lists, None
+        if progress is not None and done:
+            progress(min(done * file.rows, total), total)
+        with ThreadPoolExecutor(1, "gramtower-lists") as writer, explained(None):
+            for part, columns, values in _parts(_streamed(ranking, k, done, file.rows, device), file, done, k):
+                if pending is not None:
+                    answers += _written(pending, file, progress)
+                pending = part, writer.submit(file.write, part, columns, values)
+            if pending is not None:
+                answers += _written(pending, file, progress)
+        file.finish()
+    return answers
+
+
+def _written(pending: tuple[int, Future[int]], file: ListFile, progress: Callable[[int, int], object] | None) -> int:
+    part, future = pending
+    answers = future.result()
+    if progress is not None:
+        progress(min((part + 1) * file.rows, file.lists), file.lists)
+    return answers
+
+
+def _streamed(ranking: Ranking, k: int, done: int, rows: int, device: torch.device) -> Iterator[Lists]:
+    """Lists of all rows but those of the first parts, in order.
+
+    Each part has its own products: how scores are rounded depends on the number of rows, and a run that goes on after a
+    kill has to end in the same file as one that was not killed.
+    """
+    total, across = len(ranking.P), ranking.Q.to(device)
+    for start in range(done * rows, total, max(1, rows)):
+        stop = min(start + rows, total)
+        some = ranking if (start, stop) == (0, total) else ranking.rows(start, stop)
+        moved = some._replace(P=some.P.to(device), Q=across)
+        for begin, end, columns, values in moved.lists(k):
+            yield start + begin, start + end, columns, values
+
+
+def _parts(
+    lists: Iterator[Lists], file: ListFile, done: int, k: int
+) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.float32]]]:
+    """Lists as they come, by parts of the file; entities without a list have an empty one."""
+    part = done
+    columns, values = _empty(file, part, k)
+    for start, stop, found, scores in lists:
+        taken = 0
+        while taken < stop - start:
+            first = start + taken - part * file.rows
+            count = min(stop - start - taken, len(columns) - first)
+            columns[first : first + count, : found.shape[1]] = found[taken : taken + count]
+            values[first : first + count, : found.shape[1]] = scores[taken : taken + count]
+            taken += count
+            if first + count == len(columns):
+                yield part, columns, values
+                part += 1
+                columns, values = _empty(file, part, k)
+    while part < file.parts:  # there was nothing to choose from
+        yield part, columns, values
+        part += 1
+        columns, values = _empty(file, part, k)
+
+
+def _empty(file: ListFile, part: int, k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    rows = max(0, min(file.rows, file.lists - part * file.rows))
+    return np.full((rows, k), -1, np.int64), np.full((rows, k), -np.inf, np.float32)
+
+
+def _marks(ids: Ids, ranking: Ranking) -> dict[str, Any]:
+    """What the lists are of, by digests of all that they depend on."""
+    left, right = ids
+    out = ranking.exclude
+    return {
+        "left ids": _digest(left),
+        "right ids": _digest(right),
+        "left embeddings": _digest(ranking.P.numpy()),
+        "right embeddings": _digest(ranking.Q.numpy()),
+        "pairs left out": None if out is None else _digest(out.indptr, out.indices),
+        "right entities allowed": _digest(ranking.chosen),
+        "right entities denied": _digest(ranking.deny),
+    }
+
+
+def _digest(*arrays: NDArray[Any] | None) -> str | None:
+    """A digest of arrays; None of nothing."""
+    made = blake2b(digest_size=8)
+    for array in arrays:
+        if array is None:
+            return None
+        if array.dtype == object:
+            for key in array.tolist():
+                made.update(repr(key).encode() + b"\n")
+        else:
+            made.update(f"{array.dtype.str}{array.shape}".encode())
+            made.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return made.hexdigest()

@@ -28,32 +28,30 @@ from gramtower.distributed.partition import Shard, read_manifest
 from gramtower.engine.objective.cuda_graphs import return_memory
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
+from gramtower.model.feature_spec import GivenFeatures
 from gramtower.model.fit_data import FitData, hold_out, own_pairs, prepare_data, rejoined
 from gramtower.model.fit_parts import (
     auto_weights,
+    described_features,
+    grown_pairs,
     held_bytes,
     is_tiny,
     iterations,
+    least_budget,
     make_problem,
     make_towers,
     make_validation,
     over_ids,
     refined,
-)
-from gramtower.model.fitted import CANDIDATES, FittedModel, Selection, pattern_of
-from gramtower.model.given_features import GivenFeatures
-from gramtower.model.penalty_path import HOLDS, OBJECTIVE, HeldOut, select
-from gramtower.model.refinement import least_budget, move_expected_ids, with_feature_columns
-from gramtower.model.settings import ModelSettings
-from gramtower.model.side import Side, described
-from gramtower.model.unseen import Unseen, hold_out_entities
-from gramtower.model.warm_start import (
-    described_features,
-    grown_pairs,
     refuse_increment,
     sides_of,
     start_from_outputs,
 )
+from gramtower.model.fitted import CANDIDATES, FittedModel, Selection, pattern_of
+from gramtower.model.penalty_path import HOLDS, OBJECTIVE, HeldOut, select
+from gramtower.model.settings import ModelSettings
+from gramtower.model.side import Side, described
+from gramtower.model.unseen import Unseen, hold_out_entities, move_expected_ids, with_feature_columns
 from gramtower.optim.solvers import as_solver
 from gramtower.training.callbacks import Callback
 from gramtower.training.loop import minimize

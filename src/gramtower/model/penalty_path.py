@@ -20,7 +20,7 @@ has an id, and weights of left entities by degree^0.5 where features describe bo
 
 Where features are given next to ids, the path is that of ids. Then a fit of ids and one of both, at the best penalty,
 rank the held-out pairs: features take part in training if they gain two standard errors. Otherwise known entities are
-ranked as by ids, and features serve only to embed new ones (refinement.py).
+ranked as by ids, and features serve only to embed new ones (unseen.py).
 
 More pairs want a weaker penalty on embeddings: μ is multiplied by the share of pairs that was kept.
 From 5 million pairs on, a sample of the left entities is enough to choose by.
@@ -50,6 +50,7 @@ from gramtower.distributed.partition import Shard
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.parameters import Parameters
 from gramtower.model import defaults
+from gramtower.model.feature_spec import GivenFeatures
 from gramtower.model.fit_data import FitData, matrix_and_ids, prepare_data
 from gramtower.model.fit_parts import (
     is_tiny,
@@ -58,10 +59,9 @@ from gramtower.model.fit_parts import (
     make_towers,
     make_validation,
     over_ids,
+    refine,
 )
 from gramtower.model.fitted import Selection, Tried, short
-from gramtower.model.given_features import GivenFeatures
-from gramtower.model.refinement import refine
 from gramtower.model.settings import ModelSettings
 from gramtower.model.unseen import SIDES, Unseen, hold_out_entities
 from gramtower.optim.solvers import NewtonKron, as_solver

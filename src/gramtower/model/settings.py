@@ -267,7 +267,7 @@ class ModelSettings:
     scale_features: bool = _setting(
         True,
         """Bring features to a common scale. The scale is learned from the training data and kept in the model
-        (model/scaling.py); False uses features unchanged.""",
+        (model/feature_spec.py); False uses features unchanged.""",
         "model",
         shown="yes",
     )

@@ -1,4 +1,4 @@
-"""Validation on entities that are held out of a fit with all their pairs.
+"""Entities without pairs: validation on entities held out of a fit, and the id vectors expected of new ones.
 
     hold_out_entities(…)       the part to learn from, with features of its entities, and what is asked about the others
     Unseen.validator(…)        the metric of a point: their features through its towers, then ranked
@@ -16,8 +16,11 @@ tests/test_unseen.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from numbers import Real
 from typing import Any
 
@@ -25,22 +28,26 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from gramtower._util import checks as check
-from gramtower.data.features import Features, as_features
+from gramtower.data.features import Features, SparseBlock, as_features
 from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions
 from gramtower.data.splits import held_out
-from gramtower.distributed.group import current_group
+from gramtower.distributed.group import Group, current_group
 from gramtower.distributed.partition import Shard
-from gramtower.distributed.shards import Shards
+from gramtower.distributed.shards import Rows, Shards
+from gramtower.engine.kernels import select
 from gramtower.engine.objective.point import Point
+from gramtower.engine.towers.layers import InputLinear
+from gramtower.engine.towers.mlp import undrawn_towers
+from gramtower.engine.towers.parameters import Parameters
+from gramtower.engine.towers.towers import Towers
 from gramtower.metrics import Scores, evaluate_embeddings
 from gramtower.metrics.tally import deal, means_without
+from gramtower.model.feature_spec import GivenFeatures, TowerWidths
 from gramtower.model.fit_data import FitData, known_pairs, matrix_and_ids
-from gramtower.model.given_features import GivenFeatures
-from gramtower.model.refinement import ExpectedIds
 from gramtower.model.settings import ModelSettings
 from gramtower.training.checkpoint import features_text, sparse_digest
 
@@ -249,3 +256,227 @@ def _truth(test: Interactions, train: Interactions, axis: int, share: object) ->
     found = sp.csr_matrix((coo.data[known], (rows[known], columns[known])), shape=shape)
     found.sort_indices()
     return found
+
+
+RIDGE = 5.0  # penalty on B; feature rows have about length one, weights have mean one
+_STEPS, _TOLERANCE = 50, 1e-3  # of the conjugate gradient
+_HALVINGS = 4  # of the range of powers
+_BLOCK = 1 << 16  # rows of a product that are in memory at a time
+_ASKED, _PLACES, _SHARE = 256, 20, 0.2  # left entities and places of their lists, and the entities taken for new ones
+
+
+@dataclass(frozen=True, eq=False)
+class ExpectedIds:
+    """The regression of one side's id vectors on its features, which gives new entities the id vector expected of them.
+
+    Zero is a poor guess of a new entity's id vector z_j: what the features of popular entities say ends up in their own
+    vectors. A ridge regression over the trained entities with weights d_j predicts it,
+
+        z_j ≈ μ + Bᵀx_j        d_j = (number of pairs of entity j)^power for right entities, 1 for left ones
+
+    and the prediction moves within the first layer from the columns of ids to those of features and to the bias:
+
+        W_features += B,    bias += μ,    W_id[j] −= (μ + Bᵀx_j) / factor
+
+    The output for trained entities stays the same. The power is the largest from 0 to 1 with which new right entities
+    take no more than their share of lists; see :func:`_power`. Histories are no regressors, and μ = 0 without a bias.
+    Towers that begin with another layer than :class:`~gramtower.InputLinear` or share parameters stay as they are.
+
+    Attributes:
+        side: "left" or "right".
+        first: the number of the first column of ids.
+        factor: the entry of an id in its own column.
+        columns: the columns of tables and matrices.
+        rows: these columns of the local entities.
+        counts: the pairs of the local entities on the right, ones on the left.
+        place: the range of the local entities.
+        group: the processes.
+    """
+
+    side: str
+    first: int
+    factor: float
+    columns: Tensor
+    rows: sp.csr_matrix
+    counts: NDArray[np.float64]
+    place: Rows
+    group: Group
+
+    @classmethod
+    def of(cls, side: str, data: FitData) -> ExpectedIds | None:
+        """The regression for the data of a fit; None where the tower does not see ids next to something else.
+
+        All processes must call it together.
+        """
+        index = ("left", "right").index(side)
+        parts, place, group = data.inputs[index].parts, getattr(data.shards, side), data.shards.group
+        ends = np.cumsum([part.width for part in parts])
+        spans = [(part, np.arange(end - part.width, end)) for part, end in zip(parts, ends, strict=True)]
+        own = next(((part, span) for part, span in spans if part.kind == "id"), None)
+        if own is None or len(parts) == 1:
+            return None
+        columns = np.concatenate([span for part, span in spans if part.kind not in ("id", "history")] or [ends[:0]])
+        counts = np.ones(place.count)
+        if side == "right":
+            pairs = np.bincount(data.matrix.indices, minlength=place.total).astype(np.float64)
+            counts = place.local_rows("pairs", group.sum_(torch.from_numpy(pairs)).numpy())
+        rows = sp.csr_matrix(data.features[index])[:, columns]
+        return cls(side, int(own[1][0]), own[0].factor, torch.from_numpy(columns), rows, counts, place, group)
+
+    def weights(self, power: float, kept: NDArray[np.bool_] | None = None) -> Tensor:
+        """Weights of the local entities, zero where not ``kept``; their mean over all entities is one."""
+        d = np.where(self.counts > 0, self.counts, 0.0) ** power * (self.counts > 0)
+        d = d if kept is None else d * kept
+        (total,) = self.group.totals(float(d.sum()))
+        return torch.from_numpy(d * (self.place.total / max(total, 1e-30))).float()
+
+    def predict(self, weight: Tensor, d: Tensor, centred: bool) -> tuple[Tensor, Tensor]:
+        """μ and B for a first layer; μ is zero unless ``centred``. All processes must call it together."""
+        own = weight[self.first + self.place.first : self.first + self.place.stop]
+        diagonal = self.group.sum_(torch.from_numpy(self._squares @ d.numpy()).float()) + RIDGE
+        d, scale = d.to(own), diagonal.to(own)[:, None]
+        mean = self.factor * self.group.sum_(d @ own) / self.place.total if centred else torch.zeros_like(own[0])
+        R = own.new_zeros(len(self.columns), own.shape[1])
+        for rows, block in self._blocks(own):
+            target = d[rows, None] * (self.factor * own[rows] - mean)
+            select(own.device).right_sum(block.pattern, block.values, target, R)
+        B, R = torch.zeros_like(R), self.group.sum_(R)
+        wanted, tiny = _TOLERANCE * float(R.norm()), torch.finfo(R.dtype).tiny
+        P, rho = R / scale, (R * R / scale).sum(0)
+        for _ in range(_STEPS):  # conjugate gradient, each column of B by itself
+            if float(R.norm()) <= wanted:
+                break
+            AP = self._product(P, own, d)
+            step = rho / (P * AP).sum(0).clamp(min=tiny)
+            B += step * P
+            R -= step * AP
+            Z = R / scale
+            rho, before = (R * Z).sum(0), rho
+            P = Z + (rho / before.clamp(min=tiny)) * P
+        return self.group.copy_from_first_(mean), self.group.copy_from_first_(B)
+
+    def in_parameters(self, towers: Towers, parameters: Parameters, d: Tensor) -> Parameters:
+        """Parameters that embed entities without an id with the expected vector; trained ones they embed wrongly."""
+        if _first_layer(towers, self.side) is None:
+            return parameters
+        named, changed = towers.local_names(self.side), parameters.clone()
+        bias = changed[named["0.bias"]] if "0.bias" in named else None
+        self._add(changed[named["0.weight"]], bias, d)
+        return changed
+
+    def move_(self, layer: InputLinear, d: Tensor) -> None:
+        """Move the prediction within a first layer; its output for trained entities stays the same."""
+        mean, B = self._add(layer.weight, layer.bias, d)
+        own = mean.repeat(self.place.count, 1)
+        for rows, block in self._blocks(own):
+            select(own.device).left_sum(block.pattern, block.values, B, own[rows])
+        everyone = self.group.gather_rows(own, self.place.counts).wait()
+        layer.weight[self.first : self.first + self.place.total] -= everyone / self.factor
+
+    def _add(self, weight: Tensor, bias: Tensor | None, d: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the prediction to the columns of features and to the bias, in place; return μ and B."""
+        mean, B = self.predict(weight, d, bias is not None)
+        weight[self.columns.to(weight.device)] += B
+        if bias is not None:
+            bias += mean
+        return mean, B
+
+    def _product(self, P: Tensor, own: Tensor, d: Tensor) -> Tensor:
+        """(FᵀDF + RIDGE·I) P over the features F of all processes."""
+        found = torch.zeros_like(P)
+        for rows, block in self._blocks(own):
+            image = own.new_zeros(block.shape[0], P.shape[1])
+            select(own.device).left_sum(block.pattern, block.values, P, image)
+            select(own.device).right_sum(block.pattern, block.values, image.mul_(d[rows, None]), found)
+        return self.group.sum_(found).add_(P, alpha=RIDGE)
+
+    def _blocks(self, like: Tensor) -> Iterator[tuple[slice, SparseBlock]]:
+        """Ranges of local entities with their features; none where there are only ids and histories."""
+        for start in range(0, self.place.count if len(self.columns) else 0, _BLOCK):
+            rows = slice(start, min(start + _BLOCK, self.place.count))
+            block = self._features.block(rows.start, rows.stop, like.dtype, like.device)
+            assert isinstance(block, SparseBlock)
+            yield rows, block
+
+    @cached_property
+    def _features(self) -> Features:
+        return as_features(f"{self.side}_features", self.rows, self.place.count)
+
+    @cached_property
+    def _squares(self) -> sp.csr_matrix:
+        return sp.csr_matrix(self.rows.multiply(self.rows).T)
+
+
+@torch.no_grad()
+def move_expected_ids(towers: Towers, data: FitData, left: Tensor, right: Tensor) -> None:
+    """Let fitted towers embed entities without an id with the vector that is expected of them.
+
+    All processes must call it together.
+
+    Args:
+        towers: of both sides, changed in place.
+        data: that they were fitted on.
+        left: the embeddings of the local left entities.
+        right: the embeddings of all right entities.
+    """
+    towers.unbind()
+    for side in ("left", "right"):
+        layer = _first_layer(towers, side)
+        expected = None if layer is None else ExpectedIds.of(side, data)
+        if expected is not None and layer is not None:
+            power = 0.0 if side == "left" else _power(expected, towers, data, left, right)
+            expected.move_(layer, expected.weights(power))
+
+
+def with_feature_columns(towers: Towers, data: FitData) -> Towers:
+    """Return linear towers over ids with further columns, all zero, for the features next to the ids of ``data``."""
+    found = undrawn_towers(TowerWidths.of(*data.inputs), ((), ()), data.dim, data.activation).to(towers.device)
+    for side, inputs in zip(("left", "right"), data.inputs, strict=True):
+        table, wide = getattr(towers, side)[0].weight, getattr(found, side)[0].weight
+        first = sum(part.width for part in itertools.takewhile(lambda part: part.kind != "id", inputs.parts))
+        wide.data.zero_()[first : first + len(table)] = table.detach()
+    return found
+
+
+def _power(expected: ExpectedIds, towers: Towers, data: FitData, left: Tensor, right: Tensor) -> float:
+    """The largest power with which right entities taken for new ones fill no more than their share of lists."""
+    rng, place, group = np.random.default_rng(0), expected.place, expected.group
+    new = rng.random(place.total) < _SHARE
+    here, parameters = new[place.first : place.stop], towers.parameters()
+    known = sp.csr_matrix(data.features[1])[here]
+    ids = np.ones(known.shape[1], dtype=np.float32)
+    ids[expected.first : expected.first + place.total] = 0
+    unnamed = as_features("right_features", sp.csr_matrix(known @ sp.diags(ids)), known.shape[0])
+    counts = [int(new[a:b].sum()) for a, b in pairwise(place.bounds)]
+    asked = np.sort(rng.permutation(data.shards.left.total)[:_ASKED])
+    asked = data.shards.left.local(torch.from_numpy(asked)).numpy()
+    seen = sp.csr_matrix(data.matrix[asked])
+    k, mask, Q = min(_PLACES, -(-place.total // 10)), torch.from_numpy(new), right.clone()
+    seen_rows, seen_columns = seen.nonzero()
+    old = ~new[seen_columns]  # nobody has seen a new entity
+
+    def fits(power: float) -> bool:
+        changed = expected.in_parameters(towers, parameters, expected.weights(power, ~here))
+        Q[mask] = group.gather_rows(towers.embed("right", unnamed, changed).to(Q), counts).wait()
+        scores = left[torch.from_numpy(asked)] @ Q.T
+        scores[seen_rows[old], seen_columns[old]] = -torch.inf
+        taken = mask[scores.topk(k, 1).indices]
+        places, those = group.totals(float(taken.numel()), float(taken.sum()))
+        return bool(those <= new.mean() * places)
+
+    if not new.any() or fits(1.0):
+        return 1.0
+    least, most = 0.0, 1.0
+    for _ in range(_HALVINGS):
+        middle = (least + most) / 2
+        least, most = (middle, most) if fits(middle) else (least, middle)
+    return least
+
+
+def _first_layer(towers: Towers, side: str) -> InputLinear | None:
+    """The first layer of a tower if it is a trained :class:`InputLinear` of that tower only; otherwise None."""
+    module = towers.left if side == "left" else towers.right
+    layer = module[0] if isinstance(module, nn.Sequential) and len(module) else None
+    if not isinstance(layer, InputLinear) or towers.share_parameters:
+        return None
+    return layer if all(parameter.requires_grad for parameter in layer.parameters()) else None
