@@ -159,3 +159,12 @@ def test_after_an_interrupt_anywhere_in_it_a_thread_can_use_the_other_precision(
     thread.join(60)
     assert not thread.is_alive()
     assert len(lines) > 10
+
+
+def test_a_thread_that_ended_inside_keeps_nobody_waiting(matmul):
+    held = [products_in("tf32")]
+    for target in (held[0].__enter__, lambda: held.append(products_in("float32").__enter__())):
+        thread = threading.Thread(target=target, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()

@@ -148,7 +148,8 @@ def _enter(precision: str) -> None:
     """Wait until no other thread uses the other precision, and set this one."""
     with _turn:
         _users.pop(threading.get_ident(), None)  # is there if the thread was interrupted while it left
-        _turn.wait_for(lambda: set(_users.values()) <= {precision})
+        while not set(_live_users().values()) <= {precision}:
+            _turn.wait(1.0)  # a thread that dies in its block notifies nobody
         if not _users:
             _stack.close()
             _stack.enter_context(_set_to(precision))
@@ -159,9 +160,16 @@ def _leave() -> None:
     """Restore the setting if no other thread needs it."""
     with _turn:
         _users.pop(threading.get_ident(), None)
-        if not _users:
+        if not _live_users():
             _stack.close()
             _turn.notify_all()
+
+
+def _live_users() -> dict[int, str]:
+    """Forget threads that ended without leaving their block, and return the others."""
+    for ended in _users.keys() - sys._current_frames().keys():
+        del _users[ended]
+    return _users
 
 
 @contextmanager
