@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +110,7 @@ def path(name: str, value: object) -> Path:
     return Path(value)
 
 
-def listed(name: str, value: Any, what: str = "values") -> list[Any]:
+def listed(name: str, value: object, what: str = "values") -> list[Any]:
     """The elements of a one-dimensional sequence; strings and 2-D arrays are refused."""
     import torch  # here, so that the help of the command line does without it
 
@@ -122,7 +122,7 @@ def listed(name: str, value: Any, what: str = "values") -> list[Any]:
     return value.tolist() if isinstance(value, (np.ndarray, torch.Tensor)) else list(value)
 
 
-def ids(name: str, value: Any) -> list[Any]:
+def ids(name: str, value: object) -> list[Any]:
     """A list of ids, from one id or a sequence."""
     found = [value] if isinstance(value, (str, int, np.integer)) else listed(name, value, "ids")
     for one in found:
@@ -139,7 +139,7 @@ def functions(name: str, value: object) -> list[Any]:
     return listed
 
 
-def as_array(name: str, value: Any, expected: str) -> NDArray[Any]:
+def as_array(name: str, value: object, expected: str) -> NDArray[Any]:
     """Convert a dense tensor or a sequence to a numpy array."""
     import torch
 
@@ -154,7 +154,7 @@ def as_array(name: str, value: Any, expected: str) -> NDArray[Any]:
         fail(name, type(value).__name__, expected)
 
 
-def as_float_array(name: str, value: Any) -> NDArray[Any]:
+def as_float_array(name: str, value: object) -> NDArray[np.floating]:
     """Convert to a float array; float32 and float64 are kept, other real numbers become float64."""
     expected = "an array of real numbers"
     array = as_array(name, value, expected)
@@ -163,7 +163,7 @@ def as_float_array(name: str, value: Any) -> NDArray[Any]:
     return array if array.dtype in (np.float32, np.float64) else array.astype(np.float64)
 
 
-def finite(name: str, array: NDArray[Any]) -> None:
+def finite(name: str, array: NDArray[np.number]) -> None:
     """Refuse NaN and infinity; the error names the first position."""
     if array.size and np.isfinite(array.min()) and np.isfinite(array.max()):  # a NaN is both; without a new array
         return
@@ -174,7 +174,7 @@ def finite(name: str, array: NDArray[Any]) -> None:
         fail(name, f"{array[place]} at {at} ({int(bad.sum())} non-finite in all)", "finite numbers")
 
 
-def fits(name: str, value: Any, dtype: torch.dtype) -> None:
+def fits(name: str, value: ArrayLike, dtype: torch.dtype) -> None:
     """Refuse finite numbers that are too large for a dtype; the error names the first."""
     import torch
 
@@ -186,7 +186,7 @@ def fits(name: str, value: Any, dtype: torch.dtype) -> None:
         fail(name, f"{array[place]:g}{at}", f"numbers of at most {most:.2g} with towers in {kind}")
 
 
-def weights(name: str, value: Any, length: int) -> NDArray[Any] | None:
+def weights(name: str, value: object, length: int) -> NDArray[np.floating] | None:
     """Entity weights: None for all ones, or finite non-negative numbers, one for each entity."""
     if value is None:
         return None

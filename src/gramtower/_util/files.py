@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -68,12 +68,12 @@ def write_text(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8", errors="surrogateescape")
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Write a JSON object atomically; :func:`plain` converts other values."""
     write_text(path, json.dumps(plain(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Convert values for JSON: non-finite numbers become None, arrays lists, and other objects text."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}

@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
-from typing import Any
 
 _CARD = "border:1px solid rgba(128,128,128,.45);border-radius:4px;padding:.5em .8em;display:inline-block;max-width:100%"
 _CELL = "padding:.1em .8em .1em 0;text-align:left;background:none;border:none"
@@ -86,7 +85,7 @@ def facts(named: Mapping[str, object]) -> str:
     return table((), named.items())
 
 
-def listing(name: str, values: Mapping[str, Any]) -> str:
+def listing(name: str, values: Mapping[str, object]) -> str:
     """Return names and values of any length as preformatted lines below a name."""
     lines = [f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items()]
     return (f"<p>{escape(name)}</p>" if name else "") + f"<pre>{escape(chr(10).join(lines))}</pre>"
@@ -138,7 +137,7 @@ def card(title: str, *parts: str) -> str:
     return f'<div style="{_CARD}"><strong>{escape(title)}</strong>{styled}</div>'
 
 
-def document(title: str, body: Iterable[str], data: Mapping[str, Any] | None = None, script: str = "") -> str:
+def document(title: str, body: Iterable[str], data: Mapping[str, object] | None = None, script: str = "") -> str:
     """Return a page that needs no other file.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from types import ModuleType
 
 #: Import name of a package → the extra that installs it.
 EXTRAS = {
@@ -44,7 +44,7 @@ def missing(what: str, package: str, error: ImportError | None = None) -> Import
     return ImportError(f"{what} needs {package}, which {why}: {install_line(package)}", name=package)
 
 
-def need(module: str, what: str, package: str | None = None) -> Any:
+def need(module: str, what: str, package: str | None = None) -> ModuleType:
     """Import a module of an optional package."""
     try:
         return importlib.import_module(module)

@@ -35,7 +35,7 @@ class Damaged(ValueError):
     """A file that differs from what was written, or is of another kind."""
 
 
-def write(path: Path, kind: str, version: int, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def write(path: Path, kind: str, version: int, header: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
     """Write JSON and tensors; the file at ``path`` is replaced atomically."""
     from safetensors.torch import save_file
 
@@ -161,14 +161,14 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _seal(kind: str, version: int, content: Mapping[str, Any]) -> str:
+def _seal(kind: str, version: int, content: Mapping[str, object]) -> str:
     return str(zlib.crc32(json.dumps([kind, version, content], sort_keys=True).encode()))
 
 
 def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     """Parse a JSON object without repeated keys."""
 
-    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
         if len(found) < len(pairs):
             raise Damaged(f"{path}: a key of its JSON occurs twice")

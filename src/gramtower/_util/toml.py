@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from gramtower._util.files import write_text
 
 
-def write_config(path: Path, tables: dict[str, dict[str, Any]], comment: str) -> None:
+def write_config(path: Path, tables: Mapping[str, Mapping[str, object]], comment: str) -> None:
     """Write settings as a TOML file with the names of the flags; None is left out."""
     write_text(path, config_text(tables, comment))
 
 
-def config_text(tables: dict[str, dict[str, Any]], comment: str) -> str:
+def config_text(tables: Mapping[str, Mapping[str, object]], comment: str) -> str:
     """Return the text of such a file."""
     lines = [f"# {comment}"]
     for name, table in tables.items():

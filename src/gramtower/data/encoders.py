@@ -263,7 +263,7 @@ def to_plain(encoder: Encoder) -> dict[str, Any]:
     return {"kind": encoder.kind, **asdict(encoder)}
 
 
-def from_plain(plain: dict[str, Any]) -> Encoder:
+def from_plain(plain: dict[str, object]) -> Encoder:
     """Rebuild the encoder that :func:`to_plain` wrote."""
     fields = dict(plain)
     kind = check.choice("kind", fields.pop("kind", None), tuple(_KINDS))
@@ -313,7 +313,7 @@ def _places(texts: Series, values: Sequence[str]) -> NDArray[np.int64]:
     return np.asarray(found.to_numpy())
 
 
-def _ones(rows: NDArray[Any], places: NDArray[Any], height: int, width: int) -> sp.csr_matrix:
+def _ones(rows: NDArray[np.int64], places: NDArray[np.int64], height: int, width: int) -> sp.csr_matrix:
     """1 at (row, place) for every place that is not -1."""
     present = places >= 0
     entries = (np.ones(int(present.sum()), np.float32), (rows[present], places[present]))
@@ -323,7 +323,7 @@ def _ones(rows: NDArray[Any], places: NDArray[Any], height: int, width: int) -> 
     return matrix
 
 
-def _exploded(column: Series, separator: str) -> tuple[NDArray[Any], Series]:
+def _exploded(column: Series, separator: str) -> tuple[NDArray[np.int64], Series]:
     """Row and text of every element; blanks around elements and empty elements are left out."""
     pl = frames.polars()
     if column.dtype == pl.List:

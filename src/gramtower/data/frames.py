@@ -10,6 +10,7 @@ import io
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, Union, cast
 
 import numpy as np
@@ -21,7 +22,10 @@ from gramtower.data import sources
 from gramtower.data.sources import BOM, PACKED, existing, reading
 
 if TYPE_CHECKING:
-    from polars import DataFrame, LazyFrame, Series
+    import pandas as pd
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from polars import DataFrame, DataType, LazyFrame, Series
 
 
 Column = str | int  # by name, or by position from 0
@@ -39,12 +43,12 @@ _EXPLAINED = 1 << 26  # bytes of a file that is searched for its first fault
 Choice = tuple[str, Column]  # an argument, for errors, and the column it chose
 
 
-def polars() -> Any:
+def polars() -> ModuleType:
     """The polars module, or an error that says how to get it."""
     return need("polars", "reading tables")
 
 
-def arrow() -> Any:
+def arrow() -> ModuleType:
     """The pyarrow module with its Parquet reader, or an error that says how to get it."""
     need("pyarrow.parquet", "reading Parquet files")
     return need("pyarrow", "reading Parquet files")
@@ -225,7 +229,7 @@ def _fault(given: Path | bytes, separator: str, quote: str | None, comment: str 
 
 
 @contextmanager
-def parquet_file(label: str, path: Path, texts: Sequence[str] = ()) -> Iterator[Any]:
+def parquet_file(label: str, path: Path, texts: Sequence[str] = ()) -> Iterator[pq.ParquetFile]:
     """Open a Parquet file with pyarrow; errors of the file name it.
 
     pyarrow raises where polars, on some damaged files, ends the process ("memory allocation of … bytes failed"). Do not
@@ -244,28 +248,30 @@ def parquet_file(label: str, path: Path, texts: Sequence[str] = ()) -> Iterator[
         check.fail(label, f"{path}, which cannot be read ({reason})", "a Parquet file")
 
 
-def parquet_batches(file: Any, names: Sequence[str], rows: int, threads: bool = False) -> Iterator[Any]:
+def parquet_batches(
+    file: pq.ParquetFile, names: Sequence[str], rows: int, threads: bool = False
+) -> Iterator[pa.RecordBatch]:
     """Yield the batches of some columns of an open Parquet file, checked so that their buffers can be trusted."""
     for batch in file.iter_batches(rows, columns=list(dict.fromkeys(names)), use_threads=threads):
         batch.validate(full=True)
         yield batch
 
 
-def as_series(name: str, array: Any) -> Series:
+def as_series(name: str, array: pa.Array) -> Series:
     """An Arrow array as a polars column."""
     return cast("Series", polars().from_arrow(array)).alias(name)
 
 
-def polars_type(kind: Any) -> Any:
+def polars_type(kind: pa.DataType) -> DataType:
     """The polars type of an Arrow type; Unknown if there is none."""
     pl, pa = polars(), arrow()
     try:
         return as_series("", pa.array([], kind)).dtype
     except (TypeError, ValueError, NotImplementedError, pl.exceptions.PolarsError, pa.ArrowException):
-        return pl.Unknown()
+        return cast("DataType", pl.Unknown())
 
 
-def is_text(kind: Any) -> bool:
+def is_text(kind: DataType) -> bool:
     """Whether a polars type is text."""
     pl = polars()
     return kind.base_type() in (pl.String, pl.Categorical, pl.Enum)  # a categorical type of a file is not equal to all
@@ -295,7 +301,7 @@ def read_parquet(path: Path, choices: Sequence[Choice] | None, label: str = "pat
         return [made[name] for name in names]
 
 
-def _decoded(name: str, array: Any) -> Series:
+def _decoded(name: str, array: pa.Array) -> Series:
     """A column of a batch; text stored as codes shares the memory of its distinct texts."""
     if not hasattr(array, "dictionary"):
         return as_series(name, array)
@@ -345,7 +351,7 @@ def as_frame(name: str, value: TableLike, columns: Set[str] | None = None) -> Da
     check.fail(name, type(value).__name__, "a polars, pandas or pyarrow table, or a mapping of columns")
 
 
-def _from_pandas(value: Any, columns: Set[str] | None) -> DataFrame:
+def _from_pandas(value: pd.DataFrame, columns: Set[str] | None) -> DataFrame:
     """Convert column by column, because polars needs pyarrow for text in pandas and that may be absent."""
     pl = polars()
     made = []
@@ -364,7 +370,7 @@ def _from_pandas(value: Any, columns: Set[str] | None) -> DataFrame:
     return table
 
 
-def _from_cells(name: str, cells: list[Any]) -> Series:
+def _from_cells(name: str, cells: list[object]) -> Series:
     """A column of Python values; of dtype Object if polars has no type for them."""
     pl = polars()
     if len({type(cell) for cell in cells if cell is not None}) > 1:

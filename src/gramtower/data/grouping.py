@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import scipy.sparse as sp
@@ -34,6 +34,8 @@ from gramtower._util import host
 from gramtower._util.compiled import compiled
 from gramtower._util.torch_runtime import parallel_for
 
+Kind = TypeVar("Kind", bound=np.generic)
+Numbers = dict[str, NDArray[Any]]  # float32 or float64 by name
 _BUCKETS = 256
 _NUMBERS = ("value", "weight", "time")
 _RULES = {"max": 0, "error": 0, "sum": 1, "first": 2, "last": 3}
@@ -45,7 +47,7 @@ class Piece:
 
     left: NDArray[np.int32]  # left row numbers, or marks of them; int32
     right: NDArray[np.int32]  # the same of columns
-    numbers: dict[str, NDArray[Any]]  # "value", "weight" and "time" where there are any, as many
+    numbers: Numbers  # "value", "weight" and "time" where there are any, as many
 
 
 def group(
@@ -76,8 +78,8 @@ def group(
 
 
 def _to_buckets(
-    pieces: list[Piece], rows: int, shift: int, rule: str, renumber: tuple[NDArray[Any], NDArray[Any]] | None
-) -> tuple[NDArray[np.int32], NDArray[np.int32], dict[str, NDArray[Any]], NDArray[np.int64]]:
+    pieces: list[Piece], rows: int, shift: int, rule: str, renumber: tuple[NDArray[np.int32], NDArray[np.int32]] | None
+) -> tuple[NDArray[np.int32], NDArray[np.int32], Numbers, NDArray[np.int64]]:
     """Left rows, columns and numbers of all pieces, bucket after bucket, and where each bucket begins."""
     left_rows, columns = renumber or (np.empty(0, np.int32), np.empty(0, np.int32))
     starts = _count(pieces, shift, ((rows - 1) >> shift) + 1, left_rows)
@@ -103,7 +105,7 @@ def _to_buckets(
 def _in_order(
     left: NDArray[np.int32],
     right: NDArray[np.int32],
-    numbers: dict[str, NDArray[Any]],
+    numbers: Numbers,
     bounds: NDArray[np.int64],
     rows: int,
     shift: int,
@@ -130,7 +132,7 @@ def _in_order(
     return counts, sizes
 
 
-def _dtype(rule: str) -> np.dtype[Any]:
+def _dtype(rule: str) -> np.dtype[np.floating]:
     """Of values and weights on the way: sums are rounded once, at the end; what is chosen may be rounded before."""
     return np.dtype(np.float64 if rule == "sum" else np.float32)
 
@@ -149,7 +151,7 @@ def _count(pieces: Sequence[Piece], shift: int, buckets: int, renumber: NDArray[
     return starts
 
 
-def _compact(array: NDArray[Any], bounds: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[Any]:
+def _compact(array: NDArray[Kind], bounds: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[Kind]:
     """The first ``sizes`` of each bucket, one after the other, in place."""
     total = int(sizes.sum())
     if total == len(array):
@@ -286,7 +288,7 @@ _COLUMN_BUCKETS = 256  # more of them write to more pages at a time than the pro
 
 def by_column(
     offsets: NDArray[np.int64], columns: NDArray[np.int32], width: int
-) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
+) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.integer]]:
     """Offsets of the columns, and of each entry in their order the row and the position in row order."""
     total, rows_count = len(columns), len(offsets) - 1
     shift = max(0, (width - 1).bit_length() - (_COLUMN_BUCKETS - 1).bit_length())
@@ -305,7 +307,7 @@ def by_column(
     starts = np.ascontiguousarray((np.cumsum(flat) - flat).reshape(buckets, -1).T)
     bounds = np.append(starts[0], total)
     key, row = np.empty(total, np.int32), np.empty(total, np.int32)
-    position = np.empty(total, np.int32 if total < 2**31 else np.int64)
+    position: NDArray[np.integer] = np.empty(total, np.int32 if total < 2**31 else np.int64)
 
     def move(first: int, last: int) -> None:
         for b in range(first, last):

@@ -21,10 +21,10 @@ from __future__ import annotations
 import itertools
 import re
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 
 Key = int | str
+Ids: TypeAlias = NDArray[np.int64 | np.object_]  # whole numbers, or text
 IdsLike = Key | Iterable[Key]  # one id, or a list, array or column of ids
 _CHUNK = 1 << 16  # codes renumbered at a time, so that what numpy makes of them on the way stays in cache
 _EXACT = 2**53  # floats beyond are not all the whole numbers there are
@@ -54,7 +55,7 @@ class Coded:
     names: Callable[[NDArray[Any]], NDArray[Any]]  # the ids at some places of the column
 
 
-def by_appearance(codes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+def by_appearance(codes: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
     """Renumber non-negative codes 0, 1, … by first appearance; also returns the place where each appears first."""
     total = len(codes)
     index = np.int32 if total < 2**31 - 1 else np.int64
@@ -114,11 +115,11 @@ def _coded_numbers(values: NDArray[np.int64], missing: NDArray[np.bool_] | None)
     return Coded(codes, lambda places: values[places])
 
 
-def code_values(name: str, values: Any) -> Coded:
+def code_values(name: str, values: Iterable[object]) -> Coded:
     """Codes of any sequence of ids."""
     ids, missing = id_array(name, values)
     if ids.dtype != object:
-        return _coded_numbers(ids, missing)
+        return _coded_numbers(ids.astype(np.int64, copy=False), missing)
     known: dict[str, int] = {}
     numbered = (-1 if text is None else known.setdefault(text, len(known)) for text in ids.tolist())
     codes = np.fromiter(numbered, dtype=np.int64, count=len(ids))
@@ -161,7 +162,7 @@ def _from_objects(name: str, column: pl.Series) -> pl.Series:
     return made
 
 
-def id_array(name: str, values: Any) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
+def id_array(name: str, values: object) -> tuple[Ids, NDArray[np.bool_] | None]:
     """Convert ids to an int64 or object array, with a mask of the missing ones (None if there are none)."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         check.fail(name, type(values).__name__, "a sequence of ids")
@@ -189,7 +190,7 @@ def id_array(name: str, values: Any) -> tuple[NDArray[Any], NDArray[np.bool_] | 
     return np.array([_in_range(name, key or 0) for key in keys], dtype=np.int64), missing
 
 
-def integers(name: str, values: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
+def integers(name: str, values: NDArray[np.number]) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
     """An array of numbers as whole numbers, and a mask of missing ones (None if there are none)."""
     if values.dtype.kind != "f":
         if values.dtype == np.uint64 and len(values):
@@ -203,14 +204,14 @@ def integers(name: str, values: NDArray[Any]) -> tuple[NDArray[np.int64], NDArra
     return filled.astype(np.int64), missing if missing.any() else None
 
 
-def is_missing(cell: Any) -> bool:
+def is_missing(cell: object) -> bool:
     """Whether a cell is None, NaN, or pandas' NA or NaT."""
     if isinstance(cell, (float, np.floating)):
         return bool(cell != cell)
     return cell is None or type(cell).__name__ in ("NAType", "NaTType")
 
 
-def key_of(name: str, cell: Any) -> Key:
+def key_of(name: str, cell: object) -> Key:
     """Convert one id to text or a whole number (7.0 is 7)."""
     if isinstance(cell, str):
         return str(cell)
@@ -239,7 +240,7 @@ def _check_unicode(name: str, texts: Iterable[str]) -> None:
             check.fail(name, ascii(text), "text that UTF-8 can write")
 
 
-def as_ids(name: str, values: Any) -> NDArray[Any]:
+def as_ids(name: str, values: object) -> Ids:
     """Convert ids and check that they are distinct and none is missing."""
     ids, missing = id_array(name, values)
     if missing is not None:
@@ -252,7 +253,7 @@ def as_ids(name: str, values: Any) -> NDArray[Any]:
     return ids
 
 
-def as_objects(texts: list[Any]) -> NDArray[np.object_]:
+def as_objects(texts: Sequence[object]) -> NDArray[np.object_]:
     """Convert a list to a one-dimensional object array."""
     result = np.empty(len(texts), dtype=object)
     result[:] = texts
@@ -263,7 +264,7 @@ _NUMBER = re.compile(r"0|-?[1-9][0-9]*")  # whole numbers as Python writes them
 _NAMED = 3  # unknown ids that an error names
 
 
-def index_of(ids: NDArray[Any]) -> dict[Key, int]:
+def index_of(ids: Ids) -> dict[Key, int]:
     """Map each id to its row."""
     return {key: row for row, key in enumerate(ids.tolist())}
 
@@ -279,7 +280,7 @@ def rows_of(name: str, ids: IdsLike, index: Mapping[Key, int], expected: str | N
     return np.fromiter((index[key] for key in keys), dtype=np.int64, count=len(keys))
 
 
-def join(ids: NDArray[Any], index: Mapping[Key, int]) -> NDArray[np.int64]:
+def join(ids: Ids, index: Mapping[Key, int]) -> NDArray[np.int64]:
     """Match ids with rows, −1 for unknown ids; a number and its decimal text are the same id."""
     keys = ids.tolist()
     if keys and index and isinstance(keys[0], str) != _is_text(index):
@@ -287,7 +288,7 @@ def join(ids: NDArray[Any], index: Mapping[Key, int]) -> NDArray[np.int64]:
     return np.fromiter((index.get(key, -1) for key in keys), dtype=np.int64, count=len(keys))
 
 
-def as_known(texts: Iterable[str], ids: NDArray[Any] | None) -> list[Key]:
+def as_known(texts: Iterable[str], ids: Ids | None) -> list[Key]:
     """Convert text from a command line to the type of the known ids; None means row numbers."""
     numbers = ids is None or ids.dtype.kind == "i"
     return [_number(text) if numbers else text for text in texts]
@@ -318,7 +319,7 @@ def _hint(key: Key, index: Mapping[Key, int]) -> str:
     return f" (nearest: {', '.join(map(repr, close))})" if close else ""
 
 
-def pack_ids(ids: NDArray[Any] | None) -> dict[str, Tensor]:
+def pack_ids(ids: Ids | None) -> dict[str, Tensor]:
     """Ids as tensors: ``numbers``, or one block of UTF-8 ``text`` with ``offsets``; empty for None."""
     if ids is None:
         return {}
@@ -331,7 +332,7 @@ def pack_ids(ids: NDArray[Any] | None) -> dict[str, Tensor]:
     return {"text": torch.from_numpy(text), "offsets": torch.from_numpy(offsets)}
 
 
-def unpack_ids(tensors: Mapping[str, Tensor], prefix: str = "") -> NDArray[Any] | None:
+def unpack_ids(tensors: Mapping[str, Tensor], prefix: str = "") -> Ids | None:
     """Rebuild ids from the tensors of pack_ids, whose names have a prefix; None if there are none."""
     found = {name: tensors[prefix + name] for name in ("numbers", "text", "offsets") if prefix + name in tensors}
     if not found:
@@ -350,7 +351,7 @@ def unpack_ids(tensors: Mapping[str, Tensor], prefix: str = "") -> NDArray[Any] 
     return ids
 
 
-def _texts(prefix: str, text: Tensor, offsets: Tensor) -> NDArray[Any]:
+def _texts(prefix: str, text: Tensor, offsets: Tensor) -> NDArray[np.object_]:
     bounds = offsets.numpy()
     if not len(bounds) or bounds[0] != 0 or bounds[-1] != len(text) or (bounds[1:] < bounds[:-1]).any():
         check.fail(f"ids: {prefix}offsets", f"{len(bounds)} offsets", f"offsets that rise from 0 to {len(text)}")
@@ -367,7 +368,7 @@ def _texts(prefix: str, text: Tensor, offsets: Tensor) -> NDArray[Any]:
 _MOMENT = "a number, a date, a datetime, or text such as 2020-01-31 or 2020-01-31T12:00:00+01:00"
 
 
-def moment(name: str, value: Any) -> float:
+def moment(name: str, value: object) -> float:
     """Convert a number, date, datetime or ISO 8601 text to seconds since 1970 (UTC)."""
     if isinstance(value, str):
         try:
@@ -385,7 +386,7 @@ def moment(name: str, value: Any) -> float:
     return check.number(name, value)
 
 
-def moments(name: str, values: Any) -> NDArray[np.float64]:
+def moments(name: str, values: object) -> NDArray[np.float64]:
     """Convert a sequence of times to seconds since 1970 (UTC); NaN where one is missing."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         check.fail(name, type(values).__name__, "a sequence of times")
@@ -400,7 +401,7 @@ def moments(name: str, values: Any) -> NDArray[np.float64]:
     return np.array([np.nan if no else moment(name, cell) for cell, no in zip(array, gone, strict=True)])
 
 
-def _of_datetime64(array: NDArray[Any]) -> NDArray[np.float64]:
+def _of_datetime64(array: NDArray[np.datetime64]) -> NDArray[np.float64]:
     seconds = array.astype("datetime64[s]")  # whole seconds apart from the rest, which nanoseconds would overflow with
     rest = (array - seconds) / np.timedelta64(1, "s")
     found = seconds.astype(np.int64) + rest

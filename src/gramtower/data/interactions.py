@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import EllipsisType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -20,6 +21,7 @@ from gramtower._util import html as html
 from gramtower.data import frames
 from gramtower.data.frames import Choice, Column, TableLike
 from gramtower.data.ids import (
+    Ids,
     IdsLike,
     Key,
     as_ids,
@@ -219,12 +221,12 @@ class Interactions:
     @classmethod
     def from_arrays(
         cls,
-        left: Iterable[Any],
-        right: Iterable[Any],
+        left: Iterable[object],
+        right: Iterable[object],
         *,
         value: ArrayLike | None = None,
         weight: ArrayLike | None = None,
-        time: Iterable[Any] | None = None,
+        time: Iterable[object] | None = None,
         threshold: float | None = None,
         labels: bool = False,
         duplicates: str = "max",
@@ -422,7 +424,7 @@ class PairSamples:
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def __getitem__(self, places: Any) -> PairSamples:
+    def __getitem__(self, places: ArrayLike | slice | tuple[ArrayLike | slice, EllipsisType]) -> PairSamples:
         """Select pairs by a mask, positions or a slice; scikit-learn adds an ellipsis for further axes."""
         if isinstance(places, tuple) and len(places) == 2 and places[1] is Ellipsis:
             places = places[0]
@@ -441,7 +443,7 @@ class PairSamples:
 PairsLike: TypeAlias = Interactions | PairSamples | SparseMatrix | TableLike  # what estimators accept as observed pairs
 
 
-def pairs_of(given: PairsLike) -> Any:
+def pairs_of(given: PairsLike) -> Interactions | SparseMatrix | TableLike:
     """Unwrap PairSamples; anything else is returned unchanged."""
     return given.pairs if isinstance(given, PairSamples) else given
 
@@ -487,13 +489,11 @@ def union(known: Interactions, more: Interactions, name: str = "more", add_new: 
     )  # fmt: skip
 
 
-def _keys(rows: NDArray[Any], columns: NDArray[Any], shape: tuple[int, int]) -> NDArray[np.int64]:
+def _keys(rows: NDArray[np.integer], columns: NDArray[np.integer], shape: tuple[int, int]) -> NDArray[np.int64]:
     return np.asarray(rows.astype(np.int64) * shape[1] + columns)
 
 
-def _places(
-    name: str, known: NDArray[Any], given: NDArray[Any], add_new: bool
-) -> tuple[NDArray[np.int64], NDArray[Any]]:
+def _places(name: str, known: Ids, given: Ids, add_new: bool) -> tuple[NDArray[np.int64], Ids]:
     """The row of each given id, with new ids after the known ones, and all ids."""
     places = join(given, index_of(known)) if len(known) else np.full(len(given), -1, dtype=np.int64)
     new = places < 0

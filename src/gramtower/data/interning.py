@@ -14,15 +14,16 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gramtower._util import host
 from gramtower._util.compiled import compiled
-from gramtower.data.ids import as_objects
+from gramtower.data.ids import Ids, as_objects
 
+Kind = TypeVar("Kind", bound=np.generic)
 SHARDS = 16
 _BITS = 4  # of a hash say which shard
 _LEAST = 1 << 10  # slots
@@ -80,7 +81,7 @@ class Table:
         return sum(shard.count for shard in self._shards)
 
     def add_texts(
-        self, data: NDArray[np.uint8], lengths: NDArray[Any], places: NDArray[np.int64], turn: int = 0
+        self, data: NDArray[np.uint8], lengths: NDArray[np.int64], places: NDArray[np.int64], turn: int = 0
     ) -> NDArray[np.int32]:
         """The marks of texts, new ones included.
 
@@ -136,9 +137,9 @@ class Table:
         numbers[marks] = np.arange(len(marks), dtype=np.int32)
         return numbers
 
-    def names(self, numbers: NDArray[np.int32]) -> NDArray[Any]:
+    def names(self, numbers: NDArray[np.int32]) -> Ids:
         """The ids in order of first appearance, given what :meth:`finish` returned; empties the table."""
-        names: NDArray[Any] = np.empty(len(self), object if self.text else np.int64)
+        names: Ids = np.empty(len(self), object if self.text else np.int64)
         for number, shard in enumerate(self._shards):
             rows = numbers[number : shard.count * SHARDS : SHARDS]
             names[rows] = as_objects(shard.texts()) if self.text else shard.keys[: shard.count]
@@ -150,7 +151,7 @@ def _turns(turn: int) -> list[int]:
     return [(turn + step) % SHARDS for step in range(SHARDS)]
 
 
-def _grown(array: NDArray[Any], size: int) -> NDArray[Any]:
+def _grown(array: NDArray[Kind], size: int) -> NDArray[Kind]:
     """The same numbers in an array of at least ``size``."""
     larger = host.own_pages(max(size, len(array) + len(array) // 4), array.dtype)
     larger[: len(array)] = array
@@ -163,7 +164,7 @@ def _by_shard(hashes: NDArray[np.uint64], places: NDArray[np.int64]) -> tuple[ND
     return order, starts
 
 
-def first_rows(codes: NDArray[Any], kept: NDArray[np.bool_], distinct: int, base: int) -> NDArray[np.int64]:
+def first_rows(codes: NDArray[np.integer], kept: NDArray[np.bool_], distinct: int, base: int) -> NDArray[np.int64]:
     """base + the first kept row of each code below ``distinct``; -1 for those without one."""
     rows: NDArray[np.int64] = np.full(distinct, -1, np.int64)
     _first_rows(codes, kept, base, rows)

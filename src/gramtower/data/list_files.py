@@ -15,7 +15,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,13 @@ from gramtower._util import checks as check
 from gramtower._util.files import is_left_over, replacing, write_json
 from gramtower._util.optional import missing
 from gramtower.data import frames
-from gramtower.data.ids import id_series, join
+from gramtower.data.frames import TableLike
+from gramtower.data.ids import Ids, IdsLike, id_series, join
+from gramtower.data.sources import PathLike
 from gramtower.data.tables import FeatureTable
+
+if TYPE_CHECKING:
+    from polars import DataFrame, Series
 
 ENDINGS = (".parquet", ".csv", ".tsv")
 COLUMNS = ("left", "rank", "right", "score")
@@ -49,10 +54,10 @@ class ListFile:
     def __init__(
         self,
         path: Path,
-        ids: tuple[NDArray[Any] | None, NDArray[Any] | None],
+        ids: tuple[Ids | None, Ids | None],
         sizes: tuple[int, int],
         k: int,
-        marks: Mapping[str, Any],
+        marks: Mapping[str, object],
     ) -> None:
         if path.suffix.lower() not in ENDINGS:
             check.fail("path", path, ".parquet, .csv or .tsv")
@@ -112,14 +117,15 @@ class ListFile:
         known = min(len(self._right), self.rows * self._k)  # each part has a dictionary of its ids
         return round(2 * (answers * (4 + 1 + _PLACE) + self.lists * left + self.parts * known * right))
 
-    def _table(self, first: int, columns: NDArray[np.int64], values: NDArray[np.float32]) -> Any:
+    def _table(self, first: int, columns: NDArray[np.int64], values: NDArray[np.float32]) -> DataFrame:
         pl, kept = frames.polars(), np.isfinite(values)
         rows, places = np.nonzero(kept)
         left = self._left.slice(first, len(columns)).gather(pl.Series(rows, dtype=pl.UInt32))
         right = self._right.gather(pl.Series(columns[kept], dtype=pl.UInt32))
         rank = pl.Series((places + 1).astype(np.int32))
         made = left, rank, right, pl.Series(values[kept])
-        return pl.DataFrame([column.alias(name) for name, column in zip(COLUMNS, made, strict=True)])
+        table: DataFrame = pl.DataFrame([column.alias(name) for name, column in zip(COLUMNS, made, strict=True)])
+        return table
 
     def _name(self, part: int) -> Path:
         return self.folder / f"part-{part:06d}{self.path.suffix.lower()}"
@@ -159,33 +165,33 @@ class ListFile:
             check.fail("path", given, f"room for about {needed / 1e6:,.0f} MB: the parts, and the file that joins them")
 
 
-def _column(ids: NDArray[Any] | None, size: int) -> Any:
+def _column(ids: Ids | None, size: int) -> Series:
     """Ids as a column."""
     pl = frames.polars()
     if ids is None:
-        return pl.Series(np.arange(size, dtype=np.int64))
+        return cast("Series", pl.Series(np.arange(size, dtype=np.int64)))
     if ids.dtype != object:
-        return pl.Series(ids)
+        return cast("Series", pl.Series(ids))
     for key in ids.tolist():
         if not isinstance(key, str):
             check.fail(
                 "right_features", f"an entity called {key!r}", "a table with a column of ids, as files need them"
             )
-    return pl.Series(ids.tolist(), dtype=pl.String)
+    return cast("Series", pl.Series(ids.tolist(), dtype=pl.String))
 
 
-def _length(column: Any) -> float:
+def _length(column: Series) -> float:
     """Mean length of an id in bytes."""
-    return float(column.cast(frames.polars().String).str.len_bytes().mean() or 0.0)
+    return float(cast("float", column.cast(frames.polars().String).str.len_bytes().mean() or 0.0))
 
 
 def lists_frame(
-    asked: Any,
-    ids: NDArray[Any],
-    scores: NDArray[Any],
+    asked: IdsLike,
+    ids: Ids,
+    scores: NDArray[np.floating],
     names: tuple[str, str] = ("left", "right"),
     packages: Sequence[str] = ("polars", "pandas"),
-    more: Mapping[str, Sequence[Any]] | None = None,
+    more: Mapping[str, Sequence[object]] | None = None,
 ) -> Any:
     """A table of lists, with columns for the query id, the rank from 1, the answer and its score.
 
@@ -221,7 +227,9 @@ def lists_frame(
     raise missing("a table of lists", "polars")
 
 
-def extra_columns(table: Any, ids: NDArray[Any], scores: NDArray[Any]) -> dict[str, Any]:
+def extra_columns(
+    table: TableLike | PathLike | FeatureTable, ids: Ids, scores: NDArray[np.floating]
+) -> dict[str, list[object]]:
     """Look up the columns of a table for each answer; null if it has no row for an answer.
 
     Args:
@@ -234,8 +242,11 @@ def extra_columns(table: Any, ids: NDArray[Any], scores: NDArray[Any]) -> dict[s
         ValueError: if an id is in several rows, or no id of the table is one of the answers.
     """
     source = table.source if isinstance(table, FeatureTable) else table
-    given = isinstance(source, (str, os.PathLike))
-    frame = frames.read_frame("table", check.path("table", source)) if given else frames.as_frame("table", source)
+    frame = (
+        frames.read_frame("table", check.path("table", source))
+        if isinstance(source, (str, os.PathLike))
+        else frames.as_frame("table", source)
+    )
     if not frame.columns:
         check.fail("table", "no columns", "a column of ids, and others to show")
     named = table.id if isinstance(table, FeatureTable) else "id" if "id" in frame.columns else frame.columns[0]

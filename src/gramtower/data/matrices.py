@@ -8,17 +8,18 @@ by :func:`pattern`. Cost: O(entries), by numpy on all cores.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import scipy.sparse as sp
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from gramtower._util import checks as check
 from gramtower._util.torch_runtime import parallel_for
-from gramtower.data.ids import index_of, join
+from gramtower.data.ids import Ids, index_of, join
 
 SparseMatrix: TypeAlias = sp.spmatrix | sp.sparray
+Number = TypeVar("Number", bound=np.number)
 _CHUNK = 1 << 20  # entries that one thread looks at before the next
 
 
@@ -47,7 +48,7 @@ def canonical(name: str, value: SparseMatrix, shape: tuple[int, int] | None = No
     return matrix
 
 
-def pattern(name: str, columns: NDArray[Any], offsets: NDArray[Any], shape: tuple[int, int]) -> None:
+def pattern(name: str, columns: NDArray[np.integer], offsets: NDArray[np.integer], shape: tuple[int, int]) -> None:
     """Refuse a stored CSR pattern that does not fit its shape, or whose columns do not increase within each row."""
     _offsets(name, offsets, shape[0], len(columns))
     if int(offsets[-1]) != len(columns):
@@ -57,7 +58,7 @@ def pattern(name: str, columns: NDArray[Any], offsets: NDArray[Any], shape: tupl
         check.fail(name, "columns out of order or twice in a row", "columns that increase within each row")
 
 
-def entry_mask(name: str, given: Any, total: int) -> NDArray[np.bool_]:
+def entry_mask(name: str, given: ArrayLike, total: int) -> NDArray[np.bool_]:
     """A mask over the stored entries of a matrix, from a mask or from distinct positions."""
     chosen = check.as_array(name, given, "a mask, or places of entries")
     if chosen.dtype == bool and chosen.shape != (total,):
@@ -103,7 +104,7 @@ def _ones(matrix: sp.csr_matrix) -> sp.csr_matrix:
     return sp.csr_matrix((ones, matrix.indices, matrix.indptr), shape=matrix.shape)
 
 
-def extremes(array: NDArray[Any]) -> tuple[Any, Any]:
+def extremes(array: NDArray[Number]) -> tuple[Number, Number]:
     """The smallest and largest number of a non-empty array (NaN if it contains one), by all threads."""
     cuts = [*range(0, len(array), _CHUNK), len(array)]
     lows, highs = np.empty(len(cuts) - 1, array.dtype), np.empty(len(cuts) - 1, array.dtype)
@@ -116,7 +117,7 @@ def extremes(array: NDArray[Any]) -> tuple[Any, Any]:
     return lows.min(), highs.max()
 
 
-def rows_increase(offsets: NDArray[Any], columns: NDArray[Any]) -> bool:
+def rows_increase(offsets: NDArray[np.integer], columns: NDArray[np.integer]) -> bool:
     """Whether columns strictly increase within every row: sorted and free of duplicates."""
 
     def rise(first: int, last: int) -> bool:
@@ -187,7 +188,7 @@ def _array(name: str, value: Any, part: str) -> NDArray[Any]:
     return array
 
 
-def _offsets(name: str, offsets: NDArray[Any], rows: int, stored: int) -> None:
+def _offsets(name: str, offsets: NDArray[np.integer], rows: int, stored: int) -> None:
     if len(offsets) != rows + 1 or offsets[0] != 0:
         first = f", the first {int(offsets[0])}" if len(offsets) else ""
         check.fail(name, f"{len(offsets)} offsets{first}", f"{rows + 1}, the first 0")
@@ -198,7 +199,7 @@ def _offsets(name: str, offsets: NDArray[Any], rows: int, stored: int) -> None:
         check.fail(name, f"offsets up to {offsets[-1]} with {stored} entries", "offsets that end at the last entry")
 
 
-def _indices(name: str, indices: NDArray[Any], size: int, kind: str) -> None:
+def _indices(name: str, indices: NDArray[np.integer], size: int, kind: str) -> None:
     if not everywhere(lambda a, b: indices[a:b].min() >= 0 and indices[a:b].max() < size, len(indices)):
         at = int(np.argmax((indices < 0) | (indices >= size)))
         check.fail(name, f"{kind} such as {indices[at]} (entry {at})", f"{kind} from 0 to {size - 1}")
@@ -216,7 +217,7 @@ _EXPECTED = 20  # pairs of an id with itself in data of two different sets; then
 _ROWS = 1 << 16  # left rows that are looked at together
 
 
-def are_one_set(matrix: sp.csr_matrix, left_ids: NDArray[Any], right_ids: NDArray[Any]) -> bool:
+def are_one_set(matrix: sp.csr_matrix, left_ids: Ids, right_ids: Ids) -> bool:
     """Whether both sides are one set of entities, such as packages that depend on packages.
 
     They are if at least half of the ids of the smaller side are on the other side, and pairs of an id with itself are
@@ -236,7 +237,7 @@ def are_one_set(matrix: sp.csr_matrix, left_ids: NDArray[Any], right_ids: NDArra
     return found <= 0.1 * expected
 
 
-def _same(left_ids: NDArray[Any], right_ids: NDArray[Any]) -> NDArray[np.int64]:
+def _same(left_ids: Ids, right_ids: Ids) -> NDArray[np.int64]:
     """The left row of each right id, −1 if it is not on the left."""
     if len(left_ids) <= len(right_ids):
         return join(right_ids, index_of(left_ids))

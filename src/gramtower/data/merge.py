@@ -8,7 +8,7 @@ data/grouping.py, which does the same on all cores. Cost: O(rows log rows) time;
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from gramtower._util import checks as check
 from gramtower._util import host
 from gramtower._util.checks import LeftOutWarning
-from gramtower.data.ids import Coded, by_appearance
+from gramtower.data.ids import Coded, Ids, by_appearance
 
+Places = NDArray[np.int64]
 _LOST = ("rows_without_id", "rows_without_number", "rows_below_threshold")
 
 
@@ -72,7 +73,7 @@ class Fields:
     report: dict[str, int]
 
 
-def assemble(left: Coded, right: Coded, numbers: dict[str, NDArray[Any]], rule: Rule) -> Fields:
+def assemble(left: Coded, right: Coded, numbers: dict[str, NDArray[np.floating]], rule: Rule) -> Fields:
     """Drop rows, number ids by first appearance, and merge duplicates; a missing number is NaN."""
     total = len(left.codes)
     for name, array in (("right", right.codes), *numbers.items()):
@@ -109,7 +110,7 @@ def check_rows(report: dict[str, int]) -> None:
     warn_of_rows(report)
 
 
-def _identified(left: NDArray[Any], right: NDArray[Any]) -> NDArray[np.bool_] | None:
+def _identified(left: NDArray[np.integer], right: NDArray[np.integer]) -> NDArray[np.bool_] | None:
     """Rows with both ids; None for all."""
     if all(codes.dtype.kind == "u" or codes.min(initial=0) >= 0 for codes in (left, right)):
         return None
@@ -128,7 +129,7 @@ def _narrow(
     return both, before - (total if both is None else int(both.sum()))
 
 
-def _numbered(side: Coded, kept: NDArray[np.bool_] | None) -> tuple[NDArray[Any], NDArray[Any]]:
+def _numbered(side: Coded, kept: NDArray[np.bool_] | None) -> tuple[NDArray[np.integer], Ids]:
     if kept is None:
         codes, places = by_appearance(side.codes)
     else:
@@ -137,7 +138,7 @@ def _numbered(side: Coded, kept: NDArray[np.bool_] | None) -> tuple[NDArray[Any]
     return codes, side.names(places)
 
 
-def given_ids(name: str, given: Any) -> Any:
+def given_ids(name: str, given: Iterable[object]) -> Iterable[object]:
     """Ids as given, tensors as arrays; sparse matrices are refused."""
     if sp.issparse(given):
         check.fail(name, "a sparse matrix", "a sequence of ids; from_matrix takes a matrix")
@@ -149,7 +150,7 @@ RULES = ("max", "sum", "first", "last", "error")
 
 
 def ordered(
-    rows: NDArray[Any], columns: NDArray[Any], bits: int, places: bool
+    rows: NDArray[np.integer], columns: NDArray[np.integer], bits: int, places: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
     """Sorted keys row · 2^bits + column, duplicates kept, and with ``places`` the input position of each.
 
@@ -174,12 +175,12 @@ def ordered(
 
 
 def merge(
-    rows: NDArray[Any],
-    columns: NDArray[Any],
+    rows: NDArray[np.integer],
+    columns: NDArray[np.integer],
     shape: tuple[int, int],
-    labels: NDArray[Any] | None,
-    weights: NDArray[Any] | None,
-    times: NDArray[Any] | None,
+    labels: NDArray[np.floating] | None,
+    weights: NDArray[np.floating] | None,
+    times: NDArray[np.floating] | None,
     rule: str,
 ) -> tuple[sp.csr_matrix, NDArray[np.float32] | None, NDArray[np.float64] | None, int]:
     """The matrix of labels (1 where ``labels`` is None), its weights and times, and how many rows were merged away."""
@@ -187,19 +188,20 @@ def merge(
         return ordered_merge(rows, columns, shape, labels, weights, times, rule)
     from gramtower.data.grouping import Piece, group  # compiled by numba, which is not worth it for few rows
 
+    left, right = rows.astype(np.int32, copy=False), columns.astype(np.int32, copy=False)
     numbers = {"value": labels, "weight": weights, "time": times}
     spans = [slice(start, start + _PIECE) for start in range(0, len(rows), _PIECE)]
-    pieces = [Piece(rows[s], columns[s], {k: v[s] for k, v in numbers.items() if v is not None}) for s in spans]
+    pieces = [Piece(left[s], right[s], {k: v[s] for k, v in numbers.items() if v is not None}) for s in spans]
     return group(pieces, shape, rule)
 
 
 def ordered_merge(
-    rows: NDArray[Any],
-    columns: NDArray[Any],
+    rows: NDArray[np.integer],
+    columns: NDArray[np.integer],
     shape: tuple[int, int],
-    labels: NDArray[Any] | None,
-    weights: NDArray[Any] | None,
-    times: NDArray[Any] | None,
+    labels: NDArray[np.floating] | None,
+    weights: NDArray[np.floating] | None,
+    times: NDArray[np.floating] | None,
     rule: str,
 ) -> tuple[sp.csr_matrix, NDArray[np.float32] | None, NDArray[np.float64] | None, int]:
     """Do the same as :func:`merge` by one sort of all rows in one thread."""
@@ -246,8 +248,8 @@ def _matrix(keys: NDArray[np.int64], values: NDArray[np.float32], bits: int, sha
 
 
 def _chosen(
-    order: NDArray[Any], fresh: NDArray[Any], starts: NDArray[Any], times: NDArray[Any] | None, rule: str
-) -> NDArray[Any]:
+    order: Places, fresh: NDArray[np.bool_], starts: Places, times: NDArray[np.floating] | None, rule: str
+) -> Places:
     """For each pair, the position of its first or last row, by time (if there are times) and then by position."""
     if times is not None:
         order = order[np.lexsort((times[order], np.cumsum(fresh)))]  # lexsort is stable: equal times keep their places
@@ -286,14 +288,14 @@ def warn_of_ids(name: str, unknown: Sequence[object], total: int) -> None:
         warnings.warn(text, LeftOutWarning, stacklevel=4)
 
 
-def warn_of_header(names: tuple[str, str], ids: tuple[NDArray[Any], NDArray[Any]]) -> None:
+def warn_of_header(names: tuple[str, str], ids: tuple[Ids, Ids]) -> None:
     """Warn if the names of both columns are also ids: then the file probably has no header."""
     if all(map(_is_id, names, ids)):
         text = f"the first line is left out: {names[0]!r} and {names[1]!r}, taken for names of columns, are ids too"
         warnings.warn(f"{text}; header=False reads it as a pair", LeftOutWarning, stacklevel=3)
 
 
-def _is_id(name: str, ids: NDArray[Any]) -> bool:
+def _is_id(name: str, ids: Ids) -> bool:
     if ids.dtype == object:
         return bool((ids == name).any())
     return name.isdecimal() and bool((ids == int(name)).any())

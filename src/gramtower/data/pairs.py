@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -22,7 +21,7 @@ from torch import Tensor
 from gramtower._util import checks as check
 from gramtower._util import host
 from gramtower._util.torch_runtime import parallel_for
-from gramtower.data.matrices import checked, rows_increase
+from gramtower.data.matrices import SparseMatrix, checked, rows_increase
 
 SEGMENT = 4096  # entries of a row handled as one piece
 _MANY = 1 << 20  # pairs from which on all cores are used
@@ -208,7 +207,7 @@ def _compiled(count: int) -> bool:
     return count >= _MANY and host.has_numba()
 
 
-def from_sparse(name: str, matrix: Any, least_rows: int = 1) -> tuple[Pairs, NDArray[Any]]:
+def from_sparse(name: str, matrix: SparseMatrix, least_rows: int = 1) -> tuple[Pairs, NDArray[np.floating]]:
     """The pattern and the stored values of a scipy.sparse matrix, both in row order.
 
     Every stored entry counts, explicit zeros too. Duplicates are refused rather than summed. One process of many may
@@ -243,7 +242,7 @@ def from_sparse(name: str, matrix: Any, least_rows: int = 1) -> tuple[Pairs, NDA
     return pairs, _copied(data).numpy()
 
 
-def _copied(array: NDArray[Any], dtype: torch.dtype | None = None) -> Tensor:
+def _copied(array: NDArray[np.number], dtype: torch.dtype | None = None) -> Tensor:
     """A copy, made by all threads."""
     if not array.flags.writeable or array.dtype not in _SHARED:  # torch would warn of the one and refuse the other
         array = np.array(array, np.int64 if array.dtype.kind in "iu" else np.float64)

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
 
 import numpy as np
@@ -37,9 +37,12 @@ from gramtower.data.merge import Fields, Rule, check_rows
 from gramtower.data.sources import reading
 
 if TYPE_CHECKING:  # compiled by numba
+    import pyarrow as pa
+
     from gramtower.data.grouping import Piece
     from gramtower.data.interning import Table
 
+Kind = TypeVar("Kind", bound=np.generic)
 STEP = 1 << 19  # rows of a batch
 _ENDINGS = (".parquet", ".pq")
 _TABLES = (".csv", ".tsv", ".dat", ".data", ".txt")  # of the folders that public data sets come in
@@ -258,7 +261,7 @@ class _Collected:
                 given = f"{part.path}, which cannot be read (it has {start:,} rows and declares {rows:,})"
                 check.fail("path", given, "a Parquet file")
 
-    def _take(self, number: int, start: int, batch: Any) -> None:
+    def _take(self, number: int, start: int, batch: pa.RecordBatch) -> None:
         """Keep a batch: rows of part ``number`` from ``start`` on."""
         part, rows = self._parts[number], len(batch)
         cells = {
@@ -275,7 +278,7 @@ class _Collected:
         if self._progress is not None:
             self._progress(ReadingProgress(*counts, time.perf_counter() - self._began))
 
-    def _piece(self, part: Part, place: int, cells: dict[str, Any], rows: int) -> Piece:
+    def _piece(self, part: Part, place: int, cells: dict[str, pa.Array], rows: int) -> Piece:
         from gramtower.data.grouping import Piece
 
         numbers = {
@@ -321,14 +324,14 @@ class _Collected:
         return Fields(matrix, left.names(renumber[0]), right.names(renumber[1]), times, weights, report)
 
 
-def _key_cells(part: Part, key: str, rows: int) -> Any:
+def _key_cells(part: Part, key: str, rows: int) -> pa.DictionaryArray:
     """An Arrow array with the value of a folder's key in every row; Hive has a name for missing values."""
     pa = frames.arrow()
     indices = pa.array(np.zeros(rows, np.int32), mask=np.full(rows, part.keys[key] == _NULL))
     return pa.DictionaryArray.from_arrays(indices, pa.array([part.keys[key]]))
 
 
-def _texts(array: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def _texts(array: pa.Array) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """UTF-8 and lengths of an Arrow array of text without missing cells."""
     pa = frames.arrow()
     array = array.cast(pa.large_string())
@@ -340,7 +343,7 @@ def _texts(array: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
 
 
 def _marks(
-    table: Table, side: str, part: Part, column: str, array: Any, kept: NDArray[np.bool_], place: int
+    table: Table, side: str, part: Part, column: str, array: pa.Array, kept: NDArray[np.bool_], place: int
 ) -> NDArray[np.int32]:
     """The mark of each row's id; -1 where the row is not kept."""
     from gramtower.data.interning import first_rows
@@ -367,7 +370,7 @@ def _marks(
     return table.add_numbers(whole, places, turn)
 
 
-def _numbers(name: str, column: str, array: Any) -> NDArray[np.float64]:
+def _numbers(name: str, column: str, array: pa.Array) -> NDArray[np.float64]:
     """Values, weights or times of a batch; NaN where they are missing."""
     read = frames.seconds if name == "time" else frames.numbers
     if not hasattr(array, "dictionary"):
@@ -382,7 +385,7 @@ def _numbers(name: str, column: str, array: Any) -> NDArray[np.float64]:
     return result
 
 
-def _own(array: NDArray[Any]) -> NDArray[Any]:
+def _own(array: NDArray[Kind]) -> NDArray[Kind]:
     """A copy whose memory can be given back as soon as it is freed."""
     own = host.own_pages(len(array), array.dtype)
     own[:] = array

@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, cast
 
 from gramtower._util import checks as check
 from gramtower._util import host
@@ -33,9 +33,10 @@ from gramtower._util.optional import need
 PathLike = str | os.PathLike[str]
 
 
-def _open_zst(file: Any, mode: str = "rb") -> Any:
+def _open_zst(file: PathLike | IO[bytes], mode: str = "rb") -> IO[bytes]:
     module = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
-    return need(module, "reading .zst files", module).open(file, mode)
+    opened: IO[bytes] = need(module, "reading .zst files", module).open(file, mode)
+    return opened
 
 
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": _open_zst}
@@ -287,8 +288,8 @@ def read_tar(path: Path, wanted: re.Pattern[str], end: bytes = b"\n") -> Iterato
         yield from _tar_pieces(stream, Budget(path), wanted, end, _DEPTH)
 
 
-def _tar_pieces(stream: Any, budget: Budget, wanted: re.Pattern[str], end: bytes, depth: int) -> Iterator[bytes]:
-    with tarfile.open(fileobj=stream, mode="r|") as archive:
+def _tar_pieces(stream: Metered, budget: Budget, wanted: re.Pattern[str], end: bytes, depth: int) -> Iterator[bytes]:
+    with tarfile.open(fileobj=cast("IO[bytes]", stream), mode="r|") as archive:
         for member in archive:
             name = Path(member.name)
             inner = archive.extractfile(member) if wanted.fullmatch(name.name) or is_tar(name) else None

@@ -14,7 +14,6 @@ import datetime
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -270,7 +269,7 @@ def _without(
     return Split(found.train.without_empty(), found.test.without_empty(), *emptied, users, items, history)
 
 
-def _split(pairs: Interactions, test: NDArray[Any], history: NDArray[Any] | None = None) -> Split:
+def _split(pairs: Interactions, test: NDArray[np.bool_], history: NDArray[np.bool_] | None = None) -> Split:
     """Parts with the same ids."""
     rest = ~test if history is None else ~(test | history)
     train, held = pairs.subset(rest), pairs.subset(test)
@@ -282,13 +281,15 @@ def _split(pairs: Interactions, test: NDArray[Any], history: NDArray[Any] | None
     return Split(train, held, emptied[0], emptied[1], history=shown)
 
 
-def _degrees(pairs: Interactions, axis: int) -> NDArray[Any]:
+def _degrees(pairs: Interactions, axis: int) -> NDArray[np.integer]:
     if axis == 0:
         return np.asarray(np.diff(pairs.matrix.indptr))
     return np.bincount(pairs.matrix.indices, minlength=pairs.shape[1])
 
 
-def _ranks(pairs: Interactions, draw: NDArray[Any], first: NDArray[Any] | None = None) -> NDArray[np.int64]:
+def _ranks(
+    pairs: Interactions, draw: NDArray[np.float64], first: NDArray[np.float64] | None = None
+) -> NDArray[np.int64]:
     """Place of each pair among its user's pairs, ordered by ``first`` and then by ``draw``."""
     counts = np.diff(pairs.matrix.indptr)
     rows = np.repeat(np.arange(len(counts)), counts)

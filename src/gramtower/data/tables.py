@@ -115,7 +115,7 @@ class FeatureTable:
             check.fail("hash_bits", hash_bits, f"at most {MOST_BITS}")
         check.choice("ngrams", ngrams, ("word", "char"))
         self.id, self.strict = id, strict
-        self._source: Any = frame
+        self._source: TableLike | PathLike | None = frame
         choices = [(name, column) for name, chosen in kinds.items() for column in chosen]
         with _named(frame):
             ids, columns = _identified(frame, id, choices, len(numeric))
@@ -179,7 +179,7 @@ class FeatureTable:
         return f"FeatureTable({len(self):,} rows by {self.id!r}, {self.width:,} features: {kinds})"
 
     @property
-    def source(self) -> Any:
+    def source(self) -> TableLike | PathLike:
         """The frame or path that the table was read from."""
         if self._source is None:
             check.fail("features", "an encoder read from JSON, which has no rows", "a table with rows, or a frame")
@@ -299,7 +299,7 @@ class FeatureTable:
         return self._encoded([pl.Series(column, [None], dtype=pl.String) for column in self.columns])[0]
 
 
-def _sparse(parts: list[Any]) -> list[sp.csr_matrix]:
+def _sparse(parts: list[NDArray[np.float32] | sp.csr_matrix]) -> list[sp.csr_matrix]:
     """Combine dense columns into few sparse matrices, because creating a matrix takes longer than filling it."""
     blocks: list[sp.csr_matrix] = []
     for dense, group in groupby(parts, lambda part: isinstance(part, np.ndarray)):

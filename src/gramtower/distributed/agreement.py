@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from gramtower._util import checks as check
 from gramtower._util.torch_runtime import parallel_for
@@ -21,7 +21,7 @@ from gramtower.distributed.group import Group
 _CHUNK = 1 << 16  # entries at a time, so that what numpy makes of them on the way stays in cache
 
 
-def agree(group: Group, facts: Mapping[str, Any]) -> None:
+def agree(group: Group, facts: Mapping[str, object]) -> None:
     """Check that facts are equal in all processes."""
     reports = group.gather_json(dict(facts))
     for name, value in reports[0].items():
@@ -49,11 +49,11 @@ class Digest:
     def __init__(self) -> None:
         self._sums = np.zeros(2, dtype=np.uint64)
 
-    def add(self, keys: NDArray[Any], values: NDArray[Any]) -> Digest:
+    def add(self, keys: NDArray[np.integer], values: NDArray[np.number]) -> Digest:
         """Add entries: a distinct integer and a number for each."""
         return self._add(len(keys), lambda part: keys[part].astype(np.uint64), values)
 
-    def add_rows(self, array: Any, first: int) -> Digest:
+    def add_rows(self, array: ArrayLike | None, first: int) -> Digest:
         """Add an array whose first row has the global number ``first``; None adds nothing."""
         if array is None:
             return self
@@ -75,7 +75,7 @@ class Digest:
         parts = group.gather_json([int(x) for x in self._sums])
         return "".join(f"{sum(part[half] for part in parts) % 2**64:016x}" for half in range(2))
 
-    def _add(self, total: int, keys: Callable[[slice], NDArray[np.uint64]], values: NDArray[Any]) -> Digest:
+    def _add(self, total: int, keys: Callable[[slice], NDArray[np.uint64]], values: NDArray[np.number]) -> Digest:
         bounds = [*range(0, total, _CHUNK), total]
         sums: NDArray[np.uint64] = np.zeros((len(bounds), 2), np.uint64)
 

@@ -14,7 +14,7 @@ _mix: Any = compiled(inline="always")(mix)
 
 
 def entry_sums(
-    offsets: NDArray[np.int64], columns: NDArray[Any], values: NDArray[Any], first: int, width: int
+    offsets: NDArray[np.int64], columns: NDArray[np.integer], values: NDArray[np.number], first: int, width: int
 ) -> NDArray[np.uint64]:
     """Compute both sums for the rows of ``offsets``; the first row has the global number ``first``."""
     sums = np.zeros(2, np.uint64)

@@ -19,12 +19,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from gramtower.distributed.watch import PeerError, Watch
+
+T = TypeVar("T")
 
 
 class Pending:
@@ -82,11 +84,11 @@ class Group:
         """Sum numbers in the order of ranks, so that every process gets the same bits."""
         return numbers
 
-    def from_first(self, value: Any) -> Any:
+    def from_first(self, value: T) -> T:
         """Broadcast a JSON value of the first process."""
         return value
 
-    def gather_json(self, value: Any) -> list[Any]:
+    def gather_json(self, value: object) -> list[Any]:
         """All-gather JSON values by rank."""
         return [value]
 
@@ -149,10 +151,11 @@ class ProcessGroup(Group):
         rows = gathered.view(self.size, len(numbers)).tolist()
         return tuple(sum(column) for column in zip(*rows, strict=True))
 
-    def from_first(self, value: Any) -> Any:
-        return self.gather_json(value if self.rank == 0 else None)[0]
+    def from_first(self, value: T) -> T:
+        found: T = self.gather_json(value if self.rank == 0 else None)[0]
+        return found
 
-    def gather_json(self, value: Any) -> list[Any]:
+    def gather_json(self, value: object) -> list[Any]:
         """All-gather values as JSON text, so that nothing is unpickled."""
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
         lengths = torch.zeros(self.size, dtype=torch.int64, device=self.device)
@@ -216,7 +219,7 @@ class ProcessGroup(Group):
     def barrier(self) -> None:
         self.totals(0.0)
 
-    def _call(self, name: str, operation: Callable[[], Any]) -> Any:
+    def _call(self, name: str, operation: Callable[[], T]) -> T:
         self.watch.begin(name)
         try:
             return operation()
@@ -246,5 +249,5 @@ def _timeout(device: torch.device) -> float:
 
 
 @lru_cache(maxsize=1)
-def _made_once(_: Any) -> ProcessGroup:
+def _made_once(_: object) -> ProcessGroup:
     return ProcessGroup()

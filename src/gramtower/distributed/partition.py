@@ -34,7 +34,7 @@ from gramtower._util import checks as check
 from gramtower._util import tensors as _tensors
 from gramtower._util.files import is_left_over, write_text
 from gramtower._util.schema import build
-from gramtower.data.ids import pack_ids, unpack_ids
+from gramtower.data.ids import Ids, pack_ids, unpack_ids
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import pattern
 from gramtower.distributed.group import SINGLE, Group
@@ -94,7 +94,7 @@ class Shard:
     def __len__(self) -> int:
         return self.pairs
 
-    def right_ids(self) -> NDArray[Any]:
+    def right_ids(self) -> Ids:
         """Ids of all right entities."""
         with _refusing(self.folder):
             return _ids(_read(self.folder, read_manifest(self.folder).ids), "", self.shards.right.total)
@@ -229,7 +229,7 @@ def _check_manifest(manifest: Manifest) -> None:
         check.fail("parts", given, f"{manifest.shape[0]} and {manifest.pairs}")
 
 
-def _read_listed(folder: Path, manifest: Manifest, part: Listed) -> tuple[dict[str, Tensor], NDArray[Any]]:
+def _read_listed(folder: Path, manifest: Manifest, part: Listed) -> tuple[dict[str, Tensor], Ids]:
     """Read the tensors and ids of a part, checked against the manifest."""
     tensors = _read(folder, part.file, asdict(part))
     rows = part.rows[1] - part.rows[0]
@@ -250,7 +250,7 @@ def _read_listed(folder: Path, manifest: Manifest, part: Listed) -> tuple[dict[s
     return tensors, _ids(tensors, "left_", rows)
 
 
-def _ids(tensors: dict[str, Tensor], prefix: str, rows: int) -> NDArray[Any]:
+def _ids(tensors: dict[str, Tensor], prefix: str, rows: int) -> Ids:
     ids = unpack_ids(tensors, prefix)
     if ids is None or len(ids) != rows:
         check.fail(f"{prefix}ids", "none" if ids is None else f"{len(ids)} ids", f"{rows} ids")
@@ -267,7 +267,7 @@ def _rows(matrix: sp.csr_matrix, first: int, stop: int, prefix: str) -> dict[str
     }
 
 
-def _stack(parts: list[tuple[dict[str, Tensor], Any]], prefix: str, n: int, rows: int) -> sp.csr_matrix:
+def _stack(parts: list[tuple[dict[str, Tensor], Ids]], prefix: str, n: int, rows: int) -> sp.csr_matrix:
     tensors = [tensor for tensor, _ in parts]
     counts = [np.diff(t[f"{prefix}offsets"].numpy()) for t in tensors]
     offsets = np.concatenate([[0], np.cumsum(np.concatenate([np.empty(0, np.int64), *counts]))])
@@ -276,7 +276,7 @@ def _stack(parts: list[tuple[dict[str, Tensor], Any]], prefix: str, n: int, rows
     return sp.csr_matrix((np.concatenate(labels), np.concatenate(columns), offsets), shape=(rows, n))
 
 
-def _read(folder: Path, name: str, header: dict[str, Any] | None = None) -> dict[str, Tensor]:
+def _read(folder: Path, name: str, header: dict[str, object] | None = None) -> dict[str, Tensor]:
     """Read the tensors of a file, whose header must match the manifest."""
     file = _tensors.TensorFile(folder / name, *_KIND)
     if file.header != (header or {"file": name}):

@@ -14,7 +14,7 @@ import itertools
 import math
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -46,7 +46,7 @@ class Index:
 def write(
     path: Path,
     kind: tuple[str, int],
-    header: dict[str, Any],
+    header: Mapping[str, object],
     tensors: dict[str, Tensor],
     rows: dict[str, str],
     shards: Shards,

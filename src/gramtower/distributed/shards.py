@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from gramtower._util import checks as check
@@ -117,13 +117,13 @@ def unsharded(shape: tuple[int, int]) -> Shards:
     return Shards(SINGLE, Rows((0, shape[0])), Rows((0, shape[1])))
 
 
-def spread(group: Group, left_costs: Any, right_costs: Any) -> Shards:
+def spread(group: Group, left_costs: ArrayLike, right_costs: ArrayLike) -> Shards:
     """Ranges of about equal cost, one for each process."""
     left, right = (balanced(costs, group.size) for costs in (left_costs, right_costs))
     return Shards(group, Rows(left, group.rank), Rows(right, group.rank))
 
 
-def balanced(costs: Any, parts: int) -> tuple[int, ...]:
+def balanced(costs: ArrayLike, parts: int) -> tuple[int, ...]:
     """Bounds of ``parts`` contiguous ranges whose costs differ by no more than about one entity's cost."""
     costs = np.asarray(costs, dtype=np.float64)
     if costs.ndim != 1 or (costs < 0).any():
@@ -150,6 +150,6 @@ def row_work(dim: int, hidden: Sequence[int] = ()) -> float:
     return max(1.0, weights / (4.0 * dim))
 
 
-def entity_costs(pair_counts: NDArray[Any], work: float) -> NDArray[np.float64]:
+def entity_costs(pair_counts: NDArray[np.integer], work: float) -> NDArray[np.float64]:
     """Cost of each left entity: its pairs plus its tower work."""
     return np.asarray(pair_counts, dtype=np.float64) + work

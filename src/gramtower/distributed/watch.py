@@ -113,5 +113,5 @@ class Watch:
         return None
 
 
-def _where(line: dict[str, Any]) -> str:
+def _where(line: dict[str, object]) -> str:
     return f"pid {line['pid']} on {line['host']}"

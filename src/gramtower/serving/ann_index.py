@@ -22,6 +22,7 @@ import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,6 +35,7 @@ from gramtower._util import checks as check
 from gramtower._util.optional import need
 from gramtower._util.schema import build
 from gramtower._util.tensors import TensorFile, write
+from gramtower.data.ids import Ids
 from gramtower.retrieval.topk import checked_ranking, top_k
 
 KINDS = ("faiss", "faiss-hnsw", "hnsw")
@@ -51,6 +53,10 @@ class Index(Protocol):
 
     def search(self, P: Matrix, k: int) -> Rows:
         """About the k columns with the highest inner products for each row, −1 if fewer were found."""
+        ...
+
+    def to_bytes(self) -> bytes:
+        """The content of the index's file."""
         ...
 
 
@@ -77,7 +83,7 @@ def index_path(model: Path) -> Path:
     return model.with_name(model.name + ".index")
 
 
-def digest(ids: NDArray[Any] | None, embeddings: Tensor) -> str:
+def digest(ids: Ids | None, embeddings: Tensor) -> str:
     """Digest of the right ids and embeddings, in order."""
     array = embeddings.contiguous().numpy()
     made = hashlib.sha256(f"{array.dtype} {array.shape} ".encode())
@@ -89,7 +95,7 @@ def digest(ids: NDArray[Any] | None, embeddings: Tensor) -> str:
 def build_index(
     P: Tensor,
     Q: Tensor,
-    ids: NDArray[Any] | None,
+    ids: Ids | None,
     kind: str = "faiss",
     k: int = 20,
     recall: float = 0.95,
@@ -131,7 +137,7 @@ def recall_of(found: Rows, exact: Rows) -> float:
     return float(np.mean(shares))
 
 
-def write_index(path: Path, index: Any, facts: Facts) -> None:
+def write_index(path: Path, index: Index, facts: Facts) -> None:
     """Save an index, replacing the file atomically."""
     content = torch.from_numpy(np.frombuffer(index.to_bytes(), np.uint8).copy())
     write(path, *_FORMAT, vars(facts), {"index": content})
@@ -260,11 +266,11 @@ class _Hnswlib:
             return path.read_bytes()
 
 
-def _faiss() -> Any:
+def _faiss() -> ModuleType:
     return need("faiss", "an index")
 
 
-def _hnswlib() -> Any:
+def _hnswlib() -> ModuleType:
     return need("hnswlib", "an index of kind hnsw")
 
 

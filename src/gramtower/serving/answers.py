@@ -22,13 +22,13 @@ _GROUPS = 11  # values of a column with a colour
 _LABELS = 40  # entities with a label on the map
 
 
-def search(snapshot: Snapshot, side: str, text: str, most: int) -> dict[str, Any]:
+def search(snapshot: Snapshot, side: str, text: str, most: int) -> dict[str, object]:
     """Entities whose id or title contains a text."""
     this = snapshot.side(side)
     return {"model": snapshot.name, "results": titled(this, np.array(this.search(text, most), np.int64))}
 
 
-def titled(this: Entities, rows: NDArray[np.int64]) -> list[dict[str, Any]]:
+def titled(this: Entities, rows: NDArray[np.int64]) -> list[dict[str, object]]:
     """Entities with their titles and numbers of pairs."""
     shown = places(this, rows)
     titles = None if this.table is None else this.table.titles()
@@ -38,7 +38,7 @@ def titled(this: Entities, rows: NDArray[np.int64]) -> list[dict[str, Any]]:
     return shown
 
 
-def entity(snapshot: Snapshot, side: str, key: Key) -> dict[str, Any]:
+def entity(snapshot: Snapshot, side: str, key: Key) -> dict[str, object]:
     """One entity with its columns and its observed pairs."""
     this, other = snapshot.side(side), snapshot.side("right" if side == "left" else "left")
     rows = this.rows([key])
@@ -59,7 +59,7 @@ def explain(
     features: NewFeatures,
     histories: Sequence[Sequence[Key]] | None,
     most: int,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The explanation of a score, with the titles of history entries."""
     found = snapshot.explain(left, right, features, histories)
     answer = found.to_plain(most)
@@ -70,7 +70,7 @@ def explain(
     return {"model": snapshot.name, "left": left, "right": right, **answer}
 
 
-def map_of(snapshot: Snapshot, side: str, column: str | None) -> dict[str, Any]:
+def map_of(snapshot: Snapshot, side: str, column: str | None) -> dict[str, object]:
     """Positions of entities, and for a column its most frequent values, for colours."""
     this = snapshot.side(side)
     drawn = snapshot.maps.get(side) or snapshot.maps.setdefault(side, project(this))
@@ -101,7 +101,7 @@ def map_of(snapshot: Snapshot, side: str, column: str | None) -> dict[str, Any]:
     return answer
 
 
-def summary(snapshot: Snapshot) -> dict[str, Any]:
+def summary(snapshot: Snapshot) -> dict[str, object]:
     """Sizes and names of a model."""
     facts = snapshot.index_facts
     return {
@@ -125,7 +125,7 @@ def summary(snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
-def run(snapshot: Snapshot) -> dict[str, Any]:
+def run(snapshot: Snapshot) -> dict[str, object]:
     """Counts, settings and training history."""
     model = snapshot.model
     records = model.history_

@@ -55,7 +55,7 @@ class Batcher:
 
     def __init__(
         self,
-        work: Callable[[Sequence[Any]], Sequence[Any]],
+        work: Callable[[Sequence[Any]], Sequence[object]],
         wait: float = 0.002,
         size: int = 1024,
         most: int = 1024,
@@ -128,7 +128,7 @@ class Batcher:
         except Exception as error:  # these requests fail, the thread continues
             answers = [error] * len(batch)
         self._observe(len(batch))
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[object], object]]] = {}
         for item, answer in zip(batch, answers, strict=True):
             by_loop.setdefault(item.loop, []).append((item.future, answer))
         for loop, finished in by_loop.items():
@@ -136,7 +136,7 @@ class Batcher:
                 loop.call_soon_threadsafe(_deliver, finished)
 
 
-def _deliver(finished: list[tuple[asyncio.Future[Any], Any]]) -> None:
+def _deliver(finished: list[tuple[asyncio.Future[object], object]]) -> None:
     for future, answer in finished:
         if future.cancelled():
             continue
@@ -182,9 +182,9 @@ class CallTask:
 
 def places(
     this: Entities, rows: NDArray[np.int64], scores: Sequence[float] | None = None, columns: list[str] | None = None
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Entities with their ids, scores and columns of the table."""
-    found: list[dict[str, Any]] = [{"id": name} for name in this.names(rows)]
+    found: list[dict[str, object]] = [{"id": name} for name in this.names(rows)]
     if scores is not None:
         for one, score in zip(found, scores, strict=True):
             one["score"] = score
@@ -196,9 +196,9 @@ def places(
     return found
 
 
-def work(tasks: Sequence[ListTask | CallTask]) -> list[Any]:
+def work(tasks: Sequence[ListTask | CallTask]) -> list[object]:
     """Compute one answer or exception for each task."""
-    answers: list[Any] = [None] * len(tasks)
+    answers: list[object] = [None] * len(tasks)
     groups: dict[Hashable, list[tuple[int, ListTask, Query]]] = {}
     for place, task in enumerate(tasks):
         try:

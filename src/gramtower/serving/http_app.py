@@ -6,7 +6,7 @@ The event loop only parses, waits and sends. Every error is answered with ``{"er
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -47,7 +47,7 @@ class Service:
             "/ready": self._ready, "/metrics": self._prometheus,
         }  # fmt: skip
 
-    def post(self, path: str) -> Callable[[Request], Any]:
+    def post(self, path: str) -> Callable[[Request], Awaitable[Response]]:
         """The endpoint of a route with a body."""
         handler, kind = self.posts[path]
 
@@ -132,7 +132,7 @@ class Service:
         within("answer", rows * dim, self.limits.answers, f"numbers; send fewer than {rows} at a time")
         side = asked.side if asked.ids is not None else "left" if right is None else "right"
 
-        def call() -> dict[str, Any]:
+        def call() -> dict[str, object]:
             found = snapshot.embed(side, asked.ids, features, asked.histories)
             return {"model": snapshot.name, "embeddings": found.float().tolist()}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,7 +18,7 @@ _LONGEST = 2000  # characters of a target in a line
 _LOGGERS = ("uvicorn", "gramtower.serving")
 
 
-def write(form: str, message: str, level: str = "info", traceback: str = "", **fields: Any) -> None:
+def write(form: str, message: str, level: str = "info", traceback: str = "", **fields: object) -> None:
     """Write an event in one call, as several processes may share the stream; ``fields`` are added to JSON."""
     if form == "json":
         content = {"time": _now(), "level": level, "message": message, **fields}
@@ -28,7 +29,7 @@ def write(form: str, message: str, level: str = "info", traceback: str = "", **f
     sys.stderr.flush()
 
 
-def write_request(form: str, scope: Any, status: int, seconds: float, worker: str | None = None) -> None:
+def write_request(form: str, scope: Mapping[str, Any], status: int, seconds: float, worker: str | None = None) -> None:
     """Write a request: client, method, target, status and duration."""
     client = (scope.get("client") or ("-",))[0]
     query = scope.get("query_string", b"")

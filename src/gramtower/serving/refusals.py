@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
 
 
 class Refused(Exception):
     """A request that cannot be answered."""
 
-    def __init__(self, status: int, message: str, **details: Any) -> None:
+    def __init__(self, status: int, message: str, **details: object) -> None:
         super().__init__(message)
         self.status, self.message, self.details = status, message, details
 
-    def to_plain(self) -> dict[str, Any]:
+    def to_plain(self) -> dict[str, object]:
         """The content of the JSON answer."""
         return {"error": self.message, **self.details}
 
@@ -47,6 +46,6 @@ def shown(value: object, most: int = 60) -> str:
     return text if len(text) <= most else text[:most] + "…"
 
 
-def encode(content: Any) -> bytes:
+def encode(content: object) -> bytes:
     """JSON in UTF-8."""
     return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()

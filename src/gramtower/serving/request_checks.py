@@ -16,10 +16,11 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import Callable, Collection, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable, Collection
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -175,13 +176,13 @@ def parse(kind: type[Kind], body: bytes) -> Kind:
         raise Refused(422, f"{name}: got {shown(given)}, {expected}{more}") from error
 
 
-def _path(given: Any, error: Mapping[str, Any]) -> tuple[tuple[Any, ...], Any]:
+def _path(given: object, error: ErrorDetails) -> tuple[tuple[int | str, ...], object]:
     """The path of an error in a body, without the names of types that pydantic inserts, and the value there."""
-    path: list[Any] = []
+    path: list[int | str] = []
     for part in error["loc"]:
         inside = part in given if isinstance(given, dict) else isinstance(given, list) and isinstance(part, int)
         if inside and len(path) < _DEEPEST:
-            given = given[part]
+            given = given[part]  # type: ignore[index]
             path.append(part)
         elif not path:
             path.append(part)
@@ -212,7 +213,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     return bytes(body)
 
 
-def answer(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def answer(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """A JSON response, from bytes or from content to encode."""
     body = content if isinstance(content, bytes) else encode(content)
     return Response(body, status, headers, "application/json")

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower.data import frames
-from gramtower.data.ids import Key, as_known, id_series, is_of_other_type, join
+from gramtower.data.ids import Ids, Key, as_known, id_series, is_of_other_type, join
 from gramtower.data.tables import infer_kinds
 from gramtower.serving.refusals import Refused, shown
 
@@ -39,7 +39,7 @@ _NO_ROWS = np.empty(0, np.int64)
 class RowIndex(Mapping[Key, int]):
     """The row of each id in 12 bytes per id: sorted hashes and their rows; a dict takes 60 to 100 bytes."""
 
-    def __init__(self, ids: NDArray[Any]) -> None:
+    def __init__(self, ids: Ids) -> None:
         self._ids, self._text = ids, ids.dtype.kind != "i"
         hashes = np.fromiter(map(hash, ids), np.int64, len(ids))  # valid in this process only
         order = np.argsort(hashes, kind="stable")
@@ -87,7 +87,7 @@ class EntityTable:
         name: str,
         frame: DataFrame,
         id: str,
-        ids: NDArray[Any] | None,
+        ids: Ids | None,
         count: int,
         title: str | None = None,
         separator: str = "|",
@@ -122,14 +122,14 @@ class EntityTable:
         texts = self._texts(self.title).to_list()
         return [texts[row] if row >= 0 else None for row in self._rows.tolist()]
 
-    def cells(self, entities: Rows, columns: list[str] | None = None) -> list[dict[str, Any]]:
+    def cells(self, entities: Rows, columns: list[str] | None = None) -> list[dict[str, object]]:
         """The cells of each entity by column; empty for entities that are not in the table."""
         rows = self._rows[entities]
         wanted = self.columns if columns is None else [self._column(column) for column in columns]
         taken = self._frame.select(wanted)[np.maximum(rows, 0).tolist()].to_dicts()
         return [_plain(cells) if row >= 0 else {} for row, cells in zip(rows.tolist(), taken, strict=True)]
 
-    def matching(self, wanted: Mapping[str, Any]) -> Rows:
+    def matching(self, wanted: Mapping[str, object]) -> Rows:
         """The entities that match a filter, increasing."""
         every: Rows | None = None
         for column, value in wanted.items():
@@ -151,7 +151,7 @@ class EntityTable:
             raise Refused(422, f"column: got {shown(column)}, expected one of the table, such as {near}")
         return column
 
-    def _of_column(self, column: str, value: Any) -> Rows:
+    def _of_column(self, column: str, value: object) -> Rows:
         if isinstance(value, Mapping):
             return self._range(column, value)
         values = value if isinstance(value, list) else [value]
@@ -164,7 +164,7 @@ class EntityTable:
         found = [self._found[column].get(text, _NO_ROWS) for text in texts]
         return found[0] if len(found) == 1 else np.unique(np.concatenate([*found, _NO_ROWS]))
 
-    def _range(self, column: str, bounds: Mapping[str, Any]) -> Rows:
+    def _range(self, column: str, bounds: Mapping[str, object]) -> Rows:
         if self.kinds[column] != "numeric" or not bounds or set(bounds) - {"min", "max"}:
             raise Refused(
                 422,
@@ -218,15 +218,15 @@ def _numbers(column: Series) -> Series:
     return numbers.cast(pl.Int64) if ((present % 1 == 0) & (present.abs() < _WHOLE)).all() else numbers
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     try:
-        number = float(value)
+        number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         return None
     return None if math.isnan(number) else number
 
 
-def _plain(cells: dict[str, Any]) -> dict[str, Any]:
+def _plain(cells: dict[str, object]) -> dict[str, object]:
     """Cells as JSON values."""
     return {
         name: None if isinstance(cell, float) and not math.isfinite(cell)
@@ -247,7 +247,7 @@ class Entities:
     def __init__(
         self,
         side: str,
-        ids: NDArray[Any] | None,
+        ids: Ids | None,
         embeddings: Tensor,
         degrees: Rows,
         table: EntityTable | None = None,

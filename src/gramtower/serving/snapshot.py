@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 Rows = NDArray[np.int64]
 NewFeatures: TypeAlias = dict[str, list[Any]] | NDArray[np.float32] | None  # columns, or rows of numbers
+Stamp: TypeAlias = tuple[tuple[int, int, int] | None, ...]  # inode, size and time of each file
 INDEXES = ("auto", "exact", "faiss", "faiss-hnsw", "hnsw")
 _COPIED, _WARM = 1 << 24, 64  # bytes at a time; rows of a first batch
 
@@ -70,9 +71,9 @@ class Source:
     # another path of the file that other workers serve, for a worker that starts later; None for ``path``
     kept: Path | None = None
 
-    def stamp(self) -> tuple[Any, ...]:
+    def stamp(self) -> Stamp:
         """A value that changes when the model, its index, or one of its files is replaced."""
-        found: list[Any] = []
+        found: list[tuple[int, int, int] | None] = []
         model = self.path if self.kept is None else self.kept
         for path in (model, index_path(model), *self.files):
             try:
@@ -148,7 +149,7 @@ class Snapshot:
         exclude_seen: bool = True,
         allow: Sequence[Key] | None = None,
         deny: Sequence[Key] | None = None,
-        wanted: Mapping[str, Any] | None = None,
+        wanted: Mapping[str, object] | None = None,
     ) -> Query:
         """The query of model.recommend, which can be batched with others."""
         none = np.empty(0, np.int64)
@@ -270,7 +271,7 @@ class Snapshot:
         return {side: None if directed.all() else np.flatnonzero(directed) for side, directed in known.items()}
 
     def _among(
-        self, allow: Sequence[Key] | None, among: Rows | None, wanted: Mapping[str, Any] | None
+        self, allow: Sequence[Key] | None, among: Rows | None, wanted: Mapping[str, object] | None
     ) -> tuple[Rows | None, Hashable]:
         """The right entities to choose from, and a key of this choice; ``among`` has the rows of ``allow``."""
         if wanted:

@@ -65,7 +65,7 @@ def _endpoint() -> Response:
     return Response()
 
 
-def _add(router: APIRouter, path: str, method: str, text: str, extra: dict[str, Any]) -> None:
+def _add(router: APIRouter, path: str, method: str, text: str, extra: dict[str, object]) -> None:
     statuses = _STATUSES if method == "POST" else (401, 404, 422, 503)
     router.add_api_route(
         path, _endpoint, methods=[method], name=path.strip("/"), operation_id=path.strip("/"),

@@ -50,7 +50,7 @@ class _Worker:
         if self.process.pid is not None and self.process.is_alive():
             os.kill(self.process.pid, number)
 
-    def messages(self) -> Iterator[tuple[str | None, list[Any]]]:
+    def messages(self) -> Iterator[tuple[str | None, list[object]]]:
         """Reports that have arrived: name and stamp of a loaded model, or no name when the worker serves."""
         with contextlib.suppress(EOFError, OSError):  # the worker has ended
             while self.reports.poll():
@@ -74,7 +74,7 @@ class _Kept:
     def __init__(self, folder: Path) -> None:
         self._folder, self._count, self._files = folder, 0, dict[str, tuple[Path | None, list[int]]]()
 
-    def keep(self, source: Source, stamp: list[Any]) -> None:
+    def keep(self, source: Source, stamp: list[object]) -> None:
         """Open the files of a model that a worker has loaded, unless they have changed since ``stamp``."""
         if not Path("/proc/self/fd").is_dir():
             return
@@ -180,7 +180,7 @@ def _signals(*numbers: int) -> Iterator[socket.socket]:
         reader.setblocking(False)
         writer.setblocking(False)
 
-        def note(number: int, frame: Any) -> None:
+        def note(number: int, frame: object) -> None:
             with contextlib.suppress(BlockingIOError):  # the socket is full of signals not handled yet
                 writer.send(bytes([number]))
 
@@ -218,7 +218,7 @@ def _work(
     def write(line: str) -> None:
         say(f"worker {number}: {line}")
 
-    def report(name: str | None = None, stamp: Sequence[Any] = ()) -> None:
+    def report(name: str | None = None, stamp: Sequence[object] = ()) -> None:
         with lock, contextlib.suppress(OSError):  # the parent is gone
             reports.send_bytes(json.dumps([name, stamp]).encode())
 
