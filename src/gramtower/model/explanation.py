@@ -50,6 +50,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gramtower._util import checks as check
+from gramtower.data.ids import Key
 from gramtower.data.tables import FeaturesLike
 from gramtower.engine.kernels.activations import ACTIVATIONS
 from gramtower.engine.kernels.losses import LossTerms, Scored, as_loss
@@ -61,7 +62,7 @@ from gramtower.model.fit_data import seen_by_towers
 from gramtower.model.fit_parts import imputed_label, left_weights
 from gramtower.model.fitted import FittedModel
 from gramtower.model.settings import ModelSettings, given
-from gramtower.model.side import Side, history_matrix
+from gramtower.model.side import HistoriesLike, Name, Side, history_matrix
 
 _FEWEST, _MOST, _CLOSE, _SMALL = 16, 512, 1e-6, 1e-9
 Array = NDArray[np.float64]
@@ -78,7 +79,7 @@ class Contribution:
     """
 
     kind: str
-    name: Any
+    name: Name
     value: float
 
 
@@ -135,13 +136,13 @@ class Explainer:
 
     def explain(
         self,
-        left: Any = None,
-        right: Any = None,
+        left: Key | None = None,
+        right: Key | None = None,
         *,
         side: str = "left",
         left_features: FeaturesLike = None,
         right_features: FeaturesLike = None,
-        histories: Any = None,
+        histories: HistoriesLike | None = None,
     ) -> Explanation:
         """See :meth:`gramtower.TwoTower.explain`."""
         this, that = self._sides(side)
@@ -155,7 +156,12 @@ class Explainer:
         return self.explain_rows(own, other, side, given[side], histories)
 
     def explain_rows(
-        self, own: int | None, other: int, side: str = "left", features: Any = None, histories: Any = None
+        self,
+        own: int | None,
+        other: int,
+        side: str = "left",
+        features: FeaturesLike = None,
+        histories: HistoriesLike | None = None,
     ) -> Explanation:
         """The same by row numbers: of the entity that it is explained by (None for a new one), and of the other."""
         this, that = self._sides(side)
@@ -207,7 +213,9 @@ class Explainer:
             score = moved
         return _made(score, this.name, method, found, base)
 
-    def _inputs(self, this: Side, own: int | None, features: Any, histories: Any) -> sp.csr_matrix:
+    def _inputs(
+        self, this: Side, own: int | None, features: FeaturesLike, histories: HistoriesLike | None
+    ) -> sp.csr_matrix:
         """What the tower sees of an entity, one row."""
         inputs, fitted = this.inputs, self._fitted
         if features is None and any(
@@ -316,7 +324,7 @@ def _secants(activation: nn.Module, shift: Tensor, z: Tensor) -> Tensor:
     return torch.where(small, slope, rise / torch.where(small, torch.ones_like(z), z))
 
 
-def _one_row(side: Side, key: Any) -> int:
+def _one_row(side: Side, key: Key | None) -> int:
     if key is None or (isinstance(key, (list, tuple, np.ndarray)) and not (isinstance(key, tuple) and len(key) == 2)):
         check.fail(side.name, type(key).__name__ if key is not None else "None", "one id")
     return int(side.rows([key])[0])
@@ -333,7 +341,7 @@ def _made(score: float, side: str, method: str, found: list[Contribution], base:
     return Explanation(score, side, method, ordered, base, remainder)
 
 
-def _plain(name: Any) -> Any:
+def _plain(name: Name) -> Key | list[str | int]:
     return list(name) if isinstance(name, tuple) else name
 
 
@@ -425,7 +433,7 @@ def _objective(settings: ModelSettings, fitted: FittedModel, pairs: sp.csr_matri
     )  # fmt: skip
 
 
-def _sums(Q: Tensor, weight: Any) -> tuple[Tensor, Tensor]:
+def _sums(Q: Tensor, weight: NDArray[np.floating] | None) -> tuple[Tensor, Tensor]:
     """QᵀBQ and Σ_j b_j q_j, from rows in float64 a block at a time."""
     total, summed = (
         Q.new_zeros(Q.shape[1], Q.shape[1], dtype=torch.float64),

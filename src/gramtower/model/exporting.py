@@ -48,8 +48,9 @@ from gramtower._util.files import replacing, write_json, write_text
 from gramtower._util.optional import need
 from gramtower.data import frames
 from gramtower.data.encoders import to_plain
+from gramtower.data.features import MatrixLike
 from gramtower.engine.towers.layers import InputLinear
-from gramtower.model.feature_spec import MOST_DEVIATIONS, FeatureSpec, Part
+from gramtower.model.feature_spec import JSON, MOST_DEVIATIONS, FeatureSpec, Part
 from gramtower.model.fitted import FittedModel
 from gramtower.model.side import Side
 
@@ -89,7 +90,7 @@ def write_export(folder: Path, fitted: FittedModel, to: str) -> list[Path]:
     return files
 
 
-def _write_network(folder: Path, fitted: FittedModel, side: Side, to: str) -> tuple[str, dict[str, Any]]:
+def _write_network(folder: Path, fitted: FittedModel, side: Side, to: str) -> tuple[str, JSON]:
     towers = fitted.known_towers("export its towers")
     network = network_of(towers.left if side.name == "left" else towers.right, side.inputs)
     given = example(network, side.inputs.width)
@@ -103,7 +104,7 @@ def _write_network(folder: Path, fitted: FittedModel, side: Side, to: str) -> tu
     return name, {"inputs": list(network.names), "parts": described_parts(side.inputs)}
 
 
-def _write_onnx(path: Path, network: Any, given: tuple[torch.Tensor, ...]) -> None:
+def _write_onnx(path: Path, network: IdNetwork | DenseNetwork | SparseNetwork, given: tuple[torch.Tensor, ...]) -> None:
     size = sum(p.numel() * p.element_size() for p in network.parameters())
     if size > _LARGEST:
         check.fail(
@@ -126,7 +127,7 @@ def _write_onnx(path: Path, network: Any, given: tuple[torch.Tensor, ...]) -> No
         noisy.setLevel(level)
 
 
-def described_parts(inputs: FeatureSpec) -> list[dict[str, Any]]:
+def described_parts(inputs: FeatureSpec) -> list[JSON]:
     """The columns of the parts, and how tables become columns; scaling is in the network."""
     parts, first = [], 0
     for part in inputs.parts:
@@ -322,7 +323,7 @@ def example(network: nn.Module, width: int) -> tuple[Tensor, ...]:
     return torch.tensor([[0, last, -1], [last, -1, -1]]), torch.tensor([[1.0, 2.0, 0.0], [1.0, 0.0, 0.0]])
 
 
-def as_columns(rows: Any) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+def as_columns(rows: MatrixLike) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Sparse rows as ``columns`` and ``values``, filled up with −1 and 0."""
     matrix = sp.csr_matrix(rows)
     counts = np.diff(matrix.indptr)

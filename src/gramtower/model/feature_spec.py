@@ -28,7 +28,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import scipy.sparse as sp
@@ -38,13 +38,19 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower._util.schema import build
-from gramtower.data.features import Features
+from gramtower.data.features import Features, MatrixLike
+from gramtower.data.frames import TableLike
 from gramtower.data.ids import index_of, join
 from gramtower.data.matrices import checked
-from gramtower.data.tables import FeatureTable
+from gramtower.data.tables import FeaturesLike, FeatureTable
 from gramtower.distributed.group import SINGLE, Group, current_group
 from gramtower.distributed.shards import Rows
 
+JSON = dict[str, object]
+IdArray: TypeAlias = NDArray[np.int64 | np.object_]  # whole numbers, or text
+Ids = tuple[IdArray | None, IdArray | None]  # of a side, and of the other one
+Matrix: TypeAlias = NDArray[np.float32] | sp.csr_matrix  # encoded features
+Both = tuple[FeaturesLike, FeaturesLike]  # of the left and of the right entities
 MOST_DEVIATIONS = 10.0
 
 
@@ -73,10 +79,10 @@ class Scaling:
     unit: float | None = None
     apart: tuple[int, ...] = ()
 
-    def __call__(self, name: str, rows: Any) -> Any:
+    def __call__(self, name: str, rows: MatrixLike) -> Matrix:
         """The scaled rows, float32; dense if they were, otherwise CSR."""
         if self.shift is not None:
-            given = rows.toarray() if sp.issparse(rows) else check.as_float_array(name, rows)
+            given = sp.csr_matrix(rows).toarray() if sp.issparse(rows) else check.as_float_array(name, rows)
             check.finite(name, given)
             dense = (given.astype(np.float64) - self.shift) * self.factor
             most = MOST_DEVIATIONS / math.sqrt(len(self.factor))
@@ -100,12 +106,12 @@ class Scaling:
             return "standardised"
         return ("log, " if self.unit is not None else "") + "√idf, rows of length one"
 
-    def to_plain(self) -> dict[str, Any]:
+    def to_plain(self) -> JSON:
         """All but the numbers of the columns, as JSON has it."""
         return asdict(_ScalingForm(self.shift is not None, self.unit, list(self.apart)))
 
     @classmethod
-    def unfilled(cls, plain: dict[str, Any], width: int) -> Scaling:
+    def unfilled(cls, plain: JSON, width: int) -> Scaling:
         """What :meth:`to_plain` gave of so many columns, before their numbers are read."""
         form = build("inputs.scaling", _ScalingForm, plain)
         if (form.unit is not None and not 0 < form.unit < np.inf) or any(not 0 <= x < width for x in form.apart):
@@ -141,7 +147,7 @@ def sparse_scaling(
     return Scaling(factor, unit=largest * size / max(1.0, entries) or 1.0)
 
 
-def dense_scaling(name: str, group: Group, rows: Any, total: int) -> Scaling:
+def dense_scaling(name: str, group: Group, rows: MatrixLike, total: int) -> Scaling:
     """The scaling of dense rows held here, of ``total`` in all processes."""
     values = check.as_float_array(name, rows).astype(np.float64)
     sizes = group.gather_json(np.abs(values).max(axis=0, initial=0.0).tolist())
@@ -166,15 +172,15 @@ class GivenFeatures:
     """
 
     side: str
-    given: Any
+    given: FeaturesLike
 
     @property
-    def parts(self) -> list[Any]:
+    def parts(self) -> list[FeaturesLike]:
         """The parts, one if the argument is no list."""
         return list(self.given) if isinstance(self.given, (list, tuple)) else [self.given]
 
     @property
-    def described(self) -> list[Any]:
+    def described(self) -> list[FeatureTable | MatrixLike | TableLike]:
         """The parts that are tables or matrices, not names."""
         return [part for part in self.parts if part is not None and not isinstance(part, str)]
 
@@ -206,7 +212,7 @@ class GivenFeatures:
                 expected = 'a FeatureTable, which is joined by id: FeatureTable.inferred(frame, id="…")'
                 check.fail(f"{self.side}_features", f"a {type(part).__name__}", expected)
 
-    def tables(self) -> Any:
+    def tables(self) -> FeaturesLike:
         """Return the tables, which describe entities without pairs too; None for a left side that has none.
 
         Raises:
@@ -222,7 +228,7 @@ class GivenFeatures:
             check.fail("candidates", f"'all' with {self.side}_features of {kinds}", expected)
         return self.described if len(self.described) > 1 else self.described[0]
 
-    def take(self, ids: NDArray[Any], rows: NDArray[np.int64]) -> Any:
+    def take(self, ids: IdArray, rows: NDArray[np.int64]) -> FeaturesLike:
         """Return the features of some of the entities as a fit takes them: rows of matrices; tables and names as is."""
         taken = [
             _lenient(part, ids) if isinstance(part, FeatureTable)
@@ -231,7 +237,7 @@ class GivenFeatures:
         ]  # fmt: skip
         return taken if isinstance(self.given, (list, tuple)) else taken[0]
 
-    def encode(self, ids: NDArray[Any], rows: NDArray[np.int64]) -> list[Any]:
+    def encode(self, ids: IdArray, rows: NDArray[np.int64]) -> list[MatrixLike]:
         """Return rows of each table, encoded, and of each matrix."""
         return [
             _lenient(part, ids).encode(ids[rows])
@@ -240,14 +246,14 @@ class GivenFeatures:
             for part in self.described
         ]
 
-    def local(self, rows: Rows, is_local: bool) -> Any:
+    def local(self, rows: Rows, is_local: bool) -> FeaturesLike:
         """Return the features with matrices cut to the rows of this process, unless they were given so."""
         taken = [self._local_part(part, rows, is_local) for part in self.parts]
         return taken if isinstance(self.given, (list, tuple)) else taken[0]
 
-    def _local_part(self, part: Any, rows: Rows, is_local: bool) -> Any:
+    def _local_part(self, part: FeaturesLike, rows: Rows, is_local: bool) -> FeaturesLike:
         name = f"{self.side}_features"
-        if isinstance(part, FeatureTable) or not hasattr(part, "shape") or rows.count == rows.total:
+        if isinstance(part, FeatureTable) or not is_matrix(part) or rows.count == rows.total:
             return part
         if not is_local:
             return rows.local_rows(name, checked(name, part).tocsr() if sp.issparse(part) else part)
@@ -256,11 +262,10 @@ class GivenFeatures:
             check.fail(name, f"{part.shape[0]} rows", expected)
         return part
 
-    def _matrix_rows(self, part: Any, count: int, rows: NDArray[np.int64]) -> Any:
+    def _matrix_rows(self, part: FeaturesLike, count: int, rows: NDArray[np.int64]) -> MatrixLike:
         name = f"{self.side}_features"
         if not is_matrix(part) or len(part.shape) != 2 or part.shape[0] != count:
-            shape = f" of shape {tuple(part.shape)}" if hasattr(part, "shape") else ""
-            check.fail(name, type(part).__name__ + shape, f"{count} rows, one for each {self.side} entity")
+            check.fail(name, _shown(part), f"{count} rows, one for each {self.side} entity")
         if sp.issparse(part):
             return sp.csr_matrix(checked(name, part))[rows]
         return (
@@ -268,7 +273,7 @@ class GivenFeatures:
         )
 
 
-def _lenient(table: FeatureTable, ids: NDArray[Any]) -> FeatureTable:
+def _lenient(table: FeatureTable, ids: IdArray) -> FeatureTable:
     """Return a table that takes only some of the ids; a strict one must have all of them."""
     found = copy.copy(table)
     found.report = dict(table.report)
@@ -278,24 +283,33 @@ def _lenient(table: FeatureTable, ids: NDArray[Any]) -> FeatureTable:
     return found
 
 
-def is_matrix(value: Any) -> bool:
+def is_matrix(value: object) -> TypeGuard[MatrixLike]:
     """Whether a value has rows of numbers: scipy.sparse, torch, numpy or anything that numpy makes an array of."""
     return hasattr(value, "shape") and (sp.issparse(value) or hasattr(value, "__array__"))
 
 
-def is_path(given: Any) -> bool:
+def _shown(value: object) -> str:
+    """The type of a value and its shape, if it has one, for errors."""
+    return type(value).__name__ + (f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else "")
+
+
+def is_sparse(value: object) -> TypeGuard[sp.csr_matrix]:
+    """Whether something is a scipy.sparse matrix or array."""
+    return bool(sp.issparse(value))
+
+
+def is_path(given: object) -> TypeGuard[str | os.PathLike[str]]:
     """Whether something is the path of a file."""
     return isinstance(given, (str, os.PathLike))
 
 
-def is_frame(given: Any) -> bool:
+def is_frame(given: object) -> TypeGuard[TableLike]:
     """Whether something is a table with named columns: of polars, pandas or pyarrow, or a mapping of columns."""
     return isinstance(given, Mapping) or any(
         hasattr(given, name) for name in ("collect_schema", "column_names", "__arrow_c_stream__", "__dataframe__")
     )
 
 
-Ids = tuple[NDArray[Any] | None, NDArray[Any] | None]  # of a side, and of the other one
 NAMES = ("id", "history")
 _GIVEN = ("table", "sparse", "dense")  # parts that the caller describes new entities by
 _USUAL = 1024  # entries of the mean history that are kept, the largest ones
@@ -377,7 +391,7 @@ class FeatureSpec:
         """Whether entities are described by their history."""
         return any(part.kind == "history" for part in self.parts)
 
-    def placeholder(self, rows: int) -> Any:
+    def placeholder(self, rows: int) -> Matrix | None:
         """Features without entries, to build towers with; None for ids."""
         if self.kind == "id":
             return None
@@ -388,20 +402,21 @@ class FeatureSpec:
         """The parts that the caller describes new entities by."""
         return [part for part in self.parts if part.kind in _GIVEN]
 
-    def listed(self, side: str, features: Any) -> list[Any]:
+    def listed(self, side: str, features: FeaturesLike) -> list[FeaturesLike]:
         """What was given for new entities, part by part."""
         wanted = self.given
         if features is not None and not wanted:
             known = "histories" if self.has_history else "ids"
             expected = f"a model fitted with {side}_features; this one knows {side} {known} only"
             check.fail(f"{side}_features", "features", expected)
-        several = len(wanted) > 1 and features is not None
-        if several and (not isinstance(features, (list, tuple)) or len(features) != len(wanted)):
+        if len(wanted) <= 1 or features is None:
+            return [features] * len(wanted)
+        if not isinstance(features, (list, tuple)) or len(features) != len(wanted):
             kinds = ", ".join(part.kind for part in wanted)
             check.fail(f"{side}_features", type(features).__name__, f"a list of {len(wanted)}: {kinds}")
-        return list(features) if several else [features] * len(wanted)
+        return list(features)
 
-    def new(self, side: str, features: Any, history: sp.csr_matrix | None) -> Any:
+    def new(self, side: str, features: FeaturesLike, history: sp.csr_matrix | None) -> Matrix:
         """Features of entities that were not there in training, one row for each.
 
         Args:
@@ -421,7 +436,7 @@ class FeatureSpec:
             check.fail(f"{side}_features, histories", f"{given_rows} rows", "as many rows in each")
         return self._side_by_side(side, encoded, history, counts.pop())
 
-    def encoded(self, side: str, rows: Sequence[Any]) -> Any:
+    def encoded(self, side: str, rows: Sequence[MatrixLike]) -> Matrix:
         """Features of entities that were not there in training, from the rows of each given part before scaling.
 
         Args:
@@ -434,7 +449,9 @@ class FeatureSpec:
         ]
         return self._side_by_side(side, scaled, None, scaled[0].shape[0])
 
-    def _side_by_side(self, side: str, encoded: Sequence[Any], history: sp.csr_matrix | None, rows: int) -> Any:
+    def _side_by_side(
+        self, side: str, encoded: Sequence[Matrix | None], history: sp.csr_matrix | None, rows: int
+    ) -> Matrix:
         """All parts of new entities: those given, None for missing ones, histories, and ids that are none."""
         made: list[Any] = []
         rest = iter(encoded)
@@ -502,7 +519,7 @@ class FeatureSpec:
             start, old_start = here.stop, there.stop
         return found
 
-    def to_plain(self) -> list[dict[str, Any]]:
+    def to_plain(self) -> list[JSON]:
         """The parts without their rows, as JSON has them."""
         return [
             {"kind": p.kind, "width": p.width}
@@ -601,23 +618,23 @@ def _or_usual(rows: sp.csr_matrix, usual: sp.csr_matrix | None) -> sp.csr_matrix
     return sp.csr_matrix(rows + sp.csr_matrix(entries, shape=(rows.shape[0], 1)) @ usual)
 
 
-def _new_part(side: str, part: Part, rows: Any) -> Any:
+def _new_part(side: str, part: Part, rows: FeaturesLike) -> Matrix | None:
     """The rows of one part, None if they were not given."""
     if rows is None:
         return None
     name = f"{side}_features"
     if part.table is not None:
-        encoded = part.table.encode_frame(rows.source if isinstance(rows, FeatureTable) else rows, name)
-        return encoded if part.scaling is None else part.scaling(name, encoded)
-    rows = new_matrix(name, part, rows)
-    return rows if part.scaling is None else part.scaling(name, rows)
+        source: Any = rows.source if isinstance(rows, FeatureTable) else rows
+        found: Matrix = part.table.encode_frame(source, name)
+    else:
+        found = new_matrix(name, part, rows)
+    return found if part.scaling is None else part.scaling(name, found)
 
 
-def new_matrix(name: str, part: Part, rows: Any) -> Any:
+def new_matrix(name: str, part: Part, rows: FeaturesLike) -> Matrix:
     """Rows of a matrix for new entities: checked, sparse or numpy."""
     if not is_matrix(rows) or len(rows.shape) != 2 or rows.shape[1] != part.width:
-        shape = f" of shape {tuple(rows.shape)}" if hasattr(rows, "shape") else ""
-        check.fail(name, type(rows).__name__ + shape, f"{part.width} columns, as in training")
+        check.fail(name, _shown(rows), f"{part.width} columns, as in training")
     return checked(name, rows) if sp.issparse(rows) else check.as_float_array(name, rows)
 
 
@@ -629,7 +646,7 @@ def _missing(side: str, part: Part, rows: int) -> sp.csr_matrix:
     return sp.vstack([row] * rows, format="csr") if rows else row[:0]
 
 
-def concatenated(features: Sequence[Any]) -> Any:
+def concatenated(features: Sequence[Matrix]) -> Matrix:
     """One part as it is; several as one sparse matrix."""
     if len(features) == 1:
         return features[0]
@@ -637,13 +654,13 @@ def concatenated(features: Sequence[Any]) -> Any:
     return sp.csr_matrix(sp.hstack(parts, format="csr"), dtype=np.float32)
 
 
-def _as_sparse(dense: Any) -> sp.csr_matrix:
+def _as_sparse(dense: MatrixLike) -> sp.csr_matrix:
     return sp.csr_matrix(check.as_float_array("features", dense), dtype=np.float32)
 
 
 def training_parts(
-    side: str, given: Any, ids: NDArray[Any] | None, matrix: sp.csr_matrix, place: Rows | None = None
-) -> list[tuple[Part, Any]]:
+    side: str, given: FeaturesLike, ids: IdArray | None, matrix: sp.csr_matrix, place: Rows | None = None
+) -> list[tuple[Part, MatrixLike | None]]:
     """The parts of one side's inputs, each with its features of the training data as they came.
 
     Args:
@@ -668,8 +685,8 @@ def training_parts(
 
 
 def training_inputs(
-    side: str, parts: list[tuple[Part, Any]], place: Rows, group: Group, scale: bool
-) -> tuple[FeatureSpec, Any]:
+    side: str, parts: list[tuple[Part, MatrixLike | None]], place: Rows, group: Group, scale: bool
+) -> tuple[FeatureSpec, Matrix]:
     """The inputs of one side, and its features as :class:`~gramtower.Problem` takes them, scaled if asked to be.
 
     All processes must call it together.
@@ -688,8 +705,8 @@ def training_inputs(
 
 
 def _training_part(
-    side: str, one: Any, ids: NDArray[Any] | None, matrix: sp.csr_matrix, place: Rows
-) -> tuple[Part, Any]:
+    side: str, one: FeaturesLike, ids: IdArray | None, matrix: sp.csr_matrix, place: Rows
+) -> tuple[Part, MatrixLike | None]:
     rows = place.count
     if isinstance(one, str):
         names = NAMES if side == "left" else NAMES[:1]
@@ -714,14 +731,16 @@ def _training_part(
         return Part("table", encoded.shape[1], FeatureTable.encoder_from_json(one.to_json())), encoded
     GivenFeatures(side, one).refuse_frames()
     if not is_matrix(one) or len(one.shape) != 2 or one.shape[0] != rows:
-        shape = f" of shape {tuple(one.shape)}" if hasattr(one, "shape") else ""
         expected = f'scipy.sparse, numpy or torch with {rows} rows, a FeatureTable, "id", "history", or a list of these'
-        check.fail(f"{side}_features", type(one).__name__ + shape, expected)
+        check.fail(f"{side}_features", _shown(one), expected)
     if not one.shape[1]:
         check.fail(f"{side}_features", f"a matrix of shape {tuple(one.shape)}", "at least one column")
-    one = checked(f"{side}_features", one) if sp.issparse(one) else one
-    check.finite(f"{side}_features", one.data if sp.issparse(one) else check.as_float_array(f"{side}_features", one))
-    return Part("sparse" if sp.issparse(one) else "dense", int(one.shape[1])), one
+    if not sp.issparse(one):
+        check.finite(f"{side}_features", check.as_float_array(f"{side}_features", one))
+        return Part("dense", int(one.shape[1])), one
+    made = checked(f"{side}_features", one)
+    check.finite(f"{side}_features", made.data)
+    return Part("sparse", int(made.shape[1])), made
 
 
 def _factor(name: str, given: str, text: str) -> float:

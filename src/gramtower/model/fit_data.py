@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -18,11 +19,12 @@ from gramtower._util import checks as check
 from gramtower._util.checks import check_hidden
 from gramtower.data import frames
 from gramtower.data.frames import Column
-from gramtower.data.ids import index_of, join
-from gramtower.data.interactions import Interactions, pairs_of, union
-from gramtower.data.matrices import checked, resized
+from gramtower.data.ids import Key, index_of, join
+from gramtower.data.interactions import Interactions, PairsLike, pairs_of, union
+from gramtower.data.matrices import SparseMatrix, checked, resized
 from gramtower.data.merge import warn_of_pairs
 from gramtower.data.splits import per_user
+from gramtower.data.tables import FeaturesLike
 from gramtower.distributed.agreement import Digest, agree
 from gramtower.distributed.group import SINGLE, Group, current_group
 from gramtower.distributed.partition import Shard
@@ -33,14 +35,18 @@ from gramtower.model.feature_spec import (
     FeatureSpec,
     GivenFeatures,
     Ids,
+    Matrix,
     Part,
     is_frame,
     is_path,
+    is_sparse,
     training_inputs,
     training_parts,
 )
 from gramtower.model.settings import ModelSettings
 
+FitPairs: TypeAlias = Interactions | Shard | SparseMatrix
+Validation: TypeAlias = PairsLike | Shard | float | None  # pairs, or a share of those to learn from
 Numbered = tuple[int | None, int | None]  # see Interactions.numbered
 
 
@@ -55,7 +61,7 @@ class Columns:
     time: Column | None = None
     threshold: float | None = None
 
-    def read(self, name: str, given: Any) -> Any:
+    def read(self, name: str, given: Validation) -> FitPairs:
         """A frame as Interactions; anything else as it is, for which no columns may be given.
 
         As in the shell, rows whose value is at least the threshold are pairs labelled 1; without a threshold the values
@@ -79,17 +85,20 @@ class Columns:
             threshold=self.threshold, labels=self.value is not None and self.threshold is None,
         )  # fmt: skip
 
-    def read_pairs(self, name: str, given: Any) -> Any:
+    def read_pairs(self, name: str, given: PairsLike | str | os.PathLike[str]) -> FitPairs:
         """The same, where of a frame or file without named columns the first two hold left and right ids."""
-        if not is_frame(given) and not is_path(given):
+        if is_path(given):
+            frame = frames.read_frame(name, check.path(name, given))
+        elif is_frame(given):
+            frame = frames.as_frame(name, given)
+        else:
             return self.read(name, given)
-        frame = frames.read_frame(name, check.path(name, given)) if is_path(given) else frames.as_frame(name, given)
         if self.left is None and self.right is None and len(frame.columns) < 2:
             check.fail(name, f"a table of {len(frame.columns)} columns", "left and right ids in two of them")
         chosen = self if self.left is not None or self.right is not None else replace(self, left=0, right=1)
         return chosen.read(name, frame)
 
-    def read_also(self, name: str, given: Any) -> Any:
+    def read_also(self, name: str, given: Validation) -> Validation:
         """A second frame with the same columns as Interactions; anything else as it is."""
         return self.read(name, given) if is_frame(given) else pairs_of(given)
 
@@ -119,13 +128,13 @@ class FitData:
     """
 
     matrix: sp.csr_matrix
-    weights: NDArray[Any] | None
+    weights: NDArray[np.floating] | None
     ids: Ids
     shards: Shards
     observed: int
     held_out: sp.csr_matrix | None
     inputs: tuple[FeatureSpec, FeatureSpec]
-    features: tuple[Any, Any]
+    features: tuple[Matrix | None, Matrix | None]
     device: torch.device
     hidden: tuple[tuple[int, ...], tuple[int, ...]]
     dim: int
@@ -183,7 +192,11 @@ def seen_by_towers(both: tuple[FeatureSpec, FeatureSpec]) -> str:
 
 
 def prepare_data(
-    settings: ModelSettings, pairs: Any, left_features: Any = None, right_features: Any = None, validation: Any = None
+    settings: ModelSettings,
+    pairs: FitPairs,
+    left_features: FeaturesLike = None,
+    right_features: FeaturesLike = None,
+    validation: FitPairs | None = None,
 ) -> FitData:
     """A fit's arguments, checked, as this process holds them; see TwoTower.fit for what they may be."""
     settings = settings.with_changes()
@@ -249,10 +262,13 @@ def prepare_data(
 
 
 def _entries(
-    group: Group, inputs: tuple[FeatureSpec, FeatureSpec], rows: tuple[Any, Any], shape: tuple[int, int]
+    group: Group,
+    inputs: tuple[FeatureSpec, FeatureSpec],
+    rows: tuple[Matrix | None, Matrix | None],
+    shape: tuple[int, int],
 ) -> float:
     """Entries of sparse features of an entity on average, of the side that has fewer; 0 without such features."""
-    local = [float(part.nnz) if sp.issparse(part) else 0.0 for part in rows]
+    local = [float(part.nnz) if is_sparse(part) else 0.0 for part in rows]
     totals = zip(inputs, group.totals(*local), shape, strict=True)
     return min((total / count for seen, total, count in totals if seen.described and total), default=0.0)
 
@@ -265,8 +281,8 @@ def spread_pairs(group: Group, matrix: sp.csr_matrix, work: float) -> Shards:
 
 
 def local_pairs(
-    matrix: sp.csr_matrix, weights: NDArray[Any] | None, shards: Shards
-) -> tuple[sp.csr_matrix, NDArray[Any] | None]:
+    matrix: sp.csr_matrix, weights: NDArray[np.floating] | None, shards: Shards
+) -> tuple[sp.csr_matrix, NDArray[np.floating] | None]:
     """The local left rows of all pairs, and the weights of these pairs, which are in the order of sorted rows."""
     if shards.single:
         return matrix, weights
@@ -277,7 +293,7 @@ def local_pairs(
     return matrix[rows.first : rows.stop], None if weights is None else weights[span]
 
 
-def matrix_and_ids(pairs: Any, name: str = "pairs") -> tuple[sp.csr_matrix, Ids]:
+def matrix_and_ids(pairs: FitPairs, name: str = "pairs") -> tuple[sp.csr_matrix, Ids]:
     """The matrix of Interactions or of a sparse matrix, and the ids of its rows and columns if it has any."""
     if isinstance(pairs, Interactions):
         return pairs.matrix, (pairs.left_ids, pairs.right_ids)
@@ -287,7 +303,7 @@ def matrix_and_ids(pairs: Any, name: str = "pairs") -> tuple[sp.csr_matrix, Ids]
     check.fail(name, type(pairs).__name__, expected)
 
 
-def hold_out(pairs: Any, share: object, seed: int) -> tuple[Any, Any]:
+def hold_out(pairs: FitPairs, share: object, seed: int) -> tuple[Any, Any]:
     """Pairs to learn from and to validate on: a share of each left entity's pairs, drawn with the seed.
 
     Every left entity keeps a pair to learn from. Both parts are of the kind that was given, with all ids.
@@ -312,7 +328,7 @@ def hold_out(pairs: Any, share: object, seed: int) -> tuple[Any, Any]:
     return split.train.matrix, split.test.matrix
 
 
-def rejoined(pairs: Any, held_out: Any) -> Any:
+def rejoined(pairs: FitPairs, held_out: FitPairs) -> FitPairs:
     """Pairs with those that were held out of them; held-out pairs of unknown entities are left out."""
     matrices = matrix_and_ids(pairs)[0], matrix_and_ids(held_out, "validation")[0]
     both = [
@@ -323,7 +339,7 @@ def rejoined(pairs: Any, held_out: Any) -> Any:
     return found if isinstance(pairs, Interactions) else found.matrix
 
 
-def given_pairs(name: str, pairs: Any) -> Any:
+def given_pairs(name: str, pairs: PairsLike | str | os.PathLike[str]) -> FitPairs:
     """Interactions and matrices as they are; of a frame or a file the first two columns, left and right ids."""
     return Columns().read_pairs(name, pairs)
 
@@ -342,12 +358,12 @@ class Aligned:
     pairs: sp.csr_matrix
     total: int
     unknown_right: int
-    example: tuple[Any, int] | None
+    example: tuple[Key, int] | None
 
 
 def align(
     name: str,
-    given: Any,
+    given: FitPairs,
     ids: Ids,
     shape: tuple[int, int],
     numbered: Numbered | None = None,
@@ -364,7 +380,7 @@ def align(
         trained: the shape without entities that were added, which a matrix without ids has; None if there are none.
     """
     matrix, its = matrix_and_ids(given, name)
-    if its[0] is None or its[1] is None:
+    if not isinstance(given, Interactions) or its[0] is None or its[1] is None:
         sizes, place = numbered or (None, None), trained or shape
         if any(own is not None and size != n for own, size, n in zip(ids, sizes, place, strict=True)):
             expected = "gramtower.Interactions, as in training: Interactions.from_matrix(matrix, left_ids, right_ids)"
@@ -403,7 +419,9 @@ def refuse_strangers(name: str, found: Aligned, ids: Ids, hint: str = "") -> Non
         check.fail(name, shown, f"pairs of entities of the model{such}{'; ' if hint else ''}{hint}")
 
 
-def aligned(name: str, test: Any, ids: Ids, shape: tuple[int, int], numbered: Numbered | None = None) -> sp.csr_matrix:
+def aligned(
+    name: str, test: FitPairs, ids: Ids, shape: tuple[int, int], numbered: Numbered | None = None
+) -> sp.csr_matrix:
     """Held-out pairs in the model's row numbers; those of unknown entities are left out, with a warning."""
     found = align(name, test, ids, shape, numbered)
     refuse_strangers(name, found, ids)
@@ -431,7 +449,7 @@ def known_pairs(ids: Ids, pairs: Interactions) -> int:
     return int((there[0][coo.row] & there[1][coo.col]).sum())
 
 
-def _read_pairs(pairs: Any, group: Group) -> tuple[sp.csr_matrix, Ids, NDArray[Any] | None]:
+def _read_pairs(pairs: FitPairs, group: Group) -> tuple[sp.csr_matrix, Ids, NDArray[np.floating] | None]:
     """Matrix, ids and weights of pairs: of all of them, or of the part that this process read."""
     if not isinstance(pairs, Shard):
         return *matrix_and_ids(pairs), pairs.weights if isinstance(pairs, Interactions) else None
@@ -450,7 +468,7 @@ def _agree_on_pairs(group: Group, matrix: sp.csr_matrix) -> None:
 
 
 def _held_out(
-    validation: Any, part: Shard | None, ids: Ids, shape: tuple[int, int], rows: Rows, numbered: Numbered
+    validation: FitPairs, part: Shard | None, ids: Ids, shape: tuple[int, int], rows: Rows, numbered: Numbered
 ) -> sp.csr_matrix:
     """The local rows of pairs to validate on."""
     if part is None:

@@ -12,12 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gramtower._util import checks as check
@@ -25,7 +23,7 @@ from gramtower.data.features import as_features
 from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions, union
 from gramtower.data.matrices import checked
-from gramtower.data.tables import FeatureTable
+from gramtower.data.tables import FeaturesLike, FeatureTable
 from gramtower.distributed.shards import Rows, Shards
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
@@ -36,10 +34,10 @@ from gramtower.metrics import Scores, evaluate_embeddings
 from gramtower.metrics.definitions import to_maximise
 from gramtower.metrics.tally import deal, means_without
 from gramtower.model import defaults
-from gramtower.model.feature_spec import FeatureSpec, GivenFeatures
-from gramtower.model.fit_data import FitData
+from gramtower.model.feature_spec import FeatureSpec, GivenFeatures, IdArray
+from gramtower.model.fit_data import FitData, FitPairs
 from gramtower.model.fitted import FittedModel
-from gramtower.model.settings import ModelSettings, given
+from gramtower.model.settings import ModelSettings, WeightsLike, given
 from gramtower.model.side import Side
 from gramtower.model.unseen import Unseen, UnseenValidator, with_feature_columns
 from gramtower.optim.solvers import NewtonKron, as_solver
@@ -76,17 +74,17 @@ def imputed_label(settings: ModelSettings) -> float | str:
     return defaults.IMPUTED if settings.imputed == "auto" else settings.imputed
 
 
-def left_weights(settings: ModelSettings) -> Any:
+def left_weights(settings: ModelSettings) -> WeightsLike:
     """a as it was given, or None."""
     return None if _is_auto(settings.left_weights) else settings.left_weights
 
 
-def right_weights(settings: ModelSettings, data: FitData) -> Any:
+def right_weights(settings: ModelSettings, data: FitData) -> WeightsLike:
     """b as it was given, or by name for the data."""
     return auto_weights(data) if _is_auto(settings.right_weights) else settings.right_weights
 
 
-def _is_auto(weights: Any) -> bool:
+def _is_auto(weights: object) -> bool:
     return isinstance(weights, str) and weights == "auto"
 
 
@@ -95,11 +93,12 @@ def auto_weights(data: FitData) -> str:
     return defaults.default_right_weights(data.shape, data.observed, data.seen, data.described)
 
 
-def _local_weights(name: str, weights: Any, rows: Rows) -> Any:
+def _local_weights(name: str, weights: WeightsLike, rows: Rows) -> WeightsLike:
     """Weights of the local entities, cut from those of all; None and text are the same for all."""
     if weights is None or isinstance(weights, str) or rows.count == rows.total:
         return weights
-    return rows.local_rows(name, check.weights(name, weights, rows.total))
+    local: WeightsLike = rows.local_rows(name, check.weights(name, weights, rows.total))
+    return local
 
 
 def over_ids(settings: ModelSettings, data: FitData, dim: int) -> Problem:
@@ -262,7 +261,7 @@ def refuse_increment(fitted: FittedModel, data: FitData) -> None:
             )
 
 
-def grown_pairs(fitted: FittedModel, more: Any, dropped: tuple[bool, bool] = (False, False)) -> Any:
+def grown_pairs(fitted: FittedModel, more: FitPairs, dropped: tuple[bool, bool] = (False, False)) -> FitPairs:
     """The pairs that a model knows, and more: entities keep their rows, new ones come after them.
 
     Args:
@@ -309,7 +308,7 @@ def sides_of(fitted: FittedModel) -> tuple[Side, Side]:
     return fitted.left, fitted.right
 
 
-def described_features(side: str, inputs: FeatureSpec, ids: NDArray[Any] | None, given: Any) -> Any:
+def described_features(side: str, inputs: FeatureSpec, ids: IdArray | None, given: FeaturesLike) -> FeaturesLike:
     """What the tower of a side sees: as before where the model can tell, otherwise as given, for all entities."""
     name, wanted = f"{side}_features", [part.kind for part in inputs.parts if part.kind not in ("id", "history")]
     if given is None:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 import numpy as np
 import scipy.sparse as sp
@@ -28,13 +28,13 @@ from torch import Tensor
 from gramtower._util import checks as check
 from gramtower._util import html as html
 from gramtower._util.host import explained
-from gramtower.data.frames import Column
-from gramtower.data.ids import IdsLike, index_of, join
+from gramtower.data.frames import Column, TableLike
+from gramtower.data.ids import IdsLike, Key, index_of, join
 from gramtower.data.interactions import Interactions, PairsLike
 from gramtower.data.list_files import ListFile, extra_columns, lists_frame
 from gramtower.data.matrices import canonical, resized, union, without
 from gramtower.data.merge import warn_of_pairs
-from gramtower.data.tables import FeaturesLike
+from gramtower.data.tables import FeaturesLike, FeatureTable
 from gramtower.distributed.group import SINGLE
 from gramtower.distributed.shards import Shards
 from gramtower.engine.towers.towers import Towers
@@ -43,10 +43,11 @@ from gramtower.metrics.definitions import DEFAULT, parse
 from gramtower.metrics.tally import Scores
 from gramtower.model import defaults
 from gramtower.model.defaults import pick_device
-from gramtower.model.feature_spec import Ids, is_frame, is_path
+from gramtower.model.feature_spec import JSON, IdArray, Ids, is_frame, is_path
 from gramtower.model.fit_data import (
     Aligned,
     Columns,
+    FitPairs,
     Numbered,
     align,
     given_pairs,
@@ -54,12 +55,28 @@ from gramtower.model.fit_data import (
     own_pairs,
     refuse_strangers,
 )
-from gramtower.model.side import Side, described, embedded, extended, history_matrix, normalised, read_once
+from gramtower.model.side import (
+    HistoriesLike,
+    Side,
+    described,
+    embedded,
+    extended,
+    history_matrix,
+    normalised,
+    read_once,
+)
 from gramtower.retrieval.topk import Lists, Ranking, ranking, top_k
 from gramtower.training.checkpoint import locked
 from gramtower.training.result import Reason, Record
 
 CANDIDATES = ("all", "trained")  # right entities to choose from: all that are known, or those of the training data
+
+
+class _Columns(TypedDict):
+    """Right entities to choose from and those never to choose, by row."""
+
+    allow: NDArray[np.int64] | None
+    deny: NDArray[np.int64] | None
 
 
 @dataclass(frozen=True)
@@ -106,7 +123,7 @@ class Selection:
         ids = "; features only for new entities, as ids rank known ones no worse" if self.ids_only else ""
         return f"{settings}, chosen from {len(self.tried)} by {self.metric} on {self.held_out}{ids}"
 
-    def to_plain(self) -> dict[str, Any]:
+    def to_plain(self) -> JSON:
         """A dictionary for JSON."""
         return asdict(self)
 
@@ -251,7 +268,7 @@ class FittedModel:
         *,
         left_features: FeaturesLike = None,
         right_features: FeaturesLike = None,
-        histories: Any = None,
+        histories: HistoriesLike | None = None,
     ) -> NDArray[np.float32]:
         """Embeddings of entities by id, or of new ones by what the towers see; all of a side when nothing is given.
 
@@ -283,10 +300,10 @@ class FittedModel:
         exclude: PairsLike | None = None,
         by: str | None = None,
         candidates: str = "all",
-        allow: Sequence[Any] | None = None,
+        allow: IdsLike | None = None,
         left_features: FeaturesLike = None,
         right_features: FeaturesLike = None,
-        histories: Any = None,
+        histories: HistoriesLike | None = None,
         left: Column | None = None,
         right: Column | None = None,
         value: Column | None = None,
@@ -342,15 +359,15 @@ class FittedModel:
         *,
         exclude_seen: bool = True,
         exclude: PairsLike | None = None,
-        allow: Sequence[Any] | None = None,
-        deny: Sequence[Any] | None = None,
+        allow: IdsLike | None = None,
+        deny: IdsLike | None = None,
         candidates: str = "all",
         left_features: FeaturesLike = None,
         right_features: FeaturesLike = None,
-        histories: Any = None,
+        histories: HistoriesLike | None = None,
         as_frame: bool = False,
-        table: Any = None,
-    ) -> tuple[NDArray[Any], NDArray[np.float32]] | Any:
+        table: FeatureTable | TableLike | str | Path | None = None,
+    ) -> tuple[IdArray, NDArray[np.float32]] | Any:
         """The k best right entities for each left one.
 
         Args:
@@ -402,8 +419,8 @@ class FittedModel:
             asked = self._called(left_features, len(P)) if as_frame else []
             seen = here.seen_by_described(left_features, seen)
         else:
-            asked = check.ids("left", left)
-            rows = self.left.rows(asked)
+            names = check.ids("left", left)
+            asked, rows = names, self.left.rows(names)
             P, seen = self.left.embeddings[torch.from_numpy(rows)], here.seen[rows]
         left_out = [seen] if exclude_seen and seen is not None else []
         if exclude is not None:
@@ -412,7 +429,8 @@ class FittedModel:
             )
         found, scores = top_k(
             P, here.right.embeddings, min(k, len(here.right)),
-            exclude=union(*left_out) if left_out else None, **here._candidates(allow, deny, candidates),
+            exclude=union(*left_out) if left_out else None,
+            **here._candidates(allow, deny, candidates),
         )  # fmt: skip
         ids = here.right.names(found)
         return _framed(asked, ids, scores, ("left", "right"), table) if as_frame else (ids, scores)
@@ -424,8 +442,8 @@ class FittedModel:
         *,
         exclude_seen: bool = True,
         exclude: PairsLike | None = None,
-        allow: Sequence[Any] | None = None,
-        deny: Sequence[Any] | None = None,
+        allow: IdsLike | None = None,
+        deny: IdsLike | None = None,
         candidates: str = "all",
         right_features: FeaturesLike = None,
         device: str = "auto",
@@ -466,7 +484,8 @@ class FittedModel:
         left_out = ([here.seen] if exclude_seen else []) + ([] if exclude is None else [here._excluded(exclude)])
         made = ranking(
             here.left.embeddings, here.right.embeddings,
-            exclude=union(*left_out) if left_out else None, **here._candidates(allow, deny, candidates),
+            exclude=union(*left_out) if left_out else None,
+            **here._candidates(allow, deny, candidates),
         )  # fmt: skip
         if not here.shards.single:
             check.fail("model", f"one that {here.shards.group.size} processes share", "a loaded model, in one process")
@@ -481,8 +500,8 @@ class FittedModel:
         left_features: FeaturesLike = None,
         right_features: FeaturesLike = None,
         as_frame: bool = False,
-        table: Any = None,
-    ) -> tuple[NDArray[Any], NDArray[np.float32]] | Any:
+        table: FeatureTable | TableLike | str | Path | None = None,
+    ) -> tuple[IdArray, NDArray[np.float32]] | Any:
         """The k entities of the same side whose embeddings point most alike (cosine), the entity itself left out.
 
         Entities without a pair and without features (see :meth:`has_direction`) are rejected and never listed.
@@ -569,7 +588,7 @@ class FittedModel:
         left_features: FeaturesLike = None,
         right_features: FeaturesLike = None,
         *,
-        histories: Any = None,
+        histories: HistoriesLike | None = None,
         left_ids: IdsLike | None = None,
         right_ids: IdsLike | None = None,
     ) -> Self:
@@ -611,7 +630,12 @@ class FittedModel:
         )  # fmt: skip
 
     def _grown(
-        self, side: str, features: Any, history: sp.csr_matrix | None = None, ids: Any = None, kept: bool = False
+        self,
+        side: str,
+        features: FeaturesLike,
+        history: sp.csr_matrix | None = None,
+        ids: IdsLike | None = None,
+        kept: bool = False,
     ) -> tuple[Self, NDArray[np.int64]]:
         """The model with entities that features or histories describe, and their rows there."""
         if features is None and history is None:
@@ -631,7 +655,7 @@ class FittedModel:
             check.fail("model", "loaded without its own towers", f"gramtower.load(path, towers=...) to {purpose}")
         return self.towers
 
-    def aligned(self, name: str, pairs: Any) -> Aligned:
+    def aligned(self, name: str, pairs: FitPairs) -> Aligned:
         """Pairs of the left entities that this process knows."""
         rows = self.shards.left
         if self.left.ids is not None or rows.count == rows.total:
@@ -639,14 +663,14 @@ class FittedModel:
         found = align(name, pairs, self.ids, (rows.total, self.shards.right.total), self.numbered)
         return replace(found, pairs=found.pairs[rows.first : rows.stop])
 
-    def _excluded(self, exclude: Any) -> sp.csr_matrix:
+    def _excluded(self, exclude: PairsLike) -> sp.csr_matrix:
         """Pairs to leave out, in the model's rows; those of others change nothing, with a warning if all are such."""
         found = self.aligned("exclude", given_pairs("exclude", exclude))
         if self.shards.single and found.example is not None and not found.pairs.nnz:
             warn_of_pairs("exclude", found.total, found.total, found.example[0])
         return found.pairs
 
-    def _excluded_of_new(self, exclude: Any, features: Any, count: int) -> sp.csr_matrix:
+    def _excluded_of_new(self, exclude: PairsLike, features: FeaturesLike, count: int) -> sp.csr_matrix:
         """Pairs to leave out for new left entities: by their ids, or row by row."""
         pairs = given_pairs("exclude", exclude)
         if not isinstance(pairs, Interactions):
@@ -659,7 +683,7 @@ class FittedModel:
         found = align("exclude", pairs, its, (len(its[0]), len(self.right)), (pairs.numbered[0], self.right.numbered))
         return sp.csr_matrix(selection(what.rows_in(index_of(its[0])), len(its[0])) @ found.pairs)
 
-    def _candidates(self, allow: Any, deny: Any, candidates: str) -> dict[str, Any]:
+    def _candidates(self, allow: IdsLike | None, deny: IdsLike | None, candidates: str) -> _Columns:
         """Columns to choose from and those never to choose, as top_k takes them; "trained" denies those added.
 
         Unknown ids change nothing, with a warning.
@@ -668,14 +692,14 @@ class FittedModel:
         if candidates == "trained":
             denied.append(np.arange(self.right.trained, len(self.right)))
         allowed = None if allow is None else self.right.known_rows("allow", allow)
-        return {"allow": allowed, "deny": np.concatenate(denied) if denied else None}
+        return _Columns(allow=allowed, deny=np.concatenate(denied) if denied else None)
 
-    def _left_index(self) -> dict[Any, int]:
+    def _left_index(self) -> dict[Key, int]:
         """The row of each left id."""
         return index_of(np.arange(len(self.left)) if self.left.ids is None else self.left.ids)
 
     def seen_by_described(
-        self, features: Any, history: sp.csr_matrix | None, index: Mapping[Any, int] | None = None
+        self, features: FeaturesLike, history: sp.csr_matrix | None, index: Mapping[Key, int] | None = None
     ) -> sp.csr_matrix | None:
         """What left entities that a call describes have seen: their history, and the pairs of those that are known.
 
@@ -691,7 +715,7 @@ class FittedModel:
         own = sp.csr_matrix(selection(rows, len(self.left)) @ self.seen)
         return own if history is None else union(own, history)
 
-    def _called(self, features: Any, count: int) -> list[Any]:
+    def _called(self, features: FeaturesLike, count: int) -> list[Any]:
         """What to call left entities that a call describes: the ids of their table, or their rows; None without one."""
         what = None if features is None else described(self.left, features)
         if what is None or what.ids is None:
@@ -709,15 +733,15 @@ class FittedModel:
 class _Evaluation:
     """What is measured, and what is left out of the rankings; see FittedModel.evaluate."""
 
-    metrics: Any
+    metrics: Sequence[str]
     exclude_seen: bool
-    exclude: Any
+    exclude: PairsLike | None
     by: str | None
     trained_only: bool = False  # whether right entities that were not there in training are left out as asked
     allowed: NDArray[np.int64] | None = None  # columns to rank, increasing; None for all
 
 
-def of_known(known: FittedModel, test: Any, ranking: _Evaluation) -> Scores:
+def of_known(known: FittedModel, test: FitPairs, ranking: _Evaluation) -> Scores:
     """Metrics of pairs of entities that the model knows; rows of the result are those of its left entities."""
     found, group = known.aligned("test", test), known.shards.group
     if known.shards.single:
@@ -733,7 +757,9 @@ def of_known(known: FittedModel, test: Any, ranking: _Evaluation) -> Scores:
     return _counted(scores, known, found, int(group.totals(float(found.pairs.nnz))[0]), ranking)
 
 
-def of_described(known: FittedModel, test: Any, ranking: _Evaluation, features: Any, histories: Any) -> Scores:
+def of_described(
+    known: FittedModel, test: FitPairs, ranking: _Evaluation, features: FeaturesLike, histories: HistoriesLike | None
+) -> Scores:
     """Metrics where left entities are described in the call; rows of the result are those of the test.
 
     Those that are in neither the features nor the histories are taken as the model knows them, if it does.
@@ -802,7 +828,7 @@ def _measured(P: Tensor, Q: Tensor, truth: sp.csr_matrix, ranking: _Evaluation, 
 
 
 def _histories(
-    known: FittedModel, histories: Any, names: NDArray[Any], numbered: Numbered
+    known: FittedModel, histories: HistoriesLike, names: IdArray, numbered: Numbered
 ) -> tuple[sp.csr_matrix, NDArray[np.bool_]]:
     """What the left entities of a test have seen, in its rows, and which of them have a history."""
     if isinstance(histories, Interactions):
@@ -822,7 +848,7 @@ def _by_place(name: str, given: int, count: int) -> NDArray[np.int64]:
     return np.arange(count)
 
 
-def _known_rows(known: FittedModel, ids: NDArray[Any], numbered: int | None) -> NDArray[np.int64]:
+def _known_rows(known: FittedModel, ids: IdArray, numbered: int | None) -> NDArray[np.int64]:
     """The model's rows of left ids, −1 where there is none; row numbers of another matrix mean other entities."""
     if not known.shards.single or numbered not in (None, known.left.numbered):
         return np.full(len(ids), -1, dtype=np.int64)
@@ -870,7 +896,13 @@ def _check_frame(as_frame: object, table: object) -> None:
         check.fail("table", type(table).__name__, "as_frame=True as well: arrays have no columns")
 
 
-def _framed(asked: list[Any], ids: NDArray[Any], scores: NDArray[Any], names: tuple[str, str], table: Any) -> Any:
+def _framed(
+    asked: Sequence[object],
+    ids: IdArray,
+    scores: NDArray[np.float32],
+    names: tuple[str, str],
+    table: FeatureTable | TableLike | str | Path | None,
+) -> Any:
     return lists_frame(asked, ids, scores, names, more=None if table is None else extra_columns(table, ids, scores))
 
 
@@ -982,7 +1014,7 @@ def _empty(file: ListFile, part: int, k: int) -> tuple[NDArray[np.int64], NDArra
     return np.full((rows, k), -1, np.int64), np.full((rows, k), -np.inf, np.float32)
 
 
-def _marks(ids: Ids, ranking: Ranking) -> dict[str, Any]:
+def _marks(ids: Ids, ranking: Ranking) -> dict[str, str | None]:
     """What the lists are of, by digests of all that they depend on."""
     left, right = ids
     out = ranking.exclude
@@ -997,7 +1029,7 @@ def _marks(ids: Ids, ranking: Ranking) -> dict[str, Any]:
     }
 
 
-def _digest(*arrays: NDArray[Any] | None) -> str | None:
+def _digest(*arrays: NDArray[np.generic] | None) -> str | None:
     """A digest of arrays; None of nothing."""
     made = blake2b(digest_size=8)
     for array in arrays:

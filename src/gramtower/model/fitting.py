@@ -28,8 +28,8 @@ from gramtower.distributed.partition import Shard, read_manifest
 from gramtower.engine.objective.cuda_graphs import return_memory
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
-from gramtower.model.feature_spec import GivenFeatures
-from gramtower.model.fit_data import FitData, hold_out, own_pairs, prepare_data, rejoined
+from gramtower.model.feature_spec import Both, GivenFeatures
+from gramtower.model.fit_data import FitData, FitPairs, hold_out, own_pairs, prepare_data, rejoined
 from gramtower.model.fit_parts import (
     auto_weights,
     described_features,
@@ -62,10 +62,10 @@ ITERATIONS = 2  # unless given; benchmarks/bench_updates.py tries others
 
 def fit(
     settings: ModelSettings,
-    pairs: Any,
+    pairs: FitPairs,
     left_features: FeaturesLike = None,
     right_features: FeaturesLike = None,
-    validation: Any = None,
+    validation: FitPairs | float | None = None,
     previous: FittedModel | None = None,
     checkpoint: str | Path | None = None,
     history: str | Path | None = None,
@@ -143,7 +143,7 @@ def selection_file(checkpoint: Path) -> Path:
 
 
 def _selected(
-    settings: ModelSettings, pairs: Any, features: tuple[Any, Any], given: HeldOut | None, checkpoint: Any
+    settings: ModelSettings, pairs: FitPairs, features: Both, given: HeldOut | None, checkpoint: str | Path | None
 ) -> Selection:
     """Settings chosen by held-out data; a continued run takes those in the file next to its checkpoint."""
     if checkpoint is None:
@@ -175,9 +175,9 @@ def best_iteration(fitted: FittedModel) -> int:
 
 def _fit(
     settings: ModelSettings,
-    pairs: Any,
-    features: tuple[Any, Any],
-    validation: Any,
+    pairs: FitPairs,
+    features: Both,
+    validation: FitPairs | None,
     previous: FittedModel | None,
     checkpoint: str | Path | None,
     history: str | Path | None,
@@ -232,7 +232,7 @@ def _fit(
     )  # fmt: skip
 
 
-def _names(pairs: Any, previous: FittedModel | None) -> tuple[str, str]:
+def _names(pairs: FitPairs, previous: FittedModel | None) -> tuple[str, str]:
     """What the data calls left and right entities; what the previous model calls them where the data does not say."""
     found = FittedModel.names
     if isinstance(pairs, Interactions):
@@ -297,7 +297,7 @@ def _refuse_non_finite(problem: Problem, point: Point, result: Result) -> None:
 def update(
     settings: ModelSettings,
     fitted: FittedModel,
-    more: Any,
+    more: FitPairs,
     left_features: FeaturesLike = None,
     right_features: FeaturesLike = None,
     iterations: int = ITERATIONS,
@@ -320,7 +320,7 @@ def update(
     return found
 
 
-def _with_kept(found: FittedModel, before: Side, tables: Any) -> FittedModel:
+def _with_kept(found: FittedModel, before: Side, tables: FeaturesLike) -> FittedModel:
     """A model with the entities that were added to a side before and still have no pairs, as tables describe them."""
     this = found.side(before.name)
     assert before.ids is not None
@@ -336,5 +336,8 @@ def _with_kept(found: FittedModel, before: Side, tables: Any) -> FittedModel:
         frame.drop(part.table.id) if part.table is not None and part.table.id in frame.columns else frame
         for part, frame in zip(this.inputs.given, frames, strict=True)
     ]
-    given = {f"{before.name}_features": frames if len(frames) > 1 else frames[0], f"{before.name}_ids": wanted}
+    given: dict[str, Any] = {
+        f"{before.name}_features": frames if len(frames) > 1 else frames[0],
+        f"{before.name}_ids": wanted,
+    }
     return found.with_added(**given)

@@ -44,7 +44,7 @@ from gramtower.engine.towers.mlp import mlp_shapes, undrawn_towers
 from gramtower.engine.towers.parameters import side_of
 from gramtower.engine.towers.towers import Towers
 from gramtower.model import defaults
-from gramtower.model.feature_spec import FeatureSpec, TowerWidths
+from gramtower.model.feature_spec import FeatureSpec, IdArray, TowerWidths
 from gramtower.model.fitted import FittedModel, Selection, pattern_of
 from gramtower.model.settings import REQUIRED, SETTINGS, ModelSettings
 from gramtower.model.side import Side
@@ -213,12 +213,12 @@ def _header(settings: ModelSettings, fitted: FittedModel) -> tuple[Header, dict[
     return header, arrays
 
 
-def _tuples(value: Any) -> Any:
+def _tuples(value: object) -> object:
     """Lists as tuples, also within each other."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Numbers of numpy as Python's, tuples as lists, as JSON has them."""
     if isinstance(value, dict):
         return {str(key): _plain(one) for key, one in value.items()}
@@ -337,7 +337,7 @@ def _pairs(header: Header, name: str, read: Callable[[str], Tensor]) -> sp.csr_m
     return pattern_of(sp.csr_matrix((columns, columns, offsets), shape=shape))
 
 
-def _ids(side: str, tensors: dict[str, Tensor]) -> NDArray[Any] | None:
+def _ids(side: str, tensors: dict[str, Tensor]) -> IdArray | None:
     """The ids of a side in memory of their own; None where rows are known by number."""
     found = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{side}_")}
     if f"{side}_lengths" in found:

@@ -50,8 +50,8 @@ from gramtower.distributed.partition import Shard
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.parameters import Parameters
 from gramtower.model import defaults
-from gramtower.model.feature_spec import GivenFeatures
-from gramtower.model.fit_data import FitData, matrix_and_ids, prepare_data
+from gramtower.model.feature_spec import JSON, Both, GivenFeatures
+from gramtower.model.fit_data import FitData, FitPairs, matrix_and_ids, prepare_data
 from gramtower.model.fit_parts import (
     is_tiny,
     iterations,
@@ -96,16 +96,16 @@ class HeldOut:
         text: the held-out part, for people.
     """
 
-    pairs: Any
-    features: tuple[Any, Any]
-    validation: Any = None
+    pairs: FitPairs
+    features: Both
+    validation: FitPairs | None = None
     unseen: Unseen | None = None
     kept: float = 1.0
     sample: float = 1.0
     text: str = "the validation part"
 
 
-def select(settings: ModelSettings, pairs: Any, features: tuple[Any, Any], given: HeldOut | None = None) -> Selection:
+def select(settings: ModelSettings, pairs: FitPairs, features: Both, given: HeldOut | None = None) -> Selection:
     """Choose the penalties that ``settings`` leaves open, and the shape of towers where features describe both sides.
 
     Args:
@@ -151,9 +151,10 @@ def select(settings: ModelSettings, pairs: Any, features: tuple[Any, Any], given
         return Selection(settings.metric, part.text, tried, note=f"{settings.metric} is the same for all")
     chosen = {**best.shape.changes}
     if "l2" in names:
-        chosen["l2"] = search.problem.l2 * scale
+        l2 = search.problem.l2 * scale
         if part.unseen is not None and given is None:  # a sum over pairs grows with them
-            chosen["l2"] *= _pairs_of_entity(matrix_and_ids(pairs)[0]) / _pairs_of_entity(data.matrix)
+            l2 *= _pairs_of_entity(matrix_and_ids(pairs)[0]) / _pairs_of_entity(data.matrix)
+        chosen["l2"] = l2
     if "embedding_l2" in names:
         more = part.kept * part.sample**_WHOLE
         chosen["embedding_l2"] = search.problem.embedding_l2 * scale * more
@@ -164,7 +165,7 @@ def _too_few(count: int) -> str:
     return f"{count} entities to rank are too few to choose by; at least {_LEAST} are needed"
 
 
-def hold_out_part(settings: ModelSettings, pairs: Any, features: tuple[Any, Any]) -> HeldOut | str:
+def hold_out_part(settings: ModelSettings, pairs: FitPairs, features: Both) -> HeldOut | str:
     """Hold out a part of the data as the module's first lines say; the reason if that cannot be done."""
     seed, what = check.seed(settings.seed), _held_side(settings, features)
     if isinstance(pairs, Shard):
@@ -195,9 +196,7 @@ def hold_out_part(settings: ModelSettings, pairs: Any, features: tuple[Any, Any]
     return HeldOut(parts[0], features, parts[1], None, 1 - float(held.mean()), sample, text)
 
 
-def _sampled(
-    pairs: Interactions, features: tuple[Any, Any], share: float, seed: int
-) -> tuple[Interactions, tuple[Any, Any]]:
+def _sampled(pairs: Interactions, features: Both, share: float, seed: int) -> tuple[Interactions, Both]:
     """The pairs of a share of the left entities, without entities that have none, and the features of the others."""
     chosen = np.random.default_rng(seed).random(pairs.shape[0]) < share
     found = pairs.subset(np.repeat(chosen, np.diff(pairs.matrix.indptr))).without_empty()
@@ -206,7 +205,7 @@ def _sampled(
     return found, (left, right)
 
 
-def _hold_out_of_part(part: Shard, features: tuple[Any, Any], seed: int) -> HeldOut | str:
+def _hold_out_of_part(part: Shard, features: Both, seed: int) -> HeldOut | str:
     """Hold out pairs of a partition, the same ones whatever the number of processes."""
     group = part.shards.group
     if part.held_out is not None:
@@ -228,14 +227,14 @@ def _hold_out_of_part(part: Shard, features: tuple[Any, Any], seed: int) -> Held
     )
 
 
-def _dim(settings: ModelSettings, pairs: Any, most: tuple[int, int]) -> int | None:
+def _dim(settings: ModelSettings, pairs: FitPairs, most: tuple[int, int]) -> int | None:
     """The size of embeddings over ids for all pairs, as far as a sample allows; None for other towers."""
     device = defaults.pick_device(settings.device)
     room = defaults.room_for_training(device, current_group(), settings.memory_budget)
     return min(*most, defaults.default_dim(matrix_and_ids(pairs)[0].shape, ((), ()), device, room))
 
 
-def _held_side(settings: ModelSettings, features: tuple[Any, Any]) -> str:
+def _held_side(settings: ModelSettings, features: Both) -> str:
     """The kind of part to hold out: "pairs", or the side whose entities are held out."""
     if isinstance(settings.select, str):
         return settings.select
@@ -306,7 +305,7 @@ def _forget(points: Iterable[_Point], *kept: _Point) -> None:
 class _Shape:
     """The shape of towers: the changes of settings it takes, and the data with these sizes."""
 
-    changes: dict[str, Any]
+    changes: JSON
     data: FitData
 
 
@@ -316,7 +315,7 @@ class _Point:
 
     shape: _Shape
     exponent: float  # of the factor between points, for the multiple of the rule's penalties
-    settings: dict[str, Any]
+    settings: JSON
     metric: float
     standard_error: float
     values: NDArray[np.float64] | None  # of the entities that are ranked
@@ -370,7 +369,7 @@ class _Search:
                 best = turned
         return best
 
-    def tried(self, changes: dict[str, Any]) -> _Point:
+    def tried(self, changes: JSON) -> _Point:
         """Towers of a shape at the rule's penalties."""
         return self.point(_Shape(changes, self.resized(changes)), 0.0, None)
 
@@ -417,7 +416,7 @@ class _Search:
         self.problem, self.own = default
         return best
 
-    def resized(self, changes: dict[str, Any]) -> FitData:
+    def resized(self, changes: JSON) -> FitData:
         """The data with towers of a shape, over features as narrow as is enough to compare them."""
         data, settings = self.data, self.settings.with_changes(**changes)
         if self.warm or settings.towers is not None:
@@ -426,7 +425,7 @@ class _Search:
         left, right = ((), ()) if changes.get("hidden") == () else data.hidden
         hidden = tuple(min(width, most) for width in left), tuple(min(width, most) for width in right)
         dim = data.dim if settings.dim is not None else min(data.dim, most // 2)
-        normalize = changes.get("normalize", data.normalize)
+        normalize = bool(changes.get("normalize", data.normalize))
         activation = defaults.default_activation(normalize) if settings.activation is None else settings.activation
         return replace(data, hidden=hidden, dim=dim, normalize=normalize, activation=activation)
 

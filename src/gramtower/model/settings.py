@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import wraps
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, Literal, Self, TypeAlias, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower._util.checks import Hidden
@@ -39,6 +42,7 @@ _ELSEWHERE = {
 }
 #: The default of settings that are chosen by the data; None stands for the same.
 Auto = Literal["auto"]
+WeightsLike: TypeAlias = str | Sequence[float] | NDArray[np.floating] | None
 _Kind = TypeVar("_Kind", bound=type)
 _Value = TypeVar("_Value")
 
@@ -185,7 +189,7 @@ class ModelSettings:
         "model",
         searched="imputed",
     )
-    left_weights: Any = _setting(
+    left_weights: WeightsLike = _setting(
         "auto",
         """Weights a of unobserved pairs by left entity. Text such as "degree^0.5", an array, or None for equal
         weights. "auto" means equal weights, unless ``select`` finds "degree^0.5" better, which it tries where both
@@ -194,7 +198,7 @@ class ModelSettings:
         help="Weights of unobserved pairs by left entity; degree^0 for equal weights.",
         searched="left_power",
     )
-    right_weights: Any = _setting(
+    right_weights: WeightsLike = _setting(
         "auto",
         """Weights b of unobserved pairs by right entity. Like ``left_weights``; "auto" gives frequent entities more
         weight, by an amount that depends on whether there are features.""",

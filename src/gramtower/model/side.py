@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -27,12 +28,34 @@ from torch import Tensor
 from gramtower._util import checks as check
 from gramtower.data import frames
 from gramtower.data.features import as_features
-from gramtower.data.ids import as_ids, as_known, as_objects, id_array, index_of, is_of_other_type, join, key_of, rows_of
-from gramtower.data.matrices import canonical, resized
+from gramtower.data.frames import TableLike
+from gramtower.data.ids import (
+    IdsLike,
+    Key,
+    as_ids,
+    as_known,
+    as_objects,
+    id_array,
+    index_of,
+    is_of_other_type,
+    join,
+    key_of,
+    rows_of,
+)
+from gramtower.data.interactions import Interactions
+from gramtower.data.matrices import SparseMatrix, canonical, resized
 from gramtower.data.merge import warn_of_ids
-from gramtower.data.tables import FeatureTable
+from gramtower.data.tables import FeaturesLike, FeatureTable
 from gramtower.engine.towers.towers import Towers
-from gramtower.model.feature_spec import FeatureSpec, new_matrix
+from gramtower.model.feature_spec import FeatureSpec, IdArray, is_sparse, new_matrix
+
+if TYPE_CHECKING:
+    import polars as pl
+
+Name: TypeAlias = Key | tuple[str, int]  # an id, or ("new", 0), ("new", 1), … of entities that have none
+HistoriesLike: TypeAlias = (
+    Interactions | SparseMatrix | TableLike | str | Path | Iterable[Iterable[Key]]
+)  # right ids of left entities
 
 
 @dataclass
@@ -49,7 +72,7 @@ class Side:
     """
 
     name: str
-    ids: NDArray[Any] | None
+    ids: IdArray | None
     embeddings: Tensor
     inputs: FeatureSpec
     numbered: int | None = None
@@ -67,7 +90,7 @@ class Side:
     def __len__(self) -> int:
         return len(self.embeddings)
 
-    def rows(self, ids: Any) -> NDArray[np.int64]:
+    def rows(self, ids: Name | Iterable[Name]) -> NDArray[np.int64]:
         """Row numbers of ids; unknown ones are named with the nearest known."""
         wanted = check.ids(f"{self.name} ids", ids)
         if self.ids is None:
@@ -79,7 +102,7 @@ class Side:
                   else rows_of(f"{self.name} ids", [key], self._index, expected)[0] for key in wanted)  # fmt: skip
         return np.fromiter(single, dtype=np.int64, count=len(wanted))
 
-    def known_rows(self, name: str, ids: Any) -> NDArray[np.int64]:
+    def known_rows(self, name: str, ids: Name | Iterable[Name]) -> NDArray[np.int64]:
         """Row numbers of those ids that are known; a warning counts the others.
 
         Ids of the other type, such as the text "7" for the number 7, are refused as in :meth:`rows`.
@@ -98,20 +121,19 @@ class Side:
         warn_of_ids(name, unknown, len(wanted))
         return np.array([index[key] for key in wanted if key in index], dtype=np.int64)
 
-    def _numbers(self, wanted: list[Any]) -> NDArray[np.int64]:
+    def _numbers(self, wanted: list[Key]) -> NDArray[np.int64]:
         for key in wanted:
             if isinstance(key, bool) or not isinstance(key, (int, np.integer)) or not 0 <= key < len(self):
                 check.fail(f"{self.name} ids", repr(key), f"row numbers from 0 to {len(self) - 1}")
         return np.array(wanted, dtype=np.int64)
 
-    def names(self, rows: NDArray[np.int64]) -> NDArray[Any]:
+    def names(self, rows: NDArray[np.int64]) -> IdArray:
         """Ids of row numbers; −1, for no answer, becomes None (text) or −1 (numbers)."""
         if self.ids is None:
             return rows
-        padded = np.empty(len(self.ids) + 1, dtype=self.ids.dtype)  # the last place is reached by −1
+        padded: NDArray[Any] = np.empty(len(self.ids) + 1, dtype=self.ids.dtype)  # the last place is reached by −1
         padded[:-1], padded[-1] = self.ids, -1 if self.ids.dtype.kind == "i" else None
-        named: NDArray[Any] = padded[rows]
-        return named
+        return np.asarray(padded[rows])
 
 
 def normalised(embeddings: Tensor) -> Tensor:
@@ -119,9 +141,9 @@ def normalised(embeddings: Tensor) -> Tensor:
     return torch.nn.functional.normalize(embeddings, dim=1)
 
 
-def history_matrix(right: Side, histories: Any) -> sp.csr_matrix:
+def history_matrix(right: Side, histories: HistoriesLike) -> sp.csr_matrix:
     """What new left entities have seen, as a matrix of ones: from lists of right ids, or from a sparse matrix."""
-    if sp.issparse(histories):
+    if is_sparse(histories):
         if histories.ndim != 2 or histories.shape[1] not in (len(right), right.trained):
             check.fail("histories", f"shape {histories.shape}", f"{len(right)} columns, one for each right entity")
         found = sp.csr_matrix(canonical("histories", histories), dtype=np.float32)
@@ -148,11 +170,11 @@ class Described:
     """
 
     parts: list[Any]
-    ids: NDArray[Any] | None
+    ids: IdArray | None
     missing: NDArray[np.bool_] | None
     count: int
 
-    def places(self, name: str) -> dict[Any, int]:
+    def places(self, name: str) -> dict[Key, int]:
         """The row of each id."""
         assert self.ids is not None
         rows = np.arange(self.count) if self.missing is None else np.flatnonzero(~self.missing)
@@ -163,34 +185,34 @@ class Described:
             check.fail(name, f"id {twice!r} in several rows", "each id in one row")
         return found
 
-    def rows_in(self, index: Mapping[Any, int]) -> NDArray[np.int64]:
+    def rows_in(self, index: Mapping[Key, int]) -> NDArray[np.int64]:
         """The row of each id in an index, −1 where it has none; all −1 without ids."""
         if self.ids is None:
             return np.full(self.count, -1, dtype=np.int64)
         found = join(self.ids, index)
         return found if self.missing is None else np.where(self.missing, -1, found)
 
-    def take(self, name: str, rows: NDArray[np.int64]) -> Any:
+    def take(self, name: str, rows: NDArray[np.int64]) -> FeaturesLike:
         """Return some rows, as FeatureSpec.new takes them; every column is missing in a row of −1."""
         made = [_taken(name, part, rows) for part in self.parts]
         return made if len(made) > 1 else made[0]
 
 
-def described(side: Side, features: Any) -> Described:
+def described(side: Side, features: FeaturesLike) -> Described:
     """What was given for entities of a side; tables among several parts are joined by id, matrices by place."""
     name = f"{side.name}_features"
     listed = side.inputs.listed(side.name, features)
     parts: list[Any] = []
-    found: list[tuple[NDArray[Any], NDArray[np.bool_] | None] | None] = []
+    found: list[tuple[IdArray, NDArray[np.bool_] | None] | None] = []
     for part, rows in zip(side.inputs.given, listed, strict=True):
-        column = rows.id if isinstance(rows, FeatureTable) else None if part.table is None else part.table.id
-        if rows is not None and part.table is None:
-            rows = new_matrix(name, part, rows)
-        elif rows is not None:
-            rows = _frame(name, rows.source if isinstance(rows, FeatureTable) else rows)
-        parts.append(rows)
-        has_ids = rows is not None and part.table is not None and column in rows.columns
-        found.append(id_array(name, rows[column]) if has_ids else None)
+        if rows is None or part.table is None:
+            parts.append(None if rows is None else new_matrix(name, part, rows))
+            found.append(None)
+        else:
+            column = rows.id if isinstance(rows, FeatureTable) else part.table.id
+            frame = _frame(name, rows.source if isinstance(rows, FeatureTable) else rows)
+            parts.append(frame)
+            found.append(id_array(name, frame[column]) if column in frame.columns else None)
     if all(part is None for part in parts):
         check.fail(name, "None", "rows of a table or of a matrix")
     first = next((place for place, ids in enumerate(found) if ids is not None), None)
@@ -205,7 +227,7 @@ def described(side: Side, features: Any) -> Described:
     return Described(parts, ids, missing, counts[0])
 
 
-def read_once(side: Side, features: Any) -> Any:
+def read_once(side: Side, features: FeaturesLike) -> FeaturesLike:
     """What was given for entities of a side with its files read, for several uses."""
     if features is None:
         return None
@@ -219,14 +241,19 @@ def read_once(side: Side, features: Any) -> Any:
     return read if len(read) > 1 else read[0]
 
 
-def embedded(side: Side, towers: Towers, features: Any, history: sp.csr_matrix | None) -> Tensor:
+def embedded(side: Side, towers: Towers, features: FeaturesLike, history: sp.csr_matrix | None) -> Tensor:
     """New entities through their tower."""
     rows = side.inputs.new(side.name, features, history)
     return towers.embed(side.name, as_features(side.name, rows, rows.shape[0])).cpu()
 
 
 def extended(
-    side: Side, towers: Towers, features: Any, history: sp.csr_matrix | None = None, ids: Any = None, kept: bool = False
+    side: Side,
+    towers: Towers,
+    features: FeaturesLike,
+    history: sp.csr_matrix | None = None,
+    ids: IdsLike | None = None,
+    kept: bool = False,
 ) -> tuple[Side, NDArray[np.int64]]:
     """A side with entities that it does not know yet, and the row there of each row that was given.
 
@@ -253,7 +280,9 @@ def extended(
     if names is None:
         rows = np.arange(count)
         places = len(side) + rows
-        all_ids = None if side.ids is None else as_objects([*side.ids.tolist(), *(("new", i) for i in range(count))])
+        all_ids: IdArray | None = None
+        if side.ids is not None:
+            all_ids = as_objects([*side.ids.tolist(), *(("new", i) for i in range(count))])
     else:
         rows, places, all_ids = _joined(side, name, what, names)
     taken = None if what is None else what.take(name, rows)
@@ -264,8 +293,8 @@ def extended(
 
 
 def _joined(
-    side: Side, name: str, what: Described | None, names: NDArray[Any]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
+    side: Side, name: str, what: Described | None, names: IdArray
+) -> tuple[NDArray[np.int64], NDArray[np.int64], IdArray]:
     """The rows of unknown ids, the place of every row in the grown side (−1 without an id), and all its ids."""
     known = np.arange(len(side)) if side.ids is None else side.ids
     own = what is not None and what.ids is not None
@@ -281,7 +310,7 @@ def _joined(
     return rows[fresh], places, np.concatenate([known, more])
 
 
-def _alike(name: str, new: NDArray[Any], known: NDArray[Any]) -> NDArray[Any]:
+def _alike(name: str, new: IdArray, known: IdArray) -> IdArray:
     """New ids of the type of those known: text, or whole numbers."""
     if known.dtype == object:
         return as_objects([str(key) for key in new.tolist()])
@@ -292,13 +321,13 @@ def _alike(name: str, new: NDArray[Any], known: NDArray[Any]) -> NDArray[Any]:
     return np.array(keys, dtype=np.int64)
 
 
-def _frame(name: str, rows: Any) -> Any:
+def _frame(name: str, rows: Any) -> pl.DataFrame:
     if isinstance(rows, (str, os.PathLike)):
         return frames.read_frame(name, check.path(name, rows))
     return frames.as_frame(name, rows)
 
 
-def _taken(name: str, part: Any, rows: NDArray[np.int64]) -> Any:
+def _taken(name: str, part: Any, rows: NDArray[np.int64]) -> FeaturesLike:
     if part is None:
         return None
     absent = bool((rows < 0).any())

@@ -18,6 +18,7 @@ from gramtower._util import checks as check
 from gramtower._util import html as html
 from gramtower._util.optional import need
 from gramtower.data.frames import Column
+from gramtower.data.ids import IdsLike, Key
 from gramtower.data.interactions import PairsLike, pairs_of
 from gramtower.data.tables import FeaturesLike
 from gramtower.engine.objective.problem import Problem
@@ -25,11 +26,12 @@ from gramtower.engine.towers.towers import Towers
 from gramtower.metrics.definitions import LOWER_IS_BETTER, parse
 from gramtower.model.explanation import Explainer, Explanation
 from gramtower.model.exporting import write_export
-from gramtower.model.fit_data import Columns
+from gramtower.model.fit_data import Columns, Validation
 from gramtower.model.fitted import FittedModel
 from gramtower.model.fitting import ITERATIONS, fit, update
 from gramtower.model.model_file import read_model, write_model
 from gramtower.model.settings import CHOSEN, ModelSettings, documented
+from gramtower.model.side import HistoriesLike
 from gramtower.training.callbacks import Callback, progress_lines
 
 if TYPE_CHECKING:
@@ -94,7 +96,7 @@ class TwoTower(ModelSettings):
         pairs: PairsLike,
         left_features: FeaturesLike = None,
         right_features: FeaturesLike = None,
-        validation: Any = None,
+        validation: Validation = None,
         warm_start: bool = False,
         checkpoint: str | Path | None = None,
         history: str | Path | None = None,
@@ -212,9 +214,9 @@ class TwoTower(ModelSettings):
         trials: int = 50,
         time_limit: float | None = None,
         metric: str | None = None,
-        validation: Any = 0.1,
+        validation: Validation = 0.1,
         validation_side: str | None = None,
-        space: Mapping[str, Any] | None = None,
+        space: Mapping[str, object] | None = None,
         storage: str | Path | None = None,
         seed: int = 0,
         left_features: FeaturesLike = None,
@@ -308,16 +310,17 @@ class TwoTower(ModelSettings):
         left_features: FeaturesLike = None,
         right_features: FeaturesLike = None,
         *,
-        histories: Any = None,
-        left_ids: Any = None,
-        right_ids: Any = None,
+        histories: HistoriesLike | None = None,
+        left_ids: IdsLike | None = None,
+        right_ids: IdsLike | None = None,
     ) -> TwoTower:
         """Keep new entities, described by features or histories, in the model and in its file.
 
         The arguments are those of :meth:`~gramtower.model.fitted.FittedModel.with_added`.
         """
-        more = {"histories": histories, "left_ids": left_ids, "right_ids": right_ids}
-        self.fitted_ = self._known().with_added(left_features, right_features, **more)
+        self.fitted_ = self._known().with_added(
+            left_features, right_features, histories=histories, left_ids=left_ids, right_ids=right_ids
+        )
         return self
 
     def score(self, X: Any, y: Any = None, **described: Any) -> Any:
@@ -357,13 +360,13 @@ class TwoTower(ModelSettings):
 
     def explain(
         self,
-        left: Any = None,
-        right: Any = None,
+        left: Key | None = None,
+        right: Key | None = None,
         *,
         side: str = "left",
         left_features: FeaturesLike = None,
         right_features: FeaturesLike = None,
-        histories: Any = None,
+        histories: HistoriesLike | None = None,
     ) -> Explanation:
         """What carried the score of a pair: a part for each thing known of its left entity, whose sum is the score.
 

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from numbers import Real
-from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -31,10 +30,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gramtower._util import checks as check
-from gramtower.data.features import Features, SparseBlock, as_features
+from gramtower.data.features import Features, MatrixLike, SparseBlock, as_features
 from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions
 from gramtower.data.splits import held_out
+from gramtower.data.tables import FeaturesLike
 from gramtower.distributed.group import Group, current_group
 from gramtower.distributed.partition import Shard
 from gramtower.distributed.shards import Rows, Shards
@@ -46,8 +46,8 @@ from gramtower.engine.towers.parameters import Parameters
 from gramtower.engine.towers.towers import Towers
 from gramtower.metrics import Scores, evaluate_embeddings
 from gramtower.metrics.tally import deal, means_without
-from gramtower.model.feature_spec import GivenFeatures, TowerWidths
-from gramtower.model.fit_data import FitData, known_pairs, matrix_and_ids
+from gramtower.model.feature_spec import Both, GivenFeatures, IdArray, TowerWidths
+from gramtower.model.fit_data import FitData, FitPairs, known_pairs, matrix_and_ids
 from gramtower.model.settings import ModelSettings
 from gramtower.training.checkpoint import features_text, sparse_digest
 
@@ -68,8 +68,8 @@ class Unseen:
 
     side: str
     train: Interactions
-    features: tuple[Any, Any]
-    described: list[Any]
+    features: Both
+    described: list[MatrixLike]
     truth: sp.csr_matrix
 
     @property
@@ -152,7 +152,7 @@ class UnseenValidator:
 
 
 def hold_out_entities(
-    settings: ModelSettings, pairs: Any, features: tuple[Any, Any], share: object, side: object, seed: int
+    settings: ModelSettings, pairs: FitPairs, features: Both, share: object, side: object, seed: int
 ) -> Unseen:
     """A share of the entities of a side held out with all their pairs, drawn with the seed.
 
@@ -184,13 +184,13 @@ def hold_out_entities(
     return Unseen(name, train, (inner[0], inner[1]), described, _truth(test, train, axis, share))
 
 
-def split_entities(pairs: Interactions, share: Any, side: str, seed: int) -> tuple[Interactions, Interactions]:
+def split_entities(pairs: Interactions, share: object, side: str, seed: int) -> tuple[Interactions, Interactions]:
     """Pairs of the other entities, and of those held out.
 
     Where both sides are one set, the latter are on no side of the former, and pairs of two of them are in neither.
     """
     axis = SIDES.index(side)
-    split = held_out(pairs, side, share, seed=seed)
+    split = held_out(pairs, side, check.number("validation", share), seed=seed)
     if not pairs.one_set:
         return split.train, split.test
     gone = _ids(pairs)[axis][(split.held_out_users, split.held_out_items)[axis]]
@@ -208,7 +208,7 @@ def unseen_pairs(pairs: Interactions, share: float, side: str, seed: int) -> int
     return known_pairs((None, train.right_ids) if axis == 0 else (train.left_ids, None), test)
 
 
-def _without_others(pairs: Interactions, axis: int, gone: NDArray[Any]) -> Interactions:
+def _without_others(pairs: Interactions, axis: int, gone: IdArray) -> Interactions:
     """Pairs whose entity on a side is none of some."""
     strange = join(_ids(pairs)[axis], index_of(gone)) < 0
     matrix = pairs.matrix
@@ -216,7 +216,7 @@ def _without_others(pairs: Interactions, axis: int, gone: NDArray[Any]) -> Inter
     return pairs.subset(kept).without_empty()
 
 
-def _refuse_others(settings: ModelSettings, pairs: Any, features: Any, share: object, side: str) -> None:
+def _refuse_others(settings: ModelSettings, pairs: FitPairs, features: FeaturesLike, share: object, side: str) -> None:
     """Refuse what entities cannot be held out of or for."""
     if (processes := current_group().size) > 1:
         check.fail("validation_side", f"{side!r} in {processes} processes", "None, or one process")
@@ -237,7 +237,7 @@ def _refuse_others(settings: ModelSettings, pairs: Any, features: Any, share: ob
             check.fail("validation_side", f"{side!r} with {name} as an array", "weights by name, such as 'degree^0.5'")
 
 
-def _ids(pairs: Interactions) -> tuple[NDArray[Any], NDArray[Any]]:
+def _ids(pairs: Interactions) -> tuple[IdArray, IdArray]:
     return pairs.left_ids, pairs.right_ids
 
 
