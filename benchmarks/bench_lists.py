@@ -38,7 +38,7 @@ from common import median_ratio, write_result
 
 from gramtower._util.torch_runtime import pool
 from gramtower.model.feature_spec import Ids
-from gramtower.model.fitted import _streamed, write_lists
+from gramtower.model.fitted import write_lists
 from gramtower.retrieval.scores import rows_in_block
 from gramtower.retrieval.topk import Ranking, ranking, tile_shape
 
@@ -103,7 +103,7 @@ def times_of(options: argparse.Namespace) -> dict[str, Any]:
     P, Q = ranked.P.to(device), ranked.Q.to(device)
 
     def lists() -> None:
-        for _ in _streamed(ranked, options.k, 0, len(P), device):
+        for _ in ranked._replace(P=P, Q=Q).lists(options.k):
             pass
 
     with tempfile.TemporaryDirectory() as folder:

@@ -56,13 +56,6 @@ def default_dim(shape: tuple[int, int], hidden: Layers, device: torch.device, ro
     """k from the size of the data and what the device can bear.
 
     Never more than there are entities on a side, or than the last hidden layer is wide: outputs have no more rank.
-
-    Args:
-        shape: m and n.
-        hidden: widths of hidden layers of both towers.
-        device: where it is trained.
-        room: bytes that training may take in each process, :func:`room_for_training`.
-        processes: how many share the entities; each also holds outputs of all right ones.
     """
     last = [widths[-1] for widths in hidden if widths]
     nearest = min(last) // 2 if last else 1 << round(math.log2(max(1.0, min(shape) / _PER_DIMENSION)))
@@ -91,11 +84,6 @@ def default_hidden(shape: tuple[int, int], features: tuple[int, int], device: to
 
     Its width is the power of two nearest a quarter of the side's entities, from 64 to 1024 on a CPU and 2048 on a GPU,
     and less where a first layer of so many features would have more than 2²⁴ numbers on a CPU, 2³⁰ on a GPU.
-
-    Args:
-        shape: m and n.
-        features: how many each side has; 0 for ids alone.
-        device: where it is trained.
     """
     least, most, numbers = _WIDTHS.get(device.type, _WIDTHS["cpu"])
 
@@ -157,26 +145,13 @@ def default_iterations(seen: str) -> int:
     return _ITERATIONS[seen]
 
 
-def default_refine(features_alone: tuple[bool, bool]) -> bool:
-    """Whether embeddings of known entities are moved by their own pairs: where both sides are known by features alone.
-
-    Where one side has ids, these have fitted themselves to the other's towers already, and new entities are to be
-    ranked against known ones on equal terms.
-    """
-    return all(features_alone)
-
-
 def default_activation(normalize: bool) -> str:
     """Gelu where embeddings are normalised, which keeps a part of negative inputs; relu otherwise."""
     return _NORMALISED_ACTIVATION if normalize else ACTIVATION
 
 
 def pick_device(device: str) -> torch.device:
-    """The device for "auto", "cpu" or "cuda".
-
-    Raises:
-        ValueError: if "cuda" is asked for and no GPU can be used.
-    """
+    """The device for "auto", "cpu" or "cuda"."""
     check.choice("device", device, ("auto", "cpu", "cuda"))
     if device == "cuda" and not torch.cuda.is_available():
         check.fail(

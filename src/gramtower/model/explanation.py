@@ -10,14 +10,11 @@ along the line from nothing known (x = 0) to x,
     one hidden layer          the integral in closed form, (σ(b + z) − σ(b)) / z of each hidden unit, z = xW: exact
     other towers              Gauss-Legendre quadrature, finer until it is exact to 10⁻⁶ or the points are spent
 
-with all integrals through the first layer's outputs, so that the cost is nnz(x) × width and at most _MOST passes of
-one row through the rest. What quadrature misses is ``remainder``. Entities known only by id are explained by
-what they were observed with (:class:`RowEquations`). All in float64.
+at the cost of nnz(x) × width and at most _MOST passes of one row through the layers after the first. What quadrature
+misses is ``remainder``. All in float64.
 
-The embedding of an entity known only by id is written as a sum over the entities that it was observed with.
-
-A linear tower over ids gives every entity a vector of its own, and where training ended, the gradient of the objective
-along the vector p of left entity i is
+Entities known only by id are explained by those they were observed with (:class:`RowEquations`). A linear tower over
+ids gives every entity its own vector. Where training ended, the gradient along the vector p of left entity i is
 
     r = Σ_(j∈O_i) ∂ℓ⁺_ij q_j + ω a_i (Q_c p − Q̂) + (μ c_i + λ) p,      Q_c = QᵀBQ,  Q̂ = ỹ Σ_j b_j q_j.
 
@@ -27,11 +24,8 @@ p, and for any p, whatever the loss,
     p = H⁻¹ ( Σ_(j∈O_i) (∂²ℓ⁺_ij s_ij − ∂ℓ⁺_ij) q_j + ω a_i Q̂ + r ),      s_ij = p·q_j.
 
 The product with q gives the score as one part for each observed j, one for all unobserved pairs, and q·H⁻¹r, which is
-zero at the row's optimum. For the squared loss the first factor is a constant of the pair and these are the normal
-equations of least squares, as in implicit's ``explain``; for other losses those of the last Newton step. Of a right
-entity alike, with both sides exchanged.
-
-Cost: O(|O| + n k²) once, then O(|O_i| k² + k³) a pair. In float64.
+zero at the row's optimum. For the squared loss these are the normal equations of least squares, as in implicit's
+``explain``; for other losses those of the last Newton step. Cost: O(|O| + n k²) once, then O(|O_i| k² + k³) a pair.
 """
 
 from __future__ import annotations
@@ -108,15 +102,12 @@ class Explanation:
         chosen = sorted(self.contributions, key=lambda one: -abs(one.value))[:most]
         shown = sorted(chosen, key=lambda one: -one.value)
         others = sum(one.value for one in self.contributions) - sum(one.value for one in shown)
+        named = [vars(one) | {"name": list(one.name) if isinstance(one.name, tuple) else one.name} for one in shown]
         return {
-            "score": self.score,
-            "side": self.side,
-            "method": self.method,
-            "contributions": [{"kind": one.kind, "name": _plain(one.name), "value": one.value} for one in shown],
+            "score": self.score, "side": self.side, "method": self.method, "contributions": named,
             "others": {"count": len(self.contributions) - len(shown), "value": others if len(chosen) else 0.0},
-            "base": self.base,
-            "remainder": self.remainder,
-        }
+            "base": self.base, "remainder": self.remainder,
+        }  # fmt: skip
 
 
 class Explainer:
@@ -144,7 +135,6 @@ class Explainer:
         right_features: FeaturesLike = None,
         histories: HistoriesLike | None = None,
     ) -> Explanation:
-        """See :meth:`gramtower.TwoTower.explain`."""
         this, that = self._sides(side)
         keys, given = {"left": left, "right": right}, {"left": left_features, "right": right_features}
         if given[that.name] is not None:
@@ -218,12 +208,8 @@ class Explainer:
     ) -> sp.csr_matrix:
         """What the tower sees of an entity, one row."""
         inputs, fitted = this.inputs, self._fitted
-        if features is None and any(
-            part.kind in ("sparse", "dense") or part.table is not None for part in inputs.given
-        ):
-            expected = (
-                f"the row that describes the {this.name} entity: a model keeps how features are made, not the rows"
-            )
+        if features is None and inputs.given:
+            expected = f"the row that describes the {this.name} entity: a model keeps how features are made, not rows"
             check.fail(f"{this.name}_features", "None", expected)
         history = None
         if histories is not None:
@@ -305,10 +291,8 @@ class _Tower:
         try:
             return self._tail(at) @ q  # type: ignore[no-any-return]
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            reason = " ".join(str(error).split())[:120]
-            check.fail(
-                "towers", f"a module that cannot take dense rows ({reason})", "one that begins with a linear layer"
-            )
+            found = f"a module that cannot take dense rows ({' '.join(str(error).split())[:120]})"
+            check.fail("towers", found, "one that begins with a linear layer")
 
 
 _ELEMENTWISE = tuple(type(make()) for make in ACTIVATIONS.values())
@@ -339,10 +323,6 @@ def _made(score: float, side: str, method: str, found: list[Contribution], base:
     ordered = sorted(found, key=lambda one: -one.value)
     remainder = score - base - sum(one.value for one in ordered)
     return Explanation(score, side, method, ordered, base, remainder)
-
-
-def _plain(name: Name) -> Key | list[str | int]:
-    return list(name) if isinstance(name, tuple) else name
 
 
 _BLOCK = 8192
@@ -435,10 +415,8 @@ def _objective(settings: ModelSettings, fitted: FittedModel, pairs: sp.csr_matri
 
 def _sums(Q: Tensor, weight: NDArray[np.floating] | None) -> tuple[Tensor, Tensor]:
     """QᵀBQ and Σ_j b_j q_j, from rows in float64 a block at a time."""
-    total, summed = (
-        Q.new_zeros(Q.shape[1], Q.shape[1], dtype=torch.float64),
-        Q.new_zeros(Q.shape[1], dtype=torch.float64),
-    )
+    total = Q.new_zeros(Q.shape[1], Q.shape[1], dtype=torch.float64)
+    summed = Q.new_zeros(Q.shape[1], dtype=torch.float64)
     for start in range(0, len(Q), _BLOCK):
         rows = Q[start : start + _BLOCK].double()
         b = None if weight is None else torch.from_numpy(np.asarray(weight[start : start + _BLOCK], np.float64))

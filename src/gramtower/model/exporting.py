@@ -59,21 +59,18 @@ _OPSET, _LARGEST = 18, 2**31 - 2**20  # bytes that one file of ONNX can hold
 
 
 def write_export(folder: Path, fitted: FittedModel, to: str) -> list[Path]:
-    """Write a model into a folder, and say which files.
-
-    Raises:
-        ValueError: if the format is unknown, a package it needs is missing, or the towers are not there.
-    """
+    """Write a model into a folder, and say which files."""
     check.choice("to", to, FORMATS)
     if not fitted.shards.single:
         check.fail("model", f"one in {fitted.shards.group.size} processes", "a loaded model, in one")
     if folder.exists() and not folder.is_dir():
         check.fail("path", str(folder), "a folder, or a new name for one")
-    _need(to)
+    for package in _PACKAGES.get(to, ()):
+        need(package, f"export --to {to}")
     (folder / "export.json").unlink(missing_ok=True)
     sides: dict[str, dict[str, Any]] = {}
     files: list[Path] = []
-    for side in (fitted.left, fitted.right):
+    for side in fitted.sides:
         sides[side.name] = {"entities": len(side)}
         if to != "parquet" and side.ids is not None:
             files.append(folder / f"{side.name}_ids.json")
@@ -107,9 +104,8 @@ def _write_network(folder: Path, fitted: FittedModel, side: Side, to: str) -> tu
 def _write_onnx(path: Path, network: IdNetwork | DenseNetwork | SparseNetwork, given: tuple[torch.Tensor, ...]) -> None:
     size = sum(p.numel() * p.element_size() for p in network.parameters())
     if size > _LARGEST:
-        check.fail(
-            "to", f"'onnx' of {size / 2**30:.1f} GiB of weights", "towers below 2 GiB; or torchscript, or parquet"
-        )
+        given_size = f"'onnx' of {size / 2**30:.1f} GiB of weights"
+        check.fail("to", given_size, "towers below 2 GiB; or torchscript, or parquet")
     batch = torch.export.Dim("batch")
     axes: list[Any] = [{0: batch} for _ in given]
     if len(given) == 2:
@@ -149,14 +145,8 @@ def _write_parquet(folder: Path, side: Side) -> str:
     pl = frames.polars()
     ids = np.arange(len(side)) if side.ids is None else side.ids
     kind = pl.Int64 if ids.dtype.kind == "i" else pl.String
-    table = pl.DataFrame(
-        {
-            "id": pl.Series("id", ids.tolist(), kind),
-            "embedding": pl.Series(
-                "embedding", side.embeddings.numpy(), pl.Array(pl.Float32, side.embeddings.shape[1])
-            ),
-        }
-    )
+    rows = pl.Series("embedding", side.embeddings.numpy(), pl.Array(pl.Float32, side.embeddings.shape[1]))
+    table = pl.DataFrame({"id": pl.Series("id", ids.tolist(), kind), "embedding": rows})
     with replacing(folder / f"{side.name}.parquet") as partial:
         table.write_parquet(partial)
     return f"{side.name}.parquet"
@@ -179,11 +169,6 @@ _EMBEDDINGS: dict[str, Callable[[Path, Side], str]] = {
 _PACKAGES = {"onnx": ("onnx", "onnxscript"), "faiss": ("faiss",), "parquet": ("polars",)}
 
 
-def _need(to: str) -> None:
-    for package in _PACKAGES.get(to, ()):
-        need(package, f"export --to {to}")
-
-
 class IdNetwork(nn.Module):
     """Row numbers → embeddings."""
 
@@ -194,7 +179,6 @@ class IdNetwork(nn.Module):
         self.tower = tower
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Embeddings of entities by their row numbers."""
         return self.tower(rows)  # type: ignore[no-any-return]
 
 
@@ -210,7 +194,6 @@ class DenseNetwork(nn.Module):
         self.shift, self.factor, self.limit = scale.shift, scale.factor, scale.limit
 
     def forward(self, features: Tensor) -> Tensor:
-        """Embeddings of rows of features."""
         scaled = (features.double() - self.shift) * self.factor
         scaled = torch.minimum(torch.maximum(scaled, -self.limit), self.limit)
         return self.tower(scaled.float())  # type: ignore[no-any-return]
@@ -243,7 +226,6 @@ class SparseNetwork(nn.Module):
             start += part.width
 
     def forward(self, columns: Tensor, values: Tensor) -> Tensor:
-        """Embeddings of sparse rows."""
         there = columns >= 0
         at = torch.where(there, columns, torch.zeros_like(columns))
         scaled = self.scale(at, there, values)
@@ -286,7 +268,6 @@ class _Columns(nn.Module):
         self.logs = bool((self.unit > 0).any())
 
     def forward(self, at: Tensor, there: Tensor, values: Tensor) -> Tensor:
-        """The scaled values, zero where nothing is."""
         made = values.double()
         if self.logs:
             unit = self.unit[at]

@@ -65,19 +65,13 @@ class _ScalingForm:
 
 @dataclass(frozen=True, eq=False)
 class Scaling:
-    """How the columns of one part of the features are scaled.
+    """How the columns of one part of the features are scaled."""
 
-    Attributes:
-        factor: of each column.
-        shift: subtracted before, from each column of a dense matrix; None for sparse ones.
-        unit: size of an entry that becomes log 2; None leaves entries as they are.
-        apart: columns that row lengths leave out, increasing.
-    """
-
-    factor: NDArray[np.float64]
+    factor: NDArray[np.float64]  # of each column
+    # subtracted before, from each column of a dense matrix; None for sparse ones
     shift: NDArray[np.float64] | None = None
-    unit: float | None = None
-    apart: tuple[int, ...] = ()
+    unit: float | None = None  # size of an entry that becomes log 2; None leaves entries as they are
+    apart: tuple[int, ...] = ()  # columns that row lengths leave out, increasing
 
     def __call__(self, name: str, rows: MatrixLike) -> Matrix:
         """The scaled rows, float32; dense if they were, otherwise CSR."""
@@ -101,7 +95,6 @@ class Scaling:
 
     @property
     def text(self) -> str:
-        """In a few words, for people."""
         if self.shift is not None:
             return "standardised"
         return ("log, " if self.unit is not None else "") + "√idf, rows of length one"
@@ -123,16 +116,7 @@ class Scaling:
 def sparse_scaling(
     name: str, group: Group, rows: sp.csr_matrix, total: int, apart: Sequence[int] | None = None
 ) -> Scaling:
-    """The scaling of sparse rows held here, of ``total`` in all processes.
-
-    Args:
-        name: of the argument, for errors.
-        group: the processes.
-        rows: the local ones.
-        total: rows of all processes.
-        apart: columns of a table that hold standardised numbers and indicators of missing ones; None for a matrix,
-            whose entries are amounts.
-    """
+    """The scaling of sparse rows held here, of ``total`` in all processes."""
     data = rows.data.astype(np.float64)
     present = data != 0
     counted = np.bincount(rows.indices[present], minlength=rows.shape[1]).astype(np.float64)
@@ -164,19 +148,13 @@ def dense_scaling(name: str, group: Group, rows: MatrixLike, total: int) -> Scal
 
 @dataclass(frozen=True, eq=False)
 class GivenFeatures:
-    """Features of one side: None or "id" for ids, "history", a table, a matrix, or a list of these.
+    """Features of one side: None or "id" for ids, "history", a table, a matrix, or a list of these."""
 
-    Attributes:
-        side: "left" or "right".
-        given: the argument of the caller.
-    """
-
-    side: str
-    given: FeaturesLike
+    side: str  # "left" or "right"
+    given: FeaturesLike  # the argument of the caller
 
     @property
     def parts(self) -> list[FeaturesLike]:
-        """The parts, one if the argument is no list."""
         return list(self.given) if isinstance(self.given, (list, tuple)) else [self.given]
 
     @property
@@ -213,11 +191,7 @@ class GivenFeatures:
                 check.fail(f"{self.side}_features", f"a {type(part).__name__}", expected)
 
     def tables(self) -> FeaturesLike:
-        """Return the tables, which describe entities without pairs too; None for a left side that has none.
-
-        Raises:
-            ValueError: if there is no table, or a matrix next to it.
-        """
+        """Return the tables, which describe entities without pairs too; None for a left side that has none."""
         if (processes := current_group().size) > 1:
             check.fail("candidates", f"'all' in {processes} processes", "'trained', and model.add after loading")
         if self.side == "left" and not self.described:
@@ -238,7 +212,6 @@ class GivenFeatures:
         return taken if isinstance(self.given, (list, tuple)) else taken[0]
 
     def encode(self, ids: IdArray, rows: NDArray[np.int64]) -> list[MatrixLike]:
-        """Return rows of each table, encoded, and of each matrix."""
         return [
             _lenient(part, ids).encode(ids[rows])
             if isinstance(part, FeatureTable)
@@ -289,7 +262,6 @@ def is_matrix(value: object) -> TypeGuard[MatrixLike]:
 
 
 def _shown(value: object) -> str:
-    """The type of a value and its shape, if it has one, for errors."""
     return type(value).__name__ + (f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else "")
 
 
@@ -317,30 +289,22 @@ _USUAL = 1024  # entries of the mean history that are kept, the largest ones
 
 @dataclass(frozen=True)
 class Part:
-    """Some columns: their kind (``id``, ``history``, ``table``, ``sparse``, ``dense``) and number.
-
-    Attributes:
-        table: how a table is encoded.
-        scaling: how its columns are scaled, or None.
-        factor: entry of an id in its own column.
-        usual: of histories, the row of an entity without one; None for an empty row.
-    """
+    """Some columns: their kind (``id``, ``history``, ``table``, ``sparse``, ``dense``) and number."""
 
     kind: str
     width: int
-    table: FeatureTable | None = None
-    scaling: Scaling | None = None
-    factor: float = 1.0
+    table: FeatureTable | None = None  # how a table is encoded
+    scaling: Scaling | None = None  # how its columns are scaled, or None
+    factor: float = 1.0  # entry of an id in its own column
+    # of histories, the row of an entity without one; None for an empty row
     usual: sp.csr_matrix | None = field(default=None, compare=False, repr=False)
 
     @property
     def name(self) -> str:
-        """What a caller says for ids and histories."""
         return self.kind if self.factor == 1 else f"{self.kind}*{self.factor!r}"
 
     @property
     def text(self) -> str:
-        """In a few words, for people."""
         return self.name + ("" if self.scaling is None else f" ({self.scaling.text})")
 
 
@@ -363,12 +327,10 @@ class FeatureSpec:
 
     @property
     def kind(self) -> str:
-        """The kinds of the parts, such as ``"id + history"``."""
         return " + ".join(part.kind for part in self.parts)
 
     @property
     def text(self) -> str:
-        """What the tower sees, and how it is scaled, for people."""
         return " + ".join(part.text for part in self.parts)
 
     @property
@@ -383,12 +345,10 @@ class FeatureSpec:
 
     @property
     def width(self) -> int:
-        """Number of features."""
         return sum(part.width for part in self.parts)
 
     @property
     def has_history(self) -> bool:
-        """Whether entities are described by their history."""
         return any(part.kind == "history" for part in self.parts)
 
     def placeholder(self, rows: int) -> Matrix | None:
@@ -417,15 +377,7 @@ class FeatureSpec:
         return list(features)
 
     def new(self, side: str, features: FeaturesLike, history: sp.csr_matrix | None) -> Matrix:
-        """Features of entities that were not there in training, one row for each.
-
-        Args:
-            side: "left" or "right", for errors.
-            features: rows for the part that is a table or a matrix; a sequence if there are several. Without them a
-                table's columns count as missing.
-            history: their observed right entities, or None. Right entities that were not there in training are nothing
-                that a tower knows. An entity without any other gets the mean of the histories in training.
-        """
+        """Features of entities that were not there in training, one row for each."""
         if history is not None and not self.has_history:
             check.fail("histories", "lists of ids", 'a model fitted with left_features="history"')
         listed = self.listed(side, features)
@@ -437,12 +389,7 @@ class FeatureSpec:
         return self._side_by_side(side, encoded, history, counts.pop())
 
     def encoded(self, side: str, rows: Sequence[MatrixLike]) -> Matrix:
-        """Features of entities that were not there in training, from the rows of each given part before scaling.
-
-        Args:
-            side: "left" or "right", for errors.
-            rows: of each part in :attr:`given`: of a table as it encodes them, of a matrix as they are.
-        """
+        """Features of entities that were not there in training, from the rows of each given part before scaling."""
         name = f"{side}_features"
         scaled = [
             one if part.scaling is None else part.scaling(name, one) for part, one in zip(self.given, rows, strict=True)
@@ -468,12 +415,7 @@ class FeatureSpec:
         return concatenated(made)
 
     def with_usual_history(self, pairs: sp.csr_matrix, group: Group = SINGLE) -> FeatureSpec:
-        """The same with the mean history of training, for entities without one.
-
-        Args:
-            pairs: those of training, of local left entities.
-            group: the processes, which must call it together.
-        """
+        """The same with the mean history of training, for entities without one."""
         if not self.has_history:
             return self
         seen = history_features(sp.csr_matrix(pairs))
@@ -531,11 +473,7 @@ class FeatureSpec:
 
     @classmethod
     def from_plain(cls, plain: Sequence[object]) -> FeatureSpec:
-        """What :meth:`to_plain` gave.
-
-        Raises:
-            ValueError: if it is anything else.
-        """
+        """What :meth:`to_plain` gave."""
         parts = []
         for one in plain:
             form = build("inputs", _Form, one)
@@ -568,7 +506,6 @@ class FeatureSpec:
         }
 
     def tensor_widths(self, side: str) -> dict[str, int]:
-        """Return the lengths of these tensors."""
         return {key: self.parts[place].width for key, place, _ in self._scales(side)}
 
     def with_tensors(self, side: str, tensors: Mapping[str, Tensor]) -> FeatureSpec:
@@ -598,7 +535,6 @@ class TowerWidths:
 
     @classmethod
     def of(cls, left: FeatureSpec, right: FeatureSpec) -> TowerWidths:
-        """Return the widths of what both towers see."""
         return cls(*(Features("ids", 0, inputs.width, None) for inputs in (left, right)))
 
 
@@ -610,7 +546,6 @@ def history_features(matrix: sp.csr_matrix) -> sp.csr_matrix:
 
 
 def _or_usual(rows: sp.csr_matrix, usual: sp.csr_matrix | None) -> sp.csr_matrix:
-    """Rows with the usual one in the place of empty ones."""
     empty = np.flatnonzero(np.diff(rows.indptr) == 0)
     if usual is None or not len(empty):
         return rows
@@ -661,16 +596,7 @@ def _as_sparse(dense: MatrixLike) -> sp.csr_matrix:
 def training_parts(
     side: str, given: FeaturesLike, ids: IdArray | None, matrix: sp.csr_matrix, place: Rows | None = None
 ) -> list[tuple[Part, MatrixLike | None]]:
-    """The parts of one side's inputs, each with its features of the training data as they came.
-
-    Args:
-        side: "left" or "right".
-        given: what the caller said: None for ids, one part, or a sequence of parts.
-        ids: ids of the side's entities, None for row numbers.
-        matrix: the training pairs, one row for each entity of the side.
-        place: over several processes, which of all entities of the side are this process's; ids, rows of features and,
-            on the left, of the matrix are theirs.
-    """
+    """The parts of one side's inputs, each with its features of the training data as they came."""
     place = place or Rows((0, matrix.shape[0]))
     wanted = list(given) if isinstance(given, (list, tuple)) else ["id" if given is None else given]
     if not wanted:

@@ -66,9 +66,6 @@ class Columns:
 
         As in the shell, rows whose value is at least the threshold are pairs labelled 1; without a threshold the values
         are the labels; without a value every row is a pair labelled 1.
-
-        Raises:
-            ValueError: if columns are given without a frame, or a frame without the columns of its ids.
         """
         given = pairs_of(given)
         chosen = {column: value for column, value in vars(self).items() if value is not None}
@@ -99,70 +96,46 @@ class Columns:
         return chosen.read(name, frame)
 
     def read_also(self, name: str, given: Validation) -> Validation:
-        """A second frame with the same columns as Interactions; anything else as it is."""
         return self.read(name, given) if is_frame(given) else pairs_of(given)
 
 
 @dataclass(frozen=True, eq=False)
 class FitData:
-    """What a fit learns from, and the sizes of towers for so much data.
+    """What a fit learns from, and the sizes of towers for so much data."""
 
-    Attributes:
-        matrix: the observed pairs, local left rows × all right columns.
-        weights: of the local pairs, or None.
-        ids: of the local left rows, and of all right columns.
-        shards: which process holds which rows.
-        observed: number of pairs of all processes.
-        held_out: local pairs to validate on, or None.
-        inputs: what each tower sees.
-        features: that of the local entities of both sides.
-        device: where it is trained.
-        hidden: widths of the hidden layers of the left and of the right tower.
-        dim: size of the embeddings.
-        normalize: whether embeddings of a side are brought to one length.
-        numbered: where ids are row numbers of a matrix without ids, how many it had; see Interactions.
-        same_entities: whether both sides are one set.
-        activation: of the hidden layers.
-        entries: of sparse features, of an entity on average; of the side with fewer. 0 without such features.
-        refine: whether the embeddings of known entities are moved by their own pairs after training.
-    """
-
-    matrix: sp.csr_matrix
-    weights: NDArray[np.floating] | None
-    ids: Ids
-    shards: Shards
-    observed: int
-    held_out: sp.csr_matrix | None
-    inputs: tuple[FeatureSpec, FeatureSpec]
-    features: tuple[Matrix | None, Matrix | None]
-    device: torch.device
-    hidden: tuple[tuple[int, ...], tuple[int, ...]]
-    dim: int
-    normalize: bool = False
+    matrix: sp.csr_matrix  # the observed pairs, local left rows × all right columns
+    weights: NDArray[np.floating] | None  # of the local pairs, or None
+    ids: Ids  # of the local left rows, and of all right columns
+    shards: Shards  # which process holds which rows
+    observed: int  # number of pairs of all processes
+    held_out: sp.csr_matrix | None  # local pairs to validate on, or None
+    inputs: tuple[FeatureSpec, FeatureSpec]  # what each tower sees
+    features: tuple[Matrix | None, Matrix | None]  # that of the local entities of both sides
+    device: torch.device  # where it is trained
+    hidden: tuple[tuple[int, ...], tuple[int, ...]]  # widths of the hidden layers of the left and of the right tower
+    dim: int  # size of the embeddings
+    normalize: bool = False  # whether embeddings of a side are brought to one length
+    # where ids are row numbers of a matrix without ids, how many it had; see Interactions
     numbered: Numbered = (None, None)
-    same_entities: bool = False
-    activation: str = defaults.ACTIVATION
-    refine: bool = False
-    entries: float = 0.0
+    same_entities: bool = False  # whether both sides are one set
+    activation: str = defaults.ACTIVATION  # of the hidden layers
+    refine: bool = False  # whether the embeddings of known entities are moved by their own pairs after training
+    entries: float = 0.0  # of sparse features, of an entity on average; of the side with fewer. 0 without such features
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(m, n) of all processes."""
         return self.shards.left.total, self.shards.right.total
 
     @property
     def described(self) -> tuple[bool, bool]:
-        """Whether anything but ids is known of left and of right entities."""
         return self.inputs[0].described, self.inputs[1].described
 
     @property
     def features_alone(self) -> tuple[bool, bool]:
-        """Whether left and right entities are known by features, and neither by ids nor by histories."""
         return self.inputs[0].features_alone, self.inputs[1].features_alone
 
     @property
     def seen(self) -> str:
-        """What towers see, for defaults; see :func:`seen_by_towers`."""
         return seen_by_towers(self.inputs)
 
     @property
@@ -250,7 +223,9 @@ def prepare_data(
     right, right_rows = training_inputs("right", right_parts, shards.right, group, scale)
     normalize, alone = bool(given_length), (left.features_alone, right.features_alone)
     if refine is None:
-        refine = defaults.default_refine(alone) and settings.towers is None
+        # Where one side has ids, these have fitted themselves to the other's towers already, and new entities are to
+        # be ranked against known ones on equal terms.
+        refine = all(alone) and settings.towers is None
     elif refine and not any(alone):
         check.fail("refine", True, "a side with only features: ids and histories already fit each entity")
     activation = defaults.default_activation(normalize) if settings.activation is None else settings.activation
@@ -346,19 +321,12 @@ def given_pairs(name: str, pairs: PairsLike | str | os.PathLike[str]) -> FitPair
 
 @dataclass(frozen=True, eq=False)
 class Aligned:
-    """Pairs in the row numbers of a model.
+    """Pairs in the row numbers of a model."""
 
-    Attributes:
-        pairs: those with two known ids.
-        total: how many were given.
-        unknown_right: pairs whose right id is not known; the others that are missing have an unknown left one.
-        example: an unknown id, and the side it is of (0 or 1); None if there is none.
-    """
-
-    pairs: sp.csr_matrix
-    total: int
-    unknown_right: int
-    example: tuple[Key, int] | None
+    pairs: sp.csr_matrix  # those with two known ids
+    total: int  # how many were given
+    unknown_right: int  # pairs whose right id is not known; the others that are missing have an unknown left one
+    example: tuple[Key, int] | None  # an unknown id, and the side it is of (0 or 1); None if there is none
 
 
 def align(
@@ -369,16 +337,7 @@ def align(
     numbered: Numbered | None = None,
     trained: tuple[int, int] | None = None,
 ) -> Aligned:
-    """Pairs joined by id, or refused; a matrix without ids by place, if it has all the rows and columns there are.
-
-    Args:
-        name: of the argument, for errors.
-        given: Interactions, or a scipy.sparse matrix.
-        ids: of the model; None for row numbers.
-        shape: of the model.
-        numbered: which of the model's ids are row numbers of a matrix, and of how many; None to ask nothing about it.
-        trained: the shape without entities that were added, which a matrix without ids has; None if there are none.
-    """
+    """Pairs joined by id, or refused; a matrix without ids by place, if it has all the rows and columns there are."""
     matrix, its = matrix_and_ids(given, name)
     if not isinstance(given, Interactions) or its[0] is None or its[1] is None:
         sizes, place = numbered or (None, None), trained or shape
@@ -460,7 +419,6 @@ def _read_pairs(pairs: FitPairs, group: Group) -> tuple[sp.csr_matrix, Ids, NDAr
 
 
 def _agree_on_pairs(group: Group, matrix: sp.csr_matrix) -> None:
-    """Refuse pairs that are not the same in every process."""
     if group.size > 1:
         keys = np.arange(matrix.nnz) * np.int64(matrix.shape[1]) + matrix.indices
         digest = Digest().add(keys, matrix.data).text(SINGLE)
@@ -470,7 +428,6 @@ def _agree_on_pairs(group: Group, matrix: sp.csr_matrix) -> None:
 def _held_out(
     validation: FitPairs, part: Shard | None, ids: Ids, shape: tuple[int, int], rows: Rows, numbered: Numbered
 ) -> sp.csr_matrix:
-    """The local rows of pairs to validate on."""
     if part is None:
         return aligned("validation", validation, ids, shape, numbered)[rows.first : rows.stop]
     if not isinstance(validation, Shard):

@@ -38,7 +38,6 @@ from gramtower.model.feature_spec import FeatureSpec, GivenFeatures, IdArray
 from gramtower.model.fit_data import FitData, FitPairs
 from gramtower.model.fitted import FittedModel
 from gramtower.model.settings import ModelSettings, WeightsLike, given
-from gramtower.model.side import Side
 from gramtower.model.unseen import Unseen, UnseenValidator, with_feature_columns
 from gramtower.optim.solvers import NewtonKron, as_solver
 from gramtower.training.checkpoint import sparse_digest
@@ -140,15 +139,11 @@ def iterations(settings: ModelSettings, data: FitData, problem: Problem, towers:
     return defaults.default_iterations(data.seen) if found is None else found
 
 
-def _is_linear_over_ids(settings: ModelSettings, data: FitData) -> bool:
-    return settings.towers is None and data.hidden == ((), ()) and data.seen == defaults.IDS
-
-
 def is_tiny(settings: ModelSettings, data: FitData) -> bool:
     """Whether an evaluation of linear towers over ids takes a CPU so little that it is not worth a second thread."""
-    if not _is_linear_over_ids(settings, data) or data.device.type != "cpu":
-        return False
-    return bool(sum(data.shape) * data.dim**2 + 4 * data.observed * data.dim <= _TINY)
+    linear = settings.towers is None and data.hidden == ((), ()) and data.seen == defaults.IDS
+    work = sum(data.shape) * data.dim**2 + 4 * data.observed * data.dim
+    return linear and data.device.type == "cpu" and work <= _TINY
 
 
 def make_validation(
@@ -173,7 +168,6 @@ class RankingValidator:
     train: sp.csr_matrix
 
     def __call__(self, point: Point) -> float:
-        """The metric at a point."""
         return float(self.scores(point, (self.metric,))[self.metric])
 
     def without(self, point: Point, seed: int) -> list[float]:
@@ -182,13 +176,11 @@ class RankingValidator:
         return [] if values is None else means_without(values, deal(len(values), seed))
 
     def scores(self, point: Point, metrics: Sequence[str], known: tuple[Tensor, Tensor] | None = None) -> Scores:
-        """Several metrics at a point, of one ranking; with other embeddings of known entities if they are given."""
         P, Q = known or (point.P, point.right_rows)
         processes = point.evaluation.constants.shards.group
         return evaluate_embeddings(P, Q, self.held_out, train=self.train, metrics=metrics, processes=processes)
 
     def fingerprint(self, shards: Shards) -> dict[str, str]:
-        """What is measured, and on what, for a checkpoint's fingerprint."""
         digests = (
             sparse_digest(x.indptr, x.indices, x.data, shards.left.first, x.shape[1]).text(shards.group)
             for x in (self.held_out, self.train)
@@ -262,17 +254,7 @@ def refuse_increment(fitted: FittedModel, data: FitData) -> None:
 
 
 def grown_pairs(fitted: FittedModel, more: FitPairs, dropped: tuple[bool, bool] = (False, False)) -> FitPairs:
-    """The pairs that a model knows, and more: entities keep their rows, new ones come after them.
-
-    Args:
-        fitted: the model.
-        more: pairs to add.
-        dropped: for both sides, whether entities that were added after training and have no pairs are left out:
-            nothing is to be learned from them.
-
-    Returns:
-        Interactions; a matrix where the model knows entities by number.
-    """
+    """The pairs that a model knows, and more: entities keep their rows, new ones come after them."""
     if not fitted.shards.single:
         check.fail("model", f"one spread over {fitted.shards.group.size} processes", "one of a single process")
     if not fitted.plain_pairs:
@@ -291,7 +273,7 @@ def grown_pairs(fitted: FittedModel, more: FitPairs, dropped: tuple[bool, bool] 
     kept = [
         np.flatnonzero((np.arange(len(side)) < side.trained) | (counts > 0) | (not drop))
         for side, counts, drop in zip(
-            sides_of(fitted), (np.diff(observed.indptr), np.bincount(observed.indices, minlength=observed.shape[1])),
+            fitted.sides, (np.diff(observed.indptr), np.bincount(observed.indices, minlength=observed.shape[1])),
             dropped, strict=True,
         )
     ]  # fmt: skip
@@ -301,11 +283,6 @@ def grown_pairs(fitted: FittedModel, more: FitPairs, dropped: tuple[bool, bool] 
         same_entities=fitted.same_entities or bool(more.same_entities),
     )  # fmt: skip
     return union(known, more, "more_pairs")
-
-
-def sides_of(fitted: FittedModel) -> tuple[Side, Side]:
-    """Return the left and the right side."""
-    return fitted.left, fitted.right
 
 
 def described_features(side: str, inputs: FeatureSpec, ids: IdArray | None, given: FeaturesLike) -> FeaturesLike:
@@ -343,7 +320,6 @@ class _Moved(nn.Module):
         self.own = _table(start, trained=True)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Both together."""
         rows: Tensor = self.fixed(ids) + self.scale * self.own(ids)
         return rows
 
@@ -363,11 +339,6 @@ def refine(problem: Problem, embeddings: Sides, sides: tuple[bool, bool]) -> Sid
     and likewise on the right. κ = 2 mean_O(ℓ″ at ŷ = 0) mean_j ‖q_j‖² is the curvature of two average pairs: features
     count as much as two pairs. New entities have no d. The towers are trained without d: ids trained next to features
     would explain what features should learn. Cost: some ten Gauss-Newton products a side, and no pass through a tower.
-
-    Args:
-        problem: the pairs, ids on both sides, λ = 1 and μ = 0.
-        embeddings: P and Q as training left them, on the device to compute on.
-        sides: for left and right, whether they are moved; each while the other one is as it was.
     """
     moved, curvature = list(embeddings), _mean_curvature(problem)
     for side in (0, 1):

@@ -11,7 +11,7 @@ tests/test_estimator.py, tests/test_seen.py and tests/test_new_entities.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -65,7 +65,7 @@ from gramtower.model.side import (
     normalised,
     read_once,
 )
-from gramtower.retrieval.topk import Lists, Ranking, ranking, top_k
+from gramtower.retrieval.topk import Ranking, ranking, top_k
 from gramtower.training.checkpoint import locked
 from gramtower.training.result import Reason, Record
 
@@ -116,7 +116,6 @@ class Selection:
     ids_only: bool = False
 
     def __str__(self) -> str:
-        """The choice in one line."""
         if not self.tried:
             return f"settings by rule: {self.note}"
         settings = ", ".join(f"{name}={short(value)}" for name, value in self.chosen.items())
@@ -129,11 +128,7 @@ class Selection:
 
     @classmethod
     def from_plain(cls, name: str, plain: Any) -> Selection:
-        """The selection of such a dictionary, of the file or field ``name``.
-
-        Raises:
-            ValueError: if it is not one.
-        """
+        """The selection of such a dictionary, of the file or field ``name``."""
         try:
             tried = [Tried(**one) for one in plain["tried"]]
             chosen, ids_only = dict(plain["chosen"]), bool(plain.get("ids_only", False))
@@ -204,11 +199,10 @@ class FittedModel:
     names: tuple[str, str] = ("left", "right")
 
     def __str__(self) -> str:
-        """Sizes, and what each tower sees and how it is scaled."""
         sides = (
             f"{len(side):,} {side.name} entities by {side.inputs.text}"
             + (f" through hidden layers of {', '.join(map(str, widths))}" if widths else "")
-            for side, widths in zip((self.left, self.right), self.hidden, strict=True)
+            for side, widths in zip(self.sides, self.hidden, strict=True)
         )
         length = ", those of a side of one length" if self.normalize else ""
         moved = ", known entities moved by their own pairs" if self.refine else ""
@@ -216,14 +210,12 @@ class FittedModel:
         return f"{' and '.join(sides)}, embeddings of size {self.dim}{length}{moved}{path}"
 
     def _repr_html_(self) -> str:
-        """A card for notebooks: what each tower sees, how training went and why it stopped."""
         return html.card("FittedModel", self.html_facts())
 
     def html_facts(self) -> str:
-        """The inside of such a card."""
         sides = [
             (side.name, len(side), side.inputs.text, ", ".join(map(str, widths)) or "none")
-            for side, widths in zip((self.left, self.right), self.hidden, strict=True)
+            for side, widths in zip(self.sides, self.hidden, strict=True)
         ]
         facts: dict[str, object] = {"size of embeddings": self.dim, "ω": self.omega, "pairs": int(self.trained.nnz)}
         drawn = ""
@@ -553,6 +545,11 @@ class FittedModel:
         return union(self.trained, self.further) if self.further.nnz else self.trained
 
     @property
+    def sides(self) -> tuple[Side, Side]:
+        """The left and the right side."""
+        return self.left, self.right
+
+    @property
     def ids(self) -> Ids:
         """Ids of both sides; None for row numbers."""
         return self.left.ids, self.right.ids
@@ -619,7 +616,6 @@ class FittedModel:
         return here
 
     def _without_added_right(self) -> Self:
-        """Return the model with only the right entities of training."""
         if not self.right.added:
             return self
         count, right = self.right.trained, self.right
@@ -695,19 +691,12 @@ class FittedModel:
         return _Columns(allow=allowed, deny=np.concatenate(denied) if denied else None)
 
     def _left_index(self) -> dict[Key, int]:
-        """The row of each left id."""
         return index_of(np.arange(len(self.left)) if self.left.ids is None else self.left.ids)
 
     def seen_by_described(
         self, features: FeaturesLike, history: sp.csr_matrix | None, index: Mapping[Key, int] | None = None
     ) -> sp.csr_matrix | None:
-        """What left entities that a call describes have seen: their history, and the pairs of those that are known.
-
-        Args:
-            features: what describes them.
-            history: their right entities, row by row.
-            index: the row of each left id, where the caller has one already.
-        """
+        """What left entities that a call describes have seen: their history, and the pairs of those that are known."""
         what = None if features is None else described(self.left, features)
         if what is None or what.ids is None:
             return history
@@ -856,7 +845,6 @@ def _known_rows(known: FittedModel, ids: IdArray, numbered: int | None) -> NDArr
 
 
 def _masked(matrix: sp.csr_matrix, rows: NDArray[np.bool_]) -> sp.csr_matrix:
-    """A matrix with only some rows filled."""
     kept = np.repeat(rows, np.diff(matrix.indptr))
     offsets = np.concatenate([[0], np.cumsum(np.where(rows, np.diff(matrix.indptr), 0))])
     return sp.csr_matrix((matrix.data[kept], matrix.indices[kept], offsets), shape=matrix.shape)
@@ -932,95 +920,44 @@ def write_lists(
 ) -> int:
     """Write the lists of all left entities to a table, from where an earlier run of the same was killed.
 
-    Args:
-        ids: of the left and right entities; None for row numbers.
-        shape: numbers of left and right entities.
-        ranking: their embeddings, and what is left out.
-        path: the table: .parquet, .csv or .tsv.
-        k: longest list.
-        device: where scores are made.
-        fresh: begin again if parts of an earlier run are there.
-        progress: called with the lists that are written and the number of all, after each part.
-
-    Returns:
-        The number of answers that this call wrote.
+    A thread writes one part while the next is ranked. Each part has its own products: how scores are rounded depends on
+    the number of rows, and a run that goes on after a kill has to end in the same file as one that was not killed.
     """
     file = ListFile(path, ids, shape, k, _marks(ids, ranking))
     with locked(path, name="path"):
         done, answers = file.begin(fresh), 0
-        total, pending = file.lists, None
+        pending: Future[int] | None = None
         if progress is not None and done:
-            progress(min(done * file.rows, total), total)
+            progress(min(done * file.rows, file.lists), file.lists)
         with ThreadPoolExecutor(1, "gramtower-lists") as writer, explained(None):
-            for part, columns, values in _parts(_streamed(ranking, k, done, file.rows, device), file, done, k):
+            across = ranking.Q.to(device)
+            for part in range(done, file.parts + 1):
+                if part < file.parts:
+                    start, stop = part * file.rows, min((part + 1) * file.rows, file.lists)
+                    columns, values = _empty(stop - start, k)
+                    some = ranking if stop - start == file.lists else ranking.rows(start, stop)
+                    for begin, end, found, scores in some._replace(P=some.P.to(device), Q=across).lists(k):
+                        columns[begin:end, : found.shape[1]], values[begin:end, : found.shape[1]] = found, scores
                 if pending is not None:
-                    answers += _written(pending, file, progress)
-                pending = part, writer.submit(file.write, part, columns, values)
-            if pending is not None:
-                answers += _written(pending, file, progress)
+                    answers += pending.result()
+                    if progress is not None:
+                        progress(min(part * file.rows, file.lists), file.lists)
+                if part < file.parts:
+                    pending = writer.submit(file.write, part, columns, values)
         file.finish()
     return answers
 
 
-def _written(pending: tuple[int, Future[int]], file: ListFile, progress: Callable[[int, int], object] | None) -> int:
-    part, future = pending
-    answers = future.result()
-    if progress is not None:
-        progress(min((part + 1) * file.rows, file.lists), file.lists)
-    return answers
-
-
-def _streamed(ranking: Ranking, k: int, done: int, rows: int, device: torch.device) -> Iterator[Lists]:
-    """Lists of all rows but those of the first parts, in order.
-
-    Each part has its own products: how scores are rounded depends on the number of rows, and a run that goes on after a
-    kill has to end in the same file as one that was not killed.
-    """
-    total, across = len(ranking.P), ranking.Q.to(device)
-    for start in range(done * rows, total, max(1, rows)):
-        stop = min(start + rows, total)
-        some = ranking if (start, stop) == (0, total) else ranking.rows(start, stop)
-        moved = some._replace(P=some.P.to(device), Q=across)
-        for begin, end, columns, values in moved.lists(k):
-            yield start + begin, start + end, columns, values
-
-
-def _parts(
-    lists: Iterator[Lists], file: ListFile, done: int, k: int
-) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.float32]]]:
-    """Lists as they come, by parts of the file; entities without a list have an empty one."""
-    part = done
-    columns, values = _empty(file, part, k)
-    for start, stop, found, scores in lists:
-        taken = 0
-        while taken < stop - start:
-            first = start + taken - part * file.rows
-            count = min(stop - start - taken, len(columns) - first)
-            columns[first : first + count, : found.shape[1]] = found[taken : taken + count]
-            values[first : first + count, : found.shape[1]] = scores[taken : taken + count]
-            taken += count
-            if first + count == len(columns):
-                yield part, columns, values
-                part += 1
-                columns, values = _empty(file, part, k)
-    while part < file.parts:  # there was nothing to choose from
-        yield part, columns, values
-        part += 1
-        columns, values = _empty(file, part, k)
-
-
-def _empty(file: ListFile, part: int, k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    rows = max(0, min(file.rows, file.lists - part * file.rows))
+def _empty(rows: int, k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     return np.full((rows, k), -1, np.int64), np.full((rows, k), -np.inf, np.float32)
 
 
 def _marks(ids: Ids, ranking: Ranking) -> dict[str, str | None]:
-    """What the lists are of, by digests of all that they depend on."""
-    left, right = ids
+    """Digests of all that the lists depend on."""
     out = ranking.exclude
     return {
-        "left ids": _digest(left),
-        "right ids": _digest(right),
+        "left ids": _digest(ids[0]),
+        "right ids": _digest(ids[1]),
         "left embeddings": _digest(ranking.P.numpy()),
         "right embeddings": _digest(ranking.Q.numpy()),
         "pairs left out": None if out is None else _digest(out.indptr, out.indices),

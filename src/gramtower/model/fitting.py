@@ -44,7 +44,6 @@ from gramtower.model.fit_parts import (
     over_ids,
     refined,
     refuse_increment,
-    sides_of,
     start_from_outputs,
 )
 from gramtower.model.fitted import CANDIDATES, FittedModel, Selection, pattern_of
@@ -185,7 +184,6 @@ def _fit(
     unseen: Unseen | None = None,
     ids_only: bool = False,
 ) -> FittedModel:
-    """One fit, from the arguments to the model."""
     options = settings.solver_options()
     if previous is not None:
         settings = sized_as(settings, previous)
@@ -311,11 +309,11 @@ def update(
     )
     kept = [
         side.added > 0 and GivenFeatures(side.name, given).only_tables
-        for side, given in zip(sides_of(fitted), features, strict=True)
+        for side, given in zip(fitted.sides, features, strict=True)
     ]
     pairs = grown_pairs(fitted, more, (kept[0], kept[1]))
     found = fit(settings, pairs, *features, previous=fitted, callbacks=callbacks)
-    for before, given, there in zip(sides_of(fitted), features, kept, strict=True):
+    for before, given, there in zip(fitted.sides, features, kept, strict=True):
         found = _with_kept(found, before, GivenFeatures(before.name, given).tables()) if there else found
     return found
 

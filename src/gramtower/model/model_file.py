@@ -64,56 +64,31 @@ _Shape = tuple[int | None, ...]  # None for a length that the content says
 
 @dataclass(kw_only=True)
 class Header:
-    """The description of a model in its file, without the tensors.
+    """The description of a model in its file, without the tensors."""
 
-    Attributes:
-        params: the constructor's arguments, without towers and arrays.
-        own_towers: whether the towers are the caller's own, whose architecture is not stored.
-        shape: numbers of left and right entities.
-        added: how many of them, the last ones, were added after training.
-        numbered: where ids are row numbers of a matrix without ids, how many it had, left and right.
-        dim: size of the embeddings.
-        hidden: widths of the hidden layers, left and right.
-        normalize: whether the towers end in RMSNorm.
-        inputs: what each tower sees, by side.
-        reason: name of the reason why training stopped.
-        message: the same with particulars.
-        omega: ω of the training.
-        best_metric: of the validation, or None.
-        history: records of the training.
-        same_entities: whether both sides are one set.
-        plain_pairs: whether all labels were 1 and there were no weights.
-        activation: of hidden layers; absent in older files, likewise the next three.
-        l2: λ of the training.
-        embedding_l2: μ of the training.
-        auto_weights: what the data made of ``right_weights="auto"``.
-        refine: whether known entities were moved by their own pairs; older files do not have it.
-        path: what was tried to choose penalties, or None; older files do not have it.
-        names: of the columns of ids, left and right; older files do not have it.
-    """
-
-    params: dict[str, Any]
-    own_towers: bool
-    shape: list[int]
-    added: list[int]
-    numbered: list[int | None]
-    dim: int
-    hidden: list[list[int]]
-    normalize: bool
-    inputs: dict[str, list[dict[str, Any]]]
-    reason: str
-    message: str
-    omega: float
-    best_metric: float | None
-    history: list[dict[str, Any]]
-    same_entities: bool = False
-    plain_pairs: bool = True
-    activation: str | None = None
-    l2: float | None = None
-    embedding_l2: float | None = None
-    auto_weights: str | None = None
-    refine: bool = False
-    path: dict[str, Any] | None = None
+    params: dict[str, Any]  # the constructor's arguments, without towers and arrays
+    own_towers: bool  # whether the towers are the caller's own, whose architecture is not stored
+    shape: list[int]  # numbers of left and right entities
+    added: list[int]  # how many of them, the last ones, were added after training
+    numbered: list[int | None]  # where ids are row numbers of a matrix without ids, how many it had, left and right
+    dim: int  # size of the embeddings
+    hidden: list[list[int]]  # widths of the hidden layers, left and right
+    normalize: bool  # whether the towers end in RMSNorm
+    inputs: dict[str, list[dict[str, Any]]]  # what each tower sees, by side
+    reason: str  # name of the reason why training stopped
+    message: str  # the same with particulars
+    omega: float  # ω of the training
+    best_metric: float | None  # of the validation, or None
+    history: list[dict[str, Any]]  # records of the training
+    same_entities: bool = False  # whether both sides are one set
+    plain_pairs: bool = True  # whether all labels were 1 and there were no weights
+    activation: str | None = None  # of hidden layers; absent in older files, likewise the next three
+    l2: float | None = None  # λ of the training
+    embedding_l2: float | None = None  # μ of the training
+    auto_weights: str | None = None  # what the data made of ``right_weights="auto"``
+    refine: bool = False  # whether known entities were moved by their own pairs; older files do not have it
+    path: dict[str, Any] | None = None  # what was tried to choose penalties, or None; older files do not have it
+    # of the columns of ids, left and right; older files do not have it
     names: list[str] = field(default_factory=lambda: ["left", "right"])
 
 
@@ -155,9 +130,8 @@ def read_model(
         _check_tensors(file, header, inputs)
         with file.reading() as read:
             pairs = [_pairs(header, name, read) for name in ("seen", "further")]
-            ids = {side: _ids(side, {name: read(name) for name in file.shapes if name.startswith(f"{side}_")})
-                   for side in ("left", "right")}  # fmt: skip
             tensors = {name: read(name) for name in file.shapes}
+            ids = {side: _ids(side, tensors) for side in ("left", "right")}
             inputs = {side: inputs[side].with_tensors(side, tensors) for side in inputs}
             inputs["left"] = inputs["left"].with_usual_history(pairs[0])
         file.close()
@@ -186,7 +160,6 @@ def read_model(
 
 
 def _header(settings: ModelSettings, fitted: FittedModel) -> tuple[Header, dict[str, Tensor]]:
-    """The header, and those of the settings that are arrays."""
     params: dict[str, Any] = {}
     arrays: dict[str, Tensor] = {}
     settings = settings.by_name()
@@ -199,7 +172,7 @@ def _header(settings: ModelSettings, fitted: FittedModel) -> tuple[Header, dict[
             params[name] = _plain(value)
             if not fits(kind, params[name]):
                 check.fail(name, f"a {type(value).__name__}", "a value that a file can hold")
-    totals, sides = (fitted.shards.left.total, fitted.shards.right.total), (fitted.left, fitted.right)
+    totals, sides = (fitted.shards.left.total, fitted.shards.right.total), fitted.sides
     header = Header(
         params=params, own_towers=settings.towers is not None,
         shape=[n + side.added for n, side in zip(totals, sides, strict=True)],
@@ -214,7 +187,6 @@ def _header(settings: ModelSettings, fitted: FittedModel) -> tuple[Header, dict[
 
 
 def _tuples(value: object) -> object:
-    """Lists as tuples, also within each other."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
@@ -228,12 +200,11 @@ def _plain(value: object) -> object:
 
 
 def _tensors_of(header: Header, fitted: FittedModel) -> dict[str, Tensor]:
-    """Pairs, ids and embeddings."""
     tensors = {}
     for name, pairs in (("seen", fitted.trained), ("further", fitted.further)):
         tensors[f"{name}_counts"] = torch.from_numpy(np.diff(pairs.indptr).astype(np.int64))
         tensors[f"{name}_columns"] = torch.from_numpy(pairs.indices.astype(np.int32))
-    for side in (fitted.left, fitted.right):
+    for side in fitted.sides:
         if not _is_table(header, side.name, side.inputs):
             tensors[side.name] = side.embeddings
         packed = pack_ids(side.ids)
@@ -358,13 +329,11 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def _table(towers: Towers | None, side: str) -> Tensor:
-    """Return the embeddings of entities known only by id: the tower's table."""
     table: Tensor = getattr(towers, side)[0].weight.detach()
     return table
 
 
 def _activation(header: Header) -> str:
-    """Return the activation of hidden layers, with the old default for older files."""
     return header.activation or header.params["activation"] or defaults.ACTIVATION
 
 

@@ -52,15 +52,7 @@ from gramtower.engine.towers.parameters import Parameters
 from gramtower.model import defaults
 from gramtower.model.feature_spec import JSON, Both, GivenFeatures
 from gramtower.model.fit_data import FitData, FitPairs, matrix_and_ids, prepare_data
-from gramtower.model.fit_parts import (
-    is_tiny,
-    iterations,
-    make_problem,
-    make_towers,
-    make_validation,
-    over_ids,
-    refine,
-)
+from gramtower.model.fit_parts import is_tiny, iterations, make_problem, make_towers, make_validation, over_ids, refine
 from gramtower.model.fitted import Selection, Tried, short
 from gramtower.model.settings import ModelSettings
 from gramtower.model.unseen import SIDES, Unseen, hold_out_entities
@@ -84,39 +76,19 @@ _PAIRS = 5_000_000  # from which on a sample of the left entities is enough to c
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """A part of the data to learn from, and the part that was held out of it.
+    """A part of the data to learn from, and the part that was held out of it."""
 
-    Attributes:
-        pairs: to learn from.
-        features: of its entities, left and right.
-        validation: held-out pairs, or None.
-        unseen: held-out entities, or None.
-        kept: share of the pairs that is left to learn from, where pairs are held out.
-        sample: share of the pairs of all data that this part and the held-out one are of.
-        text: the held-out part, for people.
-    """
-
-    pairs: FitPairs
-    features: Both
-    validation: FitPairs | None = None
-    unseen: Unseen | None = None
-    kept: float = 1.0
-    sample: float = 1.0
-    text: str = "the validation part"
+    pairs: FitPairs  # to learn from
+    features: Both  # of its entities, left and right
+    validation: FitPairs | None = None  # held-out pairs, or None
+    unseen: Unseen | None = None  # held-out entities, or None
+    kept: float = 1.0  # share of the pairs that is left to learn from, where pairs are held out
+    sample: float = 1.0  # share of the pairs of all data that this part and the held-out one are of
+    text: str = "the validation part"  # the held-out part, for people
 
 
 def select(settings: ModelSettings, pairs: FitPairs, features: Both, given: HeldOut | None = None) -> Selection:
-    """Choose the penalties that ``settings`` leaves open, and the shape of towers where features describe both sides.
-
-    Args:
-        settings: of the model; arguments that are given are never changed.
-        pairs: all pairs of the fit.
-        features: of all its entities, left and right.
-        given: the user's validation part; by default one is held out here, with the model's seed.
-
-    Returns:
-        The path, with the settings that the fit is to use: empty, with a note, where nothing can be chosen.
-    """
+    """Choose the penalties that settings leave open, and the shape of towers where features describe both sides."""
     group = current_group()
     agree(group, {name: getattr(settings, name) for name in ("select", "metric", "l2", "embedding_l2")})
     with group.together():
@@ -241,8 +213,8 @@ def _held_side(settings: ModelSettings, features: Both) -> str:
     if current_group().size > 1 or not _weights_by_name(settings):
         return "pairs"
     for side, given in zip(SIDES, features, strict=True):
-        parts = list(given) if isinstance(given, list | tuple) else [given]
-        if parts and not any(part is None or isinstance(part, str) for part in parts):
+        parts = GivenFeatures(side, given)
+        if len(parts.parts) == len(parts.described) > 0:
             return side
     return "pairs"
 
@@ -370,7 +342,6 @@ class _Search:
         return best
 
     def tried(self, changes: JSON) -> _Point:
-        """Towers of a shape at the rule's penalties."""
         return self.point(_Shape(changes, self.resized(changes)), 0.0, None)
 
     def walk(self, first: _Point) -> list[_Point]:

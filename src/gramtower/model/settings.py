@@ -49,33 +49,21 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class Setting:
-    """The description of one argument.
+    """The description of one argument."""
 
-    Attributes:
-        doc: what the argument does, for the docstring of TwoTower.
-        table: table of the config file and group of the flag, "model" or "train"; None if there is no flag.
-        help: text of the flag; None for the first sentence of ``doc``.
-        flag: name of the flag, if it is not that of the argument.
-        shown: default that the help of the flag shows, if it is not the argument's default.
-        fitted: whether a fitted model has the value that was used, as ``NAME_``, which its run then records.
-        saved: whether a model file holds it.
-        before: value that the versions used whose model files do not hold it; REQUIRED if every file does.
-        searched: its name in the search space of ``tune``; None if it is not searched.
-    """
-
-    doc: str
+    doc: str  # what the argument does, for the docstring of TwoTower
+    # table of the config file and group of the flag, "model" or "train"; None if there is no flag
     table: str | None = None
-    help: str | None = None
-    flag: str | None = None
-    shown: str | None = None
-    fitted: bool = False
-    saved: bool = True
-    before: Any = REQUIRED
-    searched: str | None = None
+    help: str | None = None  # text of the flag; None for the first sentence of ``doc``
+    flag: str | None = None  # name of the flag, if it is not that of the argument
+    shown: str | None = None  # default that the help of the flag shows, if it is not the argument's default
+    fitted: bool = False  # whether a fitted model has the value that was used, as ``NAME_``, which its run then records
+    saved: bool = True  # whether a model file holds it
+    before: Any = REQUIRED  # value that the versions used whose model files do not hold it; REQUIRED if every file does
+    searched: str | None = None  # its name in the search space of ``tune``; None if it is not searched
 
     @property
     def flag_help(self) -> str:
-        """The help text of the flag."""
         return self.help or self.doc.partition(". ")[0].rstrip(".") + "."
 
 

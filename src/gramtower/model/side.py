@@ -60,27 +60,18 @@ HistoriesLike: TypeAlias = (
 
 @dataclass
 class Side:
-    """Entities of one side.
+    """Entities of one side."""
 
-    Attributes:
-        name: "left" or "right".
-        ids: one id for each row, int64 or text (objects); None when rows are known by number.
-        embeddings: rows × k.
-        inputs: what its tower sees of them.
-        numbered: where ids are row numbers of a matrix without ids, how many rows it had; see Interactions.
-        added: how many entities, the last ones, were not there in training.
-    """
-
-    name: str
-    ids: IdArray | None
-    embeddings: Tensor
-    inputs: FeatureSpec
+    name: str  # "left" or "right"
+    ids: IdArray | None  # one id for each row, int64 or text (objects); None when rows are known by number
+    embeddings: Tensor  # rows × k
+    inputs: FeatureSpec  # what its tower sees of them
+    # where ids are row numbers of a matrix without ids, how many rows it had; see Interactions
     numbered: int | None = None
-    added: int = 0
+    added: int = 0  # how many entities, the last ones, were not there in training
 
     @property
     def trained(self) -> int:
-        """How many entities, the first ones, were there in training."""
         return len(self) - self.added
 
     @cached_property
@@ -160,22 +151,15 @@ def history_matrix(right: Side, histories: HistoriesLike) -> sp.csr_matrix:
 
 @dataclass(frozen=True, eq=False)
 class Described:
-    """Rows that describe entities of a side.
+    """Rows that describe entities of a side."""
 
-    Attributes:
-        parts: for each part of the side's inputs that the caller gives, a polars frame or a matrix, row by row alike.
-        ids: of the rows, or None if nothing has any.
-        missing: rows without an id; None if there are none.
-        count: how many rows.
-    """
-
+    # for each part of the side's inputs that the caller gives, a polars frame or a matrix, row by row alike
     parts: list[Any]
-    ids: IdArray | None
-    missing: NDArray[np.bool_] | None
-    count: int
+    ids: IdArray | None  # of the rows, or None if nothing has any
+    missing: NDArray[np.bool_] | None  # rows without an id; None if there are none
+    count: int  # how many rows
 
     def places(self, name: str) -> dict[Key, int]:
-        """The row of each id."""
         assert self.ids is not None
         rows = np.arange(self.count) if self.missing is None else np.flatnonzero(~self.missing)
         keys = self.ids[rows].tolist()
@@ -255,16 +239,7 @@ def extended(
     ids: IdsLike | None = None,
     kept: bool = False,
 ) -> tuple[Side, NDArray[np.int64]]:
-    """A side with entities that it does not know yet, and the row there of each row that was given.
-
-    Args:
-        side: what is known.
-        towers: what embeds them.
-        features: what describes them, or None where their histories do.
-        history: their right entities, row by row, or None.
-        ids: names for rows that bring none.
-        kept: whether they are to stay: then they must have ids, if others have.
-    """
+    """A side with entities that it does not know yet, and the row there of each row that was given."""
     name = f"{side.name}_features"
     what = None if features is None else described(side, features)
     count = what.count if what is not None else 0 if history is None else history.shape[0]

@@ -415,7 +415,6 @@ class TwoTower(ModelSettings):
     path_ = _Learned(lambda fitted: fitted.path)
 
     def __repr__(self) -> str:
-        """The settings as scikit-learn prints them and, once fitted, sizes and what each tower sees, how scaled."""
         settings = super().__repr__()
         return f"{settings}: {self.fitted_}" if hasattr(self, "fitted_") else settings
 
@@ -425,7 +424,6 @@ class TwoTower(ModelSettings):
         return html.card(type(self).__name__, html.note(super().__repr__()), learned)
 
     def __sklearn_is_fitted__(self) -> bool:
-        """For scikit-learn's ``check_is_fitted``."""
         return hasattr(self, "fitted_")
 
     def __sklearn_tags__(self) -> Any:

@@ -56,25 +56,17 @@ SIDES = ("left", "right")
 
 @dataclass(frozen=True, eq=False)
 class Unseen:
-    """Held-out entities of one side, with their pairs and features.
+    """Held-out entities of one side, with their pairs and features."""
 
-    Attributes:
-        side: theirs, "left" or "right".
-        train: the pairs to learn from, with no entity that has none.
-        features: what describes the entities of ``train``, left and right, as ``TwoTower.fit`` takes it.
-        described: rows of the held-out entities for each table or matrix among the features of their side, not scaled.
-        truth: their pairs: held-out left × known right entities, or known left × held-out right ones.
-    """
-
-    side: str
-    train: Interactions
-    features: Both
+    side: str  # theirs, "left" or "right"
+    train: Interactions  # the pairs to learn from, with no entity that has none
+    features: Both  # what describes the entities of ``train``, left and right, as ``TwoTower.fit`` takes it
+    # rows of the held-out entities for each table or matrix among the features of their side, not scaled
     described: list[MatrixLike]
-    truth: sp.csr_matrix
+    truth: sp.csr_matrix  # their pairs: held-out left × known right entities, or known left × held-out right ones
 
     @property
     def count(self) -> int:
-        """How many entities are held out."""
         return int(self.truth.shape[SIDES.index(self.side)])
 
     def validator(self, metric: str, data: FitData) -> UnseenValidator:
@@ -86,30 +78,21 @@ class Unseen:
 
 @dataclass(frozen=True, eq=False)
 class UnseenValidator:
-    """The metric of rankings for, or of, entities that were held out; computed where the towers are.
+    """The metric of rankings for, or of, entities that were held out; computed where the towers are."""
 
-    Attributes:
-        metric: its name.
-        side: of the held-out entities.
-        rows: their features as the tower of that side takes them.
-        truth: their pairs; see :class:`Unseen`.
-        train: the training pairs, from which the popularity of right entities is counted. Held-out ones have none.
-        expected: predicts id vectors of held-out entities; None where the tower sees no ids next to their features.
-    """
-
-    metric: str
-    side: str
-    rows: Features
-    truth: sp.csr_matrix
+    metric: str  # its name
+    side: str  # of the held-out entities
+    rows: Features  # their features as the tower of that side takes them
+    truth: sp.csr_matrix  # their pairs; see :class:`Unseen`
+    # the training pairs, from which the popularity of right entities is counted. Held-out ones have none
     train: sp.csr_matrix
+    # predicts id vectors of held-out entities; None where the tower sees no ids next to their features
     expected: ExpectedIds | None = None
 
     def __call__(self, point: Point) -> float:
-        """The metric at a point."""
         return float(self.scores(point, (self.metric,))[self.metric])
 
     def scores(self, point: Point, metrics: Sequence[str], known: tuple[Tensor, Tensor] | None = None) -> Scores:
-        """Several metrics at a point, of one ranking; with other embeddings of known entities if they are given."""
         return self._scores(*self._embeddings(point, known), self.truth, metrics)
 
     def without(self, point: Point, seed: int) -> list[float]:
@@ -144,7 +127,6 @@ class UnseenValidator:
         return evaluate_embeddings(P, Q, truth, metrics=metrics, popularity=known)
 
     def fingerprint(self, shards: Shards) -> dict[str, str]:
-        """What is measured, and on what, for a checkpoint's fingerprint."""
         x = self.truth
         digest = sparse_digest(x.indptr, x.indices, x.data, 0, x.shape[1]).text(shards.group)
         text = f"held-out {self.side} entities {features_text(self.rows, shards.group)}with pairs {digest}"
@@ -154,20 +136,7 @@ class UnseenValidator:
 def hold_out_entities(
     settings: ModelSettings, pairs: FitPairs, features: Both, share: object, side: object, seed: int
 ) -> Unseen:
-    """A share of the entities of a side held out with all their pairs, drawn with the seed.
-
-    Args:
-        settings: of the model, whose weights must not be arrays.
-        pairs: Interactions, or a scipy.sparse matrix.
-        features: what describes the entities of both sides, as ``TwoTower.fit`` takes it.
-        share: of the entities that have pairs, above 0 and below 1.
-        side: "left" or "right".
-        seed: of the draw.
-
-    Raises:
-        ValueError: if nothing but ids or histories is known of that side, or none of the pairs that are held out can be
-            found.
-    """
+    """A share of the entities of a side held out with all their pairs, drawn with the seed."""
     name = check.choice("validation_side", side, SIDES)
     axis = SIDES.index(name)
     _refuse_others(settings, pairs, features[axis], share, name)
@@ -209,7 +178,6 @@ def unseen_pairs(pairs: Interactions, share: float, side: str, seed: int) -> int
 
 
 def _without_others(pairs: Interactions, axis: int, gone: IdArray) -> Interactions:
-    """Pairs whose entity on a side is none of some."""
     strange = join(_ids(pairs)[axis], index_of(gone)) < 0
     matrix = pairs.matrix
     kept = strange[matrix.indices] if axis == 1 else np.repeat(strange, np.diff(matrix.indptr))
@@ -217,7 +185,6 @@ def _without_others(pairs: Interactions, axis: int, gone: IdArray) -> Interactio
 
 
 def _refuse_others(settings: ModelSettings, pairs: FitPairs, features: FeaturesLike, share: object, side: str) -> None:
-    """Refuse what entities cannot be held out of or for."""
     if (processes := current_group().size) > 1:
         check.fail("validation_side", f"{side!r} in {processes} processes", "None, or one process")
     if isinstance(pairs, Shard):
@@ -242,7 +209,6 @@ def _ids(pairs: Interactions) -> tuple[IdArray, IdArray]:
 
 
 def _truth(test: Interactions, train: Interactions, axis: int, share: object) -> sp.csr_matrix:
-    """The held-out pairs of known entities of the other side, in the rows and columns of both parts."""
     other = 1 - axis
     places = [np.arange(size) for size in test.shape]
     places[other] = join(_ids(test)[other], index_of(_ids(train)[other]))
@@ -281,26 +247,16 @@ class ExpectedIds:
     The output for trained entities stays the same. The power is the largest from 0 to 1 with which new right entities
     take no more than their share of lists; see :func:`_power`. Histories are no regressors, and μ = 0 without a bias.
     Towers that begin with another layer than :class:`~gramtower.InputLinear` or share parameters stay as they are.
-
-    Attributes:
-        side: "left" or "right".
-        first: the number of the first column of ids.
-        factor: the entry of an id in its own column.
-        columns: the columns of tables and matrices.
-        rows: these columns of the local entities.
-        counts: the pairs of the local entities on the right, ones on the left.
-        place: the range of the local entities.
-        group: the processes.
     """
 
-    side: str
-    first: int
-    factor: float
-    columns: Tensor
-    rows: sp.csr_matrix
-    counts: NDArray[np.float64]
-    place: Rows
-    group: Group
+    side: str  # "left" or "right"
+    first: int  # the number of the first column of ids
+    factor: float  # the entry of an id in its own column
+    columns: Tensor  # the columns of tables and matrices
+    rows: sp.csr_matrix  # these columns of the local entities
+    counts: NDArray[np.float64]  # the pairs of the local entities on the right, ones on the left
+    place: Rows  # the range of the local entities
+    group: Group  # the processes
 
     @classmethod
     def of(cls, side: str, data: FitData) -> ExpectedIds | None:
@@ -412,12 +368,6 @@ def move_expected_ids(towers: Towers, data: FitData, left: Tensor, right: Tensor
     """Let fitted towers embed entities without an id with the vector that is expected of them.
 
     All processes must call it together.
-
-    Args:
-        towers: of both sides, changed in place.
-        data: that they were fitted on.
-        left: the embeddings of the local left entities.
-        right: the embeddings of all right entities.
     """
     towers.unbind()
     for side in ("left", "right"):
