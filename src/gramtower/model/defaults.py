@@ -96,19 +96,13 @@ def default_hidden(shape: tuple[int, int], features: tuple[int, int], device: to
 
 
 def default_omega(shape: tuple[int, int], observed: int, seen: str) -> float:
-    """ω that gives unobserved pairs a fixed total weight relative to observed ones, as long as they are the more.
-
-    Few of them never outweigh all that was observed: their total weight vanishes with their number.
-    """
+    """ω that gives unobserved pairs a fixed total weight relative to observed ones, and less where they are few."""
     unobserved = shape[0] * shape[1] - observed
     return _SHARE[seen] * max(1, observed) / max(1, observed, unobserved)
 
 
 def default_l2(shape: tuple[int, int], observed: int, seen: str, entries: float = 0.0) -> float:
-    """λ: with features in proportion to the pairs of an entity of the smaller side.
-
-    It falls to a third where entities have more than 64 features each, which need less regularisation.
-    """
+    """λ: with features by the pairs of an entity of the smaller side; down to a third with more than 64 features."""
     if seen == IDS:
         return _L2_NEXT_TO_FEATURES if entries else _L2
     long = min(1.0, max(_LEAST_OF_LONG_ROWS, math.sqrt(_LONG_ROWS / max(1.0, entries))))
@@ -123,10 +117,7 @@ def default_embedding_l2(shape: tuple[int, int], observed: int, dim: int, seen: 
 
 
 def default_right_weights(shape: tuple[int, int], observed: int, seen: str, described: tuple[bool, bool]) -> str:
-    """b by name: with features alone the higher a power of degrees the fewer pairs an entity has.
-
-    Where right entities alone have features it is high: new ones among them are ranked against frequent ones.
-    """
+    """b by name: with features, the fewer pairs an entity has, the higher a power of degrees."""
     least, most = _FEATURE_POWERS
     power = _POWERS.get(seen)
     if power is None:

@@ -111,12 +111,7 @@ class Explanation:
 
 
 class Explainer:
-    """Explains pairs of one fitted model; what all explanations need is computed once.
-
-    Args:
-        settings: the model's arguments.
-        fitted: the model.
-    """
+    """Explains pairs of one fitted model; what all explanations need is computed once."""
 
     def __init__(self, settings: ModelSettings, fitted: FittedModel) -> None:
         if not fitted.shards.single:
@@ -146,13 +141,9 @@ class Explainer:
         return self.explain_rows(own, other, side, given[side], histories)
 
     def explain_rows(
-        self,
-        own: int | None,
-        other: int,
-        side: str = "left",
-        features: FeaturesLike = None,
+        self, own: int | None, other: int, side: str = "left", features: FeaturesLike = None,
         histories: HistoriesLike | None = None,
-    ) -> Explanation:
+    ) -> Explanation:  # fmt: skip
         """The same by row numbers: of the entity that it is explained by (None for a new one), and of the other."""
         this, that = self._sides(side)
         q = that.embeddings[other].double()
@@ -329,13 +320,7 @@ _BLOCK = 8192
 
 
 class RowEquations:
-    """Of the entities of one side.
-
-    Args:
-        settings: the model's arguments.
-        fitted: the model.
-        side: "left" or "right".
-    """
+    """The normal equations of the vectors of one side's entities; see the head of this module."""
 
     def __init__(self, settings: ModelSettings, fitted: FittedModel, side: str) -> None:
         place = 0 if side == "left" else 1

@@ -168,10 +168,7 @@ class GivenFeatures:
         return bool(self.described) and all(isinstance(part, FeatureTable) for part in self.described)
 
     def width(self, right: int) -> int:
-        """Return the number of features that a hidden layer would see; 0 where the side has ids.
-
-        Invalid values count as no features here; the fit refuses them later.
-        """
+        """Return the number of features that a hidden layer would see; 0 where the side has ids."""
         total = 0
         for part in self.parts:
             if part is None or (isinstance(part, str) and part != "history"):
@@ -613,10 +610,7 @@ def training_parts(
 def training_inputs(
     side: str, parts: list[tuple[Part, MatrixLike | None]], place: Rows, group: Group, scale: bool
 ) -> tuple[FeatureSpec, Matrix]:
-    """The inputs of one side, and its features as :class:`~gramtower.Problem` takes them, scaled if asked to be.
-
-    All processes must call it together.
-    """
+    """The inputs of one side, and its features, scaled if asked to be; all processes must call it together."""
     name, made = f"{side}_features", []
     for part, rows in parts:
         if scale and part.kind == "dense":

@@ -140,11 +140,7 @@ class FitData:
 
     @property
     def ids_suffice(self) -> bool:
-        """Whether linear towers see ids next to tables or matrices, so that training could leave these out.
-
-        Features of new entities are then mapped to id vectors by a regression (model/unseen.py), which has no
-        place for histories.
-        """
+        """Whether linear towers see ids next to tables or matrices, so that training could leave these out."""
         sides = [inputs for inputs in self.inputs if inputs.described]
         with_ids = all(any(part.kind == "id" and part.factor == 1 for part in inputs.parts) for inputs in sides)
         linear = self.hidden == ((), ()) and not self.normalize and self.shards.single
@@ -279,10 +275,7 @@ def matrix_and_ids(pairs: FitPairs, name: str = "pairs") -> tuple[sp.csr_matrix,
 
 
 def hold_out(pairs: FitPairs, share: object, seed: int) -> tuple[Any, Any]:
-    """Pairs to learn from and to validate on: a share of each left entity's pairs, drawn with the seed.
-
-    Every left entity keeps a pair to learn from. Both parts are of the kind that was given, with all ids.
-    """
+    """Split off a share of each left entity's pairs, drawn with the seed; every left entity keeps a pair."""
     if isinstance(pairs, Shard):
         check.fail("validation", share, "nothing: a partition holds its own held-out pairs")
     matrix, _ = matrix_and_ids(pairs)
@@ -330,13 +323,9 @@ class Aligned:
 
 
 def align(
-    name: str,
-    given: FitPairs,
-    ids: Ids,
-    shape: tuple[int, int],
-    numbered: Numbered | None = None,
+    name: str, given: FitPairs, ids: Ids, shape: tuple[int, int], numbered: Numbered | None = None,
     trained: tuple[int, int] | None = None,
-) -> Aligned:
+) -> Aligned:  # fmt: skip
     """Pairs joined by id, or refused; a matrix without ids by place, if it has all the rows and columns there are."""
     matrix, its = matrix_and_ids(given, name)
     if not isinstance(given, Interactions) or its[0] is None or its[1] is None:

@@ -158,10 +158,7 @@ def make_validation(
 
 @dataclass(frozen=True)
 class RankingValidator:
-    """The metric of the held-out pairs, training pairs left out of the ranking; computed where the towers are.
-
-    Over several processes both are those of local left rows, and the metric is that of all.
-    """
+    """The metric of the held-out pairs; over several processes that of all, from the pairs of local left rows."""
 
     metric: str
     held_out: sp.csr_matrix

@@ -5,8 +5,7 @@ the history of a new entity, and what a call gives as ``exclude``. Metrics rank 
 is among the pairs tested counts, one that is not is left out like the others. Popularity is that of training pairs.
 
 New entities are described by features (model/side.py); :meth:`FittedModel.with_added` keeps them. Lists are
-exact: they come from all scores, in blocks. Answers are copies: changing one changes nothing in the model. Checked by
-tests/test_estimator.py, tests/test_seen.py and tests/test_new_entities.py.
+exact: they come from all scores, in blocks. Answers are copies: changing one changes nothing in the model.
 """
 
 from __future__ import annotations
@@ -81,38 +80,24 @@ class _Columns(TypedDict):
 
 @dataclass(frozen=True)
 class Tried:
-    """A point of the path: the settings that differ from the model's own, and the metric of the held-out part.
+    """A point of the path: the settings that differ from the model's own, and the metric of the held-out part."""
 
-    Attributes:
-        settings: arguments of :class:`gramtower.TwoTower` as they were tried.
-        metric: of the held-out part.
-        standard_error: of that metric, over the entities that were ranked.
-    """
-
-    settings: dict[str, Any]
-    metric: float
-    standard_error: float
+    settings: dict[str, Any]  # arguments of :class:`gramtower.TwoTower` as they were tried
+    metric: float  # of the held-out part
+    standard_error: float  # of that metric, over the entities that were ranked
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What a fit tried on held-out data before it learned from all of them.
+    """What a fit tried on held-out data before it learned from all of them."""
 
-    Attributes:
-        metric: name of the metric.
-        held_out: the part of the data that was held out.
-        tried: the points, in the order in which they were tried.
-        chosen: the settings that the fit uses, for all pairs.
-        note: why nothing was tried, or empty.
-        ids_only: whether the towers learn only from ids, although features were given next to them: these ranked the
-            held-out pairs of known entities no better, and serve to embed new ones.
-    """
-
-    metric: str
-    held_out: str
-    tried: list[Tried] = field(default_factory=list)
-    chosen: dict[str, Any] = field(default_factory=dict)
-    note: str = ""
+    metric: str  # name of the metric
+    held_out: str  # the part of the data that was held out
+    tried: list[Tried] = field(default_factory=list)  # the points, in the order in which they were tried
+    chosen: dict[str, Any] = field(default_factory=dict)  # the settings that the fit uses, for all pairs
+    note: str = ""  # why nothing was tried, or empty
+    # whether the towers learn only from ids, although features were given next to them: these ranked the held-out pairs
+    # of known entities no better, and serve to embed new ones
     ids_only: bool = False
 
     def __str__(self) -> str:
@@ -626,13 +611,9 @@ class FittedModel:
         )  # fmt: skip
 
     def _grown(
-        self,
-        side: str,
-        features: FeaturesLike,
-        history: sp.csr_matrix | None = None,
-        ids: IdsLike | None = None,
+        self, side: str, features: FeaturesLike, history: sp.csr_matrix | None = None, ids: IdsLike | None = None,
         kept: bool = False,
-    ) -> tuple[Self, NDArray[np.int64]]:
+    ) -> tuple[Self, NDArray[np.int64]]:  # fmt: skip
         """The model with entities that features or histories describe, and their rows there."""
         if features is None and history is None:
             return self, np.empty(0, dtype=np.int64)
@@ -885,7 +866,7 @@ def _check_frame(as_frame: object, table: object) -> None:
 
 
 def _framed(
-    asked: Sequence[object],
+    asked: Sequence[Key],
     ids: IdArray,
     scores: NDArray[np.float32],
     names: tuple[str, str],
@@ -909,15 +890,9 @@ def pattern_of(matrix: sp.csr_matrix | None, shape: tuple[int, int] | None = Non
 
 
 def write_lists(
-    ids: Ids,
-    shape: tuple[int, int],
-    ranking: Ranking,
-    path: Path,
-    k: int,
-    device: torch.device,
-    fresh: bool,
+    ids: Ids, shape: tuple[int, int], ranking: Ranking, path: Path, k: int, device: torch.device, fresh: bool,
     progress: Callable[[int, int], object] | None,
-) -> int:
+) -> int:  # fmt: skip
     """Write the lists of all left entities to a table, from where an earlier run of the same was killed.
 
     A thread writes one part while the next is ranked. Each part has its own products: how scores are rounded depends on

@@ -60,20 +60,11 @@ ITERATIONS = 2  # unless given; benchmarks/bench_updates.py tries others
 
 
 def fit(
-    settings: ModelSettings,
-    pairs: FitPairs,
-    left_features: FeaturesLike = None,
-    right_features: FeaturesLike = None,
-    validation: FitPairs | float | None = None,
-    previous: FittedModel | None = None,
-    checkpoint: str | Path | None = None,
-    history: str | Path | None = None,
-    *,
-    refit: bool = False,
-    callbacks: Iterable[Callback] = (),
-    candidates: str = "trained",
-    validation_side: str | None = None,
-) -> FittedModel:
+    settings: ModelSettings, pairs: FitPairs, left_features: FeaturesLike = None, right_features: FeaturesLike = None,
+    validation: FitPairs | float | None = None, previous: FittedModel | None = None,
+    checkpoint: str | Path | None = None, history: str | Path | None = None, *, refit: bool = False,
+    callbacks: Iterable[Callback] = (), candidates: str = "trained", validation_side: str | None = None,
+) -> FittedModel:  # fmt: skip
     """Learn from observed pairs, starting from a previous model if there is one; see TwoTower.fit."""
     features, watchers = (left_features, right_features), check.functions("callbacks", callbacks)
     as_solver(settings.optimizer, dict(settings.solver_options()))  # refused before any work
@@ -119,17 +110,8 @@ def fit(
         warnings.warn("validation never improved over the random start; training for 1 iteration", stacklevel=3)
         count = 1
     again = None if checkpoint is None else refit_checkpoint(check.path("checkpoint", checkpoint))
-    final = _fit(
-        settings.with_changes(max_iterations=count),
-        everything,
-        features,
-        None,
-        previous,
-        again,
-        history,
-        watchers,
-        ids_only=by_ids,
-    )
+    last = settings.with_changes(max_iterations=count)
+    final = _fit(last, everything, features, None, previous, again, history, watchers, ids_only=by_ids)
     reason, message = final.reason, final.message
     if reason is Reason.MAX_ITERATIONS:  # the number of them was found, and how is what there is to say
         reason, message = found.reason, f"{found.message}; then all pairs were fitted for {count} iterations"
@@ -173,17 +155,10 @@ def best_iteration(fitted: FittedModel) -> int:
 
 
 def _fit(
-    settings: ModelSettings,
-    pairs: FitPairs,
-    features: Both,
-    validation: FitPairs | None,
-    previous: FittedModel | None,
-    checkpoint: str | Path | None,
-    history: str | Path | None,
-    callbacks: list[Callback],
-    unseen: Unseen | None = None,
+    settings: ModelSettings, pairs: FitPairs, features: Both, validation: FitPairs | None, previous: FittedModel | None,
+    checkpoint: str | Path | None, history: str | Path | None, callbacks: list[Callback], unseen: Unseen | None = None,
     ids_only: bool = False,
-) -> FittedModel:
+) -> FittedModel:  # fmt: skip
     options = settings.solver_options()
     if previous is not None:
         settings = sized_as(settings, previous)
@@ -293,14 +268,9 @@ def _refuse_non_finite(problem: Problem, point: Point, result: Result) -> None:
 
 
 def update(
-    settings: ModelSettings,
-    fitted: FittedModel,
-    more: FitPairs,
-    left_features: FeaturesLike = None,
-    right_features: FeaturesLike = None,
-    iterations: int = ITERATIONS,
-    callbacks: Iterable[Callback] = (),
-) -> FittedModel:
+    settings: ModelSettings, fitted: FittedModel, more: FitPairs, left_features: FeaturesLike = None,
+    right_features: FeaturesLike = None, iterations: int = ITERATIONS, callbacks: Iterable[Callback] = (),
+) -> FittedModel:  # fmt: skip
     """A model of all that a fitted one knows and of more pairs; see TwoTower.update."""
     settings = settings.with_changes(max_iterations=check.count("iterations", iterations, minimum=0))
     features = (

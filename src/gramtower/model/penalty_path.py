@@ -401,10 +401,7 @@ class _Search:
         return replace(data, hidden=hidden, dim=dim, normalize=normalize, activation=activation)
 
     def point(self, shape: _Shape, exponent: float, start: Parameters | None, share: float | None = None) -> _Point:
-        """Fit towers of a shape at a multiple of the rule's penalties; those over ids from a start, if there is one.
-
-        They take a share of a fit's iterations, by default that of a path.
-        """
+        """Fit towers of a shape at a multiple of the rule's penalties, those over ids from a start, if there is one."""
         settings, problem = self.settings, self.problem
         values = {name: getattr(self.problem, name) * self.factor**exponent for name in self.names}
         problem = problem.with_penalties(**{"l2": problem.l2, "embedding_l2": problem.embedding_l2, **values})

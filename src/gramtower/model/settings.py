@@ -4,9 +4,7 @@ A field's :class:`Setting` documents it and says where it appears: the construct
 and config-file key of the command line (cli/options.py), the header of a model file (model/model_file.py), and the
 search space of ``tune``. To add an argument, add a field here and read it where the fit needs it.
 
-Arguments follow scikit-learn's conventions: the constructor keeps them as they are given, they are checked where they
-are used, and `get_params`, `set_params` and `sklearn.base.clone` work. An unknown name is refused with a suggestion:
-the most similar argument, or the one that another library's name stands for.
+As in scikit-learn, the constructor keeps arguments as they are given, and they are checked where they are used.
 """
 
 from __future__ import annotations

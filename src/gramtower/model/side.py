@@ -1,12 +1,8 @@
 """One side of a fitted model: ids, features and embeddings of its entities, and entities that training did not have.
 
-    described(side, features)        rows of tables and matrices, with the ids that a table has
-    extended(side, …)                the same side with new entities after its own; those it knows stay as they are
-
 A FeatureTable, frame or file with the column of ids that the model was fitted with (a FeatureTable: its own) gives
 ids; rows without one are left out of joins, and an id twice is an error. A matrix has no ids: its entities are known by
 place. In a model whose rows are numbers they get the next numbers, otherwise the names ("new", 0), ("new", 1), ….
-Cost: O(entries) and a pass of the new rows through their tower.
 """
 
 from __future__ import annotations
@@ -232,13 +228,9 @@ def embedded(side: Side, towers: Towers, features: FeaturesLike, history: sp.csr
 
 
 def extended(
-    side: Side,
-    towers: Towers,
-    features: FeaturesLike,
-    history: sp.csr_matrix | None = None,
-    ids: IdsLike | None = None,
-    kept: bool = False,
-) -> tuple[Side, NDArray[np.int64]]:
+    side: Side, towers: Towers, features: FeaturesLike, history: sp.csr_matrix | None = None,
+    ids: IdsLike | None = None, kept: bool = False,
+) -> tuple[Side, NDArray[np.int64]]:  # fmt: skip
     """A side with entities that it does not know yet, and the row there of each row that was given."""
     name = f"{side.name}_features"
     what = None if features is None else described(side, features)

@@ -1,8 +1,6 @@
 """`gramtower.TwoTower`: pairs in, recommendations out.
 
-scikit-learn conventions: the constructor keeps its arguments, `fit` learns, names that `fit` makes end in an
-underscore, `get_params`/`set_params` and `sklearn.base.clone` work. What is learned is one object, ``fitted_``, which
-answers all questions.
+It follows scikit-learn's conventions. What is learned is one object, ``fitted_``, which answers all questions.
 """
 
 from __future__ import annotations

@@ -1,17 +1,11 @@
 """Entities without pairs: validation on entities held out of a fit, and the id vectors expected of new ones.
 
-    hold_out_entities(…)       the part to learn from, with features of its entities, and what is asked about the others
-    Unseen.validator(…)        the metric of a point: their features through its towers, then ranked
-
 Held-out entities are no rows of the part to learn from: an empty row would be learned as an entity that goes with
 nothing. Scalings of features are learned from only that part (a FeatureTable keeps the encoding it was made with).
 Where both sides are one set, held-out entities are on neither side of it.
 
     side="left"     the known right entities are ranked for each held-out left one
     side="right"    the held-out right entities are ranked among themselves for each known left one
-
-Cost: O(pairs log pairs) once, and a pass of the held-out rows through their tower for each look. Checked by
-tests/test_unseen.py.
 """
 
 from __future__ import annotations
@@ -260,10 +254,7 @@ class ExpectedIds:
 
     @classmethod
     def of(cls, side: str, data: FitData) -> ExpectedIds | None:
-        """The regression for the data of a fit; None where the tower does not see ids next to something else.
-
-        All processes must call it together.
-        """
+        """The regression for a fit, or None without ids next to features; all processes must call it together."""
         index = ("left", "right").index(side)
         parts, place, group = data.inputs[index].parts, getattr(data.shards, side), data.shards.group
         ends = np.cumsum([part.width for part in parts])
@@ -365,10 +356,7 @@ class ExpectedIds:
 
 @torch.no_grad()
 def move_expected_ids(towers: Towers, data: FitData, left: Tensor, right: Tensor) -> None:
-    """Let fitted towers embed entities without an id with the vector that is expected of them.
-
-    All processes must call it together.
-    """
+    """Let towers embed entities without an id with the vector expected of them; all processes must call it together."""
     towers.unbind()
     for side in ("left", "right"):
         layer = _first_layer(towers, side)
