@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
@@ -35,6 +35,13 @@ from gramtower.retrieval.topk import best, top_k
 Lists = NDArray[np.int64]
 _BLOCK_BYTES = 64_000_000  # of scores made at once
 _COPIES = 3  # n × n float64 matrices that EASE holds at once
+
+
+class ImplicitModel(Protocol):
+    """A model of implicit: with factors of users and items, or with similarities of items."""
+
+    @property
+    def fit(self) -> Callable[..., object]: ...
 
 
 class Baseline(Protocol):
@@ -144,7 +151,7 @@ class ALS:
         options: arguments of implicit.als.AlternatingLeastSquares; the others keep implicit's defaults.
     """
 
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, object] = field(default_factory=dict)
     model_: Any = field(init=False, repr=False, compare=False)
 
     def fit(self, pairs: sp.csr_matrix, seed: int = 0) -> ALS:
@@ -158,25 +165,34 @@ class ALS:
         return lists_of_factors(self.model_, rows, k, seen)
 
 
-def settings_of(model: Any) -> dict[str, Any]:
+BuiltIn = Popularity | ItemKNN | EASE | ALS
+
+
+def settings_of(model: BuiltIn) -> dict[str, object]:
     """Return the arguments that a baseline was constructed with."""
     return {part.name: getattr(model, part.name) for part in fields(model) if part.init}
 
 
-def needs_implicit(model: Any) -> str | None:
+def needs_implicit(model: BuiltIn) -> str | None:
     """Return why a baseline cannot run here, None if it can."""
     if isinstance(model, (ItemKNN, ALS)) and importlib.util.find_spec("implicit") is None:
         return f"the package implicit is not installed: {install_line('implicit')}"
     return None
 
 
-def lists_of_factors(model: Any, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
+def lists_of_factors(model: ImplicitModel, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
     """Return the lists of a model of implicit that has factors of users and items."""
     users, items = (_on_host(getattr(model, name)) for name in ("user_factors", "item_factors"))
     return top_k(users[rows], items, k, exclude=seen[rows])[0]
 
 
-def lists_by_products(pairs: sp.csr_matrix, across: Any, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
+def lists_by_products(
+    pairs: sp.csr_matrix,
+    across: sp.csr_matrix | NDArray[np.float32],
+    rows: NDArray[np.int64],
+    k: int,
+    seen: sp.csr_matrix,
+) -> Lists:
     """Return lists by the product of users' rows with an item × item matrix, sparse or dense, in blocks of users."""
     n = pairs.shape[1]
     k, found = min(k, n), np.full((len(rows), k), -1, dtype=np.int64)
@@ -207,7 +223,7 @@ def _ones(pairs: sp.csr_matrix) -> sp.csr_matrix:
     return kept.astype(np.float32)
 
 
-def _on_host(factors: Any) -> NDArray[np.float32]:
+def _on_host(factors: object) -> NDArray[np.float32]:
     """Return factors as a numpy array, also those of implicit on a GPU."""
     return np.asarray(factors.to_numpy() if hasattr(factors, "to_numpy") else factors, dtype=np.float32)
 

@@ -24,13 +24,15 @@ from gramtower._util import checks as check
 from gramtower._util.digest import digest_of
 from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions
-from gramtower.data.matrices import union, without
+from gramtower.data.matrices import SparseMatrix, union, without
 from gramtower.data.splits import random_pairs
 from gramtower.data.tables import FeatureTable
 from gramtower.experiments.baselines import (
     ALS,
     EASE,
     Baseline,
+    BuiltIn,
+    ImplicitModel,
     ItemKNN,
     Lists,
     Popularity,
@@ -40,7 +42,7 @@ from gramtower.experiments.baselines import (
     needs_implicit,
     settings_of,
 )
-from gramtower.experiments.cross_validation import fit_copy
+from gramtower.experiments.cross_validation import Estimator, fit_copy
 from gramtower.metrics.definitions import parse
 from gramtower.metrics.embedding_metrics import ranking_metrics
 from gramtower.metrics.tally import Scores
@@ -50,6 +52,7 @@ from gramtower.model.settings import ModelSettings
 from gramtower.model.two_tower import TwoTower
 from gramtower.optim.solvers import as_solver
 
+Test = float | Interactions | SparseMatrix  # a share of the pairs, or held-out pairs
 _REFUSED = {
     "auc": "it needs scores of all items, and a model here gives lists",
     "mrr": "mrr@K: a model here gives lists",
@@ -77,17 +80,7 @@ class Cut:
         return ranking_metrics(lists, self.relevant, metrics, popularity=self.train.matrix)
 
 
-def known_pairs(pairs: Any) -> Interactions:
-    """Return pairs as Interactions."""
-    known = Interactions.from_matrix(pairs) if sp.issparse(pairs) else pairs
-    if not isinstance(known, Interactions):
-        check.fail("pairs", type(pairs).__name__, "gramtower.Interactions or a scipy.sparse matrix")
-    if not len(known):
-        check.fail("pairs", "none", "at least two pairs")
-    return known
-
-
-def checked_metrics(metrics: Any) -> list[str]:
+def checked_metrics(metrics: str | Sequence[str]) -> list[str]:
     """Return the names of metrics, all of which can be computed from lists."""
     for metric in (found := parse(metrics)):
         if metric.kind in _REFUSED and (metric.kind == "diversity" or not metric.k):
@@ -98,7 +91,7 @@ def checked_metrics(metrics: Any) -> list[str]:
     return names
 
 
-def make_cut(pairs: Interactions, test: Any, seed: int) -> Cut:
+def make_cut(pairs: Interactions, test: Test, seed: int) -> Cut:
     """Return the split of a seed: a share of the pairs drawn at random, or test pairs, the same for every seed."""
     if isinstance(test, (Interactions, sp.spmatrix, sp.sparray)):
         train, held_out = pairs, test
@@ -122,7 +115,7 @@ def seen_places(lists: NDArray[np.int64], seen: sp.csr_matrix) -> int:
     return int(shown.multiply(seen).nnz)
 
 
-def describe(value: Any, ids: NDArray[Any] | None = None) -> Any:
+def describe(value: object, ids: NDArray[np.generic] | None = None) -> object:
     """Describe settings and features in JSON; equal ones have equal descriptions. Arrays and tables become digests.
 
     Of a table only the rows of ``ids`` count.
@@ -136,7 +129,7 @@ def describe(value: Any, ids: NDArray[Any] | None = None) -> Any:
     if isinstance(value, FeatureTable):
         rows = [] if ids is None else [value.encode(ids)]
         return {"table": value.kinds, "fingerprint": digest_of(value.to_json(), *rows)}
-    if sp.issparse(value) or isinstance(value, (np.ndarray, torch.Tensor)):
+    if isinstance(value, (np.ndarray, torch.Tensor, sp.spmatrix, sp.sparray)):
         return {"shape": list(value.shape), "fingerprint": digest_of(value)}
     if isinstance(value, Interactions):
         return {"pairs": len(value), "fingerprint": digest_of(value.matrix, value.left_ids, value.right_ids)}
@@ -147,7 +140,7 @@ def describe(value: Any, ids: NDArray[Any] | None = None) -> Any:
     return type(value).__qualname__ if " at 0x" in text else text
 
 
-BASELINES: dict[str, Callable[[], Any]] = {"popularity": Popularity, "item-knn": ItemKNN, "ease": EASE, "als": ALS}
+BASELINES: dict[str, Callable[[], BuiltIn]] = {"popularity": Popularity, "item-knn": ItemKNN, "ease": EASE, "als": ALS}
 TOWERS: dict[str, Callable[[], TwoTower]] = {
     "gramtower-linear": lambda: TwoTower(hidden=()),
     "gramtower-linear-features": lambda: TwoTower(hidden=()),
@@ -157,6 +150,13 @@ BUILT_IN = (*BASELINES, *TOWERS)
 _SEEDS = ("seed", "random_state")
 _LONGEST = 60  # letters of a name
 _BLOCK = 8192  # users that an estimator is asked about at once
+
+
+class Recommender(Estimator, Protocol):
+    """An estimator that makes lists."""
+
+    @property
+    def recommend(self) -> Callable[..., tuple[object, object]]: ...
 
 
 class Candidate(Protocol):
@@ -182,7 +182,7 @@ class Entry:
     name: str  # name of the model
     make: Callable[[], Candidate]  # returns an unfitted copy of it
     kind: str  # "baseline", "towers" or "own"
-    settings: dict[str, Any]  # settings of the model, for JSON and to recognise its runs
+    settings: dict[str, object]  # settings of the model, for JSON and to recognise its runs
     random: bool = True  # whether its result depends on the seed
     left_out: str | None = None  # why it does not run; None if it runs
 
@@ -206,7 +206,7 @@ class OfBaseline:
 class OfImplicit:
     """Adapts a model of implicit to the interface of candidates."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: ImplicitModel) -> None:
         self.model = model
 
     def check(self, cut: Cut) -> None:
@@ -220,15 +220,15 @@ class OfImplicit:
             self.model.fit(self.pairs, show_progress=False)
 
     def lists(self, cut: Cut, k: int) -> Lists:
-        if getattr(self.model, "similarity", None) is not None:
-            return lists_by_products(self.pairs, self.model.similarity, cut.users, k, cut.seen)
+        if (similarity := getattr(self.model, "similarity", None)) is not None:
+            return lists_by_products(self.pairs, similarity, cut.users, k, cut.seen)
         return lists_of_factors(self.model, cut.users, k, cut.seen)
 
 
 class OfEstimator:
     """Adapts an estimator to the interface of candidates."""
 
-    def __init__(self, model: Any, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, model: Recommender, arguments: Mapping[str, object]) -> None:
         self.model, self.arguments = model, dict(arguments)
 
     def check(self, cut: Cut) -> None:
@@ -265,7 +265,10 @@ class OfEstimator:
 
 
 def make_entries(
-    pairs: Interactions, baselines: Sequence[str] | None, models: Mapping[str, Any] | None, features: Mapping[str, Any]
+    pairs: Interactions,
+    baselines: Sequence[str] | None,
+    models: Mapping[str, object] | None,
+    features: Mapping[str, object],
 ) -> list[Entry]:
     """Return the models of a benchmark after checking them."""
     entries = [_built_in(name, pairs, features) for name in _chosen(baselines, bool(features))]
@@ -283,7 +286,7 @@ def make_entries(
     return entries
 
 
-def _chosen(names: Any, with_features: bool) -> list[str]:
+def _chosen(names: Sequence[str] | None, with_features: bool) -> list[str]:
     fitting = [name for name in BUILT_IN if with_features or not name.endswith("-features")]
     if names is None:
         return fitting
@@ -300,27 +303,31 @@ def _chosen(names: Any, with_features: bool) -> list[str]:
     return chosen
 
 
-def _built_in(name: str, pairs: Interactions, features: Mapping[str, Any]) -> Entry:
+def _built_in(name: str, pairs: Interactions, features: Mapping[str, object]) -> Entry:
     if name in TOWERS:
         model = TOWERS[name]()
         return _estimator(name, model, features if name.endswith("-features") else {}, pairs, "towers")
     return _baseline(name, BASELINES[name](), pairs)
 
 
-def _baseline(name: str, model: Any, pairs: Interactions) -> Entry:
+def _baseline(name: str, model: BuiltIn, pairs: Interactions) -> Entry:
     reason = needs_implicit(model)
     if reason is None and isinstance(model, EASE):
         reason = model.too_large(pairs.shape[1])
-    settings, kind = settings_of(model), type(model)
+    settings = settings_of(model)
+    shown = {"model": type(model).__name__} | {name: describe(value) for name, value in settings.items()}
+    kind: Callable[..., BuiltIn] = type(model)
     return Entry(
-        name, lambda: OfBaseline(kind(**copy.deepcopy(settings))), "baseline",
-        {"model": kind.__name__, **describe(settings)}, isinstance(model, ALS), reason,
+        name, lambda: OfBaseline(kind(**copy.deepcopy(settings))), "baseline", shown, isinstance(model, ALS), reason
     )  # fmt: skip
 
 
-def _own(name: str, given: Any, pairs: Interactions, features: Mapping[str, Any]) -> Entry:
+def _own(name: str, given: object, pairs: Interactions, features: Mapping[str, object]) -> Entry:
     paired = isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping)
-    model, arguments = given if paired else (given, features)
+    model: Any = given  # of any of the kinds below
+    arguments: Mapping[str, object] = features
+    if paired:
+        model, arguments = model
     if isinstance(model, (Popularity, ItemKNN, EASE, ALS)) and not paired:
         return _baseline(name, model, pairs)
     if not isinstance(model, type) and all(
@@ -339,7 +346,7 @@ def _own(name: str, given: Any, pairs: Interactions, features: Mapping[str, Any]
     check.fail(f"models[{name!r}]", shown, expected)
 
 
-def _estimator(name: str, model: Any, arguments: Mapping[str, Any], pairs: Interactions, kind: str) -> Entry:
+def _estimator(name: str, model: Recommender, arguments: Mapping[str, object], pairs: Interactions, kind: str) -> Entry:
     given = {part: describe(value, _ids(part, pairs)) for part, value in arguments.items()}
     for part, value in arguments.items():
         _check_rows(part, value, pairs)
@@ -350,11 +357,11 @@ def _estimator(name: str, model: Any, arguments: Mapping[str, Any], pairs: Inter
     )  # fmt: skip
 
 
-def _ids(argument: str, pairs: Interactions) -> NDArray[Any] | None:
+def _ids(argument: str, pairs: Interactions) -> NDArray[np.generic] | None:
     return {"left_features": pairs.left_ids, "right_features": pairs.right_ids}.get(argument)
 
 
-def _check_rows(argument: str, value: Any, pairs: Interactions) -> None:
+def _check_rows(argument: str, value: object, pairs: Interactions) -> None:
     """Refuse matrices of features whose number of rows is not the number of entities."""
     ids = _ids(argument, pairs)
     for part in value if isinstance(value, (list, tuple)) else [value]:

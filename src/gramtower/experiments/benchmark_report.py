@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from gramtower._util import checks as check
 from gramtower._util.files import plain, write_json, write_text
 from gramtower._util.html import document
 from gramtower._util.schema import build as build_from_json
-from gramtower.experiments.cross_validation import Interval, bootstrap_intervals
+from gramtower.experiments.cross_validation import Interval, bootstrap_intervals, span, text_table
 from gramtower.experiments.figures import interval_figure
 from gramtower.experiments.page import BUSY, PAGE, SUMMARY, circumstances, drawn, table
 from gramtower.experiments.run_store import RunStore
@@ -36,6 +36,58 @@ class ModelFacts:
     settings: dict[str, Any]
     random: bool
     left_out: str | None = None
+
+
+class Difference(TypedDict):
+    """A paired difference from the reference."""
+
+    mean: float
+    interval: Interval
+    excludes_zero: bool
+
+
+class MetricSummary(TypedDict):
+    """A metric of a model."""
+
+    mean: float
+    interval: Interval | None
+    by_seed: dict[str, float]
+    difference: Difference | None
+
+
+class ModelSummary(TypedDict):
+    """A model in the summary; times are medians and bytes maxima over seeds."""
+
+    kind: str
+    status: str
+    message: str
+    runs: int
+    fit_seconds: float | None
+    list_seconds: float | None
+    fit_seconds_by_seed: dict[str, float]
+    peak_bytes: int | None
+    added_bytes: int | None
+    others_busy: float | None
+    settings: dict[str, object]
+    metrics: dict[str, MetricSummary]
+
+
+class Summary(TypedDict):
+    """All numbers of a benchmark."""
+
+    title: str
+    data: dict[str, object]
+    metrics: list[str]
+    seeds: list[int]
+    users: dict[str, int]
+    best: str | None
+    reference: str | None
+    ranking: list[str]
+    models: dict[str, ModelSummary]
+    intervals: dict[str, object]
+    environments: list[dict[str, object]]
+    commands: list[str]
+    verdict: str
 
 
 @dataclass(frozen=True)
@@ -116,13 +168,13 @@ STATUSES = {
 }
 
 
-def summarise(manifest: Manifest, runs: list[Run], replicates: int = REPLICATES, seed: int = 0) -> dict[str, Any]:
+def summarise(manifest: Manifest, runs: list[Run], replicates: int = REPLICATES, seed: int = 0) -> Summary:
     """Return the numbers of a benchmark, for JSON."""
     found = {(run.name, run.seed): run for run in runs}
     models = {name: _facts(manifest, name, found) for name in manifest.models}
     complete = [name for name, facts in models.items() if facts["status"] == "finished"]
     first = manifest.metrics[0]
-    ranked = sorted(complete, key=lambda name: _key(first, models[name]["means"][first]))
+    ranked = sorted(complete, key=lambda name: _key(first, _mean(manifest, name, found, first)))
     best = ranked[0] if ranked else None
     reference = manifest.reference if manifest.reference in complete else best
     shown = [name for name in manifest.models if models[name]["runs"]]
@@ -130,14 +182,12 @@ def summarise(manifest: Manifest, runs: list[Run], replicates: int = REPLICATES,
         spans, differences = _intervals(manifest, found, shown, reference, metric, replicates, seed)
         for name in shown:
             models[name]["metrics"][metric] = {
-                "mean": models[name]["means"][metric],
+                "mean": _mean(manifest, name, found, metric),
                 "interval": spans.get(name),
                 "by_seed": {str(s): run.metrics[metric] for s, run in _runs(manifest, name, found).items()},
                 "difference": differences.get(name),
             }
-    for facts in models.values():
-        del facts["means"]
-    summary: dict[str, Any] = {
+    summary: Summary = {
         "title": manifest.title,
         "data": manifest.data,
         "metrics": manifest.metrics,
@@ -150,13 +200,13 @@ def summarise(manifest: Manifest, runs: list[Run], replicates: int = REPLICATES,
         "intervals": {"level": 0.95, "over": "users", "replicates": replicates, "seed": seed},
         "environments": _environments(runs),
         "commands": manifest.commands,
+        "verdict": "",
     }
-    return summary | {"verdict": verdict(summary, found, manifest, replicates, seed)}
+    summary["verdict"] = verdict(summary, found, manifest, replicates, seed)
+    return summary
 
 
-def verdict(
-    summary: dict[str, Any], found: dict[tuple[str, int], Run], manifest: Manifest, replicates: int, seed: int
-) -> str:
+def verdict(summary: Summary, found: dict[tuple[str, int], Run], manifest: Manifest, replicates: int, seed: int) -> str:
     """Return sentences: which model is best, by how much, and whether the interval of the difference excludes zero."""
     metric, ranked, models = summary["metrics"][0], summary["ranking"], summary["models"]
     if not ranked:
@@ -191,7 +241,11 @@ def _runs(manifest: Manifest, name: str, found: dict[tuple[str, int], Run]) -> d
     return {seed: found[key] for seed in manifest.seeds if (key := (name, seed if seed in own else own[0])) in found}
 
 
-def _facts(manifest: Manifest, name: str, found: dict[tuple[str, int], Run]) -> dict[str, Any]:
+def _mean(manifest: Manifest, name: str, found: dict[tuple[str, int], Run], metric: str) -> float:
+    return float(np.mean([run.metrics[metric] for run in _runs(manifest, name, found).values()]))
+
+
+def _facts(manifest: Manifest, name: str, found: dict[tuple[str, int], Run]) -> ModelSummary:
     """Return status, times and memory of a model."""
     facts, failed = manifest.facts(name), manifest.failures.get(name, {})
     runs = [found[name, seed] for seed in manifest.seeds_of(name) if (name, seed) in found]
@@ -205,10 +259,6 @@ def _facts(manifest: Manifest, name: str, found: dict[tuple[str, int], Run]) -> 
         status, message = "unfinished", f"{missing} of {len(manifest.seeds_of(name))} runs have not ended"
     peaks = [run.peak_bytes for run in runs if run.peak_bytes is not None]
     added = [max(0, run.peak_bytes - run.start_bytes) for run in runs if run.peak_bytes and run.start_bytes]
-    means = {
-        metric: float(np.mean([run.metrics[metric] for run in _runs(manifest, name, found).values()]))
-        for metric in (manifest.metrics if runs else [])
-    }
     return {
         "kind": facts.kind,
         "status": status,
@@ -221,14 +271,13 @@ def _facts(manifest: Manifest, name: str, found: dict[tuple[str, int], Run]) -> 
         "added_bytes": max(added, default=None),
         "others_busy": max((run.others_busy for run in runs if run.others_busy is not None), default=None),
         "settings": facts.settings,
-        "means": means,
         "metrics": {},
     }
 
 
-def _environments(runs: list[Run]) -> list[dict[str, Any]]:
+def _environments(runs: list[Run]) -> list[dict[str, object]]:
     """Return the machines and versions of the runs, each once."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, object]] = {}
     for run in runs:
         found.setdefault(str({key: value for key, value in run.environment.items() if key != "date"}), run.environment)
     return list(found.values())
@@ -242,7 +291,7 @@ def _intervals(
     metric: str,
     replicates: int,
     seed: int,
-) -> tuple[dict[str, Interval], dict[str, dict[str, Any]]]:
+) -> tuple[dict[str, Interval], dict[str, Difference]]:
     """Return intervals of the means of models, and means and intervals of their differences from one of them."""
     own = {name: _runs(manifest, name, found) for name in names}
     measured = [name for name in names if all(metric in run.per_user for run in own[name].values())]
@@ -256,7 +305,7 @@ def _intervals(
             users = next(iter(there.values())).users  # the same for all: they share the split
             folds.append((users, _columns(there, measured, others, reference, metric, len(users))))
     spans = bootstrap_intervals(folds, replicates=replicates, seed=seed)
-    differences = {}
+    differences: dict[str, Difference] = {}
     for place, name in enumerate(others):
         values = [values[:, len(measured) + place] for _, values in folds]
         means = [float(np.nanmean(part)) for part in values if np.isfinite(part).any()]
@@ -281,13 +330,13 @@ def _shown(interval: Interval | None) -> str:
     return "" if interval is None else f" (95% {interval[0]:.4f} to {interval[1]:.4f})"
 
 
-def ordered(summary: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+def ordered(summary: Summary) -> list[tuple[str, ModelSummary]]:
     """Return models and their numbers, the best first, those that have not ended last."""
     models, ranked = summary["models"], summary["ranking"]
     return [(name, models[name]) for name in (*ranked, *(name for name in models if name not in ranked))]
 
 
-def table_of(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def table_of(summary: Summary) -> tuple[list[str], list[list[str]]]:
     """Return heads and rows of the plain table: models with a run, the best first."""
     first, *others = summary["metrics"]
     apart = [f"difference from {summary['reference']}"] if len(summary["ranking"]) > 1 else []
@@ -304,7 +353,7 @@ def table_of(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     return heads, rows
 
 
-def notes_of(summary: dict[str, Any]) -> list[str]:
+def notes_of(summary: Summary) -> list[str]:
     """Return a line for each model that did not end."""
     return [
         f"{name} {facts['status']}: {facts['message']}"
@@ -313,12 +362,7 @@ def notes_of(summary: dict[str, Any]) -> list[str]:
     ]
 
 
-def span(interval: Any) -> str:
-    """Format an interval."""
-    return "-" if interval is None else f"{interval[0]:.4f} to {interval[1]:.4f}"
-
-
-def difference(found: Any) -> str:
+def difference(found: Difference | None) -> str:
     """Format a difference and its interval."""
     if found is None:
         return "-"
@@ -341,7 +385,7 @@ _EXPLAINED = (
 )
 
 
-def page(summary: dict[str, Any]) -> str:
+def page(summary: Summary) -> str:
     """Build the page of the numbers of :func:`summarise`."""
     problems: list[str] = []
     settings = {name: one["settings"] for name, one in summary["models"].items()}
@@ -358,7 +402,7 @@ def page(summary: dict[str, Any]) -> str:
     return document(f"Benchmark of models: {summary['title']}", body)
 
 
-def about(summary: dict[str, Any]) -> str:
+def about(summary: Summary) -> str:
     """Return a sentence about the data."""
     data, users = summary["data"], summary["users"]
     counts = {seed: users[str(seed)] for seed in summary["seeds"] if str(seed) in users}
@@ -372,7 +416,7 @@ def about(summary: dict[str, Any]) -> str:
     )
 
 
-def _troubles(summary: dict[str, Any]) -> list[str]:
+def _troubles(summary: Summary) -> list[str]:
     found = [(name, one) for name, one in summary["models"].items() if one["status"] != "finished"]
     if not found:
         return []
@@ -380,7 +424,7 @@ def _troubles(summary: dict[str, Any]) -> list[str]:
     return [f'<div class="warn"><p>Not all models are compared:</p><ul>{"".join(lines)}</ul></div>']
 
 
-def _metric(summary: dict[str, Any], metric: str, problems: list[str]) -> list[str]:
+def _metric(summary: Summary, metric: str, problems: list[str]) -> list[str]:
     """Return means, intervals and differences of a metric, as a figure and as a table."""
     found = {name: one["metrics"][metric] for name, one in ordered(summary) if one["runs"]}
     if not found:
@@ -396,7 +440,7 @@ def _metric(summary: dict[str, Any], metric: str, problems: list[str]) -> list[s
     return [f"<h2>{escape(metric)}</h2>", chart, table(heads, rows)]
 
 
-def _costs(summary: dict[str, Any]) -> list[str]:
+def _costs(summary: Summary) -> list[str]:
     rows = [
         [name, f"{one['fit_seconds']:.2f}", f"{one['list_seconds']:.2f}", megabytes(one["peak_bytes"]),
          megabytes(one["added_bytes"])]
@@ -417,7 +461,7 @@ def _costs(summary: dict[str, Any]) -> list[str]:
     return ["<h2>Time and memory</h2>", table(heads, rows), f'<p class="soft">{note}</p>', *warned] if rows else []
 
 
-def _seeds(summary: dict[str, Any]) -> list[str]:
+def _seeds(summary: Summary) -> list[str]:
     metric = summary["metrics"][0]
     rows = []
     for name, one in ordered(summary):
@@ -441,35 +485,29 @@ class Benchmark:
         runs: the finished runs, with the values of each user.
     """
 
-    summary: dict[str, Any]
+    summary: Summary
     runs: list[Run]
 
     @property
     def best(self) -> str | None:
         """The model with the best mean of the first metric; None if none has ended."""
-        name: str | None = self.summary["best"]
-        return name
+        return self.summary["best"]
 
     @property
     def verdict(self) -> str:
         """Sentences: which model is best, by how much, and whether the interval excludes zero."""
-        return str(self.summary["verdict"])
+        return self.summary["verdict"]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return all numbers, for JSON."""
-        content: dict[str, Any] = plain(self.summary)
-        return content
+        return dict(plain(self.summary))
 
     def to_html(self) -> str:
         """Return the page, which needs no other file."""
         return page(self.summary)
 
     def __repr__(self) -> str:
-        heads, rows = table_of(self.summary)
-        lines = [heads, *rows]
-        widths = [max(len(line[place]) for line in lines) for place in range(len(heads))]
-        text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-        return "\n".join([*(line.rstrip() for line in text), *notes_of(self.summary), self.verdict])
+        return "\n".join([*text_table(*table_of(self.summary)), *notes_of(self.summary), self.verdict])
 
 
 def build(folder: Path) -> Benchmark:

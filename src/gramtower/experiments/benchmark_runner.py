@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -21,17 +20,20 @@ from gramtower._util.digest import digest_of
 from gramtower._util.files import plain
 from gramtower._util.host import ResidentPeak
 from gramtower.data.interactions import Interactions
+from gramtower.data.matrices import SparseMatrix
+from gramtower.data.tables import FeaturesLike
 from gramtower.distributed.group import current_group
 from gramtower.experiments.benchmark_models import (
     Cut,
     Entry,
+    Test,
     checked_metrics,
     describe,
-    known_pairs,
     make_cut,
     make_entries,
 )
 from gramtower.experiments.benchmark_report import Benchmark, Manifest, Run, build, read_run, store_of, summarise
+from gramtower.experiments.cross_validation import known_pairs
 from gramtower.experiments.machine import OthersBusy, environment
 from gramtower.experiments.run_store import RunStore
 from gramtower.metrics.definitions import DEFAULT, parse
@@ -43,14 +45,14 @@ _MOST_SEEDS = 1000
 
 
 def benchmark(
-    pairs: Any,
-    test: Any = 0.1,
+    pairs: Interactions | SparseMatrix,
+    test: Test = 0.1,
     *,
     metrics: str | Sequence[str] = DEFAULT,
-    models: Mapping[str, Any] | None = None,
+    models: Mapping[str, object] | None = None,
     baselines: Sequence[str] | None = None,
-    left_features: Any = None,
-    right_features: Any = None,
+    left_features: FeaturesLike = None,
+    right_features: FeaturesLike = None,
     seeds: int | Sequence[int] = 3,
     reference: str | None = None,
     out: str | Path | None = None,
@@ -97,6 +99,8 @@ def benchmark(
     if (processes := current_group().size) > 1:
         check.fail("benchmark", f"{processes} processes", "one: models do not run over several")
     known, names, numbers = known_pairs(pairs), checked_metrics(metrics), checked_seeds(seeds)
+    if not len(known):
+        check.fail("pairs", "none", "at least two pairs")
     given = {"left_features": left_features, "right_features": right_features}
     entries = make_entries(known, baselines, models, {name: one for name, one in given.items() if one is not None})
     if reference is not None and reference not in (able := [e.name for e in entries if e.left_out is None]):
@@ -108,7 +112,7 @@ def benchmark(
     manifest = Manifest(
         title=title or (folder.resolve().name if folder is not None else "models"),
         data=_about(known, test),
-        fixed_test=not _is_share(test),
+        fixed_test=isinstance(test, Interactions) or sp.issparse(test),
         metrics=names,
         seeds=numbers,
         reference=reference,
@@ -130,7 +134,7 @@ def benchmark(
         return Benchmark(summarise(runner.manifest, runner.runs), runner.runs)
 
 
-def checked_seeds(seeds: Any) -> list[int]:
+def checked_seeds(seeds: object) -> list[int]:
     """Return seeds: the given ones, or as many as given, starting from 0."""
     if isinstance(seeds, (int, np.integer)) and not isinstance(seeds, bool):
         return list(range(check.count("seeds", seeds, most=_MOST_SEEDS)))
@@ -145,7 +149,7 @@ class _Runner:
     """The loop over seeds and models."""
 
     pairs: Interactions
-    test: Any
+    test: Test
     manifest: Manifest
     entries: dict[str, Entry]
     store: RunStore | None
@@ -183,7 +187,7 @@ class _Runner:
     def _ended(self, name: str, seed: int) -> bool:
         return self.store is not None and read_run(self.store, name, seed) is not None
 
-    def _one(self, entry: Entry, seed: int, cut: Cut, where: dict[str, Any]) -> str:
+    def _one(self, entry: Entry, seed: int, cut: Cut, where: dict[str, object]) -> str:
         """Run a model once and keep the run if it ends well; return a line about it."""
         failures = {name: dict(errors) for name, errors in self.manifest.failures.items()}
         before = failures.get(entry.name, {}).pop(str(seed), None)
@@ -241,30 +245,21 @@ def _prepare() -> None:
     TwoTower(dim=2, hidden=(2,), max_iterations=2).fit(few, ["id", few], ["id", few])
 
 
-def _is_share(test: Any) -> bool:
-    return not isinstance(test, Interactions) and not sp.issparse(test)
-
-
-def _facts(entry: Entry) -> dict[str, Any]:
+def _facts(entry: Entry) -> dict[str, object]:
     facts = {"kind": entry.kind, "settings": entry.settings, "random": entry.random, "left_out": entry.left_out}
-    content: dict[str, Any] = plain(facts)
-    return content
+    return dict(plain(facts))
 
 
-def _about(pairs: Interactions, test: Any) -> dict[str, Any]:
-    share, weights = _is_share(test), [] if pairs.weights is None else [pairs.weights]
-    held = f"a share of {float(test):g} drawn at random for the test, again with each seed" if share else "a given test"
-    content: dict[str, Any] = plain(
-        {
-            "left": pairs.shape[0],
-            "right": pairs.shape[1],
-            "pairs": len(pairs),
-            "test": held,
-            "fingerprint": digest_of(pairs.matrix, pairs.left_ids, pairs.right_ids, *weights),
-            "test_fingerprint": None if share else digest_of(str(describe(test))),
-        }
-    )
-    return content
+def _about(pairs: Interactions, test: Test) -> dict[str, object]:
+    given, weights = isinstance(test, Interactions) or sp.issparse(test), [pairs.weights] * (pairs.weights is not None)
+    return {
+        "left": pairs.shape[0],
+        "right": pairs.shape[1],
+        "pairs": len(pairs),
+        "test": "a given test" if given else f"a share of {test:g} drawn at random for the test, again with each seed",
+        "fingerprint": digest_of(pairs.matrix, pairs.left_ids, pairs.right_ids, *weights),
+        "test_fingerprint": digest_of(str(describe(test))) if given else None,
+    }
 
 
 def _joined(store: RunStore, now: Manifest, fresh: bool) -> Manifest:
@@ -286,7 +281,7 @@ def _joined(store: RunStore, now: Manifest, fresh: bool) -> Manifest:
     )
 
 
-def _marks(manifest: Manifest, name: str) -> Any:
+def _marks(manifest: Manifest, name: str) -> object:
     """Return the facts that must be equal for a model's runs to be kept."""
     facts = manifest.facts(name)
     return facts.kind, facts.settings, facts.random

@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import scipy.sparse as sp
@@ -37,16 +37,37 @@ from gramtower._util import html as html
 from gramtower.data import splits
 from gramtower.data.frames import Column
 from gramtower.data.ids import index_of, join
-from gramtower.data.interactions import Interactions, PairSamples, pairs_of
+from gramtower.data.interactions import Interactions, PairSamples, PairsLike, pairs_of
 from gramtower.data.splits import Split
 from gramtower.data.splits import folds as cut
+from gramtower.data.tables import FeaturesLike
 from gramtower.distributed.group import current_group
 from gramtower.metrics.definitions import DEFAULT, LOWER_IS_BETTER, parse
 from gramtower.model.fit_data import Columns
 from gramtower.training.result import Reason
 
 Interval = tuple[float, float]
+Positions = NDArray[np.int64]
+Fold = tuple[Positions, NDArray[np.floating[Any]]]  # users, as numbers that are the same in all folds, and their values
 _ELEMENTS = 1 << 22  # of a block of drawn users
+
+
+class Estimator(Protocol):
+    """A model that can be fitted again: its parameters and ``fit``."""
+
+    def get_params(self) -> Mapping[str, object]: ...
+    @property
+    def fit(self) -> Callable[..., object]: ...
+
+
+class Evaluated(Estimator, Protocol):
+    """A model that can be cross-validated."""
+
+    @property
+    def evaluate(self) -> Callable[..., object]: ...
+
+
+_Model = TypeVar("_Model", bound=Estimator)
 
 
 def t_interval(values: Sequence[float], level: float = 0.95) -> Interval:
@@ -62,31 +83,17 @@ def t_interval(values: Sequence[float], level: float = 0.95) -> Interval:
 
 
 def bootstrap_interval(
-    folds: Sequence[tuple[NDArray[np.int64], NDArray[Any]]],
-    *,
-    level: float = 0.95,
-    replicates: int = 1000,
-    seed: int = 0,
+    folds: Sequence[Fold], *, level: float = 0.95, replicates: int = 1000, seed: int = 0
 ) -> Interval:
-    """Return the bootstrap interval of the mean over folds of the means over users.
-
-    Each fold has users, as numbers that are the same in all folds, and their values, NaN for no value.
-    """
+    """Return the bootstrap interval of the mean over folds of the means over users; NaN stands for no value."""
     single = [(keys, np.asarray(values)[:, None]) for keys, values in folds]
     return bootstrap_intervals(single, level=level, replicates=replicates, seed=seed)[0]
 
 
 def bootstrap_intervals(
-    folds: Sequence[tuple[NDArray[np.int64], NDArray[Any]]],
-    *,
-    level: float = 0.95,
-    replicates: int = 1000,
-    seed: int = 0,
+    folds: Sequence[Fold], *, level: float = 0.95, replicates: int = 1000, seed: int = 0
 ) -> list[Interval]:
-    """Return the intervals of several such means with the same draws of users; differences can be among them.
-
-    Values of a fold are users × means.
-    """
+    """Return the intervals of several means (values: users × means) with the same draws of users."""
     users, width = 1 + max(int(keys.max(initial=-1)) for keys, _ in folds), folds[0][1].shape[1]
     sums, counts = np.zeros((users, width, len(folds))), np.zeros((users, width, len(folds)))
     for fold, (keys, values) in enumerate(folds):
@@ -149,7 +156,7 @@ class CrossValidation:
         check.choice("metric", metric, tuple(self.mean))
         return np.asarray([fold[metric] for fold in self.folds], dtype=np.float64)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, dict[str, object]]:
         """Return all numbers, for JSON."""
         return {
             metric: {
@@ -163,38 +170,40 @@ class CrossValidation:
 
     def __repr__(self) -> str:
         heads = ["", "mean", "95% over folds", "95% over users", "folds"]
-        lines = [heads]
+        rows = []
         for metric, mean in self.mean.items():
             values = " ".join(f"{value:.4f}" for value in self.values(metric)[:_SHOWN])
             more = " …" if len(self.folds) > _SHOWN else ""
-            spans = [_span(self.interval[metric]), _span(self.user_interval.get(metric))]
-            lines.append([metric, f"{mean:.4f}", *spans, values + more])
-        widths = [max(len(line[place]) for line in lines) for place in range(len(heads))]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-        return "\n".join([f"CrossValidation of {len(self.folds)} folds", *(line.rstrip() for line in table)])
+            spans = [span(self.interval[metric]), span(self.user_interval.get(metric))]
+            rows.append([metric, f"{mean:.4f}", *spans, values + more])
+        return "\n".join([f"CrossValidation of {len(self.folds)} folds", *text_table(heads, rows)])
 
     def _repr_html_(self) -> str:
-        heads = ["metric", "mean", "95% over folds", "95% over users", *(f"fold {i + 1}" for i in range(self._shown))]
+        count = min(_SHOWN, len(self.folds))
+        heads = ["metric", "mean", "95% over folds", "95% over users", *(f"fold {i + 1}" for i in range(count))]
         rows = [
-            (metric, mean, _span(self.interval[metric]), _span(self.user_interval.get(metric)),
-             *self.values(metric)[: self._shown].tolist())
+            (metric, mean, span(self.interval[metric]), span(self.user_interval.get(metric)),
+             *self.values(metric)[:count].tolist())
             for metric, mean in self.mean.items()
         ]  # fmt: skip
         return html.card(f"CrossValidation of {len(self.folds)} folds", html.table(heads, rows))
 
-    @property
-    def _shown(self) -> int:
-        return min(_SHOWN, len(self.folds))
+
+def text_table(heads: list[str], rows: list[list[str]]) -> list[str]:
+    """Return the lines of a plain table."""
+    lines = [heads, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 def cross_validate(
-    model: Any,
-    pairs: Any,
+    model: Evaluated,
+    pairs: PairsLike,
     folds: int | Iterable[Split] = 5,
     metrics: str | Sequence[str] = DEFAULT,
     *,
-    left_features: Any = None,
-    right_features: Any = None,
+    left_features: FeaturesLike = None,
+    right_features: FeaturesLike = None,
     seed: int = 0,
     left: Column | None = None,
     right: Column | None = None,
@@ -230,10 +239,7 @@ def cross_validate(
     names = tuple(metric.name for metric in parse(metrics))
     if (processes := current_group().size) > 1:
         check.fail("cross_validate", f"{processes} processes", "one: folds do not run over several")
-    pairs = Columns(left, right, value, weight, time, threshold).read("pairs", pairs)
-    known = Interactions.from_matrix(pairs) if sp.issparse(pairs) else pairs
-    if not isinstance(known, Interactions):
-        check.fail("pairs", type(pairs).__name__, "gramtower.Interactions or a scipy.sparse matrix")
+    known = known_pairs(Columns(left, right, value, weight, time, threshold).read("pairs", pairs))
     found, users = [], []
     for split in _splits(known, folds, check.seed(seed)):
         features = {}
@@ -243,7 +249,7 @@ def cross_validate(
                 features[f"{side}_features"] = _of_rows(f"{side}_features", given, *ids)
         fitted = fit_copy(model, split.train, features)
         shown = {} if split.history is None else {"histories": split.history}
-        scores = fitted.evaluate(split.test, names, **shown)
+        scores: Any = fitted.evaluate(split.test, names, **shown)
         found.append(scores)
         if hasattr(scores, "per_user"):
             measured = split.test if shown else split.train  # whose rows evaluate takes users for
@@ -257,7 +263,15 @@ def cross_validate(
     )
 
 
-def fit_copy(model: Any, pairs: Any, arguments: Mapping[str, Any], **changes: Any) -> Any:
+def known_pairs(pairs: object) -> Interactions:
+    """Return Interactions, or a sparse matrix as such."""
+    known = Interactions.from_matrix(pairs) if sp.issparse(pairs) else pairs
+    if not isinstance(known, Interactions):
+        check.fail("pairs", type(pairs).__name__, "gramtower.Interactions or a scipy.sparse matrix")
+    return known
+
+
+def fit_copy(model: _Model, pairs: PairsLike, arguments: Mapping[str, object], **changes: object) -> _Model:
     """Return a fitted copy of a model with some parameters changed."""
     params = {name: copy.deepcopy(value) for name, value in model.get_params().items()}
     made = type(model)(**params | changes)
@@ -267,14 +281,14 @@ def fit_copy(model: Any, pairs: Any, arguments: Mapping[str, Any], **changes: An
     return made
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: object) -> None:
     missing = [name for name in ("get_params", "fit", "evaluate") if not callable(getattr(model, name, None))]
     if missing or isinstance(model, type):
         given = f"the class {model.__name__}" if isinstance(model, type) else f"{type(model).__name__}"
         check.fail("model", given, "a model with get_params, fit and evaluate, such as gramtower.TwoTower()")
 
 
-def _splits(pairs: Interactions, folds: Any, seed: int) -> Iterator[Split]:
+def _splits(pairs: Interactions, folds: object, seed: int) -> Iterator[Split]:
     """Return the splits, the first of them checked before anything is fitted."""
     if isinstance(folds, (int, np.integer)) and not isinstance(folds, bool):
         if not 2 <= folds <= len(pairs):
@@ -291,26 +305,27 @@ def _splits(pairs: Interactions, folds: Any, seed: int) -> Iterator[Split]:
     return chain([first], given)
 
 
-def _of_rows(name: str, features: Any, known: NDArray[Any], asked: NDArray[Any]) -> Any:
+def _of_rows(name: str, features: FeaturesLike, known: NDArray[np.generic], asked: NDArray[np.generic]) -> FeaturesLike:
     """Return features of other entities. Rows of matrices are found by id; everything else is joined by id later."""
     if isinstance(features, (list, tuple)):
         return [_of_rows(name, one, known, asked) for one in features]
     if not (sp.issparse(features) or isinstance(features, (np.ndarray, torch.Tensor))) or asked is known:
         return features
-    if features.shape[0] != len(known):
-        check.fail(name, f"{features.shape[0]} rows", f"{len(known)}, one for each entity of pairs")
+    matrix: Any = sp.csr_matrix(features) if sp.issparse(features) else features
+    if matrix.shape[0] != len(known):
+        check.fail(name, f"{matrix.shape[0]} rows", f"{len(known)}, one for each entity of pairs")
     rows = join(asked, index_of(known))
     if (rows < 0).any():
         check.fail("folds", f"a split with {asked[rows < 0].tolist()[0]!r}, which is not in pairs", "splits of pairs")
-    matrix = features.tocsr() if sp.issparse(features) else features
-    return matrix[torch.from_numpy(rows)] if isinstance(matrix, torch.Tensor) else matrix[rows]
+    chosen: FeaturesLike = matrix[torch.from_numpy(rows) if isinstance(matrix, torch.Tensor) else rows]
+    return chosen
 
 
 def _user_intervals(
-    names: Sequence[str], users: Sequence[tuple[NDArray[Any], Mapping[str, NDArray[Any]]]], seed: int
+    names: Sequence[str], users: Sequence[tuple[NDArray[np.generic], Mapping[str, NDArray[np.float64]]]], seed: int
 ) -> dict[str, Interval]:
     """Return bootstrap intervals of the metrics that every fold has for each user."""
-    index: dict[Any, int] = {}
+    index: dict[object, int] = {}
     keys = [np.asarray([index.setdefault(key, len(index)) for key in ids.tolist()], dtype=np.int64) for ids, _ in users]
     return {
         name: bootstrap_interval([(own, values[name]) for own, (_, values) in zip(keys, users, strict=True)], seed=seed)
@@ -319,11 +334,11 @@ def _user_intervals(
     }
 
 
-def _span(interval: Interval | None) -> str:
+def span(interval: Interval | None) -> str:
+    """Format an interval."""
     return "-" if interval is None or not np.isfinite(interval[0]) else f"{interval[0]:.4f} to {interval[1]:.4f}"
 
 
-Positions = NDArray[np.int64]
 _DRAWN: dict[str, Callable[..., splits.Split]] = {
     "random_pairs": splits.random_pairs,
     "per_user": splits.per_user,
@@ -344,18 +359,18 @@ class PairSplit:
         options: arguments of that function, such as ``test=0.2``.
     """
 
-    def __init__(self, count: int = 5, method: str = "folds", *, seed: int = 0, **options: Any) -> None:
+    def __init__(self, count: int = 5, method: str = "folds", *, seed: int = 0, **options: object) -> None:
         self.method = check.choice("method", method, ("folds", *_DRAWN))
         self.count = check.count("count", count, minimum=2 if method == "folds" else 1)
         self.seed, self.options = check.seed(seed), options
         if method == "folds" and options:
             check.fail("options", ", ".join(options), "none: folds of pairs have none")
 
-    def get_n_splits(self, X: Any = None, y: Any = None, groups: Any = None) -> int:
+    def get_n_splits(self, X: object = None, y: object = None, groups: object = None) -> int:
         """Return the number of splits."""
         return self.count
 
-    def split(self, X: Any, y: Any = None, groups: Any = None) -> Iterator[tuple[Positions, Positions]]:
+    def split(self, X: object, y: object = None, groups: object = None) -> Iterator[tuple[Positions, Positions]]:
         """Yield the positions of training and test pairs of each split.
 
         Args:
@@ -394,9 +409,10 @@ class RankingScorer:
     metric: str
     sign: float = 1.0
 
-    def __call__(self, model: Any, X: Any, y: Any = None) -> float:
+    def __call__(self, model: Evaluated, X: PairsLike, y: object = None) -> float:
         """Return the metric of a fitted model."""
-        return self.sign * float(model.evaluate(pairs_of(X), (self.metric,))[self.metric])
+        found: Any = model.evaluate(pairs_of(X), (self.metric,))
+        return self.sign * float(found[self.metric])
 
 
 def ranking_scorer(metric: str = "ndcg@20") -> RankingScorer:

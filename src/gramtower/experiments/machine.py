@@ -8,7 +8,6 @@ import subprocess
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 _STAT = Path("/proc/stat")
 
 
-def environment() -> dict[str, Any]:
+def environment() -> dict[str, object]:
     """Return the machine and the versions that a run runs with."""
     processor = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gramtower._util import html
 from gramtower.experiments.figures import as_svg
@@ -34,7 +34,7 @@ def drawn(make: Callable[[], Figure], caption: str, problems: list[str]) -> str:
 
 
 def circumstances(
-    commands: Sequence[str], settings: Mapping[str, Mapping[str, Any]], machines: Mapping[str, Mapping[str, Any]]
+    commands: Sequence[str], settings: Mapping[str, Mapping[str, object]], machines: Mapping[str, Mapping[str, object]]
 ) -> list[str]:
     """Return the end of a page: command lines, settings in groups, and the machines that runs ran on."""
     found = ["<h2>Command</h2>", *(f"<pre>{escape(command)}</pre>" for command in commands)] if commands else []

@@ -16,12 +16,15 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from gramtower._util import checks as check
 from gramtower._util.digest import digest_of
 from gramtower._util.files import plain, remove_left_overs, write_json
 from gramtower._util.schema import build
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 VERSION = 2
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,79}")
@@ -46,7 +49,7 @@ class RunStore:
         """Return the manifest as a dataclass, None if there is none."""
         return self._read(self.manifest, cls)
 
-    def write_manifest(self, content: Any) -> None:
+    def write_manifest(self, content: DataclassInstance) -> None:
         """Save a dataclass as the manifest."""
         write_json(self.manifest, self._headed(content))
 
@@ -54,7 +57,7 @@ class RunStore:
         """Return a run as a dataclass, None if it has not ended."""
         return self._read(self.run_path(name), cls)
 
-    def write_run(self, name: str, content: Any) -> None:
+    def write_run(self, name: str, content: DataclassInstance) -> None:
         """Save a dataclass as a run that ended."""
         body = plain(self._headed(content))
         write_json(self.run_path(name), body | {"checksum": _checksum(body)})
@@ -66,7 +69,7 @@ class RunStore:
             name = f"{letters}-{zlib.crc32(name.encode()):08x}"
         return self.folder / "runs" / f"{name}.json"
 
-    def continued(self, now: Any, fresh: bool, same: Iterable[str]) -> Any:
+    def continued(self, now: T, fresh: bool, same: Iterable[str]) -> T | None:
         """Return the manifest that the folder already holds, None if the experiment starts here."""
         before = None if fresh else self.read_manifest(type(now))
         remove_left_overs(self.folder / "runs")
@@ -83,7 +86,7 @@ class RunStore:
             expected = f"a new folder for another {self.kind}" + (", or fresh to replace it" * (self.kind != "search"))
             check.fail(self.argument, f"{self.folder}, whose {self.manifest.name} has another {names}", expected)
 
-    def _headed(self, content: Any) -> dict[str, Any]:
+    def _headed(self, content: DataclassInstance) -> dict[str, object]:
         return {"kind": f"gramtower {self.kind}", "version": VERSION, **asdict(content)}
 
     def _read(self, path: Path, cls: type[T]) -> T | None:
@@ -108,5 +111,5 @@ class RunStore:
         )
 
 
-def _checksum(content: dict[str, Any]) -> str:
+def _checksum(content: dict[str, object]) -> str:
     return digest_of(json.dumps(content, sort_keys=True))
