@@ -37,6 +37,7 @@ from gramtower.cli.options import (
     FitTraining,
     ModelOptions,
     Settings,
+    Switch,
     TrainOptions,
     merge_flags,
     merged,
@@ -144,7 +145,7 @@ def load_experiment(path: Path) -> Experiment:
         return Experiment(path, settings, _methods(path, methods), None if shape is None else tuple(shape))
 
 
-def _methods(path: Path, given: Any) -> dict[str, dict[str, Any]]:
+def _methods(path: Path, given: object) -> dict[str, dict[str, Any]]:
     """Return options by optimizer, checked by the optimizer itself."""
     if not isinstance(given, dict) or not given:
         check.fail("config", f"{path} with optimizers = {given!r}", "a table [optimizers.NAME] for each method to run")
@@ -298,7 +299,6 @@ def _constants(settings: Settings, experiment: Experiment | None) -> dict[str, d
 
 
 _SHOWN = ("0.5", "0.1", "0.01")
-Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
 
 
 def compare(

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any, TypedDict
 
 import numpy as np
 from cyclopts import Parameter
@@ -23,7 +23,7 @@ from gramtower._util import checks as check
 from gramtower._util.files import is_left_over, replacing, write_json
 from gramtower.cli.formats import DataOptions, ReadOptions
 from gramtower.cli.options import Common, merge_flags
-from gramtower.cli.output import print_facts, print_json, print_table
+from gramtower.cli.output import print_answer, print_json, print_table
 from gramtower.cli.reading import held_out_of, read_pairs
 from gramtower.cli.run_folder import for_writing
 from gramtower.data import frames, splits
@@ -32,6 +32,9 @@ from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions
 from gramtower.data.splits import Split
 from gramtower.distributed.partition import write_partition
+
+if TYPE_CHECKING:
+    import polars as pl
 
 MANIFEST = "split.json"
 KIND = "gramtower split"
@@ -48,6 +51,17 @@ _FLAGS = {  # which flags go with which way
     "folds": ("count", "folds_of"),
 }
 _SHARE, _FOLDS = 0.2, 5
+
+
+class Flags(TypedDict):
+    """The flags of split that only some ways of splitting have."""
+
+    share: float | None
+    count: int | None
+    minimum: int | None
+    cut: str | None
+    history: float | None
+    folds_of: str | None
 
 
 def split(
@@ -91,7 +105,7 @@ def split(
         common: Output.
     """
     common = common or Common()
-    flags = {"share": share, "count": count, "minimum": minimum, "cut": cut, "history": history, "folds_of": folds_of}
+    flags = Flags(share=share, count=count, minimum=minimum, cut=cut, history=history, folds_of=folds_of)
     _check_flags(check.choice("by", by, tuple(_FLAGS)), flags)
     ending = "parquet" if suffix_of(path) in (".parquet", ".pq") else "csv"
     ending = ending if file_format is None else check.choice("file-format", file_format, _FORMATS)
@@ -112,25 +126,24 @@ def split(
     return 0
 
 
-def _check_flags(by: str, flags: dict[str, Any]) -> None:
+def _check_flags(by: str, flags: Flags) -> None:
     """Refuse flags that mean nothing for this way of splitting, and values that no split can have."""
-    for name, value in flags.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is not None and name not in _FLAGS[by]:
+    for name, given in flags.items():
+        if given is not None and name not in _FLAGS[by]:
             ways = " or ".join(way for way, known in _FLAGS.items() if name in known)
-            check.fail(flag, repr(value), f"nothing with --by {by}: it goes with --by {ways}")
+            check.fail(f"--{name.replace('_', '-')}", repr(given), f"nothing with --by {by}: it goes with --by {ways}")
     if flags["cut"] is not None and flags["share"] is not None:
         check.fail("--cut", f"{flags['cut']} and --share {flags['share']}", "one of them")
-    for name in ("share", "history"):
-        if flags[name] is not None and not 0 < flags[name] < 1:
-            check.fail(f"--{name}", flags[name], "a share above 0 and below 1")
+    for name, value in (("share", flags["share"]), ("history", flags["history"])):
+        if value is not None and not 0 < value < 1:
+            check.fail(f"--{name}", value, "a share above 0 and below 1")
     if flags["folds_of"] is not None:
         check.choice("--folds-of", flags["folds_of"], ("pairs", "left", "right"))
     if flags["count"] is not None:
         check.count("--count", flags["count"], minimum=2 if by == "folds" else 1, most=MOST_FOLDS)
 
 
-def _splits(pairs: Interactions, by: str, flags: dict[str, Any], seed: int) -> Iterator[Split]:
+def _splits(pairs: Interactions, by: str, flags: Flags, seed: int) -> Iterator[Split]:
     share = _SHARE if flags["share"] is None else flags["share"]
     minimum = 1 if flags["minimum"] is None else flags["minimum"]
     if by == "folds":
@@ -161,7 +174,7 @@ def _moment(text: str) -> float | str:
 
 
 def _write(
-    made: Iterator[Split], pairs: Interactions, out: Path, ending: str, how: dict[str, Any]
+    made: Iterator[Split], pairs: Interactions, out: Path, ending: str, how: dict[str, object]
 ) -> list[dict[str, Any]]:
     """Write the parts of each split; returns their files and counts."""
     found = []
@@ -256,11 +269,7 @@ def convert(
     pairs = read_pairs(path, merge_flags(config, data).data)
     write_pairs(pairs, out)
     facts = {**pairs.report, "columns": columns(pairs), "out": str(out)}
-    if common.json:
-        print_json(facts)
-    else:
-        print_facts(facts)
-    return 0
+    return print_answer(common.json, facts)
 
 
 def columns(pairs: Interactions) -> list[str]:
@@ -302,17 +311,19 @@ def _write_text(pairs: Interactions, file: IO[bytes] | gzip.GzipFile, separator:
         file.write(table.write_csv(separator=separator, include_header=start == 0).encode())
 
 
-def _table(pairs: Interactions, start: int, stop: int, values: bool) -> Any:
-    pl = frames.polars()
+def _table(pairs: Interactions, start: int, stop: int, values: bool) -> pl.DataFrame:
+    polars = frames.polars()
+    series = polars.Series
     offsets, names = pairs.matrix.indptr, _names(pairs, values)
     rows = np.searchsorted(offsets, np.arange(start, stop), side="right") - 1
     ids = [pairs.left_ids[rows], pairs.right_ids[pairs.matrix.indices[start:stop]]]
-    cells = [pl.Series(one.tolist(), dtype=pl.String) if one.dtype == object else pl.Series(one) for one in ids]
-    cells += [pl.Series(numbers[start:stop]) for numbers in _numbers(pairs, values).values()]
-    return pl.DataFrame([column.alias(name) for name, column in zip(names, cells, strict=True)])
+    cells = [series(one.tolist(), dtype=polars.String) if one.dtype == object else series(one) for one in ids]
+    cells += [series(numbers[start:stop]) for numbers in _numbers(pairs, values).values()]
+    found: pl.DataFrame = polars.DataFrame([column.alias(name) for name, column in zip(names, cells, strict=True)])
+    return found
 
 
-def _numbers(pairs: Interactions, values: bool) -> dict[str, NDArray[Any]]:
+def _numbers(pairs: Interactions, values: bool) -> dict[str, NDArray[np.generic]]:
     """The numbers of the pairs by name: values if asked for, weights and times if there are any."""
     every = {"value": pairs.matrix.data, "weight": pairs.weights, "time": pairs.times}
     if not values:
@@ -365,8 +376,4 @@ def partition(
         "fewest_pairs": min(sizes),
         "most_pairs": max(sizes),
     }
-    if common.json:
-        print_json(facts)
-    else:
-        print_facts(facts)
-    return 0
+    return print_answer(common.json, facts)

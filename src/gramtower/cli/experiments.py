@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import scipy.sparse as sp
 from cyclopts import Parameter
 
 from gramtower._util import checks as check
@@ -20,8 +21,18 @@ from gramtower._util.files import write_json, write_text
 from gramtower.cli import run_folder
 from gramtower.cli.compare import show as show_comparison
 from gramtower.cli.formats import DataOptions, ReadOptions, guess_format
-from gramtower.cli.options import Common, FeatureOptions, ModelOptions, Settings, TrainOptions, merge_flags, read_config
-from gramtower.cli.output import note, print_facts, print_json, print_table, shown
+from gramtower.cli.options import (
+    Common,
+    FeatureOptions,
+    ModelOptions,
+    Settings,
+    Switch,
+    Texts,
+    TrainOptions,
+    merge_flags,
+    read_config,
+)
+from gramtower.cli.output import note, print_answer, print_json, print_table, shown
 from gramtower.cli.query import options_of_test
 from gramtower.cli.reading import id_column, read_frame, read_pairs, share_or_pairs, tower_features, validation_of
 from gramtower.cli.run_folder import CONFIG, HISTORY, for_writing
@@ -35,8 +46,8 @@ from gramtower.experiments.benchmark_report import store_of as benchmark_store
 from gramtower.experiments.benchmark_runner import benchmark as run_benchmark
 from gramtower.experiments.comparison import store_of as comparison_store
 from gramtower.experiments.comparison_page import build as build_comparison
-from gramtower.experiments.cross_validation import Interval
 from gramtower.experiments.cross_validation import cross_validate as validate
+from gramtower.experiments.cross_validation import span
 from gramtower.experiments.fit_report import FitRun, Titles, fit_page, validation_pairs
 from gramtower.experiments.page import PAGE
 from gramtower.experiments.tuning.report import REPORT, read_search, tuning_page
@@ -47,8 +58,6 @@ from gramtower.model.two_tower import TwoTower
 from gramtower.serving.served_entities import EntityTable
 from gramtower.training.result import Record, read_history
 
-Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
-
 
 def benchmark(
     path: Annotated[Path | None, Parameter(name="DATA")] = None,
@@ -57,7 +66,7 @@ def benchmark(
     out: Annotated[Path | None, Parameter(required=True)] = None,
     test: str = "0.1",
     models: str | None = None,
-    config: Annotated[list[str] | None, Parameter(negative=())] = None,
+    config: Texts = None,
     metrics: str = ",".join(DEFAULT),
     seeds: int = 3,
     reference: str | None = None,
@@ -123,30 +132,15 @@ def benchmark(
         )  # fmt: skip
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"runs that ended are in {out}, and the same command continues after them") from None
-    if common.json:
-        print_json(found.to_dict())
-    else:
-        show(found, out)
-    return 0 if ended_well(found) else 1
+    _show(found, out, common)
+    return 0 if all(one["status"] in ("finished", "left out") for one in found.summary["models"].values()) else 1
 
 
-def report_benchmark(run: Path, common: Common) -> int:
-    """Rebuild the page and summary of a benchmark from its finished runs."""
-    found = build_benchmark(run)
-    if common.json:
-        print_json(found.to_dict())
-    else:
-        show(found, run)
-    return 0
-
-
-def ended_well(found: Benchmark) -> bool:
-    """Return whether every model ran, or was left out for a reason."""
-    return all(facts["status"] in ("finished", "left out") for facts in found.summary["models"].values())
-
-
-def show(found: Benchmark, out: Path) -> None:
+def _show(found: Benchmark, out: Path, common: Common) -> None:
     """Print the table, the models that are missing in it, and the best model."""
+    if common.json:
+        print_json(found.to_dict())
+        return
     print_table(*table_of(found.summary))
     for line in notes_of(found.summary):
         print(line)
@@ -192,7 +186,7 @@ def _features(settings: Settings, pairs: Interactions, quiet: bool) -> dict[str,
     return {name: parts for name, parts in given.items() if parts != ["id"]}
 
 
-def _model(settings: Settings, data: DataOptions, pairs: Interactions, quiet: bool) -> Any:
+def _model(settings: Settings, data: DataOptions, pairs: Interactions, quiet: bool) -> tuple[TwoTower, dict[str, Any]]:
     """Return the model of a config and the arguments of its fit."""
     arguments = _features(replace(settings, data=data), pairs, quiet)
     validation = validation_of(settings.data)
@@ -243,7 +237,7 @@ def cross_validate(
     source = settings.source(path)
     if out is not None and out.is_dir():
         check.fail("--out", f"{out}, which is a folder", "a file for JSON")
-    names = [metric.name for metric in parse([name.strip() for name in metrics.split(",") if name.strip()])]
+    names = [metric.name for metric in parse(_split(metrics))]
     estimator = TwoTower(**settings.estimator_arguments(), verbose=not common.quiet)
     pairs = read_pairs(source, settings.data, loss=estimator.loss)
     if not common.quiet:
@@ -259,33 +253,13 @@ def cross_validate(
     if common.json:
         print_json(content)
         return 0
-    print_table(
-        ("metric", "mean", "95% over folds", "95% over left entities", "folds"),
-        [
-            (
-                name,
-                found.mean[name],
-                _span(found.interval[name]),
-                _span(found.user_interval.get(name)),
-                " ".join(shown(float(f"{value:.4g}")) for value in found.values(name).tolist()),
-            )
-            for name in names
-        ],
-    )
+    rows = []
+    for name in names:
+        spans = span(found.interval[name]), span(found.user_interval.get(name))
+        values = " ".join(shown(float(f"{value:.4g}")) for value in found.values(name).tolist())
+        rows.append((name, found.mean[name], *spans, values))
+    print_table(("metric", "mean", "95% over folds", "95% over left entities", "folds"), rows)
     return 0
-
-
-def _span(interval: Interval | None) -> str | None:
-    return None if interval is None else f"{interval[0]:.4f} to {interval[1]:.4f}"
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The arguments of report other than the folder; only a fit uses them."""
-
-    test: Path | None = None
-    left_table: Path | None = None
-    right_table: Path | None = None
 
 
 def report(
@@ -315,69 +289,50 @@ def report(
     common = common or Common()
     if not run.is_dir():
         check.fail("DIR", run, "the folder of a fit, a tuning, a comparison or a benchmark")
-    benchmark = benchmark_store(run).manifest.exists()
-    make = next(maker for is_one, maker in KINDS if is_one(run))
-    asked = Asked(test, left_table, right_table)
-    if asked != Asked() and (benchmark or make is not _fit):
+    benchmark, comparison = benchmark_store(run).manifest.exists(), comparison_store(run).manifest.exists()
+    fitted = not benchmark and not comparison and any((run / name).exists() for name in (HISTORY, run_folder.MODEL))
+    tables = {"left": left_table, "right": right_table}
+    if (test or left_table or right_table) and not fitted:
         check.fail("--test, --left-table, --right-table", "a folder of something else", "the folder of a fit")
     if benchmark:
-        return report_benchmark(run, common)
-    content, problems = make(run, asked)
+        _show(build_benchmark(run), run, common)
+        return 0
+    if fitted:
+        found, notes = read_fit(run, test, tables)
+        page, content, problems = fit_page(found)
+        problems = notes + problems
+    elif not comparison and (run / REPORT).exists():
+        page, content, problems = tuning_page(read_search(run), run.resolve().name)
+    else:
+        content, problems = build_comparison(run)
+        page = ""
+    if page:
+        write_text(run / PAGE, page)
     for problem in problems:
         note(problem)
-    if common.json:
-        print_json(content)
-    elif make is _comparison:
+    if not page and not common.json:
         show_comparison(content, run)
-    else:
-        kinds = (str, int, float)
-        shown = {name: value for name, value in content.items() if isinstance(value, kinds) and name != "kind"}
-        print_facts(shown | {"report": str(run / PAGE)})
-    return 0
+        return 0
+    facts = {name: value for name, value in content.items() if isinstance(value, (str, int, float)) and name != "kind"}
+    return print_answer(common.json, content, facts | {"report": str(run / PAGE)})
 
 
-def _comparison(run: Path, asked: Asked) -> tuple[dict[str, Any], list[str]]:
-    return build_comparison(run)
-
-
-def _tuning(run: Path, asked: Asked) -> tuple[dict[str, Any], list[str]]:
-    page, content, problems = tuning_page(read_search(run), run.resolve().name)
-    write_text(run / PAGE, page)
-    return content, problems
-
-
-def _fit(run: Path, asked: Asked) -> tuple[dict[str, Any], list[str]]:
-    found, notes = read_fit(run, asked)
-    page, content, problems = fit_page(found)
-    write_text(run / PAGE, page)
-    return content, notes + problems
-
-
-#: Tests of the kinds of folders, in order, and the functions that build their pages; the last takes any other folder.
-KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path, Asked], tuple[dict[str, Any], list[str]]]], ...] = (
-    (lambda run: comparison_store(run).manifest.exists(), _comparison),
-    (lambda run: (run / run_folder.HISTORY).exists() or (run / run_folder.MODEL).exists(), _fit),
-    (lambda run: (run / REPORT).exists(), _tuning),
-    (lambda run: True, _comparison),
-)
-
-
-def read_fit(run: Path, asked: Asked) -> tuple[FitRun, list[str]]:
+def read_fit(run: Path, test: Path | None, tables: Mapping[str, Path | None]) -> tuple[FitRun, list[str]]:
     """Return the content of the folder of a fit, and a list of what could not be read."""
     history = _records(run / run_folder.HISTORY)
     config, notes = run / run_folder.CONFIG, list[str]()
-    tables = read_toml("config", config) if config.exists() else {}
-    refitted = not tables or bool(tables.get("train", {}).get("refit"))  # otherwise a file of an earlier fit
+    options = read_toml("config", config) if config.exists() else {}
+    refitted = not options or bool(options.get("train", {}).get("refit"))  # otherwise a file of an earlier fit
     first = _records(validated_history(run / run_folder.HISTORY)) if refitted else []
     title = run.resolve().name
     if not (run / run_folder.MODEL).exists():
-        if asked != Asked():
+        if test or any(tables.values()):
             run_folder.model_file(run)  # which says that there is none
         return FitRun(title, _named(history, first)), notes
     model, settings = run_folder.open_model(run)
-    truth, left_out = _held_out(model, settings, asked)
+    truth, left_out = _held_out(model, settings, test)
     titles: dict[str, Titles] = {}
-    for side, given in (("left", asked.left_table), ("right", asked.right_table)):
+    for side, given in tables.items():
         try:
             titles[side] = _titles(model, settings, side, given)
         except (OSError, ValueError) as error:
@@ -386,7 +341,7 @@ def read_fit(run: Path, asked: Asked) -> tuple[FitRun, list[str]]:
             notes.append(f"no titles of {side} entities: {error}")
     return FitRun(
         title, _named(history or model.history_, first), _summary(run / run_folder.SUMMARY),
-        tables, model.fitted_, truth, titles, left_out, tested=asked.test is not None,
+        options, model.fitted_, truth, titles, left_out, tested=test is not None,
     ), notes  # fmt: skip
 
 
@@ -410,15 +365,15 @@ def _summary(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _held_out(model: TwoTower, settings: Settings, asked: Asked) -> tuple[tuple[Any, str] | None, int]:
+def _held_out(model: TwoTower, settings: Settings, test: Path | None) -> tuple[tuple[sp.csr_matrix, str] | None, int]:
     """Return the pairs to measure in the model's rows and a name for them, and how many were left out."""
     fitted = model.fitted_
-    if asked.test is not None:
-        pairs = read_pairs(asked.test, options_of_test(settings, asked.test, None), name="--test")
+    if test is not None:
+        pairs = read_pairs(test, options_of_test(settings, test, None), name="--test")
         found = fitted.aligned("test", pairs)
         if not found.pairs.nnz:
             check.fail("test", f"{found.total:,} pairs, none of them with two known ids", "pairs of the model's ids")
-        return (found.pairs, f"{found.pairs.nnz:,} pairs of {asked.test.name}"), found.total - found.pairs.nnz
+        return (found.pairs, f"{found.pairs.nnz:,} pairs of {test.name}"), found.total - found.pairs.nnz
     kept = validation_pairs(fitted)
     if kept is None:
         return None, 0

@@ -22,11 +22,12 @@ from gramtower.cli.options import (
     FitTraining,
     ModelOptions,
     Settings,
+    Switch,
     merge_flags,
     merged,
     parse_option,
 )
-from gramtower.cli.output import note, print_facts, print_json
+from gramtower.cli.output import note, print_answer
 from gramtower.cli.reading import held_out_of, read_pairs, seen_line, tower_features, validation_of
 from gramtower.data.interactions import Interactions
 from gramtower.data.merge import rows_left_out
@@ -52,7 +53,7 @@ def fit(
     *,
     out: Annotated[Path | None, Parameter(required=True)] = None,
     config: Path | None = None,
-    fresh: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
+    fresh: Switch = False,
     data: DataOptions | None = None,
     features: FitFeatures | None = None,
     model: ModelOptions | None = None,
@@ -218,7 +219,7 @@ def summary(estimator: TwoTower, observed: Interactions | Shard, held_out: int |
     }
 
 
-def traffic_facts(last: Record) -> dict[str, Any]:
+def traffic_facts(last: Record) -> dict[str, object]:
     """Processes and bytes sent between them, as counted by the first one; empty for one process."""
     if last.processes == 1:
         return {}
@@ -227,15 +228,10 @@ def traffic_facts(last: Record) -> dict[str, Any]:
 
 def _report(facts: dict[str, Any], common: Common) -> int:
     interrupted, failed = (facts["reason"] == r.name for r in (Reason.INTERRUPTED, Reason.NON_FINITE))
-    if common.json:
-        print_json(facts)
-    else:
-        metric = {} if facts["metric"] is None else {facts["metric"]: facts["metric_value"]}
-        print_facts(
-            {"objective": facts["objective"], **metric}
-            | {"iterations": facts["iterations"], "training time": f"{facts['seconds']:.2f} s"}
-            | {"stopped": facts["stopped"], "model": facts["model"]}
-        )
+    metric = {} if facts["metric"] is None else {facts["metric"]: facts["metric_value"]}
+    shown = {"objective": facts["objective"], **metric, "iterations": facts["iterations"]}
+    shown |= {"training time": f"{facts['seconds']:.2f} s", "stopped": facts["stopped"], "model": facts["model"]}
+    print_answer(common.json, facts, shown)
     if interrupted:
         raise KeyboardInterrupt(f"iteration {facts['iterations']} was kept; run the same command to continue from it")
     if failed:
@@ -279,12 +275,8 @@ def update(
         check.fail("out", out, "a folder, as RUN is a file")
     with run_folder.held(run_folder.for_writing(out)):  # before the model is read: of two updates neither loses pairs
         facts = _update(run, path, out, iterations, data, features, common)
-    if common.json:
-        print_json(facts)
-    else:
-        named = ("objective", "iterations", "added_pairs", "new_left", "new_right", "pairs", "model")
-        print_facts({name.replace("_", " "): facts[name] for name in named})
-    return 0
+    named = ("objective", "iterations", "added_pairs", "new_left", "new_right", "pairs", "model")
+    return print_answer(common.json, facts, {name.replace("_", " "): facts[name] for name in named})
 
 
 def _update(

@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from gramtower.cli.options import Common
-from gramtower.cli.output import note, print_facts, print_json
+from gramtower.cli.output import note, print_answer
 from gramtower.cli.run_folder import model_file
 from gramtower.model.two_tower import load
 from gramtower.serving.ann_index import build_index, index_path, write_index
@@ -50,8 +50,5 @@ def index(
         "index": str(target),
         **{name: value for name, value in vars(facts).items() if name not in ("model", "built")},
     }
-    if common.json:
-        print_json(found)
-    else:
-        print_facts({f"recall@{facts.k}" if name == "recall" else name: value for name, value in found.items()})
-    return 0
+    named = {f"recall@{facts.k}" if name == "recall" else name: value for name, value in found.items()}
+    return print_answer(common.json, found, named)

@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import scipy.sparse as sp
 from cyclopts import Parameter
+from numpy.typing import NDArray
 
 from gramtower import demo as packages
 from gramtower.cli.fit_command import traffic_facts
@@ -95,12 +97,12 @@ def describe_pairs(pairs: Interactions) -> dict[str, Any]:
     }
 
 
-def _counts(matrix: sp.csr_matrix) -> dict[str, Any]:
+def _counts(matrix: sp.csr_matrix) -> dict[str, object]:
     m, n = matrix.shape
     return {"left": m, "right": n, "pairs": int(matrix.nnz), "density": matrix.nnz / max(1, m * n)}
 
 
-def _example(ids: Any) -> Any:
+def _example(ids: NDArray[np.generic] | None) -> object:
     return None if ids is None or not len(ids) else ids[:1].tolist()[0]
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import tomllib
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -31,6 +31,9 @@ _FEATURES, _MODEL, _TRAINING, _OUTPUT = (
     Parameter(name="*", group=Group(name, sort_key=place))
     for place, name in enumerate(("Features", "Model", "Training", "Output and machine"), start=2)
 )
+Texts = Annotated[list[str] | None, Parameter(negative=())]  # a flag that may be repeated
+Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
+Known = Mapping[str, Mapping[str, object]]  # the type of each key that a table may have, by table
 _Kind = TypeVar("_Kind", bound=type)
 
 
@@ -51,7 +54,7 @@ def _from_settings(table: str) -> Callable[[_Kind], _Kind]:
     return extend
 
 
-def _flag_type(hint: Any) -> Any:
+def _flag_type(hint: object) -> Any:
     """The type of the flag for a setting: text where the setting takes it, names and values for a mapping."""
     kinds = {get_origin(kind) or kind for kind in (get_args(hint) or (hint,))}
     if dict in kinds:
@@ -179,13 +182,13 @@ class FitTraining(TuneTraining):
 class Common:
     """Options of every command."""
 
-    json: Annotated[bool, Parameter(negative=(), show_default=False)] = False
+    json: Switch = False
     "Print only one JSON object on standard output."
-    quiet: Annotated[bool, Parameter(negative=(), show_default=False)] = False
+    quiet: Switch = False
     "Do not report progress on standard error."
     threads: int | None = None
     "Number of threads; set it when several runs share the cores."
-    debug: Annotated[bool, Parameter(negative=(), show_default=False)] = False
+    debug: Switch = False
     "Show the traceback of an error."
 
 
@@ -241,7 +244,7 @@ def read_config(path: Path) -> Settings:
     return Settings(**{name: TABLES[name](**values) for name, values in found.items()})
 
 
-def read_tables(path: Path, content: dict[str, Any], known: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def read_tables(path: Path, content: dict[str, object], known: Known) -> dict[str, dict[str, Any]]:
     """The tables of a TOML file as the flags would have given their values."""
     tables: dict[str, dict[str, Any]] = {}
     with reading(path, "config"):
@@ -280,7 +283,7 @@ def merged(defaults: _Table, flags: ReadOptions | FeatureOptions | ModelOptions 
     return replace(defaults, **{f.name: v for f in fields(flags) if (v := getattr(flags, f.name)) is not None})
 
 
-def _read_table(path: Path, name: str, table: dict[str, Any], known: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _read_table(path: Path, name: str, table: dict[str, object], known: Known) -> dict[str, Any]:
     values = {}
     for key, value in table.items():
         plain = key.replace("-", "_")
@@ -293,12 +296,12 @@ def _read_table(path: Path, name: str, table: dict[str, Any], known: dict[str, d
     return values
 
 
-def _home(key: str, known: dict[str, dict[str, Any]]) -> str | None:
+def _home(key: str, known: Known) -> str | None:
     """The table that has a key."""
     return next((name for name, keys in known.items() if key in keys), None)
 
 
-def _as_flag(name: str, value: Any, hint: Any) -> Any:
+def _as_flag(name: str, value: object, hint: object) -> object:
     """A value of the file as the flag would have given it."""
     kind = next(k for k in get_args(hint) if k is not types.NoneType)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)

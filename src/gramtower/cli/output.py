@@ -7,19 +7,22 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from gramtower._util.checks import LeftOutWarning
 from gramtower._util.files import plain
 from gramtower.cli.process import showable, visible
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 _ROOT = Path(__file__).parents[1]
 _NARROWEST, _WIDEST = 40, 1000  # columns of text
 
 
-def print_json(payload: dict[str, Any]) -> None:
+def print_json(payload: Mapping[str, object]) -> None:
     """One JSON object; numbers that JSON does not know become null.
 
     Characters that the terminal lacks are escaped, and so are control characters that JSON itself leaves as they are.
@@ -46,7 +49,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
     _console().print(table)
 
 
-def print_facts(facts: dict[str, Any], title: str | None = None) -> None:
+def print_facts(facts: Mapping[str, object], title: str | None = None) -> None:
     """Names and values, one a line; long values such as paths are neither cut nor broken."""
     from rich.text import Text
 
@@ -58,12 +61,21 @@ def print_facts(facts: dict[str, Any], title: str | None = None) -> None:
         console.print(Text.assemble((visible(name).ljust(width), "bold"), visible(shown(value))), soft_wrap=True)
 
 
-def _console() -> Any:
+def print_answer(as_json: bool, content: Mapping[str, object], facts: Mapping[str, object] | None = None) -> int:
+    """Print JSON for programs, or facts (by default the same) for people; return the exit code 0."""
+    if as_json:
+        print_json(content)
+    else:
+        print_facts(content if facts is None else facts)
+    return 0
+
+
+def _console() -> Console:
     """Standard output as it is now; in a file or pipe nothing is folded to the width of a terminal."""
     return _of_width(_columns() if sys.stdout.isatty() else _WIDEST)
 
 
-def help_console() -> Any:
+def help_console() -> Console:
     """Standard output for help, which is folded in files and pipes too."""
     return _of_width(_columns())
 
@@ -73,7 +85,7 @@ def _columns() -> int:
     return min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
 
 
-def _of_width(columns: int) -> Any:
+def _of_width(columns: int) -> Console:
     from rich.console import Console
 
     return Console(file=sys.stdout, highlight=False, width=columns, height=100)
@@ -100,7 +112,7 @@ def note(text: str) -> None:
     sys.stderr.flush()
 
 
-def show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
+def show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
     """A warning of this library as one line on standard error; those of other packages are not for its users."""
     ours = issubclass(category, LeftOutWarning) or Path(filename).is_relative_to(_ROOT)
     if ours and os.environ.get("RANK", "0") == "0":  # of several processes the first

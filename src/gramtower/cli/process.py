@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import unicodedata
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from gramtower.distributed.launch import started_among_several
 
@@ -28,7 +28,7 @@ def interrupt_on_sigterm() -> None:
         signal.signal(signal.SIGTERM, _interrupt)
 
 
-def _interrupt(number: int, frame: Any) -> NoReturn:
+def _interrupt(number: int, frame: object) -> NoReturn:
     _received.append(number)
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from cyclopts import Parameter
@@ -14,19 +14,20 @@ from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower.cli.formats import DataOptions, ReadOptions
-from gramtower.cli.options import Common, Settings, merged
-from gramtower.cli.output import note, print_facts, print_json, print_table
+from gramtower.cli.options import Common, Settings, Switch, Texts, merged
+from gramtower.cli.output import note, print_answer, print_facts, print_json, print_table
 from gramtower.cli.reading import NO_ID, described_rows, id_column, new_rows, read_frame, read_pairs, right_rows
 from gramtower.cli.run_folder import open_model
-from gramtower.data.ids import as_known, as_objects, id_series
+from gramtower.data.ids import Key, as_known, as_objects, id_series
 from gramtower.metrics.definitions import DEFAULT
 from gramtower.model.two_tower import TwoTower
 from gramtower.serving.refusals import Refused
 from gramtower.serving.served_entities import EntityTable
 
-Ids = Annotated[list[str] | None, Parameter(negative=())]
 Many = Annotated[list[str] | None, Parameter(negative=(), consume_multiple=True)]
-Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
+if TYPE_CHECKING:
+    from polars import DataFrame
+
 _EVERY = 2.0  # seconds between lines of progress
 _WHERE = re.compile(r"(.+?)(>=|<=|=)(.*)", re.DOTALL)
 
@@ -41,7 +42,7 @@ def evaluate(
     exclude: Path | None = None,
     by: str | None = None,
     candidates: str = "all",
-    allow: Ids = None,
+    allow: Texts = None,
     left_features: Path | None = None,
     right_features: Path | None = None,
     histories: Path | None = None,
@@ -84,33 +85,29 @@ def evaluate(
             new[name] = read_pairs(path, options_of_test(settings, path, data), name=f"--{name}")
     new["allow"] = keys_of(model, "right", allow)
     found = model.evaluate(pairs, names, exclude_seen=exclude_seen, by=by, candidates=candidates, **new)
-    counts: dict[str, Any] = {"pairs": len(pairs), "pairs_left_out": found.pairs_left_out}
-    counts |= {"left_out": found.left_out, "exclude_seen": exclude_seen}
-    if common.json:
-        print_json({"metrics": found, **counts})
-        return 0
-    print_facts(dict(found))
-    return 0
+    counts = {"pairs": len(pairs), "pairs_left_out": found.pairs_left_out, "left_out": found.left_out}
+    counts |= {"exclude_seen": exclude_seen}
+    return print_answer(common.json, {"metrics": found, **counts}, found)
 
 
 def recommend(
     run: Path,
     /,
     *,
-    left: Ids = None,
+    left: Texts = None,
     k: Annotated[int, Parameter(name=["--k", "-k"])] = 10,
     include_seen: Switch = False,
     exclude: Path | None = None,
     allow: Many = None,
     deny: Many = None,
-    where: Ids = None,
+    where: Texts = None,
     candidates: str = "all",
     left_features: Path | None = None,
     right_features: Path | None = None,
     right_table: Path | None = None,
     right_id: str | None = None,
     right_title: str | None = None,
-    history: Ids = None,
+    history: Texts = None,
     every: Annotated[bool, Parameter(name="--all", negative=(), show_default=False)] = False,
     out: Path | None = None,
     device: str | None = None,
@@ -165,9 +162,9 @@ def recommend(
     }
     if exclude is not None:
         options["exclude"] = read_pairs(exclude, options_of_test(settings, exclude, None), name="--exclude")
-    if right_features is not None:
-        options["right_features"] = right_rows(model, right_features, common.quiet)
-    table = _right_table(model, settings, right_table or right_features, right_id, right_title, options, common.quiet)
+    new = None if right_features is None else right_rows(model, right_features, common.quiet)
+    options |= {} if new is None else {"right_features": new}
+    table = _right_table(model, settings, right_table or right_features, right_id, right_title, new, common.quiet)
     if where is not None:
         options["allow"] = _matching(table, where, options["allow"])
     if every and out is not None:
@@ -207,10 +204,10 @@ def _right_table(
     path: Path | None,
     id: str | None,
     title: str | None,
-    options: dict[str, Any],
+    new: DataFrame | None,
     quiet: bool,
-) -> tuple[EntityTable, list[Any]] | None:
-    """The table with titles and columns of right entities, and its ids: those of the model and new ones of ``options``.
+) -> tuple[EntityTable, list[Key]] | None:
+    """The table with titles and columns of right entities, and its ids: those of the model and of the ``new`` rows.
 
     Without a table of its own it is the one that the model was fitted with, if its file is still there.
     """
@@ -223,7 +220,6 @@ def _right_table(
         frame = read_frame("--right-table", path)
         column = id_column("right", frame, id, settings.data.right)
         known = list(range(len(model.right_))) if model.right_.ids is None else model.right_.ids.tolist()
-        new = options.get("right_features")
         if new is not None:
             name = next(part.table.id for part in model.right_.inputs.parts if part.table is not None)
             keys = map(str, id_series("id", new[name]).drop_nulls().to_list())
@@ -237,7 +233,7 @@ def _right_table(
         return None
 
 
-def _matching(table: tuple[EntityTable, list[Any]] | None, where: list[str], allow: list[Any] | None) -> list[Any]:
+def _matching(table: tuple[EntityTable, list[Key]] | None, where: list[str], allow: list[Key] | None) -> list[Key]:
     """The ids that filters by columns let through, of those that are allowed."""
     if table is None:
         check.fail("--where", where[0], "--right-table as well: the table that has the column")
@@ -271,7 +267,7 @@ def _float(text: str, value: str) -> float:
         check.fail("--where", repr(text), "a number")
 
 
-def _check_all(left: Ids, left_features: Path | None, history: Ids, out: Path | None) -> None:
+def _check_all(left: Texts, left_features: Path | None, history: Texts, out: Path | None) -> None:
     """Refuse --all with what chooses left entities, and without a file."""
     for name, value in (("--left", left), ("--left-features", left_features), ("--history", history)):
         if value is not None:
@@ -280,7 +276,7 @@ def _check_all(left: Ids, left_features: Path | None, history: Ids, out: Path | 
         check.fail("--out", "none", "with --all, the file to write: .parquet, .csv or .tsv")
 
 
-def _write_all(model: TwoTower, out: Path, k: int, options: dict[str, Any], common: Common) -> int:
+def _write_all(model: TwoTower, out: Path, k: int, options: Mapping[str, Any], common: Common) -> int:
     """Lists of all left entities to a file, with a line of progress every few seconds."""
     start = said = time.monotonic()
     first: int | None = None
@@ -298,19 +294,15 @@ def _write_all(model: TwoTower, out: Path, k: int, options: dict[str, Any], comm
 
     answers = model.recommend_all(out, k, progress=progress, **options)
     facts = {"lists": len(model.left_), "answers": answers, "seconds": time.monotonic() - start, "out": str(out)}
-    if common.json:
-        print_json(facts)
-    else:
-        print_facts(facts)
-    return 0
+    return print_answer(common.json, facts)
 
 
 def similar(
     run: Path,
     /,
     *,
-    right: Ids = None,
-    left: Ids = None,
+    right: Texts = None,
+    left: Texts = None,
     k: Annotated[int, Parameter(name=["--k", "-k"])] = 10,
     left_features: Path | None = None,
     right_features: Path | None = None,
@@ -333,7 +325,8 @@ def similar(
     if len(sides) != 1:
         check.fail("--left, --right", "both" if sides else "neither", "one of them, or its table")
     model, _ = open_model(run)
-    side, asked, options = sides[0], left if sides[0] == "left" else right, {}
+    side, asked = sides[0], left if sides[0] == "left" else right
+    options: dict[str, Any] = {}
     path = tables[side]
     if path is not None:
         options[f"{side}_features"], names = new_rows(model, path, None, True, side)
@@ -352,19 +345,19 @@ def options_of_test(settings: Settings, test: Path, given: ReadOptions | None) -
     return merged(options, given)
 
 
-def keys_of(model: TwoTower, side: str, ids: list[str] | None) -> Any:
+def keys_of(model: TwoTower, side: str, ids: list[str] | None) -> list[Key] | None:
     """Ids as the model knows them: text, whole numbers, or row numbers for a model that was fitted on a matrix."""
     return None if ids is None else as_known(ids, model.left_.ids if side == "left" else model.right_.ids)
 
 
 def _show(
     asked_name: str,
-    asked: list[Any],
+    asked: Sequence[Key],
     found_name: str,
-    found: NDArray[Any],
+    found: NDArray[np.generic],
     scores: NDArray[np.float32],
     common: Common,
-    titles: Mapping[Any, str | None] | None = None,
+    titles: Mapping[Key, str | None] | None = None,
 ) -> None:
     """One list for each entity asked about, with titles where there are some; places without an answer are left out."""
     titles = titles or {}
@@ -405,7 +398,7 @@ def explain(
     k: Annotated[int, Parameter(name=["--k", "-k"])] = 10,
     left_features: Path | None = None,
     right_features: Path | None = None,
-    history: Ids = None,
+    history: Texts = None,
     common: Common | None = None,
 ) -> int:
     """Explain the score of a pair: the contributions of everything known about its left entity.
@@ -424,7 +417,7 @@ def explain(
     common, k = common or Common(), check.count("-k", k)
     model, _ = open_model(run)
     new = left == NEW
-    keys = None if new else keys_of(model, "left", [left])[0], keys_of(model, "right", [right])[0]
+    keys = None if new else as_known([left], model.left_.ids)[0], as_known([right], model.right_.ids)[0]
     given: dict[str, Any] = {}
     for name, path, key in (("left", left_features, left), ("right", right_features, right)):
         if path is not None:

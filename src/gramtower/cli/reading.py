@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower.cli.formats import FORMATS, DataOptions, find_format
@@ -22,6 +24,9 @@ from gramtower.distributed.partition import Shard, is_partition
 from gramtower.engine.kernels.losses import LOSSES, Loss
 from gramtower.model.fit_data import hold_out
 from gramtower.model.two_tower import TwoTower
+
+if TYPE_CHECKING:
+    from polars import DataFrame
 
 NO_ID = "(no id)"
 _MOVIELENS = {"left": ("user",), "right": ("movie",)}
@@ -110,7 +115,7 @@ def tower_features(
     return arguments, report
 
 
-def seen_line(features: dict[str, Any]) -> str:
+def seen_line(features: Mapping[str, list[str | FeatureTable]]) -> str:
     """One line about what each tower sees, and what to compare it with where there are features."""
     sides, described = [], False
     for side in ("left", "right"):
@@ -143,7 +148,7 @@ def read_table(side: str, path: Path, settings: Settings) -> FeatureTable:
     )
 
 
-def read_frame(name: str, path: Path) -> Any:
+def read_frame(name: str, path: Path) -> DataFrame:
     """A table with all columns: CSV as text, Parquet, or ``users.dat`` and ``movies.dat`` of MovieLens."""
     found = existing(name, path)
     if frames.suffix_of(found) == ".dat":
@@ -151,7 +156,7 @@ def read_frame(name: str, path: Path) -> Any:
     return frames.read_frame(name, found)
 
 
-def id_column(side: str, frame: Any, given: str | None, pairs_column: str | None) -> str:
+def id_column(side: str, frame: DataFrame, given: str | None, pairs_column: str | None) -> str:
     """The column of ids: the one given, else one called like that of the pairs, else ``id``."""
     present = frame.columns
     if given is not None:
@@ -164,7 +169,7 @@ def id_column(side: str, frame: Any, given: str | None, pairs_column: str | None
 
 def new_rows(
     model: TwoTower, path: Path, chosen: list[str] | None, quiet: bool, side: str = "left"
-) -> tuple[Any, list[str]]:
+) -> tuple[DataFrame, list[str]]:
     """The rows of a table of new entities, all or those of some ids, and their ids (or numbers, without ids)."""
     table, frame = _table_of(model, path, side), read_frame(f"{side}_features", path)
     if table.id not in frame.columns:
@@ -187,7 +192,7 @@ def new_rows(
     return frame, ids
 
 
-def described_rows(model: TwoTower, path: Path, ids: Any, quiet: bool) -> Any:
+def described_rows(model: TwoTower, path: Path, ids: NDArray[np.generic], quiet: bool) -> DataFrame:
     """A table of left entities with a column of ids; how many of some ids are not in it is stated."""
     table, frame = _table_of(model, path, "left"), read_frame("left_features", path)
     name = frames.pick(f"id column of {path}", table.id, frame.columns)
@@ -198,7 +203,7 @@ def described_rows(model: TwoTower, path: Path, ids: Any, quiet: bool) -> Any:
     return frame
 
 
-def right_rows(model: TwoTower, path: Path, quiet: bool) -> Any:
+def right_rows(model: TwoTower, path: Path, quiet: bool) -> DataFrame:
     """A table of right entities, those that the model does not know counted."""
     table, frame = _table_of(model, path, "right"), read_frame("right_features", path)
     name = frames.pick(f"id column of {path}", table.id, frame.columns)
@@ -219,7 +224,7 @@ def _table_of(model: TwoTower, path: Path, side: str) -> FeatureTable:
     return table
 
 
-def _report_join(side: str, table: FeatureTable, ids: Any, quiet: bool, group: Group) -> dict[str, Any]:
+def _report_join(side: str, table: FeatureTable, ids: NDArray[np.generic], quiet: bool, group: Group) -> dict[str, Any]:
     table.match(ids)
     found = dict(table.report) | {"columns": table.kinds, "features": len(table.feature_names)}
     local, unused = found["ids_without_features"], found["features_without_ids"]

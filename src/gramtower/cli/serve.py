@@ -6,13 +6,10 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated
-
-from cyclopts import Parameter
 
 from gramtower._util import checks as check
 from gramtower._util.optional import missing
-from gramtower.cli.options import Common, Settings, read_config
+from gramtower.cli.options import Common, Settings, Switch, Texts, read_config
 from gramtower.cli.output import print_json
 from gramtower.cli.process import was_terminated
 from gramtower.cli.query import options_of_test
@@ -23,8 +20,6 @@ from gramtower.serving import logs
 from gramtower.serving.refusals import Limits
 from gramtower.serving.snapshot import Source, TableSource
 
-Texts = Annotated[list[str] | None, Parameter(negative=())]
-Switch = Annotated[bool, Parameter(negative=(), show_default=False)]
 TOKEN, MOST_WORKERS = "GRAMTOWER_TOKEN", 256
 
 
@@ -91,7 +86,7 @@ def serve(
     """
     common = common or Common()
     check.choice("--log-format", log_format, logs.FORMATS)
-    say = _silent if common.quiet else partial(logs.write, log_format)
+    say = (lambda line: None) if common.quiet else partial(logs.write, log_format)
     tables = {
         side: _table(side, path, id, title, run)
         for side, path, id, title in (
@@ -135,15 +130,11 @@ def serve(
         log_format,
     )
     try:
-        run_server(sources, options, say, _announce if common.json else _silent)
+        run_server(sources, options, say, _announce if common.json else lambda address: None)
     except KeyboardInterrupt:
         if not was_terminated():
             raise
     return 0  # SIGTERM is the usual way to end a server
-
-
-def _silent(line: str) -> None:
-    pass
 
 
 def _announce(address: str) -> None:

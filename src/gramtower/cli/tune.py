@@ -85,7 +85,7 @@ def tune(
         "features": features_table(settings.features) | {"history": settings.model.history},
     }
 
-    say = trial_lines(_silent if common.quiet else note)
+    say = trial_lines((lambda line: None) if common.quiet else note)
 
     def progress(found: Search) -> None:
         found.write(out, tables)
@@ -122,7 +122,3 @@ def tune(
         kept = f"{len(found.trials)} trials were kept in {storage}, and the same command continues after them"
         raise KeyboardInterrupt(kept)
     return 0
-
-
-def _silent(line: str) -> None:
-    pass
