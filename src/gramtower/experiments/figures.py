@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # Okabe-Ito: colour-blind readers can tell them apart
+Tried = tuple[Mapping[str, Any], float, float]  # settings, metric and standard error of a point of a path
 _GREY = "#999999"
 _MOST_CURVES, _MOST_BARS = 60, 12
 _LONGEST = 30  # letters of a model's name
@@ -62,12 +63,9 @@ def as_svg(figure: Figure) -> bytes:
 def run_figure(
     runs: Mapping[str, Sequence[Record]],
     metric: str | None,
-    tried: Sequence[tuple[Mapping[str, Any], float, float]] = (),
+    tried: Sequence[Tried] = (),
 ) -> Figure:
-    """Draw the objective and the validation metric, if one was recorded, by iteration; then the path of penalties.
-
-    A point of the path (``tried``) has settings, a metric and its standard error.
-    """
+    """Draw the objective and the validation metric, if one was recorded, by iteration; then the path of penalties."""
     measured = any(record.metric is not None for records in runs.values() for record in records)
     panels = 1 + measured + bool(tried)
     with drawing():
@@ -87,7 +85,7 @@ def run_figure(
     return figure
 
 
-def _path(axis: Axes, tried: Sequence[tuple[Mapping[str, Any], float, float]], metric: str) -> None:
+def _path(axis: Axes, tried: Sequence[Tried], metric: str) -> None:
     """Draw the metric of held-out data by penalty, with a line for each shape of towers."""
     penalty = next(name for name in ("embedding_l2", "l2") if name in tried[0][0])
     shapes: dict[str, list[tuple[float, float, float]]] = {}

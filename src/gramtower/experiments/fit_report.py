@@ -117,7 +117,7 @@ def _group(
     )  # fmt: skip
 
 
-def as_pairs(fitted: FittedModel, matrix: sp.csr_matrix) -> Any:
+def as_pairs(fitted: FittedModel, matrix: sp.csr_matrix) -> Interactions | sp.csr_matrix:
     """Return a matrix in a model's rows as pairs with the model's ids, if it has ids."""
     if fitted.left.ids is None or fitted.right.ids is None:
         return matrix
@@ -233,14 +233,8 @@ def _curves(run: FitRun, metric: str | None, problems: list[str]) -> list[str]:
         return ["<h2>Curves</h2><p>There is no record of an iteration yet.</p>"]
     caption = f"Objective, and {metric} on the validation pairs, by iteration" if metric else "Objective by iteration"
     chart = drawn(lambda: run_figure(run.runs, metric), caption, problems)
-    head = [
-        "",
-        "iterations",
-        "objective at the start",
-        "at the end",
-        *([f"best {metric}, validation"] if metric else []),
-        "seconds",
-    ]
+    head = ["", "iterations", "objective at the start", "at the end"]
+    head += [*([f"best {metric}, validation"] if metric else []), "seconds"]
     rows = []
     for name, records in run.runs.items():
         if records:
@@ -250,13 +244,13 @@ def _curves(run: FitRun, metric: str | None, problems: list[str]) -> list[str]:
     return ["<h2>Curves</h2>", chart, table(head, rows)]
 
 
-def _data(model: FittedModel, problems: list[str]) -> tuple[list[str], dict[str, Any]]:
+def _data(model: FittedModel, problems: list[str]) -> tuple[list[str], dict[str, object]]:
     m, n = model.trained.shape
     counts = degrees(model.trained)
-    numbers: dict[str, Any] = {"left": m, "right": n, "pairs": int(model.trained.nnz)}
-    numbers["density"] = model.trained.nnz / max(1, m * n)
+    density = model.trained.nnz / max(1, m * n)
+    numbers: dict[str, object] = {"left": m, "right": n, "pairs": int(model.trained.nnz), "density": density}
     left, right = _called(model)
-    text = f"{m:,} {left} × {n:,} {right} entities, {model.trained.nnz:,} pairs: {numbers['density']:.3%} of all"
+    text = f"{m:,} {left} × {n:,} {right} entities, {model.trained.nnz:,} pairs: {density:.3%} of all"
     added = [(name, side.added) for name, side in ((left, model.left), (right, model.right)) if side.added]
     text += "".join(f"; of the {name} entities {count:,} were added after training" for name, count in added)
     found = ["<h2>Data</h2>", f"<p>{escape(text)}.</p>"]
@@ -271,9 +265,7 @@ def _data(model: FittedModel, problems: list[str]) -> tuple[list[str], dict[str,
     return [*found, table(["pairs per entity", *QUANTILES, "without any"], rows)], numbers
 
 
-def _measured(
-    model: FittedModel, run: FitRun, metric: str | None
-) -> tuple[list[str], list[dict[str, Any]]]:  # fmt: skip
+def _measured(model: FittedModel, run: FitRun, metric: str | None) -> tuple[list[str], list[dict[str, object]]]:
     heading = "<h2>Metrics by popularity and activity</h2>"
     if run.held_out is None:
         text = "The model keeps no validation pairs to measure it on. gramtower report RUN --test FILE measures others."

@@ -189,7 +189,7 @@ class Search:
             tables["features"] = features
         return config_text({k: v for k, v in (tables | found).items() if v}, comment)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return everything as plain values."""
         content = asdict(self)
         content["base"] = {
@@ -266,7 +266,7 @@ def read_search(folder: Path) -> Search:
     return search
 
 
-def _tuples(value: Any) -> Any:
+def _tuples(value: object) -> object:
     """Turn lists of JSON, the widths of hidden layers, back into tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 

@@ -21,16 +21,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from gramtower._util import checks as check
+from gramtower.data.interactions import PairsLike
 from gramtower.distributed.group import current_group
 from gramtower.experiments.tuning.report import Search
 from gramtower.experiments.tuning.space import NAMES, Space, Value, as_space, default_space, effective, linear
 from gramtower.experiments.tuning.study import Gain, Log, Solutions, Tried, Verdict, gain, judge, pick, request
 from gramtower.experiments.tuning.trial import (
+    Both,
     Outcome,
     Parts,
     changed_arguments,
@@ -59,16 +60,16 @@ _ROOM = 12  # times the first trial's seconds, which must be left for larger tow
 
 def tune(
     model: ModelSettings,
-    pairs: Any,
+    pairs: PairsLike,
     *,
     trials: int,
     time_limit: float | None,
     metric: str,
-    validation: Any,
-    space: Mapping[str, Any] | None,
+    validation: object,
+    space: Mapping[str, object] | None,
     storage: str | Path | None,
     seed: int,
-    features: tuple[Any, Any],
+    features: Both,
     validation_side: str | None = None,
     progress: Callable[[Search], None] | None = None,
 ) -> Search:
@@ -138,7 +139,7 @@ def _other(seed: int) -> int:
 
 
 def make_space(
-    model: ModelSettings, start: Mapping[str, Value], given: Mapping[str, Any] | None, parts: Parts
+    model: ModelSettings, start: Mapping[str, Value], given: Mapping[str, object] | None, parts: Parts
 ) -> Space:
     """Return the space to search: the given one, or everything that the model does not set explicitly."""
     labels = not np.isin(parts.matrix.data, (-1.0, 1.0)).all()
@@ -199,13 +200,13 @@ class _Run:
         """Return the result; its winner started cold, or was trained again from a cold start if there was time."""
         while not self.interrupted and len(self.again) < _CONFIRM:
             best = self.result().best
-            if best.started_cold or self._confirmed(best, self._from_cold) is None:
+            if (
+                best.started_cold
+                or self._confirmed(best, lambda tried: self._train(tried.settings, None, None, True)) is None
+            ):
                 break
         found = self.result()
         return found if found.best.started_cold else self.result(cold_only=True)
-
-    def _from_cold(self, tried: Tried) -> Outcome:
-        return self._train(tried.settings, None, None, confirming=True)
 
     def _confirmed(self, tried: Tried, train: Callable[[Tried], Outcome]) -> Tried | None:
         """Return the record of a trial trained once more, from the log or now; None without time or memory."""

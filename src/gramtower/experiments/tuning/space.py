@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -126,7 +125,7 @@ def _widths(start: str) -> list[str]:
     return [each(lambda widths: (*widths, widths[-1])), halves, "none", doubles]
 
 
-def read_space(path: Path) -> dict[str, Any]:
+def read_space(path: Path) -> dict[str, object]:
     """Return the table ``[space]`` of a TOML file, for :func:`as_space`."""
     content = read_toml("space", path)
     if set(content) - {"space"} or not isinstance(content.get("space", {}), dict):
@@ -134,7 +133,7 @@ def read_space(path: Path) -> dict[str, Any]:
     return dict(content.get("space", {}))
 
 
-def as_space(given: Mapping[str, Any], whole: Space) -> Space:
+def as_space(given: Mapping[str, object], whole: Space) -> Space:
     """Return a space from names and what to search for each; other names are not searched.
 
     ``true`` takes the range of the whole space, ``[low, high]`` another range, a list (for names with a few values)
@@ -153,7 +152,9 @@ def as_space(given: Mapping[str, Any], whole: Space) -> Space:
         elif plain in RANGES:
             space[plain] = _range(plain, value)
         else:
-            values = value if isinstance(value, (list, tuple)) and not _is_widths(plain, value) else [value]
+            values = list(value) if isinstance(value, (list, tuple)) else [value]
+            if plain == "hidden" and all(isinstance(item, int) for item in values):
+                values = [value]  # one value, such as [256, 256], rather than several
             checked = tuple(dict.fromkeys(_check_value(plain, item, whole) for item in values))
             if not checked:
                 check.fail(f"space: {plain}", "an empty list", "at least one value")
@@ -209,7 +210,7 @@ def effective(settings: Mapping[str, Value], start: Mapping[str, Value]) -> dict
     return {name: value for name, value in settings.items() if name not in unused}
 
 
-def describe(space: Space) -> dict[str, Any]:
+def describe(space: Space) -> dict[str, object]:
     """Return the space as plain values, such as :func:`as_space` takes."""
     return {
         name: [part.low, part.high] if isinstance(part, Range) else list(part.values) for name, part in space.items()
@@ -223,7 +224,7 @@ def rescaled_penalty(penalty: float, power: float, matrix: sp.csr_matrix, omega:
     return penalty * float(sum(c.sum() for c in counts) / sum((c**power).sum() for c in counts))
 
 
-def _range(name: str, value: Any) -> Range | Choices:
+def _range(name: str, value: object) -> Range | Choices:
     log = name in LOGARITHMIC
     if not isinstance(value, (list, tuple)):
         return Choices((check.number(f"space: {name}", value, minimum=0.0 if log else -np.inf),))
@@ -235,17 +236,12 @@ def _range(name: str, value: Any) -> Range | Choices:
     return Range(low, high, log)
 
 
-def _is_widths(name: str, value: Any) -> bool:
-    """Return whether a list is one value of ``hidden``, such as [256, 256], rather than several."""
-    return name == "hidden" and all(isinstance(item, int) for item in value)
-
-
-def _check_value(name: str, value: Any, whole: Space) -> Value:
+def _check_value(name: str, value: object, whole: Space) -> Value:
     label = f"space: {name}"
     if name == "dim":
         return check.count(label, value)
     if name == "imputed":
-        return value if value == "fitted" else check.number(label, value)
+        return "fitted" if value == "fitted" else check.number(label, value)
     if name == "activation":
         make_activation(label, value)
         return str(value)

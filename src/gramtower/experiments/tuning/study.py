@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -114,8 +114,7 @@ def _rank(trial: Tried) -> tuple[bool, float, int]:
     return not trial.pruned, trial.value, -trial.number
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The trial that wins, and a sentence that says what it was compared with."""
 
     winner: Tried
@@ -167,18 +166,11 @@ def judge(trials: Sequence[Tried], refused: Collection[int] = ()) -> Verdict:
     return Verdict(winner, text)
 
 
-SAME = (
-    "dim",
-    "hidden",
-    "normalize",
-    "loss",
-    "imputed",
-    "features",
-)  # must be equal: another shape, or another scale of scores
+SAME = ("dim", "hidden", "normalize", "loss", "imputed", "features")  # else another shape, or another scale of scores
 RADIUS = 4.0  # octaves of ω, λ, μ, or quarters of a power, beyond which a cold start is as good
 
 
-def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
+def distance(one: Mapping[str, Value], other: Mapping[str, Value]) -> float:
     """Return the distance of two settings: octaves of ω, λ, μ and quarters of powers; infinite for other towers."""
     if any(one.get(name) != other.get(name) for name in SAME):
         return math.inf
@@ -200,7 +192,7 @@ class Solutions:
         self.folder, self.budget = folder, budget
         folder.mkdir(parents=True, exist_ok=True)
 
-    def nearest(self, settings: dict[str, Any], finished: Iterable[tuple[int, dict[str, Any]]]) -> int | None:
+    def nearest(self, settings: dict[str, Value], finished: Iterable[tuple[int, dict[str, Value]]]) -> int | None:
         """Return the finished trial whose solution is nearest to settings, or None if none is near."""
         found = [(distance(settings, other), number) for number, other in finished if self._path(number).exists()]
         near = min(found, default=(math.inf, -1))
@@ -269,7 +261,7 @@ def request(parts: Parts, data: FitData, space: Space, metric: str, seed: int, m
     )
 
 
-def _text(name: str, value: Any) -> str:
+def _text(name: str, value: object) -> str:
     """Return a setting as text that is the same in every process: weights by a digest, a custom loss by its name."""
     if isinstance(value, Loss):
         return value.name
@@ -303,17 +295,15 @@ class Log:
         self.trials: list[Tried] = []
         self.failed: list[_Failed] = []
         self.confirmations: list[Tried] = []
-        while self._read("trial", self.ended, Tried, self.trials) or self._read(
-            "failed", self.ended, _Failed, self.failed
-        ):
-            pass
-        while self._read("confirmation", len(self.confirmations), Tried, self.confirmations):
-            pass
-
-    def _read(self, kind: str, number: int, cls: type[Any], records: list[Any]) -> bool:
-        found = self.store.read_run(f"{kind}-{number}", cls)
-        records += [] if found is None else [found]
-        return found is not None
+        while True:
+            if (tried := self.store.read_run(f"trial-{self.ended}", Tried)) is not None:
+                self.trials.append(tried)
+            elif (failed := self.store.read_run(f"failed-{self.ended}", _Failed)) is not None:
+                self.failed.append(failed)
+            else:
+                break
+        while (again := self.store.read_run(f"confirmation-{len(self.confirmations)}", Tried)) is not None:
+            self.confirmations.append(again)
 
     @property
     def ended(self) -> int:

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower._util.checks import hidden_text, parse_hidden
-from gramtower.data.interactions import Interactions
+from gramtower.data.interactions import Interactions, PairsLike
+from gramtower.data.tables import FeaturesLike
 from gramtower.engine.objective.constants import degree_power
 from gramtower.engine.objective.point import Point
 from gramtower.experiments.tuning.space import Value, rescaled_penalty
@@ -45,6 +46,7 @@ from gramtower.model.unseen import Unseen, UnseenValidator, hold_out_entities
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Record
 
+Both = tuple[FeaturesLike, FeaturesLike]  # features of left and of right entities
 LOOK_BACK = 3  # iterations that a slope is taken over
 COLD_START = 6  # iterations that a cold start is given before it is judged
 SETTLED = 2e-3  # relative change over LOOK_BACK iterations under which a curve is flat
@@ -126,21 +128,19 @@ class Parts:
     held_out: sp.csr_matrix  # validation pairs, of at most as many users as can be ranked often
     users: int  # number of users with validation pairs
     shown: int  # number of those that trials are ranked on
-    features: tuple[Any, Any]  # features passed to tune, left and right, of the entities of ``train``
+    features: Both  # features passed to tune, left and right, of the entities of ``train``
     unseen: Unseen | None = None  # entities that were held out with all their pairs
 
 
 def validation_part(parts: Parts) -> HeldOut:
     """Return the parts in the form in which penalties are chosen on them before trials begin."""
-    held_out: Any = None
-    if parts.unseen is None:
-        held_out = parts.held_out
-        if isinstance(parts.train, Interactions):
-            held_out = Interactions.from_matrix(held_out, parts.train.left_ids, parts.train.right_ids)
+    held_out = parts.held_out if parts.unseen is None else None
+    if held_out is not None and isinstance(parts.train, Interactions):
+        held_out = Interactions.from_matrix(held_out, parts.train.left_ids, parts.train.right_ids)
     return HeldOut(parts.train, parts.features, held_out, parts.unseen)
 
 
-def make_parts(pairs: Any, validation: Any, features: tuple[Any, Any], seed: int, device: str) -> Parts:
+def make_parts(pairs: PairsLike, validation: object, features: Both, seed: int, device: str) -> Parts:
     """Split the validation part off, or take the given one."""
     matrix, ids = matrix_and_ids(pairs)
     if isinstance(validation, Real):
@@ -160,7 +160,7 @@ def make_parts(pairs: Any, validation: Any, features: tuple[Any, Any], seed: int
 
 
 def make_parts_of_entities(
-    model: ModelSettings, pairs: Any, share: Any, side: str, features: tuple[Any, Any], seed: int
+    model: ModelSettings, pairs: PairsLike, share: object, side: str, features: Both, seed: int
 ) -> Parts:
     """Hold out a share of the entities of a side with all their pairs."""
     unseen = hold_out_entities(model, pairs, features, share, side, seed)
@@ -202,7 +202,7 @@ def start_values(model: ModelSettings, parts: Parts, data: FitData) -> dict[str,
     }
 
 
-def weights_power(name: str, weights: Any) -> float:
+def weights_power(name: str, weights: object) -> float:
     """Return s of the weights ``"degree^s"``; 0 for none, and for an array."""
     return degree_power(name, weights) if isinstance(weights, str) else 0.0
 
@@ -254,18 +254,11 @@ def changed_arguments(
     return {name: value for name, value in arguments.items() if name not in same}
 
 
-def chosen_features(settings: dict[str, Value], given: tuple[Any, Any]) -> tuple[Any, Any]:
+def chosen_features(settings: dict[str, Value], given: Both) -> Both:
     """Return the input of the towers for settings."""
-    known = {"ids": None, "history": "history", "ids+history": ["id", "history"]}
+    known: dict[str, FeaturesLike] = {"ids": None, "history": "history", "ids+history": ["id", "history"]}
     choice = settings.get("features", "given")
     return given if choice == "given" else (known[str(choice)], None)
-
-
-def _validator(metric: str, parts: Parts, data: FitData) -> RankingValidator | UnseenValidator:
-    """Return the function that ranks a trial."""
-    if parts.unseen is not None:
-        return parts.unseen.validator(metric, data)
-    return RankingValidator(metric, parts.held_out, data.matrix)
 
 
 def run_trial(
@@ -289,7 +282,9 @@ def run_trial(
     towers = make_towers(model, data, problem)
     if warm is not None:
         towers.load(warm)
-    measure = _validator(model.metric, parts, data)
+    measure: RankingValidator | UnseenValidator = RankingValidator(model.metric, parts.held_out, data.matrix)
+    if parts.unseen is not None:
+        measure = parts.unseen.validator(model.metric, data)
     curve: list[float] = []
     most = iterations(model, data, problem, towers)
     last: Tensor | None = None
