@@ -6,10 +6,8 @@ import re
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import scipy.sparse as sp
 from cyclopts import Parameter
-from numpy.typing import NDArray
 
 from gramtower import demo as packages
 from gramtower.cli.fit_command import traffic_facts
@@ -18,6 +16,7 @@ from gramtower.cli.options import Common, merge_flags
 from gramtower.cli.output import print_facts, print_json, print_table
 from gramtower.cli.reading import read_pairs
 from gramtower.cli.run_folder import is_model, open_model
+from gramtower.data.ids import Ids
 from gramtower.data.interactions import Interactions
 from gramtower.distributed.partition import is_partition, read_manifest, read_part
 from gramtower.experiments.fit_report import QUANTILES, degree_quantiles
@@ -102,7 +101,7 @@ def _counts(matrix: sp.csr_matrix) -> dict[str, object]:
     return {"left": m, "right": n, "pairs": int(matrix.nnz), "density": matrix.nnz / max(1, m * n)}
 
 
-def _example(ids: NDArray[np.generic] | None) -> object:
+def _example(ids: Ids | None) -> object:
     return None if ids is None or not len(ids) else ids[:1].tolist()[0]
 
 

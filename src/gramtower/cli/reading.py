@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower.cli.formats import FORMATS, DataOptions, find_format
 from gramtower.cli.options import Settings, parse_option
 from gramtower.cli.output import note
 from gramtower.data import frames, readers, splits
-from gramtower.data.ids import as_objects, id_series, index_of, join
+from gramtower.data.ids import Ids, as_objects, id_series, index_of, join
 from gramtower.data.interactions import Interactions
 from gramtower.data.sources import existing
 from gramtower.data.tables import FeatureTable
@@ -192,7 +191,7 @@ def new_rows(
     return frame, ids
 
 
-def described_rows(model: TwoTower, path: Path, ids: NDArray[np.generic], quiet: bool) -> DataFrame:
+def described_rows(model: TwoTower, path: Path, ids: Ids, quiet: bool) -> DataFrame:
     """A table of left entities with a column of ids; how many of some ids are not in it is stated."""
     table, frame = _table_of(model, path, "left"), read_frame("left_features", path)
     name = frames.pick(f"id column of {path}", table.id, frame.columns)
@@ -224,7 +223,7 @@ def _table_of(model: TwoTower, path: Path, side: str) -> FeatureTable:
     return table
 
 
-def _report_join(side: str, table: FeatureTable, ids: NDArray[np.generic], quiet: bool, group: Group) -> dict[str, Any]:
+def _report_join(side: str, table: FeatureTable, ids: Ids, quiet: bool, group: Group) -> dict[str, Any]:
     table.match(ids)
     found = dict(table.report) | {"columns": table.kinds, "features": len(table.feature_names)}
     local, unused = found["ids_without_features"], found["features_without_ids"]

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower._util.digest import digest_of
-from gramtower.data.ids import index_of, join
+from gramtower.data.ids import Ids, index_of, join
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import SparseMatrix, union, without
 from gramtower.data.splits import random_pairs
@@ -115,7 +115,7 @@ def seen_places(lists: NDArray[np.int64], seen: sp.csr_matrix) -> int:
     return int(shown.multiply(seen).nnz)
 
 
-def describe(value: object, ids: NDArray[np.generic] | None = None) -> object:
+def describe(value: object, ids: Ids | None = None) -> object:
     """Describe settings and features in JSON; equal ones have equal descriptions. Arrays and tables become digests.
 
     Of a table only the rows of ``ids`` count.
@@ -357,7 +357,7 @@ def _estimator(name: str, model: Recommender, arguments: Mapping[str, object], p
     )  # fmt: skip
 
 
-def _ids(argument: str, pairs: Interactions) -> NDArray[np.generic] | None:
+def _ids(argument: str, pairs: Interactions) -> Ids | None:
     return {"left_features": pairs.left_ids, "right_features": pairs.right_ids}.get(argument)
 
 

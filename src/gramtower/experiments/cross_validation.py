@@ -36,7 +36,7 @@ from gramtower._util import checks as check
 from gramtower._util import html as html
 from gramtower.data import splits
 from gramtower.data.frames import Column
-from gramtower.data.ids import index_of, join
+from gramtower.data.ids import Ids, index_of, join
 from gramtower.data.interactions import Interactions, PairSamples, PairsLike, pairs_of
 from gramtower.data.splits import Split
 from gramtower.data.splits import folds as cut
@@ -305,7 +305,7 @@ def _splits(pairs: Interactions, folds: object, seed: int) -> Iterator[Split]:
     return chain([first], given)
 
 
-def _of_rows(name: str, features: FeaturesLike, known: NDArray[np.generic], asked: NDArray[np.generic]) -> FeaturesLike:
+def _of_rows(name: str, features: FeaturesLike, known: Ids, asked: Ids) -> FeaturesLike:
     """Return features of other entities. Rows of matrices are found by id; everything else is joined by id later."""
     if isinstance(features, (list, tuple)):
         return [_of_rows(name, one, known, asked) for one in features]
@@ -322,7 +322,7 @@ def _of_rows(name: str, features: FeaturesLike, known: NDArray[np.generic], aske
 
 
 def _user_intervals(
-    names: Sequence[str], users: Sequence[tuple[NDArray[np.generic], Mapping[str, NDArray[np.float64]]]], seed: int
+    names: Sequence[str], users: Sequence[tuple[Ids, Mapping[str, NDArray[np.float64]]]], seed: int
 ) -> dict[str, Interval]:
     """Return bootstrap intervals of the metrics that every fold has for each user."""
     index: dict[object, int] = {}
