@@ -51,7 +51,7 @@ def test_a_table_that_changes_is_taken_up(path, tmp_path):
     table.write_text(table.read_text().replace("Thing 1,", "Another thing,"))
     assert models.reload(changed_only=True) == ["one"]
     right = models.get().right
-    assert right.table.titles()[right.rows(["i1"])[0]] == "Another thing, naïve"
+    assert right.table.titles[right.rows(["i1"])[0]] == "Another thing, naïve"
 
 
 def test_the_files_of_a_command_are_those_that_are_watched(path, tmp_path, monkeypatch):

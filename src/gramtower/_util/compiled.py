@@ -1,15 +1,11 @@
 """``compiled``: compiles a function with numba and keeps the machine code on disk for the next process.
 
-Code is kept where numba would keep it (next to the source file, in the user's cache folder, or in NUMBA_CACHE_DIR), but
-in files of our own. numba's cache numbers its files in an index: two processes that compile at the same time may give
-one number to two signatures, and a third process then calls the wrong code. Here each file holds one function compiled
-for one signature and processor, and its name is a digest of these, of the source files of the function and of all
-functions that it calls, and of the versions of numba and Python. Files are written under another name and renamed, and
-begin with a digest of their content; damaged files are ignored and rewritten.
-
-If no folder can be written, or a file cannot be used, functions are compiled in each process, and one warning says so.
-GRAMTOWER_CACHE=0 turns the cache off. Results are the same either way. Files are unpickled by numba's rules, so the
-folder must be writable only by its user.
+Code is kept where numba would keep it, but in files of our own: numba numbers its files in an index, and two processes
+that compile at the same time may give one number to two signatures. Here each file holds one function for one signature
+and processor; its name is a digest of these, of the sources of the function and all that it calls, and of the versions.
+Files are replaced atomically and begin with a digest of their content; damaged ones are rewritten. They are unpickled,
+so the folder must be writable only by its user. If no file can be written, functions are compiled in each process, with
+one warning. GRAMTOWER_CACHE=0 turns the cache off.
 """
 
 from __future__ import annotations
@@ -89,7 +85,6 @@ def _tolerant(step: Callable[..., Any], folder: str) -> Callable[..., Any]:
 
 
 def _warn_once(reason: str, then: str = _THEN) -> None:
-    """Warn once per process."""
     global _warned
     if not _warned:
         _warned = True
@@ -136,7 +131,6 @@ class CodeFiles:
         return data
 
     def save(self, key: Any, data: Any) -> None:
-        """Save compiled code for a key."""
         content: bytes = dumps((key, data))  # type: ignore[no-untyped-call]
         with replacing(self.path(key)) as partial:
             partial.write_bytes(hashlib.sha256(content).digest() + content)

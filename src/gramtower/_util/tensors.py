@@ -166,8 +166,6 @@ def _seal(kind: str, version: int, content: Mapping[str, object]) -> str:
 
 
 def _parsed(path: Path, text: bytes) -> dict[str, Any]:
-    """Parse a JSON object without repeated keys."""
-
     def distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
         if len(found) < len(pairs):

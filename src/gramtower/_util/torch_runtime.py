@@ -9,11 +9,9 @@ Precision. Matrix products on a GPU are "float32" (IEEE) or "tf32" (inputs round
 float32; several times faster on tensor cores). torch has one setting per process; :func:`products_in` sets it during a
 computation and restores it. Threads that need the other precision wait.
 
-Streams. :class:`SideStream` runs the kernels of the right side concurrently with those of the left side. Kernels over
-few right rows leave most of a GPU idle: for small problems, which run from CUDA graphs, G·d at the shapes of ml1m and
-ml10m takes a fifth and a tenth less time. Results are bit-identical. Memory is safe because the side stream starts
-after all work before ``fork`` and ``join`` waits for it, and no tensor that one stream reads is freed by the other in
-between.
+Streams. :class:`SideStream` runs the kernels of the right side next to those of the left side, because kernels
+over few right rows leave most of a GPU idle. Memory is safe because the side stream starts after all work before
+``fork`` and ``join`` waits for it, and no tensor that one stream reads is freed by the other in between.
 """
 
 from __future__ import annotations
@@ -117,8 +115,6 @@ PAIR_PRECISIONS = ("float32", "bfloat16")
 
 
 class _Inside(threading.local):
-    """The precisions that a thread has entered."""
-
     depth = 0
 
 

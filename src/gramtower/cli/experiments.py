@@ -395,4 +395,4 @@ def _titles(model: TwoTower, settings: Settings, side: str, given: Path | None) 
             return None
         frame = movielens_table(path, "movies")
     id = id_column(side, frame, getattr(settings.features, f"{side}_id"), getattr(settings.data, side))
-    return EntityTable(f"--{side}-table", frame, id, this.ids, len(this)).titles()
+    return EntityTable(f"--{side}-table", frame, id, this.ids, len(this)).titles

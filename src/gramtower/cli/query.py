@@ -177,7 +177,7 @@ def recommend(
         options["histories"] = [keys_of(model, "right", history)]
     known = None if left_features is not None or history is not None else keys_of(model, "left", asked)
     found, scores = model.recommend(known, k, **options)
-    titles = None if table is None else table[0].titles()
+    titles = None if table is None else table[0].titles
     named = {} if table is None or titles is None else dict(zip(table[1], titles, strict=True))
     _show("left", asked if known is None else known, "right", found, scores, common, named)
     return 0

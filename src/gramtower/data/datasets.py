@@ -100,7 +100,6 @@ def thesaurus() -> Interactions:
 
 
 def _lines(name: str, separator: str) -> Interactions:
-    """Lines of a left entity and its right ones."""
     packed = files("gramtower.data").joinpath("bundled", name).read_bytes()
     left: list[str] = []
     right: list[str] = []

@@ -97,8 +97,6 @@ class Numeric(Encoder):
 
 @dataclass(frozen=True)
 class _Listed(Encoder):
-    """An encoding with one column for each of some values."""
-
     values: tuple[str, ...]
 
     @property

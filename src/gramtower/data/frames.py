@@ -120,7 +120,6 @@ def pick_all(choices: Sequence[Choice], present: Sequence[str]) -> list[str]:
 
 
 def _in_order(names: Sequence[str], present: Sequence[str]) -> list[str]:
-    """The distinct names, in the order of the file."""
     chosen = set(names)
     return [name for name in present if name in chosen]
 
@@ -182,7 +181,6 @@ def read_csv(
 
 
 def _options(separator: str, header: bool, quote: str | None, comment: str | None) -> dict[str, Any]:
-    """The options of polars for delimited text."""
     if not isinstance(separator, str) or len(separator.encode(errors="replace")) != 1 or separator in "\r\n":
         check.fail("separator", repr(separator), "one ASCII character")
     if quote is not None and (

@@ -9,13 +9,8 @@ So in addition to the arrays of the result there are a few pieces and a bucket f
 allocated as rows are moved there, while that of pieces is freed (host.own_pages). The result equals that of
 merge.ordered_merge and does not depend on the number of threads. Cost: O(rows log(entries of a row)).
 
-:func:`by_column` sorts the entries of a CSR pattern by column: a counting sort in two steps, each within the caches.
-
-Ranges of columns are *buckets*. Blocks of rows are counted by bucket, then moved to their buckets in order; each bucket
-is then sorted by column, with a copy of only that bucket. Both steps are stable, so the entries of a column are in the
-order of rows, for any number of threads.
-
-Cost: O(|O|) time; 4 bytes for each entry besides the result.
+:func:`by_column` sorts the entries of a CSR pattern by column in the same two steps, which are stable: the entries of a
+column are in the order of rows, for any number of threads. Cost: O(|O|) time; 4 bytes for each entry besides results.
 """
 
 from __future__ import annotations
@@ -36,7 +31,7 @@ from gramtower._util.torch_runtime import parallel_for
 
 Kind = TypeVar("Kind", bound=np.generic)
 Numbers = dict[str, NDArray[Any]]  # float32 or float64 by name
-_BUCKETS = 256
+_BUCKETS = 256  # more of them write to more pages at a time than the processor keeps addresses of
 _NUMBERS = ("value", "weight", "time")
 _RULES = {"max": 0, "error": 0, "sum": 1, "first": 2, "last": 3}
 
@@ -283,15 +278,12 @@ def _merge_rows(start, stop, first, last, left, right, counts, values, weights, 
     return out - start
 
 
-_COLUMN_BUCKETS = 256  # more of them write to more pages at a time than the processor keeps addresses of
-
-
 def by_column(
     offsets: NDArray[np.int64], columns: NDArray[np.int32], width: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.integer]]:
     """Offsets of the columns, and of each entry in their order the row and the position in row order."""
     total, rows_count = len(columns), len(offsets) - 1
-    shift = max(0, (width - 1).bit_length() - (_COLUMN_BUCKETS - 1).bit_length())
+    shift = max(0, (width - 1).bit_length() - (_BUCKETS - 1).bit_length())
     buckets = ((width - 1) >> shift) + 1
     cuts = np.linspace(0, total, min(rows_count, 4 * torch.get_num_threads()) + 1)
     blocks = [0, *np.searchsorted(offsets, cuts[1:-1]).tolist(), rows_count]
@@ -299,7 +291,7 @@ def by_column(
 
     def count(first: int, last: int) -> None:
         for b in range(first, last):
-            _count_buckets(columns[offsets[blocks[b]] : offsets[blocks[b + 1]]], shift, counts[b])
+            _histogram(columns[offsets[blocks[b]] : offsets[blocks[b + 1]]], columns[:0], shift, counts[b])
 
     each = list(range(len(blocks)))
     parallel_for(count, each)
@@ -323,12 +315,6 @@ def by_column(
 
     parallel_for(order, list(range(buckets + 1)))
     return found, row, position
-
-
-@compiled(nogil=True)
-def _count_buckets(columns, shift, counts):  # type: ignore[no-untyped-def]  # pragma: no cover
-    for e in range(len(columns)):
-        counts[columns[e] >> shift] += 1
 
 
 @compiled(nogil=True)

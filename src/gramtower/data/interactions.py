@@ -261,10 +261,8 @@ class Interactions:
     ) -> Interactions:
         """Make pairs from a scipy.sparse matrix; ids default to row and column numbers. Duplicates are added."""
         csr = _canonical(matrix)
-        rows = as_ids("left_ids", range(csr.shape[0]) if left_ids is None else check.listed("left_ids", left_ids))
-        columns = as_ids(
-            "right_ids", range(csr.shape[1]) if right_ids is None else check.listed("right_ids", right_ids)
-        )
+        given = zip(("left_ids", "right_ids"), (left_ids, right_ids), csr.shape, strict=True)
+        rows, columns = (as_ids(name, range(n) if ids is None else check.listed(name, ids)) for name, ids, n in given)
         numbered = csr.shape[0] if left_ids is None else None, csr.shape[1] if right_ids is None else None
         return cls(
             csr, rows, columns, left_name=left_name, right_name=right_name, report=_counts(csr), numbered=numbered,
@@ -301,7 +299,6 @@ class Interactions:
         return f"Interactions({len(self):,} pairs of {m:,} {self.left_name!r} and {n:,} {self.right_name!r}{sets})"
 
     def _repr_html_(self) -> str:
-        """A card for notebooks: sizes, optional fields, and the first pairs."""
         (m, n), matrix = self.shape, self.matrix
         sizes: dict[str, object] = {"pairs": len(self), self.left_name: m, self.right_name: n}
         sizes["share of all pairs"] = len(self) / max(1, m * n)
@@ -478,14 +475,13 @@ def union(known: Interactions, more: Interactions, name: str = "more", add_new: 
         weights = np.concatenate([parts[0], parts[1][kept]])[chosen]
     if known.times is not None and more.times is not None:
         times = np.concatenate([known.times, more.times[kept]])[chosen]
-    report = {"pairs": int(matrix.nnz), "left": shape[0], "right": shape[1]}
     left, right = (
         size if count == len(ids) else None
         for size, count, ids in zip(known.numbered, shape, (known.left_ids, known.right_ids), strict=True)
     )
     return replace(
-        known, matrix=matrix, left_ids=left_ids, right_ids=right_ids, weights=weights, times=times, report=report,
-        numbered=(left, right),
+        known, matrix=matrix, left_ids=left_ids, right_ids=right_ids, weights=weights, times=times,
+        report=_counts(matrix), numbered=(left, right),
     )  # fmt: skip
 
 
@@ -503,9 +499,8 @@ def _places(name: str, known: Ids, given: Ids, add_new: bool) -> tuple[NDArray[n
     added = given[new].tolist()
     if len(known) and known.dtype.kind != given.dtype.kind:  # numbers and text
         added = list(map(str, added)) if known.dtype == object else as_known(added, known)
-        if known.dtype != object and any(isinstance(one, str) for one in added):
-            example = next(one for one in added if isinstance(one, str))
-            check.fail(name, repr(example), "whole numbers, like the known ids")
+        if known.dtype != object and (texts := [one for one in added if isinstance(one, str)]):
+            check.fail(name, repr(texts[0]), "whole numbers, like the known ids")
     ids = np.empty(len(known) + len(added), dtype=known.dtype if len(known) else given.dtype)
     ids[: len(known)], ids[len(known) :] = known, added
     return places, ids

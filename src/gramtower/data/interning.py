@@ -72,9 +72,7 @@ class Table:
 
     def __init__(self, text: bool) -> None:
         self.text = text
-        self._seed = np.uint64(
-            secrets.randbits(64)
-        )  # nobody can choose ids that share a slot; results do not depend on it
+        self._seed = np.uint64(secrets.randbits(64))  # nobody can choose ids that share a slot; results are the same
         self._shards = [_Shard(text) for _ in range(SHARDS)]
 
     def __len__(self) -> int:

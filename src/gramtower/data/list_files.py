@@ -166,7 +166,6 @@ class ListFile:
 
 
 def _column(ids: Ids | None, size: int) -> Series:
-    """Ids as a column."""
     pl = frames.polars()
     if ids is None:
         return cast("Series", pl.Series(np.arange(size, dtype=np.int64)))

@@ -167,7 +167,6 @@ def _coordinates(name: str, value: Any) -> Any:
 
 
 def _as_coordinates(name: str, value: Any) -> Any:
-    """Convert a LIL, DIA or DOK matrix to COO."""
     if value.format == "lil" and [len(row) for row in value.rows] != [len(row) for row in value.data]:
         check.fail(name, "lists of columns and of values that differ in length", "a value for each column")
     if value.format == "dia" and (value.data.ndim != 2 or np.shape(value.offsets) != value.data.shape[:1]):

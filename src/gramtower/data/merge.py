@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -22,7 +22,10 @@ from gramtower._util import host
 from gramtower._util.checks import LeftOutWarning
 from gramtower.data.ids import Coded, Ids, by_appearance
 
-Places = NDArray[np.int64]
+Codes: TypeAlias = NDArray[np.integer]
+Places: TypeAlias = NDArray[np.int64]
+Reals: TypeAlias = NDArray[np.floating] | None
+Merged: TypeAlias = tuple[sp.csr_matrix, NDArray[np.float32] | None, NDArray[np.float64] | None, int]
 _LOST = ("rows_without_id", "rows_without_number", "rows_below_threshold")
 
 
@@ -47,18 +50,14 @@ class Rule:
     def of(cls, threshold: float | None, labels: bool, duplicates: str, value: object) -> Rule:
         """Make a rule, and refuse one that reads values if there are none."""
         rule = cls(threshold, labels, duplicates)
-        rule.need_value(value)
+        if rule.reads_value and value is None:
+            check.fail("value", None, "a value column, which threshold and labels=True need")
         return rule
 
     @property
     def reads_value(self) -> bool:
         """Whether the value column matters."""
         return self.labels or self.threshold is not None
-
-    def need_value(self, given: object) -> None:
-        """Refuse a rule that reads values when there are none."""
-        if self.reads_value and given is None:
-            check.fail("value", None, "a value column, which threshold and labels=True need")
 
 
 @dataclass(frozen=True)
@@ -130,12 +129,8 @@ def _narrow(
 
 
 def _numbered(side: Coded, kept: NDArray[np.bool_] | None) -> tuple[NDArray[np.integer], Ids]:
-    if kept is None:
-        codes, places = by_appearance(side.codes)
-    else:
-        codes, places = by_appearance(side.codes[kept])
-        places = np.flatnonzero(kept)[places]
-    return codes, side.names(places)
+    codes, places = by_appearance(side.codes if kept is None else side.codes[kept])
+    return codes, side.names(places if kept is None else np.flatnonzero(kept)[places])
 
 
 def given_ids(name: str, given: Iterable[object]) -> Iterable[object]:
@@ -175,14 +170,8 @@ def ordered(
 
 
 def merge(
-    rows: NDArray[np.integer],
-    columns: NDArray[np.integer],
-    shape: tuple[int, int],
-    labels: NDArray[np.floating] | None,
-    weights: NDArray[np.floating] | None,
-    times: NDArray[np.floating] | None,
-    rule: str,
-) -> tuple[sp.csr_matrix, NDArray[np.float32] | None, NDArray[np.float64] | None, int]:
+    rows: Codes, columns: Codes, shape: tuple[int, int], labels: Reals, weights: Reals, times: Reals, rule: str
+) -> Merged:
     """The matrix of labels (1 where ``labels`` is None), its weights and times, and how many rows were merged away."""
     if len(rows) < _MANY or not host.has_numba():
         return ordered_merge(rows, columns, shape, labels, weights, times, rule)
@@ -196,14 +185,8 @@ def merge(
 
 
 def ordered_merge(
-    rows: NDArray[np.integer],
-    columns: NDArray[np.integer],
-    shape: tuple[int, int],
-    labels: NDArray[np.floating] | None,
-    weights: NDArray[np.floating] | None,
-    times: NDArray[np.floating] | None,
-    rule: str,
-) -> tuple[sp.csr_matrix, NDArray[np.float32] | None, NDArray[np.float64] | None, int]:
+    rows: Codes, columns: Codes, shape: tuple[int, int], labels: Reals, weights: Reals, times: Reals, rule: str
+) -> Merged:
     """Do the same as :func:`merge` by one sort of all rows in one thread."""
     bits = max(1, shape[1] - 1).bit_length()
     numbers = (labels, weights, times)
@@ -233,18 +216,13 @@ def ordered_merge(
         ]
     values, kept, stamps = merged
     values = np.ones(len(keys), np.float32) if values is None else values.astype(np.float32)
-    matrix = _matrix(keys, values, bits, shape)
-    kept = None if kept is None else kept.astype(np.float32)
-    stamps = None if stamps is None else stamps.astype(np.float64)
-    return matrix, kept, stamps, repeated
-
-
-def _matrix(keys: NDArray[np.int64], values: NDArray[np.float32], bits: int, shape: tuple[int, int]) -> sp.csr_matrix:
     index = np.int32 if max(len(keys), *shape) < 2**31 - 1 else np.int64
     offsets = np.searchsorted(keys, np.arange(shape[0] + 1) << bits).astype(index)
     found = np.empty(len(keys), dtype=index)
     np.bitwise_and(keys, (1 << bits) - 1, out=found, casting="unsafe")
-    return sp.csr_matrix((values, found, offsets), shape=shape)
+    kept = None if kept is None else kept.astype(np.float32)
+    stamps = None if stamps is None else stamps.astype(np.float64)
+    return sp.csr_matrix((values, found, offsets), shape=shape), kept, stamps, repeated
 
 
 def _chosen(

@@ -111,24 +111,18 @@ class Pairs:
             from gramtower.data.grouping import by_column  # compiled by numba, not worth it for few pairs
 
             arrays = by_column(self.offsets.cpu().numpy(), self.columns.cpu().numpy(), self.shape[1])
-            offsets, rows, found = (torch.from_numpy(array).to(self.device) for array in arrays)
-            return Columns(offsets, rows, found)
+            return Columns(*(torch.from_numpy(array).to(self.device) for array in arrays))
         position = np.arange(len(self), dtype=np.int32 if len(self) < 2**31 else np.int64)
-        pattern = sp.csr_matrix(
-            (position, self.columns.cpu().numpy(), self.offsets.cpu().numpy()), shape=self.shape
-        ).tocsc()
-        return Columns(
-            torch.from_numpy(pattern.indptr.astype(np.int64)).to(self.device),
-            torch.from_numpy(pattern.indices.astype(np.int32)).to(self.device),
-            torch.from_numpy(pattern.data).to(self.device),
-        )
+        csr = sp.csr_matrix((position, self.columns.cpu().numpy(), self.offsets.cpu().numpy()), shape=self.shape)
+        pattern = csr.tocsc()
+        parts = pattern.indptr.astype(np.int64), pattern.indices.astype(np.int32), pattern.data
+        return Columns(*(torch.from_numpy(part).to(self.device) for part in parts))
 
     @cached_property
     def rows(self) -> Tensor:
         """int32, |O|. Row of each entry."""
-        return torch.repeat_interleave(
-            torch.arange(self.shape[0], dtype=torch.int32, device=self.device), self.row_counts
-        )
+        numbers = torch.arange(self.shape[0], dtype=torch.int32, device=self.device)
+        return torch.repeat_interleave(numbers, self.row_counts)
 
     @cached_property
     def segments(self) -> Segments:
@@ -150,12 +144,8 @@ class Pairs:
     def row_range(self, start: int, stop: int) -> tuple[Pairs, slice]:
         """Rows ``start:stop`` as a pattern (a view), and the positions of their entries in this one."""
         first, last = int(self.offsets[start]), int(self.offsets[stop])
-        part = Pairs(
-            (stop - start, self.shape[1]),
-            self.offsets[start : stop + 1] - first,
-            self.columns[first:last],
-        )
-        return part, slice(first, last)
+        offsets = self.offsets[start : stop + 1] - first
+        return Pairs((stop - start, self.shape[1]), offsets, self.columns[first:last]), slice(first, last)
 
     def take_rows(self, rows: Tensor) -> tuple[Pairs, Tensor]:
         """Some rows as a pattern, and the numbers of their entries in this one."""
@@ -192,9 +182,7 @@ class Pairs:
         moved = Pairs(self.shape, self.offsets.to(device), self.columns.to(device))
         if "by_column" in self.__dict__:
             here = self.by_column
-            moved.__dict__["by_column"] = Columns(
-                here.offsets.to(device), here.rows.to(device), here.position.to(device)
-            )
+            moved.__dict__["by_column"] = Columns(*(one.to(device) for one in (here.offsets, here.rows, here.position)))
         return moved
 
 
@@ -226,19 +214,12 @@ def from_sparse(name: str, matrix: SparseMatrix, least_rows: int = 1) -> tuple[P
         keys = keys[order]
         if len(keys) > 1 and (repeated := keys[1:] == keys[:-1]).any():
             i, j = divmod(int(keys[int(np.argmax(repeated))]), n)
-            check.fail(
-                name,
-                f"{int(repeated.sum())} duplicate pairs, the first at row {i}, column {j}",
-                "each pair stored once (merge them first, e.g. with matrix.sum_duplicates())",
-            )
+            given = f"{int(repeated.sum())} duplicate pairs, the first at row {i}, column {j}"
+            check.fail(name, given, "each pair stored once (merge them first, e.g. with matrix.sum_duplicates())")
         offsets = np.concatenate([[0], np.cumsum(np.bincount(coo.row, minlength=m))])
         columns, values = coo.col[order], coo.data[order]
     data = check.as_float_array(name, values)
-    pairs = Pairs(
-        (m, n),
-        torch.from_numpy(np.array(offsets, dtype=np.int64)),
-        _copied(columns, torch.int32),
-    )
+    pairs = Pairs((m, n), torch.from_numpy(np.array(offsets, dtype=np.int64)), _copied(columns, torch.int32))
     return pairs, _copied(data).numpy()
 
 

@@ -153,10 +153,7 @@ def _visible(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 def read_folder(
-    folder: Path,
-    choices: Sequence[Choice],
-    rule: Rule,
-    progress: Callable[[ReadingProgress], None] | None = None,
+    folder: Path, choices: Sequence[Choice], rule: Rule, progress: Callable[[ReadingProgress], None] | None = None
 ) -> tuple[Fields, str, str]:
     """Read the fields of Interactions, and the names of the left and right column."""
     with reading(folder):
@@ -301,11 +298,9 @@ class _Collected:
         with self._lock:
             for name, count in counts.items():
                 self._report[name] += count
-        return Piece(
-            _own(left[chosen]),
-            _own(right[chosen]),
-            {name: _own(numbers[name][chosen].astype(np.float64 if name == "time" else dtype)) for name in names},
-        )
+        kinds = {name: np.float64 if name == "time" else dtype for name in names}
+        own = {name: _own(numbers[name][chosen].astype(kind)) for name, kind in kinds.items()}
+        return Piece(_own(left[chosen]), _own(right[chosen]), own)
 
     def fields(self) -> Fields:
         """Build the matrix and the ids."""

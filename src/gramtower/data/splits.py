@@ -52,7 +52,6 @@ class Split:
         return f"Split({len(self.train):,} to train, {len(self.test):,} to test{history}; {lost})"
 
     def _repr_html_(self) -> str:
-        """A card for notebooks."""
         parts = {"train": self.train, "test": self.test, "history": self.history}
         rows = [(name, len(part), *part.shape) for name, part in parts.items() if part is not None]
         lost = f"{self.emptied_users:,} users and {self.emptied_items:,} items have no training pairs"
@@ -69,9 +68,7 @@ def random_pairs(pairs: Interactions, test: float = 0.1, *, seed: int = 0) -> Sp
     """
     _checked(pairs)
     share = _share("test", test)
-    chosen = np.zeros(len(pairs), dtype=bool)
-    chosen[_generator(seed).permutation(len(pairs))[: round(share * len(pairs))]] = True
-    return _split(pairs, chosen)
+    return _split(pairs, _mask(len(pairs), _generator(seed).permutation(len(pairs))[: round(share * len(pairs))]))
 
 
 def per_user(pairs: Interactions, test: float = 0.2, *, minimum: int = 1, seed: int = 0) -> Split:
@@ -86,9 +83,8 @@ def per_user(pairs: Interactions, test: float = 0.2, *, minimum: int = 1, seed: 
     _checked(pairs)
     share = _share("test", test)
     counts = np.diff(pairs.matrix.indptr).astype(np.int64)
-    out = np.minimum(
-        np.floor(share * counts + 0.5), counts - check.count("minimum", minimum, minimum=0, most=2**62)
-    ).clip(0)
+    kept = check.count("minimum", minimum, minimum=0, most=2**62)
+    out = np.minimum(np.floor(share * counts + 0.5), counts - kept).clip(0)
     rank = _ranks(pairs, _generator(seed).random(len(pairs)))
     return _split(pairs, rank < np.repeat(out, counts))
 
@@ -141,9 +137,7 @@ def by_time(
         return _split(pairs, times >= moment("cut", cut))
     share = _share("test", 0.1 if test is None else test)
     order = np.lexsort((generator.random(len(pairs)), times))
-    chosen = np.zeros(len(pairs), dtype=bool)
-    chosen[order[len(pairs) - round(share * len(pairs)) :]] = True
-    return _split(pairs, chosen)
+    return _split(pairs, _mask(len(pairs), order[len(pairs) - round(share * len(pairs)) :]))
 
 
 def held_out(pairs: Interactions, side: str = "left", share: float = 0.2, *, seed: int = 0) -> Split:
@@ -240,7 +234,6 @@ def _entities(pairs: Interactions, axis: int, seed: object) -> NDArray[np.int64]
 
 
 def _taken(name: str, share: object, there: int, what: str) -> int:
-    """The number of entities in a share, at least one."""
     taken = max(1, round(_share(name, share) * there))
     if taken >= there:
         given = f"{share} of {there} {what if what == 'users' else what + ' entities'} with pairs"
@@ -270,7 +263,6 @@ def _without(
 
 
 def _split(pairs: Interactions, test: NDArray[np.bool_], history: NDArray[np.bool_] | None = None) -> Split:
-    """Parts with the same ids."""
     rest = ~test if history is None else ~(test | history)
     train, held = pairs.subset(rest), pairs.subset(test)
     for name, part in (("train", train), ("test", held)):

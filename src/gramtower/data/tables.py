@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
@@ -57,8 +57,6 @@ _DENSE = 100  # numeric columns side by side
 
 @dataclass
 class _Form:
-    """The stored form of an encoding."""
-
     format: str
     version: int
     id: str
@@ -331,7 +329,6 @@ def _identified(
 
 
 def _named(frame: object) -> AbstractContextManager[None]:
-    """Add the name of the file, if any, to errors."""
     return reading(frame, "frame") if isinstance(frame, (str, os.PathLike)) else nullcontext()
 
 
@@ -357,20 +354,9 @@ def infer_kinds(table: DataFrame, id: str, given: Mapping[str, str], separator: 
             close = check.near(name, present, 1) or present
             check.fail("kinds", repr(name), f"a column besides the id, such as {', '.join(map(repr, close)) or 'none'}")
         check.choice(f"kinds[{name!r}]", kind, KINDS)
-    asked = [table[name] for name in present if name not in given]
-    return dict(zip(present, _told(present, given, iter(_kinds(asked, separator))), strict=True))
-
-
-def _told(present: Sequence[str], given: Mapping[str, str], found: Iterator[str]) -> list[str]:
-    return [given[name] if name in given else next(found) for name in present]
-
-
-def _kinds(columns: Sequence[Series], separator: str) -> list[str]:
-    """Infer the kinds of many columns of one length in one pass."""
-    kinds = [_by_type(column) for column in columns]
-    texts = [column for column, kind in zip(columns, kinds, strict=True) if not kind]
-    found = iter(_of_text(texts, separator))
-    return [kind or next(found) for kind in kinds]
+    kinds = {name: given.get(name) or _by_type(table[name]) for name in present}
+    found = iter(_of_text([table[name] for name, kind in kinds.items() if not kind], separator))
+    return {name: kind or next(found) for name, kind in kinds.items()}
 
 
 def _by_type(column: Series) -> str:
@@ -390,7 +376,6 @@ def _by_type(column: Series) -> str:
 
 
 def _is_vector(column: Series) -> bool:
-    """Whether a column has lists of floats of one length."""
     pl = frames.polars()
     if isinstance(column.dtype, pl.Array):
         column = column.arr.to_list()
@@ -420,7 +405,6 @@ def _of_text(columns: Sequence[Series], separator: str) -> list[str]:
 def _decide(
     column: Series, separator: str, cells: int, numbers: int, codes: int, separated: int, values: int, words: int
 ) -> str:
-    """The kind of a text column, by counts of its cells."""
     if not cells:
         return "skip"
     if numbers == cells and not codes:

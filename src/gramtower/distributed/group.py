@@ -36,7 +36,6 @@ class Pending:
         self._finish = finish
 
     def wait(self) -> Tensor:
-        """Wait for the operation and return its result."""
         return self._finish()
 
 

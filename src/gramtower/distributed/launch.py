@@ -109,7 +109,6 @@ def agreed_name(store: Any, rank: int, size: int, timeout: timedelta) -> str:
 
 
 def _read(store: Any, key: str) -> str:
-    """What is under a key, or nothing."""
     return bytes(store.get(key)).decode() if store.check([key]) else ""
 
 

@@ -211,7 +211,6 @@ def read_part(folder: str | Path, group: Group = SINGLE) -> Shard:
 
 
 def _check_manifest(manifest: Manifest) -> None:
-    """Refuse inconsistent counts and files outside the folder."""
     if len(manifest.shape) != 2 or not all(1 <= size < 2**31 for size in manifest.shape):
         check.fail("shape", manifest.shape[:4], "two numbers of entities")
     parts = [build("parts", Listed, part) for part in manifest.parts]
@@ -288,7 +287,6 @@ def _read(folder: Path, name: str, header: dict[str, object] | None = None) -> d
 
 @contextmanager
 def _refusing(folder: Path) -> Iterator[None]:
-    """Add the name of the folder to errors."""
     try:
         yield
     except (ValueError, OSError) as error:

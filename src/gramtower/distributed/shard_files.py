@@ -154,9 +154,8 @@ class Reader:
         for side, bounds in self._bounds.items():
             rising = all(a <= b for a, b in itertools.pairwise(bounds))
             if len(bounds) != len(index.files) + 1 or bounds[0] != 0 or not rising:
-                raise Damaged(
-                    f"{self._path}: got {side} rows of the files {bounds[:8]}, expected numbers that rise from 0"
-                )
+                given = f"{side} rows of the files {bounds[:8]}"
+                raise Damaged(f"{self._path}: got {given}, expected numbers that rise from 0")
         if len(set(index.files)) < len(index.files) or any(not _plain(name) for name in index.files):
             raise Damaged(f"{self._path}: got files {index.files[:8]}, expected distinct names in the same folder")
         for name, side in index.rows.items():
@@ -191,9 +190,8 @@ def _plain(name: str) -> bool:
 def others(path: Path) -> list[Path]:
     """The files of other processes next to a main file."""
     name = re.compile(re.escape(path.name) + r"\.[0-9a-f]{8}\.\d+-of-\d+")
-    return (
-        sorted(other for other in path.parent.iterdir() if name.fullmatch(other.name)) if path.parent.is_dir() else []
-    )
+    there = path.parent.iterdir() if path.parent.is_dir() else ()
+    return sorted(other for other in there if name.fullmatch(other.name))
 
 
 def remove(path: Path) -> None:

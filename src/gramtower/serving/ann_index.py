@@ -166,7 +166,6 @@ def read_index(path: Path, model: str) -> tuple[Index, Facts]:
 
 
 def _facts(path: Path, file: TensorFile) -> Facts:
-    """The header of a file, checked."""
     try:
         facts = build("index", Facts, file.header)
         check.choice("kind", facts.kind, KINDS)

@@ -31,7 +31,7 @@ def search(snapshot: Snapshot, side: str, text: str, most: int) -> dict[str, obj
 def titled(this: Entities, rows: NDArray[np.int64]) -> list[dict[str, object]]:
     """Entities with their titles and numbers of pairs."""
     shown = places(this, rows)
-    titles = None if this.table is None else this.table.titles()
+    titles = None if this.table is None else this.table.titles
     for one, row in zip(shown, rows.tolist(), strict=True):
         one["title"] = None if titles is None else titles[row]
         one["pairs"] = int(this.degrees[row])
@@ -63,7 +63,7 @@ def explain(
     """The explanation of a score, with the titles of history entries."""
     found = snapshot.explain(left, right, features, histories)
     answer = found.to_plain(most)
-    titles = None if snapshot.right.table is None else snapshot.right.table.titles()
+    titles = None if snapshot.right.table is None else snapshot.right.table.titles
     for one in answer["contributions"]:
         if titles is not None and one["kind"] == "history":
             one["title"] = titles[snapshot.right.row(one["name"])]
@@ -85,7 +85,7 @@ def map_of(snapshot: Snapshot, side: str, column: str | None) -> dict[str, objec
         "y": _rounded(drawn.places[:, 1]),
         "columns": [] if this.table is None else [c for c in this.table.columns if this.table.kinds[c] != "skip"],
     }
-    titles = None if this.table is None else this.table.titles()
+    titles = None if this.table is None else this.table.titles
     answer["titles"] = None if titles is None else [titles[row] for row in drawn.rows.tolist()]
     if column is not None:
         if this.table is None:

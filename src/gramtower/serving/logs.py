@@ -58,7 +58,6 @@ class Handler(logging.Handler):
         self.form = form
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record."""
         trace = logging.Formatter().formatException(record.exc_info) if record.exc_info else ""
         write(self.form, record.getMessage(), record.levelname.lower(), trace)
 

@@ -111,12 +111,9 @@ class EntityTable:
         self._frame = frame.select(self.columns).with_columns(numbers)
         self._rows, self._separator, self._found = rows, separator, dict[str, dict[str, Rows]]()
 
+    @cached_property
     def titles(self) -> list[str | None] | None:
         """The title of each entity, None for entities without one; None if there is no column of titles."""
-        return self._titles
-
-    @cached_property
-    def _titles(self) -> list[str | None] | None:
         if self.title is None:
             return None
         texts = self._texts(self.title).to_list()
@@ -166,11 +163,9 @@ class EntityTable:
 
     def _range(self, column: str, bounds: Mapping[str, object]) -> Rows:
         if self.kinds[column] != "numeric" or not bounds or set(bounds) - {"min", "max"}:
-            raise Refused(
-                422,
-                f"filter: got {shown(dict(bounds))} of column {shown(column)}, which is {self.kinds[column]}, expected "
-                'a value, a list of values, or {"min": …, "max": …} of a numeric column',
-            )
+            given = f"{shown(dict(bounds))} of column {shown(column)}, which is {self.kinds[column]}"
+            expected = 'a value, a list of values, or {"min": …, "max": …} of a numeric column'
+            raise Refused(422, f"filter: got {given}, expected {expected}")
         low, high = _number(bounds.get("min", -math.inf)), _number(bounds.get("max", math.inf))
         if low is None or high is None:
             raise Refused(422, f"filter: got {shown(dict(bounds))}, expected numbers")
@@ -184,7 +179,6 @@ class EntityTable:
         return np.where(self._rows >= 0, numbers[np.maximum(self._rows, 0)], np.nan)
 
     def _by_value(self, column: str) -> dict[str, Rows]:
-        """The entities of each value or list element."""
         pl = frames.polars()
         entities = np.flatnonzero(self._rows >= 0)
         cells = self._texts(column)[self._rows[entities].tolist()]
@@ -227,7 +221,6 @@ def _number(value: object) -> float | None:
 
 
 def _plain(cells: dict[str, object]) -> dict[str, object]:
-    """Cells as JSON values."""
     return {
         name: None if isinstance(cell, float) and not math.isfinite(cell)
         else cell if cell is None or isinstance(cell, (str, bool, int, float))
@@ -311,7 +304,7 @@ class Entities:
     def _texts(self) -> tuple[str, list[int]]:
         """Ids and titles, one per line, in lower case; and the position of each entity."""
         ids = range(len(self)) if self.ids is None else self.ids.tolist()
-        titles = None if self.table is None else self.table.titles()
+        titles = None if self.table is None else self.table.titles
         parts, starts, at = [], [], 0
         for row, key in enumerate(ids):
             title = None if titles is None else titles[row]

@@ -59,16 +59,13 @@ class Metrics(Collector):
             self._swaps.labels(*self._own, outcome)
 
     def request(self, path: str, status: int, seconds: float) -> None:
-        """Count a request that was answered."""
         self._requests.labels(*self._own, path, str(status)).inc()
         self._times.labels(*self._own, path).observe(seconds)
 
     def batch(self, tasks: int) -> None:
-        """Count a batch that was answered."""
         self._batches.observe(tasks)
 
     def swap(self, outcome: str) -> None:
-        """Count a model that was loaded or refused."""
         self._swaps.labels(*self._own, outcome).inc()
 
     def text(self, gauges: Sequence[Gauge] = ()) -> str:
@@ -77,7 +74,6 @@ class Metrics(Collector):
         return generate_latest(self).decode()
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, for prometheus_client."""
         yield from self._registry.collect()
         for name, text, values in self._gauges:
             given = [label for label, _ in values[0][0]] if values else []
@@ -140,7 +136,6 @@ class Models:
         return self._snapshots[name]
 
     def all(self) -> list[Snapshot]:
-        """All current models."""
         return list(self._snapshots.values())
 
     def reload(self, changed_only: bool = False) -> list[str]:

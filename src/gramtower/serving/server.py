@@ -169,7 +169,6 @@ class TimedProtocol(asyncio.Protocol):
             self._requests -= 1
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start the timeout of the first head."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._inner.connection_made(transport)
@@ -187,7 +186,6 @@ class TimedProtocol(asyncio.Protocol):
         self._inner.data_received(data)
 
     def eof_received(self) -> bool | None:
-        """Pass on that the client sends no more."""
         return self._inner.eof_received()
 
     def pause_writing(self) -> None:
@@ -196,12 +194,10 @@ class TimedProtocol(asyncio.Protocol):
         self._watch_writing()
 
     def resume_writing(self) -> None:
-        """Stop to watch it."""
         self._stop("write")
         self._inner.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timers."""
         self._stop("head")
         self._stop("write")
         self._inner.connection_lost(exc)
@@ -275,8 +271,6 @@ def is_loopback(host: str) -> bool:
 
 
 class _Server(uvicorn.Server):
-    """A server that reports when it accepts connections."""
-
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._ready = ready

@@ -127,7 +127,6 @@ class Snapshot:
         best_lists([Query(first, [np.empty(0, np.int64)] * len(first), 1)], Q, self.index)
 
     def side(self, name: str) -> Entities:
-        """The entities of a side."""
         return self.left if name == "left" else self.right
 
     @cached_property
@@ -183,9 +182,8 @@ class Snapshot:
         directed = self._directed[side]
         if directed is not None and not np.isin(rows, directed).all():
             bad = this.names(rows[~np.isin(rows, directed)][:1])[0]
-            raise Refused(
-                422, f"{this.name} ids: got {bad!r}, which has no pair and no features, expected entities with one"
-            )
+            given = f"{bad!r}, which has no pair and no features"
+            raise Refused(422, f"{this.name} ids: got {given}, expected entities with one")
         embeddings, excluded = unit[torch.from_numpy(rows)], [np.array([row]) for row in rows.tolist()]
         if together:
             embeddings = torch.nn.functional.normalize(embeddings.mean(0, keepdim=True), dim=1)
@@ -328,7 +326,6 @@ def _refused(error: ValueError, name: str) -> Refused:
 
 
 def _private(path: Path) -> TwoTower:
-    """Load a model from a private copy of its file."""
     shards = others(path)
     if not path.is_file():
         return load(path)  # which raises the error

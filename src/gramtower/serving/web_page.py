@@ -87,13 +87,9 @@ def api_page(described: Mapping[str, Any]) -> bytes:
 
 def _fields(operation: Mapping[str, Any]) -> str:
     body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    required = body.get("required", ())
     rows = [
-        (
-            name,
-            _type(field),
-            "required" if name in body.get("required", ()) else json.dumps(field.get("default")),
-            field,
-        )
+        (name, _type(field), "required" if name in required else json.dumps(field.get("default")), field)
         for name, field in body.get("properties", {}).items()
     ]
     rows += [(one["name"], "string", "null", {}) for one in operation.get("parameters", ())]
@@ -107,7 +103,6 @@ def _fields(operation: Mapping[str, Any]) -> str:
 
 
 def _type(field: Mapping[str, Any]) -> str:
-    """The type of a field in a few words."""
     if "enum" in field:
         return " | ".join(map(json.dumps, field["enum"]))
     if "anyOf" in field:

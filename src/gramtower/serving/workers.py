@@ -46,7 +46,6 @@ class _Worker:
     due: float | None = None  # time of the restart, if it died
 
     def send(self, number: int) -> None:
-        """Send a signal."""
         if self.process.pid is not None and self.process.is_alive():
             os.kill(self.process.pid, number)
 
@@ -209,7 +208,6 @@ def _work(
     say: Callable[[str], None],
     reports: Connection,
 ) -> None:
-    """Run one worker."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it serves: models are being loaded anyway
     torch.set_num_threads(threads)
     threading.Thread(target=_end_with_parent, daemon=True).start()
