@@ -20,7 +20,7 @@ pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 pytest.importorskip("polars", reason="the command line reads tables with polars")
 
 import gramtower.training.callbacks
-from gramtower._util.toml import toml
+from gramtower._util.files import toml
 from gramtower.cli.options import TABLES
 from gramtower.cli.program import run
 from gramtower.model.two_tower import TwoTower, load

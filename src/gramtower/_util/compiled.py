@@ -36,10 +36,10 @@ _THEN_NOT = "every process has to compile, which takes seconds; use a version th
 _warned = False
 
 
-def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+def compiled(**options: Any) -> Callable[[Callable[..., object]], Any]:
     """Decorate a function with ``njit`` and a cache on disk (none for functions that are always inlined)."""
 
-    def decorate(function: Callable[..., Any]) -> Any:
+    def decorate(function: Callable[..., object]) -> Any:
         made = njit(**options)(function)
         if "inline" in options or config.DISABLE_JIT or os.environ.get(CACHE) == "0":  # type: ignore[attr-defined]
             return made
@@ -68,10 +68,10 @@ def _keep(made: Any) -> None:
         setattr(cache, name, step)
 
 
-def _tolerant(step: Callable[..., Any], folder: str) -> Callable[..., Any]:
+def _tolerant(step: Callable[..., object], folder: str) -> Callable[..., object]:
     """Wrap a step of the cache: it does nothing if its files cannot be used."""
 
-    def guarded(*arguments: Any) -> Any:
+    def guarded(*arguments: object) -> object:
         try:
             return step(*arguments)
         except Damaged as error:
@@ -100,24 +100,18 @@ class Damaged(ValueError):
 
 
 class CodeFiles:
-    """The files of one function, which replace numba's index and numbered files.
+    """The files of one function, which replace numba's index and numbered files."""
 
-    Args:
-        folder: the folder.
-        base: the beginning of their names.
-        function: the plain function that is compiled.
-    """
-
-    def __init__(self, folder: str, base: str, function: Callable[..., Any]) -> None:
+    def __init__(self, folder: str, base: str, function: Callable[..., object]) -> None:
         self.folder, self.base, self.function = Path(folder), base, function
 
-    def path(self, key: Any) -> Path:
+    def path(self, key: object) -> Path:
         """The file for a signature and processor."""
         contents = [_content(source) for source in sources(self.function)]
         of = repr((key, contents, numba.__version__, platform.python_version()))
         return self.folder / f"{self.base}.{hashlib.sha256(of.encode()).hexdigest()[:32]}{ENDING}"
 
-    def load(self, key: Any) -> Any:
+    def load(self, key: object) -> object:
         """Load the code for a key; None if there is none."""
         try:
             stored = self.path(key).read_bytes()
@@ -130,7 +124,7 @@ class CodeFiles:
             raise Damaged("a file of another function")
         return data
 
-    def save(self, key: Any, data: Any) -> None:
+    def save(self, key: object, data: object) -> None:
         content: bytes = dumps((key, data))  # type: ignore[no-untyped-call]
         with replacing(self.path(key)) as partial:
             partial.write_bytes(hashlib.sha256(content).digest() + content)
@@ -139,7 +133,7 @@ class CodeFiles:
         """Do nothing: names depend on the content, so no file is outdated."""
 
 
-def sources(function: Callable[..., Any]) -> list[str]:
+def sources(function: Callable[..., object]) -> list[str]:
     """The source files of a function and of the compiled functions that it calls, directly or indirectly."""
     found, waiting = {function}, [function]
     while waiting:

@@ -56,15 +56,7 @@ def table(
     sentences: Sequence[int] = (),
     longest: int | None = _LONGEST,
 ) -> str:
-    """Return a table whose first column names the rows.
-
-    Args:
-        heads: of the columns; none for a table without a head.
-        rows: their cells.
-        marked: which cells are bold, without the first column.
-        sentences: columns that hold sentences, which are broken into lines.
-        longest: letters of a cell, None for any number.
-    """
+    """Return a table whose first column names the rows; ``sentences`` are columns that are broken into lines."""
     tops = [f"<th scope=col{' class=text' if n in sentences else ''}>{text(c)}</th>" for n, c in enumerate(heads)]
     body = []
     for place, (name, *cells) in enumerate(rows):
@@ -138,14 +130,7 @@ def card(title: str, *parts: str) -> str:
 
 
 def document(title: str, body: Iterable[str], data: Mapping[str, object] | None = None, script: str = "") -> str:
-    """Return a page that needs no other file.
-
-    Args:
-        title: of the page, plain text.
-        body: HTML after the heading.
-        data: what the script finds as JSON in the element ``data``.
-        script: JavaScript at the end.
-    """
+    """Return a page that needs no other file."""
     style = files("gramtower._util").joinpath("page.css").read_text(encoding="utf-8")
     scripts = []
     if data is not None:

@@ -31,7 +31,7 @@ def build(where: str, cls: type[T], plain: object) -> T:
     return cls(**plain)
 
 
-def fits(hint: Any, value: object) -> bool:
+def fits(hint: object, value: object) -> bool:
     """Whether a JSON value has an annotated type."""
     return _test(hint)(value)
 
@@ -42,7 +42,7 @@ def _shown(value: object) -> str:
 
 
 @lru_cache(maxsize=64)
-def _fields(cls: Any) -> tuple[dict[str, tuple[Callable[[object], bool], str]], list[str]]:
+def _fields(cls: type) -> tuple[dict[str, tuple[Callable[[object], bool], str]], list[str]]:
     hints = typing.get_type_hints(cls)
     fields = [field for field in dataclasses.fields(cls) if field.init]
     missing = dataclasses.MISSING
@@ -51,7 +51,7 @@ def _fields(cls: Any) -> tuple[dict[str, tuple[Callable[[object], bool], str]], 
 
 
 @lru_cache(maxsize=256)
-def _test(hint: Any) -> Callable[[object], bool]:
+def _test(hint: object) -> Callable[[object], bool]:
     """The test for an annotation; types that JSON does not have never match."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:

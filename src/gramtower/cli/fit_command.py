@@ -11,8 +11,7 @@ from cyclopts import Parameter
 
 from gramtower._util import checks as check
 from gramtower._util.checks import config_hidden
-from gramtower._util.files import write_json
-from gramtower._util.toml import write_config
+from gramtower._util.files import write_config, write_json
 from gramtower.cli import run_folder
 from gramtower.cli.formats import DataOptions, ReadOptions
 from gramtower.cli.options import (

@@ -22,7 +22,7 @@ from cyclopts import Group, Parameter
 
 from gramtower._util import checks as check
 from gramtower._util.checks import parse_hidden
-from gramtower._util.toml import toml
+from gramtower._util.files import toml
 from gramtower.cli.formats import DataOptions, ReadOptions
 from gramtower.data.sources import read_toml, reading
 from gramtower.model.settings import SETTINGS, ModelSettings

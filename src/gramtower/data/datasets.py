@@ -15,7 +15,6 @@ from importlib.resources import files
 
 import numpy as np
 import scipy.sparse as sp
-from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower.data.interactions import Interactions
@@ -75,18 +74,14 @@ def planted_pairs(
             heavy, totals = (np.cumsum(np.diff(x, prepend=0.0) ** 0.5) for x in (heavy, totals))
         keys = found
     keys = np.sort(rng.permutation(keys)[:observed])
-    return _as_matrix(keys, m, n)
+    offsets = np.searchsorted(keys, np.arange(m + 1, dtype=np.int64) * n)
+    return sp.csr_matrix((np.ones(observed, dtype=np.float32), (keys % n).astype(np.int32), offsets), shape=(m, n))
 
 
 def paper_shape(name: str, seed: int = 0) -> sp.csr_matrix:
     """Draw synthetic pairs with the shape of one of the paper's data sets (not the data themselves)."""
     m, n, observed = PAPER_SHAPES[check.choice("name", name, tuple(PAPER_SHAPES))]
     return planted_pairs(m, n, observed, groups=64, seed=seed)
-
-
-def _as_matrix(keys: NDArray[np.int64], m: int, n: int) -> sp.csr_matrix:
-    offsets = np.searchsorted(keys, np.arange(m + 1, dtype=np.int64) * n)
-    return sp.csr_matrix((np.ones(len(keys), dtype=np.float32), (keys % n).astype(np.int32), offsets), shape=(m, n))
 
 
 def packages() -> Interactions:

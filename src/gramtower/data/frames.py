@@ -136,22 +136,7 @@ def read_csv(
     encoding: str = "utf8",
     label: str = "path",
 ) -> list[Series]:
-    """Read some columns of a delimited text file.
-
-    Args:
-        source: the file (.gz, .zst, .xz and .bz2 are decompressed) or its bytes.
-        texts: (argument name, column) of columns that are read as text; None for all.
-        others: the same for columns whose type is inferred: numbers, dates or text.
-        separator: one character between fields.
-        header: whether the first line names the columns.
-        quote: quoting character, or None.
-        comment: lines that start with this text are skipped.
-        encoding: text encoding; any name that Python knows.
-        label: name of the argument that holds the path, for errors.
-
-    Returns:
-        The columns of ``texts``, then those of ``others``, under the file's own names.
-    """
+    """Read some columns of a delimited text file or its bytes: ``texts`` as text (None: all), others as inferred."""
     pl = polars()
     where = source if isinstance(source, Path) else "text"
     with reading(where, label):

@@ -81,14 +81,7 @@ class Table:
     def add_texts(
         self, data: NDArray[np.uint8], lengths: NDArray[np.int64], places: NDArray[np.int64], turn: int = 0
     ) -> NDArray[np.int32]:
-        """The marks of texts, new ones included.
-
-        Args:
-            data: their UTF-8, one after the other.
-            lengths: in bytes.
-            places: where each was seen first in its piece; negative ones are passed over, and their mark is -1.
-            turn: which shard to begin with; threads that begin at different ones wait less.
-        """
+        """The marks of texts, new ones included."""
         bounds = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         hashes = np.empty(len(lengths), np.uint64)
         _hash_texts(data, bounds, self._seed, hashes)

@@ -23,7 +23,7 @@ Number = TypeVar("Number", bound=np.number)
 _CHUNK = 1 << 20  # entries that one thread looks at before the next
 
 
-def checked(name: str, value: SparseMatrix, shape: tuple[int, int] | None = None) -> Any:
+def checked(name: str, value: SparseMatrix, shape: tuple[int, int] | None = None) -> SparseMatrix:
     """Check that all indices of a scipy.sparse matrix or array are valid and values finite; drops unused entries."""
     if not sp.issparse(value):
         check.fail(name, type(value).__name__, "a scipy.sparse matrix or array")
@@ -142,7 +142,7 @@ def everywhere(test: Callable[[int, int], bool], total: int) -> bool:
     return not failed
 
 
-def _compressed(name: str, value: Any) -> Any:
+def _compressed(name: str, value: SparseMatrix) -> SparseMatrix:
     blocks = value.blocksize if value.format == "bsr" else (1, 1)
     sizes = [size // block for size, block in zip(value.shape, blocks, strict=True)]
     rows, columns = reversed(sizes) if value.format == "csc" else sizes
@@ -156,7 +156,7 @@ def _compressed(name: str, value: Any) -> Any:
     return type(value)((data[:stored], indices[:stored], offsets), shape=value.shape)
 
 
-def _coordinates(name: str, value: Any) -> Any:
+def _coordinates(name: str, value: SparseMatrix) -> SparseMatrix:
     rows, columns, data = (_array(name, value, part) for part in ("row", "col", "data"))
     if not len(rows) == len(columns) == len(data):
         check.fail(name, f"{len(rows)} rows, {len(columns)} columns and {len(data)} values", "as many of each")
@@ -166,7 +166,7 @@ def _coordinates(name: str, value: Any) -> Any:
     return value
 
 
-def _as_coordinates(name: str, value: Any) -> Any:
+def _as_coordinates(name: str, value: SparseMatrix) -> SparseMatrix:
     if value.format == "lil" and [len(row) for row in value.rows] != [len(row) for row in value.data]:
         check.fail(name, "lists of columns and of values that differ in length", "a value for each column")
     if value.format == "dia" and (value.data.ndim != 2 or np.shape(value.offsets) != value.data.shape[:1]):
@@ -178,7 +178,7 @@ def _as_coordinates(name: str, value: Any) -> Any:
         check.fail(name, f"a damaged {type(value).__name__} ({error})", "columns and values that fit its shape")
 
 
-def _array(name: str, value: Any, part: str) -> NDArray[Any]:
+def _array(name: str, value: SparseMatrix, part: str) -> NDArray[Any]:
     array = np.asarray(getattr(value, part))
     if part != "data" and (array.ndim != 1 or array.dtype.kind not in "iu"):
         check.fail(name, f"{part} of shape {array.shape} and {array.dtype}", "integers in one dimension")
@@ -204,7 +204,7 @@ def _indices(name: str, indices: NDArray[np.integer], size: int, kind: str) -> N
         check.fail(name, f"{kind} such as {indices[at]} (entry {at})", f"{kind} from 0 to {size - 1}")
 
 
-def _values(name: str, data: NDArray[Any]) -> None:
+def _values(name: str, data: NDArray[np.number]) -> None:
     if data.dtype.kind not in "biuf":
         check.fail(name, f"dtype {data.dtype}", "an array of real numbers")
     flat = data.reshape(-1)

@@ -330,13 +330,7 @@ _PACKED = "(" + "|".join(re.escape(ending) for ending in PACKED) + ")?"
 
 
 def file_in(path: PathLike, pattern: str, expected: str) -> Path:
-    """Find the file of a folder, or of a folder in it, whose name matches a pattern, compressed or not.
-
-    Args:
-        path: the folder.
-        pattern: a regular expression for the whole name without the ending of a compression.
-        expected: the name for the error if there is none.
-    """
+    """Find the file of a folder, or of a folder in it, whose name matches a pattern, compressed or not."""
     folder = existing("path", path, folder=True)
     if not folder.is_dir():
         check.fail("path", f"{folder}, which is a file", f"a folder with {expected}")

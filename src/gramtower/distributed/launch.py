@@ -15,11 +15,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gramtower._util import checks as check
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from gramtower.distributed.group import Group
 
 TIMEOUT = "GRAMTOWER_TIMEOUT"  # seconds after which a process that does not answer ends the run
@@ -60,7 +62,7 @@ def joined(cuda: bool) -> Iterator[Group]:
     dist.destroy_process_group()  # not after an error: the others may wait elsewhere
 
 
-def _store(rank: int, size: int, timeout: timedelta) -> Any:
+def _store(rank: int, size: int, timeout: timedelta) -> Store:
     """The rendezvous store: torchrun's, with a prefix for each attempt.
 
     Torch does not separate the attempts of several hosts: after a restart gloo would find the addresses of processes
@@ -78,7 +80,7 @@ def _store(rank: int, size: int, timeout: timedelta) -> Any:
 _PAUSE = 0.02  # seconds between looks
 
 
-def agreed_name(store: Any, rank: int, size: int, timeout: timedelta) -> str:
+def agreed_name(store: Store, rank: int, size: int, timeout: timedelta) -> str:
     """The name of this attempt, made by the first process.
 
     A process writes a number of its own, and waits for the first to answer with that number and the name; the first
@@ -108,7 +110,7 @@ def agreed_name(store: Any, rank: int, size: int, timeout: timedelta) -> str:
     return own
 
 
-def _read(store: Any, key: str) -> str:
+def _read(store: Store, key: str) -> str:
     return bytes(store.get(key)).decode() if store.check([key]) else ""
 
 

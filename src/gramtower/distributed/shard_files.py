@@ -51,17 +51,7 @@ def write(
     rows: dict[str, str],
     shards: Shards,
 ) -> None:
-    """Write a set of tensors; the set at ``path`` is replaced atomically.
-
-    Args:
-        path: the main file.
-        kind: name and version of the format.
-        header: JSON values; those of the first process are written.
-        tensors: the same names in every process.
-        rows: tensor → "left" or "right", for tensors that hold this process's rows of that side; "left ragged" for
-            those whose rows have lengths of their own, which are read whole.
-        shards: the rows of each process.
-    """
+    """Write a set of tensors; the set at ``path`` is replaced atomically."""
     group = shards.group
     local = {name: tensor for name, tensor in tensors.items() if group.rank == 0 or name in rows}
     token = group.from_first(secrets.token_hex(4)) if group.size > 1 else ""

@@ -18,7 +18,10 @@ import socket
 import sys
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 _BEAT = 2.0  # seconds between lines
 _PATIENCE = 0.8  # share of the time-out after which a waiting process says whom it waits for
@@ -38,7 +41,7 @@ class Watch:
         timeout: seconds after which an operation fails.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
         self._store, self.rank, self.size, self.timeout = store, rank, size, timeout
         self.begun, self.operation, self._beats = 0, "nothing yet", 0
         self._stop = threading.Event()

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
-from gramtower._util.digest import digest_of
+from gramtower._util.tensors import digest_of
 from gramtower.data.ids import Ids, index_of, join
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import SparseMatrix, union, without

@@ -16,9 +16,9 @@ import numpy as np
 import scipy.sparse as sp
 
 from gramtower._util import checks as check
-from gramtower._util.digest import digest_of
 from gramtower._util.files import plain
 from gramtower._util.host import ResidentPeak
+from gramtower._util.tensors import digest_of
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import SparseMatrix
 from gramtower.data.tables import FeaturesLike

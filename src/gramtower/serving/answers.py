@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from gramtower.serving.batching import places
 from gramtower.serving.refusals import Refused, shown
 from gramtower.serving.request_checks import Features
 from gramtower.serving.served_entities import Entities, project
-from gramtower.serving.snapshot import NewFeatures, Snapshot
+from gramtower.serving.snapshot import Histories, NewFeatures, Snapshot
 
 _HISTORY = 200  # pairs of an entity that are shown
 _RECORDS = 400  # points of a curve
@@ -53,12 +52,7 @@ def entity(snapshot: Snapshot, side: str, key: Key) -> dict[str, object]:
 
 
 def explain(
-    snapshot: Snapshot,
-    left: Key | None,
-    right: Key,
-    features: NewFeatures,
-    histories: Sequence[Sequence[Key]] | None,
-    most: int,
+    snapshot: Snapshot, left: Key | None, right: Key, features: NewFeatures, histories: Histories, most: int
 ) -> dict[str, object]:
     """The explanation of a score, with the titles of history entries."""
     found = snapshot.explain(left, right, features, histories)

@@ -43,15 +43,7 @@ class _Waiting:
 
 
 class Batcher:
-    """A queue of tasks and the thread that computes them.
-
-    Args:
-        work: returns one answer or exception for each task.
-        wait: longest time in seconds to wait for more tasks.
-        size: rows of a batch; a larger task is a batch by itself.
-        most: tasks that may wait; further ones are refused with 503.
-        observe: called with the number of tasks of each batch.
-    """
+    """A queue of at most ``most`` tasks, and the thread that computes them in batches of up to ``size`` rows."""
 
     def __init__(
         self,

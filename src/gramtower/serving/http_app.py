@@ -6,7 +6,7 @@ The event loop only parses, waits and sends. Every error is answered with ``{"er
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,14 +15,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Scope
 
-from gramtower.data.ids import Key
 from gramtower.serving import answers
 from gramtower.serving import request_checks as bodies
 from gramtower.serving.batching import Batcher, CallTask, ListTask, work
 from gramtower.serving.refusals import Limits, Refused, encode, shown, within
 from gramtower.serving.request_checks import Guard, answer, parse, read_body, refusal
 from gramtower.serving.served_models import Gauge, Metrics, Models
-from gramtower.serving.snapshot import NewFeatures, Snapshot
+from gramtower.serving.snapshot import Histories, NewFeatures, Snapshot
 from gramtower.serving.web_page import PAGE_POLICY, api_page, describe, page
 
 _CHUNK = 64  # lists in one piece of a streamed answer
@@ -221,7 +220,7 @@ class Service:
             within(name, _rows(features), self.limits.ids, "rows")
         return features
 
-    def _histories(self, histories: Sequence[Sequence[Key]] | None) -> None:
+    def _histories(self, histories: Histories) -> None:
         if histories is not None:
             within("histories", len(histories), self.limits.ids, "lists")
             longest = max(map(len, histories), default=0)
@@ -298,7 +297,7 @@ def _columns(wanted: bool | list[str]) -> list[str] | None:
     return wanted or None
 
 
-def _rows(features: NewFeatures, histories: Sequence[Sequence[Key]] | None = None) -> int:
+def _rows(features: NewFeatures, histories: Histories = None) -> int:
     if features is None:
         return len(histories or ())
     return max(map(len, features.values()), default=0) if isinstance(features, dict) else len(features)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from starlette.types import Scope
 
 FORMATS = ("text", "json")
 _LONGEST = 2000  # characters of a target in a line
@@ -29,7 +31,7 @@ def write(form: str, message: str, level: str = "info", traceback: str = "", **f
     sys.stderr.flush()
 
 
-def write_request(form: str, scope: Mapping[str, Any], status: int, seconds: float, worker: str | None = None) -> None:
+def write_request(form: str, scope: Scope, status: int, seconds: float, worker: str | None = None) -> None:
     """Write a request: client, method, target, status and duration."""
     client = (scope.get("client") or ("-",))[0]
     query = scope.get("query_string", b"")

@@ -96,15 +96,10 @@ Loaded = Callable[[str, Sequence[Any]], None]
 
 
 class Models:
-    """Models being served.
+    """Models being served; the first one answers requests that name none.
 
-    Args:
-        sources: where to read them; the first model answers requests that name none.
-        metrics: counts reloads.
-        say: writes a line for the operator.
-        loaded: called with the name and the stamp of each model that was loaded.
-        watched: whether a model that starts from its ``kept`` file is replaced by the next ``reload`` of changed files
-            if its own file had already changed before.
+    With ``watched``, a model that starts from its ``kept`` file is replaced by the next ``reload`` of changed files
+    if its own file had already changed before.
     """
 
     def __init__(

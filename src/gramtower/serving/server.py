@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -92,17 +91,7 @@ def serve_at(
     labels: Labels = (),
     loaded: Loaded = lambda name, stamp: None,
 ) -> None:
-    """Serve models on a socket, in this process.
-
-    Args:
-        listening: bound socket.
-        sources: models to load.
-        options: settings.
-        say: writes a line for the operator.
-        ready: called when the server accepts connections.
-        labels: labels of all metrics of this process.
-        loaded: called with the name and the stamp of each model that was loaded.
-    """
+    """Serve models on a socket, in this process."""
     settle()
     logs.configure(options.log_format)
     requests = partial(logs.write_request, options.log_format, worker=dict(labels).get("worker"))
@@ -152,7 +141,7 @@ class TimedProtocol(asyncio.Protocol):
 
     head_seconds, stalled_seconds, head_bytes = 10.0, 30.0, 64 * 1024
 
-    def __init__(self, config: uvicorn.Config, **given: Any) -> None:
+    def __init__(self, config: uvicorn.Config, **given: object) -> None:
         own = copy.copy(config)
         self._app, own.loaded_app = config.loaded_app, self._answer
         self._inner: asyncio.Protocol = AutoHTTPProtocol(config=own, **given)  # type: ignore[call-arg]

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 Rows = NDArray[np.int64]
 NewFeatures: TypeAlias = dict[str, list[Any]] | NDArray[np.float32] | None  # columns, or rows of numbers
+Histories: TypeAlias = Sequence[Sequence[Key]] | None  # right ids of each new left entity
 Stamp: TypeAlias = tuple[tuple[int, int, int] | None, ...]  # inode, size and time of each file
 INDEXES = ("auto", "exact", "faiss", "faiss-hnsw", "hnsw")
 _COPIED, _WARM = 1 << 24, 64  # bytes at a time; rows of a first batch
@@ -144,7 +145,7 @@ class Snapshot:
         *,
         left: Sequence[Key] | None = None,
         left_features: NewFeatures = None,
-        histories: Sequence[Sequence[Key]] | None = None,
+        histories: Histories = None,
         exclude_seen: bool = True,
         allow: Sequence[Key] | None = None,
         deny: Sequence[Key] | None = None,
@@ -201,9 +202,7 @@ class Snapshot:
         scores: list[float] = (P * Q).sum(1).tolist()
         return scores
 
-    def embed(
-        self, side: str, ids: Sequence[Key] | None, features: NewFeatures, histories: Sequence[Sequence[Key]] | None
-    ) -> Tensor:
+    def embed(self, side: str, ids: Sequence[Key] | None, features: NewFeatures, histories: Histories) -> Tensor:
         """Embeddings of known ids or of new entities."""
         if ids is not None:
             this = self.side(side)
@@ -223,9 +222,7 @@ class Snapshot:
             raise Refused(422, f"{side}_features: got numbers so large that embeddings overflow, expected smaller ones")
         return embeddings
 
-    def explain(
-        self, left: Key | None, right: Key, features: NewFeatures, histories: Sequence[Sequence[Key]] | None
-    ) -> Explanation:
+    def explain(self, left: Key | None, right: Key, features: NewFeatures, histories: Histories) -> Explanation:
         """The explanation of a score; see model.explain."""
         own = None if left is None else int(self.left.rows([left])[0])
         other = int(self.right.rows([right])[0])
